@@ -8,12 +8,14 @@ integers on every processor, and `make_session` opens one that does. This module
 
 from .errors import ModelError
 from .export import export, save
-from .load import Limits, LoadedFunction, check, load
+from .load import Deviation, FusionWarning, Limits, LoadedFunction, check, load
 from .saturation import SaturatingProduct, SaturationWarning, convert_weights_to_uint8, find_saturating_products
 from .session import make_session, probe_saturation
 from .verify import Report, verify
 
 __all__ = [
+    "Deviation",
+    "FusionWarning",
     "Limits",
     "LoadedFunction",
     "ModelError",

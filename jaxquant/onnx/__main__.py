@@ -41,7 +41,7 @@ def name_file(path: str) -> Iterator[None]:
 def inspect_model(arguments: argparse.Namespace) -> None:
     """Print the inputs, the outputs and the nodes of a model."""
     with name_file(arguments.model):
-        fn, params = load(arguments.model, limits=Limits(memory_bytes=arguments.memory))
+        fn, params = load(arguments.model, limits=Limits(memory_bytes=arguments.memory), fusions=arguments.fusions)
     for x in fn.inputs:
         print(f"input {x.name}: {x.dtype}{'' if x.shape is None else list(x.shape)}")
     print(f"outputs {', '.join(fn.outputs)}")
@@ -51,7 +51,7 @@ def inspect_model(arguments: argparse.Namespace) -> None:
 def run_model(arguments: argparse.Namespace) -> None:
     """Run a model on the arrays of an .npz file, and print or store the outputs."""
     with name_file(arguments.model):
-        fn, params = load(arguments.model, limits=Limits(memory_bytes=arguments.memory))
+        fn, params = load(arguments.model, limits=Limits(memory_bytes=arguments.memory), fusions=arguments.fusions)
     inputs = read_arrays(arguments.inputs)
     # Inputs that decide about shapes must not be traced, so they are no arguments of the jitted function.
     known = {name: inputs.pop(name) for name in list(inputs) if name in fn.static_inputs}
@@ -174,6 +174,7 @@ def make_parser() -> argparse.ArgumentParser:
     for command in (show, run):
         command.add_argument("model", help="the model's file")
         default = Limits().memory_bytes
+        command.add_argument("--fusions", default="all", help="all, safe or none (default %(default)s)")
         command.add_argument("--memory", type=int, default=default, help="Limits.memory_bytes (default %(default)s)")
     return parser
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from jaxquant import onnx as jqonnx
 
 from ..cases.onnx_models import list_optimized_operators, run_runtime
+from ..oracles import onnx_runtime
 
 QUANTIZED = ("QLinear", "QGemm", "MatMulIntegerToFloat", "DynamicQuantizeMatMul")
 
@@ -183,7 +185,7 @@ PATTERNS: dict[str, tuple[Callable[[Pattern], str], bool]] = {
     "where": (_where, True),
     "sigmoid": (lambda p: _unary(p, "Sigmoid", 16, 32), True),
     "leaky relu": (lambda p: _unary(p, "LeakyRelu", 16, 32, scale=0.1, alpha=0.3), True),
-    "softmax": (lambda p: _unary(p, "Softmax", 4, 20, axis=-1), True),
+    "softmax": (lambda p: _unary(p, "Softmax", 4, 20, axis=-1), onnx_runtime.VERSION >= (1, 32)),
     "average pool": (lambda p: _unary(p, "AveragePool", 1, 2, 9, 9, scale=0.1, kernel_shape=[3, 2]), True),
     "global average pool": (lambda p: _unary(p, "GlobalAveragePool", 2, 5, 7, 7, scale=0.05), True),
     "moved": (_moved, True),
@@ -192,9 +194,14 @@ PATTERNS: dict[str, tuple[Callable[[Pattern], str], bool]] = {
 }
 
 
-def load_and_run(model: Any, feeds: dict[str, np.ndarray]) -> tuple[np.ndarray, list[str]]:
+# Patterns in which ONNX Runtime ignores the scale of a bias, which is not that of the sums.
+DEVIATING = ("conv, bias with about its scale", "matmul, stack, bias", "matmul, int32 bias, float")
+
+
+def load_and_run(model: Any, feeds: dict[str, np.ndarray], warns: bool) -> tuple[np.ndarray, list[str]]:
     """Return the output of the loaded model, and the operators that it runs."""
-    fn, params = jqonnx.load(model)
+    with pytest.warns(jqonnx.FusionWarning) if warns else contextlib.nullcontext():
+        fn, params = jqonnx.load(model)
     y = np.asarray(jax.jit(lambda p, x: fn(p, **x))(params, feeds))
     return y, sorted(node.op for node in fn.graph.nodes)
 
@@ -209,7 +216,7 @@ def test_pattern_equals_the_runtime(name: str, dtype: Any, rng: np.random.Genera
     pattern = Pattern(rng, dtype)
     model = pattern.build(make(pattern))
     (expected,) = run_runtime(model, pattern.feeds)
-    actual, operators = load_and_run(model, pattern.feeds)
+    actual, operators = load_and_run(model, pattern.feeds, name in DEVIATING)
     kernels = [op for op in operators if op.startswith(QUANTIZED)]
     assert kernels == sorted(op for op in list_optimized_operators(model, tmp_path) if op.startswith(QUANTIZED))
     # Both libraries leave some convolutions of int8 in floats, which they add up in another order.

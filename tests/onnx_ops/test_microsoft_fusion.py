@@ -15,6 +15,7 @@ from onnx import helper, numpy_helper
 import jaxquant as jq
 
 from ..cases import microsoft_exactness as cases
+from ..oracles import onnx_runtime
 
 F = np.float32
 LEVELS = {
@@ -81,6 +82,8 @@ CASES: dict[str, tuple[str, tuple[Any, ...], float, Callable[..., Any], dict[str
 def test_fused_nodes(node: str, level: str, rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
     if not cases.is_fused():
         pytest.skip("ONNX Runtime has other kernels on this machine")
+    if node == "QLinearSoftmax" and onnx_runtime.VERSION < (1, 32):
+        pytest.skip("before 1.32, ONNX Runtime rounded products that jaxquant does not round")
     op, shapes, factor, call, attributes = CASES[node]
     for name in cases.BYTES:
         point = np.dtype(name).type

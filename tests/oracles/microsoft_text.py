@@ -120,8 +120,10 @@ def exponentials(length: int, scale: Any) -> np.ndarray:
     return np.exp((np.arange(256) - 255 + max(0.0, shift) / float(F(scale))) * float(F(scale))).astype(F)
 
 
-def qlinear_softmax(x, x_scale, x_zero_point, y_scale, y_zero_point, *, axis: int = -1, opset: int = 13) -> np.ndarray:
-    """The sum is that of a loop over the elements."""
+def qlinear_softmax(
+    x, x_scale, x_zero_point, y_scale, y_zero_point, *, axis: int = -1, opset: int = 13, rounds_products: bool = False
+) -> np.ndarray:
+    """The sum is that of a loop over the elements; ONNX Runtime 1.31 rounds the products to float32, 1.32 does not."""
     if x.size == 0:
         return x
     axis %= x.ndim
@@ -131,8 +133,13 @@ def qlinear_softmax(x, x_scale, x_zero_point, y_scale, y_zero_point, *, axis: in
     total = np.zeros(len(rows), F)
     for column in values.T:
         total = total + column
-    steps = np.rint(values * np.floor(F(1) / F(y_scale)) / total[:, None]) + float(y_zero_point)
-    y = saturate(steps, np.asarray(y_zero_point).dtype).reshape(shape)
+    factor = np.floor(F(1) / F(y_scale))
+    if rounds_products:
+        steps = np.rint(values * factor / total[:, None])
+    else:
+        # Products of 48 bits are exact in float64, and a quotient of them has no tie but exact ones.
+        steps = np.rint(values.astype(np.float64) * np.float64(factor) / total[:, None])
+    y = saturate(steps + float(y_zero_point), np.asarray(y_zero_point).dtype).reshape(shape)
     return y.reshape(x.shape) if opset < 13 else np.moveaxis(y, -1, axis)
 
 

@@ -23,6 +23,8 @@ LEVELS = {
 }
 Arrays = Mapping[str, np.ndarray]
 Optional = Mapping[str, np.ndarray | None]
+# The version, such as (1, 32).
+VERSION = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
 
 
 def tensor_type(dtype: Any) -> int:

@@ -31,7 +31,7 @@ def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
 def multiply_exactly(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return two float32 arrays whose sum is a * b: the rounded product and its error (Dekker)."""
     product = barriers.round_result(a * b)
-    (a_high, a_low), (b_high, b_low) = _split_bits(a), _split_bits(b)
+    (a_high, a_low), (b_high, b_low) = split_bits(a), split_bits(b)
     # The products of two halves have 24 bits: none of them is rounded, and neither is any of these sums.
     error = (a_high * b_high - product) + a_high * b_low + a_low * b_high
     return product, error + a_low * b_low
@@ -44,7 +44,7 @@ def add_exactly(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     return total, (a - (total - part)) + (b - part)
 
 
-def _split_bits(value: jax.Array) -> tuple[jax.Array, jax.Array]:
+def split_bits(value: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the first 12 bits of the significand and the rest, two floats of at most 12 bits."""
     bits = lax.bitcast_convert_type(value, jnp.int32)
     high = lax.bitcast_convert_type(lax.bitwise_and(bits, np.int32(~0xFFF)), jnp.float32)

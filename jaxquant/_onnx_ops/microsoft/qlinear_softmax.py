@@ -16,12 +16,18 @@ from ..._core import barriers, checks, division, recording, rounding, sharding
 from ..._core.entry_point import compile_entry_point
 from ._arguments import Encoding, check_eight_bits, convert_numbers, read_encoding
 from ._exponential import list_exponentials
+from ._multiply_add import multiply_exactly, split_bits
 from ._tables import look_up
 
 _NAME = "qlinear_softmax"
 _OPSET_WITH_ONE_AXIS = 13
 # How many codes a word has, how many words of a row one step of the loop adds, and how many rows a tile has.
 _BYTES, _WORDS, _TILE = 4, 4, 16
+_CODES = 256
+# From this length on, a row has a table of its own.
+_LONG = 512
+# Times this, a difference that is not 0 is more than 1 / 4: the divisors are more than 2**-40, and have 24 bits.
+_HUGE = 2.0**100
 
 
 def qlinear_softmax(
@@ -40,16 +46,18 @@ def qlinear_softmax(
     where e[x] = exp((x - max(x)) * x_scale) * u, and u is about the largest float32 divided by 148 and by the number of
     elements of the sum.
 
-    The integers are ONNX Runtime's: e is a table of float32, the sum adds its elements one by one, and every operation
-    is rounded to float32. Where float32(e * floor(1 / y_scale)) overflows, ONNX Runtime gives the zero point, and this
-    function the highest code; that takes fewer than floor(1 / y_scale) / 148 elements, such as a single one with
-    y_scale = 1 / 256. ONNX Runtime evaluates exp in float64, and this function in pairs of float32, with an error of
-    some 2**-43: in about one table of 4000, one of the 256 entries differs by its last bit, which changes a code only
-    next to a tie.
+    The integers are those of ONNX Runtime 1.32. Its factor is the integer below 1 / y_scale, so that results are too
+    small where 1 / y_scale is small and not an integer: by a third for y_scale = 2 / 3. e is a table of float32, and
+    the sum adds its elements one by one, each time rounded to float32; the quotient is rounded once, to an integer.
+    ONNX Runtime 1.31 rounded e * floor(1 / y_scale) to float32 before the division, which decides other ties, and
+    where that product overflowed, with fewer than floor(1 / y_scale) / 148 elements, its codes wrapped around. ONNX
+    Runtime evaluates exp in float64, and this function in pairs of float32, with an error of some 2**-43: in about one
+    table of 4000, one of the 256 entries differs by its last bit, which changes a code only next to a tie.
 
     Args:
         x: codes, int8 or uint8, of rank 1 or more.
-        x_scale: value per step of x, float32, a scalar. A Python number becomes float32.
+        x_scale: value per step of x, float32, a scalar. A Python number becomes float32. With a negative one, which
+            ONNX Runtime 1.32 refuses, the largest value is that of the smallest code.
         x_zero_point: the code of 0.0, a scalar in x's dtype; it has no influence. None means 0. An int becomes a scalar
             in x's dtype.
         y_scale: value per step of y, float32, a scalar. A Python number becomes float32.
@@ -69,8 +77,10 @@ def qlinear_softmax(
         >>> jq.qlinear_softmax(jnp.array([[-128, 0, 0, 7], [-128, -128, -128, 127]], jnp.int8), 0.1, 0, 1 / 256, -128)
         Array([[-128,  -64,  -64,    0],
                [-128, -128, -128,  127]], dtype=int8)
+        >>> jq.qlinear_softmax(jnp.array([7, 7], jnp.uint8), 0.1, 0, 1 / 300)
+        Array([150, 150], dtype=uint8)
 
-    Source: ONNX Runtime's com.microsoft QLinearSoftmax-1.
+    Source: ONNX Runtime's com.microsoft QLinearSoftmax-1, version 1.32.
     """
     x_scale, x_zero_point, y_scale, y_zero_point = convert_numbers(
         _NAME, x, x_scale=x_scale, x_zero_point=x_zero_point, y_scale=y_scale, y_zero_point=y_zero_point
@@ -105,21 +115,76 @@ def _qlinear_softmax(
 def _normalize_rows(x: jax.Array, x_encoding: Encoding, y_encoding: Encoding) -> jax.Array:
     """Return the codes of the softmax along the second of two dimensions."""
     # The barriers keep XLA:CPU from computing an exponential for each element instead of each entry of a table.
-    table = lax.optimization_barrier(list_exponentials(x_encoding.scale, x.shape[1]))
+    table = lax.optimization_barrier(list_exponentials(jnp.abs(x_encoding.scale), x.shape[1]))
     # ONNX Runtime rounds the reciprocal of y_scale down to an integer, and multiplies before it divides by the sum.
     factor = jnp.floor(division.divide(jnp.ones((), jnp.float32), y_encoding.scale))
-    products = lax.optimization_barrier(barriers.round_result(table * factor))
-    # The order of int8 codes is that of their bits with the first one flipped, read as uint8.
+    significand, unit = _split_factor(factor)
+    products = lax.optimization_barrier(multiply_exactly(table, jnp.broadcast_to(significand, table.shape)))
+    # The order of int8 codes is that of their bits with the first one flipped, read as uint8. A negative scale reverses
+    # the order of the values.
     codes = x if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x, jnp.uint8) ^ np.uint8(128)
+    codes = codes ^ jnp.where(x_encoding.scale < 0, np.uint8(255), np.uint8(0))
     shift = np.uint8(255) - codes.max(1, keepdims=True)
     places = codes + shift
     # Tiles of a symbolic number of rows, or of an array whose sharding is part of its type, may not be possible.
     is_plain = isinstance(x.shape[0], int) and not sharding.is_placed(x)
     total = _add_entries(table, codes, shift) if is_plain else _add_rows(table, places.T)
-    scaled = look_up(products, places)
-    steps = division.divide(scaled, sharding.place_like(jnp.broadcast_to(total[:, None], x.shape), scaled))
-    zero_point = sharding.place_like(jnp.broadcast_to(y_encoding.steps, x.shape), scaled)
-    return rounding.encode_steps(steps, zero_point, y_encoding.dtype)
+    divisors = total * unit
+    if is_plain and x.shape[1] >= _LONG:
+        return _look_up_rows(products, divisors, places, y_encoding)
+    return _encode_quotients(*(look_up(product, places) for product in products), divisors, y_encoding)
+
+
+def _look_up_rows(
+    products: tuple[jax.Array, jax.Array], divisors: jax.Array, places: jax.Array, encoding: Encoding
+) -> jax.Array:  # fmt: skip
+    """Return the codes of long rows from a table of 256 codes for each row, which takes fewer quotients."""
+    rows = places.shape[0]
+    high, low = (jnp.broadcast_to(product[None], (rows, _CODES)) for product in products)
+    # XLA:CPU reads a table of int32 by vector instructions, and one of bytes not.
+    table = _encode_quotients(high, low, divisors, encoding).astype(jnp.int32)
+    starts = jnp.arange(rows, dtype=jnp.int32)[:, None] * np.int32(_CODES)
+    indices = starts + places.astype(jnp.int32)
+    table = lax.optimization_barrier(table).reshape(-1)
+    return table.at[indices].get(mode="promise_in_bounds").astype(encoding.dtype)
+
+
+def _split_factor(factor: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return a factor as two scalars, f and u, with factor = f / u, |f| < 2 and u a power of two.
+
+    Products with f, and sums times u, do not overflow.
+    """
+    # A factor of 2**126 gives codes beyond all bounds, and so does a larger one.
+    factor = jnp.clip(factor, np.float32(-(2.0**126)), np.float32(2.0**126))
+    bits = lax.bitcast_convert_type(factor, jnp.int32)
+    one, mask = np.int32(127 << 23), np.int32(255 << 23)
+    exponent = jnp.where(factor == 0, one, lax.bitwise_and(bits, mask))
+    unit = lax.bitcast_convert_type(2 * one - exponent, jnp.float32)
+    return factor * unit, unit
+
+
+def _encode_quotients(high: jax.Array, low: jax.Array, divisors: jax.Array, encoding: Encoding) -> jax.Array:
+    """Return the codes of (high + low) / divisors[:, None], rounded to integers at once, halves to even.
+
+    Args:
+        high: float32 [rows, length].
+        low: float32 [rows, length], at most half an ulp of high.
+        divisors: float32 [rows], positive.
+        encoding: that of the codes.
+    """
+
+    def repeat(x: jax.Array) -> jax.Array:
+        return sharding.place_like(jnp.broadcast_to(x[:, None], high.shape), high)
+
+    upper, lower = map(repeat, split_bits(divisors))
+    # The half, n + 1 / 2, next to the quotient, for which an approximate one will do.
+    half = lax.floor(high * repeat(np.float32(1) / divisors)) + np.float32(0.5)
+    # Its sign tells on which side of the half the quotient is. Products of a half below 2**11 with 12 bits are exact,
+    # and so are differences of nearly equal numbers; where they are not, the sign is clear. A larger half saturates.
+    rest = (high - half * upper) - half * lower + low
+    side = lax.max(lax.min(rest * np.float32(_HUGE), np.float32(0.25)), np.float32(-0.25))
+    zero_point = sharding.place_like(jnp.broadcast_to(encoding.steps, high.shape), high)
+    return rounding.encode_steps(half + side, zero_point, encoding.dtype)
 
 
 def _add_entries(table: jax.Array, codes: jax.Array, shift: jax.Array) -> jax.Array:

@@ -2,7 +2,8 @@
 
 from . import operators
 from .check_file import check
+from .deviations import Deviation, FusionWarning
 from .function import LoadedFunction, load
 from .limits import Limits
 
-__all__ = ["Limits", "LoadedFunction", "check", "load", "operators"]
+__all__ = ["Deviation", "FusionWarning", "Limits", "LoadedFunction", "check", "load", "operators"]

@@ -16,6 +16,7 @@ from jax.core import Tracer
 from ..._core import checks
 from ..errors import ModelError
 from .check_file import read_checked_model
+from .deviations import Deviation, warn_of_deviations
 from .fuse import fuse_graph
 from .graph import Graph, convert_model
 from .interpret import Run, find_static_names
@@ -33,6 +34,7 @@ FLOATS = "jaxquant.floats"
 # The entry that lists its scalars without a name of the user's, the constants of formulas.
 FORMULAS = "jaxquant.formula_constants"
 _LINEAR = ("QuantizeLinear", "DequantizeLinear")
+_FUSIONS = ("all", "safe", "none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,9 @@ class LoadedFunction:
         limits: what a run may take.
         is_exported: whether `export` wrote the model. Its float operators are then JAX's, as those of the
             function that was exported; those of other models are ONNX Runtime's, where their formulas are known.
+        fusions: which patterns became operators on codes: "all", "safe" or "none".
+        deviations: the nodes that ONNX Runtime with all optimizations computes otherwise than the model says, by more
+            than rounding; empty unless `fusions` is "all".
     """
 
     inputs: tuple[Input, ...]
@@ -72,6 +77,8 @@ class LoadedFunction:
     _parameters: Parameters
     _static: frozenset[str]
     is_exported: bool = False
+    fusions: str = "all"
+    deviations: tuple[Deviation, ...] = ()
     _examined: set[Any] = dataclasses.field(default_factory=set)
     _source: Unfolded | None = None
 
@@ -143,13 +150,18 @@ class LoadedFunction:
             positive = bool(np.all(np.asarray(params[name]) > 0))
             checks.require(positive, "onnx.convert", name, "a positive scale", np.asarray(params[name]).min())
         graph = source.fold(quantize_constants(source.graph, params))
-        return _make_function(graph, self.inputs, self.limits, self.is_exported)
+        fn, converted = _make_function(graph, self.inputs, self.limits, self.is_exported, self.fusions)
+        warn_of_deviations(fn.deviations, stacklevel=2)
+        return fn, converted
 
-    def _run(self, params: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _run(
+        self, params: Mapping[str, Any], values: Mapping[str, Any], cut: set[str] | None = None
+    ) -> tuple[Any, ...]:  # fmt: skip
         # A model is typed and broadcasts by numpy's rules, whatever the user has forbidden in code of their own.
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             constants = spread_parameters(params, self._parameters)
-            outputs = Run(self.limits, self.is_exported).run_graph(self.graph, {**constants, **values})
+            run = Run(self.limits, self.is_exported, set() if cut is None else cut)
+            outputs = run.run_graph(self.graph, {**constants, **values})
             return tuple(convert_to_jax(value) for value in outputs)
 
     def _examine(self, params: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -194,7 +206,7 @@ class LoadedFunction:
 
 
 def load(
-    model: Source, *, limits: Limits | None = None, trainable: bool = False
+    model: Source, *, limits: Limits | None = None, trainable: bool = False, fusions: str = "all"
 ) -> tuple[LoadedFunction, dict[str, Any]]:
     """Return an ONNX model as a pure function and its parameters: y = fn(params, *inputs).
 
@@ -202,6 +214,8 @@ def load(
     against the limits before anything is computed. Operators on codes are jaxquant's, which have ONNX Runtime's
     integers. Where ONNX Runtime fuses DequantizeLinear, an operator and QuantizeLinear into one operator on codes, so
     does this function, with the same formulas; then the result equals that of ONNX Runtime with all optimizations.
+    Where such a fusion changes the value of the model by more than rounding, a FusionWarning names the node, and
+    `fn.deviations` lists them.
 
     Args:
         model: the path of a file, its bytes, or an onnx.ModelProto, which may not have external data.
@@ -210,6 +224,9 @@ def load(
             whether the function is fake-quantized instead, in floats, with straight-through gradients. The parameters
             are then floats: the dequantized weights and biases, and the scales of weights and of activations, which
             `fn.scales` names. `fn.convert(params)` returns the integer function of trained ones.
+        fusions: Static. "all": those of ONNX Runtime with all optimizations. "safe": those of them that change the
+            value of the model by no more than rounding. "none": the graph as it is written, in floats between
+            DequantizeLinear and QuantizeLinear, as ONNX Runtime runs it with optimizations disabled.
 
     Returns:
         fn: a LoadedFunction, to which jax.jit, jax.vmap and jax.grad apply.
@@ -221,6 +238,10 @@ def load(
         ModelError: the model is damaged, unsafe, needs more than its limits, or has operators that are not supported,
             which the error lists.
         TypeError: `model` is none of these types.
+        ValueError: `fusions` is none of these words.
+
+    Warns:
+        FusionWarning: with `fusions="all"`, a fusion of ONNX Runtime changes the value by more than rounding.
 
     Example:
         >>> import numpy as np, onnx
@@ -239,17 +260,20 @@ def load(
     limits = Limits() if limits is None else limits
     checks.check_flag(_NAME, "trainable", trainable)
     checks.require_type(isinstance(limits, Limits), _NAME, "limits", "Limits or None", checks.describe_value(limits))
+    checks.check_option(_NAME, "fusions", fusions, _FUSIONS)
     proto = read_checked_model(model, limits)
     try:
-        return _build_function(proto, limits, bool(trainable))
+        fn, params = _build_function(proto, limits, bool(trainable), fusions)
     except ModelError:
         raise
     except Exception as error:  # whatever a damaged model makes JAX or numpy raise
         raise ModelError(f"the model cannot be loaded: {type(error).__name__}: {error}") from error
+    warn_of_deviations(fn.deviations, stacklevel=2)
+    return fn, params
 
 
 def _build_function(
-    proto: onnx.ModelProto, limits: Limits, trainable: bool
+    proto: onnx.ModelProto, limits: Limits, trainable: bool, fusions: str
 ) -> tuple[LoadedFunction, dict[str, Any]]:  # fmt: skip
     graph = convert_model(proto, limits)
     _check_operators(graph)
@@ -259,25 +283,32 @@ def _build_function(
     is_exported = any((entry.key, entry.value) == (FLOATS, "jax") for entry in proto.metadata_props)
     if trainable:
         source = unfold_products(graph)
-        return _make_function(make_trainable(source.graph), inputs, limits, is_exported, source)
-    return _make_function(graph, inputs, limits, is_exported)
+        return _make_function(make_trainable(source.graph), inputs, limits, is_exported, fusions, source)
+    return _make_function(graph, inputs, limits, is_exported, fusions)
 
 
 def _make_function(
-    graph: Graph, inputs: tuple[Input, ...], limits: Limits, is_exported: bool, source: Unfolded | None = None
+    graph: Graph, inputs: tuple[Input, ...], limits: Limits, is_exported: bool, fusions: str,
+    source: Unfolded | None = None,
 ) -> tuple[LoadedFunction, dict[str, Any]]:  # fmt: skip
     """Return the function of a graph and its parameters; `source` is the graph that a trainable one was made of."""
     parameters = split_constants(graph)
     names = set(graph.constants)
-    graph = fuse_graph(graph, is_exported)
+    graph, deviations = fuse_graph(graph, is_exported, fusions)
     # Fusing makes constants of its own: zero points that the model leaves out, and those of uint8.
     made = {name: array for name, array in graph.constants.items() if name not in names}
     parameters = parameters._replace(constants={**parameters.constants, **made})
     static = frozenset(find_static_names(graph) & set(graph.inputs))
     # The constants of the graph would stay in memory beside those of the caller's `params`.
     bare = dataclasses.replace(graph, constants={})
-    fn = LoadedFunction(inputs, graph.outputs, bare, limits, parameters, static, is_exported, _source=source)
-    _trace_declared(fn, parameters.params)
+    fn = LoadedFunction(
+        inputs, graph.outputs, bare, limits, parameters, static, is_exported, fusions, deviations, _source=source
+    )
+    cut = _trace_declared(fn, parameters.params)
+    if cut is not None:
+        # The rules do not know the lengths, with which windows may turn out to lie within the padding.
+        kept = tuple(d for d in deviations if d.op != "AveragePool" or any(label.startswith(d.node) for label in cut))
+        fn = dataclasses.replace(fn, deviations=kept)
     return fn, dict(parameters.params)
 
 
@@ -325,15 +356,21 @@ def _read_declaration(value: onnx.ValueInfoProto) -> Input:
     return Input(value.name, dtype, tuple(lengths))
 
 
-def _trace_declared(fn: LoadedFunction, params: Any) -> None:
-    """Examine the shapes of all values now, if the model fixes those of its inputs."""
+def _trace_declared(fn: LoadedFunction, params: Any) -> set[str] | None:
+    """Examine the shapes of all values now, if the model fixes those of its inputs.
+
+    Return the nodes that have windows beyond the padding, or None if the model leaves lengths open.
+    """
     shapes = {x.name: x.shape for x in fn.inputs}
     required = find_static_names(fn.graph, with_kept=False) & set(shapes)
     if required or any(s is None or not all(isinstance(n, int) for n in s) for s in shapes.values()):
-        return
+        return None
     inputs: dict[str, Any] = {}
     for x in fn.inputs:
         inputs[x.name] = jax.ShapeDtypeStruct(x.shape, canonicalize_dtype(x.dtype))  # type: ignore[arg-type]
     # An input may be the trip count of a Loop.
     with contextlib.suppress(UnknownValueError):
-        jax.eval_shape(lambda p, v: fn._run(p, v), params, inputs)
+        cut: set[str] = set()
+        jax.eval_shape(lambda p, v: fn._run(p, v, cut), params, inputs)
+        return cut
+    return None

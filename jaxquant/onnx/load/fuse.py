@@ -11,40 +11,56 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from .deviations import Deviation
 from .graph import WINDOW_SUM, Graph, Node, find_small_powers, select_live
+from .scales import allows_scale, drops_clip, is_clip_redundant
 
 _EIGHT_BITS = (np.dtype(np.uint8), np.dtype(np.int8))
+_PAIR = "DequantizeLinear"
 # Operators that ONNX Runtime moves quantization past; each moves or selects elements of its first input.
 _MOVING = ("MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice")
 # Operators that it runs on codes if they have the same scale and zero point before and after.
 _SANDWICHED = (*_MOVING, "Flatten", "Expand", "Gather", "Identity")
 # Operators that add their operands; the last two add elements, in an exported model as JAX does.
 _SUMS = ("Add", "Sub", "Sum", "ReduceMean", "ReduceSum")
-# How far the bounds of a Clip may be inside those of the codes in ONNX Runtime.
-_CLOSE = float(np.finfo(np.float32).eps)
 
 
-def fuse_graph(graph: Graph, is_exported: bool = False) -> Graph:
+def fuse_graph(graph: Graph, is_exported: bool = False, fusions: str = "all") -> tuple[Graph, tuple[Deviation, ...]]:
     """Return a graph, and its subgraphs, with the patterns that ONNX Runtime fuses as operators on codes.
 
     The rules are those of ONNX Runtime 1.31 and 1.32 for x86-64 with all optimizations. What it leaves in floats stays
     in floats.
+
+    Args:
+        graph: the graph.
+        is_exported: whether `export` wrote it.
+        fusions: "all"; "safe" for those that change the value by no more than rounding; or "none".
+
+    Returns:
+        The graph, and the nodes of it that ONNX Runtime computes otherwise than the model says.
     """
+    found: list[Deviation] = []
+    return _fuse(graph, is_exported, fusions, found), tuple(found)
+
+
+def _fuse(graph: Graph, is_exported: bool, fusions: str, deviations: list[Deviation]) -> Graph:
+    options: Any = (is_exported, fusions, deviations)
     nodes = []
     for node in graph.nodes:
-        inner = {n: fuse_graph(v, is_exported) if isinstance(v, Graph) else v for n, v in node.attributes.items()}
-        body = None if node.body is None else fuse_graph(node.body, is_exported)
+        inner = {n: _fuse(v, *options) if isinstance(v, Graph) else v for n, v in node.attributes.items()}
+        body = None if node.body is None else _fuse(node.body, *options)
         nodes.append(dataclasses.replace(node, attributes=inner, body=body))
-    fuser = _Fuser(dataclasses.replace(graph, nodes=tuple(nodes)), is_exported)
-    return fuser.apply_rules()
+    return _Fuser(dataclasses.replace(graph, nodes=tuple(nodes)), *options).apply_rules()
 
 
 class _Fuser:
     """The nodes of a graph while they are replaced."""
 
-    def __init__(self, graph: Graph, is_exported: bool) -> None:
+    def __init__(self, graph: Graph, is_exported: bool, fusions: str, deviations: list[Deviation]) -> None:
         self.graph = graph
         self.is_exported = is_exported
+        self.fusions = fusions
+        self.deviations = deviations
         self.sums = _SUMS[: 3 if is_exported else None]
         self.nodes = list(graph.nodes)
         self.constants = dict(graph.constants)
@@ -54,7 +70,8 @@ class _Fuser:
     def apply_rules(self) -> Graph:
         """Apply all rules, in ONNX Runtime's order."""
         self._index()
-        if any(node.op in ("QuantizeLinear", "DequantizeLinear") for node in self.nodes):
+        has_codes = any(node.op in ("QuantizeLinear", "DequantizeLinear") for node in self.nodes)
+        if has_codes and self.fusions != "none":
             rules = (self._drop_identities, self._drop_relu, self._insert_pairs, self._insert_pairs, self._insert_pairs)
             for rule in (*rules, self._use_uint8, self._select, self._drop_conversions, self._drop_pairs):
                 rule()
@@ -80,6 +97,25 @@ class _Fuser:
             if count is not None and count.size == 1 and count.item() == size:
                 attributes = {**mean.attributes, WINDOW_SUM: 1}
                 self.nodes[place] = dataclasses.replace(mean, outputs=node.outputs, attributes=attributes)
+
+    def allows_deviation(self, node: Node, model: str, runtime: str, can_follow: bool = True) -> bool:
+        """Note that a fusion changes the value by more than rounding; return whether it is made.
+
+        Args:
+            node: the node.
+            model: what the model says.
+            runtime: what ONNX Runtime computes.
+            can_follow: whether "all" means to do the same.
+        """
+        if self.fusions == "safe":
+            return False
+        self.deviations.append(Deviation(node.label, node.op, model, runtime, can_follow))
+        return can_follow
+
+    def allows_scale(self, op: str, node: Node) -> bool:
+        """Return whether an operator may run on the codes of a DequantizeLinear, or before a QuantizeLinear."""
+        dtype = self.find_codes_dtype(node)
+        return dtype is not None and allows_scale(op, self.constants[node.inputs[1]], dtype)
 
     def _index(self) -> None:
         """Find the producer and the readers of each name."""
@@ -163,11 +199,14 @@ class _Fuser:
                 continue
             bounds = self._find_bounds(node)
             scale, point = (np.asarray(self.constants[name]).reshape(()) for name in self.read_affine(sink))
-            info = np.iinfo(point.dtype)
-            low, high = ((float(code) - float(point)) * float(scale) for code in (info.min, info.max))
+            if bounds is None:
+                continue
             # The bounds may be wider than the values of the codes: QuantizeLinear saturates first.
-            if bounds is not None and bounds[0] - low <= _CLOSE and high - bounds[1] <= _CLOSE:
+            if is_clip_redundant(bounds, scale, point):
                 renamed[node.outputs[0]] = node.inputs[0]
+            elif drops_clip(node.op, bounds, scale, point):
+                model = f"cuts values off at {bounds[0]:.9g} and {bounds[1]:.9g}, before the scale {scale:.9g}"
+                self.allows_deviation(node, model, "drops it", can_follow=False)
         self._rename_inputs(renamed)
 
     def _find_bounds(self, node: Node) -> tuple[float, float] | None:
@@ -198,12 +237,14 @@ class _Fuser:
         for node in self.nodes:
             is_moving = node.op in _MOVING and not node.domain and not any(node.outputs[1:])
             source, sink = (self.find_source(node.inputs[0]), self.find_sink(node)) if is_moving else (None, None)
-            # ONNX Runtime moves quantization with a single scale only.
-            if source is not None and self.is_per_tensor(source) and not self._feeds_quantization(node):
+            # ONNX Runtime moves quantization with a single scale only. Values that go through codes in their order need
+            # no positive scale, and a maximum is one of them.
+            is_moved = source is not None and self.is_per_tensor(source) and self.allows_scale(_PAIR, source)
+            if source is not None and is_moved and not self._feeds_quantization(node):
                 inner = f"{node.outputs[0]}/moved"
                 pair = self._make_pair(source, inner, node.outputs[0])
                 result += [dataclasses.replace(node, outputs=(inner,)), *pair]
-            elif source is None and sink is not None and self.is_per_tensor(sink):
+            elif source is None and sink is not None and self.is_per_tensor(sink) and self.allows_scale(_PAIR, sink):
                 inner = f"{node.outputs[0]}/before"
                 pair = self._make_pair(sink, node.inputs[0], inner)
                 result += [*pair, dataclasses.replace(node, inputs=(inner, *node.inputs[1:]))]
@@ -261,7 +302,7 @@ class _Fuser:
             source, sink = self.find_source(node.inputs[0]), self.find_sink(node)
             if source is None or sink is None or not self.have_same_affine(source, sink):
                 continue
-            if _allows_codes(node, self.find_codes_dtype(source)):
+            if _allows_codes(node, self.find_codes_dtype(source)) and self.allows_scale(node.op, source):
                 # A chain of such operators becomes a chain on codes.
                 codes = source.inputs[0]
                 replaced[sink.outputs[0]] = dataclasses.replace(
@@ -277,7 +318,8 @@ class _Fuser:
                 continue
             source = self.find_source(node.inputs[0])
             constant = all(part in self.constants for part in node.inputs[1:] if part)
-            if source is not None and constant and self.have_same_affine(source, node):
+            is_same = source is not None and constant and self.have_same_affine(source, node)
+            if source is not None and is_same and self.allows_scale(_PAIR, source):
                 renamed[node.outputs[0]] = source.inputs[0]
         self._rename_inputs(renamed)
 
@@ -287,8 +329,12 @@ class _Fuser:
 
         replacements: dict[str, list[Node]] = {}
         for node in self.nodes:
+            before = len(self.deviations)
             match = select_operator(self, node)
-            if match is not None:
+            if match is None:
+                # Another rule has left the node as it is.
+                self.deviations[before:] = [d for d in self.deviations[before:] if not d.is_followed]
+            else:
                 last, fused = match
                 replacements[last.outputs[0]] = fused
         self.nodes = [new for node in self.nodes for new in replacements.get(node.outputs[0], [node])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 _EIGHT_BITS = (np.dtype(np.uint8), np.dtype(np.int8))
 _INT8, _INT32 = np.dtype(np.int8), np.dtype(np.int32)
 _MICROSOFT = "com.microsoft"
+_LIMIT = 2.0**31
 _POOL_ATTRIBUTES = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
 _UNARY: dict[str, tuple[str, tuple[str, ...]]] = {
     "AveragePool": ("QLinearAveragePool", _POOL_ATTRIBUTES),
@@ -26,6 +28,8 @@ _UNARY: dict[str, tuple[str, tuple[str, ...]]] = {
 _BINARY = {"Add": "QLinearAdd", "Mul": "QLinearMul"}
 # How much the scale of a bias may differ in ONNX Runtime, in all and in proportion.
 _CLOSE, _CLOSE_RATIO = 1e-6, 1e-2
+# What rounding to float32 makes of equal scales, and which part of a softmax the rounding of a factor may take.
+_ROUNDING, _MOST_OFF = 1e-6, 1e-2
 Match = tuple[Node, list[Node]]
 
 
@@ -83,6 +87,8 @@ def _select_elementwise(fuser: _Fuser, node: Node) -> Match | None:
     # ONNX Runtime's kernels take operands of one dtype.
     if len(dtypes) > 1 or sink is None or any(node.outputs[1:]):
         return None
+    if not all(fuser.allows_scale(node.op, source) for source in sources):
+        return None
     operands = [name for source in sources for name in _describe(fuser, source)]
     result, output = fuser.read_affine(sink), sink.outputs[0]
     if node.op in _BINARY:
@@ -96,12 +102,39 @@ def _select_elementwise(fuser: _Fuser, node: Node) -> Match | None:
     if any(n != 1 for n in node.attributes.get("dilations", ())):
         return None
     attributes = {key: node.attributes[key] for key in kept if key in node.attributes}
+    if not _keeps_counts(fuser, node) or not _keeps_factor(fuser, node, sink):
+        return None
     if node.op == "Softmax":
         # The meaning of the axis depends on the opset of Softmax, which QLinearSoftmax has as an attribute.
         attributes = {"axis": attributes.get("axis", -1 if node.opset >= 13 else 1), "opset": node.opset}
     if node.op == "LeakyRelu":
         attributes.setdefault("alpha", 0.01)
     return sink, [_make_node(node, name, _MICROSOFT, [*operands, *result], output, attributes)]
+
+
+def _keeps_counts(fuser: _Fuser, node: Node) -> bool:
+    """Return whether QLinearAveragePool divides by ONNX's number of elements, or may divide by another."""
+    get = node.attributes.get
+    # Windows with stride 1 do not reach beyond the padding.
+    is_inside = node.op != "AveragePool" or not (get("ceil_mode") and get("count_include_pad"))
+    if is_inside or all(n == 1 for n in get("strides", ())) or get("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
+        return True
+    size = math.prod(node.attributes["kernel_shape"])
+    model = "divides a last window that reaches beyond the padding by the number of its elements within"
+    return fuser.allows_deviation(node, model, f"divides it by {size}")
+
+
+def _keeps_factor(fuser: _Fuser, node: Node, sink: Node) -> bool:
+    """Return whether QLinearSoftmax multiplies by about 1 / y_scale, or may multiply by the integer below."""
+    if node.op != "Softmax":
+        return True
+    scale = fuser.constants[sink.inputs[1]].astype(np.float32).reshape(())
+    with np.errstate(all="ignore"):
+        exact = 1 / float(scale) if scale else np.inf
+        factor = float(np.floor(np.float32(1) / scale))
+    if not abs(factor - exact) > _MOST_OFF * abs(exact):
+        return True
+    return fuser.allows_deviation(node, f"multiplies by 1 / y_scale = {exact:.6g}", f"by {factor:.6g}")
 
 
 def _select_conv(fuser: _Fuser, node: Node) -> Match | None:
@@ -112,7 +145,7 @@ def _select_conv(fuser: _Fuser, node: Node) -> Match | None:
     dtype = fuser.find_codes_dtype(sources[0])
     sink = _find_result(fuser, node, dtype)
     # On x86-64, ONNX Runtime has no integer convolution of int8 activations.
-    if sink is None or dtype == _INT8:
+    if sink is None or dtype == _INT8 or not _has_output_scales(fuser, node, sources[1], 0):
         return None
     operands = [*_describe(fuser, sources[0]), *_describe(fuser, sources[1])]
     bias = _select_bias(fuser, node, operands)
@@ -133,21 +166,104 @@ def _select_bias(fuser: _Fuser, node: Node, operands: list[str]) -> tuple[list[s
         if codes not in fuser.constants or fuser.constants[codes].dtype != _INT32:
             return None
         # ONNX Runtime compares the scale of the bias with that of the sums for Conv only.
-        return ([codes], []) if node.op == "Gemm" or _fits_accumulator(fuser, source, operands) else None
+        is_close = _fits_accumulator(fuser, source, operands, (_CLOSE, _CLOSE_RATIO))
+        if (node.op != "Gemm" and not is_close) or not _keeps_bias(fuser, node, source, operands):
+            return None
+        return [codes], []
     if name not in fuser.constants or fuser.constants[name].dtype != np.float32:
+        return None
+    if not _fits_int32(fuser, node, fuser.constants[name], operands):
         return None
     codes = f"{node.outputs[0]}/bias in steps"
     quantized = _make_node(node, "QuantizeBias", "jaxquant", [name, operands[1], operands[4]], codes, {})
     return [codes], [quantized]
 
 
-def _fits_accumulator(fuser: _Fuser, source: Node, operands: list[str]) -> bool:
-    """Return whether the scale of a bias is, about, the product of the scales of x and w."""
-    scale, x_scale, w_scale = (fuser.constants.get(name) for name in (source.inputs[1], operands[1], operands[4]))
-    if scale is None or x_scale is None or w_scale is None or scale.size not in (1, w_scale.size):
+def _find_products(fuser: _Fuser, operands: list[str]) -> np.ndarray:
+    """Return the products of the scales of x and w, which are the steps of the sums."""
+    x_scale, w_scale = (fuser.constants[name].astype(np.float64).reshape(-1) for name in (operands[1], operands[4]))
+    return x_scale * w_scale
+
+
+def _fits_accumulator(fuser: _Fuser, source: Node, operands: list[str], close: tuple[float, float]) -> bool:
+    """Return whether a bias has no zero point, and its scale is about the product of the scales of x and w."""
+    scale, products = fuser.constants.get(source.inputs[1]), _find_products(fuser, operands)
+    point = fuser.constants.get("".join(source.inputs[2:3]), np.zeros(()))
+    if scale is None or scale.size not in (1, products.size) or np.any(point):
         return False
-    product = x_scale.reshape(-1).astype(np.float64) * w_scale.reshape(-1)
-    return bool(np.all(np.abs(scale.reshape(-1) - product) <= _CLOSE + _CLOSE_RATIO * np.abs(product)))
+    distance = np.abs(scale.reshape(-1).astype(np.float64) - products)
+    return bool(np.all(distance <= close[0] + close[1] * np.abs(products)))
+
+
+def _keeps_bias(fuser: _Fuser, node: Node, source: Node, operands: list[str]) -> bool:
+    """Return whether a bias as int32 has its value, but for rounding, or may have another."""
+    most = float(np.max(np.abs(fuser.constants[source.inputs[0]].astype(np.float64)), initial=0))
+    if most >= _find_limit(fuser, node, operands):
+        text = f"adds a bias of {most:.6g} steps"
+        return fuser.allows_deviation(node, text, "adds it as int32, where the sums overflow", can_follow=False)
+    if _fits_accumulator(fuser, source, operands, (0.0, _ROUNDING)):
+        return True
+    codes, scale = fuser.constants[source.inputs[0]].reshape(-1), fuser.constants.get(source.inputs[1])
+    point = fuser.constants.get("".join(source.inputs[2:3]), np.zeros(1, np.int32))
+    products = _find_products(fuser, operands)
+    sizes = (1, codes.size)
+    if scale is None or not {scale.size, point.size, products.size} <= set(sizes):
+        text = "adds a bias with a scale that is an input" if scale is None else "adds a bias with scales of its own"
+        return fuser.allows_deviation(node, text, "takes the scales of x and w", can_follow=False)
+    meant = (codes.astype(np.float64) - point.reshape(-1)) * scale.reshape(-1).astype(np.float64)
+    used = codes * products
+    place = int(np.argmax(np.abs(used - meant)))
+    if used[place] == meant[place]:
+        return True
+    model = f"adds bias[{place}] = {meant[place]:.6g}"
+    return fuser.allows_deviation(node, model, f"adds {used[place]:.6g}, in steps of the scales of x and w")
+
+
+def _find_limit(fuser: _Fuser, node: Node, operands: list[str]) -> float:
+    """Return how many steps a bias may have so that no sum with it leaves int32."""
+    codes = fuser.constants.get(operands[3])
+    if codes is None or not codes.ndim:
+        return _LIMIT
+    outputs = codes.shape[0 if node.op == "Conv" or node.attributes.get("transB", 0) else -1]
+    return _LIMIT - (codes.size // max(outputs, 1)) * 255.0**2
+
+
+def _fits_int32(fuser: _Fuser, node: Node, bias: np.ndarray, operands: list[str]) -> bool:
+    """Return whether a float bias has few enough steps for int32."""
+    products = np.abs(_find_products(fuser, operands))
+    values = np.broadcast_to(products, (bias.size,)) if products.size in (1, bias.size) else products[:0]
+    with np.errstate(all="ignore"):
+        steps = np.abs(bias.reshape(-1).astype(np.float64)) / values if values.size else np.zeros(1)
+    if np.all(steps < _find_limit(fuser, node, operands)) and np.all(products >= np.finfo(np.float32).tiny):
+        return True
+    place = int(np.argmax(steps))
+    model = f"adds bias[{place}] = {bias.reshape(-1)[place]:.6g}"
+    runtime = f"adds it as int32 in steps of {values.reshape(-1)[place]:.6g}, where the sums overflow"
+    return fuser.allows_deviation(node, model, runtime, can_follow=False)
+
+
+def _has_output_scales(fuser: _Fuser, node: Node, source: Node, axis: int | None) -> bool:
+    """Return whether the scales of w are along the dimension of the outputs, or may be taken for such.
+
+    `axis` is that dimension, or None for the last one of any number.
+    """
+    scale = fuser.constants[source.inputs[1]]
+    if scale.size == 1:
+        return True
+    codes, own = fuser.constants.get(source.inputs[0]), source.attributes.get("axis", 1)
+    if scale.ndim != 1 or source.attributes.get("block_size", 0):
+        return False
+    if codes is None:  # of an unknown rank
+        return own == (1 if axis is None else axis)
+    expected = codes.ndim - 1 if axis is None else axis
+    own = own + codes.ndim if own < 0 else own
+    if own == expected:
+        return True
+    # ONNX Runtime refuses other sizes when it runs.
+    if scale.size != codes.shape[expected] or (node.op == "MatMul" and fuser.find_sink(node) is not None):
+        return False
+    model = f"the scales of w are along its dimension {own}"
+    return fuser.allows_deviation(node, model, f"takes them along dimension {expected}")
 
 
 def _select_matmul(fuser: _Fuser, node: Node) -> Match | None:
@@ -158,6 +274,9 @@ def _select_matmul(fuser: _Fuser, node: Node) -> Match | None:
     left, right = (fuser.find_codes_dtype(source) for source in sources)
     # ONNX Runtime has no kernel for int8 times uint8.
     if left == _INT8 and right != left:
+        return None
+    columns = None if node.op == "MatMul" else 0 if node.attributes.get("transB", 0) else 1
+    if not _has_output_scales(fuser, node, sources[1], columns):
         return None
     operands = [*_describe(fuser, sources[0]), *_describe(fuser, sources[1])]
     if node.op == "Gemm":
@@ -209,9 +328,11 @@ def _select_gemm(fuser: _Fuser, gemm: Node, last: Node, operands: list[str], dty
     has_codes = sink is not None and _find_result(fuser, last, dtype) is not None
     if not has_codes and any(reader.op == "QuantizeLinear" for reader in fuser.readers[last.outputs[0]]):
         return None
-    bias = _select_bias(fuser, gemm, operands)
     # ONNX Runtime quantizes a float bias only for a result in codes.
-    if bias is None or (bias[1] and not has_codes):
+    if has_bias and not has_codes and set(gemm.inputs[2:]) & set(fuser.constants):
+        return None
+    bias = _select_bias(fuser, gemm, operands)
+    if bias is None:
         return None
     a, a_scale, a_point, b, b_scale, b_point = operands
     inputs = [a, a_scale, a_point, b, b_scale, b_point, *(bias[0] or [""])]

@@ -26,10 +26,12 @@ class Run:
         is_exported: whether the model was exported by this library; its float operators are then JAX's.
         live: the bytes of the values that are alive.
         count: how many nodes have run, those of a loop that is written out once for each iteration.
+        cut: the nodes that have windows beyond the padding.
     """
 
     limits: Limits
     is_exported: bool = False
+    cut: set[str] = dataclasses.field(default_factory=set)
     live: int = 0
     count: int = 0
 

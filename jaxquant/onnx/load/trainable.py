@@ -139,8 +139,11 @@ def _find_fake(graph: Graph, node: Node, readers: Mapping[str, list[Node]]) -> s
         if name in graph.outputs or not uses:
             return set()
         for use in uses:
-            # A scale for each index of an axis does not follow the elements.
-            if use.op in _ARRANGING and use.inputs[0] == name and parts[0].size == 1:  # type: ignore[union-attr]
+            # A scale for each index of an axis does not follow the elements. The largest code is that of the largest
+            # value with a positive scale only.
+            scale: Any = parts[0]
+            is_arranged = use.op in _ARRANGING and use.inputs[0] == name and scale.size == 1
+            if is_arranged and (use.op != "MaxPool" or scale.reshape(()) > 0):
                 pending.append(use.outputs[0])
                 continue
             others = [graph.constants.get(part) for part in use.inputs[1:] if part]

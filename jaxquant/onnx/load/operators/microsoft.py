@@ -32,6 +32,7 @@ from .activations import apply_activation
 from .neural import convolve, multiply_general
 from .normalization import normalize_layer, normalize_mean_square
 from .quantized import list_given, make_zero, read_scalar
+from .windows import find_windows
 
 _DOMAIN = "com.microsoft"
 _register = functools.partial(register, domain=_DOMAIN)
@@ -40,7 +41,6 @@ _POOL_ATTRIBUTES = ("kernel_shape", "auto_pad", "ceil_mode", "channels_last", "c
 _FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...], tuple[int, ...]]] = {
     "QLinearAdd": (qlinear_add, (), (0, 3)),
     "QLinearMul": (qlinear_mul, (), (0, 3)),
-    "QLinearAveragePool": (qlinear_average_pool, _POOL_ATTRIBUTES, (0,)),
     "QLinearGlobalAveragePool": (qlinear_global_average_pool, ("channels_last",), (0,)),
     "QLinearReduceMean": (qlinear_reduce_mean, ("axes", "keepdims"), (0,)),
     "QLinearWhere": (qlinear_where, (), (0, 1, 4)),
@@ -69,6 +69,20 @@ def _register_functions() -> None:
 
 
 _register_functions()
+
+
+@_register("QLinearAveragePool", keeps=(1, 2, 3, 4))
+def average_windows(call: Any, x: Any, *inputs: Any) -> Any:
+    """ONNX Runtime's QLinearAveragePool."""
+    if not call.get("channels_last", 0):
+        lengths = x.shape[2:]
+        windows = find_windows(call, lengths)
+        if windows.find_full_padding(lengths) != windows.padding:
+            call.run.cut.add(call.node.label)
+    attributes = {n: bool(v) if n in _FLAGS else v for n, v in list_given(call, _POOL_ATTRIBUTES).items()}
+    return qlinear_average_pool(x, *map(read_scalar, inputs), **attributes)
+
+
 for _name in ("QuantizeLinear", "DequantizeLinear"):
     OPERATORS[_DOMAIN, _name] = OPERATORS["", _name]
 assert quantized  # its import fills the table
