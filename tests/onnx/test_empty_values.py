@@ -47,7 +47,9 @@ def make_loop(trips: int | None, condition: bool | None, declared: Any) -> onnx.
 
 
 @pytest.mark.parametrize("declared", [[2, 3], ["a", 3], [None, None], [-1, 3]])
-@pytest.mark.parametrize(("trips", "condition"), [(0, None), (0, True), (3, False), (-1, None), (None, None), (2, None)])
+@pytest.mark.parametrize(
+    ("trips", "condition"), [(0, None), (0, True), (3, False), (-1, None), (None, None), (2, None)]
+)
 def test_a_loop_without_iterations_has_the_declared_outputs(
     trips: int | None, condition: bool | None, declared: Any, rng: np.random.Generator
 ) -> None:
@@ -86,7 +88,7 @@ def test_an_output_whose_shape_nothing_tells_is_named() -> None:
         model = make_model([loop], [info("x", FLOAT, [2])], [info("s0", FLOAT, None)], constants)
         x = np.ones(2, np.float32)
         if expected is None:
-            with pytest.raises(jqonnx.ModelError, match="is neither declared nor can it be found: .*MatMul"):
+            with pytest.raises(jqonnx.ModelError, match=r"is neither declared nor can it be found: .*MatMul"):
                 jqonnx.load(model)
         else:
             fn, params = jqonnx.load(model)

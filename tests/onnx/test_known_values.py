@@ -1,4 +1,4 @@
-"""Arithmetic on known values stays known: each operator that is loaded returns numbers that can be a shape in jax.jit."""
+"""Arithmetic on known values stays known: each operator returns numbers that can be a shape under jax.jit."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ OPERATIONS: list[tuple[str, list[Any], dict[str, Any]]] = [
     *((op, [NUMBERS, DIVISORS], {}) for op in ("Add", "Sub", "Mul", "Div", "Mod", "Max", "Min", "Equal", "Less")),
     ("Mod", [NUMBERS, DIVISORS], {"fmod": 1}),
     ("Pow", [[3, -2, 2, 1, -1, -1, 2], [39, 3, 40, -2, -3, -2, -1]], {}),
-    ("Pow", [[10, 2**20], np.float32([11, 2])], {}),
+    ("Pow", [[10, 2**20], np.array([11, 2], np.float32)], {}),
     *((op, [NUMBERS], {}) for op in ("Neg", "Abs", "Sign", "Identity", "Relu")),
-    *((op, [np.float32([-2.5, 1.5, 3.0])], {}) for op in ("Floor", "Ceil", "Round", "Neg")),
-    ("Sqrt", [np.float32([9.0, 2.25])], {}),
-    ("Cast", [np.float32([-2.7, 2.7, 1e10])], {"to": TensorProto.INT64}),
+    *((op, [np.array([-2.5, 1.5, 3.0], np.float32)], {}) for op in ("Floor", "Ceil", "Round", "Neg")),
+    ("Sqrt", [np.array([9.0, 2.25], np.float32)], {}),
+    ("Cast", [np.array([-2.7, 2.7, 1e10], np.float32)], {"to": TensorProto.INT64}),
     ("Cast", [NUMBERS], {"to": TensorProto.DOUBLE}),
     ("Cast", [NUMBERS], {"to": TensorProto.BOOL}),
     ("Where", [np.array([True, False, True, False, True]), NUMBERS, DIVISORS], {}),
@@ -110,18 +110,22 @@ OPERATIONS: list[tuple[str, list[Any], dict[str, Any]]] = [
     ("EyeLike", [[[5, 5], [5, 5]]], {}),
     ("ConstantOfShape", [[2, 3]], {"value": numpy_helper.from_array(np.array([LARGE]))}),
     ("BitwiseAnd", [NUMBERS, DIVISORS], {}),
-    ("BitShift", [np.uint64([1, 3]), np.uint64([40, 33])], {"direction": "LEFT"}),
+    ("BitShift", [np.array([1, 3], np.uint64), np.array([40, 33], np.uint64)], {"direction": "LEFT"}),
     *((f"Reduce{name}", [[[LARGE, 3], [5, 7]], [1]], {}) for name in ("Sum", "Prod", "Max", "Min", "SumSquare", "L1")),
     ("ReduceMean", [[[LARGE, 3], [-5, -8]], [1]], {"keepdims": 0}),
     ("ReduceMean", [np.array([2**24 + 1] * 3, np.int32)], {}),
 ]
 # onnx's reference rounds these to floats; the numbers here are theirs in integers, those of ONNX Runtime.
-EXPECTED = {"Pow": [[3**39, -8, LARGE, 1, -1, 1, 0], [10**11, LARGE]], "ReduceMean": [[(LARGE + 3) // 2, -6], [2**24 + 1]]}
+EXPECTED = {
+    "Pow": [[3**39, -8, LARGE, 1, -1, 1, 0], [10**11, LARGE]],
+    "ReduceMean": [[(LARGE + 3) // 2, -6], [2**24 + 1]],
+}
 
 
 def evaluate(model: onnx.ModelProto) -> np.ndarray:
     with np.errstate(all="ignore"):
-        return np.asarray(ReferenceEvaluator(model).run(None, {})[0])
+        results: Any = ReferenceEvaluator(model).run(None, {})
+        return np.asarray(results[0])
 
 
 def test_each_operator_of_shapes_keeps_its_integers() -> None:
@@ -146,7 +150,8 @@ def test_each_operator_of_shapes_keeps_its_integers() -> None:
 def run_exactly(model: onnx.ModelProto) -> np.ndarray:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    return onnxruntime.InferenceSession(model.SerializeToString(), options).run(None, {})[0]
+    results: Any = onnxruntime.InferenceSession(model.SerializeToString(), options).run(None, {})
+    return results[0]
 
 
 def draw_expression(rng: np.random.Generator, graph: Graph) -> str:
@@ -188,10 +193,10 @@ def test_random_integer_arithmetic_is_that_of_the_runtime(rng: np.random.Generat
 
 
 def make_subgraph(nodes: Any, inputs: Any, outputs: Any) -> onnx.GraphProto:
-    infos = [
+    first, last = (
         [helper.make_tensor_value_info(name, kind, None) for name, kind in values] for values in (inputs, outputs)
-    ]
-    return helper.make_graph(nodes, "body", *infos)
+    )
+    return helper.make_graph(nodes, "body", first, last)
 
 
 INT, BOOL = TensorProto.INT64, TensorProto.BOOL
@@ -213,7 +218,7 @@ def test_known_values_stay_known_in_branches_loops_and_functions() -> None:
         [node("Identity", ["c"], ["d"]), node("Add", ["v", two], ["w"])],
         [("i", INT), ("c", BOOL), ("v", INT)], [("d", BOOL), ("w", INT)],
     ))  # fmt: skip
-    branches = {
+    branches: dict[str, Any] = {
         f"{key}_branch": make_subgraph([node(op, [value, two], ["r"])], [], [("r", INT)])
         for key, op in (("then", "Mul"), ("else", "Div"))
     }
@@ -236,7 +241,7 @@ def test_small_floats_of_known_values_saturate() -> None:
     small = graph.add("Cast", number, to=TensorProto.FLOAT8E5M2)
     limit = float(np.float32(57344))
     check_shape(graph.build([graph.use_as_shape(
-        graph.add("Cast", small, to=TensorProto.FLOAT), np.float32([limit, -limit, 1.0])
+        graph.add("Cast", small, to=TensorProto.FLOAT), np.array([limit, -limit, 1.0], np.float32)
     )]))  # fmt: skip
 
 
@@ -270,7 +275,7 @@ def check_case(case: Any) -> None:
         # NonZero takes what is known only: its result's shape depends on the numbers.
         nodes = (("Cast", name, f"{name}/number"), ("NonZero", f"{name}/number", f"{name}/places"))
         for op, source, target in nodes:
-            attributes = {"to": TensorProto.FLOAT} if op == "Cast" else {}
+            attributes: dict[str, Any] = {"to": TensorProto.FLOAT} if op == "Cast" else {}
             model.graph.node.append(helper.make_node(op, [source], [target], **attributes))
         model.graph.output.append(helper.make_tensor_value_info(f"{name}/places", INT, None))
     inputs, expected = case.data_sets[0]

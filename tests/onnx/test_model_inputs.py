@@ -60,7 +60,7 @@ def make_detector() -> onnx.ModelProto:
     """Return a model with a branch for each rate, which take inputs of different lengths."""
     rng = np.random.default_rng(0)
     weights = {f"w{n}": rng.normal(size=(n, 2)).astype(np.float32) for n in (4, 8)}
-    branches = {}
+    branches: dict[str, Any] = {}
     for key, n in (("then", 8), ("else", 4)):
         nodes = [make_node("MatMul", ["x", f"w{n}"], [f"r{n}"])]
         branches[f"{key}_branch"] = helper.make_graph(nodes, key, [], [info(f"r{n}", FLOAT, None)])
@@ -95,9 +95,7 @@ def test_inputs_are_made_constants(rng: np.random.Generator) -> None:
         assert repr(fn) == "LoadedFunction(params, x) -> y"
         expected = run_runtime(model, {"x": x, "sr": np.asarray(rate)})[0]
         np.testing.assert_allclose(jax.jit(fn)(params, x), expected, rtol=1e-5)
-        np.testing.assert_allclose(
-            jax.jit(jax.vmap(fn, (None, 0)))(params, x[:, None])[:, 0], expected, rtol=1e-5
-        )
+        np.testing.assert_allclose(jax.jit(jax.vmap(fn, (None, 0)))(params, x[:, None])[:, 0], expected, rtol=1e-5)
         exported = jqonnx.export(fn, [x], params=params)
         np.testing.assert_allclose(run_runtime(exported, {"x": x})[0], expected, rtol=1e-5)
 
@@ -122,6 +120,7 @@ def test_wrong_constants_are_named() -> None:
         (["sr"], TypeError, "load: constants: expected a mapping of names to values, got"),
         ({"sr": "high"}, TypeError, r"load: constants\['sr'\]: expected an array, got str"),
     )
+    constants: Any
     for constants, error, text in cases:
         with pytest.raises(error, match=text):
             jqonnx.load(model, constants=constants)
@@ -142,7 +141,9 @@ def make_static(op: str) -> tuple[onnx.ModelProto, dict[str, Any]]:
         "Tile": [make_node("Concat", ["m", "m"], ["times"], axis=0), make_node("Tile", ["x", "times"], ["y"])],
         "Slice": [make_node("Slice", ["x", "zero", "m", "one"], ["y"])],
         "Pad": [make_node("Concat", ["zero", "m", "m", "n"], ["p"], axis=0), make_node("Pad", ["x", "p"], ["y"])],
-        "Split": [make_node("Concat", ["m", "four"], ["p"], axis=0), make_node("Split", ["x", "p"], ["y", "z"], axis=1)],
+        "Split": [
+            make_node("Concat", ["m", "four"], ["p"], axis=0), make_node("Split", ["x", "p"], ["y", "z"], axis=1),
+        ],
         "TopK": [make_node("TopK", ["x", "m"], ["y", "z"])],
         "Unsqueeze": [make_node("Unsqueeze", ["x", "m"], ["y"])],
         "ReduceSum": [make_node("Sub", ["m", "one"], ["axis"]), make_node("ReduceSum", ["x", "axis"], ["y"])],
@@ -155,7 +156,9 @@ def make_static(op: str) -> tuple[onnx.ModelProto, dict[str, Any]]:
         ],
         "OneHot": [make_node("OneHot", ["six", "m", "pair"], ["y"])],
         "HannWindow": [make_node("HannWindow", ["s"], ["y"])],
-        "SequenceAt": [make_node("SequenceConstruct", ["x", "x", "x"], ["q"]), make_node("SequenceAt", ["q", "s"], ["y"])],
+        "SequenceAt": [
+            make_node("SequenceConstruct", ["x", "x", "x"], ["q"]), make_node("SequenceAt", ["q", "s"], ["y"]),
+        ],
     }[op]  # fmt: skip
     constants |= {"rest": np.array([-1]), "six": np.array([6]), "one": np.array([1]), "four": np.array([4])}
     constants |= {"none": np.int64(0), "step": np.int64(1), "pair": np.array([0, 1], np.float32)}
@@ -197,7 +200,7 @@ def test_inputs_are_named_through_subgraphs_and_functions(rng: np.random.Generat
         "b", [info("i", INT, []), info("c", BOOL, []), info("v", FLOAT, [])],
         [info("d", BOOL, []), info("w", FLOAT, [])],
     )  # fmt: skip
-    branches = {
+    branches: dict[str, Any] = {
         "then_branch": helper.make_graph([make_node("Loop", ["trips", "", "zero"], ["a"], body=body)], "t", [],
                                          [info("a", FLOAT, [])]),
         "else_branch": helper.make_graph([make_node("Identity", ["zero"], ["b"])], "e", [], [info("b", FLOAT, [])]),
@@ -210,7 +213,7 @@ def test_inputs_are_named_through_subgraphs_and_functions(rng: np.random.Generat
     model = make_model(nodes, inputs, constants, outputs, [function])
     fn, params = jqonnx.load(model)
     assert fn.static_inputs == {"n", "flag"}
-    feeds = {"x": np.float32([3]), "n": np.array([2]), "flag": np.asarray(True), "unused": np.array([1])}
+    feeds = {"x": np.array([3], np.float32), "n": np.array([2]), "flag": np.asarray(True), "unused": np.array([1])}
     expected = run_runtime(model, feeds)[0]
     np.testing.assert_array_equal(fn(params, **feeds)[0], expected)
     with pytest.raises(jqonnx.ModelError, match="LoadedFunction: n: expected a value"):
@@ -225,4 +228,4 @@ def test_a_shape_of_data_names_the_data() -> None:
     fn, params = jqonnx.load(model)
     with pytest.raises(jqonnx.ModelError, match=r"LoadedFunction: x: expected a value.*, NonZero: "):
         jax.jit(fn)(params, np.ones(4, np.float32))
-    assert fn(params, np.float32([0, 1, 0, 2])).tolist() == [[1, 3]]
+    assert fn(params, np.array([0, 1, 0, 2], np.float32)).tolist() == [[1, 3]]

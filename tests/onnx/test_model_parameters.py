@@ -150,7 +150,7 @@ def test_weights_of_one_element_are_parameters(name: str, rng: np.random.Generat
 
 def test_a_quantized_layer_of_one_feature_keeps_its_parameters(rng: np.random.Generator, tmp_path: Any) -> None:
     """Also those that training changes, and their way back to codes."""
-    arrays = {"w": rng.normal(size=(8, 1)).astype(np.float32), "b": np.float32([0.3])}
+    arrays = {"w": rng.normal(size=(8, 1)).astype(np.float32), "b": np.array([0.3], np.float32)}
     model = make_model([make_node("Gemm", ["x", "w", "b"], ["y"])], arrays)
     batches = [rng.normal(size=(4, 8)).astype(np.float32) for _ in range(2)]
     model = quantize_model(model, batches, "qdq", tmp_path)
@@ -170,7 +170,11 @@ def test_scalar_parameters_of_an_exported_function_stay_parameters(rng: np.rando
     def function(params: Any, x: jax.Array) -> jax.Array:
         return jnp.minimum(jnp.maximum(x @ params["w"] * params["temperature"], -1.5), params["top"]) * 0.25
 
-    params = {"w": jnp.asarray(rng.normal(size=(8, 4)), jnp.float32), "temperature": jnp.float32(2), "top": jnp.ones((1, 1))}
+    params = {
+        "w": jnp.asarray(rng.normal(size=(8, 4)), jnp.float32),
+        "temperature": jnp.float32(2),
+        "top": jnp.ones((1, 1)),
+    }
     x = rng.normal(size=(3, 8)).astype(np.float32)
     exported = jqonnx.export(function, [x], params=params)
     for _ in range(2):

@@ -162,13 +162,13 @@ class LoadedFunction:
         entries = ", ".join(f"{name!r}: value" for name in names)
         traced = [x.name for x in self.inputs if x.name not in names]
         arguments = ", ".join(f"{x.name}={x.name}" for x in self.inputs)
-        expected = (
-            f"{'a value that is' if len(names) == 1 else 'values that are'} known when the function is traced, got "
-            f"{'a traced array' if len(names) == 1 else 'traced arrays'}: {str(error).rstrip('.')}. Load the model with "
-            f"constants={{{entries}}}, or pass numpy arrays that are no arguments of the jitted function: "
-            f"jax.jit(lambda {', '.join(['params', *traced])}: fn(params, {arguments}))"
+        what, got = ("a value that is", "a traced array") if len(names) == 1 else ("values that are", "traced arrays")
+        text = checks.format_message(_CALL, ", ".join(names), f"{what} known when the function is traced", got)
+        advice = (
+            f"Load the model with constants={{{entries}}}, or pass numpy arrays that are no arguments of the jitted "
+            f"function: jax.jit(lambda {', '.join(['params', *traced])}: fn(params, {arguments}))"
         )
-        return UnknownValueError(f"jaxquant.{_CALL}: {', '.join(names)}: expected {expected}", names)
+        return UnknownValueError(f"{text}: {str(error).rstrip('.')}. {advice}", names)
 
     def _run(self, params: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Any, ...]:
         # A model is typed and broadcasts by numpy's rules, whatever the user has forbidden in code of their own.
@@ -209,9 +209,8 @@ class LoadedFunction:
 def _check_input(function: str, argument: str, declared: Input, value: Any) -> Any:
     """Return an input as an array; raise unless it has the declared dtype and shape."""
     checks.check_readable(function, argument, None if isinstance(value, np.ndarray) else value)
-    array = (
-        value if isinstance(value, jax.Array) else np.asarray(value, None if hasattr(value, "dtype") else declared.dtype)
-    )
+    dtype = None if hasattr(value, "dtype") else declared.dtype
+    array = value if isinstance(value, jax.Array) else np.asarray(value, dtype)
     expected = (declared.dtype, canonicalize_dtype(declared.dtype))
     checks.require_type(array.dtype in expected, function, argument, f"dtype {declared.dtype}", array.dtype)
     if declared.shape is not None:

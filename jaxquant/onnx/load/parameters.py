@@ -124,19 +124,21 @@ def _is_weight(graph: Graph, name: str) -> bool:
         for subgraph in (value for value in node.attributes.values() if isinstance(value, Graph)):
             if name in subgraph.list_captures() and _is_weight(subgraph, name):
                 return True
-        if name not in node.inputs:
-            continue
-        if node.body is not None:
-            own = [inner for inner, outer in zip(node.body.inputs, node.inputs, strict=False) if outer == name]
-            if any(_is_weight(node.body, inner) for inner in own):
-                return True
-        elif node.op in _LAYERS or node.op.endswith("Normalization"):
-            return True
-        elif node.op in _CONVERTING and node.inputs[0] == name and _is_weight(graph, node.outputs[0]):
-            return True
-        elif node.op == "Add" and any(_has_one_feature(graph, other) for other in node.inputs if other != name):
+        if name in node.inputs and _reads_weight(graph, node, name):
             return True
     return False
+
+
+def _reads_weight(graph: Graph, node: Node, name: str) -> bool:
+    """Return whether a node reads a constant with one element as a weight."""
+    if node.body is not None:
+        own = [inner for inner, outer in zip(node.body.inputs, node.inputs, strict=False) if outer == name]
+        return any(_is_weight(node.body, inner) for inner in own)
+    if node.op == "Add":
+        return any(_has_one_feature(graph, other) for other in node.inputs if other != name)
+    if node.op in _CONVERTING:
+        return node.inputs[0] == name and _is_weight(graph, node.outputs[0])
+    return node.op in _LAYERS or node.op.endswith("Normalization")
 
 
 def _has_one_feature(graph: Graph, name: str) -> bool:

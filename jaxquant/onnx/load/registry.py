@@ -16,7 +16,7 @@ class Operator(NamedTuple):
         static: the inputs that it needs as numpy arrays.
         keeps: the inputs that it takes as numpy arrays if they are known, and as JAX arrays if not.
         folds: whether it computes with numpy if all other inputs are numpy arrays.
-        passes: whether it takes all other inputs as they are, because it hands them on: to a subgraph, or in a sequence.
+        passes: whether it takes all other inputs as they are, because it hands them on to a subgraph or in a sequence.
     """
 
     function: Callable[..., Any]

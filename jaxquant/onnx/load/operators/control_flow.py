@@ -175,25 +175,25 @@ def _make_empty_outputs(call: Any, body: Any, states: Sequence[Any]) -> list[Any
         outputs = call.run_subgraph(body, [np.asarray(0, np.int64), np.asarray(True), *states])
         return [convert_to_jax(value) for value in outputs[1 + len(states) :]]
 
-    before = call.run.live
+    found, before = None, call.run.live
     try:
-        traced: Any = jax.eval_shape(advance)
+        found = [(x.shape, x.dtype) for x in jax.eval_shape(advance)]
     except UnknownValueError:
         raise
     except ModelError as error:
         # The states of a loop that never runs need not fit its body. What is declared tells the same.
-        if not all(body.declared.get(name) and body.declared[name].shape is not None for name in names):
+        call.run.live = before
+        if any(name not in body.declared or body.declared[name].shape is None for name in names):
             raise ModelError(
                 f"the shape of an output of a Loop without iterations is neither declared nor can it be found: {error}"
             ) from error
-        traced, call.run.live = [None] * len(names), before
     results = []
-    for name, found in zip(names, traced, strict=True):
+    for i, name in enumerate(names):
         declared = body.declared.get(name)
         # A length that nothing tells is 0, as in ONNX Runtime.
-        shape = found.shape if found is not None else [n if isinstance(n, int) else 0 for n in declared.shape]
-        dtype = found.dtype if declared is None else declared.dtype
-        results.append(_make_empty(shape, dtype))
+        known = [n if isinstance(n, int) else 0 for n in (declared.shape if declared and declared.shape else ())]
+        shape, dtype = found[i] if found is not None else (known, None)
+        results.append(_make_empty(shape, dtype if declared is None else declared.dtype))
     return results
 
 

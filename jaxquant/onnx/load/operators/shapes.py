@@ -85,7 +85,7 @@ def unsqueeze(call: Any, x: Any, axes: Any = None) -> Any:
     return namespace(x).expand_dims(x, tuple(normalize_axis(axis, x.ndim + len(values)) for axis in values))
 
 
-def _drop_empty(parts: tuple[Any, ...], axis: int) -> list[Any]:
+def _drop_empty(parts: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
     """Return the parts of a Concat without those of length 0 that differ from the others in another dimension.
 
     ONNX Runtime ignores them: exporters begin a list that grows in a loop with an array of some shape with a 0.
@@ -96,7 +96,7 @@ def _drop_empty(parts: tuple[Any, ...], axis: int) -> list[Any]:
         is_alike = all(n == m for i, (n, m) in enumerate(zip(part.shape, kept.shape, strict=True)) if i != axis)
         return is_alike or part.shape[axis] != 0
 
-    return [part for part in parts if part.ndim != kept.ndim or fits(part)]
+    return tuple(part for part in parts if part.ndim != kept.ndim or fits(part))
 
 
 @register("Concat", folds=True)
