@@ -195,7 +195,7 @@ SIGNATURES = {
     "count_saturating_pairs": "weights contracting_axis",
     "onnx.verify": "model function batches params level tolerance",
     "onnx.check": "model limits",
-    "onnx.load": "model limits trainable",
+    "onnx.load": "model limits trainable fusions constants parameters",
     "ptq.gptq": "w hessian spec grid axis activation_order damping sweeps stored_last diagnostics",
     "ptq.hqq": "w spec p beta growth steps stored_last diagnostics",
     "ptq.adaround": "w hessian spec grid axis steps rate penalty sweeps stored_last",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,17 +18,18 @@ from ..errors import ModelError
 from .check_file import read_checked_model
 from .deviations import Deviation, warn_of_deviations
 from .fuse import fuse_graph
-from .graph import Graph, convert_model
+from .graph import Graph, convert_model, read_declaration
 from .interpret import Run, find_static_names
 from .limits import Limits
-from .parameters import Parameters, split_constants, spread_parameters
+from .parameters import Parameters, can_train, find_scalars, split_constants, spread_parameters
 from .read_file import Source
 from .registry import find_operator
 from .trainable import make_trainable, quantize_constants
 from .unfold import Unfolded, unfold_products
-from .values import UnknownValueError, canonicalize_dtype, convert_to_jax, find_onnx_dtype
+from .values import UnknownValueError, canonicalize_dtype, convert_to_jax
 
 _NAME = "onnx.load"
+_CALL = "onnx.LoadedFunction"
 # The entry of an exported model's metadata that tells whose float operators the function has, "jax" or "runtime".
 FLOATS = "jaxquant.floats"
 # The entry that lists its scalars without a name of the user's, the constants of formulas.
@@ -44,7 +45,8 @@ class Input:
     Attributes:
         name: its name.
         dtype: its dtype in ONNX.
-        shape: its lengths; a name or None for one that is not fixed; None for an unknown rank.
+        shape: its lengths; a name, or None, for one that is not fixed, for which some exporters write -1; None for an
+            unknown rank.
     """
 
     name: str
@@ -84,7 +86,10 @@ class LoadedFunction:
 
     @property
     def static_inputs(self) -> frozenset[str]:
-        """The inputs that decide about shapes, and must be numpy arrays when the function is traced."""
+        """The inputs that decide about shapes or branches, and must be numpy arrays when the function is traced.
+
+        `load` with `constants` makes constants of them.
+        """
         return self._static
 
     @property
@@ -103,8 +108,8 @@ class LoadedFunction:
 
         Args:
             params: the parameters that `load` returned, or others of the same structure.
-            *inputs: arrays, in the order of the model's inputs. An input that decides about shapes must be a numpy
-                array when the function is traced.
+            *inputs: arrays, in the order of the model's inputs. An input that decides about shapes or branches, see
+                `static_inputs`, must be a numpy array when the function is traced.
             **named: inputs by name.
 
         Returns:
@@ -113,11 +118,15 @@ class LoadedFunction:
         Raises:
             ValueError: an input is missing, or does not have its declared shape.
             TypeError: an input does not have its declared dtype.
-            ModelError: the values need more memory than the limits allow, or a node cannot be run on these inputs.
+            ModelError: the values need more memory than the limits allow, or a node cannot be run on these inputs, or
+                an input is traced that must be known.
         """
         values = self._read_inputs(inputs, named)
-        self._examine(params, values)
-        outputs = self._run(params, values)
+        try:
+            self._examine(params, values)
+            outputs = self._run(params, values)
+        except UnknownValueError as error:
+            raise self._explain(error, values) from error
         return outputs[0] if len(outputs) == 1 else outputs
 
     def describe(self, params: Mapping[str, Any]) -> str:
@@ -154,6 +163,22 @@ class LoadedFunction:
         warn_of_deviations(fn.deviations, stacklevel=2)
         return fn, converted
 
+    def _explain(self, error: UnknownValueError, values: Mapping[str, Any]) -> UnknownValueError:
+        """Return the error for inputs that are traced and must be known, with how to pass them."""
+        names = [name for name in error.names if name in values]
+        if not names:
+            return UnknownValueError(f"jaxquant.{_CALL}: {error}", error.names)
+        entries = ", ".join(f"{name!r}: value" for name in names)
+        traced = [x.name for x in self.inputs if x.name not in names]
+        arguments = ", ".join(f"{x.name}={x.name}" for x in self.inputs)
+        what, got = ("a value that is", "a traced array") if len(names) == 1 else ("values that are", "traced arrays")
+        text = checks.format_message(_CALL, ", ".join(names), f"{what} known when the function is traced", got)
+        advice = (
+            f"Load the model with constants={{{entries}}}, or pass numpy arrays that are no arguments of the jitted "
+            f"function: jax.jit(lambda {', '.join(['params', *traced])}: fn(params, {arguments}))"
+        )
+        return UnknownValueError(f"{text}: {str(error).rstrip('.')}. {advice}", names)
+
     def _run(
         self, params: Mapping[str, Any], values: Mapping[str, Any], cut: set[str] | None = None
     ) -> tuple[Any, ...]:  # fmt: skip
@@ -179,34 +204,43 @@ class LoadedFunction:
 
     def _read_inputs(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
         names = [x.name for x in self.inputs]
-        checks.require(len(inputs) <= len(names), "onnx", "inputs", f"at most {len(names)}", f"{len(inputs)}")
+        checks.require(len(inputs) <= len(names), _CALL, "inputs", f"at most {len(names)}", f"{len(inputs)}")
         given = {**dict(zip(names, inputs, strict=False)), **named}
         holds = set(given) == set(names) and len(given) == len(inputs) + len(named)
-        checks.require(holds, "onnx", "inputs", f"each of {names} once", f"{[*names[: len(inputs)], *named]}")
+        checks.require(holds, _CALL, "inputs", f"each of {names} once", f"{[*names[: len(inputs)], *named]}")
         return {x.name: self._read_input(x, given[x.name]) for x in self.inputs}
 
     def _read_input(self, declared: Input, value: Any) -> Any:
         if isinstance(value, list):  # a sequence of ONNX
             return [convert_to_jax(np.asarray(part)) for part in value]
-        checks.check_readable("onnx", declared.name, None if isinstance(value, np.ndarray) else value)
-        array = (
-            value
-            if isinstance(value, jax.Array)
-            else np.asarray(value, None if hasattr(value, "dtype") else declared.dtype)
-        )
-        expected = (declared.dtype, canonicalize_dtype(declared.dtype))
-        checks.require_type(array.dtype in expected, "onnx", declared.name, f"dtype {declared.dtype}", array.dtype)
-        if declared.shape is not None:
-            fits = len(declared.shape) == array.ndim and all(
-                not isinstance(n, int) or n == m for n, m in zip(declared.shape, array.shape, strict=True)
-            )
-            checks.require(fits, "onnx", declared.name, f"shape {declared.shape}", f"shape {array.shape}")
+        array = _check_input(_CALL, declared.name, declared, value)
         is_known = declared.name in self._static and not isinstance(array, Tracer)
         return np.asarray(array) if is_known else convert_to_jax(array)
 
 
+def _check_input(function: str, argument: str, declared: Input, value: Any) -> Any:
+    """Return an input as an array; raise unless it has the declared dtype and shape."""
+    checks.check_readable(function, argument, None if isinstance(value, np.ndarray) else value)
+    dtype = None if hasattr(value, "dtype") else declared.dtype
+    array = value if isinstance(value, jax.Array) else np.asarray(value, dtype)
+    expected = (declared.dtype, canonicalize_dtype(declared.dtype))
+    checks.require_type(array.dtype in expected, function, argument, f"dtype {declared.dtype}", array.dtype)
+    if declared.shape is not None:
+        fits = len(declared.shape) == array.ndim and all(
+            not isinstance(n, int) or n == m for n, m in zip(declared.shape, array.shape, strict=True)
+        )
+        checks.require(fits, function, argument, f"shape {declared.shape}", f"shape {array.shape}")
+    return array
+
+
 def load(
-    model: Source, *, limits: Limits | None = None, trainable: bool = False, fusions: str = "all"
+    model: Source,
+    *,
+    limits: Limits | None = None,
+    trainable: bool = False,
+    fusions: str = "all",
+    constants: Mapping[str, Any] | None = None,
+    parameters: Collection[str] = (),
 ) -> tuple[LoadedFunction, dict[str, Any]]:
     """Return an ONNX model as a pure function and its parameters: y = fn(params, *inputs).
 
@@ -227,18 +261,23 @@ def load(
         fusions: Static. "all": those of ONNX Runtime with all optimizations. "safe": those of them that change the
             value of the model by no more than rounding. "none": the graph as it is written, in floats between
             DequantizeLinear and QuantizeLinear, as ONNX Runtime runs it with optimizations disabled.
+        constants: Static. Values of inputs by name, such as {"sr": 16000}. They are no inputs of the function any more.
+            What they decide, such as a branch or a shape, is then known when the function is traced.
+        parameters: Static. The names of float constants that are parameters, too: scalars, such as the bounds of a
+            Clip, which stay inside the function otherwise.
 
     Returns:
         fn: a LoadedFunction, to which jax.jit, jax.vmap and jax.grad apply.
         params: the parameters by name: floats as arrays; constant codes with their scale and zero point as
-            QuantizedArray, other codes as arrays. Shapes, the scales of activations, and the numbers of formulas in
-            models that `export` wrote, stay inside the function.
+            QuantizedArray, other codes as arrays. Scalars that are no weights, shapes, and the scales of activations
+            stay inside the function.
 
     Raises:
         ModelError: the model is damaged, unsafe, needs more than its limits, or has operators that are not supported,
             which the error lists.
-        TypeError: `model` is none of these types.
-        ValueError: `fusions` is none of these words.
+        TypeError: `model` is none of these types, or a constant does not have the dtype of the input.
+        ValueError: `fusions` is none of these words, a constant does not have the shape of the input, or a name is none
+            of an input or of a constant.
 
     Warns:
         FusionWarning: with `fusions="all"`, a fusion of ONNX Runtime changes the value by more than rounding.
@@ -261,10 +300,15 @@ def load(
     checks.check_flag(_NAME, "trainable", trainable)
     checks.require_type(isinstance(limits, Limits), _NAME, "limits", "Limits or None", checks.describe_value(limits))
     checks.check_option(_NAME, "fusions", fusions, _FUSIONS)
+    constants = {} if constants is None else constants
+    holds = isinstance(constants, Mapping)
+    checks.require_type(holds, _NAME, "constants", "a mapping of names to values", checks.describe_value(constants))
+    names = not isinstance(parameters, str | bytes) and isinstance(parameters, Collection)
+    checks.require_type(names, _NAME, "parameters", "a collection of names", checks.describe_value(parameters))
     proto = read_checked_model(model, limits)
     try:
-        fn, params = _build_function(proto, limits, bool(trainable), fusions)
-    except ModelError:
+        fn, params = _build_function(proto, limits, bool(trainable), fusions, constants, frozenset(parameters))
+    except (ModelError, checks.ContractTypeError, checks.ContractValueError):
         raise
     except Exception as error:  # whatever a damaged model makes JAX or numpy raise
         raise ModelError(f"the model cannot be loaded: {type(error).__name__}: {error}") from error
@@ -273,13 +317,23 @@ def load(
 
 
 def _build_function(
-    proto: onnx.ModelProto, limits: Limits, trainable: bool, fusions: str
-) -> tuple[LoadedFunction, dict[str, Any]]:  # fmt: skip
+    proto: onnx.ModelProto,
+    limits: Limits,
+    trainable: bool,
+    fusions: str,
+    constants: Mapping[str, Any],
+    parameters: frozenset[str],
+) -> tuple[LoadedFunction, dict[str, Any]]:
     graph = convert_model(proto, limits)
     _check_operators(graph)
+    inputs = tuple(_read_input(value) for value in proto.graph.input if value.name in set(graph.inputs))
+    graph = _bind_constants(graph, inputs, constants)
+    inputs = tuple(x for x in inputs if x.name not in constants)
+    _check_parameters(graph, parameters)
     # A function that trains must not move a 0.5 of its formulas.
-    graph = dataclasses.replace(graph, literals=graph.literals | _read_formula_constants(proto))
-    inputs = tuple(_read_declaration(value) for value in proto.graph.input if value.name in set(graph.inputs))
+    formulas = _read_formula_constants(proto)
+    literals = graph.literals | (find_scalars(graph) if formulas is None else formulas)
+    graph = dataclasses.replace(graph, literals=literals - parameters, requested=parameters)
     is_exported = any((entry.key, entry.value) == (FLOATS, "jax") for entry in proto.metadata_props)
     if trainable:
         source = unfold_products(graph)
@@ -293,6 +347,9 @@ def _make_function(
 ) -> tuple[LoadedFunction, dict[str, Any]]:  # fmt: skip
     """Return the function of a graph and its parameters; `source` is the graph that a trainable one was made of."""
     parameters = split_constants(graph)
+    missing = sorted(graph.requested - set(parameters.params) - parameters.list_parts())
+    expected = "names of constants that no operator needs to know when it is traced"
+    checks.require(not missing, _NAME, "parameters", expected, missing)
     names = set(graph.constants)
     graph, deviations = fuse_graph(graph, is_exported, fusions)
     # Fusing makes constants of its own: zero points that the model leaves out, and those of uint8.
@@ -316,8 +373,34 @@ def _list_scales(graph: Graph) -> frozenset[str]:
     return frozenset(name for node in graph.nodes if node.op in _LINEAR for name in node.inputs[1:2])
 
 
-def _read_formula_constants(proto: onnx.ModelProto) -> frozenset[str]:
-    """Return the names of constants that `export` lists as those of formulas."""
+def _bind_constants(graph: Graph, inputs: Sequence[Input], values: Mapping[str, Any]) -> Graph:
+    """Return a graph in which inputs are constants."""
+    declared = {x.name: x for x in inputs}
+    arrays: dict[str, np.ndarray] = {}
+    for name, value in values.items():
+        checks.require(name in declared, _NAME, "constants", f"names of inputs, {sorted(declared)}", repr(name))
+        is_known = not isinstance(value, Tracer)
+        checks.require_type(is_known, _NAME, f"constants[{name!r}]", "a known value", "a traced array")
+        array = np.asarray(_check_input(_NAME, f"constants[{name!r}]", declared[name], value))
+        arrays[name] = array.astype(declared[name].dtype, copy=False)
+    kept = tuple(name for name in graph.inputs if name not in arrays)
+    return dataclasses.replace(graph, inputs=kept, constants={**graph.constants, **arrays}, bound=frozenset(arrays))
+
+
+def _check_parameters(graph: Graph, names: Collection[str]) -> None:
+    """Raise unless all names are those of constants that can be parameters."""
+    for name in sorted(names):
+        array = graph.constants.get(name)
+        checks.require(array is not None, _NAME, "parameters", "names of constants of the graph", repr(name))
+        assert array is not None
+        holds = can_train(array)
+        checks.require_type(holds, _NAME, "parameters", "names of floats or codes", f"{name!r}, of {array.dtype}")
+
+
+def _read_formula_constants(proto: onnx.ModelProto) -> frozenset[str] | None:
+    """Return the names of constants that `export` lists as those of formulas; None if it has not written the model."""
+    if all(entry.key != FORMULAS for entry in proto.metadata_props):
+        return None
     names: list[Any] = []
     for entry in proto.metadata_props:
         if entry.key == FORMULAS:
@@ -345,15 +428,9 @@ def _check_operators(graph: Graph) -> None:
         raise ModelError(f"operators that are not supported: {', '.join(sorted(unknown))}")
 
 
-def _read_declaration(value: onnx.ValueInfoProto) -> Input:
-    kind = value.type.tensor_type
-    if not value.type.HasField("tensor_type"):
-        return Input(value.name, np.dtype(np.float32), None)
-    dtype = find_onnx_dtype(kind.elem_type, f"input {value.name!r}")
-    if not kind.HasField("shape"):
-        return Input(value.name, dtype, None)
-    lengths = [d.dim_value if d.HasField("dim_value") else (d.dim_param or None) for d in kind.shape.dim]
-    return Input(value.name, dtype, tuple(lengths))
+def _read_input(value: onnx.ValueInfoProto) -> Input:
+    declared = read_declaration(value)
+    return Input(value.name, declared.dtype, declared.shape)
 
 
 def _trace_declared(fn: LoadedFunction, params: Any) -> set[str] | None:

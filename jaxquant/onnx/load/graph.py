@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import onnx
 from ..errors import ModelError
 from .check_file import find_function_key, list_opsets
 from .limits import Limits, check_memory
-from .values import read_tensor
+from .values import find_onnx_dtype, read_tensor
 
 _KIND = onnx.AttributeProto
 
@@ -56,6 +57,44 @@ class Node:
                 yield from value.list_captures()
 
 
+@dataclasses.dataclass(frozen=True)
+class Declaration:
+    """What a model declares of an input or an output.
+
+    Attributes:
+        dtype: its dtype in ONNX.
+        shape: its lengths; a name or None for one that is not fixed; None for an unknown rank.
+    """
+
+    dtype: np.dtype
+    shape: tuple[int | str | None, ...] | None
+
+
+def read_declaration(value: onnx.ValueInfoProto) -> Declaration:
+    """Return what a model declares of a value. A negative length stands for any, as in ONNX Runtime."""
+    kind = value.type.tensor_type
+    if not value.type.HasField("tensor_type"):
+        return Declaration(np.dtype(np.float32), None)
+    dtype = find_onnx_dtype(kind.elem_type, f"input {value.name!r}")
+    if not kind.HasField("shape"):
+        return Declaration(dtype, None)
+    lengths = [
+        (d.dim_value if d.dim_value >= 0 else None) if d.HasField("dim_value") else (d.dim_param or None)
+        for d in kind.shape.dim
+    ]
+    return Declaration(dtype, tuple(lengths))
+
+
+def _read_outputs(graph: onnx.GraphProto) -> dict[str, Declaration]:
+    """Return what a graph declares of its outputs, as far as they are arrays of numbers."""
+    found = {}
+    for value in graph.output:
+        with contextlib.suppress(ModelError):  # no type, or strings
+            if value.type.HasField("tensor_type"):
+                found[value.name] = read_declaration(value)
+    return found
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
     """A graph, a subgraph or the body of a function.
@@ -64,8 +103,12 @@ class Graph:
         inputs: the names of the inputs that are no initializers.
         outputs: the names of the outputs.
         constants: the initializers, and the results of Constant nodes.
-        literals: which of the constants are results of Constant nodes.
+        literals: which of the constants are no parameters if they have one element: the results of Constant nodes, and
+            other scalars.
         nodes: the nodes in an order in which they can run; those that no output needs are left out.
+        declared: what is declared of the outputs.
+        bound: which of the constants are inputs of the model that the user has given a value.
+        requested: which of the constants are parameters because the user has asked for them.
     """
 
     inputs: tuple[str, ...]
@@ -73,6 +116,9 @@ class Graph:
     constants: dict[str, np.ndarray]
     literals: frozenset[str]
     nodes: tuple[Node, ...]
+    declared: Mapping[str, Declaration] = dataclasses.field(default_factory=dict)
+    bound: frozenset[str] = frozenset()
+    requested: frozenset[str] = frozenset()
 
     def list_captures(self) -> Iterator[str]:
         """Yield the names that the graph reads from the graphs around it."""
@@ -107,6 +153,7 @@ def find_small_powers(graph: Graph) -> dict[str, int]:
         exponent = graph.constants.get(node.inputs[1]) if is_power else None
         if exponent is not None and exponent.size == 1 and exponent.ndim <= 1 and exponent.item() in (2, 3):
             powers[node.inputs[1]] = int(exponent.item())
+    powers = {name: n for name, n in powers.items() if name not in graph.requested}
     return {name: n for name, n in powers.items() if name in graph.literals or name not in others}
 
 
@@ -146,7 +193,8 @@ class _Converter:
         constants = {tensor.name: self.reader.read_constant(tensor) for tensor in graph.initializer}
         # Old models list their initializers among the inputs.
         inputs = tuple(value.name for value in graph.input if value.name not in constants)
-        return self._collect(inputs, tuple(value.name for value in graph.output), constants, graph.node)
+        collected = self._collect(inputs, tuple(value.name for value in graph.output), constants, graph.node)
+        return dataclasses.replace(collected, declared=_read_outputs(graph))
 
     def _collect(self, inputs: Any, outputs: Any, constants: dict[str, np.ndarray], protos: Any) -> Graph:
         nodes, literals = [], set()

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from ..._core import recording
 from ..errors import ModelError
 from .graph import Graph, Node
 from .limits import Limits, check_memory, count_bytes
 from .registry import Operator, find_operator
-from .values import convert_to_jax, is_known, read_length, read_static, wrap_result
+from .values import (
+    OperatorError,
+    UnknownValueError,
+    convert_to_jax,
+    count_all,
+    is_computed,
+    is_known,
+    read_length,
+    read_static,
+    wrap_result,
+)
+
+# What an operator raises that reads a traced value.
+_UNREADABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
+# Shapes, and all that is computed of them, have no more elements. Larger arrays are data: they are left to the compiled
+# program, as far as numpy does not compute them.
+_MOST_KNOWN = 2**16
 
 
 @dataclasses.dataclass(eq=False)
@@ -38,17 +55,22 @@ class Run:
     def run_graph(self, graph: Graph, values: Mapping[str, Any]) -> list[Any]:
         """Return the outputs of a graph; `values` has its inputs and all that it reads from outside."""
         values = {**graph.constants, **values}
-        ends, before = find_last_uses(graph), self.live
-        for node in graph.nodes:
+        ends, before, known = find_last_uses(graph), self.live, set[str]()
+        for place, node in enumerate(graph.nodes):
             self.count += 1
             if self.count > self.limits.nodes:
                 raise ModelError(f"{node.label}: loops are written out to more than Limits.nodes = {self.limits.nodes}")
-            outputs = self._run_node(node, values)
+            try:
+                outputs = self._run_node(node, values)
+            except UnknownValueError as error:
+                error.names = _find_sources(graph.nodes[:place], error.names, known)
+                raise
             # A node may leave out trailing outputs.
             for name, value in zip(node.outputs, outputs, strict=False):
                 if name:
                     values[name] = value
                     self.live += _measure(value)
+                    known.update((name,) if is_computed(value) else ())
             check_memory(self.limits, self.live, f"{node.label}: what is alive after it")
             for name in ends[node]:
                 self.live -= _measure(values.pop(name, None))
@@ -72,13 +94,19 @@ class Run:
             call = Call(node, self, values)
             # Overflows and divisions by 0 have results in ONNX, and tell nothing about the model.
             with np.errstate(all="ignore"):
-                outputs = operator.function(call, *prepare_inputs(operator, node, inputs))
+                outputs = _compute_known(operator, call, inputs) if _is_small(operator, call, inputs) else None
+                if outputs is None:
+                    outputs = operator.function(call, *prepare_inputs(operator, node, inputs))
+        except _UNREADABLE as error:
+            text = f"{node.label}: an input must be known when the function is traced"
+            raise UnknownValueError(text, _find_unknown(node, (), values)) from error
+        except UnknownValueError as error:
+            named = UnknownValueError(_add_label(node, error), _find_unknown(node, error.names, values))
+            raise named from error.__cause__
         except ModelError as error:
-            # The innermost node is named already; those around it would only add their labels.
-            text = str(error)
-            raise (error if text.startswith("node ") else type(error)(f"{node.label}: {text}")) from error.__cause__
+            raise type(error)(_add_label(node, error)) from error.__cause__
         except Exception as error:
-            raise ModelError(f"{node.label}: {type(error).__name__}: {str(error)[:500]}") from error
+            raise OperatorError(f"{node.label}: {type(error).__name__}: {str(error)[:500]}") from error
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         return [wrap_result(value) for value in outputs]
 
@@ -132,40 +160,130 @@ class Call:
 def prepare_inputs(operator: Operator, node: Node, inputs: Sequence[Any]) -> list[Any]:
     """Return inputs as an operator takes them: all numpy arrays, or JAX arrays and what it needs to know as numpy."""
     free = [i for i in range(len(inputs)) if i not in operator.static and i not in operator.keeps]
-    folds = operator.folds and all(inputs[i] is None or isinstance(inputs[i], np.ndarray) for i in free)
+    folds = operator.passes or (operator.folds and all(_is_numpy(inputs[i]) for i in free))
     prepared = list(inputs)
     for i, value in enumerate(inputs):
         if i in operator.static:
-            prepared[i] = read_static(value, f"input {i}, {node.inputs[i]!r},")
+            prepared[i] = read_static(value, f"input {i}, {node.inputs[i]!r},", node.inputs[i])
         elif i in operator.keeps:
             prepared[i] = np.asarray(value) if is_known(value) and value is not None else value
         elif not folds:
-            prepared[i] = convert_to_jax(value)
+            prepared[i] = _map_sequence(convert_to_jax, value)
     return prepared
 
 
-def find_static_names(graph: Graph, with_kept: bool = True) -> set[str]:
+def _is_numpy(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_is_numpy(part) for part in value)
+    return value is None or isinstance(value, np.ndarray)
+
+
+def _map_sequence(function: Any, value: Any) -> Any:
+    """Return a function of an array, or of each array of a sequence."""
+    return [_map_sequence(function, part) for part in value] if isinstance(value, list) else function(value)
+
+
+def _is_small(operator: Operator, call: Call, inputs: Sequence[Any]) -> bool:
+    """Return whether all inputs of an operator are known, and few enough numbers to compute with them now."""
+    # What hands its inputs on leaves them known itself.
+    if operator.passes or not all(map(is_computed, inputs)):
+        return False
+    return count_all(list(inputs)) <= _MOST_KNOWN and all(is_computed(call.values[n]) for n in call.node.list_reads())
+
+
+def _compute_known(operator: Operator, call: Call, inputs: Sequence[Any]) -> Any:
+    """Return the results of known inputs as numpy arrays, whatever trace is in progress; None if they are large.
+
+    Integers have 64 bits, as in ONNX.
+    """
+    # An exporter would record its marks, which only a trace can hold.
+    with recording.pause(), jax.enable_x64(True):
+        if not operator.folds:
+            # As shapes first: a few numbers may ask for a large array.
+            shapes = jax.eval_shape(lambda: operator.function(call, *prepare_inputs(operator, call.node, inputs)))
+            if count_all(jax.tree.leaves(shapes)) > _MOST_KNOWN:
+                return None
+        with jax.ensure_compile_time_eval():
+            outputs = operator.function(call, *prepare_inputs(operator, call.node, inputs))
+    return jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, outputs)
+
+
+def _add_label(node: Node, error: ModelError) -> str:
+    """Return the text of an error with the label of the innermost node: those around it would only add theirs."""
+    text = str(error)
+    return text if text.startswith("node ") else f"{node.label}: {text}"
+
+
+def _find_unknown(node: Node, names: Sequence[str], values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of unknown values around a node that has met one; `names` are those that it has named itself.
+
+    What a subgraph calls its inputs has no name around the node. The values of all of the node's inputs may be in them.
+    """
+    inputs = [name for name in node.inputs if name]
+    named = [name for name in names if name in values]
+    wanted = named if named and len(named) == len(names) else [*named, *inputs]
+    return tuple(name for name in dict.fromkeys(wanted) if not is_computed(values[name]))
+
+
+def _find_sources(nodes: Sequence[Node], names: Sequence[str], known: Collection[str]) -> tuple[str, ...]:
+    """Return what values depend on, as far as it is unknown: the names that no node of the graph computes."""
+    producers = {name: node for node in nodes for name in node.outputs if name}
+    pending, seen, found = list(names), set(names), []
+    while pending:
+        name = pending.pop(0)
+        if name in known:
+            continue
+        if name not in producers:
+            found.append(name)
+            continue
+        new = [read for read in dict.fromkeys(producers[name].list_reads()) if read not in seen]
+        seen.update(new)
+        pending += new
+    return tuple(found)
+
+
+def find_static_names(graph: Graph, with_kept: bool = True, outputs: Collection[str] = ()) -> set[str]:
     """Return the names of values that some operator needs to know when the function is traced, and of their sources.
 
-    `with_kept` adds those that operators take as numpy arrays if they are known.
+    `with_kept` adds those that operators take as numpy arrays if they are known, `outputs` the names of results of the
+    graph that are needed around it.
     """
-    needed: set[str] = set()
+    needed: set[str] = set(outputs)
     # Backwards, so that all readers of a node's results come before the node.
     for node in reversed(graph.nodes):
         operator = find_operator(node)
-        subgraphs = [value for value in node.attributes.values() if isinstance(value, Graph)]
-        for subgraph in [*subgraphs, *([node.body] if node.body is not None else [])]:
-            inner = find_static_names(subgraph, with_kept)
-            needed |= inner & set(subgraph.list_captures())
-            if node.body is not None:
-                needed |= {name for name, own in zip(node.inputs, subgraph.inputs, strict=False) if own in inner}
+        wanted = [i for i, name in enumerate(node.outputs) if name in needed]
+        if node.body is not None:
+            inner = find_static_names(node.body, with_kept, [node.body.outputs[i] for i in wanted])
+            needed |= {name for name, own in zip(node.inputs, node.body.inputs, strict=False) if own in inner}
+        for subgraph in (value for value in node.attributes.values() if isinstance(value, Graph)):
+            needed |= _find_static_in_subgraph(node, subgraph, with_kept, wanted)
         if operator is None:
             continue
-        if operator.folds and not needed.isdisjoint(node.outputs):
+        # Other operators compute with data. What they return is known only if they have no other inputs than constants.
+        if wanted and operator.folds:
             needed.update(node.inputs)
         positions = (*operator.static, *operator.keeps) if with_kept else operator.static
         needed.update(node.inputs[i] for i in positions if i < len(node.inputs))
     return needed - {""}
+
+
+def _find_static_in_subgraph(node: Node, subgraph: Graph, with_kept: bool, wanted: Sequence[int]) -> set[str]:
+    """Return the names around a node of values that must be known in a subgraph of it."""
+    # A Loop carries states: outputs from 1 on become inputs from 2 on, and are the node's outputs and inputs.
+    is_loop = node.op == "Loop" and not node.domain
+    targets = {subgraph.outputs[i + is_loop] for i in wanted if i + is_loop < len(subgraph.outputs)}
+    while True:
+        inner = find_static_names(subgraph, with_kept, targets)
+        carried = zip(subgraph.outputs[1:], subgraph.inputs[2:], strict=False) if is_loop else ()
+        more = {result for result, own in carried if own in inner} - targets
+        if not more:
+            break
+        targets |= more
+    needed = inner & set(subgraph.list_captures())
+    if is_loop:
+        needed |= {name for name, own in zip(node.inputs, subgraph.inputs, strict=False) if own in inner}
+    return needed
 
 
 def find_last_uses(graph: Graph) -> dict[Node, list[str]]:

@@ -21,6 +21,20 @@ _CODES = (*dtypes.INTEGERS, *dtypes.SMALL_FLOATS)
 # Operators that add an int32 bias to an accumulator, and the position of that input.
 _BIASES = {"QLinearConv": 8, "QGemm": 6, "DequantizeLinear": 0}
 _MOST_SCALAR = 1
+# Operators with weights; so are those whose names end with Normalization.
+_LAYERS = (
+    *("Conv", "ConvTranspose", "ConvInteger", "QLinearConv", "FusedConv", "CausalConvWithState"),
+    *("MatMul", "Gemm", "Einsum", "MatMulInteger", "QLinearMatMul", "QGemm", "FusedMatMul", "TransposeMatMul"),
+    *("FusedGemm", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "MatMulNBits"),
+    *("LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"),
+)
+# The axis of the weights, the second input, that is the features of the result.
+_FEATURES = {"MatMul": -1, "FusedMatMul": -1, "Conv": 0, "ConvTranspose": 1}
+# Operators whose result is the first input in another form.
+_CONVERTING = (
+    *("QuantizeLinear", "DequantizeLinear", "Cast", "Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze"),
+    "Flatten",
+)
 
 
 class Weight(NamedTuple):
@@ -50,22 +64,26 @@ class Parameters(NamedTuple):
     weights: dict[str, Weight]
     constants: dict[str, np.ndarray]
 
+    def list_parts(self) -> set[str]:
+        """Return the names of the scales and zero points that are parts of QuantizedArrays."""
+        return {part for weight in self.weights.values() for part in (weight.scale, weight.zero_point) if part}
+
 
 def split_constants(graph: Graph) -> Parameters:
     """Return the parameters and the constants of a graph.
 
     The graph is the one before fusing: afterwards no DequantizeLinear tells which scale belongs to which codes.
 
-    Parameters are floats, codes and int32 biases. Constants are shapes and other integers, what an operator must know
-    when it is traced, the scales and zero points of operators on codes, scalars of Constant nodes, and exponents that
-    are 2 or 3.
+    Parameters are floats, codes and int32 biases. Constants are scalars, shapes and other integers, what an operator
+    must know when it is traced, the scales and zero points of operators on codes, exponents that are 2 or 3, and inputs
+    that the user has given a value.
     """
     readers = _find_readers(graph)
     static = find_static_names(graph) | set(find_small_powers(graph))
     names = [name for name, array in graph.constants.items() if _is_parameter(graph, name, array, readers, static)]
     weights = _find_weights(graph, set(names), readers)
     params: dict[str, Any] = {}
-    held = {part for weight in weights.values() for part in (weight.scale, weight.zero_point) if part}
+    held = Parameters({}, weights, {}).list_parts()
     for name in names:
         if name in weights:
             params[name] = _make_weight(graph, name, weights[name], readers)
@@ -90,6 +108,65 @@ def spread_parameters(params: Mapping[str, Any], parameters: Parameters) -> dict
     return values
 
 
+def find_scalars(graph: Graph) -> frozenset[str]:
+    """Return the constants with one element that are no weights, such as the bounds of a Clip, a slope or a factor.
+
+    A weight is read by a product, a convolution, a normalization or a recurrent operator, or is the bias that an Add
+    adds to the single feature of one. A rank of 0 is no weight's.
+    """
+    single = {name: array for name, array in graph.constants.items() if array.size == 1}
+    return frozenset(n for n, array in single.items() if array.ndim == 0 or not _is_weight(graph, n))
+
+
+def _is_weight(graph: Graph, name: str) -> bool:
+    """Return whether a constant with one element is read as a weight, also after conversions and in subgraphs."""
+    for node in graph.nodes:
+        for subgraph in (value for value in node.attributes.values() if isinstance(value, Graph)):
+            if name in subgraph.list_captures() and _is_weight(subgraph, name):
+                return True
+        if name in node.inputs and _reads_weight(graph, node, name):
+            return True
+    return False
+
+
+def _reads_weight(graph: Graph, node: Node, name: str) -> bool:
+    """Return whether a node reads a constant with one element as a weight."""
+    if node.body is not None:
+        own = [inner for inner, outer in zip(node.body.inputs, node.inputs, strict=False) if outer == name]
+        return any(_is_weight(node.body, inner) for inner in own)
+    if node.op == "Add":
+        return any(_has_one_feature(graph, other) for other in node.inputs if other != name)
+    if node.op in _CONVERTING:
+        return node.inputs[0] == name and _is_weight(graph, node.outputs[0])
+    return node.op in _LAYERS or node.op.endswith("Normalization")
+
+
+def _has_one_feature(graph: Graph, name: str) -> bool:
+    """Return whether a value is the product of a layer with constant weights for one feature."""
+    node = next((node for node in graph.nodes if name in node.outputs), None)
+    weight = None if node is None or node.op not in _FEATURES else _find_constant(graph, node.inputs[1])
+    return node is not None and weight is not None and weight.ndim > 1 and weight.shape[_FEATURES[node.op]] == 1
+
+
+def _find_constant(graph: Graph, name: str) -> np.ndarray | None:
+    """Return the constant that a value is, or is converted from."""
+    while name not in graph.constants:
+        node = next((node for node in graph.nodes if name in node.outputs), None)
+        if node is None or node.op not in ("DequantizeLinear", "Identity", "Cast"):
+            return None
+        name = node.inputs[0]
+    return graph.constants[name]
+
+
+def can_train(array: np.ndarray) -> bool:
+    """Return whether a constant can be a parameter: floats, codes, and biases of int32."""
+    return _is_float(array.dtype) or array.dtype in (*_CODES, np.dtype(np.int32))
+
+
+def _is_float(dtype: np.dtype) -> bool:
+    return dtype.kind == "f" or dtype in (dtypes.BFLOAT16, *dtypes.SMALL_FLOATS)
+
+
 def _find_readers(graph: Graph) -> dict[str, list[tuple[Node, int]]]:
     """Return for each name the nodes that read it and the positions of the inputs; -1 for a read in a subgraph."""
     readers: dict[str, list[tuple[Node, int]]] = collections.defaultdict(list)
@@ -102,15 +179,12 @@ def _find_readers(graph: Graph) -> dict[str, list[tuple[Node, int]]]:
 
 
 def _is_parameter(graph: Graph, name: str, array: np.ndarray, readers: Any, static: set[str]) -> bool:
-    dtype = array.dtype
-    is_float = dtype.kind == "f" or dtype in (dtypes.BFLOAT16, *dtypes.SMALL_FLOATS)
-    # Exporters write the constants of formulas, such as 0.5, as Constant nodes.
-    uses = readers[name]
-    if name in graph.literals and array.size <= _MOST_SCALAR:
+    dtype, uses = array.dtype, readers[name]
+    if name in graph.bound or (name in graph.literals and array.size <= _MOST_SCALAR):
         return False
     if dtype == np.int32:
         return any(_BIASES.get(node.op) == position for node, position in uses)
-    if not (is_float or dtype in _CODES):
+    if not (_is_float(dtype) or dtype in _CODES):
         return False
     # The scales of DequantizeLinear are among what operators keep; that of constant codes belongs to the codes.
     return name not in static and bool(uses or name in graph.outputs)

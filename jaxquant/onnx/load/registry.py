@@ -16,25 +16,32 @@ class Operator(NamedTuple):
         static: the inputs that it needs as numpy arrays.
         keeps: the inputs that it takes as numpy arrays if they are known, and as JAX arrays if not.
         folds: whether it computes with numpy if all other inputs are numpy arrays.
+        passes: whether it takes all other inputs as they are, because it hands them on to a subgraph or in a sequence.
     """
 
     function: Callable[..., Any]
     static: tuple[int, ...]
     keeps: tuple[int, ...]
     folds: bool
+    passes: bool
 
 
 OPERATORS: dict[tuple[str, str], Operator] = {}
 
 
 def register(
-    *names: str, domain: str = "", static: tuple[int, ...] = (), keeps: tuple[int, ...] = (), folds: bool = False
+    *names: str,
+    domain: str = "",
+    static: tuple[int, ...] = (),
+    keeps: tuple[int, ...] = (),
+    folds: bool = False,
+    passes: bool = False,
 ) -> Callable[[_Function], _Function]:
     """Return a decorator that puts an implementation into the table under each of the names."""
 
     def decorate(function: _Function) -> _Function:
         for name in names:
-            OPERATORS[domain, name] = Operator(function, static, keeps, folds)
+            OPERATORS[domain, name] = Operator(function, static, keeps, folds, passes)
         return function
 
     return decorate

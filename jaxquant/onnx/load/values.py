@@ -24,7 +24,20 @@ _NARROW = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex1
 
 
 class UnknownValueError(ModelError):
-    """The error for a value that is traced, but must be known when the function is traced."""
+    """The error for a value that is traced, but must be known when the function is traced.
+
+    Attributes:
+        names: the names of the value in the graph that is run; the interpreter replaces them by those of the inputs of
+            the graph that the value depends on. Empty for all inputs of a node.
+    """
+
+    def __init__(self, text: str, names: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.names = tuple(names)
+
+
+class OperatorError(ModelError):
+    """The error of an operator that does not run on its inputs, such as arrays of shapes that do not fit."""
 
 
 def canonicalize_dtype(dtype: Any) -> np.dtype:
@@ -56,18 +69,30 @@ def namespace(*values: Any) -> Any:
 
 
 def is_known(value: Any) -> bool:
-    """Return whether the elements of a value can be read now."""
-    return value is None or isinstance(value, np.ndarray) or not isinstance(value, Tracer)
+    """Return whether the elements of a value can be read now; those of a sequence are not asked."""
+    return value is None or not isinstance(value, Tracer | list)
 
 
-def read_static(value: Any, what: str) -> Any:
+def is_computed(value: Any) -> bool:
+    """Return whether a value is known in every trace: a numpy array of numbers, or a sequence of such."""
+    if isinstance(value, list):
+        return all(is_computed(part) for part in value)
+    return value is None or (isinstance(value, np.ndarray) and value.dtype != object)
+
+
+def count_all(value: Any) -> int:
+    """Return the number of elements of an array, or of all arrays of a sequence."""
+    if isinstance(value, list | tuple):
+        return sum(count_all(part) for part in value)
+    return 0 if value is None else math.prod(value.shape)
+
+
+def read_static(value: Any, what: str, name: str) -> Any:
     """Return a value whose elements are needed now as a numpy array, and None unchanged."""
     if value is None or isinstance(value, np.ndarray):
         return value
     if isinstance(value, Tracer):
-        raise UnknownValueError(
-            f"{what} must be known when the function is traced: pass it as a numpy array, outside of jit"
-        )
+        raise UnknownValueError(f"{what} must be known when the function is traced", (name,))
     return np.asarray(value)
 
 

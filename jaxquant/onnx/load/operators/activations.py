@@ -123,7 +123,13 @@ def apply_log_softmax(call: Any, x: Any) -> Any:
 @register("Hardmax")
 def apply_hardmax(call: Any, x: Any) -> Any:
     """ONNX Hardmax: 1 at the first largest element, 0 elsewhere."""
-    return _normalize(call, x, lambda v, a: jax.nn.one_hot(jnp.argmax(v, a), v.shape[a], dtype=v.dtype, axis=a))
+    return _normalize(call, x, _find_hardmax)
+
+
+def _find_hardmax(x: Any, axis: int) -> Any:
+    if x.shape[axis] == 0:
+        return x
+    return jax.nn.one_hot(jnp.argmax(x, axis), x.shape[axis], dtype=x.dtype, axis=axis)
 
 
 @register("NegativeLogLikelihoodLoss")

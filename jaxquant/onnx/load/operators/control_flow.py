@@ -12,13 +12,28 @@ from jax import lax
 
 from ...errors import ModelError
 from ..registry import register
-from ..values import UnknownValueError, convert_to_jax, is_known, list_ints, namespace, normalize_axis
+from ..values import (
+    OperatorError,
+    UnknownValueError,
+    canonicalize_dtype,
+    convert_to_jax,
+    count_all,
+    is_computed,
+    is_known,
+    is_static,
+    list_ints,
+    namespace,
+    normalize_axis,
+)
 
 # A loop that lax.scan cannot run, because shapes change, is written out up to this many times under jit.
 _MOST_UNROLLED = 256
+# One that computes with known numbers is run when it is traced, up to this many nodes and numbers.
+_MOST_ARITHMETIC = 2**14
+_MOST_NUMBERS = 2**10
 
 
-@register("If", keeps=(0,))
+@register("If", keeps=(0,), passes=True)
 def run_if(call: Any, condition: Any) -> Any:
     """ONNX If: the branch that a known condition chooses, else jax.lax.cond of both."""
     branches = call.get("then_branch"), call.get("else_branch")
@@ -29,7 +44,12 @@ def run_if(call: Any, condition: Any) -> Any:
     def make_branch(graph: Any) -> Any:
         return lambda: tuple(convert_to_jax(value) for value in call.run_subgraph(graph, ()))
 
-    return lax.cond(condition.reshape(()), make_branch(branches[0]), make_branch(branches[1]))
+    try:
+        return lax.cond(condition.reshape(()), make_branch(branches[0]), make_branch(branches[1]))
+    except (OperatorError, TypeError) as error:
+        # A branch that is not meant for these inputs need not run on them, and the results may have other shapes.
+        text = f"the condition must be known when the function is traced, because not both branches run: {error}"
+        raise UnknownValueError(f"{call.node.label}: {text}", call.node.inputs[:1]) from error
 
 
 @register("Scan")
@@ -74,23 +94,38 @@ def _run_batched_scan(call: Any, lengths: Any, *inputs: Any) -> tuple[Any, ...]:
     return jax.vmap(lambda *parts: _scan(call, call.get("body"), parts, names))(*inputs)
 
 
-# All inputs, because states may be shapes, which have to stay numpy arrays.
-@register("Loop", keeps=tuple(range(64)))
+# The states are passed as they are, because they may be shapes, which have to stay numpy arrays.
+@register("Loop", keeps=(0, 1), passes=True)
 def run_loop(call: Any, count: Any, condition: Any, *states: Any) -> Any:
     """ONNX Loop: written out in Python if it can be, else jax.lax.scan or jax.lax.while_loop."""
     body = call.get("body")
     trips = None if count is None else int(count.reshape(())) if is_known(count) else count
     limit = call.run.limits.iterations
-    if isinstance(trips, int) and trips > limit and condition is None:
+    if isinstance(trips, int) and trips > limit and condition is None and _keeps_condition(body):
         raise ModelError(f"a Loop of {trips} iterations, more than Limits.iterations = {limit}")
     is_fixed = _keeps_condition(body) and (condition is None or (is_known(condition) and bool(np.all(condition))))
     # A short loop is written out: its shapes may change from one iteration to the next.
-    if isinstance(trips, int) and is_fixed and trips > _MOST_UNROLLED:
+    if isinstance(trips, int) and is_fixed and trips > _MOST_UNROLLED and not _is_arithmetic(call, body, trips, states):
         return _loop_by_scan(call, body, trips, states)
     is_readable = (trips is None or isinstance(trips, int)) and (condition is None or is_known(condition))
-    if is_readable:
+    if not is_readable:
+        return _loop_by_while(call, body, trips, condition, states)
+    try:
         return _loop_in_python(call, body, trips, condition, states, is_fixed)
-    return _loop_by_while(call, body, trips, condition, states)
+    except _UnknownConditionError:
+        # Nothing of what was traced is used.
+        return _loop_by_while(call, body, trips, condition, states)
+
+
+class _UnknownConditionError(Exception):
+    """A loop computes its condition from values that are traced."""
+
+
+def _is_arithmetic(call: Any, body: Any, trips: int, states: Sequence[Any]) -> bool:
+    """Return whether a long loop computes with known numbers only, so that its results stay known."""
+    values = [*states, *(call.values[name] for name in body.list_captures())]
+    is_short = trips * (len(body.nodes) + 1) <= _MOST_ARITHMETIC
+    return is_short and all(map(is_computed, values)) and count_all(values) <= _MOST_NUMBERS
 
 
 def _keeps_condition(body: Any) -> bool:
@@ -119,18 +154,57 @@ def _loop_in_python(
         step += 1
         if not is_fixed:
             if not is_known(result):
+                if not extra:
+                    raise _UnknownConditionError
                 raise UnknownValueError(
                     "the condition of a Loop with scan outputs must be known when the loop is traced"
                 )
             is_active = bool(np.asarray(result).reshape(()))
-    parts = zip(*scanned, strict=True) if scanned else [()] * (len(body.outputs) - 1 - len(states))
-    return (*carried, *(_stack(list(values)) for values in parts))
+    if not scanned:
+        return (*states, *_make_empty_outputs(call, body, states))
+    return (*carried, *(_stack(list(values)) for values in zip(*scanned, strict=True)))
+
+
+def _make_empty_outputs(call: Any, body: Any, states: Sequence[Any]) -> list[Any]:
+    """Return the scan outputs of a Loop without iterations: length 0, and the shape that the first one would have."""
+    names = body.outputs[1 + len(states) :]
+    if not names:
+        return []
+
+    def advance() -> list[Any]:
+        outputs = call.run_subgraph(body, [np.asarray(0, np.int64), np.asarray(True), *states])
+        return [convert_to_jax(value) for value in outputs[1 + len(states) :]]
+
+    found, before = None, call.run.live
+    try:
+        found = [(x.shape, x.dtype) for x in jax.eval_shape(advance)]
+    except UnknownValueError:
+        raise
+    except ModelError as error:
+        # The states of a loop that never runs need not fit its body. What is declared tells the same.
+        call.run.live = before
+        if any(name not in body.declared or body.declared[name].shape is None for name in names):
+            raise ModelError(
+                f"the shape of an output of a Loop without iterations is neither declared nor can it be found: {error}"
+            ) from error
+    results = []
+    for i, name in enumerate(names):
+        declared = body.declared.get(name)
+        # A length that nothing tells is 0, as in ONNX Runtime.
+        known = [n if isinstance(n, int) else 0 for n in (declared.shape if declared and declared.shape else ())]
+        shape, dtype = found[i] if found is not None else (known, None)
+        results.append(_make_empty(shape, dtype if declared is None else declared.dtype))
+    return results
+
+
+def _make_empty(shape: Sequence[Any], dtype: Any) -> Any:
+    """Return an array of length 0 and this shape, known unless a length is symbolic."""
+    if is_static(shape):
+        return np.zeros((0, *shape), dtype)
+    return jnp.zeros((0, *shape), canonicalize_dtype(dtype))
 
 
 def _stack(values: list[Any]) -> Any:
-    if not values:
-        # Only a step would tell the type of what is stacked.
-        return np.zeros((0,), np.float32)
     return namespace(*values).stack([v if namespace(*values) is np else convert_to_jax(v) for v in values])
 
 
@@ -152,9 +226,12 @@ def _loop_by_while(call: Any, body: Any, trips: Any, condition: Any, states: Seq
     # The length of what is stacked would depend on data.
     if len(body.outputs) > 1 + len(states):
         raise UnknownValueError(
-            "a Loop with scan outputs needs a trip count and a condition that are known when it is traced"
+            "a Loop with scan outputs needs a trip count and a condition that are known when it is traced",
+            [name for name in call.node.inputs[:2] if name],
         )
     limit = call.run.limits.iterations
+    # Exporters write the largest int64 for "until the condition ends it", which the counter cannot hold.
+    trips = min(trips, np.iinfo(np.int32).max) if isinstance(trips, int) else trips
     most = jnp.asarray(limit if trips is None else trips, jnp.int32).reshape(())
     first = jnp.asarray(True if condition is None else convert_to_jax(condition)).reshape(())
 
@@ -182,7 +259,7 @@ def _invalidate(x: jax.Array, is_cut: jax.Array) -> jax.Array:
     return x
 
 
-@register("SequenceConstruct")
+@register("SequenceConstruct", passes=True)
 def make_sequence(call: Any, *values: Any) -> Any:
     """ONNX SequenceConstruct."""
     return list(values)
@@ -194,13 +271,13 @@ def make_empty_sequence(call: Any) -> Any:
     return []
 
 
-@register("SequenceAt", static=(1,))
+@register("SequenceAt", static=(1,), passes=True)
 def take_from_sequence(call: Any, sequence: Any, position: Any) -> Any:
     """ONNX SequenceAt."""
     return sequence[int(position.reshape(()))]
 
 
-@register("SequenceInsert", static=(2,))
+@register("SequenceInsert", static=(2,), passes=True)
 def insert_into_sequence(call: Any, sequence: Any, value: Any, position: Any = None) -> Any:
     """ONNX SequenceInsert."""
     place = len(sequence) if position is None else int(position.reshape(()))
@@ -208,27 +285,27 @@ def insert_into_sequence(call: Any, sequence: Any, value: Any, position: Any = N
     return [*sequence[:place], value, *sequence[place:]]
 
 
-@register("SequenceErase", static=(1,))
+@register("SequenceErase", static=(1,), passes=True)
 def erase_from_sequence(call: Any, sequence: Any, position: Any = None) -> Any:
     """ONNX SequenceErase."""
     place = (len(sequence) - 1 if position is None else int(position.reshape(()))) % max(len(sequence), 1)
     return [*sequence[:place], *sequence[place + 1 :]]
 
 
-@register("SequenceLength")
+@register("SequenceLength", passes=True)
 def count_sequence(call: Any, sequence: Any) -> Any:
     """ONNX SequenceLength."""
     return np.asarray(len(sequence), np.int64)
 
 
-@register("ConcatFromSequence")
+@register("ConcatFromSequence", folds=True)
 def concatenate_sequence(call: Any, sequence: Any) -> Any:
     """ONNX ConcatFromSequence."""
-    axis = call.get("axis", 0)
-    return jnp.stack(sequence, axis) if call.get("new_axis", 0) else jnp.concatenate(sequence, axis)
+    axis, xp = call.get("axis", 0), namespace(*sequence)
+    return xp.stack(sequence, axis) if call.get("new_axis", 0) else xp.concatenate(sequence, axis)
 
 
-@register("SplitToSequence", static=(1,))
+@register("SplitToSequence", static=(1,), folds=True)
 def split_to_sequence(call: Any, x: Any, split: Any = None) -> Any:
     """ONNX SplitToSequence."""
     axis = normalize_axis(call.get("axis", 0), x.ndim)
@@ -240,11 +317,11 @@ def split_to_sequence(call: Any, x: Any, split: Any = None) -> Any:
         ends = list(range(step, length, step))
     else:
         ends = [int(n) for n in np.cumsum(list_ints(split))[:-1]]
-    parts = jnp.split(x, ends, axis)
+    parts = list(namespace(x).split(x, ends, axis))
     return [part.squeeze(axis) for part in parts] if split is None and not call.get("keepdims", 1) else parts
 
 
-@register("SequenceMap")
+@register("SequenceMap", passes=True)
 def map_sequence(call: Any, sequence: Any, *others: Any) -> Any:
     """ONNX SequenceMap."""
     body, results = call.get("body"), []

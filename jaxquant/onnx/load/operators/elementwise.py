@@ -100,11 +100,12 @@ def _apply_variadic(function: str, call: Any, *values: Any) -> Any:
 _register_named()
 
 
-@register("RoundedMul", domain="jaxquant")
+@register("RoundedMul", domain="jaxquant", folds=True)
 def multiply_rounded(call: Any, a: Any, b: Any) -> Any:
     """Multiply, and round the product before a sum that follows: XLA would contract the two into one operation."""
-    product = jnp.multiply(*broadcast(call, a, b))
-    return barriers.round_result(product) if product.dtype == np.float32 else product
+    xp = namespace(a, b)
+    product = xp.multiply(*broadcast(call, a, b))
+    return barriers.round_result(product) if xp is jnp and product.dtype == np.float32 else product
 
 
 @register("Sqrt", folds=True)
@@ -160,12 +161,17 @@ def raise_to_power(call: Any, base: Any, exponent: Any) -> Any:
     xp = namespace(base, exponent)
     # An exponent of 0.5 must not be cut off to 0.
     if dtype.kind in "iu" and exponent.dtype.kind not in "iu":
-        base = base.astype(exponent.dtype)
+        # float32 holds no integers above 2**24, but a compiled program has no other float type.
+        base = base.astype(np.float64 if xp is np else exponent.dtype)
     elif base.dtype != exponent.dtype:
         exponent = exponent.astype(base.dtype)
-    # numpy raises for integers with negative exponents.
-    if xp is np and base.dtype.kind in "iu":
-        exponent = np.maximum(exponent, np.zeros_like(exponent))
+    if base.dtype.kind in "iu":
+        # Neither numpy nor JAX computes negative powers of integers. They are fractions, without the part after the
+        # point: 0, but for those of 1 and -1.
+        is_negative, zero = exponent < 0, xp.zeros_like(exponent)
+        exponent = xp.where(is_negative & (xp.abs(base) == 1), -exponent, exponent)
+        power = xp.power(base, xp.maximum(exponent, zero))
+        return xp.where(exponent < 0, xp.zeros_like(power), power).astype(dtype)
     return xp.power(base, exponent).astype(dtype)
 
 
@@ -240,7 +246,7 @@ def cast_to(x: Any, dtype: Any, saturate: bool = True) -> Any:
     dtype = np.dtype(dtype)
     if x.dtype == dtype or (x.dtype == object and dtype.kind in "iu"):  # symbolic lengths stay what they are
         return x
-    if namespace(x) is np and dtype.kind in _NUMPY_KINDS and x.dtype.kind in _NUMPY_KINDS:
+    if namespace(x) is np and all(d.isbuiltin == 1 and d.kind in _NUMPY_KINDS for d in (dtype, x.dtype)):
         return x != 0 if dtype == np.bool_ else x.astype(dtype)
     # numpy's conversions to small floats know nothing of ONNX's saturation.
     x, dtype = convert_to_jax(x), canonicalize_dtype(dtype)

@@ -12,7 +12,16 @@ from jax import lax
 
 from ...errors import ModelError
 from ..registry import register
-from ..values import convert_to_jax, is_static, list_indices, list_ints, make_lengths, namespace, normalize_axis
+from ..values import (
+    canonicalize_dtype,
+    convert_to_jax,
+    is_static,
+    list_indices,
+    list_ints,
+    make_lengths,
+    namespace,
+    normalize_axis,
+)
 
 
 def _wrap(call: Any, index: Any, length: Any) -> Any:
@@ -138,21 +147,40 @@ _SCATTERS: dict[str, Callable[..., jax.Array]] = {
 _MODE = "promise_in_bounds"
 
 
-@register("ScatterElements", "Scatter")
+_UFUNCS = {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum}
+
+
+def _update_known(call: Any, x: np.ndarray, index: tuple[Any, ...], updates: np.ndarray) -> np.ndarray:
+    """Return a copy of x with elements replaced, or combined with updates, by numpy."""
+    y, reduction = x.copy(), call.get("reduction", "none")
+    if reduction == "none":
+        y = y.astype(np.result_type(x, updates), copy=False)  # one of them may be symbolic lengths
+        y[index] = updates
+    else:
+        _UFUNCS[reduction].at(y, index, updates)
+    return y
+
+
+@register("ScatterElements", "Scatter", folds=True)
 def scatter_elements(call: Any, x: Any, indices: Any, updates: Any) -> Any:
     """ONNX ScatterElements."""
     axis = normalize_axis(call.get("axis", 0), x.ndim)
     grids = _make_grids(indices.shape)
     index = tuple(_wrap(call, indices, x.shape[axis]) if i == axis else grid for i, grid in enumerate(grids))
+    if namespace(x, indices, updates) is np:
+        return _update_known(call, x, index, updates)
     update = getattr(x.at[index], _REDUCTIONS[call.get("reduction", "none")])
     return update(updates, mode=_MODE, wrap_negative_indices=False)
 
 
-@register("ScatterND")
+@register("ScatterND", folds=True)
 def scatter_nd(call: Any, x: Any, indices: Any, updates: Any) -> Any:
     """ONNX ScatterND."""
     count = indices.shape[-1]
-    index = convert_to_jax(_wrap(call, indices, x.shape[:count]))
+    index = _wrap(call, indices, x.shape[:count])
+    if namespace(x, index, updates) is np:
+        return _update_known(call, x, tuple(np.moveaxis(index, -1, 0)), updates)
+    x, index, updates = (convert_to_jax(value) for value in (x, index, updates))
     windows = tuple(range(index.ndim - 1, updates.ndim))
     numbers = lax.ScatterDimensionNumbers(windows, tuple(range(count)), tuple(range(count)))
     return _SCATTERS[call.get("reduction", "none")](x, index, updates, numbers, mode=_MODE)
@@ -190,7 +218,7 @@ def find_nonzero(call: Any, x: Any) -> Any:
 @register("TopK", static=(1,))
 def find_largest(call: Any, x: Any, k: Any = None) -> Any:
     """ONNX TopK: of equal elements the one with the lower index comes first."""
-    axis = normalize_axis(call.get("axis", -1), x.ndim)
+    axis, index_dtype = normalize_axis(call.get("axis", -1), x.ndim), canonicalize_dtype(np.int64)
     count = int(call.get("k") if k is None else np.asarray(k).reshape(-1)[0])
     if not 0 <= count <= x.shape[axis]:
         raise ModelError(f"expected k in [0, {x.shape[axis]}], got {count}")
@@ -198,11 +226,12 @@ def find_largest(call: Any, x: Any, k: Any = None) -> Any:
         # lax.top_k puts 0 before -0, which are equal in ONNX.
         rows = jnp.moveaxis(x if x.dtype.kind in "iu" else jnp.where(x == 0, jnp.zeros_like(x), x), axis, -1)
         values, index = (jnp.moveaxis(part, -1, axis) for part in lax.top_k(rows, count))
-        return values, index
+        return values, index.astype(index_dtype)
     # Two arrays that are sorted by the first of them: `export` writes this as one TopK.
     places = lax.broadcasted_iota(jnp.int32, x.shape, axis)
     values, index = lax.sort((x, places), dimension=axis, is_stable=True)
-    return tuple(lax.slice_in_dim(part, 0, count, axis=axis) for part in (values, index))
+    values, index = (lax.slice_in_dim(part, 0, count, axis=axis) for part in (values, index))
+    return values, index.astype(index_dtype)
 
 
 @register("Unique", static=(0,))

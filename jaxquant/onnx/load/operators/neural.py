@@ -11,7 +11,7 @@ from jax import lax
 
 from ..graph import WINDOW_SUM
 from ..registry import register
-from ..values import list_ints
+from ..values import canonicalize_dtype, list_ints
 from .windows import count_elements, find_windows, list_window_elements, reduce_windows
 
 # The default precision would round float32 to TF32 on a GPU, and to bfloat16 on a TPU.
@@ -118,7 +118,7 @@ def pool_largest(call: Any, x: Any) -> Any:
         is_better = (value > best) | ((best_index < 0) & (position >= 0))
         best, best_index = jnp.where(is_better, value, best), jnp.where(is_better, position, best_index)
     planes = np.arange(math.prod(x.shape[:2]), dtype=np.int32).reshape(*x.shape[:2], *(1,) * len(lengths))
-    return best, best_index + planes * np.int32(math.prod(lengths))
+    return best, (best_index + planes * np.int32(math.prod(lengths))).astype(canonicalize_dtype(np.int64))
 
 
 @register("AveragePool")

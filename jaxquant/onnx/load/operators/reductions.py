@@ -38,6 +38,8 @@ def _reduce_extreme(xp: Any, name: str, x: Any, axes: Any, keepdims: bool) -> An
 
 def _add_or_multiply(call: Any, name: str, x: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
     """Return a sum, a mean or a product; sums of consecutive elements are added in ONNX Runtime's order."""
+    if name == "mean" and x.dtype.kind in "iu" and is_static(x.shape):
+        return _average_integers(x, axes, keepdims)
     first = x.ndim - len(axes)
     is_last = sorted(axes) == list(range(first, x.ndim)) and is_static(x.shape[first:])
     length = math.prod(x.shape[first:]) if is_last else 0
@@ -48,6 +50,14 @@ def _add_or_multiply(call: Any, name: str, x: Any, axes: tuple[int, ...], keepdi
     # A true division: XLA would multiply by the reciprocal of a constant.
     y = float_kernels.divide(y, jnp.full_like(y, rows.shape[-1])) if name == "mean" else y
     return y.reshape(*y.shape, *(1,) * len(axes)) if keepdims else y
+
+
+def _average_integers(x: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
+    """Return means of integers, cut off towards zero: no float type holds all their sums."""
+    xp, count = namespace(x), math.prod(x.shape[axis] for axis in axes)
+    total = xp.sum(x, axis=axes, keepdims=keepdims, dtype=x.dtype)
+    quotient = xp.abs(total) // np.asarray(max(count, 1), x.dtype)
+    return wrap_result(xp.where(total < 0, -quotient, quotient) if x.dtype.kind == "i" else quotient)
 
 
 def _square(x: Any) -> Any:
@@ -99,7 +109,9 @@ _register_reductions()
 def reduce_log_sum_exp(call: Any, x: Any, axes: Any = None) -> Any:
     """ONNX ReduceLogSumExp."""
     kept = _find_axes(call, x, axes)
-    return x if kept is None else jax.nn.logsumexp(x, axis=kept, keepdims=bool(call.get("keepdims", 1)))
+    if kept is None:
+        return x
+    return jax.nn.logsumexp(x, axis=kept, keepdims=bool(call.get("keepdims", 1))).astype(x.dtype)
 
 
 @register("ArgMax", "ArgMin", folds=True)
@@ -120,7 +132,7 @@ def accumulate(call: Any, x: Any, axis: Any) -> Any:
     product = call.node.op == "CumProd"
     y = xp.flip(x, axis) if call.get("reverse", 0) else x
     # Exclusive: the neutral element comes first and the last element is left out.
-    if call.get("exclusive", 0):
+    if call.get("exclusive", 0) and x.shape[axis]:
         first = xp.full_like(y.take(np.array([0]), axis), int(product))
         y = xp.concatenate([first, y.take(np.arange(x.shape[axis] - 1), axis)], axis)
     y = (xp.cumprod if product else xp.cumsum)(y, axis).astype(x.dtype)

@@ -85,10 +85,25 @@ def unsqueeze(call: Any, x: Any, axes: Any = None) -> Any:
     return namespace(x).expand_dims(x, tuple(normalize_axis(axis, x.ndim + len(values)) for axis in values))
 
 
+def _drop_empty(parts: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
+    """Return the parts of a Concat without those of length 0 that differ from the others in another dimension.
+
+    ONNX Runtime ignores them: exporters begin a list that grows in a loop with an array of some shape with a 0.
+    """
+    kept = next((part for part in parts if 0 not in part.shape), parts[0])
+
+    def fits(part: Any) -> bool:
+        is_alike = all(n == m for i, (n, m) in enumerate(zip(part.shape, kept.shape, strict=True)) if i != axis)
+        return is_alike or part.shape[axis] != 0
+
+    return tuple(part for part in parts if part.ndim != kept.ndim or fits(part))
+
+
 @register("Concat", folds=True)
 def concatenate(call: Any, *parts: Any) -> Any:
     """ONNX Concat."""
     axis = normalize_axis(call.get("axis", 1), parts[0].ndim)
+    parts = _drop_empty(parts, axis)
     shape = (*parts[0].shape[:axis], sum(part.shape[axis] for part in parts), *parts[0].shape[axis + 1 :])
     call.reserve(shape, parts[0].dtype)
     return namespace(*parts).concatenate(parts, axis)
