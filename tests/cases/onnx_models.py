@@ -101,7 +101,9 @@ def make_encoder(rng: np.random.Generator, length: int = 8, width: int = 32, hea
 MODELS = {"mlp": (make_mlp, (8, 16)), "cnn": (make_cnn, (4, 3, 16, 16)), "encoder": (make_encoder, (3, 8, 32))}
 
 
-class _Reader(CalibrationDataReader):
+class Reader(CalibrationDataReader):
+    """The batches of input x that a quantizer reads."""
+
     def __init__(self, batches: list[np.ndarray]) -> None:
         self._batches = iter(batches)
 
@@ -125,7 +127,7 @@ def quantize_model(
         form = QuantFormat.QOperator if kind == "operators" else QuantFormat.QDQ
         activation = QuantType.QInt8 if kind == "int8" else QuantType.QUInt8
         quantize_static(
-            source, target, _Reader(batches), quant_format=form, per_channel=per_channel,
+            source, target, Reader(batches), quant_format=form, per_channel=per_channel,
             activation_type=activation, weight_type=QuantType.QInt8,
         )  # fmt: skip
     logging.disable(logging.NOTSET)
@@ -163,7 +165,9 @@ def pack_weights(model: onnx.ModelProto, block: int = 16) -> onnx.ModelProto:
     return packed
 
 
-def run_runtime(model: onnx.ModelProto, feeds: dict[str, np.ndarray], level: str = "all") -> list[np.ndarray]:
+def run_runtime(
+    model: onnx.ModelProto, feeds: dict[str, np.ndarray], level: str = "all", threads: int = 2
+) -> list[np.ndarray]:
     """Return the outputs of ONNX Runtime."""
     levels = onnxruntime.GraphOptimizationLevel
     options = onnxruntime.SessionOptions()
@@ -171,7 +175,7 @@ def run_runtime(model: onnx.ModelProto, feeds: dict[str, np.ndarray], level: str
         "none": levels.ORT_DISABLE_ALL, "basic": levels.ORT_ENABLE_BASIC, "extended": levels.ORT_ENABLE_EXTENDED,
         "all": levels.ORT_ENABLE_ALL,
     }[level]  # fmt: skip
-    options.intra_op_num_threads = 2
+    options.intra_op_num_threads = threads
     options.log_severity_level = 4
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return [np.asarray(y) for y in session.run(None, feeds)]

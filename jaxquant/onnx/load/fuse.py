@@ -18,8 +18,19 @@ _EIGHT_BITS = (np.dtype(np.uint8), np.dtype(np.int8))
 _MOVING = ("MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice")
 # Operators that it runs on codes if they have the same scale and zero point before and after.
 _SANDWICHED = (*_MOVING, "Flatten", "Expand", "Gather", "Identity")
-# Operators that add their operands; the last two add elements, in an exported model as JAX does.
-_SUMS = ("Add", "Sub", "Sum", "ReduceMean", "ReduceSum")
+# Operators that add their operands.
+_SUMS = ("Add", "Sub", "Sum")
+# Operators that begin with a sum or a difference of elements; in an exported model they do as JAX does.
+_INNER_SUMS = (
+    *("ReduceMean", "ReduceSum", "ReduceLogSumExp", "ReduceSumSquare", "CumSum", "AveragePool", "GlobalAveragePool"),
+    *("Softmax", "LogSoftmax", "BatchNormalization", "LayerNormalization", "InstanceNormalization", "Resize"),
+    *("GroupNormalization", "MeanVarianceNormalization", "SkipLayerNormalization", "HardSigmoid", "HardSwish"),
+)
+# Operators through which XLA sees that a sum reads a product.
+_PASSING = (
+    *("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Flatten", "Expand", "Gather", "Identity", "Split"),
+    *("Tile", "Neg"),
+)
 # How far the bounds of a Clip may be inside those of the codes in ONNX Runtime.
 _CLOSE = float(np.finfo(np.float32).eps)
 
@@ -45,7 +56,7 @@ class _Fuser:
     def __init__(self, graph: Graph, is_exported: bool) -> None:
         self.graph = graph
         self.is_exported = is_exported
-        self.sums = _SUMS[: 3 if is_exported else None]
+        self.sums = _SUMS if is_exported else (*_SUMS, *_INNER_SUMS)
         self.nodes = list(graph.nodes)
         self.constants = dict(graph.constants)
         self.literals = set(graph.literals)
@@ -313,11 +324,23 @@ class _Fuser:
         """Mark the products that a sum reads, which XLA would contract with it into one operation that rounds once."""
         nodes = []
         for node in self.nodes:
-            is_product = node.op == "Mul" and not node.domain
-            if is_product and any(reader.op in self.sums for reader in self.readers[node.outputs[0]]):
+            if node.op == "Mul" and not node.domain and self._feeds_sum(node):
                 node = dataclasses.replace(node, op="RoundedMul", domain="jaxquant")
             nodes.append(node)
         self.nodes = nodes
+
+    def _feeds_sum(self, node: Node) -> bool:
+        """Return whether a sum reads the results of a node, also behind operators that only move elements."""
+        pending, seen = [node], {node}
+        while pending:
+            for reader in [reader for name in pending.pop().outputs for reader in self.readers[name]]:
+                if reader.op in self.sums:
+                    return True
+                is_passing = reader.op in _PASSING and not reader.domain and not self.is_exported
+                if is_passing and reader not in seen:
+                    seen.add(reader)
+                    pending.append(reader)
+        return False
 
 
 def _allows_codes(node: Node, dtype: Any) -> bool:
