@@ -78,7 +78,8 @@ class Run:
             raise (error if text.startswith("node ") else type(error)(f"{node.label}: {text}")) from error.__cause__
         except Exception as error:
             # A model may be wrong far before the node that fails: its inputs' shapes show where.
-            shapes = ", ".join(f"{name!r} {np.shape(value)}" for name, value in zip(node.inputs, inputs) if name)
+            given = zip(node.inputs, inputs, strict=False)
+            shapes = ", ".join(f"{name!r} {np.shape(value)}" for name, value in given if name)
             text = f"{type(error).__name__}: {str(error)[:500]}; its inputs are {shapes[:500] or 'none'}"
             raise ModelError(f"{node.label}: {text}") from error
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
