@@ -168,7 +168,10 @@ def pack_weights(model: onnx.ModelProto, block: int = 16) -> onnx.ModelProto:
 def run_runtime(
     model: onnx.ModelProto, feeds: dict[str, np.ndarray], level: str = "all", threads: int = 2
 ) -> list[np.ndarray]:
-    """Return the outputs of ONNX Runtime."""
+    """Return the outputs of ONNX Runtime.
+
+    Products of floats with weights of a DequantizeLinear stay in floats; it would round the floats to 8 bits.
+    """
     levels = onnxruntime.GraphOptimizationLevel
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = {
@@ -176,6 +179,7 @@ def run_runtime(
         "all": levels.ORT_ENABLE_ALL,
     }[level]  # fmt: skip
     options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     options.log_severity_level = 4
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return [np.asarray(y) for y in session.run(None, feeds)]

@@ -299,8 +299,9 @@ class _Fuser:
 
     def _drop_transposes(self) -> None:
         """Drop two transpositions that undo each other around quantization and element-wise operators."""
+        dropped: set[Node] = set()
         for node in self.nodes:
-            if node.op != "Transpose" or "perm" not in node.attributes:
+            if node.op != "Transpose" or "perm" not in node.attributes or node in dropped:
                 continue
             end: Node | None = node
             while end is not None and (end is node or self._is_elementwise(end)):
@@ -310,11 +311,13 @@ class _Fuser:
                 continue
             perm, inverse = node.attributes["perm"], end.attributes["perm"]
             if len(perm) == len(inverse) and all(perm[axis] == i for i, axis in enumerate(inverse)):
-                pair = (node, end)
-                self.nodes = [
-                    dataclasses.replace(x, op="Identity", attributes={}) if x in pair else x for x in self.nodes
-                ]
-        self._drop_identities()
+                dropped |= {node, end}
+        names = {node.outputs[0]: node.inputs[0] for node in dropped if node.outputs[0] not in self.graph.outputs}
+        kept = [node for node in self.nodes if node.outputs[0] not in names]
+        self.nodes = [
+            dataclasses.replace(node, op="Identity", attributes={}) if node in dropped else node for node in kept
+        ]
+        self._rename_inputs(names)
 
     def _is_elementwise(self, node: Node) -> bool:
         """Return whether a node has one result for each element of its first input, whatever the shape."""
