@@ -103,7 +103,9 @@ def make_encoder(rng: np.random.Generator, length: int = 8, width: int = 32, hea
 MODELS = {"mlp": (make_mlp, (8, 16)), "cnn": (make_cnn, (4, 3, 16, 16)), "encoder": (make_encoder, (3, 8, 32))}
 
 
-class _Reader(CalibrationDataReader):
+class Reader(CalibrationDataReader):
+    """The batches of input x that a quantizer reads."""
+
     def __init__(self, batches: list[np.ndarray]) -> None:
         self._batches = iter(batches)
 
@@ -127,7 +129,7 @@ def quantize_model(
         form = QuantFormat.QOperator if kind == "operators" else QuantFormat.QDQ
         activation = QuantType.QInt8 if kind == "int8" else QuantType.QUInt8
         quantize_static(
-            source, target, _Reader(batches), quant_format=form, per_channel=per_channel,
+            source, target, Reader(batches), quant_format=form, per_channel=per_channel,
             activation_type=activation, weight_type=QuantType.QInt8,
         )  # fmt: skip
     logging.disable(logging.NOTSET)
@@ -165,9 +167,11 @@ def pack_weights(model: onnx.ModelProto, block: int = 16) -> onnx.ModelProto:
     return packed
 
 
-def run_runtime(model: onnx.ModelProto, feeds: dict[str, np.ndarray], level: str = "all") -> list[np.ndarray]:
+def run_runtime(
+    model: onnx.ModelProto, feeds: dict[str, np.ndarray], level: str = "all", threads: int = 2
+) -> list[np.ndarray]:
     """Return the outputs of ONNX Runtime, with exact sums on every processor."""
-    return [np.asarray(y) for y in onnx_runtime.open_session(model, level).run(None, feeds)]
+    return [np.asarray(y) for y in onnx_runtime.open_session(model, level, threads=threads).run(None, feeds)]
 
 
 def list_optimized_operators(model: onnx.ModelProto, folder: pathlib.Path) -> list[str]:

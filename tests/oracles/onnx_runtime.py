@@ -81,19 +81,25 @@ def model(
     return built
 
 
-def open_session(model: ModelProto, level: str = "all", optimized: pathlib.Path | None = None) -> Any:
+def open_session(
+    model: ModelProto, level: str = "all", optimized: pathlib.Path | None = None, threads: int = 2
+) -> Any:
     """Return a session of ONNX Runtime in which the integer products of a model are exact on every processor.
+
+    Products of floats with weights of a DequantizeLinear stay in floats; it would round the floats to 8 bits.
 
     Args:
         model: it stays as it is.
         level: the level of optimization: "none", "basic", "extended" or "all".
         optimized: the file that gets the optimized model.
+        threads: the number of threads.
     """
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = LEVELS[level]
-    options.intra_op_num_threads = 2
+    options.intra_op_num_threads = threads
     options.log_severity_level = 4
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     if optimized is not None:
         options.optimized_model_filepath = str(optimized)
     exact = exact_products.make_exact(model) if processor.saturates() else model
@@ -103,6 +109,14 @@ def open_session(model: ModelProto, level: str = "all", optimized: pathlib.Path 
 @functools.lru_cache(maxsize=128)
 def _session(serialized: bytes) -> onnxruntime.InferenceSession:
     return open_session(ModelProto.FromString(serialized))
+
+
+@functools.lru_cache(maxsize=1)
+def has_exact_products() -> bool:
+    """Return whether this processor's product of uint8 with int8 is exact: without VNNI, two neighbors saturate."""
+    a, b = np.full((1, 64), 255, np.uint8), np.full((64, 16), 127, np.int8)
+    (y,) = run("MatMulInteger", {"a": a, "b": b}, {"y": np.int32}, 21)
+    return bool(np.all(y == 64 * 255 * 127))
 
 
 def run(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .deviations import Deviation
+from .fuse_rules import find_added_bias, fits_int32, select_operator
 from .graph import WINDOW_SUM, Graph, Node, find_small_powers, select_live
 from .scales import allows_scale, drops_clip, is_clip_redundant
 
@@ -21,8 +22,23 @@ _PAIR = "DequantizeLinear"
 _MOVING = ("MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice")
 # Operators that it runs on codes if they have the same scale and zero point before and after.
 _SANDWICHED = (*_MOVING, "Flatten", "Expand", "Gather", "Identity")
-# Operators that add their operands; the last two add elements, in an exported model as JAX does.
-_SUMS = ("Add", "Sub", "Sum", "ReduceMean", "ReduceSum")
+# Operators that add their operands.
+_SUMS = ("Add", "Sub", "Sum")
+# Operators that begin with a sum or a difference of elements; in an exported model they do as JAX does.
+_INNER_SUMS = (
+    *("ReduceMean", "ReduceSum", "ReduceLogSumExp", "ReduceSumSquare", "CumSum", "AveragePool", "GlobalAveragePool"),
+    *("Softmax", "LogSoftmax", "BatchNormalization", "LayerNormalization", "InstanceNormalization", "Resize"),
+    *("GroupNormalization", "MeanVarianceNormalization", "SkipLayerNormalization", "HardSigmoid", "HardSwish"),
+)
+# Operators through which XLA sees that a sum reads a product.
+_PASSING = (
+    *("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Flatten", "Expand", "Gather", "Identity", "Split"),
+    *("Tile", "Neg"),
+)
+# Operators that ONNX Runtime moves a Transpose past.
+_ELEMENTWISE = ("Relu", "Clip", "LeakyRelu", "Sigmoid", "Tanh", "HardSigmoid", "HardSwish", "Elu", "Neg", "Abs", "Cast")
+# How far the bounds of a Clip may be inside those of the codes in ONNX Runtime.
+_CLOSE = float(np.finfo(np.float32).eps)
 
 
 def fuse_graph(graph: Graph, is_exported: bool = False, fusions: str = "all") -> tuple[Graph, tuple[Deviation, ...]]:
@@ -61,7 +77,7 @@ class _Fuser:
         self.is_exported = is_exported
         self.fusions = fusions
         self.deviations = deviations
-        self.sums = _SUMS[: 3 if is_exported else None]
+        self.sums = _SUMS if is_exported else (*_SUMS, *_INNER_SUMS)
         self.nodes = list(graph.nodes)
         self.constants = dict(graph.constants)
         self.literals = set(graph.literals)
@@ -72,7 +88,10 @@ class _Fuser:
         self._index()
         has_codes = any(node.op in ("QuantizeLinear", "DequantizeLinear") for node in self.nodes)
         if has_codes and self.fusions != "none":
-            rules = (self._drop_identities, self._drop_relu, self._insert_pairs, self._insert_pairs, self._insert_pairs)
+            pairs = (self._merge_pairs, self._insert_pairs, self._drop_transposes)
+            rules = (self._drop_identities, self._drop_relu, *pairs, *pairs, *pairs)
+            if not self.is_exported:
+                rules = (*rules, self._quantize_parameters)
             for rule in (*rules, self._use_uint8, self._select, self._drop_conversions, self._drop_pairs):
                 rule()
                 self.nodes = list(select_live(self.nodes, self.graph.outputs))
@@ -265,6 +284,197 @@ class _Fuser:
             for op, source, target in nodes
         ]
 
+    def _find_pair(self, node: Node | None) -> Node | None:
+        """Return the DequantizeLinear that alone reads a QuantizeLinear of 8 bits and has its scale and zero point."""
+        if node is None or node.op != "QuantizeLinear" or node.outputs[0] in self.graph.outputs:
+            return None
+        readers = self.readers[node.outputs[0]]
+        if len(readers) != 1 or readers[0].op != "DequantizeLinear":
+            return None
+        for end in (node, readers[0]):
+            has_parts = len(end.inputs) == 3 and all(part in self.constants for part in end.inputs[1:])
+            if not has_parts or self.find_codes_dtype(end) not in _EIGHT_BITS:
+                return None
+        return readers[0] if self.have_same_affine(node, readers[0]) else None
+
+    def _merge_pairs(self) -> None:
+        """Make one pair of pairs of QuantizeLinear and DequantizeLinear that follow each other, also of other scales.
+
+        Its range is what all of them hold.
+        """
+        replaced: dict[Node, Node] = {}
+        dropped: set[Node] = set()
+        for head in self.nodes:
+            end = None if head in dropped else self._find_pair(head)
+            shared, dtype = head, self.find_codes_dtype(head) if end is not None else None
+            while end is not None and end.outputs[0] not in self.graph.outputs:
+                sink = self.find_sink(end)
+                following = self._find_pair(sink)
+                if sink is None or following is None or self.find_codes_dtype(sink) != dtype:
+                    break
+                shared = dataclasses.replace(shared, inputs=(head.inputs[0], *self._share_range(shared, sink)))
+                dropped |= {end, sink}
+                end = following
+            if shared is not head and end is not None:
+                replaced[head] = shared
+                replaced[end] = dataclasses.replace(end, inputs=(head.outputs[0], *shared.inputs[1:]))
+        self.nodes = [replaced.get(node, node) for node in self.nodes if node not in dropped]
+
+    def _share_range(self, left: Node, right: Node) -> tuple[str, str]:
+        """Return the names of the scale and zero point of the values that both of two pairs can hold."""
+        if self.have_same_affine(left, right):
+            return left.inputs[1], left.inputs[2]
+        info = np.iinfo(self.find_codes_dtype(left))  # type: ignore[arg-type]
+        bounds = []
+        for node in (left, right):
+            scale, point = (self.constants[name].reshape(()) for name in node.inputs[1:3])
+            steps = (np.float32(code - int(point)) for code in (info.min, info.max))
+            bounds.append([count * np.float32(scale) for count in steps])
+        low, high = max(bounds[0][0], bounds[1][0]), min(bounds[0][1], bounds[1][1])
+        scale = (high - low) / np.float32(info.max - info.min)
+        code = np.float32(info.min) - low / scale
+        point = np.copysign(np.floor(np.abs(code) + np.float32(0.5)), code)  # half away from zero
+        names = (f"{left.outputs[0]}/shared scale", f"{left.outputs[0]}/shared zero point")
+        self.constants[names[0]] = np.asarray(scale, np.float32)
+        self.constants[names[1]] = np.asarray(point, info.dtype)
+        self.literals.update(names)
+        return names
+
+    def _drop_transposes(self) -> None:
+        """Drop two transpositions that undo each other around quantization and element-wise operators."""
+        dropped: set[Node] = set()
+        for node in self.nodes:
+            if node.op != "Transpose" or "perm" not in node.attributes or node in dropped:
+                continue
+            end: Node | None = node
+            while end is not None and (end is node or self._is_elementwise(end)):
+                readers = self.readers[end.outputs[0]]
+                end = readers[0] if len(readers) == 1 and end.outputs[0] not in self.graph.outputs else None
+            if end is None or end.op != "Transpose" or "perm" not in end.attributes:
+                continue
+            perm, inverse = node.attributes["perm"], end.attributes["perm"]
+            if len(perm) == len(inverse) and all(perm[axis] == i for i, axis in enumerate(inverse)):
+                dropped |= {node, end}
+        names = {node.outputs[0]: node.inputs[0] for node in dropped if node.outputs[0] not in self.graph.outputs}
+        kept = [node for node in self.nodes if node.outputs[0] not in names]
+        self.nodes = [
+            dataclasses.replace(node, op="Identity", attributes={}) if node in dropped else node for node in kept
+        ]
+        self._rename_inputs(names)
+
+    def _is_elementwise(self, node: Node) -> bool:
+        """Return whether a node has one result for each element of its first input, whatever the shape."""
+        if node.domain or any(name not in self.constants for name in node.inputs[1:] if name):
+            return False
+        if node.op in ("QuantizeLinear", "DequantizeLinear"):
+            return self.is_per_tensor(node)
+        return node.op in _ELEMENTWISE
+
+    def _quantize_parameters(self) -> None:
+        """Quantize the float weights and biases of Conv, ConvTranspose and Gemm between codes, as ONNX Runtime does.
+
+        Weights become int8 with one scale, and biases int32 in steps of the products.
+        """
+        made: list[tuple[Node, list[Node]]] = []
+        renamed: dict[Node, dict[str, str]] = {}
+        for node in self.nodes:
+            layer, last = node, node
+            if node.op == "MatMul" and not node.domain:
+                added = find_added_bias(self, node)
+                if added is None:
+                    continue
+                layer, last = added
+            if layer.domain or layer.op not in ("Conv", "ConvTranspose", "Gemm") or not self._leads_to_codes(last):
+                continue
+            x = self.producers.get(layer.inputs[0])
+            source = None if x is None else self.find_source(x.outputs[0])
+            if source is None or not self.is_per_tensor(source):
+                continue
+            nodes: list[Node] = []
+            scale = self._quantize_weight(layer, nodes)
+            if scale is None:
+                continue
+            bias = "".join(layer.inputs[2:3])
+            if bias in self.constants and self.constants[bias].dtype == np.float32:
+                weights = self.producers.get(layer.inputs[1])
+                operands = ["", source.inputs[1], "", "" if weights is None else weights.inputs[0], scale, ""]
+                if not fits_int32(self, layer, self.constants[bias], operands):
+                    continue
+            if nodes and not self.allows_deviation(node, "multiplies by float weights", "rounds them to int8"):
+                continue
+            names = {layer.inputs[1]: nodes[-1].outputs[0]} if nodes else {}
+            if bias in self.constants and self.constants[bias].dtype == np.float32 and self.constants[bias].ndim == 1:
+                nodes += self._quantize_bias(layer, source.inputs[1], scale)
+                names[bias] = nodes[-1].outputs[0]
+            elif bias and names:
+                continue
+            made.append((node, nodes))
+            for reader in (node, last):
+                renamed[reader] = names
+        before = dict(made)
+        result: list[Node] = []
+        for node in self.nodes:
+            names = renamed.get(node, {})
+            inputs = tuple(names.get(name, name) for name in node.inputs)
+            result += [*before.get(node, ()), dataclasses.replace(node, inputs=inputs) if names else node]
+        self.nodes = result
+
+    def _leads_to_codes(self, node: Node) -> bool:
+        """Return whether the only reader of a node is QuantizeLinear, behind Relu and Clip or not."""
+        while len(node.outputs) == 1 and len(self.readers[node.outputs[0]]) == 1:
+            (node,) = self.readers[node.outputs[0]]
+            if node.op == "QuantizeLinear":
+                return True
+            if node.op not in ("Relu", "Clip"):
+                return False
+        return False
+
+    def _quantize_weight(self, layer: Node, nodes: list[Node]) -> str | None:
+        """Return the name of the scale of a layer's weights, or None, and add the nodes that quantize floats."""
+        name = layer.inputs[1]
+        source = self.producers.get(name)
+        if source is not None:
+            if source.op != "DequantizeLinear" or source.inputs[1] not in self.constants:
+                return None
+            scale = self.constants[source.inputs[1]]
+            bias = self.constants.get("".join(layer.inputs[2:3]))
+            if scale.size == 1 or bias is None:
+                return source.inputs[1] if bias is not None else None
+            expected = 1 - layer.attributes.get("transB", 0) if layer.op == "Gemm" else 0
+            axis = source.attributes.get("axis", 1)
+            fits = scale.shape == bias.shape and axis == expected and not source.attributes.get("block_size")
+            return source.inputs[1] if fits else None
+        weight = self.constants.get(name)
+        if weight is None or weight.dtype != np.float32 or not weight.size:
+            return None
+        low, high = min(weight.min(), np.float32(0)), max(weight.max(), np.float32(0))
+        scale = np.float32(1) if low == high else (high - low) / np.float32(255)
+        point = np.rint(np.clip(np.float32(-128) - low / scale, np.float32(-128), np.float32(127)))
+        label = f"{layer.outputs[0]}/weight"
+        names = (f"{label} scale", f"{label} zero point")
+        self.constants[names[0]], self.constants[names[1]] = np.asarray(scale), np.asarray(point, np.int8)
+        self.literals.update(names)
+        for op, x, y in (("QuantizeLinear", name, f"{label} codes"), ("DequantizeLinear", f"{label} codes", label)):
+            nodes.append(dataclasses.replace(layer, op=op, inputs=(x, *names), outputs=(y,), attributes={}))
+        return names[0]
+
+    def _quantize_bias(self, layer: Node, x_scale: str, w_scale: str) -> list[Node]:
+        """Return the nodes that round a float bias to steps of the products."""
+        label = f"{layer.outputs[0]}/bias"
+        scale = f"{label} scale"
+        # As many as the weights have, so that the int32 codes have a scale for each channel or one.
+        product = self.constants[x_scale].reshape(()) * self.constants[w_scale]
+        self.constants[scale] = product.reshape(()) if product.size == 1 else product
+        self.literals.add(scale)
+        inputs = (layer.inputs[2], x_scale, w_scale)
+        quantized = dataclasses.replace(
+            layer, op="QuantizeBias", domain="jaxquant", inputs=inputs, outputs=(f"{label} codes",), attributes={}
+        )
+        restored = dataclasses.replace(
+            layer, op="DequantizeLinear", inputs=(f"{label} codes", scale), outputs=(label,), attributes={"axis": 0}
+        )
+        return [quantized, restored]
+
     def _use_uint8(self) -> None:
         """Give QuantizeLinear to int8 with a single DequantizeLinear behind it uint8, as ONNX Runtime does on x86-64.
 
@@ -325,8 +535,6 @@ class _Fuser:
 
     def _select(self) -> None:
         """Replace operators between DequantizeLinear and QuantizeLinear by operators on codes."""
-        from .fuse_rules import select_operator
-
         replacements: dict[str, list[Node]] = {}
         for node in self.nodes:
             before = len(self.deviations)
@@ -359,11 +567,23 @@ class _Fuser:
         """Mark the products that a sum reads, which XLA would contract with it into one operation that rounds once."""
         nodes = []
         for node in self.nodes:
-            is_product = node.op == "Mul" and not node.domain
-            if is_product and any(reader.op in self.sums for reader in self.readers[node.outputs[0]]):
+            if node.op == "Mul" and not node.domain and self._feeds_sum(node):
                 node = dataclasses.replace(node, op="RoundedMul", domain="jaxquant")
             nodes.append(node)
         self.nodes = nodes
+
+    def _feeds_sum(self, node: Node) -> bool:
+        """Return whether a sum reads the results of a node, also behind operators that only move elements."""
+        pending, seen = [node], {node}
+        while pending:
+            for reader in [reader for name in pending.pop().outputs for reader in self.readers[name]]:
+                if reader.op in self.sums:
+                    return True
+                is_passing = reader.op in _PASSING and not reader.domain and not self.is_exported
+                if is_passing and reader not in seen:
+                    seen.add(reader)
+                    pending.append(reader)
+        return False
 
 
 def _allows_codes(node: Node, dtype: Any) -> bool:

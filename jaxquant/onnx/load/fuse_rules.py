@@ -163,6 +163,9 @@ def _select_bias(fuser: _Fuser, node: Node, operands: list[str]) -> tuple[list[s
     source = fuser.producers.get(name)
     if source is not None and source.op == "DequantizeLinear":
         codes = source.inputs[0]
+        maker = fuser.producers.get(codes)
+        if maker is not None and maker.op == "QuantizeBias":
+            return [codes], []
         if codes not in fuser.constants or fuser.constants[codes].dtype != _INT32:
             return None
         # ONNX Runtime compares the scale of the bias with that of the sums for Conv only.
@@ -172,7 +175,7 @@ def _select_bias(fuser: _Fuser, node: Node, operands: list[str]) -> tuple[list[s
         return [codes], []
     if name not in fuser.constants or fuser.constants[name].dtype != np.float32:
         return None
-    if not _fits_int32(fuser, node, fuser.constants[name], operands):
+    if not fits_int32(fuser, node, fuser.constants[name], operands):
         return None
     codes = f"{node.outputs[0]}/bias in steps"
     quantized = _make_node(node, "QuantizeBias", "jaxquant", [name, operands[1], operands[4]], codes, {})
@@ -228,7 +231,7 @@ def _find_limit(fuser: _Fuser, node: Node, operands: list[str]) -> float:
     return _LIMIT - (codes.size // max(outputs, 1)) * 255.0**2
 
 
-def _fits_int32(fuser: _Fuser, node: Node, bias: np.ndarray, operands: list[str]) -> bool:
+def fits_int32(fuser: _Fuser, node: Node, bias: np.ndarray, operands: list[str]) -> bool:
     """Return whether a float bias has few enough steps for int32."""
     products = np.abs(_find_products(fuser, operands))
     values = np.broadcast_to(products, (bias.size,)) if products.size in (1, bias.size) else products[:0]
@@ -281,7 +284,7 @@ def _select_matmul(fuser: _Fuser, node: Node) -> Match | None:
     operands = [*_describe(fuser, sources[0]), *_describe(fuser, sources[1])]
     if node.op == "Gemm":
         return _select_gemm(fuser, node, node, operands, left)
-    added = _find_added(fuser, node, sources)
+    added = find_added_bias(fuser, node)
     if added is not None:
         return _select_gemm(fuser, added[0], added[1], operands, left)
     readers = fuser.readers[node.outputs[0]]
@@ -299,23 +302,31 @@ def _select_matmul(fuser: _Fuser, node: Node) -> Match | None:
     return node, [_make_node(node, "MatMulIntegerToFloat", _MICROSOFT, inputs, node.outputs[0], {})]
 
 
-def _find_added(fuser: _Fuser, node: Node, sources: list[Node]) -> tuple[Node, Node] | None:
-    """Return MatMul and Add as one Gemm, and the Add, if a bias for each column is added to the product."""
+def find_added_bias(fuser: _Fuser, node: Node) -> tuple[Node, Node] | None:
+    """Return MatMul and Add as one Gemm, and the Add, for constant weights and a constant for each column."""
     readers = fuser.readers[node.outputs[0]]
     if len(readers) != 1 or readers[0].op != "Add" or node.outputs[0] in fuser.graph.outputs:
         return None
     (addition,) = readers
     (bias,) = [name for name in addition.inputs if name != node.outputs[0]] or [""]
-    codes = sources[1].inputs[0]
-    source = fuser.producers.get(bias)
-    stored = source.inputs[0] if source is not None and source.op == "DequantizeLinear" else bias
-    if codes not in fuser.constants or fuser.constants[codes].ndim != 2 or stored not in fuser.constants:
+    weight, stored = (_find_stored(fuser, name) for name in (node.inputs[1], bias))
+    if weight is None or weight.ndim != 2 or stored is None:
         return None
-    shape = fuser.constants[stored].shape
-    if not shape or shape[-1] != fuser.constants[codes].shape[-1] or any(n != 1 for n in shape[:-1]):
+    shape = stored.shape
+    if not shape or shape[-1] != weight.shape[-1] or any(n != 1 for n in shape[:-1]):
         return None
     inputs = (*node.inputs[:2], bias)
     return dataclasses.replace(node, op="Gemm", inputs=inputs, outputs=addition.outputs, attributes={}), addition
+
+
+def _find_stored(fuser: _Fuser, name: str) -> np.ndarray | None:
+    """Return the constant that a value is, or whose codes it is dequantized or was quantized from."""
+    while name not in fuser.constants:
+        source = fuser.producers.get(name)
+        if source is None or source.op not in ("DequantizeLinear", "QuantizeLinear", "QuantizeBias"):
+            return None
+        name = source.inputs[0]
+    return fuser.constants[name]
 
 
 def _select_gemm(fuser: _Fuser, gemm: Node, last: Node, operands: list[str], dtype: Any) -> Match | None:

@@ -82,6 +82,7 @@ class Run:
         return [values[name] for name in graph.outputs]
 
     def _run_node(self, node: Node, values: Mapping[str, Any]) -> Sequence[Any]:
+        inputs: list[Any] = []
         try:
             # An empty name stands for an optional input that is left out.
             inputs = [values[name] if name else None for name in node.inputs]
@@ -106,7 +107,11 @@ class Run:
         except ModelError as error:
             raise type(error)(_add_label(node, error)) from error.__cause__
         except Exception as error:
-            raise OperatorError(f"{node.label}: {type(error).__name__}: {str(error)[:500]}") from error
+            # A model may be wrong far before the node that fails: its inputs' shapes show where.
+            given = zip(node.inputs, inputs, strict=False)
+            shapes = ", ".join(f"{name!r} {np.shape(value)}" for name, value in given if name)
+            text = f"{type(error).__name__}: {str(error)[:500]}; its inputs are {shapes[:500] or 'none'}"
+            raise OperatorError(f"{node.label}: {text}") from error
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         return [wrap_result(value) for value in outputs]
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...._core import barriers
 from .. import float_kernels
 from ..registry import register
 from ..values import normalize_axis
@@ -19,6 +20,13 @@ _Elementwise = Callable[..., Any]
 
 def _gelu(x: Any, approximate: str = "none") -> Any:
     return jax.nn.gelu(x, approximate=approximate == "tanh")
+
+
+def _hard_sigmoid(x: Any, alpha: Any, beta: float) -> Any:
+    product = x * jnp.asarray(alpha, x.dtype)
+    # XLA would contract the product and the sum into one operation.
+    product = barriers.round_result(product) if x.dtype == np.float32 else product
+    return jnp.clip(product + beta, 0, 1)
 
 
 # For each operator its function, and the names and defaults of its attributes.
@@ -37,8 +45,8 @@ _FUNCTIONS: dict[str, tuple[_Elementwise, dict[str, Any]]] = {
         {"alpha": 1.6732632423543772848, "gamma": 1.0507009873554804934},
     ),
     "Sigmoid": (jax.nn.sigmoid, {}),
-    "HardSigmoid": (lambda x, alpha, beta: jnp.clip(alpha * x + beta, 0, 1), {"alpha": 0.2, "beta": 0.5}),
-    "HardSwish": (lambda x: x * jnp.clip(x / 6 + 0.5, 0, 1), {}),
+    "HardSigmoid": (_hard_sigmoid, {"alpha": 0.2, "beta": 0.5}),
+    "HardSwish": (lambda x: x * _hard_sigmoid(x, np.float32(1 / 6), 0.5), {}),
     # log(1 + exp(x)) would overflow.
     "Softplus": (lambda x: jnp.logaddexp(x, jnp.zeros((), x.dtype)), {}),
     "Softsign": (lambda x: x / (1 + jnp.abs(x)), {}),

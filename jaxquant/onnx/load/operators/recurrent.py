@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ...._core.barriers import round_result
 from ...._onnx_ops.dynamic_quantize_matmul import dynamic_quantize_matmul
+from .. import float_kernels
 from ..registry import register
 from .activations import apply_activation
 from .quantized import read_scalar
@@ -19,14 +21,17 @@ _HIGHEST = lax.Precision.HIGHEST
 # The activations whose attributes have other defaults inside recurrent operators.
 _AFFINE = "Affine"
 _SCALED_TANH = "ScaledTanh"
+_APPROXIMATED = {"Sigmoid": float_kernels.apply_logistic, "Tanh": float_kernels.tanh}
 
 
 def _dot(a: Any, b: Any) -> Any:
     return jnp.matmul(a, b, precision=_HIGHEST)
 
 
-def _list_activations(call: Any, defaults: tuple[str, ...], direction: int) -> list[Callable[[Any], Any]]:
-    """Return the activation functions of a direction."""
+def _list_activations(
+    call: Any, defaults: tuple[str, ...], direction: int, approximate: bool = False
+) -> list[Callable[[Any], Any]]:  # fmt: skip
+    """Return the activation functions of a direction; `approximate` takes ONNX Runtime's sigmoid and tanh."""
     count = len(defaults)
     # One set for each of up to two directions.
     names = call.get("activations") or defaults * 2
@@ -39,7 +44,8 @@ def _list_activations(call: Any, defaults: tuple[str, ...], direction: int) -> l
         takes_beta = name in ("HardSigmoid", _AFFINE, _SCALED_TANH)
         beta = betas.pop(0) if takes_beta and betas else None
         if direction * count <= i < (direction + 1) * count:
-            functions.append(_make_activation(name, alpha, beta))
+            is_approximated = approximate and name in _APPROXIMATED
+            functions.append(_APPROXIMATED[name] if is_approximated else _make_activation(name, alpha, beta))
     return functions
 
 
@@ -79,10 +85,13 @@ def _run_directions(call: Any, x: Any, lengths: Any, states: tuple[Any, ...], ma
 
         def advance(carry: Any, element: Any, step: Any = step) -> Any:
             value, time = element
-            new = step(carry, value)
             if lengths is None:
+                new = step(carry, value)
                 return new, new[0]
             is_inside = (time < lengths)[:, None]
+            # A step reads the output of the one before, which is 0 after the end: a range over the batch depends on it.
+            previous = jnp.where((time <= lengths)[:, None], carry[0], jnp.zeros_like(carry[0]))
+            new = step((previous, *carry[1:]), value)
             # After the end of a sequence the state stays, and the output is 0.
             kept = tuple(jnp.where(is_inside, n, old) for n, old in zip(new, carry, strict=True))
             return kept, jnp.where(is_inside, new[0], jnp.zeros_like(new[0]))
@@ -113,25 +122,32 @@ def _clip(call: Any, x: Any) -> Any:
     return jnp.clip(x, -limit, limit) if limit else x
 
 
-def _make_lstm_step(call: Any, project: Any, recur: Any, bias: Any, peepholes: Any) -> Any:
-    """Return the step of an LSTM in a direction; the products with W and R are functions."""
+def _make_lstm_step(call: Any, project: Any, recur: Any, bias: Any, peepholes: Any, approximate: bool) -> Any:
+    """Return the step of an LSTM in a direction; the products with W and R are functions.
+
+    Each sum is rounded in ONNX Runtime's order: the two products, the peephole, the two biases' sum. XLA would contract
+    a product and a sum into one operation.
+    """
 
     def make_step(d: int) -> Any:
-        f, g, h = _list_activations(call, ("Sigmoid", "Tanh", "Tanh"), d)
+        f, g, h = _list_activations(call, ("Sigmoid", "Tanh", "Tanh"), d, approximate)
+        # The gates are in the order i, o, f, c, and the peepholes in that of i, o, f.
+        biases = [None] * 4 if bias is None else jnp.split(sum(jnp.split(bias[d], 2)), 4)
+        weights = [None] * 4 if peepholes is None else [*jnp.split(peepholes[d], 3), None]
+
+        def enter(gates: Any, gate: int, cell: Any) -> Any:
+            total = jnp.split(gates, 4, axis=-1)[gate]
+            total = total if weights[gate] is None else total + round_result(weights[gate] * cell)
+            return _clip(call, total if biases[gate] is None else total + biases[gate])
 
         def step(states: Any, x: Any) -> Any:
             hidden, cell = states
             gates = project(d, x) + recur(d, hidden)
-            if bias is not None:
-                gates = gates + sum(jnp.split(bias[d], 2))
-            i, o, forget, c = jnp.split(gates, 4, axis=-1)
-            p_i, p_o, p_f = (0, 0, 0) if peepholes is None else jnp.split(peepholes[d], 3)
-            i, forget = f(_clip(call, i + p_i * cell)), f(_clip(call, forget + p_f * cell))
-            forget = 1 - i if call.get("input_forget", 0) else forget
-            new = forget * cell + i * g(_clip(call, c))
+            i = f(enter(gates, 0, cell))
+            forget = 1 - i if call.get("input_forget", 0) else f(enter(gates, 2, cell))
+            new = round_result(forget * cell) + round_result(i * g(enter(gates, 3, cell)))
             # The peephole of the output gate sees the new cell, those of the others the old one.
-            o = f(_clip(call, o + p_o * new))
-            return o * h(new), new
+            return f(enter(gates, 1, new)) * h(new), new
 
         return step
 
@@ -144,7 +160,7 @@ def run_lstm(call: Any, x: Any, w: Any, r: Any, *inputs: Any) -> Any:
     bias, lengths, h, c, peepholes = [*inputs, *[None] * (5 - len(inputs))]
     x, lengths, states = _prepare(call, x, r.shape[-1], w.shape[0], lengths, [h, c])
     make_step = _make_lstm_step(
-        call, lambda d, v: _dot(v, w[d].T), lambda d, v: _dot(v, r[d].T), bias, peepholes
+        call, lambda d, v: _dot(v, w[d].T), lambda d, v: _dot(v, r[d].T), bias, peepholes, call.has_runtime_floats(x)
     )  # fmt: skip
     return _run_directions(call, x, lengths, states, make_step)
 
@@ -153,8 +169,9 @@ def run_lstm(call: Any, x: Any, w: Any, r: Any, *inputs: Any) -> Any:
 def run_quantized_lstm(call: Any, x: Any, w: Any, r: Any, *inputs: Any) -> Any:
     """ONNX Runtime's DynamicQuantizeLSTM: each product quantizes its input with the input's own range.
 
-    The whole input sequence has one range, and the hidden state one at each time. Each product has ONNX Runtime's
-    integers for its input; the activation functions are not its approximations.
+    The whole input sequence has one range, and the hidden state of the whole batch one at each time, as in ONNX Runtime
+    with one thread. With several it divides a batch of five sequences or more, or of two or more with up to 256
+    features, among its threads, and each part has a range of its own.
     """
     bias, lengths, h, c, peepholes, w_scale, w_point, r_scale, r_point = [*inputs, *[None] * (9 - len(inputs))]
     # The weights are transposed, compared with ONNX's LSTM.
@@ -166,13 +183,16 @@ def run_quantized_lstm(call: Any, x: Any, w: Any, r: Any, *inputs: Any) -> Any:
     def multiply(values: Any, weights: Any, scale: Any, point: Any, d: int) -> Any:
         return dynamic_quantize_matmul(values, weights[d], pick(scale, d), pick(point, d))
 
+    if lengths is not None:
+        # ONNX Runtime reads the input up to the end of the longest sequence. Zeros do not change a range.
+        x = jnp.where((np.arange(x.shape[0], dtype=np.int32) < jnp.max(lengths))[:, None, None], x, jnp.zeros_like(x))
     # All gates of the input at once: its range is that of the whole sequence.
     gates = jnp.stack([multiply(x, w, w_scale, w_point, d) for d in range(w.shape[0])], axis=2)
     wide = gates.reshape(*x.shape[:2], -1)
     count = w.shape[2]
     make_step = _make_lstm_step(
         call, lambda d, v: v[:, d * count : (d + 1) * count], lambda d, v: multiply(v, r, r_scale, r_point, d), bias,
-        peepholes,
+        peepholes, call.has_runtime_floats(x),
     )  # fmt: skip
     return _run_directions(call, wide, lengths, states, make_step)
 

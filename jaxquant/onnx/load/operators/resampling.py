@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ...._core.barriers import round_result
 from ..registry import register
 from ..values import list_ints, normalize_axis
 from .windows import check_kernel
@@ -50,6 +51,9 @@ def resize(call: Any, x: Any, roi: Any = None, scales: Any = None, sizes: Any = 
     mode = "asymmetric" if call.opset < 11 else call.get("coordinate_transformation_mode", "half_pixel")
     nearest = "floor" if call.opset < 11 else call.get("nearest_mode", "round_prefer_floor")
     # The nearest elements are copied: float32 would not hold integers above 2**24.
+    if _is_bilinear(call, x, mode, target):
+        sizes = dict(zip(axes, factors, strict=True))
+        return _interpolate(x, mode, target[-2:], [sizes.get(x.ndim + i, 1.0) for i in (-2, -1)])
     is_weighted = x.dtype.kind in "iu" and call.get("mode", "nearest") != "nearest"
     y, is_outside = x.astype(jnp.float32) if is_weighted else x, []
     for i, axis in enumerate(axes):
@@ -63,6 +67,34 @@ def resize(call: Any, x: Any, roi: Any = None, scales: Any = None, sizes: Any = 
             shape[axis] = len(outside)
             y = jnp.where(outside.reshape(shape), np.asarray(call.get("extrapolation_value", 0.0), y.dtype), y)
     return y if y.dtype == x.dtype else jnp.rint(y).astype(x.dtype)
+
+
+def _is_bilinear(call: Any, x: Any, mode: str, target: list[int]) -> bool:
+    """Return whether ONNX Runtime resizes the last two dimensions by the four nearest elements."""
+    has_kernel = x.dtype in (np.dtype(np.int8), np.dtype(np.uint8)) or call.has_runtime_floats(x)
+    is_plain = call.get("mode", "nearest") == "linear" and not call.get("antialias", 0) and mode != "tf_crop_and_resize"
+    is_matrix = x.ndim == 2 or (x.ndim == 4 and tuple(target[:2]) == x.shape[:2])
+    return bool(has_kernel and is_plain and is_matrix and not call.run.is_exported)
+
+
+def _interpolate(x: Any, mode: str, lengths: list[int], factors: list[float]) -> Any:
+    """Return x with other lengths of the last two dimensions, with the roundings of ONNX Runtime: codes are cut off."""
+    neighbors = []
+    for old, new, factor in zip(x.shape[-2:], lengths, factors, strict=True):
+        position = np.clip(_find_positions(mode, old, new, factor, None).astype(np.float32), 0, old - 1)
+        first = position.astype(np.int64)
+        second = np.minimum(first + 1, old - 1)
+        # At the end both are the same element, and count half.
+        after, before = (np.where(first == second, np.float32(0.5), np.abs(position - i)) for i in (first, second))
+        neighbors.append(((first, before.astype(np.float32)), (second, after.astype(np.float32))))
+    total: Any = None
+    for row, row_weight in neighbors[0]:
+        line = jnp.take(x, row, axis=-2)
+        for column, column_weight in neighbors[1]:
+            weight = (column_weight * row_weight[:, None]).reshape((1,) * (x.ndim - 2) + tuple(lengths))
+            part = round_result(jnp.take(line, column, axis=-1).astype(jnp.float32) * weight)
+            total = part if total is None else total + part
+    return total if x.dtype == np.float32 else jnp.trunc(total).astype(x.dtype)
 
 
 def _find_lengths(call: Any, old: list[int], sizes: tuple[int, ...]) -> tuple[list[int], list[float]]:

@@ -1,0 +1,157 @@
+"""Networks of all kinds with all options of onnxruntime.quantization, loaded, against ONNX Runtime."""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from jaxquant import onnx as jqonnx
+
+from ..cases.onnx_models import Builder, list_optimized_operators, run_runtime
+from ..cases.quantized_networks import NETWORKS, Options, draw_network, draw_options, is_exact, quantize_network
+from ..oracles.onnx_runtime import has_exact_products
+
+_MOST_DRAWS = 10
+
+
+def _quantize(
+    kind: str, rng: np.random.Generator, folder: pathlib.Path
+) -> tuple[onnx.ModelProto, Options, np.ndarray, np.ndarray]:
+    """Return a quantized network, its options, an input, and ONNX Runtime's result."""
+    for _ in range(_MOST_DRAWS):
+        model, shape = draw_network(kind, rng)
+        options = draw_options(rng, has_exact_products())
+        batches = [rng.normal(size=shape).astype(np.float32) for _ in range(3)]
+        x = rng.normal(size=shape).astype(np.float32)
+        # The quantizer fails on some networks, and the runtime refuses some of its models.
+        try:
+            quantized = quantize_network(model, batches, options, folder)
+            (expected,) = run_runtime(quantized, {"x": x}, threads=1)
+        except Exception:
+            continue
+        return quantized, options, x, expected
+    raise AssertionError(f"ONNX Runtime ran none of {_MOST_DRAWS} networks of the kind {kind}")
+
+
+@pytest.mark.filterwarnings("ignore")  # those of the quantizer
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("draw", range(8))
+@pytest.mark.parametrize("kind", list(NETWORKS))
+def test_quantized_network_equals_the_runtime(
+    kind: str, draw: int, rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    model, options, x, expected = _quantize(kind, rng, tmp_path)
+    fn, params = jqonnx.load(model)
+    actual = np.asarray(jax.jit(fn)(params, x))
+    if is_exact(kind, options):
+        np.testing.assert_array_equal(actual, expected, err_msg=str(options))
+    else:
+        # A sum of floats in another order may change a code, and a code what follows.
+        tolerance = 0.01 * np.max(np.abs(expected))
+        np.testing.assert_allclose(actual, expected, atol=tolerance, rtol=0, err_msg=str(options))
+        assert np.median(np.abs(actual - expected)) <= 0.1 * tolerance
+
+
+def _between_codes(b: Builder, op: str, inputs: list[str], dtype: str, after: str, **attributes: object) -> str:
+    """Add an operator between DequantizeLinear and QuantizeLinear, and perhaps another one behind it."""
+    x_affine = b.hold(0.01), b.hold(3, dtype)
+    x = b.add("DequantizeLinear", b.add("QuantizeLinear", "x", *x_affine), *x_affine)
+    y = b.add(op, x, *inputs, **attributes)
+    y = b.add(after, y) if after else y
+    y_affine = b.hold(0.05), b.hold(3, dtype)
+    return b.add("DequantizeLinear", b.add("QuantizeLinear", y, *y_affine), *y_affine)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("after", ["", "Relu", "Tanh"])
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16"])
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", ""])
+@pytest.mark.parametrize("op", ["Conv", "ConvTranspose", "Gemm", "transB", "MatMul"])
+def test_float_weights_between_codes_are_quantized(
+    op: str, has_bias: bool, dtype: str, after: str, rng: np.random.Generator
+) -> None:
+    b = Builder(rng)
+    shapes = {"Conv": (3, 2, 3, 3), "ConvTranspose": (2, 3, 3, 3), "transB": (3, 6)}
+    bias = [b.draw(3)] if has_bias else []
+    weights = [b.draw(*shapes.get(op, (6, 3))), *([] if op == "MatMul" else bias)]
+    attributes = {"transB": 1} if op == "transB" else {}
+    if op == "MatMul" and has_bias:
+        affine, y_affine = (b.hold(0.01), b.hold(3, dtype)), (b.hold(0.05), b.hold(3, dtype))
+        y = b.add("DequantizeLinear", b.add("QuantizeLinear", "x", *affine), *affine)
+        y = b.add("Add", b.add("MatMul", y, *weights), *bias)
+        y = b.add(after, y) if after else y
+        y = b.add("DequantizeLinear", b.add("QuantizeLinear", y, *y_affine), *y_affine)
+    else:
+        y = _between_codes(b, "Gemm" if op == "transB" else op, weights, dtype, after, **attributes)
+    shape = (1, 2, 5, 5) if op.startswith("Conv") else (4, 6)
+    model = b.build(shape, y)
+    # Codes up to 127: their products with int8 do not saturate on any processor.
+    x = rng.uniform(-0.05, 1.2, size=shape).astype(np.float32)
+    (expected,) = run_runtime(model, {"x": x})
+    fn, params = jqonnx.load(model)
+    # With 16 bits the product is one of floats, whose order of addition differs.
+    steps = 1.01 if dtype == "uint16" else 0
+    np.testing.assert_allclose(fn(params, x), expected, rtol=0, atol=0.05 * steps)
+
+
+# With a Transpose between pairs of int8, the runtime makes a node that it refuses.
+@pytest.mark.parametrize(("between", "dtype"), [("", "uint8"), ("", "int8"), ("Transpose", "uint8")])
+@pytest.mark.parametrize("count", [2, 3])
+def test_pairs_of_other_scales_are_merged(
+    count: int, between: str, dtype: str, rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    b = Builder(rng)
+    y = b.add("Transpose", "x", perm=[0, 3, 1, 2]) if between else "x"
+    low = np.iinfo(dtype).min
+    for i in range(count):
+        affine = b.hold(rng.uniform(0.01, 0.02)), b.hold(low + rng.integers(60, 200), dtype)
+        y = b.add("DequantizeLinear", b.add("QuantizeLinear", y, *affine), *affine)
+        if between and i < count - 1:
+            y = b.add("Transpose", y, perm=[0, 2, 3, 1] if i % 2 == 0 else [0, 3, 1, 2])
+    if between and count % 2 == 0:
+        y = b.add("Transpose", y, perm=[0, 3, 1, 2])
+    model = b.build([2, 4, 5, 3], b.add("Neg", y))
+    x = rng.normal(size=(2, 4, 5, 3)).astype(np.float32)
+    (expected,) = run_runtime(model, {"x": x})
+    if not between:
+        assert list_optimized_operators(model, tmp_path).count("QuantizeLinear") == 1
+    fn, params = jqonnx.load(model)
+    np.testing.assert_array_equal(fn(params, x), expected)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "int8"])
+@pytest.mark.parametrize("scales", [(1, 1, 2, 2), (1, 1, 1.3, 1.7), (1, 1, 0.6, 3), (1, 1, 1, 2), (2.5, 1)], ids=str)
+@pytest.mark.parametrize("mode", ["asymmetric", "half_pixel", "pytorch_half_pixel"])
+def test_bilinear_resize_has_the_bits_of_the_runtime(
+    mode: str, scales: tuple[float, ...], dtype: str, rng: np.random.Generator
+) -> None:
+    shape = (2, 3, 5, 6)[-len(scales) :]
+    x = (
+        100 * rng.normal(size=shape)
+        if dtype == "float32"
+        else rng.integers(0, 256, shape) + min(np.iinfo(dtype).min, 0)
+    )
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    node = helper.make_node("Resize", ["x", "", "scales"], ["y"], mode="linear", coordinate_transformation_mode=mode)
+    constant = numpy_helper.from_array(np.asarray(scales, np.float32), "scales")
+    values = [helper.make_tensor_value_info(name, kind, None) for name in "xy"]
+    graph = helper.make_graph([node], "g", values[:1], values[1:], [constant])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=10)
+    (expected,) = run_runtime(model, {"x": x.astype(dtype)})
+    fn, params = jqonnx.load(model)
+    np.testing.assert_array_equal(jax.jit(fn)(params, x.astype(dtype)), expected)
+
+
+@pytest.mark.parametrize("op", ["HardSigmoid", "HardSwish"])
+def test_hard_activation_has_the_bits_of_the_runtime(op: str, rng: np.random.Generator) -> None:
+    b = Builder(rng)
+    model = b.build((64, 64), b.add(op, "x"))
+    x = (4 * rng.normal(size=(64, 64))).astype(np.float32)
+    fn, params = jqonnx.load(model)
+    np.testing.assert_array_equal(jax.jit(fn)(params, x), run_runtime(model, {"x": x})[0])
