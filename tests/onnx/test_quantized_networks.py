@@ -67,6 +67,7 @@ def _between_codes(b: Builder, op: str, inputs: list[str], dtype: str, after: st
     return b.add("DequantizeLinear", b.add("QuantizeLinear", y, *y_affine), *y_affine)
 
 
+@pytest.mark.filterwarnings("ignore:ONNX Runtime's optimizations change the value:UserWarning")
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("after", ["", "Relu", "Tanh"])
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16"])
@@ -97,6 +98,16 @@ def test_float_weights_between_codes_are_quantized(
     # With 16 bits the product is one of floats, whose order of addition differs.
     steps = 1.01 if dtype == "uint16" else 0
     np.testing.assert_allclose(fn(params, x), expected, rtol=0, atol=0.05 * steps)
+
+
+def test_load_says_that_float_weights_are_rounded_and_can_keep_them(rng: np.random.Generator) -> None:
+    b = Builder(rng)
+    model = b.build((4, 6), _between_codes(b, "Gemm", [b.draw(6, 3), b.draw(3)], "uint8", "Relu"))
+    x = rng.uniform(-0.05, 1.2, size=(4, 6)).astype(np.float32)
+    with pytest.warns(jqonnx.FusionWarning, match="multiplies by float weights; ONNX Runtime rounds them to int8"):
+        jqonnx.load(model)
+    fn, params = jqonnx.load(model, fusions="safe")
+    np.testing.assert_allclose(fn(params, x), run_runtime(model, {"x": x}, "none")[0], rtol=0, atol=0.05 * 1.01)
 
 
 # With a Transpose between pairs of int8, the runtime makes a node that it refuses.

@@ -104,7 +104,6 @@ class _Scope:
             return scope, node
         return scope.find_dequantize(node.input[0]) if node.op_type in _MOVES else None
 
-
     def count_readers(self, name: str) -> int:
         """Return how often a tensor is read in this graph, an output of it counted as two."""
         reads = sum(list(node.input).count(name) for node in self.graph.node)
@@ -113,8 +112,8 @@ class _Scope:
     def is_unsigned(self, node: Any) -> bool:
         """Return whether DequantizeLinear reads uint8, perhaps once ONNX Runtime has changed the pair that it ends.
 
-        Of QuantizeLinear and a single DequantizeLinear with a single reader, with a constant zero point of int8, it makes
-        a pair with uint8.
+        Of QuantizeLinear and a single DequantizeLinear with a single reader, with a constant zero point of int8, it
+        makes a pair with uint8.
         """
         if self.find_type(node.input[0]) == TensorProto.UINT8:
             return True

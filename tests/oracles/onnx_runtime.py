@@ -81,9 +81,7 @@ def model(
     return built
 
 
-def open_session(
-    model: ModelProto, level: str = "all", optimized: pathlib.Path | None = None, threads: int = 2
-) -> Any:
+def open_session(model: ModelProto, level: str = "all", optimized: pathlib.Path | None = None, threads: int = 2) -> Any:
     """Return a session of ONNX Runtime in which the integer products of a model are exact on every processor.
 
     Products of floats with weights of a DequantizeLinear stay in floats; it would round the floats to 8 bits.

@@ -398,7 +398,7 @@ class _Fuser:
             if bias in self.constants and self.constants[bias].dtype == np.float32:
                 weights = self.producers.get(layer.inputs[1])
                 operands = ["", source.inputs[1], "", "" if weights is None else weights.inputs[0], scale, ""]
-                if not fits_int32(self, layer, self.constants[bias], operands):
+                if not fits_int32(self, layer, self.constants[bias], operands, is_noted=bool(nodes)):
                     continue
             if nodes and not self.allows_deviation(node, "multiplies by float weights", "rounds them to int8"):
                 continue
