@@ -166,7 +166,8 @@ def find_parameters(
         low, high = min_max.find_extremes(x, shape, block_size)
     else:
         low, high = (_broadcast_end(argument, end, shape) for argument, end in (("lo", lo), ("hi", hi)))
-    return *scale_from_range.find_scale_and_zero_point(spec, low, high, scale_shape, point_shape), shape
+    found = scale_from_range.find_scale_and_zero_point(spec, low, high, scale_shape, point_shape, x.dtype)
+    return *found, shape
 
 
 def _list_parameters(spec: QuantSpec, scale_shape: Any, point_shape: Any, **_: Any) -> list[Any]:
