@@ -313,8 +313,10 @@ def _keep_finite(
     if own is not None and (is_power or (spec.scale_dtype != dtypes.FLOAT32 and not is_shared)):
         # With the zero point of a scale that was rounded up, one end would have too few codes.
         moved = _find_zero_point(spec, low, own)
-    if is_power:  # rounding the zero point may take one more step
-        most = lax.add(lax.max(*_count_steps(spec, moved)), _ONE)
+    if is_power:
+        most = lax.max(*_count_steps(spec, moved))
+        # The zero point of a range that is narrower than another one with its scale may be one step away.
+        most = lax.add(most, _ONE) if is_shared else most
     elif is_shared and spec.scale_dtype == dtypes.FLOAT32:  # a smaller scale may take one more step
         most = lax.min(lax.max(down, up), lax.add(used, _ONE))
     elif is_shared:  # rounding the smaller scale may take many more
@@ -398,7 +400,9 @@ def _find_first_overflow(levels: np.ndarray, ties_up: np.ndarray, dtype: np.dtyp
         return _INFINITY
     first = int(beyond[0])
     middle = (levels[first - 1] + levels[first]) / 2 * scale
-    result = np.float32(middle) if ties_up[first - 1] else np.nextafter(np.float32(middle), _INFINITY)
+    with np.errstate(over="ignore"):  # no float32 reaches the middle
+        result = np.float32(middle)
+    result = result if ties_up[first - 1] else np.nextafter(result, _INFINITY)
     # A range up to here has a smaller scale.
     return max(result, np.nextafter(np.float32(reach * scale / 2), _INFINITY))
 
