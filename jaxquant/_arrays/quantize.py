@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -53,6 +54,13 @@ def quantize(
     number of the spec's scale_dtype. A NaN or an infinity in a slice makes the scale of the slice NaN or infinite, and
     with it every value that is dequantized: 0 times infinity is NaN, and an infinity may change its sign.
 
+    Finite values of a range are never dequantized to infinities. Where rounding would make the value of a code exceed
+    the largest number of x's dtype, the scale is the largest at which none does, and the ends of the range saturate, by
+    about one step. Scales that are powers of two are reduced by whole powers: such a range may lose half of its reach.
+
+    A float16 scale is at most 65504. A range that needs a larger one raises an error; if it is traced, its scale is
+    infinite, as for a range with an infinity, so that the slice is lost visibly instead of saturating.
+
     Neither the codes nor the scale and the zero point have a gradient with respect to x, `lo` or `hi`. Use
     `fake_quantize_linear` for training.
 
@@ -75,8 +83,8 @@ def quantize(
     Raises:
         TypeError: an argument has an unsupported type or dtype.
         ValueError: an axis is out of range; only one of `lo` and `hi` is given, or one has a wrong shape;
-            `range` is given in addition to them; or the ends are known (not traced), and one is NaN or infinite, or
-            `lo` is greater than `hi`.
+            `range` is given in addition to them; the ends are known (not traced), and one is NaN or infinite, or `lo`
+            is greater than `hi`; or a known range needs a scale that float16, the spec's scale_dtype, cannot hold.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -105,7 +113,11 @@ def quantize(
     if stored_last is not None:
         is_axes = isinstance(stored_last, tuple | list)
         stored_last = checks.check_integers(_NAME, "stored_last", stored_last if is_axes else (stored_last,))
-    return _quantize(entry_point.convert_number(x), lo, hi, spec=spec, stored_last=stored_last)
+    x = entry_point.convert_number(x)
+    q = _quantize(x, lo, hi, spec=spec, stored_last=stored_last)
+    if spec.scale_dtype == dtypes.FLOAT16:
+        check_known_scale(_NAME, x, spec, lo, hi, q.scale)
+    return q
 
 
 def _split_range(ends: Any, lo: Any, hi: Any) -> tuple[Any, Any]:
@@ -133,6 +145,45 @@ def _check_known_range(lo: Any, hi: Any) -> None:
         checks.require(is_finite, _NAME, argument, "finite numbers", "NaN or an infinity")
     if low.shape == high.shape or low.size == 1 or high.size == 1:
         checks.require(bool((low <= high).all()), _NAME, "lo", "at most hi", "more")
+
+
+def check_known_result(function: str, x: Any, spec: QuantSpec, y: Any) -> None:
+    """Raise if values that were rounded with float16 scales show an infinite scale; skip the check if they are traced.
+
+    Args:
+        function: the public function.
+        x: the values.
+        spec: Static. How they are quantized, with float16 scales.
+        y: the rounded values.
+    """
+    is_readable = isinstance(y, jax.Array) and not checks.is_traced(y) and y.is_fully_addressable
+    # Every value of a slice with an infinite scale is NaN or infinite.
+    if is_readable and not bool(jnp.isfinite(y).all()):
+        check_known_scale(function, x, spec, None, None, _quantize(x, None, None, spec=spec, stored_last=None).scale)
+
+
+def check_known_scale(function: str, x: Any, spec: QuantSpec, lo: Any, hi: Any, scale: Any) -> None:
+    """Raise if a float16 scale of a finite range is infinite; skip the check if the scale is traced.
+
+    Args:
+        function: the public function.
+        x: the values.
+        spec: Static. How they are quantized, with float16 scales.
+        lo: the lower ends of the ranges, or None for those of x.
+        hi: the upper ends, or None.
+        scale: the scale that was found.
+    """
+    is_readable = isinstance(scale, jax.Array) and not checks.is_traced(scale) and scale.is_fully_addressable
+    if not is_readable or not bool(jnp.isinf(scale).any()):
+        return
+    wide = dataclasses.replace(spec, scale_dtype=dtypes.FLOAT32)
+    needed = np.asarray(_quantize(x, lo, hi, spec=wide, stored_last=None).scale)
+    # A range with an infinity has an infinite scale whatever the dtype.
+    too_large = needed[np.isinf(np.asarray(scale)) & np.isfinite(needed)]
+    if too_large.size:
+        argument = "x" if lo is None else "lo, hi"
+        expected = "a range whose scale is at most 65504, the largest float16 (or scale_dtype=jnp.bfloat16)"
+        checks.require(False, function, argument, expected, f"a range with the scale {too_large.max():.6g}")
 
 
 @compile_entry_point(_NAME)
@@ -166,7 +217,8 @@ def find_parameters(
         low, high = min_max.find_extremes(x, shape, block_size)
     else:
         low, high = (_broadcast_end(argument, end, shape) for argument, end in (("lo", lo), ("hi", hi)))
-    return *scale_from_range.find_scale_and_zero_point(spec, low, high, scale_shape, point_shape), shape
+    found = scale_from_range.find_scale_and_zero_point(spec, low, high, scale_shape, point_shape, x.dtype)
+    return *found, shape
 
 
 def _list_parameters(spec: QuantSpec, scale_shape: Any, point_shape: Any, **_: Any) -> list[Any]:

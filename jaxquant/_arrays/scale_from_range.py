@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +14,10 @@ from .._core import barriers, checks, division, dtypes, min_max, recording, roun
 from .._core import granularity as granularities
 from .spec import QuantSpec
 
-_ZERO, _ONE = np.float32(0), np.float32(1)
-_TINY, _LARGEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
-_TINY_BITS, _INFINITY_BITS = _TINY.view(np.int32), np.float32(np.inf).view(np.int32)
+_ZERO, _ONE, _INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
+_TINY = np.finfo(np.float32).tiny
+_TO_EVEN = lax.RoundingMethod.TO_NEAREST_EVEN
+_TINY_BITS, _INFINITY_BITS = _TINY.view(np.int32), _INFINITY.view(np.int32)
 
 
 def find_shapes(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -82,13 +85,18 @@ def _list_block_sizes(spec: QuantSpec) -> list[int]:
 
 
 def find_scale_and_zero_point(
-    spec: QuantSpec, low: jax.Array, high: jax.Array, scale_shape: tuple[int, ...], point_shape: tuple[int, ...]
-) -> tuple[jax.Array, jax.Array | None]:
+    spec: QuantSpec, low: jax.Array, high: jax.Array, scale_shape: tuple[int, ...], point_shape: tuple[int, ...],
+    dtype: np.dtype = dtypes.FLOAT32,
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Return the scale and the zero point of float32 ranges; the arguments have been checked.
 
     A range is widened to include 0. A range that holds only 0 and subnormal numbers, which XLA:CPU treats as 0, gives
     scale 1. The scale of any other range is at least the least normal float32. A range with a NaN or an infinity gives
-    a scale of NaN or infinity.
+    a scale of NaN or infinity, and so does a range that needs a larger scale than `spec.scale_dtype` has.
+
+    If a code would stand for a number that `dtype` cannot hold, the scale is the largest for which none does, and the
+    ends of the range saturate. A scale that is a power of two may be almost twice as large as the range needs: it is
+    reduced only if an end of the range would become infinite.
 
     Args:
         spec: Static. The spec of the scale and the zero point.
@@ -96,20 +104,22 @@ def find_scale_and_zero_point(
         high: the upper ends, in the same shape.
         scale_shape: Static. The shape of the scale.
         point_shape: Static. The shape of the zero point.
+        dtype: Static. The dtype of the dequantized values: float32, float16 or bfloat16.
 
     Returns:
         The scale in `spec.scale_dtype`, and the zero point in `spec.carrier`, or None if the spec fixes it to 0.
     """
-    return barriers.compute_once(_find_scale_and_zero_point(spec, low, high, scale_shape, point_shape))
+    return barriers.compute_once(_find_scale_and_zero_point(spec, low, high, scale_shape, point_shape, dtype))
 
 
 def _find_scale_and_zero_point(
-    spec: QuantSpec, low: jax.Array, high: jax.Array, scale_shape: tuple[int, ...], point_shape: tuple[int, ...]
-) -> tuple[jax.Array, jax.Array | None]:
+    spec: QuantSpec, low: jax.Array, high: jax.Array, scale_shape: tuple[int, ...], point_shape: tuple[int, ...],
+    dtype: np.dtype,
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     # A code must represent 0 exactly, so that padding and ReLU stay exact.
     low, high = _widen_to_zero(low, -1), _widen_to_zero(high, 1)
     if spec.fixed_zero_point is not None:
-        scale = _round_scale_up(spec, _find_symmetric_scale(spec, low, high, float(spec.fixed_zero_point)))
+        scale = _round_scale_up(spec, _find_symmetric_scale(spec, low, high, float(spec.fixed_zero_point), dtype))
         return scale, _fill_zero_point(spec, point_shape, low)
     # From here on the zero point depends on the range.
     qmin, qmax = spec.bounds
@@ -123,16 +133,18 @@ def _find_scale_and_zero_point(
         point = jnp.clip(point.astype(jnp.int32), least, largest).astype(spec.carrier)
         steps = _spread_like(point.astype(jnp.float32), low)
         scale = jnp.maximum(_divide_bound(low, np.float32(qmin) - steps), _divide_bound(high, np.float32(qmax) - steps))
-        return _round_scale_up(spec, _guard_scale(scale, low, high)), point
-    wide = _find_asymmetric_scale(low, high, qmax - qmin)
+        scale = _round_scale_up(spec, _guard_scale(scale, low, high))
+        scale, _ = _keep_finite(spec, scale, _spread_like(point, low), low, high, None, dtype)
+        return scale, point
+    own = wide = _find_asymmetric_scale(low, high, qmax - qmin)
     if scale_shape != low.shape:  # several zero points share a scale, which must span the widest range
         # The scale 1 of an empty range must not count in the maximum over the other ranges.
         wide = _pool(jnp.where(is_empty(low, high), _ZERO, wide), scale_shape, jnp.max)
         wide = jnp.where(wide == 0, _ONE, wide)
     # The zero point must be computed with the rounded scale that is stored.
     scale = _round_scale_up(spec, wide)
-    wide = small_floats.scale_as_float32(scale)
-    return scale, _find_zero_point(spec, low, _spread_like(wide, low))
+    point = _find_zero_point(spec, low, _spread_like(small_floats.scale_as_float32(scale), low))
+    return _keep_finite(spec, scale, point, low, high, own, dtype)
 
 
 def find_own_scale_and_zero_point(
@@ -141,7 +153,7 @@ def find_own_scale_and_zero_point(
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Return the scale and the zero point of the ranges of x; the arguments have been checked.
 
-    The result is that of `find_scale_and_zero_point` for `min_max.find_extremes`.
+    The result is that of `find_scale_and_zero_point` for `min_max.find_extremes` and the dtype of x.
 
     Args:
         spec: Static. The spec of the scale and the zero point.
@@ -156,22 +168,25 @@ def find_own_scale_and_zero_point(
     is_pair = spec.fixed_zero_point is None and point_shape == shape
     if scale_shape != shape or not (is_symmetric or is_pair) or recording.is_recording():
         low, high = min_max.find_extremes(x, shape, block_size)
-        return find_scale_and_zero_point(spec, low, high, scale_shape, point_shape)
+        return find_scale_and_zero_point(spec, low, high, scale_shape, point_shape, x.dtype)
     # The comparisons are made on the bits of the larger magnitude: with floats they take more operations. XLA compiles
     # these loops, without dimensions of 1, once for all arrays with as many ranges, whatever their rank.
     if is_symmetric:
         bits = min_max.find_magnitudes(x, shape, block_size)
         largest = lax.bitcast_convert_type(bits, jnp.float32)
-        scale = _guard_scale_by_bits(_divide_by_number(largest, _find_reach(spec)), bits)
+        scale = _limit_scale(spec, _divide_by_number(largest, _find_reach(spec)), largest, largest, x.dtype)
+        scale = _guard_scale_by_bits(scale, bits)
         scale = barriers.compute_once(_round_scale_up(spec, scale)).reshape(shape)
         return scale, _fill_zero_point(spec, point_shape, scale)
     low, high, bits = min_max.find_signed_extremes(x, shape, block_size)
     qmin, qmax = spec.bounds
     half = np.float32(0.5)
     scale = _divide_by_number(lax.sub(lax.mul(high, half), lax.mul(low, half)), (qmax - qmin) / 2)
-    scale = _round_scale_up(spec, _guard_scale_by_bits(scale, bits))
+    own = _guard_scale_by_bits(scale, bits)
+    scale = _round_scale_up(spec, own)
     point = _find_zero_point(spec, low, small_floats.scale_as_float32(scale))
-    scale, point = barriers.compute_once((scale, point))
+    parts = _keep_finite(spec, scale, point, low, high, own, x.dtype)
+    scale, point = barriers.compute_once(parts)
     return scale.reshape(shape), point.reshape(shape)
 
 
@@ -229,15 +244,204 @@ def _divide_bound(bound: jax.Array, steps: jax.Array) -> jax.Array:
     return jnp.where(is_zero, _ZERO, division.divide(bound, jnp.where(is_zero, _ONE, steps)))
 
 
-def _find_symmetric_scale(spec: QuantSpec, low: jax.Array, high: jax.Array, fixed: float) -> jax.Array:
+def _find_symmetric_scale(
+    spec: QuantSpec, low: jax.Array, high: jax.Array, fixed: float, dtype: np.dtype
+) -> jax.Array:
     """Return the scale of a spec whose zero point is fixed."""
-    reach = _find_reach(spec)
+    reach, largest = _find_reach(spec), lax.max(lax.neg(low), high)
     # One division suffices if the codes reach equally far on both sides of the zero point.
     if has_equal_reach(spec):
-        scale = _divide_by_number(lax.max(lax.neg(low), high), reach)
+        scale = _divide_by_number(largest, reach)
     else:
         scale = lax.max(_divide_by_number(low, spec.bounds[0] - fixed), _divide_by_number(high, reach))
-    return _guard_scale(scale, low, high)
+    ends = (largest, largest) if has_equal_reach(spec) else (lax.neg(low), high)
+    return _guard_scale(_limit_scale(spec, scale, *ends, dtype), low, high)
+
+
+# Scales of which no code stands for an infinity.
+
+
+def _limit_scale(spec: QuantSpec, scale: jax.Array, below: jax.Array, above: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Return the float32 scale of a spec with a fixed zero point, limited so that no value becomes infinite.
+
+    Args:
+        spec: Static. A spec with a fixed zero point.
+        scale: the scale, before it is rounded up to the scale's dtype.
+        below: the magnitude of the lower end of each range.
+        above: that of the upper end. An infinite end keeps its scale.
+        dtype: Static. The dtype of the dequantized values.
+    """
+    is_finite = lax.bitwise_and(lax.lt(below, _INFINITY), lax.lt(above, _INFINITY))
+    if not spec.power_of_two:
+        return lax.select(is_finite, lax.min(scale, _find_largest_scale(spec, dtype)), scale)
+    # The scale may be almost twice as large as the range needs, so that not every code is used.
+    ends = zip((below, above), _find_first_overflows(spec, dtype), strict=True)
+    overflows = functools.reduce(lax.bitwise_or, [lax.ge(end, first) for end, first in ends])
+    overflows = lax.bitwise_and(overflows, is_finite)
+    return lax.select(overflows, lax.full_like(scale, _find_largest_scale(spec, dtype)), scale)
+
+
+def _keep_finite(
+    spec: QuantSpec, scale: jax.Array, point: jax.Array, low: jax.Array, high: jax.Array, own: jax.Array | None,
+    dtype: np.dtype,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Return the scale and the zero point, both changed where a value of the range would become infinite.
+
+    The end that is farther from 0 then has the largest finite value of its side.
+
+    Args:
+        spec: Static. A spec with zero points that depend on the ranges.
+        scale: in `spec.scale_dtype`; several ranges may share an entry.
+        point: the zero points, in the shape of the ranges.
+        low: the lower ends of the ranges, at most 0.
+        high: the upper ends, at least 0.
+        own: the scale that each range needs, before it is rounded; None if the zero points must stay as they are.
+        dtype: Static. The dtype of the dequantized values.
+    """
+    is_shared, is_power = scale.shape != low.shape, spec.power_of_two
+    step = _spread_like(small_floats.scale_as_float32(scale), low)
+    down, up = _count_steps(spec, point)
+    used, largest = lax.max(down, up), lax.max(lax.neg(low), high)
+    if is_shared or is_power:  # not every code is used
+        ends = ((lax.neg(low), down), (high, up))
+        below, above = (lax.min(lax.round(division.divide(e, step), _TO_EVEN), n) for e, n in ends)
+        used = lax.max(below, above)
+    # A scale that is too large for its dtype is infinite already, and stays so.
+    is_finite = lax.bitwise_and(lax.lt(largest, _INFINITY), lax.lt(step, _INFINITY))
+    overflows = lax.bitwise_and(lax.ge(lax.mul(used, step), _find_least_overflow(dtype)), is_finite)
+    moved, most = point, used
+    if own is not None and (is_power or (spec.scale_dtype != dtypes.FLOAT32 and not is_shared)):
+        # With the zero point of a scale that was rounded up, one end would have too few codes.
+        moved = _find_zero_point(spec, low, own)
+    if is_power:
+        most = lax.max(*_count_steps(spec, moved))
+        # The zero point of a range that is narrower than another one with its scale may be one step away.
+        most = lax.add(most, _ONE) if is_shared else most
+    elif is_shared and spec.scale_dtype == dtypes.FLOAT32:  # a smaller scale may take one more step
+        most = lax.min(lax.max(down, up), lax.add(used, _ONE))
+    elif is_shared:  # rounding the smaller scale may take many more
+        most = lax.max(down, up)
+    elif moved is not point:
+        most = lax.max(*_count_steps(spec, moved))
+    limit = division.divide(lax.full_like(most, _find_largest_product(dtype)), lax.max(most, _ONE))
+    limit = _round_down(spec, limit)
+    if is_shared:
+        # Only ranges that reach this far can overflow with a smaller scale, too.
+        is_far = lax.ge(largest, np.float32(_find_largest_product(dtype) / 2))
+        limit = _pool(jnp.where(is_far, limit, _INFINITY), scale.shape, jnp.min)
+        overflows = _pool(overflows.astype(jnp.float32), scale.shape, jnp.max) > 0
+    result = jnp.where(overflows, _encode_scale(spec, limit), scale)
+    if moved is point or own is None:
+        return result, point
+    if is_shared:
+        overflows, limit = _spread_like(overflows, low), _spread_like(limit, low)
+        moved = _find_zero_point(spec, low, lax.max(limit, own))
+    return result, jnp.where(overflows, moved, point)
+
+
+def _count_steps(spec: QuantSpec, point: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the numbers of codes below and above zero points, float32."""
+    steps = point.astype(jnp.int32).astype(jnp.float32)
+    qmin, qmax = (np.float32(bound) for bound in spec.bounds)
+    return lax.sub(steps, qmin), lax.sub(qmax, steps)
+
+
+def _find_largest_product(dtype: np.dtype) -> np.float32:
+    """Return a float32 that is finite in the dtype, even after the errors of a quotient and a product."""
+    # Only float32 has no margin between its largest number and those that round to infinity.
+    return np.float32(float(jnp.finfo(dtype).max) * (1 - 2.0**-22 if dtype == dtypes.FLOAT32 else 1))
+
+
+def _find_least_overflow(dtype: np.dtype) -> np.float32:
+    """Return the least float32 that rounds to infinity in the dtype."""
+    info = jnp.finfo(dtype)
+    # Halfway between the largest number and the next power of two, which counts as even.
+    return _INFINITY if dtype == dtypes.FLOAT32 else np.float32(float(info.max) + 2.0 ** (info.maxexp - info.nmant - 2))
+
+
+@functools.cache
+def _find_largest_scale(spec: QuantSpec, dtype: np.dtype) -> np.float32:
+    """Return the largest scale, for a fixed zero point, at which every code is a finite number of the dtype."""
+    fixed, reach = spec.fixed_zero_point, _find_reach(spec)
+    assert fixed is not None
+    most = reach if has_equal_reach(spec) else max(reach, fixed - spec.bounds[0])
+    largest = float(np.finfo(np.float32).max)
+    start = np.float32(min(float(_find_largest_product(dtype)) * (1 + 2.0**-20) / most, largest))
+    unit = 1 << _count_dropped_bits(spec)
+    bits = int(start.view(np.int32)) // unit * unit
+    with np.errstate(over="ignore"):
+        while np.float32(float(np.int32(bits).view(np.float32)) * most) >= _find_least_overflow(dtype):
+            bits -= unit
+    return np.int32(bits).view(np.float32)
+
+
+@functools.cache
+def _find_first_overflows(spec: QuantSpec, dtype: np.dtype) -> tuple[np.float32, np.float32]:
+    """Return the least magnitudes of a lower and of an upper end that become infinite with powers of two as scales.
+
+    The spec has a fixed zero point. The largest scale is the power of two for the largest number of the dtype.
+    """
+    sides = [_find_first_overflow(levels, tie_up, dtype) for levels, tie_up in _list_sides(spec)]
+    if has_equal_reach(spec):  # the ends are not told apart
+        return (min(sides),) * 2
+    return sides[0], sides[1]
+
+
+def _find_first_overflow(levels: np.ndarray, ties_up: np.ndarray, dtype: np.dtype) -> np.float32:
+    """Return the least end that becomes infinite, for the values of the codes on its side of 0, in ascending order."""
+    reach = levels[-1]
+    least = float(_find_least_overflow(dtype))
+    least = 2.0**128 - 2.0**103 if np.isinf(least) else least  # the float64 that float32 rounds to infinity
+    # 2**127 is the largest power of two in float32.
+    exponent = min(int(np.ceil(np.log2(float(jnp.finfo(dtype).max) / reach))), 127)
+    scale = 2.0**exponent
+    (beyond,) = np.nonzero(levels * scale >= least)
+    if not beyond.size or not beyond[0]:
+        return _INFINITY
+    first = int(beyond[0])
+    middle = (levels[first - 1] + levels[first]) / 2 * scale
+    with np.errstate(over="ignore"):  # no float32 reaches the middle
+        result = np.float32(middle)
+    result = result if ties_up[first - 1] else np.nextafter(result, _INFINITY)
+    # A range up to here has a smaller scale.
+    return max(result, np.nextafter(np.float32(reach * scale / 2), _INFINITY))
+
+
+def _list_sides(spec: QuantSpec) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the magnitudes of the codes below and above 0, and whether a tie with the next one takes the next one."""
+    fixed = spec.fixed_zero_point
+    assert fixed is not None
+    if spec.codebook is not None:
+        levels = np.asarray(spec.codebook.levels, np.float64)
+        below, above = np.append(0, -levels[levels < 0][::-1]), np.append(0, levels[levels > 0])
+        # A tie takes the lower level.
+        return [(below, np.ones(below.size, bool)), (above, np.zeros(above.size, bool))]
+    if spec.dtype in dtypes.SMALL_FLOATS:
+        codes = np.arange(2 ** (dtypes.find_width(spec.dtype) - 1), dtype=np.uint8)
+        levels = codes.view(spec.dtype).astype(np.float64)
+        levels = levels[np.isfinite(levels)]
+        return [(levels, np.arange(levels.size) % 2 == 1)] * 2
+    counts = (int(fixed - spec.bounds[0]), int(spec.bounds[1] - fixed))
+    return [(np.arange(n + 1, dtype=np.float64), np.arange(n + 1) % 2 == 1) for n in counts]
+
+
+def _count_dropped_bits(spec: QuantSpec) -> int:
+    """Return how many of the last bits of a float32 a scale of the spec does not have."""
+    return 23 if spec.power_of_two else {dtypes.FLOAT16: 13, dtypes.BFLOAT16: 16}.get(spec.scale_dtype, 0)
+
+
+def _round_down(spec: QuantSpec, scale: jax.Array) -> jax.Array:
+    """Return a large float32 scale rounded down to one that the spec allows."""
+    dropped = _count_dropped_bits(spec)
+    if not dropped:
+        return scale
+    bits = lax.bitcast_convert_type(scale, jnp.int32)
+    return lax.bitcast_convert_type(bits & np.int32(-(1 << dropped)), jnp.float32)
+
+
+def _encode_scale(spec: QuantSpec, scale: jax.Array) -> jax.Array:
+    """Return a float32 scale that the spec allows in its dtype."""
+    return _encode_e8m0(scale) if spec.scale_dtype == dtypes.E8M0 else scale.astype(spec.scale_dtype)
 
 
 def _find_asymmetric_scale(low: jax.Array, high: jax.Array, steps: float) -> jax.Array:
@@ -290,10 +494,11 @@ def _round_scale_up(spec: QuantSpec, scale: jax.Array) -> jax.Array:
         return _encode_e8m0(scale)
     if spec.scale_dtype == dtypes.FLOAT32:
         return scale
-    # A finite scale too large for the dtype saturates, but an infinity stays one.
-    largest = np.float32(jnp.finfo(spec.scale_dtype).max)
-    scale = jnp.where(jnp.isfinite(scale), jnp.minimum(scale, largest), scale)
-    # If the nearest number is less than the scale, adding 1 to its bits gives the next larger one.
+    if spec.scale_dtype == dtypes.BFLOAT16:  # its largest number is less than that of float32
+        largest = np.float32(jnp.finfo(dtypes.BFLOAT16).max)
+        scale = lax.select(lax.lt(scale, _INFINITY), lax.min(scale, largest), scale)
+    # If the nearest number is less than the scale, adding 1 to its bits gives the next larger one: infinity after the
+    # largest number. A scale beyond float16 becomes infinite, since the largest number would saturate unnoticed.
     nearest = rounding.round_to_dtype(scale, spec.scale_dtype)
     bits = lax.bitcast_convert_type(nearest.astype(spec.scale_dtype), jnp.uint16)
     return lax.bitcast_convert_type(bits + (nearest < scale).astype(jnp.uint16), spec.scale_dtype)

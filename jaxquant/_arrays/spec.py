@@ -47,7 +47,8 @@ class QuantSpec:
             code of x. By default True if the spec is symmetric, as in ONNX Runtime and TFLite. int2 then has three
             codes.
         scale_dtype: float32, float16, bfloat16 or float8_e8m0fnu. A scale that the dtype cannot represent is rounded
-            up, so that no value in the range saturates.
+            up, so that no value in the range saturates. A scale above 65504 is no float16: `quantize` raises an error,
+            or makes it infinite if it is traced.
         power_of_two: True to round scales up to powers of two. float8_e8m0fnu represents only these.
         zero_point_granularity: which elements share a zero point. By default those that share a scale.
         reduce_range: True for codes of 7 bits in an int8 or uint8: -64 to 64, or 0 to 127, as with `reduce_range` of

@@ -1,7 +1,12 @@
-"""Biases as int32, in the steps of the sums that a contraction of codes adds them to."""
+"""Biases as int32, in the steps of the sums that a contraction of codes adds them to.
+
+A bias must fit into int32 together with the products that are added to it: int32 sums wrap around.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,8 +15,10 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, division, dtypes
 from .._core.entry_point import compile_entry_point
+from .._core.granularity import Aligned
 from .._core.known_values import find_known
 from .._core.number_arguments import convert_plain_scale
 from ..integer import _scaling
@@ -19,6 +26,8 @@ from ..integer import _scaling
 _NAME = "quantize_bias"
 # XLA:CPU takes less than the least normal float32 for 0. Steps are float32, which has no 2**31 - 1.
 _TINY, _LIMIT = float(np.finfo(np.float32).tiny), 2.0**31
+_MOST = 2**31 - 1
+_LARGEST_CODE = 255  # the largest distance of an 8-bit code from its zero point
 
 
 def quantize_bias(bias: ArrayLike, lhs_scale: ArrayLike, rhs_scale: ArrayLike) -> jax.Array:
@@ -68,14 +77,79 @@ def _quantize_steps(bias: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array)
 
 
 def _quantize_bias(bias: Any, lhs_scale: Any, rhs_scale: Any) -> jax.Array:
-    steps, products = _quantize_steps(bias, lhs_scale, rhs_scale)
-    # Outside of the compiled function, in which no value is known.
-    known = find_known(steps), find_known(products)
-    if known[0] is not None and known[1] is not None:
-        expected = "scales whose product is at least 2**-126, the least normal float32"
-        least = float(known[1].min(initial=np.inf))
-        checks.require(least >= _TINY, _NAME, "lhs_scale, rhs_scale", expected, f"{least}")
-        most = float(np.abs(known[0]).max(initial=0))
-        expected = "biases of at most 2**31 steps of the product of the scales (a larger scale, or a float bias)"
-        checks.require(not most > _LIMIT, _NAME, "bias", expected, f"{most} steps")
+    steps, _ = _quantize_steps(bias, lhs_scale, rhs_scale)
+    _count_known_steps(_NAME, bias, lhs_scale, rhs_scale)
     return steps.astype(jnp.int32)  # XLA's conversion saturates
+
+
+def quantize_added_bias(
+    function: str, bias: jax.Array, lhs_scale: jax.Array, weight: QuantizedArray, rhs_scale: jax.Array,
+    places: Sequence[int],
+) -> jax.Array:  # fmt: skip
+    """Return a bias as `quantize_bias` does, for sums of products of 8-bit codes, which it does not make wrap around.
+
+    Args:
+        function: the public function that errors name.
+        bias: float32, of the features.
+        lhs_scale: the scale of the activations.
+        weight: the other operand.
+        rhs_scale: its scale: one element, or one for each feature.
+        places: the axes of the weight that are features, in the bias's order.
+
+    Returns:
+        int32. A bias that is not known, and too large, saturates.
+
+    Raises:
+        ContractValueError: the arrays are known, and a sum may have more steps than int32 holds.
+    """
+    steps, _ = _quantize_steps(bias, lhs_scale, rhs_scale)
+    terms = math.prod(n for axis, n in enumerate(weight.shape) if axis not in places)
+    free = _MOST - terms * _LARGEST_CODE * _LARGEST_CODE
+    known = _count_known_steps(function, bias, lhs_scale, rhs_scale)
+    if known is None:
+        # What the codes of the weights leave free is not computed: that would read all of them in each call.
+        limit = np.int32(free)
+        return lax.clamp(-limit, steps.astype(jnp.int32), limit) if free >= _MOST // 2 else steps.astype(jnp.int32)
+    if np.abs(known).max(initial=0) > free and not checks.is_traced(weight.stored_codes):
+        with jax.ensure_compile_time_eval():
+            products = np.asarray(find_largest_sums(weight, places), np.float64).reshape(known.shape)
+        most = float((np.abs(known) + products).max())
+        expected = "a bias that fits into int32 together with the products, at most 2**31 - 1 steps of the scales' product"
+        got = f"{most:.6g} steps; convert the parameters with their ranges, which enlarges the scales of the weights"
+        checks.require(most <= _MOST, function, "bias", expected, got)
+    return steps.astype(jnp.int32)
+
+
+def find_largest_sums(weight: QuantizedArray, places: Sequence[int]) -> jax.Array:
+    """Return the largest magnitude that the sum of the products with 8-bit codes can have, for each feature, float32.
+
+    Args:
+        weight: the codes.
+        places: its axes that are features; the result has them in this order.
+    """
+    codes = weight.codes.astype(jnp.int32)
+    if weight.zero_point is not None:
+        codes = codes - Aligned(weight.block_size).expand(weight.zero_point.astype(jnp.int32), codes)
+    rest = tuple(axis for axis in range(codes.ndim) if axis not in places)
+    sums = jnp.sum(jnp.abs(codes), axis=rest) * np.int32(_LARGEST_CODE)
+    kept = sorted(places)
+    return lax.transpose(sums, [kept.index(axis) for axis in places]).astype(jnp.float32)
+
+
+def _count_known_steps(function: str, bias: Any, lhs_scale: Any, rhs_scale: Any) -> np.ndarray | None:
+    """Return the steps of a bias, or None if an array is not known; raise if int32 cannot hold them."""
+    # Not from the results of the compiled function, which are traced in another one even if the arguments are known.
+    known = [find_known(value) for value in (bias, lhs_scale, rhs_scale)]
+    if any(value is None for value in known):
+        return None
+    values, left, right = (np.asarray(value, np.float32) for value in known)
+    with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
+        products = left.reshape(1) * right.reshape(-1)
+        steps = np.rint(values / np.broadcast_to(products, (values.size,)).reshape(values.shape))
+    expected = "scales whose product is at least 2**-126, the least normal float32"
+    least = float(products.min(initial=np.inf))
+    checks.require(not least < _TINY, function, "lhs_scale, rhs_scale", expected, f"{least}")
+    most = float(np.abs(np.nan_to_num(steps, nan=0, posinf=np.inf)).max(initial=0))
+    expected = "biases of at most 2**31 steps of the product of the scales (a larger scale, or a float bias)"
+    checks.require(not most > _LIMIT, function, "bias", expected, f"{most} steps")
+    return np.nan_to_num(steps, nan=0).astype(np.float64)

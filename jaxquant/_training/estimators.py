@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +17,9 @@ from .._core import checks, dtypes, granularity, min_max
 from ..calibration import mse
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
+_LARGEST = np.finfo(np.float32).max
+_ALMOST_ONE = 1 - 2.0**-22
+_SHRINK = np.float32(2.0**-100)  # no squares of numbers that are multiplied by this overflow, nor do their sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +117,13 @@ class LSQ:
         """
         scale_shape, point_shape = _check_shapes("LSQ.initial", x, spec)
         fixed = spec.fixed_zero_point or 0
-        (mean,) = _find_means(spec, scale_shape, jnp.abs(x.astype(jnp.float32)))
-        scale = _make_positive(2 * mean / np.float32(np.sqrt(spec.bounds[1] - fixed)), mean)
+        root = np.float32(np.sqrt(spec.bounds[1] - fixed))
+
+        def find_scale(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+            (mean,) = _find_means(spec, scale_shape, jnp.abs(values))
+            return 2 * mean / root, mean
+
+        scale = _make_positive(*_find_finite(find_scale, x))
         # None represents 0 where the spec fixes it; an asymmetric spec needs an array.
         if spec.symmetric:
             return scale, jnp.full(point_shape, fixed, spec.carrier) if fixed else None
@@ -190,16 +199,19 @@ class LSQPlus:
             scale, point = scale_from_range.find_scale_and_zero_point(spec, low, high, scale_shape, point_shape)
             assert point is not None
             return scale.astype(jnp.float32), point.astype(jnp.float32)
-        values = x.astype(jnp.float32)
-        mean, square = _find_means(spec, scale_shape, values, values * values)
-        # Rounding can make the difference slightly negative.
-        deviation = jnp.sqrt(jnp.maximum(square - mean * mean, _ZERO))
         bits = dtypes.find_width(spec.carrier) - int(spec.reduce_range)
         steps = 2.0 ** (bits - 1) if spec.dtype in dtypes.INTEGERS else spec.bounds[1]
-        reach = jnp.maximum(jnp.abs(mean - 3 * deviation), jnp.abs(mean + 3 * deviation))
+
+        def find_scale(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+            mean, square = _find_means(spec, scale_shape, values, values * values)
+            # Rounding can make the difference slightly negative.
+            deviation = jnp.sqrt(jnp.maximum(square - mean * mean, _ZERO))
+            reach = jnp.maximum(jnp.abs(mean - 3 * deviation), jnp.abs(mean + 3 * deviation))
+            return reach / np.float32(steps), reach
+
         fixed = spec.fixed_zero_point
         point = jnp.full(point_shape, fixed, spec.carrier) if fixed else None
-        return _make_positive(reach / np.float32(steps), reach), point
+        return _make_positive(*_find_finite(find_scale, x)), point
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +261,11 @@ class PACT:
         scale_shape, point_shape = _check_shapes("PACT.initial", x, spec)
         low, high = min_max.find_extremes(x, scale_shape, scale_from_range.find_block_size(spec))
         reach = jnp.maximum(jnp.maximum(-low, high), _ZERO)  # an x without elements has the range (inf, -inf)
-        scale = _make_positive(reach / np.float32(spec.bounds[1] - (spec.fixed_zero_point or 0)), reach)
+        steps = np.float32(spec.bounds[1] - (spec.fixed_zero_point or 0))
+        scale = reach / steps
+        # A scale that was rounded up can make the largest code infinite.
+        scale = jnp.where(jnp.isinf(steps * scale) & jnp.isfinite(reach), np.float32(_ALMOST_ONE) * scale, scale)
+        scale = _make_positive(scale, reach)
         return scale, None if spec.symmetric else jnp.zeros(point_shape, spec.carrier)
 
 
@@ -328,6 +344,24 @@ def _find_means(spec: QuantSpec, shape: tuple[int, ...], *values: jax.Array) -> 
     counts = np.maximum(min_max.count_members(values[0], shape, aligned.block_size), 1).astype(np.float32)
     like = jnp.zeros(shape, jnp.float32)
     return [granularity.sum_to_scale(aligned, v, like) / counts for v in values]
+
+
+def _find_finite(find: Callable[[jax.Array], tuple[jax.Array, jax.Array]], x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return a scale and a statistic of x that are proportional to x, finite although sums or squares overflow.
+
+    Args:
+        find: a function from float32 values to both.
+        x: the values.
+    """
+    values = jnp.asarray(x).astype(jnp.float32)
+    first, second = (find(v) for v in (values, values * _SHRINK))
+    # Numbers that the factor makes subnormal are 2**126 times less than the largest number of an x that overflows.
+    grown = [jnp.minimum(v, _LARGEST * _SHRINK) / _SHRINK for v in second]
+    is_finite = jnp.isfinite(first[0]) & jnp.isfinite(first[1])
+    # A NaN or an infinity in x stays one.
+    overflows = ~is_finite & jnp.isfinite(second[0]) & jnp.isfinite(second[1])
+    scale, statistic = (jnp.where(overflows, large, v) for v, large in zip(first, grown, strict=True))
+    return scale, statistic
 
 
 def _make_positive(scale: jax.Array, reach: jax.Array) -> jax.Array:

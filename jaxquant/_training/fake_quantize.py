@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._arrays import scale_from_range
-from .._arrays.quantize import find_parameters
+from .._arrays.quantize import check_known_result, find_parameters
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point, known_values
 from .._core.entry_point import compile_entry_point
@@ -60,9 +60,11 @@ def fake_quantize(
         TypeError: an argument has a wrong type or an unsupported dtype; or the rule is StochasticRounding and the spec
             has a float dtype or a codebook.
         ValueError: a scale or zero point does not fit x; there is a zero point without a scale, or a scale without the
-            zero point that an asymmetric spec needs; a known scale is 0, negative, NaN or infinite; or a known float32
-            zero point does not round to a code of the spec. An array is known if it is not traced, has at most 65536
-            elements, and is in the memory of this host.
+            zero point that an asymmetric spec needs; a known scale is 0, negative, NaN or infinite; a known float32
+            zero point does not round to a code of the spec; or a known x needs a scale that float16, the spec's
+            scale_dtype, cannot hold. An array is known if it is not traced, and a scale or a zero point if it also has
+            at most 65536 elements and is in the memory of this host. Under jax.jit a scale or zero point that an
+            argument holds is not known, and none of this is checked.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -83,7 +85,11 @@ def fake_quantize(
     estimators.check_estimator(_NAME, "gradient", gradient, spec, zero_point)
     # The key is an array, so it must be split off before the rule becomes static.
     rule, key = split_key(gradient)
-    return _fake_quantize(entry_point.convert_number(x), scale, zero_point, key, spec=spec, rule=rule)
+    x = entry_point.convert_number(x)
+    y = _fake_quantize(x, scale, zero_point, key, spec=spec, rule=rule)
+    if scale is None and spec.scale_dtype == dtypes.FLOAT16:
+        check_known_result(_NAME, x, spec, y)
+    return y
 
 
 @compile_entry_point(_NAME)

@@ -4,6 +4,12 @@ The width of a bin is w = 2**exponent / (bins / 2). For j >= 0, bin j of a slice
 w); for j < 0, it holds those in (j * w, (j + 1) * w]. When a larger number arrives, the exponent grows, and for each
 step bin j is added to bin j >> 1. No count is lost or estimated, and each count ends in the bin in which it would be if
 the larger number had arrived first.
+
+One outlier makes the bins wide: most of the other numbers may then be in the bins next to 0. A state may therefore also
+count the numbers of the `COARSE` bins next to 0 in finer bins: for each of `OCTAVES` octaves below these bins,
+`COARSE` bins of equal width, so that the width is at most 1 / COARSE of the numbers. When the exponent grows by 1,
+the bins COARSE to 2 * COARSE - 1 before the step are exactly the fine bins of the new first octave, and the last octave
+is dropped. What was said of bins above holds for fine bins, too.
 """
 
 from __future__ import annotations
@@ -24,6 +30,9 @@ from . import running, slice_layout, uint64
 from .calibrator import Calibrator, Parts, build_calibrator, check_spec
 from .uint64 import Words
 
+COARSE = 32  # or a quarter of the bins, if that is less
+OCTAVES = 16
+_MOST_BINS = 2**15  # with more bins, the sums over bins and fine bins would have too many terms
 _LEAST = -100  # the least exponent: the reciprocal of a bin's width must be a float32
 _SPARE = 16  # extra slots after the bins of a table: the first half counts zeros, the last one elements to ignore
 _CHUNK = 2**14  # the number of elements whose indices fit in the cache
@@ -46,6 +55,9 @@ class HistogramState(NamedTuple):
         counts: the counts of the bins, in an additional last dimension, two uint32 words.
         least: the bits of the least magnitude in each bin, int32; None if the calibrator does not need them.
         most: the bits of the largest magnitude in each bin, int32, or None.
+        fine: the counts of the fine bins, two uint32 words, or None: in additional last dimensions those of the negative
+            and the positive numbers, the octaves, from large to small numbers, and the bins of an octave, in ascending
+            order of the magnitudes.
     """
 
     low: jax.Array
@@ -56,6 +68,7 @@ class HistogramState(NamedTuple):
     counts: Words
     least: jax.Array | None
     most: jax.Array | None
+    fine: Words | None
 
 
 for _state in (HistogramState, Words):
@@ -71,6 +84,7 @@ class Settings(NamedTuple):
         bins: the number of bins, a power of two.
         every: counts every n-th element of a slice.
         has_ends: whether each bin stores its least and its largest magnitude.
+        has_fine: whether the bins next to 0 are divided into fine bins.
     """
 
     function: str
@@ -78,6 +92,17 @@ class Settings(NamedTuple):
     bins: int
     every: int
     has_ends: bool = False
+    has_fine: bool = False
+
+    @property
+    def coarse(self) -> int:
+        """The number of bins on each side of 0 that are divided; 0 without fine bins."""
+        return find_coarse(self.bins) if self.has_fine and self.bins <= _MOST_BINS else 0
+
+    @property
+    def fine(self) -> int:
+        """The number of fine bins."""
+        return 2 * OCTAVES * self.coarse
 
 
 def build_histogram_calibrator(settings: Settings, finish: Any) -> Calibrator:
@@ -94,6 +119,11 @@ def build_histogram_calibrator(settings: Settings, finish: Any) -> Calibrator:
     make_empty = functools.partial(_make_empty, settings)
     update = functools.partial(_update, settings=settings)
     return build_calibrator(Parts(function, settings.spec, make_empty, update, _merge_states, _reduce_states, finish))
+
+
+def find_coarse(bins: int) -> int:
+    """Return the number of bins on each side of 0 that are divided into fine bins."""
+    return min(COARSE, bins // 4)
 
 
 def find_bins(state: HistogramState) -> int:
@@ -117,14 +147,15 @@ def _find_power(exponent: jax.Array) -> jax.Array:
 
 
 def _make_empty(settings: Settings, shape: tuple[int, ...]) -> HistogramState:
-    slots = math.prod(shape) * (settings.bins + _SPARE)
+    slots = math.prod(shape) * (settings.bins + _SPARE + settings.fine)
     expected = f"fewer than {_MAX_SLOTS} bins in total"
     checks.require(slots < _MAX_SLOTS, settings.function, "spec", expected, f"{math.prod(shape)} slices")
     full = (*shape, settings.bins)
     ends = (jnp.full(full, _NO_LEAST), jnp.zeros(full, jnp.int32)) if settings.has_ends else (None, None)
     zeros = uint64.make_zeros(shape)
+    fine = uint64.make_zeros((*shape, 2, OCTAVES, settings.coarse)) if settings.fine else None
     return HistogramState(
-        *running.make_empty(shape), zeros, zeros, jnp.full(shape, np.int32(_LEAST)), uint64.make_zeros(full), *ends
+        *running.make_empty(shape), zeros, zeros, jnp.full(shape, np.int32(_LEAST)), uint64.make_zeros(full), *ends, fine
     )
 
 
@@ -137,17 +168,35 @@ def _grow_to(state: HistogramState, exponent: jax.Array) -> HistogramState:
     empty = (state.low > state.high) | ((state.low == 0) & (state.high == 0))
     steps = jnp.where(empty, 0, exponent - state.exponent)
     # After this many steps all counts are in the two bins next to 0, and more steps would change nothing.
-    steps = jnp.minimum(steps, find_bins(state).bit_length())
-    parts = jax.tree.map(lambda part: sharding.vary_like(part, steps), (state.counts, state.least, state.most))
+    steps = jnp.minimum(steps, find_bins(state).bit_length() + (0 if state.fine is None else OCTAVES))
+    whole = (state.counts, state.least, state.most, state.fine)
+    parts = jax.tree.map(lambda part: sharding.vary_like(part, steps), whole)
 
     def halve(carry: Any) -> Any:
         left, parts = carry
         # The slices need different numbers of steps: those that are done keep their bins.
-        grows = (left > 0)[..., None]
-        return left - 1, jax.tree.map(lambda new, old: jnp.where(grows, new, old), _halve_bins(*parts), parts)
+        def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(lax.expand_dims(left > 0, range(left.ndim, new.ndim)), new, old)
 
-    _, (counts, least, most) = lax.while_loop(lambda carry: jnp.any(carry[0] > 0), halve, (steps, parts))
-    return state._replace(exponent=exponent, counts=counts, least=least, most=most)
+        counts, least, most, fine = parts
+        grown = (*_halve_bins(counts, least, most), None if fine is None else _shift_octaves(counts, fine))
+        return left - 1, jax.tree.map(choose, grown, parts)
+
+    _, (counts, least, most, fine) = lax.while_loop(lambda carry: jnp.any(carry[0] > 0), halve, (steps, parts))
+    return state._replace(exponent=exponent, counts=counts, least=least, most=most, fine=fine)
+
+
+def _shift_octaves(counts: Words, fine: Words) -> Words:
+    """Return the fine bins for an exponent that is larger by 1; `counts` are those before the step."""
+    coarse, half = fine.low.shape[-1], counts.low.shape[-1] // 2
+
+    def shift(bins: jax.Array, octaves: jax.Array) -> jax.Array:
+        # Bin -1 - j on the negative side has the magnitudes of bin j.
+        sides = (bins[..., half - 2 * coarse : half - coarse][..., ::-1], bins[..., half + coarse : half + 2 * coarse])
+        first = jnp.stack(sides, axis=-2)[..., None, :]
+        return jnp.concatenate([first, octaves[..., :-1, :]], axis=-2)
+
+    return jax.tree.map(shift, counts, fine)
 
 
 def _halve_bins(counts: Words, least: jax.Array | None, most: jax.Array | None) -> Any:
@@ -186,6 +235,11 @@ def _update(state: HistogramState, batch: jax.Array, *, settings: Settings) -> H
     tables = _count_in_bins(batch, divide_by_width(state), settings)
     counts, spare = tables[0][..., : settings.bins], tables[0][..., settings.bins :]
     zeros = jnp.sum(spare[..., : _SPARE // 2], axis=-1, dtype=jnp.int32)
+    fine = None
+    if state.fine is not None:
+        octaves = spare[..., _SPARE:].reshape(state.fine.low.shape)
+        counts = counts + _sum_octaves(octaves, settings.bins)
+        fine = uint64.add(state.fine, uint64.convert_uint32(octaves))
     ends = [table[..., : settings.bins] for table in tables[1:]] or [None, None]
     # The numbers of elements are known statically; a short block has fewer.
     members = min_max.count_members(batch, shape, block).astype(np.int32)
@@ -197,7 +251,24 @@ def _update(state: HistogramState, batch: jax.Array, *, settings: Settings) -> H
         uint64.add(state.counts, uint64.convert_uint32(counts)),
         _combine_ends(lax.min, state.least, ends[0]),
         _combine_ends(lax.max, state.most, ends[1]),
+        fine,
     )
+
+
+def _sum_octaves(octaves: jax.Array, bins: int) -> jax.Array:
+    """Return the counts of fine bins, int32, as counts of bins."""
+    coarse, half = octaves.shape[-1], bins // 2
+    # Octave i has the magnitudes of bins coarse / 2**(i + 1) to coarse / 2**i - 1; those after the last bin are in bin 0.
+    parts, rest = [], octaves
+    for index in range(coarse.bit_length() - 1):
+        octave = octaves[..., index, :]
+        runs = octave.reshape(*octave.shape[:-1], -1, 2 ** (index + 1))
+        parts.append(jnp.sum(runs, axis=-1, dtype=jnp.int32))
+        rest = octaves[..., index + 1 :, :]
+    parts.append(jnp.sum(rest, axis=(-1, -2), dtype=jnp.int32)[..., None])
+    sides = jnp.concatenate(parts[::-1], axis=-1)
+    near = jnp.concatenate([sides[..., 0, ::-1], sides[..., 1, :]], axis=-1)
+    return jnp.pad(near, [(0, 0)] * (near.ndim - 1) + [(half - coarse, half - coarse)])
 
 
 def _combine_ends(combine: Any, a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
@@ -220,7 +291,7 @@ def _count_in_bins(batch: jax.Array, per_width: jax.Array, settings: Settings) -
     x = _sample(slice_layout.arrange_slices(sharding.place_whole(batch), shape, block, np.nan), settings.every)
     entries = x.shape[1]
     per_width = per_width.reshape(entries)
-    slots = settings.bins + _SPARE
+    slots = settings.bins + _SPARE + settings.fine
 
     def fill(x: jax.Array, per_width: jax.Array, chunk: tuple[int, ...]) -> tuple[jax.Array, ...]:
         empty = [0, _NO_LEAST, 0] if settings.has_ends else [0]
@@ -236,7 +307,7 @@ def _count_in_bins(batch: jax.Array, per_width: jax.Array, settings: Settings) -
         def step(i: Any, tables: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             i = lax.convert_element_type(i, jnp.int32)  # under JAX_ENABLE_X64 the loop index is an int64
             place = (i // counts[2] % counts[0], i // (counts[2] * counts[0]), i % counts[2])
-            index, magnitude = _find_indices(x, per_width, settings.bins, is_padded, slot, zero, place)
+            index, magnitude = _find_indices(x, per_width, settings, is_padded, slot, zero, place)
             return _scatter_counts(tables, index, magnitude)
 
         return lax.fori_loop(0, math.prod(counts), step, tables)
@@ -278,9 +349,10 @@ def _find_chunk_size(length: int, most: int) -> int:
 
 
 def _find_indices(
-    x: jax.Array, per_width: jax.Array, bins: int, is_padded: bool, slot: jax.Array, zero: jax.Array, place: Any
+    x: jax.Array, per_width: jax.Array, settings: Settings, is_padded: bool, slot: jax.Array, zero: jax.Array, place: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Return the slots of the elements of a chunk, and the bits of their magnitudes."""
+    bins = settings.bins
     chunk, half, ignored = slot.shape, bins // 2, bins + _SPARE - 1
     # The last chunk along a dimension may not be whole: it then starts earlier and overlaps the one before it.
     regular = tuple(p * size for p, size in zip(place, chunk, strict=True))
@@ -291,14 +363,33 @@ def _find_indices(
     scaled = lax.abs(value) * lax.broadcast_in_dim(scale, chunk, (1,))
     size = jnp.clip(scaled.astype(jnp.int32), 0, half - 1)  # the scatter requires valid indices, even for a NaN
     # bits >> 31 is -1 for a negative number, and size ^ -1 is -1 - size: the bin on the other side of 0.
-    index = jnp.where(value == 0, zero, (size ^ (bits >> 31)) + half + slot)
+    index = (size ^ (bits >> 31)) + half + slot
+    if settings.coarse:
+        fine = _find_fine_indices(scaled, settings.coarse)
+        first = slot + (bins + _SPARE) + (bits < 0).astype(jnp.int32) * np.int32(-settings.fine // 2)
+        first = first + np.int32(settings.fine // 2)
+        index = jnp.where((size < settings.coarse) & (fine >= 0), first + fine, index)
+    index = jnp.where(value == 0, zero, index)
     if is_padded:  # the padding is NaN
         index = jnp.where(jnp.isnan(value), slot + ignored, index)
     for axis, (n, step) in enumerate(zip(x.shape, chunk, strict=True)):
         if n % step:  # elements in the overlap have already been counted
             position = lax.broadcasted_iota(jnp.int32, chunk, axis) + start[axis]
             index = jnp.where(position < regular[axis], slot + ignored, index)
-    return (index + start[1] * (bins + _SPARE)).reshape(-1), (bits & _MAGNITUDE).reshape(-1)
+    slots = bins + _SPARE + settings.fine
+    return (index + start[1] * slots).reshape(-1), (bits & _MAGNITUDE).reshape(-1)
+
+
+def _find_fine_indices(scaled: jax.Array, coarse: int) -> jax.Array:
+    """Return the fine bins of magnitudes below `coarse`, in units of a bin; a negative number for smaller ones.
+
+    The bins of an octave are its floats without their last bits.
+    """
+    digits = coarse.bit_length() - 1
+    key = lax.bitcast_convert_type(scaled, jnp.int32) >> (23 - digits)
+    octave = np.int32(127 + digits - 1) - (key >> digits)
+    index = octave * coarse + (key & np.int32(coarse - 1))
+    return jnp.where((octave >= 0) & (octave < OCTAVES), index, -1)
 
 
 def _scatter_counts(tables: tuple[jax.Array, ...], index: jax.Array, magnitude: jax.Array) -> tuple[jax.Array, ...]:
@@ -329,6 +420,7 @@ def _merge_states(a: HistogramState, b: HistogramState) -> HistogramState:
         uint64.add(a.counts, b.counts),
         _combine_ends(lax.min, a.least, b.least),
         _combine_ends(lax.max, a.most, b.most),
+        None if a.fine is None or b.fine is None else uint64.add(a.fine, b.fine),
     )
 
 
@@ -345,4 +437,5 @@ def _reduce_states(state: HistogramState, axis_name: Any) -> HistogramState:
         uint64.sum_over_devices(state.counts, axis_name),
         None if state.least is None else lax.pmin(state.least, axis_name),
         None if state.most is None else lax.pmax(state.most, axis_name),
+        None if state.fine is None else uint64.sum_over_devices(state.fine, axis_name),
     )

@@ -35,7 +35,8 @@ class Step(NamedTuple):
     Attributes:
         function: the name of the public function, for errors.
         run: a jitted function of the state and of a batch's positional and keyword arguments. Returns the updated
-            state, and whether it is finite, or a mapping that says so of each layer.
+            state, and whether it is finite, or a mapping that says so of each layer. In place of True and False it may
+            be 1 and 0, or -1 for finite values whose squares overflow float32.
         fingerprint: a function that returns a checksum of the weights. It is slow for large weights.
         describe: a function of the state that returns a description of the quantized layers, equal in every process.
         arguments: the names of the arguments of every call, which no batch may use.
@@ -202,10 +203,13 @@ def _check_finite(step: Step, index: int, state: Any, finite: jax.Array | Mappin
     expected = "arrays that are not traced, because the loop runs outside of jax.jit"
     is_traced = any(checks.is_traced(flag) for flag in flags.values())
     checks.require(not is_traced, step.function, "batches", expected, "a traced array")
-    names = [name for name, flag in flags.items() if not flag]
+    names = [name for name, flag in flags.items() if int(flag) <= 0]
     place = f" at {names[0]}" if names and names[0] else ""
     expected = "batches whose activations are finite"
     got = f"a NaN or an infinity{place} in batch {index}, counted from 0; the ranges are those before this batch"
+    if names and int(flags[names[0]]) < 0:
+        expected = "batches whose activations have squares that float32 can sum, up to 3.4e38"
+        got = f"larger activations{place} in batch {index}, counted from 0"
     checks.require(not names, step.function, "batches", expected, got)
     return Position(state, index + 1)
 

@@ -239,6 +239,9 @@ def _update_average(state: AverageState, batch: jax.Array, *, block: int | None,
 
     def move_average(old: jax.Array, extreme: jax.Array) -> jax.Array:
         step = barriers.round_result(rate * (extreme - old))
+        # The difference of two finite numbers may overflow.
+        overflows = jnp.isinf(step) & jnp.isfinite(extreme) & jnp.isfinite(old)
+        step = jnp.where(overflows, barriers.round_result(rate * extreme) - barriers.round_result(rate * old), step)
         # An infinity must stay one, so that `finalize` reports it: the step from it is inf - inf, a NaN.
         moved = jnp.where(jnp.isinf(old), old, old + step)
         # The extremes of the first batch are kept bit for bit, including the sign of 0 and subnormal numbers.

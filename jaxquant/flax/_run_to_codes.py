@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .._arrays.quantized_array import QuantizedArray
 from .._codes.arrangement import reshape
-from .._codes.bias import quantize_bias
+from .._codes.bias import quantize_added_bias, quantize_bias
 from .._codes.carrier import FakeQuantizedArray, finish_training, read_fake, replace_value
 from .._codes.elementwise import relu
 from .._contractions.output import make_array, read_output
@@ -185,7 +185,12 @@ def _contract(
     """Return the contraction of codes, with the float bias rounded to int32."""
     call, bias = call._replace(x=operands.x, kernel=operands.kernel), operands.bias
     if bias is not None:
-        bias = quantize_bias(jax.lax.stop_gradient(bias), operands.x.scale, operation.arrange_scale(call))
+        bias, kernel, scale = jax.lax.stop_gradient(bias), operands.kernel, operation.arrange_scale(call)
+        features = [axis for axis, n in enumerate(kernel.scale.shape) if n != 1]
+        if kernel.block_size is None and math.prod(kernel.shape[axis] for axis in features) == bias.size > 1:
+            bias = quantize_added_bias("flax", bias, operands.x.scale, kernel, scale, features)
+        else:  # a scale for all features, whose sums are not told apart
+            bias = quantize_bias(bias, operands.x.scale, scale)
     y = operation.serve(call, bias=bias, output=quantizer)
     return relu(y) if has_relu else y
 

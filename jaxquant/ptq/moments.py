@@ -183,7 +183,8 @@ def _update(state: MomentsState, batch: jax.Array) -> MomentsState:
     product = jnp.einsum(pattern, x, x, precision=_HIGHEST)
     size = jnp.abs(x)
     sums = jnp.stack([jnp.sum(x, 0), jnp.sum(size, 0)])
-    largest = jnp.max(size, 0, initial=0.0)
+    # By the bits, which sort as magnitudes do: a maximum of floats may lose a NaN on a CPU.
+    largest = lax.bitcast_convert_type(jnp.max(_read_bits(size), 0, initial=0), jnp.float32)
     zeros = (jnp.zeros_like(product), jnp.zeros_like(sums))
     return _merge(state, MomentsState(product, zeros[0], sums, zeros[1], largest, jnp.uint32(x.shape[0])))
 
@@ -192,7 +193,12 @@ def _update(state: MomentsState, batch: jax.Array) -> MomentsState:
 def _merge(a: MomentsState, b: MomentsState) -> MomentsState:
     second = _add_parts(a.second, a.second_rest, b.second, b.second_rest)
     sums = _add_parts(a.sums, a.sums_rest, b.sums, b.sums_rest)
-    return MomentsState(*second, *sums, jnp.maximum(a.largest, b.largest), a.count + b.count)
+    largest = jnp.maximum(_read_bits(a.largest), _read_bits(b.largest))
+    return MomentsState(*second, *sums, lax.bitcast_convert_type(largest, jnp.float32), a.count + b.count)
+
+
+def _read_bits(magnitude: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(magnitude, jnp.int32)
 
 
 def _add_parts(a: jax.Array, a_rest: jax.Array, b: jax.Array, b_rest: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -207,14 +213,22 @@ def _add_parts(a: jax.Array, a_rest: jax.Array, b: jax.Array, b_rest: jax.Array)
     return result, rest - (result - total)
 
 
+def find_status(state: MomentsState) -> jax.Array:
+    """Return 1 for finite moments, 0 for data with a NaN or an infinity, and -1 for finite data that overflow."""
+    is_finite = jnp.isfinite(state.second).all() & jnp.isfinite(state.sums).all()
+    return jnp.where(is_finite, 1, jnp.where(jnp.isfinite(state.largest).all(), -1, 0))
+
+
 def _finalize(state: MomentsState) -> Moments:
     name = f"{_NAME}.finalize"
     _check_state(name, "state", state)
     if not checks.is_traced(state.count):
         checks.require(int(state.count) > 0, name, "state", "data", "none; update the state with a batch first")
-        is_finite = bool(jnp.isfinite(state.second).all())
-        expected = "finite numbers in all batches"
-        checks.require(is_finite, name, "state", expected, "a NaN or an infinity, or squares that overflow float32")
+        status = int(find_status(state))
+        checks.require(status != 0, name, "state", "finite numbers in all batches", "a NaN or an infinity")
+        expected = "numbers whose products add up to less than the largest float32, 3.4e38"
+        largest = float(state.largest.max(initial=0))
+        checks.require(status > 0, name, "state", expected, f"magnitudes of up to {largest:.3g}")
     return _divide(state)
 
 

@@ -19,9 +19,9 @@ from ._learned import Estimator, LearnedScales, make_scales, read_part
 from ._plan import LeafPlan
 from ._programs import jaxpr
 from ._programs.interpret import Interpreter, Mode
-from ._regions.biases import check_biases
+from ._regions.biases import check_biases, enlarge_scales
 from ._regions.point import Regions
-from ._weights import make_weight_twin, quantize_weight
+from ._weights import make_weight_twin, quantize_weight, quantize_with_scale
 from .rules import Rule
 
 
@@ -178,11 +178,14 @@ class Prepared:
 
         Args:
             params: the parameters of the function, in floats.
-            scales: scales that were trained, as `learned` returns them. Ranges may be passed, too: weights need none,
-                but biases that become int32 are then checked.
+            scales: scales that were trained, as `learned` returns them, or ranges. Integer-only networks should pass
+                one of them: a bias that becomes int32 must fit together with the products that it is added to. Where it
+                does not, as in a feature whose weights are tiny, the scale of that feature's weights is enlarged until
+                it does. Without ranges this is unknown: then `apply` raises an error, or, if its arguments are traced,
+                lets the bias saturate.
             delete: whether to delete the float array of each weight after it was quantized. The memory then holds the
                 floats and one array of codes at most, and on a CPU a padded copy of one weight with up to 4 million
-                elements. These arrays of `params` cannot be used any more. An array that `params` holds under another
+                elements. Of integer-only networks with ranges, the floats are deleted at the end. These arrays of `params` cannot be used any more. An array that `params` holds under another
                 path without codes, too, is kept.
 
         Returns:
@@ -192,7 +195,7 @@ class Prepared:
             TypeError: delete is not True or False, or scales are none.
             ValueError: the parameters have other paths or shapes than those of `prepare`, or are quantized already;
                 delete is True inside of `jax.jit`; the scales belong to other parameters; or a bias has more steps than
-                int32 can hold.
+                int32 can hold, and its weights have no scale that could be enlarged.
         """
         checks.check_flag("Prepared.convert", "delete", delete)
         signature = self._read_parameters("convert", params)
@@ -200,7 +203,9 @@ class Prepared:
         expected = "False inside of jax.jit, where no array can be deleted"
         checks.require(can_delete, "Prepared.convert", "delete", expected, delete)
         learned = self._read_learned("convert", scales).weights
-        converted = list(signature.arrays)
+        originals, converted = signature.arrays, list(signature.arrays)
+        # The floats are read again where a bias needs a larger scale.
+        has_biases, unused = scales is not None and bool(self.regions.points), []
         for place, plan in self.leaves.items():
             name, w = self.names[place], converted[place]
             with checks.prefix_errors(name):
@@ -210,10 +215,19 @@ class Prepared:
                 converted[place] = jax.block_until_ready(quantize_weight(folded, plan, learned.get(name)))
             # An array with a second path is still needed.
             if delete and isinstance(w, jax.Array) and all(w is not x for x in converted):
-                w.delete()
-        if scales is not None and self.regions.points:
+                unused.append(w)
+                if not has_biases:
+                    unused.pop().delete()
+        if has_biases:
             records = self._read_records("convert", "scales", scales)
-            check_biases(self.regions, signature.arrays, converted, _modes.make_finder(self.static_ranges, records))
+            find = _modes.make_finder(self.static_ranges, records)
+            for place, scale in enlarge_scales(self.regions, originals, converted, find).items():
+                with checks.prefix_errors(self.names[place]):
+                    w = self.leaves[place].multiply(originals[place], originals)
+                    converted[place] = quantize_with_scale(w, self.leaves[place], converted[place], scale)
+            check_biases(self.regions, originals, converted, find)
+        for w in unused:
+            w.delete()
         return signature.rebuild(converted)
 
     def learned(self, params: Any, ranges: Any = None, *, estimator: Estimator = LSQ()) -> LearnedScales:

@@ -8,7 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._arrays.quantize import encode_array
 from .._arrays.quantize_padded import quantize_kernel
+from .._arrays.quantized_array import QuantizedArray
 from .._training.estimators import StraightThrough
 from .._training.rounding_vjp import Config, make_array
 from ._learned import LearnedScale, read_learned
@@ -28,6 +30,13 @@ def quantize_weight(w: Any, plan: LeafPlan, part: LearnedScale | None) -> Any:
         return quantize_kernel(w, plan.spec, plan.stored_last)
     q = _encode_learned(jnp.asarray(w), part, plan)
     return q.store_last(*plan.stored_last) if plan.stored_last else q
+
+
+def quantize_with_scale(w: Any, plan: LeafPlan, q: QuantizedArray, scale: jax.Array) -> QuantizedArray:
+    """Return a parameter with other scales than those of its codes, and with their zero points."""
+    codes = encode_array(jnp.asarray(w), scale, q.zero_point, plan.spec)
+    result = QuantizedArray(codes, scale, q.zero_point, dtype=q.dtype, block_size=q.block_size, codebook=q.codebook)
+    return result.store_last(*plan.stored_last) if plan.stored_last else result
 
 
 def make_weight_twin(w: Any, plan: LeafPlan, part: LearnedScale | None, rule: Any) -> Twin:

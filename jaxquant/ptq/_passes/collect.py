@@ -21,7 +21,7 @@ from ...transform._inspect import InspectMode, check_prepared
 from ...transform._programs import jaxpr
 from ...transform._programs.interpret import Records
 from ...transform._programs.sites import Site
-from ..moments import Moments, MomentsState, second_moments
+from ..moments import Moments, MomentsState, find_status, second_moments
 from . import inputs
 
 _NAME = "ptq.collect"
@@ -126,7 +126,8 @@ def collect(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: there is no batch, a batch is not finite or has contractions that the first one has not, a
+        ValueError: there is no batch, a batch is not finite, or the sum of its squares overflows float32 (activations of
+            1e19 and more), or it has contractions that the first one has not, a
             contraction has seen no data, the state of a contraction exceeds the limit, or the file was written for
             another function or other parameters.
 
@@ -223,7 +224,7 @@ def _take_first(step: loop.Step, batches: Any) -> tuple[Any, Any]:
 
 
 def _are_finite(states: Any) -> dict[str, jax.Array]:
-    return {name: jnp.isfinite(state.second).all() for name, state in states.items()}
+    return {name: find_status(state) for name, state in states.items()}
 
 
 def finalize_moments(name: str, state: MomentsState) -> Moments:

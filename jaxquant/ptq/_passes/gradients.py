@@ -92,7 +92,8 @@ def collect_gradients(
     for path, second in means.items():
         with checks.prefix_errors(path):
             is_finite = bool(jnp.isfinite(second).all())
-            checks.require(is_finite, _NAME, "batches", "finite gradients", "a NaN or an infinity")
+            expected, got = "finite gradients", "a NaN or an infinity, or squares that overflow float32"
+            checks.require(is_finite, _NAME, "batches", expected, got)
     return means
 
 

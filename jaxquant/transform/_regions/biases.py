@@ -1,25 +1,36 @@
-"""The biases of integer-only networks, when parameters are converted: whether int32 can hold them."""
+"""The biases of integer-only networks, when parameters are converted: larger scales where int32 cannot hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from ..._codes.bias import quantize_bias
-from ..._core import checks
+from ..._arrays.quantized_array import QuantizedArray
+from ..._codes.bias import find_largest_sums, quantize_added_bias
+from ..._core import checks, dtypes
 from .folding import bind_parameters, find_factor_and_bias, find_feature_axes
 from .point import Regions
 
 
-def check_biases(
-    regions: Regions, floats: Sequence[Any], converted: Sequence[Any], find_scale: Callable[[str, str], Any]
-) -> None:
-    """Raise ContractValueError if a bias has more steps of the product of the scales than int32 can hold.
+_MOST = 2**31 - 1
+_MARGIN = 1.0001  # for what the roundings of codes and of float32 add, as in ONNX Runtime
 
-    Nothing is raised for values that are traced, and for weights that are no whole axes of one parameter.
+
+def enlarge_scales(
+    regions: Regions, floats: Sequence[Any], converted: Sequence[Any], find_scale: Callable[[str, str], Any]
+) -> dict[int, jax.Array]:
+    """Return the scales of parameters at which every bias fits into int32 together with the products.
+
+    The sum of a feature is at most |bias| / (lhs_scale * scale) + 255 * sum(|codes|), and both terms fall with the
+    scale. Where they exceed int32, as those of a feature with tiny weights, the scale of the feature is enlarged; the
+    other scales do not change. Parameters of which no scale changes are left out, and so are weights that are no whole
+    axes of one parameter.
 
     Args:
         regions: the program.
@@ -27,6 +38,71 @@ def check_biases(
         converted: the parameters with codes.
         find_scale: a function of the name and the place of a static range, which returns its scale; or None for a range
             that is found at each call.
+
+    Raises:
+        ContractValueError: the product of two scales is less than the least normal float32.
+    """
+    result: dict[int, jax.Array] = {}
+    for leaf, axes, bias, x_scale, describe in _list_biases(regions, floats, converted, find_scale):
+        q = converted[leaf]
+        if q.scale.dtype != dtypes.FLOAT32:
+            continue
+        scale = result.get(leaf, q.scale)
+        with checks.prefix_errors(describe):
+            ratio = _find_ratio(q, q.scale, axes, bias, x_scale)
+            if not checks.is_traced(ratio) and bool((ratio == 1).all()):
+                continue
+        result[leaf] = jnp.maximum(scale, q.scale * ratio)
+    return result
+
+
+def _find_ratio(
+    q: QuantizedArray, scale: jax.Array, axes: Sequence[int | None], bias: jax.Array, x_scale: jax.Array
+) -> jax.Array:
+    """Return by how much each scale must grow, 1 or more, in the shape of the scale."""
+    places = [axis for axis in axes if axis is not None]
+    bias = bias.reshape([q.shape[axis] for axis in places])
+    rest = [axis for axis in range(q.ndim) if axis not in places]
+    by_feature = lax.transpose(scale, (*rest, *places)).reshape([scale.shape[axis] for axis in places])
+    product = jnp.reshape(x_scale, ()) * by_feature
+    steps = jnp.abs(bias) / jnp.broadcast_to(product, bias.shape)
+    terms = math.prod(q.shape[axis] for axis in rest)
+    # A code that is rounded again may grow by half a step.
+    most = np.float32((_MOST - terms * 128) / _MARGIN)
+    sums = steps + find_largest_sums(q, places)
+    ratio = jnp.where(sums > most, sums / most * np.float32(_MARGIN), np.float32(1))
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    wide = lax.transpose(ratio, order).reshape([n if axis in places else 1 for axis, n in enumerate(q.shape)])
+    shared = tuple(axis for axis, n in enumerate(scale.shape) if n == 1 and wide.shape[axis] != 1)
+    return jnp.max(wide, axis=shared, keepdims=True) if shared else wide
+
+
+def check_biases(
+    regions: Regions, floats: Sequence[Any], converted: Sequence[Any], find_scale: Callable[[str, str], Any]
+) -> None:
+    """Raise ContractValueError if a bias has more steps of the product of the scales than int32 can hold.
+
+    Nothing is raised for values that are traced, and for weights that are no whole axes of one parameter. The arguments
+    are those of `enlarge_scales`.
+    """
+    for leaf, axes, bias, x_scale, describe in _list_biases(regions, floats, converted, find_scale):
+        q = converted[leaf]
+        places = [axis for axis in axes if axis is not None]
+        rest = [axis for axis in range(q.ndim) if axis not in places]
+        lengths = [q.scale.shape[axis] for axis in places]
+        scale = lax.transpose(q.scale, (*rest, *places)).reshape(lengths)
+        bias = bias.reshape([q.shape[axis] for axis in places])
+        with checks.prefix_errors(describe):
+            scale = scale if scale.size == 1 else jnp.broadcast_to(scale, bias.shape)
+            quantize_added_bias("Prepared.convert", bias, x_scale, q, scale, places)
+
+
+def _list_biases(
+    regions: Regions, floats: Sequence[Any], converted: Sequence[Any], find_scale: Callable[[str, str], Any]
+) -> Iterator[tuple[int, tuple[int | None, ...], jax.Array, jax.Array, str]]:
+    """Yield the parameter of each contraction with a bias, its axes of features, the bias, and the activations' scale.
+
+    The last element describes the contraction.
     """
     for point in regions.points:
         axes = None if point.site is None else find_feature_axes(point)
@@ -37,13 +113,8 @@ def check_biases(
             continue
         (leaf,) = point.site.leaves
         scale = converted[leaf].scale
-        order = [axis for axis in axes if axis is not None]
-        rest = [axis for axis in range(scale.ndim) if axis not in order]
-        if any(scale.shape[axis] != 1 for axis in rest):
+        if any(scale.shape[axis] != 1 for axis in range(scale.ndim) if axis not in axes):
             continue  # one of stacked weights, whose scales are not those of the whole parameter
-        lengths = [1 if axis is None else scale.shape[axis] for axis in axes]
-        scale = jnp.broadcast_to(lax.transpose(scale, (*rest, *order)).reshape(lengths), bias.shape)
         x_scale = find_scale(*point.find_source())
-        if x_scale is not None:
-            with checks.prefix_errors(point.site.describe()):
-                quantize_bias(bias, x_scale, scale)
+        if x_scale is not None and x_scale.size == 1:
+            yield leaf, axes, bias, x_scale, point.site.describe()

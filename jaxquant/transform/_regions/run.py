@@ -14,7 +14,7 @@ from jax import lax
 
 from ..._arrays.quantized_array import QuantizedArray
 from ..._codes import activations, arrangement, elementwise, pooling
-from ..._codes.bias import quantize_bias
+from ..._codes.bias import quantize_added_bias
 from ..._codes.carrier import FakeQuantizedArray, replace_value
 from ..._contractions.output import make_array, read_affine, read_epilogue
 from ..._core import dtypes
@@ -262,7 +262,7 @@ def contract_to_codes(
         lengths = [weight.scale.shape[place] for place in places]
         scale = lax.transpose(weight.scale, (*rest, *places)).reshape(lengths)
         scale = scale if scale.size == 1 else jnp.broadcast_to(scale, bias.shape)
-        steps = quantize_bias(lax.stop_gradient(bias), x.scale, scale)
+        steps = quantize_added_bias(_NAME, lax.stop_gradient(bias), x.scale, weight, scale, places)
         if site.operation != "conv_general_dilated":
             # The bias of a convolution has one element for each feature; that of a product is broadcast to its result.
             rank = len(graph.find_shape(point.node.outputs[0]))
