@@ -62,7 +62,8 @@ def test_a_decoder_step_by_step(dtype: str, name: str, rng: np.random.Generator)
         for _ in range(4):
             arguments = sample(rng, features, 1)
             y, ours = jax.jit(decode)(ours, *map(jnp.asarray, arguments))
-            result, *theirs = session.run(None, dict(zip(names, [*theirs, *arguments], strict=True)))
+            outputs: Any = session.run(None, dict(zip(names, [*theirs, *arguments], strict=True)))
+            result, *theirs = outputs
             for actual, expected in zip(theirs, jax.tree.leaves(ours), strict=True):
                 np.testing.assert_array_equal(actual, expected, strict=True)
             np.testing.assert_allclose(result, y, rtol=1e-5, atol=1e-5)
@@ -104,7 +105,7 @@ def test_bits_of_integers(bits: int, rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(np.asarray(reinterpret(jnp.asarray(wide))).astype(np.int64), expected)
 
 
-def _run(model: Any, x: np.ndarray) -> list[np.ndarray]:
+def _run(model: Any, x: np.ndarray) -> Any:
     session = onnxruntime.InferenceSession(model.SerializeToString())
     return session.run(None, {session.get_inputs()[0].name: x})
 

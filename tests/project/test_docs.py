@@ -138,6 +138,15 @@ def test_the_list_of_modules_is_complete() -> None:
     assert found == set(MODULES)
 
 
+def test_the_page_on_architecture_has_the_modules_and_the_layers() -> None:
+    page = (DOCS / "architecture.md").read_text()
+    listed = page.split("Users import the public names from")[1].split("## Layers")[0]
+    assert set(re.findall(r"`([\w.]+)`", listed)) == set(MODULES)
+    rows = re.findall(r"^\| \d+ \| (.+) \|$", page, re.MULTILINE)
+    layers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
+    assert [set(re.findall(r"`([\w.]+)`", row)) for row in rows] == [set(layer.split(" | ")) for layer in layers]
+
+
 def test_the_table_of_the_api_reference_lists_every_name_once() -> None:
     rows = re.findall(
         r"^\| \[[^]]+\]\((\w[\w-]*\.md)[^)]*\), `([\w.]+)` \| (.+) \|$",
