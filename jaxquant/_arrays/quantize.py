@@ -216,7 +216,7 @@ def find_parameters(
             return *_find_own_parameters(x, spec, shape, block_size, scale_shape, point_shape), shape
         low, high = min_max.find_extremes(x, shape, block_size)
     else:
-        low, high = (_broadcast_end(argument, end, shape) for argument, end in (("lo", lo), ("hi", hi)))
+        low, high = (_broadcast_end(function, argument, end, shape) for argument, end in (("lo", lo), ("hi", hi)))
     found = scale_from_range.find_scale_and_zero_point(spec, low, high, scale_shape, point_shape, x.dtype)
     return *found, shape
 
@@ -236,15 +236,15 @@ def _find_own_parameters(
     return scale_from_range.find_own_scale_and_zero_point(spec, x, shape, block_size, scale_shape, point_shape)
 
 
-def _broadcast_end(argument: str, end: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _broadcast_end(function: str, argument: str, end: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return one end of the range in float32 and in the shape of the ranges."""
-    checks.check_array(_NAME, argument, end, dtypes.FLOATS)
+    checks.check_array(function, argument, end, dtypes.FLOATS)
     # A single element may have any rank, because a range may be calibrated on batches and used on a single row.
     if end.size == 1:
         return jnp.broadcast_to(end.astype(jnp.float32).reshape(()), shape)
     fits = end.ndim == len(shape) and all(b in (1, n) for b, n in zip(end.shape, shape, strict=True))
     expected = f"a scalar or shape {shape}, in which any dimension may be 1"
-    checks.require(fits, _NAME, argument, expected, f"shape {end.shape}")
+    checks.require(fits, function, argument, expected, f"shape {end.shape}")
     return jnp.broadcast_to(end.astype(jnp.float32), shape)
 
 

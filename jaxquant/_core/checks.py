@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import numbers
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from .dtypes import find_dtype, is_float6, is_known, list_names
 
 _ARRAYS = (jax.Array, np.ndarray)
 _NUMBERS = (int, float)
+_NAMED = re.compile(r"(?<![\w.])jaxquant\.([A-Za-z_][\w.]*): ")
 _LONG_INT = 1024  # bits; by default Python refuses to print an int of more than 4300 digits
 
 
@@ -78,6 +80,27 @@ def prefix_errors(path: str) -> Iterator[None]:
         if str(error).startswith(f"{path}: "):
             raise
         raise type(error)(f"{path}: {error}") from error
+
+
+@contextlib.contextmanager
+def name_errors(function: str, keep: str = "") -> Iterator[None]:
+    """Name another function in the errors that are raised inside the `with` block.
+
+    A public function whose arguments are checked by another one calls it in such a block, so that an error names the
+    function that the user called.
+
+    Args:
+        function: the public function that the user called.
+        keep: names that begin with this are kept.
+    """
+    try:
+        yield
+    except (ContractValueError, ContractTypeError) as error:
+        text = str(error)
+        match = _NAMED.search(text)
+        if match is None or match[1] == function or (keep and match[1].startswith(keep)):
+            raise
+        raise type(error)(f"{text[: match.start()]}jaxquant.{function}: {text[match.end() :]}") from error
 
 
 def check_array(function: str, argument: str, value: Any, allowed: Sequence[np.dtype]) -> None:

@@ -195,7 +195,8 @@ class LSQPlus:
         if not spec.symmetric:
             calibrator = mse(spec)
             # A slice of zeros is a valid start: it gets scale 1.
-            low, high = calibrator.finalize(calibrator.update(calibrator.init(x), x), allow_zero=True)
+            with checks.name_errors("LSQPlus.initial"):
+                low, high = calibrator.finalize(calibrator.update(calibrator.init(x), x), allow_zero=True)
             scale, point = scale_from_range.find_scale_and_zero_point(spec, low, high, scale_shape, point_shape)
             assert point is not None
             return scale.astype(jnp.float32), point.astype(jnp.float32)

@@ -65,7 +65,8 @@ class Quantizer:
             TypeError: an argument has a wrong type or dtype.
             ValueError: the spec has several scales, or an end is known and not finite.
         """
-        q = quantize(np.zeros((), np.float32), spec, lo, hi)
+        with checks.name_errors("Quantizer.from_range"):
+            q = quantize(np.zeros((), np.float32), spec, lo, hi)
         return cls(spec, q.scale, q.zero_point, gradient)
 
     def __call__(self, x: ArrayLike) -> jax.Array:

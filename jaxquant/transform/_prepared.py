@@ -208,7 +208,7 @@ class Prepared:
         has_biases, unused = scales is not None and bool(self.regions.points), []
         for place, plan in self.leaves.items():
             name, w = self.names[place], converted[place]
-            with checks.prefix_errors(name):
+            with checks.prefix_errors(name), checks.name_errors("Prepared.convert"):
                 folded = plan.multiply(w, signature.arrays)
                 # Otherwise all weights are queued before the first float array can be deleted, and the memory holds all
                 # of them.
@@ -221,11 +221,11 @@ class Prepared:
         if has_biases:
             records = self._read_records("convert", "scales", scales)
             find = _modes.make_finder(self.static_ranges, records)
-            for place, scale in enlarge_scales(self.regions, originals, converted, find).items():
-                with checks.prefix_errors(self.names[place]):
+            with checks.name_errors("Prepared.convert"):
+                for place, scale in enlarge_scales(self.regions, originals, converted, find).items():
                     w = self.leaves[place].multiply(originals[place], originals)
                     converted[place] = quantize_with_scale(w, self.leaves[place], converted[place], scale)
-            check_biases(self.regions, originals, converted, find)
+                check_biases(self.regions, originals, converted, find)
         for w in unused:
             w.delete()
         return signature.rebuild(converted)
@@ -257,7 +257,8 @@ class Prepared:
             for place, plan in self.leaves.items()
         }
         records = self._read_records("learned", "ranges", ranges)
-        return make_scales(parameters, self.static_ranges, records, estimator)
+        with checks.name_errors("Prepared.learned"):
+            return make_scales(parameters, self.static_ranges, records, estimator)
 
     # Calls.
 
@@ -280,7 +281,8 @@ class Prepared:
         self._check_converted(call)
         self._check_records("apply", "ranges", call, records)
         mode = _modes.IntegerMode(call.plan, call.bind_statics())
-        return self._interpret(mode, call, call.parameters.arrays, records)[0]
+        with checks.name_errors("Prepared.apply"):
+            return self._interpret(mode, call, call.parameters.arrays, records)[0]
 
     def fake_apply(self, params: Any, scales: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Return the result of `apply` on the converted parameters, bit for bit, with a gradient for training.
@@ -306,10 +308,11 @@ class Prepared:
         parameters = list(call.parameters.arrays)
         for place, plan in self.leaves.items():
             name = self.names[place]
-            with checks.prefix_errors(name):
+            with checks.prefix_errors(name), checks.name_errors("Prepared.fake_apply"):
                 w = plan.multiply(parameters[place], call.parameters.arrays)
                 parameters[place] = make_weight_twin(w, plan, learned.weights.get(name), learned.estimator)
-        return self._interpret(mode, call, parameters, records)[0]
+        with checks.name_errors("Prepared.fake_apply"):
+            return self._interpret(mode, call, parameters, records)[0]
 
     def _interpret(self, mode: Mode, call: Call, parameters: Sequence[Any], records: Any) -> tuple[Any, Any]:
         interpreter = Interpreter(call.analysis, mode, records)

@@ -114,7 +114,7 @@ def map_states(
         results[name] = {}
         for entry in entries:
             parts = [tree[name][entry.place] for tree in trees]
-            with checks.prefix_errors(entry.label):
+            with checks.prefix_errors(entry.label), checks.name_errors(function):
                 results[name][entry.place] = _map_layers(functools.partial(call, entry), parts, entry.lengths)
     return results
 

@@ -7,6 +7,7 @@ import io
 import pathlib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import onnx
@@ -242,3 +243,52 @@ def test_minmax_is_onnx_runtime_s(rng: np.random.Generator, tmp_path: pathlib.Pa
         state = cal.update(state, batch)
     lo, hi = cal.finalize(state)
     assert (lo[0, 0], hi[0, 0]) == (low, high)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_one_outlier_leaves_a_useful_percentile(symmetric: bool, rng: np.random.Generator) -> None:
+    """1e4 among a hundred thousand normal numbers: the bins are 16 wide, and the percentile is 3.3."""
+    x = rng.standard_normal(100_000).astype(np.float32)
+    calibrator = jq.percentile(jq.QuantSpec("int8", symmetric=symmetric), 99.9)
+    states = []
+    for outlier in (1e4, -3e5):
+        x[rng.integers(x.size)] = outlier
+        # The outlier in any batch, or in a state that is merged.
+        state = calibrator.init(jnp.zeros(4))
+        for batch in np.split(rng.permutation(x), 4):
+            state = calibrator.update(state, batch)
+        first, second = (calibrator.update(calibrator.init(jnp.zeros(4)), part) for part in np.split(x, 2))
+        states += [state, calibrator.merge(first, second)]
+        lo, hi = calibrator.finalize(state)
+        shares = (99.9,) if symmetric else (0.05, 99.95)
+        expected = np.percentile(np.abs(x.astype(np.float64)) if symmetric else x.astype(np.float64), shares)
+        actual = np.ravel(hi) if symmetric else np.r_[np.ravel(lo), np.ravel(hi)]
+        assert (np.abs(actual - expected) <= np.abs(expected) / 32).all()
+    for a, b in (states[:2], states[2:]):
+        for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+
+
+@pytest.mark.parametrize("bins", [16, 64, 2048])
+def test_fine_bins_count_what_numpy_counts(bins: int, rng: np.random.Generator) -> None:
+    """Each fine bin holds the numbers between its ends, whatever arrived first, and the bins hold them, too."""
+    sizes = 2.0 ** rng.uniform(-30, 3, 4000) * rng.choice([-1, 1], 4000)
+    x = np.r_[sizes, 0, 0, 2.0 ** np.arange(-30, 3)].astype(np.float32)
+    calibrator = jq.percentile(jq.QuantSpec("int8"), 99, bins=bins)
+    state = calibrator.init(jnp.zeros(4))
+    for batch in np.array_split(x[np.argsort(np.abs(x))], 7):  # every batch makes the bins wider
+        state = calibrator.update(state, batch)
+    half = bins // 2
+    width = 2.0 ** int(np.asarray(state.exponent)[0]) / half
+    coarse = state.fine.low.shape[-1]
+    assert coarse == min(32, bins // 4)
+    for side, part in enumerate((-x[x < 0], x[x > 0])):
+        for octave in range(16):
+            start = coarse * width / 2.0 ** (octave + 1)
+            edges = start * (1 + np.arange(coarse + 1) / coarse)
+            inside = part[(part >= edges[0]) & (part < edges[-1])].astype(np.float64)
+            expected = np.bincount(np.searchsorted(edges, inside, "right") - 1, minlength=coarse)
+            np.testing.assert_array_equal(np.asarray(state.fine.low)[0, side, octave], expected)
+    below = (np.abs(x.astype(np.float64)) / width).astype(int)
+    for sign, part in ((x > 0, np.asarray(state.counts.low)[0, half:]), (x < 0, np.asarray(state.counts.low)[0, half - 1 :: -1])):
+        np.testing.assert_array_equal(part, np.bincount(below[sign], minlength=half))

@@ -179,7 +179,7 @@ def collect(
         path = checkpoint if index == 0 or checkpoint is None else f"{os.fspath(checkpoint)}.{index}"
         start = {} if call is None else make_states(call, names)
         final = loop.run_loop(step, start, again, checkpoint=path, progress=progress, inspect=lambda state: None)
-        moments |= {name: finalize_moments(name, state) for name, state in final.items()}
+        moments |= {name: finalize_moments(_NAME, name, state) for name, state in final.items()}
     return Statistics(moments, uses)
 
 
@@ -227,10 +227,10 @@ def _are_finite(states: Any) -> dict[str, jax.Array]:
     return {name: find_status(state) for name, state in states.items()}
 
 
-def finalize_moments(name: str, state: MomentsState) -> Moments:
-    """Return the moments of a contraction, with the axes of its scans."""
+def finalize_moments(function: str, name: str, state: MomentsState) -> Moments:
+    """Return the moments of a contraction, with the axes of its scans; errors name a public function."""
     lengths = state.count.shape
-    with checks.prefix_errors(name):
+    with checks.prefix_errors(name), checks.name_errors(function):
         layers = state.count.size
         flat = jax.tree.map(lambda x: x.reshape(layers, *x.shape[len(lengths) :]), state)
         # One layer after the other, and not vectorized: `finalize` looks at the values, and raises an error for one.

@@ -180,7 +180,8 @@ class LayerInterpreter(Interpreter):
         state = MOMENTS.init(vectors[0])
         for batch in vectors[floats:]:
             state = MOMENTS.update(state, batch)
-        moments, drift = MOMENTS.finalize(state), None
+        with checks.name_errors("ptq.apply"):
+            moments, drift = MOMENTS.finalize(state), None
         if floats:
             outputs = [inputs.read_outputs(site, part) for part in addend] if isinstance(addend, Each) else None
             changes = [
@@ -208,7 +209,7 @@ class LayerInterpreter(Interpreter):
         for index in range(self.floats if count > 1 else 0, count):
             states = update_states(states, _select(arrays, index))
         for site in sites:
-            self._quantize_views(site, finalize_moments(site.name, states[site.name]), None)
+            self._quantize_views(site, finalize_moments("ptq.apply", site.name, states[site.name]), None)
 
     def _quantize_views(self, site: Site, moments: Moments, drift: Drift | None) -> None:
         for view in site.views:
