@@ -201,6 +201,10 @@ def _compute_known(operator: Operator, call: Call, inputs: Sequence[Any]) -> Any
 
     Integers have 64 bits, as in ONNX.
     """
+    if operator.folds:
+        outputs = operator.function(call, *prepare_inputs(operator, call.node, inputs))
+        if is_computed(list(outputs) if isinstance(outputs, tuple) else wrap_result(outputs)):
+            return outputs
     # An exporter would record its marks, which only a trace can hold.
     with recording.pause(), jax.enable_x64(True):
         if not operator.folds:
@@ -247,48 +251,84 @@ def _find_sources(nodes: Sequence[Node], names: Sequence[str], known: Collection
     return tuple(found)
 
 
-def find_static_names(graph: Graph, with_kept: bool = True, outputs: Collection[str] = ()) -> set[str]:
+def find_static_names(graph: Graph, with_kept: bool = True) -> set[str]:
     """Return the names of values that some operator needs to know when the function is traced, and of their sources.
 
-    `with_kept` adds those that operators take as numpy arrays if they are known, `outputs` the names of results of the
-    graph that are needed around it.
+    `with_kept` adds those that operators take as numpy arrays if they are known.
     """
-    needed: set[str] = set(outputs)
-    # Backwards, so that all readers of a node's results come before the node.
-    for node in reversed(graph.nodes):
-        operator = find_operator(node)
-        wanted = [i for i, name in enumerate(node.outputs) if name in needed]
-        if node.body is not None:
-            inner = find_static_names(node.body, with_kept, [node.body.outputs[i] for i in wanted])
-            needed |= {name for name, own in zip(node.inputs, node.body.inputs, strict=False) if own in inner}
-        for subgraph in (value for value in node.attributes.values() if isinstance(value, Graph)):
-            needed |= _find_static_in_subgraph(node, subgraph, with_kept, wanted)
-        if operator is None:
-            continue
-        # Other operators compute with data. What they return is known only if they have no other inputs than constants.
-        if wanted and operator.folds:
-            needed.update(node.inputs)
-        positions = (*operator.static, *operator.keeps) if with_kept else operator.static
-        needed.update(node.inputs[i] for i in positions if i < len(node.inputs))
-    return needed - {""}
+    sources = _Sources(with_kept)
+    values = sources.visit(graph, {})
+    found, pending = set(sources.needed), list(sources.needed)
+    while pending:
+        new = sources.edges[pending.pop()] - found
+        found |= new
+        pending += new
+    return {name for name, value in values.items() if value in found and name}
 
 
-def _find_static_in_subgraph(node: Node, subgraph: Graph, with_kept: bool, wanted: Sequence[int]) -> set[str]:
-    """Return the names around a node of values that must be known in a subgraph of it."""
-    # A Loop carries states: outputs from 1 on become inputs from 2 on, and are the node's outputs and inputs.
-    is_loop = node.op == "Loop" and not node.domain
-    targets = {subgraph.outputs[i + is_loop] for i in wanted if i + is_loop < len(subgraph.outputs)}
-    while True:
-        inner = find_static_names(subgraph, with_kept, targets)
-        carried = zip(subgraph.outputs[1:], subgraph.inputs[2:], strict=False) if is_loop else ()
-        more = {result for result, own in carried if own in inner} - targets
-        if not more:
-            break
-        targets |= more
-    needed = inner & set(subgraph.list_captures())
-    if is_loop:
-        needed |= {name for name, own in zip(node.inputs, subgraph.inputs, strict=False) if own in inner}
-    return needed
+# A value of a graph or of a subgraph: the number of the graph and the name of the value in it.
+_Value = tuple[int, str]
+
+
+class _Sources:
+    """What values are computed of, in a graph and its subgraphs, as far as operators compute with numpy.
+
+    Attributes:
+        with_kept: whether the values that operators take as numpy arrays if they are known are needed, too.
+        edges: for each value those that it is computed of.
+        needed: the values that an operator needs to know.
+    """
+
+    def __init__(self, with_kept: bool) -> None:
+        self.with_kept = with_kept
+        self.edges: dict[_Value, set[_Value]] = collections.defaultdict(set)
+        self.needed: set[_Value] = set()
+        self._count = 0
+
+    def visit(self, graph: Graph, outer: Mapping[str, _Value]) -> Mapping[str, _Value]:
+        """Collect the values of a graph, and return them by name; `outer` has those around it."""
+        scope, self._count = self._count, self._count + 1
+        own = {*graph.inputs, *graph.constants, *(name for node in graph.nodes for name in node.outputs)}
+        values = collections.ChainMap({name: (scope, name) for name in own}, dict(outer))
+        for node in graph.nodes:
+            operator = find_operator(node)
+            inputs, outputs = ([values.get(n) if n else None for n in names] for names in (node.inputs, node.outputs))
+            if node.body is not None:
+                inner = self.visit(node.body, {})
+                self._connect(outputs, [inner.get(name) for name in node.body.outputs])
+                self._connect([inner[name] for name in node.body.inputs], inputs)
+            for subgraph in (value for value in node.attributes.values() if isinstance(value, Graph)):
+                self._visit_subgraph(node, subgraph, values, inputs, outputs)
+            if operator is None:
+                continue
+            positions = (*operator.static, *operator.keeps) if self.with_kept else operator.static
+            self.needed.update(value for i in positions if i < len(inputs) and (value := inputs[i]) is not None)
+            # Other operators compute with data: what they return is known only if all of it is constant.
+            for output in outputs if operator.folds else ():
+                self._connect([output] * len(inputs), inputs)
+        return values
+
+    def _visit_subgraph(
+        self, node: Node, subgraph: Graph, values: Mapping[str, _Value], inputs: _Values, outputs: _Values
+    ) -> None:
+        inner = self.visit(subgraph, values)
+        results = [inner.get(name) for name in subgraph.outputs]
+        # A Loop carries states: outputs from 1 on become inputs from 2 on, and are the node's outputs.
+        is_loop = node.op == "Loop" and not node.domain
+        self._connect(outputs, results[is_loop:])
+        if is_loop:
+            own = [inner[name] for name in subgraph.inputs]
+            self._connect(own, inputs)
+            self._connect(own[2:], results[1:])
+
+    def _connect(self, values: _Values, sources: _Values) -> None:
+        """Note that each value is computed of the source at its position, and perhaps of others."""
+        for value, source in zip(values, sources, strict=False):
+            if value is not None and source is not None:
+                self.edges[value].add(source)
+
+
+_Values = Sequence[_Value | None]
 
 
 def find_last_uses(graph: Graph) -> dict[Node, list[str]]:

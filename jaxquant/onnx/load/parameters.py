@@ -114,48 +114,46 @@ def find_scalars(graph: Graph) -> frozenset[str]:
     A weight is read by a product, a convolution, a normalization or a recurrent operator, or is the bias that an Add
     adds to the single feature of one. A rank of 0 is no weight's.
     """
+    weights = _find_weight_names(graph)
     single = {name: array for name, array in graph.constants.items() if array.size == 1}
-    return frozenset(n for n, array in single.items() if array.ndim == 0 or not _is_weight(graph, n))
+    return frozenset(name for name, array in single.items() if array.ndim == 0 or name not in weights)
 
 
-def _is_weight(graph: Graph, name: str) -> bool:
-    """Return whether a constant with one element is read as a weight, also after conversions and in subgraphs."""
-    for node in graph.nodes:
+def _find_weight_names(graph: Graph) -> set[str]:
+    """Return the names of values that are read as weights, also after conversions and in subgraphs."""
+    producers = {name: node for node in graph.nodes for name in node.outputs if name}
+    found: set[str] = set()
+    # Backwards, so that all readers of a node's results come before the node.
+    for node in reversed(graph.nodes):
         for subgraph in (value for value in node.attributes.values() if isinstance(value, Graph)):
-            if name in subgraph.list_captures() and _is_weight(subgraph, name):
-                return True
-        if name in node.inputs and _reads_weight(graph, node, name):
-            return True
-    return False
+            found |= _find_weight_names(subgraph) & set(subgraph.list_captures())
+        if node.body is not None:
+            inner = _find_weight_names(node.body)
+            found |= {name for name, own in zip(node.inputs, node.body.inputs, strict=False) if own in inner}
+        elif node.op == "Add":
+            # Either operand may be the bias of the other one.
+            sums = zip(node.inputs, reversed(node.inputs), strict=True)
+            found |= {name for name, other in sums if _has_one_feature(graph, producers, other)}
+        elif node.op in _LAYERS or node.op.endswith("Normalization"):
+            found.update(node.inputs)
+        elif node.op in _CONVERTING and node.outputs[0] in found:
+            found.add(node.inputs[0])
+    return found
 
 
-def _reads_weight(graph: Graph, node: Node, name: str) -> bool:
-    """Return whether a node reads a constant with one element as a weight."""
-    if node.body is not None:
-        own = [inner for inner, outer in zip(node.body.inputs, node.inputs, strict=False) if outer == name]
-        return any(_is_weight(node.body, inner) for inner in own)
-    if node.op == "Add":
-        return any(_has_one_feature(graph, other) for other in node.inputs if other != name)
-    if node.op in _CONVERTING:
-        return node.inputs[0] == name and _is_weight(graph, node.outputs[0])
-    return node.op in _LAYERS or node.op.endswith("Normalization")
-
-
-def _has_one_feature(graph: Graph, name: str) -> bool:
+def _has_one_feature(graph: Graph, producers: Mapping[str, Node], name: str) -> bool:
     """Return whether a value is the product of a layer with constant weights for one feature."""
-    node = next((node for node in graph.nodes if name in node.outputs), None)
-    weight = None if node is None or node.op not in _FEATURES else _find_constant(graph, node.inputs[1])
-    return node is not None and weight is not None and weight.ndim > 1 and weight.shape[_FEATURES[node.op]] == 1
-
-
-def _find_constant(graph: Graph, name: str) -> np.ndarray | None:
-    """Return the constant that a value is, or is converted from."""
-    while name not in graph.constants:
-        node = next((node for node in graph.nodes if name in node.outputs), None)
-        if node is None or node.op not in ("DequantizeLinear", "Identity", "Cast"):
-            return None
-        name = node.inputs[0]
-    return graph.constants[name]
+    node = producers.get(name)
+    if node is None or node.op not in _FEATURES:
+        return False
+    source = node.inputs[1]
+    while source not in graph.constants:
+        converted = producers.get(source)
+        if converted is None or converted.op not in ("DequantizeLinear", "Identity", "Cast"):
+            return False
+        source = converted.inputs[0]
+    weight = graph.constants[source]
+    return weight.ndim > 1 and weight.shape[_FEATURES[node.op]] == 1
 
 
 def can_train(array: np.ndarray) -> bool:
