@@ -287,13 +287,13 @@ def find_comment_lines(text: str) -> set[int]:
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)
 def test_sizes(path: pathlib.Path) -> None:
-    assert len(path.read_text().splitlines()) < 400
+    assert len(path.read_text().splitlines()) < 800
     outer = [node for node in parse(path).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     classes = [node for node in outer if isinstance(node, ast.ClassDef)]
     methods = [node for cls in classes for node in cls.body if isinstance(node, ast.FunctionDef)]
     for node in [*(node for node in outer if isinstance(node, ast.FunctionDef)), *methods]:
         first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
-        assert (node.end_lineno or 0) - first.lineno < 40, f"{node.name} is too long"
+        assert (node.end_lineno or 0) - first.lineno < 60, f"{node.name} is too long"
     assert not re.search(r"utils|helpers|common|cfg", path.name)
 
 
