@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
 import jax
 import numpy as np
@@ -57,7 +58,7 @@ def test_quantized_network_equals_the_runtime(
         assert np.median(np.abs(actual - expected)) <= 0.1 * tolerance
 
 
-def _between_codes(b: Builder, op: str, inputs: list[str], dtype: str, after: str, **attributes: object) -> str:
+def _between_codes(b: Builder, op: str, inputs: list[str], dtype: str, after: str, **attributes: Any) -> str:
     """Add an operator between DequantizeLinear and QuantizeLinear, and perhaps another one behind it."""
     x_affine = b.hold(0.01), b.hold(3, dtype)
     x = b.add("DequantizeLinear", b.add("QuantizeLinear", "x", *x_affine), *x_affine)

@@ -132,8 +132,8 @@ def _make_lstm_step(call: Any, project: Any, recur: Any, bias: Any, peepholes: A
     def make_step(d: int) -> Any:
         f, g, h = _list_activations(call, ("Sigmoid", "Tanh", "Tanh"), d, approximate)
         # The gates are in the order i, o, f, c, and the peepholes in that of i, o, f.
-        biases = [None] * 4 if bias is None else jnp.split(sum(jnp.split(bias[d], 2)), 4)
-        weights = [None] * 4 if peepholes is None else [*jnp.split(peepholes[d], 3), None]
+        biases: list[Any] = [None] * 4 if bias is None else jnp.split(sum(jnp.split(bias[d], 2)), 4)
+        weights: list[Any] = [None] * 4 if peepholes is None else [*jnp.split(peepholes[d], 3), None]
 
         def enter(gates: Any, gate: int, cell: Any) -> Any:
             total = jnp.split(gates, 4, axis=-1)[gate]
