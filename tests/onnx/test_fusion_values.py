@@ -6,6 +6,7 @@ fusions are followed.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pathlib
 import warnings
@@ -367,6 +368,30 @@ def test_contractions_that_are_not_fused(name: str, rng: np.random.Generator) ->
             assert [d.is_followed for d in fn.deviations] == [False]
         else:
             assert not caught
+
+
+@pytest.mark.parametrize("op", ["Conv", "Gemm"])
+def test_float_biases_with_a_negative_scale(op: str, rng: np.random.Generator) -> None:
+    for bias, text in ((BIAS * 1e-5, ""), (BIAS * 1e3, "overflows")):
+        model = make_contraction(rng, op, bias=bias, x_scale=-1e-3)
+        proto = model.build(model.nodes[-1].output[0])
+        want = run_literally(proto, model.feeds).astype(np.int32)
+        with pytest.warns(jqonnx.FusionWarning, match=text) if text else contextlib.nullcontext():
+            got, _ = run_loaded(proto, model.feeds)
+        assert np.abs(got - want).max() <= 1
+
+
+@pytest.mark.parametrize("op", ["Gemm", "MatMul"])
+def test_products_before_a_relu(op: str, rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    """A Relu before a higher zero point keeps ONNX Runtime from fusing what is before it."""
+    model = make_contraction(rng, op)
+    last = model.nodes.pop()
+    model.quantized(model.add("Relu", last.input[0]), 0.002, 100)
+    proto = model.build(model.nodes[-1].output[0])
+    got, fn = run_loaded(proto, model.feeds)
+    assert np.abs(got - run_literally(proto, model.feeds).astype(np.int32)).max() <= 1
+    assert op in [node.op for node in fn.graph.nodes]
+    assert not any("QGemm" in name or "Integer" in name for name in list_optimized_operators(proto, tmp_path))
 
 
 def test_blocks_of_weights_are_not_fused(rng: np.random.Generator) -> None:

@@ -37,6 +37,8 @@ def select_operator(fuser: _Fuser, node: Node) -> Match | None:
     """Return the last node of a pattern that begins at `node`, and what replaces it; None without a pattern."""
     if node.domain:
         return None
+    if node.op in ("Conv", "MatMul", "Gemm") and not _allows_bias(fuser, node):
+        return None
     if node.op == "Conv":
         return _select_conv(fuser, node)
     if node.op in ("MatMul", "Gemm"):
@@ -175,8 +177,6 @@ def _select_bias(fuser: _Fuser, node: Node, operands: list[str]) -> tuple[list[s
         return [codes], []
     if name not in fuser.constants or fuser.constants[name].dtype != np.float32:
         return None
-    if not fits_int32(fuser, node, fuser.constants[name], operands):
-        return None
     codes = f"{node.outputs[0]}/bias in steps"
     quantized = _make_node(node, "QuantizeBias", "jaxquant", [name, operands[1], operands[4]], codes, {})
     return [codes], [quantized]
@@ -245,6 +245,37 @@ def fits_int32(fuser: _Fuser, node: Node, bias: np.ndarray, operands: list[str],
     model = f"adds bias[{place}] = {bias.reshape(-1)[place]:.6g}"
     runtime = f"adds it as int32 in steps of {values.reshape(-1)[place]:.6g}, where the sums overflow"
     return fuser.allows_deviation(node, model, runtime, can_follow=False)
+def _allows_bias(fuser: _Fuser, node: Node) -> bool:
+    """Return whether a float bias has few enough steps for int32; note that ONNX Runtime does not ask.
+
+    It quantizes such a bias before it looks for kernels, so that also a contraction that stays in floats gets it.
+    """
+    sources = _find_sources(fuser, node.inputs[:2])
+    last = node
+    if sources is not None and node.op == "MatMul" and (added := find_added_bias(fuser, node)) is not None:
+        node, last = added
+    bias = fuser.constants.get("".join(node.inputs[2:3]))
+    if sources is None or bias is None or bias.dtype != np.float32 or not fuser.is_per_tensor(sources[0]):
+        return True
+    operands = [*_describe(fuser, sources[0]), *_describe(fuser, sources[1])]
+    products = _find_products(fuser, operands)
+    if products.size not in (1, bias.size):
+        return False
+    with np.errstate(all="ignore"):
+        steps = np.abs(bias.reshape(-1).astype(np.float64) / products)
+    if np.all(steps < _find_limit(fuser, node, operands)):
+        # `quantize_bias` takes positive steps only.
+        return bool(np.all(products >= np.finfo(np.float32).tiny))
+    (reader,) = [*fuser.readers[last.outputs[0]], None][:1]
+    if reader is not None and reader.op in ("Relu", "Clip"):
+        (reader,) = [*fuser.readers[reader.outputs[0]], None][:1]
+    if reader is not None and reader.op == "QuantizeLinear":
+        place = int(np.argmax(steps))
+        model = f"adds bias[{place}] = {bias.reshape(-1)[place]:.6g}"
+        step = np.broadcast_to(products, bias.size)[place]
+        runtime = f"adds it as int32 in steps of {step:.6g}, where it or a sum overflows"
+        fuser.allows_deviation(node, model, runtime, can_follow=False)
+    return False
 
 
 def _has_output_scales(fuser: _Fuser, node: Node, source: Node, axis: int | None) -> bool:
@@ -264,7 +295,11 @@ def _has_output_scales(fuser: _Fuser, node: Node, source: Node, axis: int | None
     own = own + codes.ndim if own < 0 else own
     if own == expected:
         return True
-    # ONNX Runtime refuses other sizes when it runs.
+    # ONNX Runtime refuses other sizes when it runs, and does not quantize a float bias for such weights.
+    (reader,) = [*fuser.readers[node.outputs[0]], None][:1]
+    inputs = node.inputs[2:] if node.op != "MatMul" or reader is None or reader.op != "Add" else reader.inputs
+    if any(name in fuser.constants for name in inputs):
+        return False
     if scale.size != codes.shape[expected] or (node.op == "MatMul" and fuser.find_sink(node) is not None):
         return False
     model = f"the scales of w are along its dimension {own}"
@@ -297,11 +332,20 @@ def _select_matmul(fuser: _Fuser, node: Node) -> Match | None:
     if sink is not None:
         return sink, [_make_node(node, "QLinearMatMul", "", [*operands, *fuser.read_affine(sink)], sink.outputs[0], {})]
     # A product with several readers, one of which quantizes it, stays in floats.
-    if any(reader.op == "QuantizeLinear" for reader in readers):
+    if any(reader.op == "QuantizeLinear" for reader in readers) or _feeds_clip(fuser, node):
         return None
     a, a_scale, a_point, b, b_scale, b_point = operands
     inputs = [a, b, a_scale, b_scale, a_point, b_point]
     return node, [_make_node(node, "MatMulIntegerToFloat", _MICROSOFT, inputs, node.outputs[0], {})]
+
+
+def _feeds_clip(fuser: _Fuser, node: Node) -> bool:
+    """Return whether a float result has only a Relu or Clip behind it, with which ONNX Runtime leaves it in floats."""
+    readers = fuser.readers[node.outputs[0]]
+    if len(readers) != 1 or readers[0].op not in ("Relu", "Clip") or node.outputs[0] in fuser.graph.outputs:
+        return False
+    result = readers[0].outputs[0]
+    return len(fuser.readers[result]) == 1 and result not in fuser.graph.outputs
 
 
 def find_added_bias(fuser: _Fuser, node: Node) -> tuple[Node, Node] | None:
@@ -339,7 +383,8 @@ def _select_gemm(fuser: _Fuser, gemm: Node, last: Node, operands: list[str], dty
         return None
     sink = fuser.find_sink(last)
     has_codes = sink is not None and _find_result(fuser, last, dtype) is not None
-    if not has_codes and any(reader.op == "QuantizeLinear" for reader in fuser.readers[last.outputs[0]]):
+    is_quantized = any(reader.op == "QuantizeLinear" for reader in fuser.readers[last.outputs[0]])
+    if not has_codes and (is_quantized or _feeds_clip(fuser, last)):
         return None
     # ONNX Runtime quantizes a float bias only for a result in codes.
     if has_bias and not has_codes and set(gemm.inputs[2:]) & set(fuser.constants):
