@@ -21,8 +21,8 @@ It does so on every x86-64 processor.
 In QDQ form, int8 activations are no way around: ONNX Runtime changes QuantizeLinear to int8 with one DequantizeLinear
 behind it to uint8 on x86-64, unless the session option `session.qdqisint8allowed` is "1".
 
-Two kernels do not saturate: ConvInteger, whose left factor is the weights, and QLinearConv with one channel and one
-output in each group.
+The left factor of ConvInteger is the weights: uint8 weights by int8 codes saturate, int8 weights by uint8 codes do not.
+QLinearConv with one channel and one output in each group does not saturate either.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ MICROSOFT = "com.microsoft"
 # right factor its position and that of its zero point.
 _PRODUCTS: dict[tuple[str, str], tuple[int, int | None, tuple[tuple[int, int], ...]]] = {
     ("", "MatMulInteger"): (0, 2, ((1, 3),)),
+    ("", "ConvInteger"): (1, 3, ((0, 2),)),
     ("", "QLinearMatMul"): (0, 2, ((3, 5),)),
     ("", "QLinearConv"): (0, 2, ((3, 5),)),
     (MICROSOFT, "QLinearConv"): (0, 2, ((3, 5),)),
