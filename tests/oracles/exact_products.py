@@ -105,7 +105,6 @@ class _Scope:
             return scope, node
         return scope.find_dequantize(node.input[0]) if node.op_type in _MOVES else None
 
-
     def count_readers(self, name: str) -> int:
         """Return how often a tensor is read in this graph, an output of it counted as two."""
         reads = sum(list(node.input).count(name) for node in self.graph.node)
@@ -114,8 +113,8 @@ class _Scope:
     def is_unsigned(self, node: Any) -> bool:
         """Return whether DequantizeLinear reads uint8, perhaps once ONNX Runtime has changed the pair that it ends.
 
-        Of QuantizeLinear and a single DequantizeLinear with a single reader, with a constant zero point of int8, it makes
-        a pair with uint8.
+        Of QuantizeLinear and a single DequantizeLinear with a single reader, with a constant zero point of int8, it
+        makes a pair with uint8.
         """
         if self.find_type(node.input[0]) == TensorProto.UINT8:
             return True
@@ -158,7 +157,7 @@ class _Shift:
             codes = numpy_helper.to_array(scope.constants[name])
             return self.hold((codes.astype(np.int32) + 128).astype(np.uint8), name)
         wide = self.emit("Cast", [name], name, to=TensorProto.INT32)
-        moved = self.emit("Add", [wide, self.hold(np.int32(128), name)], name)
+        moved = self.emit("Add", [wide, self.hold(np.array(128, np.int32), name)], name)
         return self.emit("Cast", [moved], name, to=TensorProto.UINT8)
 
     def fill_128(self, scale: str) -> str:
@@ -202,7 +201,7 @@ def _change_product(node: Any, shift: _Shift) -> None:
             continue
         node.input[right] = shift.add_128(node.input[right])
         node.input.extend([""] * (point + 1 - len(node.input)))
-        node.input[point] = shift.add_128(points) if points else shift.hold(np.uint8(128), node.input[right])
+        node.input[point] = shift.add_128(points) if points else shift.hold(np.array(128, np.uint8), node.input[right])
 
 
 def _change_float_product(node: Any, shift: _Shift) -> None:
