@@ -96,7 +96,7 @@ def make_model(node: Any, inputs: dict[str, Any], feeds: tuple[str, ...], opset:
         helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(inputs[n].dtype), inputs[n].shape)
         for n in feeds
     ]
-    constants = [numpy_helper.from_array(a, n) for n, a in inputs.items() if n not in feeds]
+    constants = [numpy_helper.from_array(np.asarray(a), n) for n, a in inputs.items() if n not in feeds]
     graph = helper.make_graph([node], "g", given, [helper.make_empty_tensor_value_info("y")], constants)
     domains = [helper.make_opsetid("", opset), helper.make_opsetid(MICROSOFT, 1)]
     return helper.make_model(graph, opset_imports=domains, ir_version=10)
@@ -166,6 +166,17 @@ def test_floats_between_quantization_and_a_product(rng: np.random.Generator) -> 
     )
     for level in ("extended", "all"):
         np.testing.assert_array_equal(run(make_exact(model), {"x": x}, level), expected)
+
+
+def test_convolutions_by_unsigned_weights(rng: np.random.Generator) -> None:
+    """The left factor of ConvInteger is the weights: of uint8, by int8 codes, with padding of their zero point."""
+    x, w = rng.integers(90, 128, (1, 5, 6, 7)).astype(np.int8), rng.integers(200, 256, (4, 5, 3, 2)).astype(np.uint8)
+    node = make_node("ConvInteger", ["x", "w", "zero", "w_zero"], ["y"], pads=[1, 1, 1, 1])
+    model = make_model(node, {"x": x, "w": w, "zero": np.int8(-7), "w_zero": np.uint8(9)}, ("x",))
+    expected = contraction_text.conv_integer(x, w, np.int8(-7), np.uint8(9), pads=[1, 1, 1, 1])
+    for level in LEVELS:
+        np.testing.assert_array_equal(run(make_exact(model), {"x": x}, level), expected)
+    assert (run(model, {"x": x}) != expected).any() == processor.saturates()
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ It does so on every x86-64 processor.
 In QDQ form, int8 activations are no way around: ONNX Runtime changes QuantizeLinear to int8 with one DequantizeLinear
 behind it to uint8 on x86-64, unless the session option `session.qdqisint8allowed` is "1".
 
-Two kernels do not saturate: ConvInteger, whose left factor is the weights, and QLinearConv with one channel and one
-output in each group.
+The left factor of ConvInteger is the weights: uint8 weights by int8 codes saturate, int8 weights by uint8 codes do not.
+QLinearConv with one channel and one output in each group does not saturate either.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ MICROSOFT = "com.microsoft"
 # right factor its position and that of its zero point.
 _PRODUCTS: dict[tuple[str, str], tuple[int, int | None, tuple[tuple[int, int], ...]]] = {
     ("", "MatMulInteger"): (0, 2, ((1, 3),)),
+    ("", "ConvInteger"): (1, 3, ((0, 2),)),
     ("", "QLinearMatMul"): (0, 2, ((3, 5),)),
     ("", "QLinearConv"): (0, 2, ((3, 5),)),
     (MICROSOFT, "QLinearConv"): (0, 2, ((3, 5),)),
@@ -156,7 +157,7 @@ class _Shift:
             codes = numpy_helper.to_array(scope.constants[name])
             return self.hold((codes.astype(np.int32) + 128).astype(np.uint8), name)
         wide = self.emit("Cast", [name], name, to=TensorProto.INT32)
-        moved = self.emit("Add", [wide, self.hold(np.int32(128), name)], name)
+        moved = self.emit("Add", [wide, self.hold(np.array(128, np.int32), name)], name)
         return self.emit("Cast", [moved], name, to=TensorProto.UINT8)
 
     def fill_128(self, scale: str) -> str:
@@ -200,7 +201,7 @@ def _change_product(node: Any, shift: _Shift) -> None:
             continue
         node.input[right] = shift.add_128(node.input[right])
         node.input.extend([""] * (point + 1 - len(node.input)))
-        node.input[point] = shift.add_128(points) if points else shift.hold(np.uint8(128), node.input[right])
+        node.input[point] = shift.add_128(points) if points else shift.hold(np.array(128, np.uint8), node.input[right])
 
 
 def _change_float_product(node: Any, shift: _Shift) -> None:
