@@ -244,9 +244,7 @@ def _divide_bound(bound: jax.Array, steps: jax.Array) -> jax.Array:
     return jnp.where(is_zero, _ZERO, division.divide(bound, jnp.where(is_zero, _ONE, steps)))
 
 
-def _find_symmetric_scale(
-    spec: QuantSpec, low: jax.Array, high: jax.Array, fixed: float, dtype: np.dtype
-) -> jax.Array:
+def _find_symmetric_scale(spec: QuantSpec, low: jax.Array, high: jax.Array, fixed: float, dtype: np.dtype) -> jax.Array:
     """Return the scale of a spec whose zero point is fixed."""
     reach, largest = _find_reach(spec), lax.max(lax.neg(low), high)
     # One division suffices if the codes reach equally far on both sides of the zero point.

@@ -114,7 +114,9 @@ def quantize_added_bias(
         with jax.ensure_compile_time_eval():
             products = np.asarray(find_largest_sums(weight, places), np.float64).reshape(known.shape)
         most = float((np.abs(known) + products).max())
-        expected = "a bias that fits into int32 together with the products, at most 2**31 - 1 steps of the scales' product"
+        expected = (
+            "a bias that fits into int32 together with the products, at most 2**31 - 1 steps of the scales' product"
+        )
         got = f"{most:.6g} steps; convert the parameters with their ranges, which enlarges the scales of the weights"
         checks.require(most <= _MOST, function, "bias", expected, got)
     return steps.astype(jnp.int32)

@@ -55,9 +55,9 @@ class HistogramState(NamedTuple):
         counts: the counts of the bins, in an additional last dimension, two uint32 words.
         least: the bits of the least magnitude in each bin, int32; None if the calibrator does not need them.
         most: the bits of the largest magnitude in each bin, int32, or None.
-        fine: the counts of the fine bins, two uint32 words, or None: in additional last dimensions those of the negative
-            and the positive numbers, the octaves, from large to small numbers, and the bins of an octave, in ascending
-            order of the magnitudes.
+        fine: the counts of the fine bins, two uint32 words, or None: in additional last dimensions the negative and the
+            positive numbers, the octaves, from large to small numbers, and the bins of an octave, in ascending order of
+            the magnitudes.
     """
 
     low: jax.Array
@@ -155,7 +155,13 @@ def _make_empty(settings: Settings, shape: tuple[int, ...]) -> HistogramState:
     zeros = uint64.make_zeros(shape)
     fine = uint64.make_zeros((*shape, 2, OCTAVES, settings.coarse)) if settings.fine else None
     return HistogramState(
-        *running.make_empty(shape), zeros, zeros, jnp.full(shape, np.int32(_LEAST)), uint64.make_zeros(full), *ends, fine
+        *running.make_empty(shape),
+        zeros,
+        zeros,
+        jnp.full(shape, np.int32(_LEAST)),
+        uint64.make_zeros(full),
+        *ends,
+        fine,
     )
 
 
@@ -174,6 +180,7 @@ def _grow_to(state: HistogramState, exponent: jax.Array) -> HistogramState:
 
     def halve(carry: Any) -> Any:
         left, parts = carry
+
         # The slices need different numbers of steps: those that are done keep their bins.
         def choose(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(lax.expand_dims(left > 0, range(left.ndim, new.ndim)), new, old)
@@ -258,7 +265,7 @@ def _update(state: HistogramState, batch: jax.Array, *, settings: Settings) -> H
 def _sum_octaves(octaves: jax.Array, bins: int) -> jax.Array:
     """Return the counts of fine bins, int32, as counts of bins."""
     coarse, half = octaves.shape[-1], bins // 2
-    # Octave i has the magnitudes of bins coarse / 2**(i + 1) to coarse / 2**i - 1; those after the last bin are in bin 0.
+    # Octave i has the magnitudes of bins coarse / 2**(i + 1) to coarse / 2**i - 1; bin 0 has those after the last bin.
     parts, rest = [], octaves
     for index in range(coarse.bit_length() - 1):
         octave = octaves[..., index, :]
@@ -349,7 +356,13 @@ def _find_chunk_size(length: int, most: int) -> int:
 
 
 def _find_indices(
-    x: jax.Array, per_width: jax.Array, settings: Settings, is_padded: bool, slot: jax.Array, zero: jax.Array, place: Any
+    x: jax.Array,
+    per_width: jax.Array,
+    settings: Settings,
+    is_padded: bool,
+    slot: jax.Array,
+    zero: jax.Array,
+    place: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the slots of the elements of a chunk, and the bits of their magnitudes."""
     bins = settings.bins

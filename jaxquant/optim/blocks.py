@@ -92,9 +92,7 @@ def _quantize_blocks(
     x = lax.stop_gradient(x)
     values = x.astype(jnp.float32)
     largest = _find_largest(values, scale_shape, block_size)
-    scale, _ = scale_from_range.find_scale_and_zero_point(
-        spec, -largest, largest, scale_shape, scale_shape, x.dtype
-    )
+    scale, _ = scale_from_range.find_scale_and_zero_point(spec, -largest, largest, scale_shape, scale_shape, x.dtype)
     quotient = divide_by_scale(values, Aligned(block_size).expand(scale, values), dtypes.FLOAT32)
     round_quotient = round_to_levels if key is None else functools.partial(_round_stochastically, key=key)
     codes = round_quotient(spec.codebook, quotient)

@@ -185,8 +185,9 @@ class Prepared:
                 lets the bias saturate.
             delete: whether to delete the float array of each weight after it was quantized. The memory then holds the
                 floats and one array of codes at most, and on a CPU a padded copy of one weight with up to 4 million
-                elements. Of integer-only networks with ranges, the floats are deleted at the end. These arrays of `params` cannot be used any more. An array that `params` holds under another
-                path without codes, too, is kept.
+                elements. Of integer-only networks with ranges, the floats are deleted at the end. These arrays of
+                `params` cannot be used any more. An array that `params` holds under another path without codes, too, is
+                kept.
 
         Returns:
             The same tree, with codes.

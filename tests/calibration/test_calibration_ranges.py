@@ -290,5 +290,8 @@ def test_fine_bins_count_what_numpy_counts(bins: int, rng: np.random.Generator) 
             expected = np.bincount(np.searchsorted(edges, inside, "right") - 1, minlength=coarse)
             np.testing.assert_array_equal(np.asarray(state.fine.low)[0, side, octave], expected)
     below = (np.abs(x.astype(np.float64)) / width).astype(int)
-    for sign, part in ((x > 0, np.asarray(state.counts.low)[0, half:]), (x < 0, np.asarray(state.counts.low)[0, half - 1 :: -1])):
+    for sign, part in (
+        (x > 0, np.asarray(state.counts.low)[0, half:]),
+        (x < 0, np.asarray(state.counts.low)[0, half - 1 :: -1]),
+    ):
         np.testing.assert_array_equal(part, np.bincount(below[sign], minlength=half))

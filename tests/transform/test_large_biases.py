@@ -105,6 +105,7 @@ def test_a_bias_that_fits_only_alone(rng: np.random.Generator) -> None:
         y = np.asarray(jax.jit(prepared.apply)(tree, ranges, x), np.float64)[:, 1]
         assert (y > 0.9).all()
 
+
 def test_parameters_are_deleted_after_their_scales_were_enlarged(rng: np.random.Generator) -> None:
     p, x = sample(rng)
     arrays = jax.tree.map(jnp.array, p)

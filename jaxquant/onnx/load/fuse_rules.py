@@ -233,18 +233,22 @@ def _find_limit(fuser: _Fuser, node: Node, operands: list[str]) -> float:
 
 def fits_int32(fuser: _Fuser, node: Node, bias: np.ndarray, operands: list[str], is_noted: bool = True) -> bool:
     """Return whether a float bias has few enough steps for int32; `is_noted` notes the deviation if not."""
-    products = np.abs(_find_products(fuser, operands))
+    signed = _find_products(fuser, operands)
+    products = np.abs(signed)
     values = np.broadcast_to(products, (bias.size,)) if products.size in (1, bias.size) else products[:0]
     with np.errstate(all="ignore"):
         steps = np.abs(bias.reshape(-1).astype(np.float64)) / values if values.size else np.zeros(1)
-    if np.all(steps < _find_limit(fuser, node, operands)) and np.all(products >= np.finfo(np.float32).tiny):
-        return True
+    if np.all(steps < _find_limit(fuser, node, operands)):
+        # `quantize_bias` takes positive steps only.
+        return bool(np.all(signed >= np.finfo(np.float32).tiny))
     if not is_noted:
         return False
     place = int(np.argmax(steps))
     model = f"adds bias[{place}] = {bias.reshape(-1)[place]:.6g}"
     runtime = f"adds it as int32 in steps of {values.reshape(-1)[place]:.6g}, where the sums overflow"
     return fuser.allows_deviation(node, model, runtime, can_follow=False)
+
+
 def _allows_bias(fuser: _Fuser, node: Node) -> bool:
     """Return whether a float bias has few enough steps for int32; note that ONNX Runtime does not ask.
 

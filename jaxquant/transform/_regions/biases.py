@@ -17,7 +17,6 @@ from ..._core import checks, dtypes
 from .folding import bind_parameters, find_factor_and_bias, find_feature_axes
 from .point import Regions
 
-
 _MOST = 2**31 - 1
 _MARGIN = 1.0001  # for what the roundings of codes and of float32 add, as in ONNX Runtime
 
