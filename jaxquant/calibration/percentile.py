@@ -29,8 +29,8 @@ def percentile(spec: QuantSpec, q: float, *, bins: int = 2048, every: int = 1) -
     These are numpy's percentiles with linear interpolation, found in a histogram. They are off by less than the width
     of a bin, 2 * R / bins, where R is the least power of two above max(|x|). Exact zeros are counted separately and
     have no such error. One outlier makes the bins wide, so the bins near 0 are divided: a percentile p between
-    R / 2**21 and R / 2**5 is off by less than |p| / 32, with 128 bins or more. The range is clipped to the least and the
-    largest value of the data; q = 100 gives these, as `minmax` does.
+    R / 2**21 and R / 2**5 is off by less than |p| / 32, with 128 bins or more. The range is clipped to the least and
+    the largest value of the data; q = 100 gives these, as `minmax` does.
 
     The result depends neither on the order of the batches nor on how states are merged. The state has 8 bytes per bin
     and slice, and 8 KiB more, 24 KiB for each slice by default, and can count 2**64 elements. With 65536 bins none is
