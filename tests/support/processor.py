@@ -1,8 +1,8 @@
 """What ONNX Runtime computes on this machine: its kernels, and so some of its results, depend on the processor.
 
 Each function runs a small model and looks at the result, because the name of a processor tells neither which kernel
-ONNX Runtime has for it nor what that kernel does. `python -m tests.support.processor` prints the answers, and
-`qemu-x86_64 -cpu Haswell python -m tests.support.processor` those of a processor with AVX2 and without VNNI.
+ONNX Runtime has for it nor what that kernel does. `python -m tests.support.processor` prints the answers.
+Of a processor with AVX2 and without VNNI: `qemu-x86_64 -cpu Haswell "$(command -v python)" -m tests.support.processor`.
 """
 
 from __future__ import annotations
