@@ -71,9 +71,12 @@ class Operands:
     weight_point: int | None
 
 
-# ConvInteger is not here: its kernel has the weights on the left, and is exact.
+# Operators that move elements of their first input.
+_MOVES = ("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity")
+# ConvInteger's kernel has the weights on the left: uint8 weights by int8 images saturate, the other way round is exact.
 PRODUCTS: Mapping[tuple[str, str], tuple[Operands, ...]] = {
     ("", "MatMulInteger"): (Operands(0, 1, 3),),
+    ("", "ConvInteger"): (Operands(1, 0, 2),),
     ("", "QLinearMatMul"): (Operands(0, 3, 5),),
     ("", "QLinearConv"): (Operands(0, 3, 5),),
     (_MICROSOFT, "QLinearConv"): (Operands(0, 3, 5),),
@@ -267,27 +270,68 @@ class _Scope:
                 place = self._find_weights(node, operands)
                 if place is None:
                     continue
-                holder, weights, point = place
-                name, pairs = holder.input[weights], (None, None)
-                if name in self.constants:
-                    codes = numpy_helper.to_array(self.constants[name])
-                    pairs = count_pairs(node.op_type, codes, _read_attributes(node))
+                holder, weights, point, moves = place
+                pairs = self._count_pairs(node, holder.input[weights], moves)
                 if pairs[0] != 0:
+                    name = holder.input[weights]
                     product = SaturatingProduct(node.name or node.output[0], node.op_type, name, *pairs)
                     yield _Use(product, holder, weights, point)
 
-    def _find_weights(self, node: Any, operands: Operands) -> tuple[Any, int, int] | None:
-        """Return the node that reads int8 weights beside uint8 activations, and the positions of both parts."""
+    def _count_pairs(self, node: Any, name: str, moves: list[Any]) -> tuple[int | None, int | None]:
+        """Return what `count_pairs` does for weights that `moves` rearrange; None for weights that are computed."""
+        moves = [*moves]
+        while name not in self.constants:
+            move = self.producers.get(name)
+            if move is None or move.op_type not in _MOVES:
+                return None, None
+            moves.append(move)
+            name = move.input[0]
+        codes = numpy_helper.to_array(self.constants[name])
+        if 2 * int(np.abs(codes.astype(np.int16)).max(initial=0)) <= LARGEST_SUM:
+            return 0, 0  # whatever the arrangement is
+        for move in reversed(moves):
+            if move.op_type == "Transpose":
+                codes = codes.transpose(_read_attributes(move).get("perm"))
+            elif move.op_type != "Identity":
+                return None, None
+        return (
+            (None, None) if node.op_type == "ConvInteger" else count_pairs(node.op_type, codes, _read_attributes(node))
+        )
+
+    def _find_weights(self, node: Any, operands: Operands) -> tuple[Any, int, int, list[Any]] | None:
+        """Return where int8 weights beside uint8 activations are read, or None.
+
+        The results are the node that reads the codes, the positions of codes and zero point, and the nodes that move
+        the weights between it and the product.
+        """
         weights = _get_input(node, operands.weights)
         if operands.weight_point is None:  # an operator on floats, which the runtime fuses
-            sides: list[Any] = [self.producers.get(name) for name in (_get_input(node, 0), weights)]
-            if any(side is None or side.op_type != "DequantizeLinear" for side in sides):
+            sides = [self._find_dequantize(name) for name in (_get_input(node, 0), weights)]
+            if sides[0] is None or sides[1] is None:
                 return None
-            kinds = [self.types.get(side.input[0]) for side in sides]
-            return (sides[1], 0, 2) if kinds == [_UINT8, _INT8] else None
+            (activations, _), (holder, moves) = sides[0], sides[1]
+            is_pair = self._is_unsigned(activations) and self.types.get(holder.input[0]) == _INT8
+            return (holder, 0, 2, moves) if is_pair else None
         kind = _UINT8 if operands.activations is None else self.types.get(_get_input(node, operands.activations))
         is_pair = kind == _UINT8 and self.types.get(weights) == _INT8
-        return (node, operands.weights, operands.weight_point) if is_pair else None
+        return (node, operands.weights, operands.weight_point, []) if is_pair else None
+
+    def _find_dequantize(self, name: str) -> tuple[Any, list[Any]] | None:
+        """Return the DequantizeLinear that computes a tensor, and the nodes that move its elements after it."""
+        moves: list[Any] = []
+        while (node := self.producers.get(name)) is not None:
+            if node.op_type == "DequantizeLinear":
+                return node, moves
+            if node.op_type not in _MOVES:
+                break
+            moves.insert(0, node)
+            name = node.input[0]
+        return None
+
+    def _is_unsigned(self, dequantize: Any) -> bool:
+        """Return whether activations are uint8 in the runtime, which also turns pairs of int8 into pairs of uint8."""
+        kind, source = self.types.get(dequantize.input[0]), self.producers.get(dequantize.input[0])
+        return kind == _UINT8 or (kind == _INT8 and source is not None and source.op_type == "QuantizeLinear")
 
 
 @dataclasses.dataclass(frozen=True)

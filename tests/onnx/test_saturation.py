@@ -227,7 +227,7 @@ def test_dequantized_weights_keep_their_values(per_column, scale_is_known, has_p
 def test_kernels_that_are_exact_everywhere_are_not_listed(rng):
     depthwise, _ = make_product("QLinearConv", rng, group=4, shape=(4, 1, 3, 3))
     assert jqonnx.find_saturating_products(depthwise) == ()
-    constants = {"w": make_weights(rng, (4, 3, 3, 3))}
+    constants: dict[str, Any] = {"w": make_weights(rng, (4, 3, 3, 3))}
     image = make_codes(rng, (1, 3, 5, 5))
     node = helper.make_node("ConvInteger", ["x", "w"], ["y"])
     model = make_model([node], [("x", image)], [("y", TensorProto.INT32)], constants)
@@ -422,3 +422,67 @@ def test_int8_activations_are_exact_in_a_plain_session(rng):
     report = jqonnx.verify(model, layer, [x])
     assert report.saturating == ()
     assert report.is_exact_in_plain_session
+
+
+def test_convolutions_of_int8_images_by_uint8_weights_are_found_and_moved(rng):
+    w, x = make_codes(rng, (4, 3, 3, 3), 255), make_weights(rng, (1, 3, 5, 5))
+    node = helper.make_node("ConvInteger", ["x", "w", "xz", "wz"], ["y"])
+    points = {"xz": np.int8(-3), "wz": np.uint8(7)}
+    model = make_model([node], [("x", x)], [("y", TensorProto.INT32)], {"w": w, **points})
+    (product,) = jqonnx.find_saturating_products(model)
+    assert (product.weights, product.pairs) == ("x", None)
+    windows = np.lib.stride_tricks.sliding_window_view(x.astype(int) + 3, (3, 3), (2, 3))
+    expected = np.einsum("nchwij,ocij->nohw", windows, w.astype(int) - 7)
+    for level in LEVELS:
+        np.testing.assert_array_equal(run(jqonnx.convert_weights_to_uint8(model), x, level), expected)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+def test_quantized_activations_of_both_signs_are_exact_once_weights_are_moved(dtype, rng):
+    """ONNX Runtime turns int8 activations of a pair into uint8, and then saturates."""
+    w = make_weights(rng, (K, N))
+    w[:, 0] = 100
+    point = dtype(-128 if dtype == np.int8 else 0)
+    constants = {
+        "w": w, "ws": np.float32(0.01), "wz": np.int8(0), "xs": np.float32(1), "xz": point, "ys": np.float32(8),
+        "yz": dtype(0),
+    }  # fmt: skip
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "xs", "xz"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "xs", "xz"], ["a"]),
+        helper.make_node("DequantizeLinear", ["w", "ws", "wz"], ["b"]),
+        helper.make_node("MatMul", ["a", "b"], ["c"]),
+        helper.make_node("QuantizeLinear", ["c", "ys", "yz"], ["p"]),
+        helper.make_node("DequantizeLinear", ["p", "ys", "yz"], ["y"]),
+    ]
+    x = rng.integers(0, 256, (8, K)).astype(np.float32)
+    model = make_model(nodes, [("x", x)], [("y", TensorProto.FLOAT)], constants)
+    (product,) = jqonnx.find_saturating_products(model)
+    assert product.pairs is not None
+    moved = jqonnx.convert_weights_to_uint8(model)
+    info = np.iinfo(dtype)
+    exact = np.clip(np.rint((x.astype(int) @ w.astype(int)) * 0.01 / 8), info.min, info.max) * 8
+    for level in LEVELS:
+        # Ties may be rounded either way by the float products of the first levels.
+        np.testing.assert_allclose(np.asarray(run(moved, x, level)), exact, atol=8.01)
+        assert (run(moved, x, level) == exact).mean() > 0.9
+
+
+@pytest.mark.parametrize("largest", [64, 127])
+def test_transposed_weights_are_read_through_the_transpose(largest, rng):
+    w = np.clip(make_weights(rng, (N, K)), -largest, largest).astype(np.int8)
+    w[0] = min(largest, 100)
+    nodes = [
+        helper.make_node("Transpose", ["w"], ["t"], perm=[1, 0]),
+        helper.make_node("MatMulInteger", ["x", "t"], ["y"]),
+    ]
+    x = make_codes(rng, (4, K), 255)
+    model = make_model(nodes, [("x", x)], [("y", TensorProto.INT32)], {"w": w})
+    direct = make_model(
+        [helper.make_node("MatMulInteger", ["x", "w"], ["y"])], [("x", x)], [("y", TensorProto.INT32)],
+        {"w": np.ascontiguousarray(w.T)},
+    )  # fmt: skip
+    found, expected = (jqonnx.find_saturating_products(m) for m in (model, direct))
+    assert [p.pairs for p in found] == [p.pairs for p in expected]
+    assert bool(found) == (largest == 127)
+    np.testing.assert_array_equal(run(jqonnx.convert_weights_to_uint8(model), x), x.astype(int) @ w.T.astype(int))

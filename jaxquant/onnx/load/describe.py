@@ -97,7 +97,7 @@ def _list_saturating(fn: LoadedFunction, params: Any) -> Iterator[str]:
             kind = _UINT8 if operands.activations is None else kinds.get(names[operands.activations])
             if kind != _UINT8 or weights is None or weights.dtype != np.int8 or operands.weight_point is None:
                 continue
-            if count_pairs(node.op, np.asarray(weights), node.attributes)[0]:
+            if node.op != "ConvInteger" and count_pairs(node.op, np.asarray(weights), node.attributes)[0]:
                 yield label
                 break
 
