@@ -165,9 +165,11 @@ class Prepared:
             lambda state: _ranges.describe(self.static_ranges), frozenset(arguments),
         )  # fmt: skip
         start = self.init() if state is None else state
-        return self.finalize(
-            loop.run_loop(step, start, batches, checkpoint=checkpoint, progress=progress, inspect=lambda state: None)
+        final = loop.run_loop(
+            step, start, batches, checkpoint=checkpoint, progress=progress, inspect=lambda state: None
         )
+        with checks.name_errors("Prepared.calibrate"):
+            return self.finalize(final)
 
     # Parameters.
 

@@ -181,13 +181,17 @@ def test_a_scale_is_rounded_up_and_no_further(rng: np.random.Generator, kind: st
     assert (error / scale.astype(np.float64)).max() <= tolerance
 
 
-def test_a_float16_scale_saturates_at_its_ends() -> None:
+def test_a_float16_scale_at_its_ends() -> None:
+    """A larger scale is infinite where the range is traced, since the numbers would saturate unnoticed."""
     spec = jq.QuantSpec("int8", jq.PerAxis(0), scale_dtype=jnp.float16)
-    x = jnp.array([[1e-30], [1e9], [0.0], [np.inf], [np.nan]], jnp.float32)
-    actual = np.asarray(jq.quantize(x, spec).scale).ravel().astype(np.float64)
-    np.testing.assert_array_equal(actual, [2.0**-24, 65504.0, 1.0, np.inf, np.nan])
+    x = jnp.array([[1e-30], [1e9], [65504.0 * 127], [0.0], [np.inf], [np.nan]], jnp.float32)
+    actual = np.asarray(jax.jit(lambda x: jq.quantize(x, spec).scale)(x)).ravel().astype(np.float64)
+    np.testing.assert_array_equal(actual, [2.0**-24, np.inf, 65504.0, 1.0, np.inf, np.nan])
+    with pytest.raises(ValueError, match=r"^jaxquant.quantize: x: expected a range whose scale is at most 65504"):
+        jq.quantize(x, spec)
     e8m0 = jq.quantize(x, jq.QuantSpec("int8", jq.PerAxis(0), scale_dtype=jnp.float8_e8m0fnu)).scale
-    np.testing.assert_array_equal(np.asarray(e8m0).ravel().astype(F32), [2.0**-106, 2.0**23, 1.0, np.nan, np.nan])
+    expected = [2.0**-106, 2.0**23, 2.0**16, 1.0, np.nan, np.nan]
+    np.testing.assert_array_equal(np.asarray(e8m0).ravel().astype(F32), expected)
 
 
 @pytest.mark.parametrize("name", ["uint8", "int4", "uint2"])

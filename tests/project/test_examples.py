@@ -65,8 +65,8 @@ def test_the_printed_coverage_is_the_documented_one() -> None:
     prepared = jq.prepare(network.apply, params, x, rules=jq.recipes.w8a8_static(), strict=True)
     printed = str(prepared.coverage).splitlines()
     page = (ROOT / "docs" / "quickstart.md").read_text()
-    documented = page[page.rindex("\nname   ") + 1 : page.rindex("3 integer") + len("3 integer")].splitlines()
-    assert len(documented) == len(printed) == 5
+    documented = page[page.rindex("\nname   ") + 1 :].split("\n\n")[0].splitlines()
+    assert len(documented) == len(printed) == 6
     for line, expected in zip(printed, documented, strict=True):
         assert line.startswith(expected.removesuffix("...").rstrip())
 

@@ -115,8 +115,8 @@ FOUR_BITS = jq.prepare(apply, PARAMS, X, rules=jq.recipes.w4a8())
         (lambda: PREPARED.observe(PREPARED.init(), CONVERTED, X), ValueError, r"observe: params: expected floats at w"),
         (lambda: PREPARED.observe({}, PARAMS, X), ValueError, r"observe: state: expected states of the 2 .* got without v, w"),
         (lambda: PREPARED.merge(PREPARED.init(), {}), ValueError, r"merge: state: .* got without v, w"),
-        (lambda: PREPARED.finalize(PREPARED.init()), ValueError, rf"^w {PLACE}: jaxquant.minmax.finalize: .* got no data"),
-        (lambda: PREPARED.calibrate(PARAMS, [jnp.zeros((2, 4))]), ValueError, rf"^w {PLACE}: jaxquant.minmax.finalize: .* only zeros"),
+        (lambda: PREPARED.finalize(PREPARED.init()), ValueError, rf"^w {PLACE}: jaxquant.Prepared.finalize: .* got no data"),
+        (lambda: PREPARED.calibrate(PARAMS, [jnp.zeros((2, 4))]), ValueError, rf"^w {PLACE}: jaxquant.Prepared.calibrate: .* only zeros"),
         (lambda: PREPARED.learned(PARAMS, None), ValueError, r"learned: ranges: expected a range for each"),
         (lambda: PREPARED.learned(PARAMS, RANGES, estimator=jq.StraightThrough()), TypeError, r"learned: estimator: expected LSQ"),
         (lambda: PREPARED.apply(CONVERTED, X), TypeError, r"apply: ranges: expected ranges as calibrate returns them"),
@@ -147,7 +147,7 @@ def test_a_branch_never_taken_has_no_range() -> None:
         return jax.lax.cond(x.sum() > 0, lambda: x @ params["w"], lambda: -x @ (params["w"] * 1.0) @ params["v"])
 
     prepared = jq.prepare(choose, PARAMS, X, rules=RULES)
-    with pytest.raises(ValueError, match=rf"^v {PLACE}: jaxquant.minmax.finalize: .* got no data"):
+    with pytest.raises(ValueError, match=rf"^v {PLACE}: jaxquant.Prepared.finalize: .* got no data"):
         prepared.calibrate(PARAMS, [X])
 
 

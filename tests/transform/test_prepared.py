@@ -21,6 +21,7 @@ from jaxquant.transform import _calls, _prepared
 F32 = np.float32
 STATIC = jq.recipes.w8a8_static()
 DYNAMIC = jq.recipes.w8a8_dynamic()
+SATURATING = "2 can saturate in ONNX Runtime on x86-64 without VNNI; reduce_range=True avoids it"
 
 
 def apply(params: Any, x: jax.Array, *, scale: float = 1.0, double: bool = False) -> jax.Array:
@@ -55,7 +56,7 @@ def test_prepare_reads_shapes_only(params: Any) -> None:
     assert [row.form for row in rows] == ["integer", "integer"]
     assert rows[0].where.startswith(str(pathlib.Path(__file__)))
     assert "first/kernel" in str(prepared.coverage)
-    assert str(prepared.coverage).endswith("2 integer")
+    assert str(prepared.coverage).splitlines()[-2:] == ["2 integer", SATURATING]
     assert prepared.coverage.to_dict()["second/kernel"]["shapes"] == [[6, 16], [16, 5]]
     # The parameters without a contraction are not quantized.
     assert {prepared.names[place] for place in prepared.leaves} == {"first/kernel", "second/kernel"}
