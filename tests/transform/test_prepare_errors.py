@@ -147,7 +147,7 @@ def test_a_branch_never_taken_has_no_range() -> None:
         return jax.lax.cond(x.sum() > 0, lambda: x @ params["w"], lambda: -x @ (params["w"] * 1.0) @ params["v"])
 
     prepared = jq.prepare(choose, PARAMS, X, rules=RULES)
-    with pytest.raises(ValueError, match=rf"^v {PLACE}: jaxquant.Prepared.finalize: .* got no data"):
+    with pytest.raises(ValueError, match=rf"^v {PLACE}: jaxquant.Prepared.calibrate: .* got no data"):
         prepared.calibrate(PARAMS, [X])
 
 
