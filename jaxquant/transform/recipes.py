@@ -76,11 +76,16 @@ def w4a8() -> tuple[Rule, ...]:
     )
 
 
-def onednn() -> tuple[Rule, ...]:
-    """Return rules for what oneDNN's integer kernels take: int8 weights per output, uint8 activations per tensor."""
+def onednn(*, reduce_range: bool = False) -> tuple[Rule, ...]:
+    """Return rules for what oneDNN's integer kernels take: int8 weights per output, uint8 activations per tensor.
+
+    Args:
+        reduce_range: as in `w8a8_dynamic`. oneDNN's guide, "Nuances of int8 computations", recommends it for x86-64
+            processors without VNNI.
+    """
     return (
         Rule(operation="take", keep="float"),
-        Rule(weight=Weight("int8"), activation=Activation("uint8", range=minmax)),
+        Rule(weight=_make_weight(reduce_range), activation=Activation("uint8", range=minmax)),
     )
 
 
