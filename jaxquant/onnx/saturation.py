@@ -309,8 +309,8 @@ class _Scope:
             sides = [self._find_dequantize(name) for name in (_get_input(node, 0), weights)]
             if sides[0] is None or sides[1] is None:
                 return None
-            (activations, _), (holder, moves) = sides[0], sides[1]
-            is_pair = self._is_unsigned(activations) and self.types.get(holder.input[0]) == _INT8
+            (activations, moved), (holder, moves) = sides[0], sides[1]
+            is_pair = self._is_unsigned(activations, moved) and self.types.get(holder.input[0]) == _INT8
             return (holder, 0, 2, moves) if is_pair else None
         kind = _UINT8 if operands.activations is None else self.types.get(_get_input(node, operands.activations))
         is_pair = kind == _UINT8 and self.types.get(weights) == _INT8
@@ -328,10 +328,15 @@ class _Scope:
             name = node.input[0]
         return None
 
-    def _is_unsigned(self, dequantize: Any) -> bool:
-        """Return whether activations are uint8 in the runtime, which also turns pairs of int8 into pairs of uint8."""
+    def _is_unsigned(self, dequantize: Any, moves: list[Any]) -> bool:
+        """Return whether activations may be uint8 in the runtime.
+
+        It turns pairs of QuantizeLinear and DequantizeLinear with int8 into pairs with uint8, and inserts such pairs
+        behind operators that move elements.
+        """
         kind, source = self.types.get(dequantize.input[0]), self.producers.get(dequantize.input[0])
-        return kind == _UINT8 or (kind == _INT8 and source is not None and source.op_type == "QuantizeLinear")
+        is_pair = bool(moves) or (source is not None and source.op_type == "QuantizeLinear")
+        return kind == _UINT8 or (kind == _INT8 and is_pair)
 
 
 @dataclasses.dataclass(frozen=True)

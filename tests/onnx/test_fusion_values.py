@@ -315,10 +315,10 @@ FOLLOWED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", list(FOLLOWED))
 def test_contractions_that_the_runtime_computes_otherwise(
-    name: str, rng: np.random.Generator, tmp_path: pathlib.Path
+    name: str, fixed_rng: np.random.Generator, tmp_path: pathlib.Path
 ) -> None:
     op, options, text = FOLLOWED[name]
-    model = make_contraction(rng, op, **options)
+    model = make_contraction(fixed_rng, op, **options)
     proto = model.build(model.nodes[-1].output[0])
     literal = run_literally(proto, model.feeds).astype(np.int32)
     with pytest.warns(jqonnx.FusionWarning, match=text) as caught:

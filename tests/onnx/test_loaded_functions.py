@@ -18,6 +18,8 @@ from jaxquant import onnx as jqonnx
 from jaxquant.onnx.__main__ import main
 
 from ..cases.onnx_models import Builder, make_mlp, quantize_model, run_runtime
+from ..oracles import float_kernels_text
+from ..support import processor
 
 
 def make_single(
@@ -207,7 +209,12 @@ def test_product_is_rounded_before_a_sum_behind_it(between: str, rng: np.random.
     model = b.build([16, 32], y)
     x = rng.normal(size=(16, 32)).astype(np.float32)
     fn, params = jqonnx.load(model)
-    np.testing.assert_array_equal(jax.jit(fn)(params, x), run_runtime(model, {"x": x})[0])
+    if between == "Softmax" and processor.count_lanes() != 16:  # the runtime adds in another order here
+        (factor,) = model.graph.initializer
+        expected = float_kernels_text.softmax(x * numpy_helper.to_array(factor), 16)
+    else:
+        expected = run_runtime(model, {"x": x})[0]
+    np.testing.assert_array_equal(jax.jit(fn)(params, x), expected)
 
 
 def test_error_has_the_shapes_of_the_inputs(rng: np.random.Generator) -> None:

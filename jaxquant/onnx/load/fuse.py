@@ -13,7 +13,7 @@ import numpy as np
 
 from .deviations import Deviation
 from .fuse_rules import find_added_bias, fits_int32, select_operator
-from .graph import WINDOW_SUM, Graph, Node, find_small_powers, select_live
+from .graph import ROUNDED, WINDOW_SUM, Graph, Node, find_small_powers, select_live
 from .scales import allows_scale, drops_clip, is_clip_redundant
 
 _EIGHT_BITS = (np.dtype(np.uint8), np.dtype(np.int8))
@@ -569,6 +569,8 @@ class _Fuser:
         for node in self.nodes:
             if node.op == "Mul" and not node.domain and self._feeds_sum(node):
                 node = dataclasses.replace(node, op="RoundedMul", domain="jaxquant")
+            elif node.op == "DequantizeLinear" and not self.is_exported and self._feeds_sum(node):
+                node = dataclasses.replace(node, attributes={**node.attributes, ROUNDED: 1})
             nodes.append(node)
         self.nodes = nodes
 

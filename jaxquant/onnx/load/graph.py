@@ -21,6 +21,8 @@ _KIND = onnx.AttributeProto
 # The documentation of a division that XLA must not replace by a product with the reciprocal. `export` writes it, and a
 # node has it as an attribute.
 ROUNDED_ONCE = "jaxquant.rounded_once"
+# The attribute of a DequantizeLinear whose product is rounded before a sum reads it.
+ROUNDED = "jaxquant.rounded"
 # The attribute of a mean over windows that stands for their sum.
 WINDOW_SUM = "jaxquant.window_sum"
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ...._core import barriers
 from .. import float_kernels
@@ -119,6 +120,9 @@ def _find_softmax(call: Any, x: Any, axis: int) -> Any:
     n = x.shape[axis]
     if not (call.has_runtime_floats(x) and isinstance(n, int) and n):
         return jax.nn.softmax(x, axis)
+    # XLA would compute a dequantization again where the largest element is subtracted, and contract its product with
+    # the difference: for scales of 1e8 the result would be NaN.
+    x = lax.optimization_barrier(x)
     return jnp.moveaxis(float_kernels.softmax_last(jnp.moveaxis(x, axis, -1)), -1, axis)
 
 

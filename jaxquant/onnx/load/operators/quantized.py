@@ -11,6 +11,7 @@ import numpy as np
 from jax.export import is_symbolic_dim
 
 from ...._codes.bias import quantize_bias
+from ...._core import barriers
 from ...._onnx_ops.conv_integer import conv_integer
 from ...._onnx_ops.dequantize_linear import dequantize_linear
 from ...._onnx_ops.dynamic_quantize_linear import dynamic_quantize_linear
@@ -19,6 +20,7 @@ from ...._onnx_ops.qlinear_conv import qlinear_conv
 from ...._onnx_ops.qlinear_matmul import qlinear_matmul
 from ...._onnx_ops.quantize_linear import quantize_linear
 from ...._training.fake_quantize_linear import fake_quantize_linear
+from ..graph import ROUNDED
 from ..registry import register
 from ..values import find_onnx_dtype
 
@@ -62,7 +64,8 @@ def apply_dequantize_linear(call: Any, x: Any, scale: Any, zero_point: Any = Non
     """ONNX DequantizeLinear."""
     scale, zero_point = read_scalar(scale), read_scalar(zero_point)
     output = _read_dtype(call, "output_dtype")
-    return dequantize_linear(x, scale, zero_point, output_dtype=output, **_find_granularity(call))
+    y = dequantize_linear(x, scale, zero_point, output_dtype=output, **_find_granularity(call))
+    return barriers.round_result(y) if call.get(ROUNDED) and y.dtype == np.float32 else y
 
 
 @register("DynamicQuantizeLinear")
