@@ -379,10 +379,10 @@ def _find_first_overflows(spec: QuantSpec, dtype: np.dtype) -> tuple[np.float32,
 
     The spec has a fixed zero point. The largest scale is the power of two for the largest number of the dtype.
     """
-    sides = [_find_first_overflow(levels, tie_up, dtype) for levels, tie_up in _list_sides(spec)]
+    below, above = (_find_first_overflow(levels, tie_up, dtype) for levels, tie_up in _list_sides(spec))
     if has_equal_reach(spec):  # the ends are not told apart
-        return (min(sides),) * 2
-    return sides[0], sides[1]
+        below = above = min(below, above)
+    return below, above
 
 
 def _find_first_overflow(levels: np.ndarray, ties_up: np.ndarray, dtype: np.dtype) -> np.float32:

@@ -28,9 +28,11 @@ def percentile(spec: QuantSpec, q: float, *, bins: int = 2048, every: int = 1) -
 
     These are numpy's percentiles with linear interpolation, found in a histogram. They are off by less than the width
     of a bin, 2 * R / bins, where R is the least power of two above max(|x|). Exact zeros are counted separately and
-    have no such error. One outlier makes the bins wide, so the bins near 0 are divided: a percentile p between
-    R / 2**21 and R / 2**5 is off by less than |p| / 32, with 128 bins or more. The range is clipped to the least and
-    the largest value of the data; q = 100 gives these, as `minmax` does.
+    have no such error. The range is clipped to the least and the largest value of the data; q = 100 gives these, as
+    `minmax` does.
+
+    One outlier makes the bins wide, so the 64 bins next to 0 are divided: with 128 to 32768 bins, a percentile p whose
+    magnitude is between R / 2**16 * 64 / bins and R * 64 / bins is off by less than |p| / 32.
 
     The result depends neither on the order of the batches nor on how states are merged. The state has 8 bytes per bin
     and slice, and 8 KiB more, 24 KiB for each slice by default, and can count 2**64 elements. With 65536 bins none is

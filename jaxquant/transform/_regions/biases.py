@@ -46,7 +46,7 @@ def enlarge_scales(
         q = converted[leaf]
         if q.scale.dtype != dtypes.FLOAT32:
             continue
-        scale = result.get(leaf, q.scale)
+        scale = q.scale if (known := result.get(leaf)) is None else known
         with checks.prefix_errors(describe):
             ratio = _find_ratio(q, q.scale, axes, bias, x_scale)
             if not checks.is_traced(ratio) and bool((ratio == 1).all()):
