@@ -206,13 +206,10 @@ def _change_product(node: Any, shift: _Shift) -> None:
 
 def _change_float_product(node: Any, shift: _Shift) -> None:
     left, right = (shift.scope.find_dequantize(name) for name in node.input[:2])
-    is_moved = bool(left) and node.input[0] not in left[1].output  # ONNX Runtime then inserts a pair, which it changes
-    if (
-        left
-        and right
-        and (is_moved or left[0].is_unsigned(left[1]))
-        and right[0].find_type(right[1].input[0]) == TensorProto.INT8
-    ):
+    if not left or not right or right[0].find_type(right[1].input[0]) != TensorProto.INT8:
+        return
+    # Behind operators that move elements ONNX Runtime inserts a pair, of which it makes one with uint8.
+    if node.input[0] not in left[1].output or left[0].is_unsigned(left[1]):
         node.input[1] = shift.dequantize(node.input[1])
 
 
