@@ -418,7 +418,8 @@ def test_the_gradient_of_a_learned_output_scale_is_that_of_its_rule() -> None:
     params = {"a": np.where(rng.random((8, 6)) < 0.5, -127, 127).astype(F)}  # weights of scale 1
     x = rng.integers(0, 256, (5, 8)).astype(F)
     x[0, :2] = 0, 255  # activations of scale 1, too
-    prepared = jq.prepare(lambda p, x: x @ p["a"], params, x, rules=RULES)
+    # Weights of 8 bits, so that 127 is a code.
+    prepared = jq.prepare(lambda p, x: x @ p["a"], params, x, rules=jq.recipes.onnx_runtime(reduce_range=False))
     learned = prepared.learned(params, find_ranges(prepared, params, x), estimator=jq.LSQ())
     # The estimator starts the scales of weights elsewhere; here they are 1.
     learned = dataclasses.replace(learned, weights=jax.tree.map(jnp.ones_like, learned.weights))
