@@ -94,7 +94,7 @@ def draw_codes(rng: np.random.Generator, dtype: Any, *shape: int) -> np.ndarray:
 
 def draw_point(rng: np.random.Generator, dtype: Any) -> int:
     info = np.iinfo(dtype)
-    return int(rng.choice([info.min, info.max, rng.integers(info.min, info.max + 1)]))
+    return int(rng.choice(np.array([info.min, info.max, rng.integers(info.min, info.max + 1)])))
 
 
 IMAGE, MATRIX = (2, 3, 4, 6), (3, 4, 6)
@@ -232,7 +232,7 @@ def test_a_redundant_clip_changes_no_code(rng: np.random.Generator) -> None:
         scale, point = F(10.0 ** rng.uniform(-30, 10) * rng.choice([-1, 1])), draw_point(rng, dtype)
         ends = np.array([info.min - point, info.max - point]) + rng.choice([-0.5, 0, 0.5, 3, -3], 2)
         bounds = sorted(F(end * scale) for end in ends)
-        low, high = (np.nextafter(b, F(rng.choice([-np.inf, np.inf, b]))) for b in bounds)
+        low, high = (np.nextafter(b, F(rng.choice(np.array([-np.inf, np.inf, b])))) for b in bounds)
         steps = np.arange(-300, 301, 0.25).astype(F) * scale
         x = np.concatenate([steps, [low, high], np.nextafter([low, high], F(0)), [-np.inf, np.inf]]).astype(F)
 

@@ -132,7 +132,8 @@ def _normalize_rows(x: jax.Array, x_encoding: Encoding, y_encoding: Encoding) ->
     divisors = total * unit
     if is_plain and x.shape[1] >= _LONG:
         return _look_up_rows(products, divisors, places, y_encoding)
-    return _encode_quotients(*(look_up(product, places) for product in products), divisors, y_encoding)
+    high, low = (look_up(product, places) for product in products)
+    return _encode_quotients(high, low, divisors, y_encoding)
 
 
 def _look_up_rows(
