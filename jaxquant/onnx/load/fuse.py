@@ -88,7 +88,9 @@ class _Fuser:
         self._index()
         has_codes = any(node.op in ("QuantizeLinear", "DequantizeLinear") for node in self.nodes)
         if has_codes and self.fusions != "none":
-            pairs = (self._merge_pairs, self._insert_pairs, self._drop_transposes)
+            # The transpositions of an exported model are those of the function, which XLA removes.
+            transposes = () if self.is_exported else (self._drop_transposes,)
+            pairs = (self._merge_pairs, self._insert_pairs, *transposes)
             rules = (self._drop_identities, self._drop_relu, *pairs, *pairs, *pairs)
             if not self.is_exported:
                 rules = (*rules, self._quantize_parameters)

@@ -28,6 +28,8 @@ from .values import (
 )
 
 # What an operator raises that reads a traced value.
+# Operators whose codes `export` and `verify` list.
+_QUANTIZING = ("QuantizeLinear", "DynamicQuantizeLinear")
 _UNREADABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 # Shapes, and all that is computed of them, have no more elements. Larger arrays are data: they are left to the compiled
 # program, as far as numpy does not compute them.
@@ -190,6 +192,9 @@ def _map_sequence(function: Any, value: Any) -> Any:
 
 def _is_small(operator: Operator, call: Call, inputs: Sequence[Any]) -> bool:
     """Return whether all inputs of an operator are known, and few enough numbers to compute with them now."""
+    # A quantization is recorded whether its input is known or not: it may be unknown for another batch.
+    if recording.is_recording() and call.node.op in _QUANTIZING:
+        return False
     # What hands its inputs on leaves them known itself.
     if operator.passes or not all(map(is_computed, inputs)):
         return False
