@@ -346,12 +346,13 @@ class _Mover:
     Attributes:
         root: the main graph, which gets the new constants.
         names: the names that are taken.
-        moved: the new names of constants.
+        moved: the old and new names of constants. Their keys are the objects' identities, since the branches of an If
+            may give one name to different constants; the scopes keep these objects alive.
     """
 
     root: Any
     names: set[str]
-    moved: dict[str, str]
+    moved: dict[int, tuple[str, str]]
 
     def move_weights(self, scope: _Scope, use: _Use) -> None:
         """Add 128 to the int8 weights of a product and to their zero point, which become uint8."""
@@ -367,10 +368,12 @@ class _Mover:
     def _move(self, scope: _Scope, node: Any, name: str) -> str:
         """Return the name of an int8 tensor as uint8, moved by 128."""
         if name in scope.constants:
-            if name not in self.moved:
-                codes = numpy_helper.to_array(scope.constants[name])
-                self.moved[name] = self._add_constant(f"{name}.uint8", codes.view(np.uint8) ^ np.uint8(128))
-            return self.moved[name]
+            constant = scope.constants[name]
+            if id(constant) not in self.moved:
+                codes = numpy_helper.to_array(constant)
+                moved = self._add_constant(f"{name}.uint8", codes.view(np.uint8) ^ np.uint8(128))
+                self.moved[id(constant)] = (name, moved)
+            return self.moved[id(constant)][1]
         # The runtime computes these nodes once if the weights follow from constants.
         offset = self._add_constant("offset_128", np.asarray(128, np.int32))
         wide, total, moved = (self._make_name(f"{name}.{part}") for part in ("int32", "moved", "uint8"))
@@ -413,7 +416,7 @@ class _Mover:
 
     def drop_unused(self, reads: set[str]) -> None:
         """Remove the int8 constants that nothing reads any more."""
-        dropped = {*self.moved} - reads
+        dropped = {name for name, _ in self.moved.values()} - reads
         for field in (self.root.initializer, self.root.input):  # old models list constants among the inputs, too
             for i in reversed(range(len(field))):
                 if field[i].name in dropped:
