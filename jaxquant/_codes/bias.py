@@ -103,23 +103,40 @@ def quantize_added_bias(
         ContractValueError: the arrays are known, and a sum may have more steps than int32 holds.
     """
     steps, _ = _quantize_steps(bias, lhs_scale, rhs_scale)
-    terms = math.prod(n for axis, n in enumerate(weight.shape) if axis not in places)
-    free = _MOST - terms * _LARGEST_CODE * _LARGEST_CODE
+    free = find_free_steps(weight, places)
     known = _count_known_steps(function, bias, lhs_scale, rhs_scale)
     if known is None:
-        # What the codes of the weights leave free is not computed: that would read all of them in each call.
-        limit = np.int32(free)
-        return lax.clamp(-limit, steps.astype(jnp.int32), limit) if free >= _MOST // 2 else steps.astype(jnp.int32)
-    if np.abs(known).max(initial=0) > free and not checks.is_traced(weight.stored_codes):
+        return steps.astype(jnp.int32) if free is None else lax.clamp(-np.int32(free), steps.astype(jnp.int32), free)
+    if free is not None:
+        most = float(np.abs(known).max(initial=0))
+        _require_fit(function, most <= free, f"{free} steps of the scales' product beside these products", most)
+    elif not checks.is_traced(weight.stored_codes):
         with jax.ensure_compile_time_eval():
             products = np.asarray(find_largest_sums(weight, places), np.float64).reshape(known.shape)
-        most = float((np.abs(known) + products).max())
-        expected = (
-            "a bias that fits into int32 together with the products, at most 2**31 - 1 steps of the scales' product"
-        )
-        got = f"{most:.6g} steps; convert the parameters with their ranges, which enlarges the scales of the weights"
-        checks.require(most <= _MOST, function, "bias", expected, got)
+        most = float((np.abs(known) + products).max(initial=0))
+        _require_fit(function, most <= _MOST, "2**31 - 1 steps of the scales' product", most)
     return steps.astype(jnp.int32)
+
+
+def _require_fit(function: str, condition: bool, limit: str, most: float) -> None:
+    expected = f"a bias that fits into int32 together with the products, at most {limit}"
+    got = f"{most:.6g} steps; convert the parameters with their ranges, which enlarges the scales of the weights"
+    checks.require(condition, function, "bias", expected, got)
+
+
+def find_free_steps(weight: QuantizedArray, places: Sequence[int]) -> np.int32 | None:
+    """Return the steps that int32 leaves to a bias beside any products of 8-bit codes; None if less than half of all.
+
+    Known and traced biases have the same limit, which is not that of the codes: to read these in each call takes long.
+    A sum of so many products that they need more than half of int32 is limited by its codes, where they are known.
+
+    Args:
+        weight: the codes; only their shape matters.
+        places: its axes that are features.
+    """
+    terms = math.prod(n for axis, n in enumerate(weight.shape) if axis not in places)
+    free = _MOST - terms * _LARGEST_CODE * _LARGEST_CODE
+    return np.int32(free) if free >= _MOST // 2 else None
 
 
 def find_largest_sums(weight: QuantizedArray, places: Sequence[int]) -> jax.Array:
@@ -133,9 +150,10 @@ def find_largest_sums(weight: QuantizedArray, places: Sequence[int]) -> jax.Arra
     if weight.zero_point is not None:
         codes = codes - Aligned(weight.block_size).expand(weight.zero_point.astype(jnp.int32), codes)
     rest = tuple(axis for axis in range(codes.ndim) if axis not in places)
-    sums = jnp.sum(jnp.abs(codes), axis=rest) * np.int32(_LARGEST_CODE)
+    # float32, because the product of a long sum does not fit into int32.
+    sums = jnp.sum(jnp.abs(codes), axis=rest).astype(jnp.float32) * np.float32(_LARGEST_CODE)
     kept = sorted(places)
-    return lax.transpose(sums, [kept.index(axis) for axis in places]).astype(jnp.float32)
+    return lax.transpose(sums, [kept.index(axis) for axis in places])
 
 
 def _count_known_steps(function: str, bias: Any, lhs_scale: Any, rhs_scale: Any) -> np.ndarray | None:

@@ -21,7 +21,7 @@ from ._programs import jaxpr
 from ._programs.interpret import Interpreter, Mode
 from ._regions.biases import check_biases, enlarge_scales
 from ._regions.point import Regions
-from ._weights import make_weight_twin, quantize_weight, quantize_with_scale
+from ._weights import make_larger_twin, make_weight_twin, quantize_weight, quantize_with_scale
 from .rules import Rule
 
 
@@ -308,14 +308,30 @@ class Prepared:
         self._check_floats("fake_apply", call.parameters)
         self._check_records("fake_apply", "scales", call, records)
         mode = _modes.TrainMode(call.plan, call.bind_statics(), learned.estimator)
-        parameters = list(call.parameters.arrays)
+        arrays, parameters = call.parameters.arrays, list(call.parameters.arrays)
         for place, plan in self.leaves.items():
             name = self.names[place]
             with checks.prefix_errors(name), checks.name_errors("Prepared.fake_apply"):
-                w = plan.multiply(parameters[place], call.parameters.arrays)
+                w = plan.multiply(arrays[place], arrays)
                 parameters[place] = make_weight_twin(w, plan, learned.weights.get(name), learned.estimator)
         with checks.name_errors("Prepared.fake_apply"):
+            # As in `convert`.
+            for place, scale in self._find_larger_scales(arrays, parameters, records).items():
+                name, plan = self.names[place], self.leaves[place]
+                w = plan.multiply(arrays[place], arrays)
+                part, codes = learned.weights.get(name), parameters[place].codes
+                parameters[place] = make_larger_twin(w, plan, part, learned.estimator, codes, scale)
             return self._interpret(mode, call, parameters, records)[0]
+
+    def _find_larger_scales(
+        self, arrays: Sequence[Any], parameters: Sequence[Any], records: Any
+    ) -> Mapping[int, jax.Array]:
+        """Return the scales of `enlarge_scales` for parameters that are quantized during training."""
+        if not self.regions.points:
+            return {}
+        codes = [parameters[i].codes if i in self.leaves else x for i, x in enumerate(parameters)]
+        fixed, codes, records = jax.lax.stop_gradient((list(arrays), codes, records))
+        return enlarge_scales(self.regions, fixed, codes, _modes.make_finder(self.static_ranges, records))
 
     def _interpret(self, mode: Mode, call: Call, parameters: Sequence[Any], records: Any) -> tuple[Any, Any]:
         interpreter = Interpreter(call.analysis, mode, records)

@@ -46,3 +46,23 @@ def make_weight_twin(w: Any, plan: LeafPlan, part: LearnedScale | None, rule: An
     # XLA must not fuse what finds the codes with what follows the contraction, which is float: the result of a tanh
     # depends on the loop in which it is. After the barrier the codes are like those that `apply` gets as arguments.
     return Twin(twin.floats, jax.lax.optimization_barrier(codes))
+
+
+def make_larger_twin(
+    w: Any, plan: LeafPlan, part: LearnedScale | None, rule: Any, codes: QuantizedArray, scale: jax.Array
+) -> Twin:
+    """Return a parameter as `make_weight_twin` does, with larger scales where a bias needs them.
+
+    Args:
+        w: the parameter, in floats.
+        plan: how it is quantized.
+        part: the scale that is trained, or None.
+        rule: the estimator of that scale.
+        codes: the parameter as codes, with the scale that it has otherwise.
+        scale: the larger scales; the others are those of `codes`. They have no gradient.
+    """
+    zero_point = None if codes.zero_point is None else codes.zero_point.astype(jnp.float32)
+    if part is None:
+        return make_weight_twin(w, plan, LearnedScale(scale, zero_point), StraightThrough())
+    larger = jnp.where(scale > codes.scale, scale, part.scale)
+    return make_weight_twin(w, plan, part._replace(scale=larger), rule)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxquant as jq
+from jaxquant._codes.bias import find_largest_sums
 
 F32 = np.float32
 # Weights of 8 bits, whose steps the tests compute.
@@ -65,6 +66,10 @@ def test_a_dead_channel_gets_a_larger_scale(function: Any, rng: np.random.Genera
     for apply in (prepared.apply, jax.jit(prepared.apply)):
         y = np.asarray(apply(converted, ranges, x), np.float64)
         assert np.abs(y - expected).max() <= 0.02 * np.abs(expected).max()
+    # Traced, a bias saturated although int32 held it.
+    np.testing.assert_array_equal(
+        np.asarray(prepared.apply(converted, ranges, x)), np.asarray(jax.jit(prepared.apply)(converted, ranges, x))
+    )
     name = "k" if function is convolution else "w"
     scales, old = (np.asarray(tree[name].scale).ravel() for tree in (converted, without))
     assert (scales == old).tolist() == [True, False, True, True]
@@ -85,8 +90,8 @@ def test_a_bias_that_fits_only_alone(rng: np.random.Generator) -> None:
     """It wrapped around: the result was 0 for a positive number."""
     p, x = sample(rng)
     p["w"][:, 1] = np.abs(rng.standard_normal(16))
-    # The scales of the activations and of the channel give the bias 2**31 - 1000 steps.
-    step = float(F32(x.max()) / F32(255)) * float(F32(np.abs(p["w"][:, 1]).max()) / F32(127))
+    # The scales of the activations and of the channel, of 7 bits, give the bias 2**31 - 1000 steps.
+    step = float(F32(x.max()) / F32(255)) * float(F32(np.abs(p["w"][:, 1]).max()) / F32(64))
     p["b"][1] = (2**31 - 1000) * step
     p["v"] = np.diag([1, 1 / p["b"][1], 1, 1]).astype(F32)
     prepared = jq.prepare(dense, p, x, rules=RULES)
@@ -118,3 +123,29 @@ def test_parameters_are_deleted_after_their_scales_were_enlarged(rng: np.random.
     np.testing.assert_array_equal(np.asarray(kept["w"].codes), np.asarray(deleted["w"].codes))
     traced = jax.jit(lambda p: prepared.convert(p, ranges))(jax.tree.map(jnp.array, p))
     np.testing.assert_array_equal(np.asarray(kept["w"].codes), np.asarray(traced["w"].codes))
+
+
+@pytest.mark.parametrize("is_learned", [False, True])
+@pytest.mark.parametrize("function", [dense, left, normalized, convolution])
+def test_training_has_the_larger_scales(function: Any, is_learned: bool, rng: np.random.Generator) -> None:
+    """`fake_apply` kept the tiny scale: its bias saturated at 0.01 for 5, and eagerly it raised an error."""
+    p, x = sample(rng)
+    prepared = jq.prepare(function, p, x, rules=RULES)
+    ranges = prepared.calibrate(p, [x])
+    scales = prepared.learned(p, ranges) if is_learned else ranges
+    converted = prepared.convert(p, scales)
+    expected = np.asarray(jax.jit(prepared.apply)(converted, scales, x))
+    assert np.abs(expected - np.asarray(function(p, x), np.float64)).max() < 1
+    for fake_apply in (prepared.fake_apply, jax.jit(prepared.fake_apply)):
+        np.testing.assert_array_equal(np.asarray(fake_apply(p, scales, x)), expected)
+    gradients = jax.jit(jax.grad(lambda p: prepared.fake_apply(p, scales, x).sum()))(p)
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradients))
+    name = "k" if function is convolution else "w"
+    assert np.abs(np.asarray(gradients[name]).reshape(-1, 4)[:, [0, 2, 3]]).max() > 0
+    assert float(gradients["b"][1]) > 0
+
+
+def test_the_sums_of_long_features_do_not_overflow() -> None:
+    """255 times the sum of 70,000 codes exceeds int32; the product became negative, and no bias too large."""
+    q = jq.quantize(np.ones((70_000, 1), F32), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
+    np.testing.assert_allclose(float(find_largest_sums(q, [1])[0]), 70_000 * 127 * 255, rtol=1e-6)

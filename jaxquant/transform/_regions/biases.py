@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 
 from ..._arrays.quantized_array import QuantizedArray
-from ..._codes.bias import find_largest_sums, quantize_added_bias
-from ..._core import checks, dtypes
+from ..._codes.bias import find_free_steps, find_largest_sums, quantize_added_bias
+from ..._core import barriers, checks, division, dtypes
 from .folding import bind_parameters, find_factor_and_bias, find_feature_axes
 from .point import Regions
 
@@ -26,10 +26,9 @@ def enlarge_scales(
 ) -> dict[int, jax.Array]:
     """Return the scales of parameters at which every bias fits into int32 together with the products.
 
-    The sum of a feature is at most |bias| / (lhs_scale * scale) + 255 * sum(|codes|), and both terms fall with the
-    scale. Where they exceed int32, as those of a feature with tiny weights, the scale of the feature is enlarged; the
-    other scales do not change. Parameters of which no scale changes are left out, and so are weights that are no whole
-    axes of one parameter.
+    A bias has |bias| / (lhs_scale * scale) steps. Where these exceed what int32 leaves beside the products, as those of
+    a feature with tiny weights do, the scale of the feature is enlarged; the other scales do not change. Parameters of
+    which no scale changes are left out, and so are weights that are no whole axes of one parameter.
 
     Args:
         regions: the program.
@@ -51,7 +50,7 @@ def enlarge_scales(
             ratio = _find_ratio(q, q.scale, axes, bias, x_scale)
             if not checks.is_traced(ratio) and bool((ratio == 1).all()):
                 continue
-        result[leaf] = jnp.maximum(scale, q.scale * ratio)
+        result[leaf] = barriers.compute_once(jnp.maximum(scale, q.scale * ratio))
     return result
 
 
@@ -64,12 +63,17 @@ def _find_ratio(
     rest = [axis for axis in range(q.ndim) if axis not in places]
     by_feature = lax.transpose(scale, (*rest, *places)).reshape([scale.shape[axis] for axis in places])
     product = jnp.reshape(x_scale, ()) * by_feature
-    steps = jnp.abs(bias) / jnp.broadcast_to(product, bias.shape)
-    terms = math.prod(q.shape[axis] for axis in rest)
-    # A code that is rounded again may grow by half a step.
-    most = np.float32((_MOST - terms * 128) / _MARGIN)
-    sums = steps + find_largest_sums(q, places)
-    ratio = jnp.where(sums > most, sums / most * np.float32(_MARGIN), np.float32(1))
+    # `division.divide` has the same bits in a jitted function, as `fake_apply` may be.
+    steps = division.divide(jnp.abs(bias), jnp.broadcast_to(product, bias.shape))
+    free = find_free_steps(q, places)
+    if free is not None:
+        sums, most = steps, np.float32(float(free) / _MARGIN)
+    else:
+        # A code that is rounded again may grow by half a step.
+        terms = math.prod(q.shape[axis] for axis in rest)
+        sums, most = steps + find_largest_sums(q, places), np.float32((_MOST - terms * 128) / _MARGIN)
+    ratio = division.divide(sums, jnp.full_like(sums, most)) * np.float32(_MARGIN)
+    ratio = jnp.where(sums > most, ratio, np.float32(1))
     order = sorted(range(len(places)), key=lambda i: places[i])
     wide = lax.transpose(ratio, order).reshape([n if axis in places else 1 for axis, n in enumerate(q.shape)])
     shared = tuple(axis for axis, n in enumerate(scale.shape) if n == 1 and wide.shape[axis] != 1)
