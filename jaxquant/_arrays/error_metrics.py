@@ -146,7 +146,7 @@ def _is_saturated(x: jax.Array, q: QuantizedArray) -> jax.Array:
         # An array does not store its spec: codes that all lie in the reduced range are those of `reduce_range`.
         least, most = dtypes.find_reduced_bounds(q.codes.dtype)
         is_reduced = jnp.all((codes >= least) & (codes <= most))
-        low, high = jnp.where(is_reduced, least - 1, low), jnp.where(is_reduced, most, high)
+        low, high = jnp.where(is_reduced, least, low), jnp.where(is_reduced, most, high)
     point = None if q.zero_point is None else aligned.expand(q.zero_point.astype(jnp.int32), x)
     # The difference of x from the value of its code, in steps.
     excess = value - (codes if point is None else codes - point).astype(jnp.float32)

@@ -83,7 +83,8 @@ def entropy(spec: QuantSpec, *, bins: int = 2048, every: int = 1) -> Calibrator:
     checks.require_type(spec.dtype in narrow, _NAME, "spec.dtype", dtypes.list_names(tuple(narrow)), spec.dtype)
     symmetric, (least, most) = bool(spec.symmetric), spec.bounds
     # A symmetric spec is measured on |x|, so only the codes of one sign count.
-    levels = 2 ** (dtypes.count_bits(spec.dtype) - 1) if symmetric else int(most - least) + 1
+    bits = dtypes.count_bits(spec.dtype) - int(spec.reduce_range)
+    levels = 2 ** (bits - 1) if symmetric else int(most - least) + 1
     checks.check_integer(_NAME, "bins", bins)
     expected = f"a power of two in [{4 * levels}, {_MAX_BINS}], because there are {levels} levels"
     checks.require(4 * levels <= bins <= _MAX_BINS, _NAME, "bins", expected, bins)

@@ -132,3 +132,26 @@ def test_bits_are_allocated_to_weights_of_a_reduced_range(rng):
     for row in coverage:
         weight: Any = row.weight
         assert weight.reduce_range == (weight.dtype == jnp.int8)
+
+
+def test_saturated_elements_of_symmetric_unsigned_codes_are_counted_on_both_sides():
+    """Their lowest code is 1, and only elements above the range were counted."""
+    x = jnp.array([-3.0, -1.0, 0.0, 0.5, 1.0, 3.0])
+    q = jq.quantize(x, jq.QuantSpec(jnp.uint8, symmetric=True, reduce_range=True), -1.0, 1.0)
+    assert (int(q.codes.min()), int(q.codes.max())) == (1, 127)
+    assert float(jq.quantization_error(x, q).saturated) == np.float32(2 / 6)
+
+
+def test_entropy_has_the_levels_of_the_reduced_range(rng):
+    """A symmetric range of 7 bits was chosen for the 128 levels of 8 bits."""
+    x = rng.standard_normal(20_000).astype(np.float32)
+
+    def find_end(spec, bins):
+        calibrator = jq.entropy(spec, bins=bins)
+        return float(calibrator.finalize(calibrator.update(calibrator.init(x), x))[1].item())
+
+    with pytest.raises(ValueError, match=r"entropy: bins: .* because there are 64 levels"):
+        jq.entropy(jq.QuantSpec(jnp.int8, reduce_range=True), bins=128)
+    reduced = find_end(jq.QuantSpec(jnp.int8, reduce_range=True), 2048)
+    # Fewer levels lose less by a smaller range.
+    assert reduced < find_end(jq.QuantSpec(jnp.int8), 2048)
