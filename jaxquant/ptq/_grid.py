@@ -54,8 +54,8 @@ def check_finite(function: str, **arrays: Any) -> None:
     for argument, x in arrays.items():
         if x is None or checks.is_traced(x) or not hasattr(x, "dtype") or not hasattr(x, "ndim"):
             continue
-        # A check of the dtype follows, so that only floats are looked at here.
-        if x.dtype not in dtypes.FLOATS:
+        # A check of the dtype follows, so that only arrays of floats are looked at here.
+        if isinstance(x, QuantizedArray) or x.dtype not in dtypes.FLOATS:
             continue
         # A known array may meet this check while another one is traced.
         with jax.ensure_compile_time_eval():

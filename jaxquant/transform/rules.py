@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from .._arrays.spec import QuantSpec
@@ -85,12 +85,15 @@ class Activation:
 
 def _freeze_options(function: str, dtype: Any, options: Any) -> tuple[tuple[str, Any], ...]:
     """Return the options of a spec as sorted pairs, after a check that a spec takes them."""
+    is_mapping = isinstance(options, Mapping | tuple)  # a tuple of pairs is what the field holds, as for a replace
+    checks.require_type(is_mapping, function, "options", "a dict", checks.describe_value(options))
     pairs = tuple(sorted(dict(options).items()))
     # The granularity follows from the contraction, and the dtype is an argument of its own.
     names = {field.name for field in dataclasses.fields(QuantSpec)} - {"dtype", "granularity", "_"}
     for name, _ in pairs:
         checks.check_option(function, "options", name, tuple(sorted(names)))
-    QuantSpec(dtype, **dict(pairs))
+    with checks.name_errors(function):
+        QuantSpec(dtype, **dict(pairs))
     return pairs
 
 

@@ -142,16 +142,7 @@ def test_saturated_elements_of_symmetric_unsigned_codes_are_counted_on_both_side
     assert float(jq.quantization_error(x, q).saturated) == np.float32(2 / 6)
 
 
-def test_entropy_has_the_levels_of_the_reduced_range(rng):
+def test_entropy_has_the_levels_of_the_reduced_range():
     """A symmetric range of 7 bits was chosen for the 128 levels of 8 bits."""
-    x = rng.standard_normal(20_000).astype(np.float32)
-
-    def find_end(spec, bins):
-        calibrator = jq.entropy(spec, bins=bins)
-        return float(calibrator.finalize(calibrator.update(calibrator.init(x), x))[1].item())
-
     with pytest.raises(ValueError, match=r"entropy: bins: .* because there are 64 levels"):
         jq.entropy(jq.QuantSpec(jnp.int8, reduce_range=True), bins=128)
-    reduced = find_end(jq.QuantSpec(jnp.int8, reduce_range=True), 2048)
-    # Fewer levels lose less by a smaller range.
-    assert reduced < find_end(jq.QuantSpec(jnp.int8), 2048)

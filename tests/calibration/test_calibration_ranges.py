@@ -156,12 +156,12 @@ def test_least_squared_error_of_other_scales(fixed_rng: np.random.Generator) -> 
 
 @pytest.mark.slow
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("kind", ["int8", "uint8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", "uint8", "int4", "int8-reduced"])
 def test_entropy_is_brute_force_s(fixed_rng: np.random.Generator, kind: str) -> None:
     """Within one bin of the least divergence of all candidates, on the same histogram, or with a divergence as small
     as float32 can tell: where a bin more is empty, candidates differ by less."""
-    bins, spec = 1024, KINDS[kind]
-    levels = {"int8": 128, "uint8": 256, "int4": 8}[kind]
+    bins, spec = 1024, KINDS[kind] if kind in KINDS else jq.QuantSpec("int8", reduce_range=True)
+    levels = {"int8": 128, "uint8": 256, "int4": 8, "int8-reduced": 64}[kind]
     cal = jq.entropy(spec, bins=bins)
     data = draw_samples(fixed_rng)
     for name in ("heavy tails", "normal", "uniform", "after a ReLU", "below 0", "centred pixels"):

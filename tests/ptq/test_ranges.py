@@ -150,3 +150,11 @@ def test_empty_slices_and_nan() -> None:
 def test_errors(call: Any, text: str) -> None:
     with pytest.raises((TypeError, ValueError), match=rf"^jaxquant\.ptq\.{text}"):
         call(np.ones((4, 2), F32), SPECS[0])
+
+
+def test_codes_are_refused_by_name() -> None:
+    """The check for finite numbers, which came first, raised an error of `jax.numpy.isfinite`."""
+    q = jq.quantize(np.ones((8, 4), np.float32), jq.QuantSpec("int8"))
+    for name, call in (("hqq", call_hqq), ("search_range", ptq.search_range)):
+        with pytest.raises(TypeError, match=rf"jaxquant\.ptq\.{name}: w: expected an array, got QuantizedArray"):
+            call(q, jq.QuantSpec("int8"))
