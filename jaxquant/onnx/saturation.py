@@ -429,6 +429,10 @@ def _walk(model: ModelProto) -> Iterator[_Scope]:
     while pending:
         graph, parent = pending.pop(0)
         scope = _read_scope(graph, parent)
+        if parent is None and model.ir_version >= 4:
+            # An initializer that is also an input is a default: a caller may pass other weights.
+            for info in graph.input:
+                scope.constants.pop(info.name, None)
         yield scope
         pending += [(inner, scope) for node in graph.node for inner in _list_graphs(node)]
 

@@ -486,3 +486,22 @@ def test_transposed_weights_are_read_through_the_transpose(largest, rng):
     assert [p.pairs for p in found] == [p.pairs for p in expected]
     assert bool(found) == (largest == 127)
     np.testing.assert_array_equal(run(jqonnx.convert_weights_to_uint8(model), x), x.astype(int) @ w.T.astype(int))
+
+
+@pytest.mark.parametrize("ir_version", [3, 10])
+def test_weights_that_are_a_default_of_an_input_stay_an_input(ir_version, rng):
+    """From version 4 of the format on a caller may pass others, and before it all constants are inputs."""
+    w, x = np.full((K, N), 5, np.int8), make_codes(rng, (4, K), 255)
+    node = helper.make_node("MatMulInteger", ["x", "w"], ["y"])
+    model = make_model([node], [("x", x), ("w", w)], [("y", TensorProto.INT32)], {"w": w}, 13)
+    model.ir_version = ir_version
+    found = jqonnx.find_saturating_products(model)
+    if ir_version == 3:
+        assert found == ()
+        return
+    assert [product.pairs for product in found] == [None]
+    others = make_weights(rng, (K, N))
+    session = jqonnx.make_session(jqonnx.convert_weights_to_uint8(model))
+    for weights in (w, others):
+        np.testing.assert_array_equal(session.run(None, {"x": x, "w": weights})[0], x.astype(int) @ weights.astype(int))
+    np.testing.assert_array_equal(session.run(None, {"x": x})[0], x.astype(int) @ w.astype(int))
