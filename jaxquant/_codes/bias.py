@@ -109,7 +109,7 @@ def quantize_added_bias(
         return steps.astype(jnp.int32) if free is None else lax.clamp(-np.int32(free), steps.astype(jnp.int32), free)
     if free is not None:
         most = float(np.abs(known).max(initial=0))
-        _require_fit(function, most <= free, f"{free} steps of the scales' product beside these products", most)
+        _require_fit(function, bool(most <= free), f"{free} steps of the scales' product beside these products", most)
     elif not checks.is_traced(weight.stored_codes):
         with jax.ensure_compile_time_eval():
             products = np.asarray(find_largest_sums(weight, places), np.float64).reshape(known.shape)

@@ -216,7 +216,9 @@ def test_pattern_equals_the_runtime(name: str, dtype: Any, rng: np.random.Genera
     pattern = Pattern(rng, dtype)
     model = pattern.build(make(pattern))
     (expected,) = run_runtime(model, pattern.feeds)
-    actual, operators = load_and_run(model, pattern.feeds, name in DEVIATING)
+    # Convolutions of int8 stay in floats, whose bias has its own scale.
+    warns = name in DEVIATING and not (dtype == np.int8 and name.startswith("conv"))
+    actual, operators = load_and_run(model, pattern.feeds, warns)
     kernels = [op for op in operators if op.startswith(QUANTIZED)]
     assert kernels == sorted(op for op in list_optimized_operators(model, tmp_path) if op.startswith(QUANTIZED))
     # Both libraries leave some convolutions of int8 in floats, which they add up in another order.

@@ -136,6 +136,7 @@ def choose_result(op: str, scale: float) -> float:
     return {"Sigmoid": -1 / 200, "Mul": min(max(scale * scale * 100, 1e-36), 1e30)}.get(op, scale)
 
 
+@pytest.mark.filterwarnings("ignore:ONNX Runtime's optimizations change the value:UserWarning")
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("op", list(OPERATORS))

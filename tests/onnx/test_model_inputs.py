@@ -74,7 +74,7 @@ def test_an_input_that_chooses_a_branch_is_named(rng: np.random.Generator) -> No
     fn, params = jqonnx.load(model)
     assert fn.static_inputs == {"sr"}
     expected = run_runtime(model, {"x": x, "sr": np.asarray(16000)})[0]
-    np.testing.assert_allclose(fn(params, x, np.asarray(16000)), expected, rtol=1e-5)
+    np.testing.assert_allclose(fn(params, x, np.asarray(16000)), expected, rtol=1e-5, atol=1e-6)
     for call in (lambda: jax.jit(fn)(params, x, np.asarray(16000)), lambda: jqonnx.export(fn, [params, x, 16000])):
         with pytest.raises(jqonnx.ModelError) as caught:
             call()
@@ -94,10 +94,12 @@ def test_inputs_are_made_constants(rng: np.random.Generator) -> None:
         assert not fn.static_inputs
         assert repr(fn) == "LoadedFunction(params, x) -> y"
         expected = run_runtime(model, {"x": x, "sr": np.asarray(rate)})[0]
-        np.testing.assert_allclose(jax.jit(fn)(params, x), expected, rtol=1e-5)
-        np.testing.assert_allclose(jax.jit(jax.vmap(fn, (None, 0)))(params, x[:, None])[:, 0], expected, rtol=1e-5)
+        np.testing.assert_allclose(jax.jit(fn)(params, x), expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            jax.jit(jax.vmap(fn, (None, 0)))(params, x[:, None])[:, 0], expected, rtol=1e-5, atol=1e-6
+        )
         exported = jqonnx.export(fn, [x], params=params)
-        np.testing.assert_allclose(run_runtime(exported, {"x": x})[0], expected, rtol=1e-5)
+        np.testing.assert_allclose(run_runtime(exported, {"x": x})[0], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_constants_of_any_size_are_no_parameters(rng: np.random.Generator) -> None:

@@ -154,7 +154,7 @@ def test_errors(call: Any, text: str) -> None:
 
 def test_codes_are_refused_by_name() -> None:
     """The check for finite numbers, which came first, raised an error of `jax.numpy.isfinite`."""
-    q = jq.quantize(np.ones((8, 4), np.float32), jq.QuantSpec("int8"))
+    q: Any = jq.quantize(np.ones((8, 4), np.float32), jq.QuantSpec("int8"))
     for name, call in (("hqq", call_hqq), ("search_range", ptq.search_range)):
         with pytest.raises(TypeError, match=rf"jaxquant\.ptq\.{name}: w: expected an array, got QuantizedArray"):
             call(q, jq.QuantSpec("int8"))

@@ -13,8 +13,7 @@ import jaxquant as jq
 from jaxquant._codes.bias import find_largest_sums
 
 F32 = np.float32
-# Weights of 8 bits, whose steps the tests compute.
-RULES = jq.recipes.onnx_runtime(reduce_range=False)
+RULES = jq.recipes.onnx_runtime()
 
 
 def dense(p: Any, x: Any) -> Any:
