@@ -15,7 +15,7 @@ from jaxquant import onnx as jqonnx
 
 from ..cases.onnx_models import Builder, list_optimized_operators, run_runtime
 from ..cases.quantized_networks import NETWORKS, Options, draw_network, draw_options, is_exact, quantize_network
-from ..oracles.onnx_runtime import has_exact_products
+from ..support import processor
 
 _MOST_DRAWS = 10
 
@@ -26,7 +26,7 @@ def _quantize(
     """Return a quantized network, its options, an input, and ONNX Runtime's result."""
     for _ in range(_MOST_DRAWS):
         model, shape = draw_network(kind, rng)
-        options = draw_options(rng, has_exact_products())
+        options = draw_options(rng, not processor.saturates())
         batches = [rng.normal(size=shape).astype(np.float32) for _ in range(3)]
         x = rng.normal(size=shape).astype(np.float32)
         # The quantizer fails on some networks, and the runtime refuses some of its models.

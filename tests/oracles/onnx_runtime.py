@@ -109,14 +109,6 @@ def _session(serialized: bytes) -> onnxruntime.InferenceSession:
     return open_session(ModelProto.FromString(serialized))
 
 
-@functools.lru_cache(maxsize=1)
-def has_exact_products() -> bool:
-    """Return whether this processor's product of uint8 with int8 is exact: without VNNI, two neighbors saturate."""
-    a, b = np.full((1, 64), 255, np.uint8), np.full((64, 16), 127, np.int8)
-    (y,) = run("MatMulInteger", {"a": a, "b": b}, {"y": np.int32}, 21)
-    return bool(np.all(y == 64 * 255 * 127))
-
-
 def run(
     op: str, feeds: Optional, outputs: Mapping[str, Any], opset: int, /, domain: str = "", **attributes: Any
 ) -> list[np.ndarray]:
