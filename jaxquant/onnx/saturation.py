@@ -3,8 +3,10 @@
 On x86-64 processors without VNNI, ONNX Runtime's kernels of uint8 activations by int8 weights add two neighboring
 products in int16, with saturation. Its other kernels are exact there: uint8 by uint8, int8 by int8, ConvInteger of
 uint8 images by int8 weights, and depthwise QLinearConv. So a product is made exact by storing its weights as uint8,
-moved by 128 with their zero point. The runtime has a session option for this, `session.x64quantprecision`, which does nothing at the levels "disabled" and
-"basic", for weights that are computed and for QLinearMatMul-21, and which leaves products of int8 activations without a
+moved by 128 with their zero point.
+
+The runtime has a session option for this, `session.x64quantprecision`. It does nothing at the levels "disabled" and
+"basic", for weights that are computed, and for QLinearMatMul-21, and it leaves products of int8 activations without a
 kernel. So the model itself is changed here.
 """
 
