@@ -240,8 +240,7 @@ def find_repeated_classes(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
 def read_public_names(tree: ast.Module) -> set[str]:
     """Return the names in `__all__` of a module."""
     for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
             return set(ast.literal_eval(node.value))
     return set()
 
