@@ -332,7 +332,7 @@ def test_under_vmap_and_scan(rng: np.random.Generator, case: str) -> None:
 def test_no_gradient_flows(rng: np.random.Generator) -> None:
     x = rng.normal(size=(3, 4)).astype(F32)
     spec = jq.QuantSpec("uint8", jq.PerAxis(0))
-    loss = lambda *a: jq.quantize(a[0], spec, range=a[1:]).dequantize().sum()  # noqa: E731
+    loss = lambda *a: jq.quantize(a[0], spec, range=a[1:] or None).dequantize().sum()  # noqa: E731
     for gradient in (jax.grad(loss)(x), *jax.grad(loss, argnums=(0, 1, 2))(x, jnp.float32(-1), jnp.float32(1))):
         assert not np.asarray(gradient).any()
 

@@ -53,7 +53,7 @@ def test_codes_are_those_of_the_formula(dtype, symmetric, rng):
     lo, hi = np.float32(-2.5), np.float32(3.25)
     codes = {}
     for name, call in {"eager": jq.quantize, "jit": jax.jit(jq.quantize, static_argnums=1)}.items():
-        q = call(jnp.asarray(x), spec, lo, hi)
+        q = call(jnp.asarray(x), spec, (lo, hi))
         point = 0 if q.zero_point is None else q.zero_point.item()
         exact = np.clip(np.rint(x / np.asarray(q.scale)), low - point, high - point) + point
         np.testing.assert_array_equal(np.asarray(q.codes, np.int64), exact)

@@ -362,7 +362,9 @@ ROWS: list[tuple[Callable[[], Any], type[Exception], str]] = [
 @pytest.mark.parametrize("row", range(len(ROWS)))
 def test_refusals(row: int) -> None:
     call, error, text = ROWS[row]
-    with pytest.raises(error, match=rf"jaxquant\.{text}" if not text.startswith(("bins", "decay", "q:")) else text):
+    with pytest.raises(
+        error, match=rf"jaxquant\.calibration\.{text}" if not text.startswith(("bins", "decay", "q:")) else text
+    ):
         call()
 
 
