@@ -137,7 +137,7 @@ def test_functions_on_codes_give_the_same_numbers(rng: np.random.Generator) -> N
     assert [sorted(record) for record in ranges.values()] == [["0", "output"], ["output"], ["output"], ["output"]]
 
     def output(name: str) -> jq.Quantizer:
-        return jq.Quantizer.from_range(spec, [end.reshape(()) for end in ranges[name]["output"]])
+        return jq.Quantizer.from_range(spec, jax.tree.map(jnp.ravel, ranges[name]["output"]))
 
     @jax.jit
     def compute(x: jax.Array) -> jax.Array:

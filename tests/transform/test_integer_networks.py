@@ -97,7 +97,7 @@ class Graph:
         self.start = self.graph.feed(codes, np.asarray(q.scale).reshape(()), np.asarray(q.zero_point).reshape(()))
 
     def find_affine(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        q = jq.Quantizer.from_range(SPEC, [end.reshape(()) for end in self.ranges[name]["output"]])
+        q = jq.Quantizer.from_range(SPEC, jax.tree.map(jnp.ravel, self.ranges[name]["output"]))
         return np.asarray(q.scale).reshape(()), np.asarray(q.zero_point).reshape(())
 
     def find_weights(self, layer: str, norm: str | None) -> tuple[jq.QuantizedArray, np.ndarray]:
