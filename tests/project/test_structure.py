@@ -9,9 +9,9 @@ import pytest
 
 from tests.project import structure
 
-MODULES = 327
+MODULES = 329
 CODE_LINES = 33_200
-CLOSURE = (22, 107)  # median and 90th percentile
+CLOSURE = (23, 107)  # median and 90th percentile
 CLOSURE_AT_IMPORT = (20, 105)
 PRIVATE_IMPORTS = 94
 CYCLES = 2
