@@ -21,7 +21,7 @@ from flax import nnx
 import jaxquant as jq
 from jaxquant.flax import linen as qnn
 from jaxquant.flax import nnx as qnnx
-from tests.project import module_map
+from tests.project import generate, module_map
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -151,13 +151,11 @@ def test_the_page_on_architecture_has_the_modules_and_the_layers() -> None:
 
 
 def test_the_table_of_the_api_reference_lists_every_name_once() -> None:
-    rows = re.findall(
-        r"^\| \[[^]]+\]\((\w[\w-]*\.md)[^)]*\), `([\w.]+)` \| (.+) \|$",
-        (DOCS / "api" / "index.md").read_text(),
-        re.MULTILINE,
-    )
-    listed = [(page, f"{module}.{name}") for page, module, names in rows for name in re.findall(r"`(\w+)`", names)]
-    documented = [(page.name, name) for page in PAGES if page.parent.name == "api" for name in find_directives(page)]
+    table = generate.INDEX.read_text()
+    assert table == generate.insert_names(table), f"run {generate.COMMAND}"
+    rows = re.findall(r"^\| \[[^]]+\]\([^)]+\), `([\w.]+)` \| (.+) \|$", table, re.MULTILINE)
+    listed = [f"{module}.{name}" for module, names in rows for name in re.findall(r"`(\w+)`", names)]
+    documented = [name for page in PAGES if page.parent.name == "api" for name in find_directives(page)]
     assert sorted(listed) == sorted(documented)
 
 

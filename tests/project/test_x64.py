@@ -21,6 +21,8 @@ from jaxquant.flax import Learned, Observed
 from jaxquant.flax import linen as qnn
 from jaxquant.flax import nnx as qnnx
 
+from ..cases import public_calls
+
 F32 = np.float32
 DRAWN = np.random.default_rng(0)
 X = DRAWN.normal(size=(6, 10)).astype(F32)
@@ -91,6 +93,12 @@ def on_codes() -> Any:
     )  # fmt: skip
 
 
+def public() -> Any:
+    """Return the results of the calls that every operator has in the shared cases."""
+    calls = [*public_calls.elementwise(), *public_calls.integer_operators(), *public_calls.on_codes()]
+    return [call.function(**call.arguments) for call in calls]
+
+
 RULES = {
     "straight": jq.StraightThrough(),
     "lsq": jq.LSQ(),
@@ -125,6 +133,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "contracted": contracted,
     "operators": operators,
     "on codes": on_codes,
+    "public": public,
     "pulled": pulled,
 }
 

@@ -1,0 +1,43 @@
+"""Rewrite all files that are made from the code: `python -m tests.project.generate`.
+
+- `docs/api/index.md`: the names in its table, from the pages of the API reference.
+- `docs/architecture.md`: the map of the modules, see `module_map`.
+- `tests/project/signatures.txt`: the public interface, see `signatures`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from tests.project import module_map, signatures
+
+API = module_map.ROOT / "docs" / "api"
+INDEX = API / "index.md"
+COMMAND = "python -m tests.project.generate"
+
+
+def insert_names(table: str) -> str:
+    """Return the table of the API reference with the names that its pages document.
+
+    A row begins with a link to a page and the module from which its names are imported. The names are those in the
+    directives of that page, such as `::: jaxquant.ops.qlinear_add`, in their order.
+    """
+
+    def complete(row: re.Match[str]) -> str:
+        directives = re.findall(r"^::: (\S+)$", (API / row["page"]).read_text(), re.MULTILINE)
+        names = [name.rpartition(".")[2] for name in directives if name.rpartition(".")[0] == row["module"]]
+        return f"{row['start']} | {', '.join(f'`{name}`' for name in names)} |"
+
+    pattern = r"^(?P<start>\| \[[^]]+\]\((?P<page>[\w-]+\.md)[^)]*\), `(?P<module>[\w.]+)`) \| .* \|$"
+    return re.sub(pattern, complete, table, flags=re.MULTILINE)
+
+
+def main() -> None:
+    """Write the files."""
+    INDEX.write_text(insert_names(INDEX.read_text()))
+    module_map.PAGE.write_text(module_map.insert_map(module_map.PAGE.read_text()))
+    signatures.PATH.write_text(signatures.format_public())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""What is listed by hand lists everything: operators and recipes in the shared cases, files in CONTRIBUTING.md."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+
+import jaxquant as jq
+
+from .. import exactness
+from ..cases import public_calls
+from ..support import prepared
+
+ROOT = pathlib.Path(__file__).parents[2]
+OPERATORS = [name for name in jq.ops.__all__ if name != "DynamicQuantizeLinearOutput"]
+# oneDNN itself is the oracle of the first, in tests/onednn; the second returns floats, which agree up to rounding.
+WITHOUT_EXACTNESS = {"dynamic_dequantize", "matmul_nbits"}
+# Folders from which a path in the text may begin, besides the root.
+STARTS = ("", "jaxquant", "tests", "docs")
+
+
+def test_every_operator_is_compared_with_an_oracle() -> None:
+    compared = {case.operator for case in exactness.cases()}
+    assert set(OPERATORS) - WITHOUT_EXACTNESS <= compared
+
+
+def test_every_operator_is_called_with_bad_arguments() -> None:
+    called = {call.name.rpartition(".")[2] for call in public_calls.calls()}
+    assert set(OPERATORS) <= called
+
+
+def test_every_recipe_is_applied_to_the_shared_programs() -> None:
+    assert set(jq.recipes.__all__) <= set(prepared.RECIPES)
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "tests/README.md"])
+def test_named_files_exist(page: str) -> None:
+    """A path in backticks exists; NAME stands for that of something new."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    paths = re.findall(r"`((?:[\w.-]+/)+[\w.-]*|[\w-]+\.(?:py|md|toml|yml|txt))`", text)
+    missing = [path for path in paths if not any((ROOT / start / path).exists() for start in STARTS)]
+    assert all("NAME" in path and (ROOT / path).parent.is_dir() for path in missing), missing
+    assert paths
