@@ -11,7 +11,7 @@ import numpy as np
 
 from .._core import checks
 from ..ptq import BitPlan, Note, Notes
-from ..ptq._passes.allocate import solve_plan
+from ..ptq.allocate import solve_plan
 from ._report import import_plot
 
 _POINTS = 40

@@ -9,17 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._core import checks
-from ...calibration import loop
-from ...transform import Prepared
-from ...transform._calls import Call, Signature
-from ...transform._inspect import check_prepared
-from ...transform._programs.sites import Site
-from .. import input_scales
-from ..moments import Moments
+from .._core import checks
+from ..calibration import loop
+from ..transform import Prepared
+from ..transform._calls import Call, Signature
+from ..transform._inspect import check_prepared
+from ..transform._programs.sites import Site
 from . import graph as graphs
-from . import inputs
+from . import input_scales, inputs
 from .collect import Statistics, has_statistics
+from .moments import Moments
 from .notes import Note, Notes, Outcome
 
 _TOLERANCE = 1e-4  # of the largest result: float32 rounds each product again

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._arrays.quantize import encode_array
-from ..._arrays.quantized_array import QuantizedArray
-from ..._arrays.scale_from_range import find_shapes
-from ..._arrays.spec import QuantSpec
-from ..._core import dtypes, granularity, small_floats
-from ..._training.estimators import StraightThrough
-from ..._training.fake_quantize import fake_quantize
+from .._arrays.quantize import encode_array
+from .._arrays.quantized_array import QuantizedArray
+from .._arrays.scale_from_range import find_shapes
+from .._arrays.spec import QuantSpec
+from .._core import dtypes, granularity, small_floats
+from .._training.estimators import StraightThrough
+from .._training.fake_quantize import fake_quantize
 
 
 def find_obstacle(q: QuantizedArray, spec: QuantSpec) -> str:

@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._core import checks
-from ...calibration import loop
-from ...transform import Prepared
-from ...transform._calls import Call, Signature
-from ...transform._inspect import InspectMode, check_prepared
-from ...transform._programs import jaxpr
-from ...transform._programs.interpret import Records
-from ...transform._programs.sites import Site
-from ..moments import Moments, MomentsState, find_status, second_moments
+from .._core import checks
+from ..calibration import loop
+from ..transform import Prepared
+from ..transform._calls import Call, Signature
+from ..transform._inspect import InspectMode, check_prepared
+from ..transform._programs import jaxpr
+from ..transform._programs.interpret import Records
+from ..transform._programs.sites import Site
 from . import inputs
+from .moments import Moments, MomentsState, find_status, second_moments
 
 _NAME = "ptq.collect"
 MOMENTS = second_moments(groups=True)

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..._core import checks
-from ...transform import Prepared
-from ...transform._calls import Call, find_programs
-from ...transform._inspect import InspectMode
-from ...transform._programs import jaxpr
-from ...transform._programs.interpret import Interpreter, Stores
-from ...transform._programs.sites import Address, Site
-from ..moments import Moments
+from .._core import checks
+from ..transform import Prepared
+from ..transform._calls import Call, find_programs
+from ..transform._inspect import InspectMode
+from ..transform._programs import jaxpr
+from ..transform._programs.interpret import Interpreter, Stores
+from ..transform._programs.sites import Address, Site
 from . import graph as graphs
 from . import inputs
 from .collect import MOMENTS, finalize_moments, has_statistics, make_mode, make_states
+from .moments import Moments
 
 _NAME = "ptq.apply"
 _HIGHEST = jax.lax.Precision.HIGHEST

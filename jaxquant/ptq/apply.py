@@ -9,17 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._arrays.quantized_array import QuantizedArray
-from ..._core import checks
-from ...calibration import loop
-from ...transform import Prepared
-from ...transform._inspect import check_prepared
-from .. import _grid, _matrix
-from ..methods import GPTQ, AdaRound, Method, Nearest, check_method, measure_error
-from ..moments import Moments
-from . import inputs
+from .._arrays.quantized_array import QuantizedArray
+from .._core import checks
+from ..calibration import loop
+from ..transform import Prepared
+from ..transform._inspect import check_prepared
+from . import _grid, _matrix, inputs
 from .collect import Statistics
 from .layerwise import Drift, run_layers
+from .methods import GPTQ, AdaRound, Method, Nearest, check_method, measure_error
+from .moments import Moments
 from .notes import Note, Notes, Outcome
 
 _NAME = "ptq.apply"

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..._arrays.spec import QuantSpec
-from ..._core import checks, dtypes
-from ...calibration import loop
-from ...transform import Prepared
-from ...transform._calls import Signature, is_quantized
-from ...transform._inspect import check_prepared, read_converted
+from .._arrays.spec import QuantSpec
+from .._core import checks, dtypes
+from ..calibration import loop
+from ..transform import Prepared
+from ..transform._calls import Signature, is_quantized
+from ..transform._inspect import check_prepared, read_converted
 from . import learned_codes
 from .learn import Call, Variables, change_floats, make_problem, minimize
 from .notes import Note, Notes, Outcome

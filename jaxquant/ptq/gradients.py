@@ -9,13 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._core import checks
-from ...calibration import loop
-from ...transform import Prepared
-from ...transform._calls import Signature
-from ...transform._inspect import check_prepared
-from .. import _matrix
-from . import inputs
+from .._core import checks
+from ..calibration import loop
+from ..transform import Prepared
+from ..transform._calls import Signature
+from ..transform._inspect import check_prepared
+from . import _matrix, inputs
 from .tune import make_function
 
 _NAME = "ptq.collect_gradients"

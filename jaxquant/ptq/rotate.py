@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...calibration import loop
-from ...transform import Prepared
-from ...transform._inspect import check_prepared
-from .. import _hadamard
+from ..calibration import loop
+from ..transform import Prepared
+from ..transform._inspect import check_prepared
+from . import _hadamard, linear_paths
 from . import graph as graphs
-from . import linear_paths
 from .linear_paths import Paths
 from .notes import Note, Notes, Outcome
 from .scaling import make_comparison
