@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +14,10 @@ import numpy as np
 from ..calibration import loop
 from ..transform import Prepared
 from ..transform._inspect import check_prepared
-from . import _hadamard, linear_paths
+from ..transform._programs import jaxpr
+from ..transform._programs.sites import Site
 from . import graph as graphs
-from .linear_paths import Paths
+from .graph import Graph, Operation
 from .notes import Note, Notes, Outcome
 from .scaling import make_comparison
 
@@ -22,6 +25,8 @@ _NAME = "ptq.rotate"
 _TOLERANCE = 1e-5  # of the largest result
 _MEASURE = "the largest |weight| over the root of the mean square, before and after"
 _HIGHEST = jax.lax.Precision.HIGHEST
+_SAME = ("convert_element_type", "copy", "stop_gradient", "name")
+_ALIGNED = ("reshape", "squeeze", "expand_dims")
 
 
 def rotate(prepared: Prepared, params: Any, batch: Any, *, key: jax.Array | None = None, **arguments: Any) -> Outcome:
@@ -89,7 +94,7 @@ def rotate(prepared: Prepared, params: Any, batch: Any, *, key: jax.Array | None
     reasons: dict[int, str] = {}
     sites = [site for site in call.analysis.sites.values() if site.weight is not None and site.operation != "take"]
     for index, site in enumerate(sites):
-        paths = linear_paths.follow_outputs(graph, site)
+        paths = _follow_outputs(graph, site)
         if isinstance(paths, str):
             changed: list[Any] | str = paths
         else:
@@ -117,12 +122,12 @@ def rotate(prepared: Prepared, params: Any, batch: Any, *, key: jax.Array | None
 
 def _make_rotation(run: int, key: jax.Array | None) -> jax.Array:
     """Return an orthogonal matrix for the blocks of a run."""
-    size = _hadamard.find_block(run)
-    matrix = jnp.asarray(_hadamard.make_hadamard(size) / np.sqrt(size), jnp.float32)
+    size = find_block(run)
+    matrix = jnp.asarray(make_hadamard(size) / np.sqrt(size), jnp.float32)
     return matrix if key is None else jax.random.rademacher(key, (size, 1), jnp.float32) * matrix
 
 
-def _rotate_paths(graph: graphs.Graph, paths: Paths, arrays: Sequence[Any], matrix: jax.Array) -> list[Any] | str:
+def _rotate_paths(graph: graphs.Graph, paths: _Paths, arrays: Sequence[Any], matrix: jax.Array) -> list[Any] | str:
     """Return the parameters with rotated channels, or why they cannot be rotated."""
     if len(matrix) == 1:
         return f"runs of {paths.run} channels, which have no Hadamard matrix"
@@ -131,7 +136,7 @@ def _rotate_paths(graph: graphs.Graph, paths: Paths, arrays: Sequence[Any], matr
     for reader in paths.readers:
         changed[reader.leaf] = _rotate_axis(changed[reader.leaf], reader.axis, matrix)
     for offset in paths.offsets:
-        runs = linear_paths.list_runs(graph, offset, len(matrix))
+        runs = _list_runs(graph, offset, len(matrix))
         if runs is None:
             return "what is added to its outputs is shared"
         values = jnp.asarray(changed[offset.leaf])
@@ -153,3 +158,310 @@ def _find_peak(w: Any) -> float:
     w = jnp.asarray(w).astype(jnp.float32)
     size = jnp.sqrt(jnp.mean(w**2))
     return float(jnp.max(jnp.abs(w)) / jnp.where(size > 0, size, 1))
+
+
+class _Channels(NamedTuple):
+    """Runs of channels in an array: `run` neighbors along a dimension.
+
+    Attributes:
+        array: the number of the array in the graph.
+        dimension: the dimension.
+        run: the length of the runs, which divides that of the dimension.
+    """
+
+    array: int
+    dimension: int
+    run: int
+
+
+class _Offset(NamedTuple):
+    """A parameter that is added to the channels.
+
+    Attributes:
+        leaf: the place of the parameter.
+        array: the number of the array that is added, in the graph.
+        channels: the channels to which it is added.
+    """
+
+    leaf: int
+    array: int
+    channels: _Channels
+
+
+class _Reader(NamedTuple):
+    """A contraction that sums the channels.
+
+    Attributes:
+        site: the contraction.
+        leaf: the place of its parameter.
+        axis: the axis of the parameter that it sums, with runs of channels.
+    """
+
+    site: Site
+    leaf: int
+    axis: int
+
+
+class _Paths(NamedTuple):
+    """Where the outputs of a contraction go, if that is only into other contractions and in a linear way.
+
+    Attributes:
+        leaf: the place of the parameter whose outputs the channels are.
+        axis: the axis of the parameter with the channels.
+        run: the length of runs of channels that stay together everywhere.
+        offsets: what is added to the channels.
+        readers: the contractions that sum them.
+    """
+
+    leaf: int
+    axis: int
+    run: int
+    offsets: tuple[_Offset, ...]
+    readers: tuple[_Reader, ...]
+
+
+def _follow_outputs(graph: Graph, site: Site) -> _Paths | str:
+    """Return where the outputs of a contraction go, or why they cannot be mixed there."""
+    operation = graphs.find_operation(graph, site)
+    if operation is None or site.lengths:
+        return "a contraction in a loop"
+    start = _find_start(graph, site, operation)
+    if isinstance(start, str):
+        return start
+    channels, leaf, axis = start
+    offsets: list[_Offset] = []
+    readers: list[_Reader] = []
+    pending, runs = [channels], [channels.run]
+    while pending:
+        channels = pending.pop()
+        if channels.array in graph.results:
+            return "outputs of the function"
+        for reader in graph.readers.get(channels.array, []):
+            step = _follow(graph, channels, reader)
+            if isinstance(step, str):
+                return step
+            for item in step:
+                {_Channels: pending, _Offset: offsets, _Reader: readers}[type(item)].append(item)  # type: ignore[attr-defined]
+                runs += [item.run] if isinstance(item, _Channels) else []
+    if not readers:
+        return "nothing contracts its outputs"
+    # A rotation of runs that are neighbors everywhere commutes with each reshape between the two contractions.
+    lengths = [graph.call.parameters.arrays[reader.leaf].shape[reader.axis] for reader in readers]
+    return _Paths(leaf, axis, math.gcd(*runs, *lengths), tuple(offsets), tuple(readers))
+
+
+def _find_start(graph: Graph, site: Site, operation: Operation) -> tuple[_Channels, int, int] | str:
+    """Return the channels of a contraction's result, and the parameter and its axis that they are."""
+    assert site.weight is not None
+    (result,) = operation.results
+    shape, parameters = graph.shapes[result], site.equation.params
+    numbers = parameters["dimension_numbers"]
+    if site.operation == "conv_general_dilated":
+        if parameters["feature_group_count"] > 1 or parameters["batch_group_count"] > 1:
+            return "a convolution with groups"
+        dimension, weight = numbers.out_spec[1], numbers.rhs_spec[0]
+    else:
+        (summed, batch), count = numbers, len(numbers[1][0])
+        rank = len(site.equation.invars[site.weight].aval.shape)
+        free = [d for d in range(rank) if d not in (*summed[site.weight], *batch[site.weight])]
+        if not free:
+            return "a contraction without outputs of its own"
+        # Of several axes of outputs the innermost, whose channels stay neighbors when a reshape merges them.
+        weight = free[-1]
+        dimension = count + len(free) - 1 if site.weight == 0 else len(shape) - 1
+    axis = _find_axis(graph, site, weight)
+    if isinstance(axis, str):
+        return axis
+    leaf = site.views[0].leaf
+    return _Channels(result, dimension, graph.call.parameters.arrays[leaf].shape[axis]), leaf, axis
+
+
+def _find_axis(graph: Graph, site: Site, dimension: int) -> int | str:
+    """Return the innermost axis of the parameter in a dimension of a contraction's operand; or why there is none."""
+    if len(site.views) != 1:
+        return "parameters that are joined in one array"
+    (view,) = site.views
+    uses = [other for other in graph.call.analysis.sites.values() if view.leaf in other.leaves]
+    source = next(number for number, leaf in graph.leaves.items() if leaf == view.leaf)
+    if len(uses) > 1 or len(graph.readers.get(source, [])) > 1:
+        return "a parameter with several uses"
+    if any(step[0] == "rev" for step in view.history if isinstance(step, tuple)):
+        return "a parameter in reverse order"
+    atoms = [atom for atom in view.dimensions[dimension] if atom.size > 1]
+    shape = graph.call.parameters.arrays[view.leaf].shape
+    if not atoms or atoms[-1].axis is None or not atoms[-1].is_whole or atoms[-1].size != shape[atoms[-1].axis]:
+        return "a part of a parameter, or a parameter whose axes are split"
+    return atoms[-1].axis
+
+
+def _follow(graph: Graph, channels: _Channels, operation: Operation) -> list[Any] | str:
+    """Return where channels are in the result of an operation, and what it adds to them or contracts them with."""
+    array, dimension, run = channels
+    if len(operation.results) != 1 or operation.operands.count(array) != 1:
+        return f"{operation.name} reads its outputs"
+    place, (result,) = operation.operands.index(array), operation.results
+    shape, parameters = graph.shapes[result], operation.equation.params
+    if operation.name in _SAME:
+        return [_Channels(result, dimension, run)]
+    if operation.name == "transpose":
+        return [_Channels(result, parameters["permutation"].index(dimension), run)]
+    if operation.name == "broadcast_in_dim":
+        return [_Channels(result, parameters["broadcast_dimensions"][dimension], run)]
+    if operation.name == "reduce_sum" and dimension not in parameters["axes"]:
+        return [_Channels(result, dimension - sum(axis < dimension for axis in parameters["axes"]), run)]
+    if operation.name in _ALIGNED:
+        return _align(graph.shapes[array], channels, result, shape)
+    if operation.name in ("mul", "div") and (place == 0 or operation.name == "mul"):
+        if _is_constant(graph, operation, 1 - place, dimension):
+            return [_Channels(result, dimension, run)]
+        return f"{operation.name} multiplies its outputs by different numbers"
+    if operation.name == "add":
+        return _add_offset(graph, operation, channels, place)
+    if operation.name in ("dot_general", "conv_general_dilated"):
+        return _contract(graph, channels, operation, place)
+    return f"{operation.name} reads its outputs"
+
+
+def _align(before: Sequence[int], channels: _Channels, result: int, after: Sequence[int]) -> list[Any] | str:
+    """Return the dimension of a reshaped array whose elements have the distance that those of the channels have."""
+    distance = math.prod(before[channels.dimension + 1 :])
+    for dimension, size in enumerate(after):
+        if size > 1 and math.prod(after[dimension + 1 :]) == distance:
+            return [_Channels(result, dimension, math.gcd(channels.run, size))]
+    return "a reshape splits its outputs"
+
+
+def _is_constant(graph: Graph, operation: Operation, place: int, dimension: int) -> bool:
+    """Return whether an operand has the same number at all indices of a dimension."""
+    atom = operation.equation.invars[place]
+    if jaxpr.is_literal(atom) or math.prod(atom.aval.shape) == 1 or atom.aval.shape[dimension] == 1:
+        return True
+    array = operation.operands[place]
+    maker = None if array is None else graph.makers.get(array)
+    if maker is None or maker.name != "broadcast_in_dim":
+        return False
+    axes, shape = maker.equation.params["broadcast_dimensions"], maker.equation.invars[0].aval.shape
+    return dimension not in axes or shape[axes.index(dimension)] == 1
+
+
+def _add_offset(graph: Graph, operation: Operation, channels: _Channels, place: int) -> list[Any] | str:
+    """Return the channels of a sum of them and a parameter."""
+    array = operation.operands[1 - place]
+    leaf = None if array is None else graph.find_leaf(array, None)
+    if leaf is None or array is None:
+        return "add reads its outputs"
+    (result,) = operation.results
+    return [_Channels(result, *channels[1:]), _Offset(leaf, array, channels)]
+
+
+def _list_runs(graph: Graph, offset: _Offset, run: int) -> np.ndarray | None:
+    """Return the places of the elements of a parameter that are added to each run of channels, [runs, run].
+
+    None if they are not all of its elements, each in one run, or if something else reads the parameter.
+    """
+    source = next(number for number, leaf in graph.leaves.items() if leaf == offset.leaf)
+    shape = graph.shapes[source]
+    indices = graphs.move_indices(graph, offset.array, source, np.arange(math.prod(shape)).reshape(shape))
+    if indices is None or len(graph.readers[offset.array]) > 1:
+        return None
+    indices = np.broadcast_to(indices, graph.shapes[offset.channels.array])
+    # What is added is broadcast, so that each run occurs once for every other index of the array.
+    rows = np.unique(np.moveaxis(indices, offset.channels.dimension, -1).reshape(-1, run), axis=0)
+    return rows if np.array_equal(np.sort(rows.ravel()), np.arange(math.prod(shape))) else None
+
+
+def _contract(graph: Graph, channels: _Channels, operation: Operation, place: int) -> list[Any] | str:
+    """Return the channels of a contraction that does not sum them, or the contraction as a reader."""
+    site = graph.call.analysis.sites.get(operation.address)
+    numbers = operation.equation.params["dimension_numbers"]
+    if operation.name == "conv_general_dilated":
+        is_channel = site is not None and site.weight == 1 and place == 0 and channels.dimension == numbers.lhs_spec[1]
+        if not is_channel or operation.equation.params["feature_group_count"] > 1:
+            return "a convolution of other dimensions, or with groups"
+        return _read_with(graph, site, numbers.rhs_spec[1])
+    (summed, batch), count = numbers, len(numbers[1][0])
+    if channels.dimension in batch[place]:
+        return "a product of matrices for each of its outputs"
+    if channels.dimension in summed[place]:
+        if site is None or site.weight != 1 - place:
+            return "a product with other activations sums its outputs"
+        return _read_with(graph, site, summed[1 - place][summed[place].index(channels.dimension)])
+    rank = len(graph.shapes[channels.array])
+    free = [d for d in range(rank) if d not in (*summed[place], *batch[place])]
+    others = len(operation.equation.invars[0].aval.shape) - len(summed[0]) - count if place == 1 else 0
+    (result,) = operation.results
+    return [_Channels(result, count + others + free.index(channels.dimension), channels.run)]
+
+
+def _read_with(graph: Graph, site: Site | None, dimension: int) -> list[Any] | str:
+    assert site is not None
+    axis = _find_axis(graph, site, dimension)
+    if isinstance(axis, str):
+        return f"{site.name}: {axis}"
+    return [_Reader(site, site.views[0].leaf, axis)]
+
+
+def find_block(size: int) -> int:
+    """Return the largest divisor of a size for which `make_hadamard` has a matrix."""
+    # 1 divides every size and has a matrix, so that there is always a part.
+    return next(part for part in range(size, 0, -1) if size % part == 0 and _find_base(part) is not None)
+
+
+@functools.cache
+def make_hadamard(size: int) -> np.ndarray:
+    """Return a Hadamard matrix H with H H^T = size * I, of int8.
+
+    The sizes are 2^k, and 2^k times q + 1 for primes q = 3 mod 4, or 2 (q + 1) for primes q = 1 mod 4: among them 12,
+    20, 24, 28, 36, 44, 48, and so 384, 768 and 1536.
+
+    Source: Sylvester, Philosophical Magazine 34 (1867); Paley, Journal of Mathematics and Physics 12 (1933), pages 311
+    to 320.
+    """
+    base = _find_base(size)
+    assert base is not None
+    matrix = _make_paley(base) if base > 1 else np.ones((1, 1), np.int8)
+    while len(matrix) < size:
+        matrix = np.kron(np.array([[1, 1], [1, -1]], np.int8), matrix)
+    return matrix
+
+
+def _find_base(size: int) -> int | None:
+    """Return the size of Paley's matrix, or 1, that doublings make the size; or None."""
+    base = size
+    while base > 1:
+        if _find_prime(base) is not None:
+            return base
+        if base % 2:
+            return None
+        base //= 2
+    return base
+
+
+def _find_prime(size: int) -> int | None:
+    """Return the prime of which Paley's construction makes a matrix of a size that is not a power of 2, or None."""
+    # Powers of 2 are doublings of the matrix of size 1, which is cheaper than a table of residues.
+    if size & (size - 1) == 0:
+        return None
+    for prime, remainder in ((size - 1, 3), (size // 2 - 1, 1)):
+        is_even = remainder == 3 or size % 2 == 0
+        if is_even and prime > 2 and prime % 4 == remainder and all(prime % n for n in range(2, int(prime**0.5) + 1)):
+            return prime
+    return None
+
+
+def _make_paley(size: int) -> np.ndarray:
+    prime = _find_prime(size)
+    assert prime is not None
+    residues = np.full(prime, -1, np.int8)
+    residues[np.arange(1, prime) ** 2 % prime] = 1
+    residues[0] = 0
+    core = residues[(np.arange(prime)[:, None] - np.arange(prime)) % prime]
+    border = np.ones((prime, 1), np.int8)
+    corner = np.zeros((1, 1), np.int8)
+    # -1 is no square then, and the bordered core S is skew-symmetric: (S + I) (S + I)^T = S S^T + I = (prime + 1) I.
+    if prime % 4 == 3:
+        return np.block([[corner, border.T], [-border, core]]) + np.eye(size, dtype=np.int8)
+    # Here S is symmetric, and its diagonal of zeros has to be filled: each entry becomes a block of 2 x 2.
+    conference = np.block([[corner, border.T], [border, core]])
+    pair = np.array([[1, 1], [1, -1]], np.int8)
+    return np.kron(conference, pair) + np.kron(np.eye(prime + 1, dtype=np.int8), np.array([[1, -1], [-1, -1]], np.int8))
