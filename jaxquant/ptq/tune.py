@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from .._arrays.quantize import encode_array
+from .._arrays.quantized_array import QuantizedArray
+from .._arrays.scale_from_range import find_least_scale, find_shapes
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes
+from .._core import checks, dtypes, granularity, small_floats
+from .._training.estimators import StraightThrough
+from .._training.fake_quantize import fake_quantize
 from ..calibration import loop
 from ..transform import Prepared
 from ..transform._calls import Signature, is_quantized
 from ..transform._inspect import check_prepared, read_converted
-from . import learned_codes
-from .learn import Call, Variables, change_floats, make_problem, minimize
 from .notes import Note, Notes, Outcome
 
 _NAME = "ptq.tune"
@@ -23,6 +29,8 @@ _MEASURE = "the squared error of the results, as a part of their squares, before
 _NO_FLOATS = "not an array of floats"
 _NO_SLOPE = "the results do not depend on it, or have no gradient for it"
 _WORSE = "the error of the results would not become smaller"
+_SUMS = 32  # random sums of results, which estimate a curvature to about a quarter of it
+_DECAY = (np.float32(0.9), np.float32(0.99))  # Adam's; the second is short, because the steps are few
 
 
 class _Choice(NamedTuple):
@@ -139,8 +147,8 @@ def tune(
         x.dequantize() if leaf in prepared.leaves and not (choices[leaf].floats or choices[leaf].codes) else x
         for leaf, x in enumerate(converted.arrays)
     ]
-    problem = make_problem(specs, run_function, values)
-    variables, errors = minimize(problem, start, calls, others, rounds, (rate, code_rate), progress)
+    problem = _make_problem(specs, run_function, values)
+    variables, errors = _minimize(problem, start, calls, others, rounds, (rate, code_rate), progress)
     is_better, arrays, notes = errors[1] < errors[0], list(converted.arrays), []
     for leaf, choice in choices.items():
         note = Note(converted.names[leaf], "unchanged", choice.reason or _WORSE)
@@ -157,7 +165,7 @@ def tune(
 def _read_calls(
     signature: Signature, run_function: Callable[..., list[jax.Array]], name: str, batches: Any,
     arguments: dict[str, Any],
-) -> list[Call]:  # fmt: skip
+) -> list[_Call]:  # fmt: skip
     """Return batches with their results in floats.
 
     Args:
@@ -171,7 +179,7 @@ def _read_calls(
     step = loop.Step(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
     others = [Signature(loop.split_arguments(step, index, batch, name)) for index, batch in enumerate(batches)]
     checks.require(bool(others), _NAME, name, "at least one batch", "none")
-    calls = [Call(other, run_function(signature.arrays, other)) for other in others]
+    calls = [_Call(other, run_function(signature.arrays, other)) for other in others]
     for index, call in enumerate(calls):
         # Their error would be 0, and would lower the mean.
         is_empty = not sum(y.size for y in call.expected)
@@ -193,7 +201,7 @@ def _choose(prepared: Prepared, leaf: int, x: Any, codes: bool) -> _Choice:
     if rows and all(row.form == "lookup" for row in rows):
         return _Choice(False, False, "a lookup, of which a batch reads few rows")
     spec = prepared.leaves[leaf].spec
-    obstacle = learned_codes.find_obstacle(x, spec) if codes else ""
+    obstacle = _find_obstacle(x, spec) if codes else ""
     reasons = ["scales that are powers of two"] if spec.power_of_two else []
     reasons += [obstacle] if obstacle else []
     return _Choice(not spec.power_of_two, codes and not obstacle, "; ".join(reasons))
@@ -223,22 +231,275 @@ def make_function(
     return run_function
 
 
-def _make_start(arrays: Sequence[Any], choices: dict[int, _Choice]) -> Variables:
+def _make_start(arrays: Sequence[Any], choices: dict[int, _Choice]) -> _Variables:
     """Return the variables of the first step, which change nothing."""
     floats = [leaf for leaf, choice in choices.items() if choice.floats]
     shapes = {leaf: (arrays[leaf].scale if is_quantized(arrays[leaf]) else arrays[leaf]).shape for leaf in floats}
     coded = {leaf: arrays[leaf].shape for leaf, choice in choices.items() if choice.codes}
-    return Variables(*({leaf: jnp.zeros(shape, jnp.float32) for leaf, shape in x.items()} for x in (shapes, coded)))
+    return _Variables(*({leaf: jnp.zeros(shape, jnp.float32) for leaf, shape in x.items()} for x in (shapes, coded)))
 
 
-def _change_parameter(x: Any, variables: Variables, leaf: int, specs: dict[int, QuantSpec]) -> tuple[Any, str]:
+def _change_parameter(x: Any, variables: _Variables, leaf: int, specs: dict[int, QuantSpec]) -> tuple[Any, str]:
     """Return a parameter with the change that its variables say, and what was done."""
     action = "tuned"
     if leaf in variables.codes:
-        x, count = learned_codes.change_codes(x, specs[leaf], variables.codes[leaf])
+        x, count = _change_codes(x, specs[leaf], variables.codes[leaf])
         action = f"tuned, {count} of {x.size} codes changed"
     if leaf in variables.floats:
         variable = variables.floats[leaf]
-        changed = change_floats(jnp.asarray(x.scale if is_quantized(x) else x), variable)
+        changed = _change_floats(jnp.asarray(x.scale if is_quantized(x) else x), variable)
         x = x.replace(scale=changed) if is_quantized(x) else changed
     return x, action
+
+
+class _Variables(NamedTuple):
+    """What is learned of each parameter, by its place.
+
+    Attributes:
+        floats: of a parameter in floats, the change of each element; of codes, that of each scale.
+        codes: the change of each code in steps, if codes are learned.
+    """
+
+    floats: dict[int, jax.Array]
+    codes: dict[int, jax.Array]
+
+
+class _State(NamedTuple):
+    """The variables, and the moving averages of Adam for those of floats."""
+
+    variables: _Variables
+    means: dict[int, jax.Array]
+    squares: dict[int, jax.Array]
+
+
+class _Call(NamedTuple):
+    """A batch, and the results in floats."""
+
+    arguments: Signature
+    expected: list[jax.Array]
+
+
+class _Problem(NamedTuple):
+    """What is minimized.
+
+    Attributes:
+        compute_error: a function of the variables, the parameters and a batch.
+        compute_sum: a function of the same, and of a key, that returns a random sum of the results: the squares of its
+            slopes have the curvature of the error as their mean.
+        specs: the specs of the codes that are learned.
+        values: the parameters: floats, or quantized arrays if their codes or scales are learned.
+    """
+
+    compute_error: Callable[[_Variables, Sequence[Any], _Call], jax.Array]
+    compute_sum: Callable[[_Variables, Sequence[Any], _Call, jax.Array], jax.Array]
+    specs: dict[int, QuantSpec]
+    values: Sequence[Any]
+
+
+def _make_problem(
+    specs: dict[int, QuantSpec], run_function: Callable[..., list[jax.Array]], values: Sequence[Any]
+) -> _Problem:
+    """Return what is minimized: the squared error of the results, as a part of their squares.
+
+    Args:
+        specs: the specs of the codes that are learned.
+        run_function: the float function.
+        values: the parameters: floats, or quantized arrays if their codes or scales are learned.
+    """
+
+    def run(variables: _Variables, values: Sequence[Any], call: _Call) -> list[jax.Array]:
+        changed = list(values)
+        for leaf, variable in variables.floats.items():
+            x = values[leaf]
+            if not is_quantized(x):
+                changed[leaf] = _change_floats(jnp.asarray(x), variable)
+            elif leaf not in specs:
+                # The scale is rounded to its dtype, as in the result.
+                changed[leaf] = x.replace(scale=_change_floats(x.scale, variable)).dequantize()
+        for leaf, change in variables.codes.items():
+            q, variable = values[leaf], variables.floats.get(leaf)
+            scale = q.scale if variable is None else _change_floats(q.scale, variable)
+            changed[leaf] = _dequantize_change(q, specs[leaf], change, scale)
+        return run_function(changed, call.arguments)
+
+    def find_size(call: _Call) -> jax.Array:
+        size = jnp.asarray(sum(jnp.sum(z**2) for z in call.expected))
+        return jnp.where(size > 0, size, 1)
+
+    def compute_error(variables: _Variables, values: Sequence[Any], call: _Call) -> jax.Array:
+        results = run(variables, values, call)
+        return sum(jnp.sum((y - z) ** 2) for y, z in zip(results, call.expected, strict=True)) / find_size(call)
+
+    def compute_sum(variables: _Variables, values: Sequence[Any], call: _Call, key: jax.Array) -> jax.Array:
+        results = run(variables, values, call)
+        keys = jax.random.split(key, len(results))
+        signs = [jax.random.rademacher(k, y.shape, y.dtype) for k, y in zip(keys, results, strict=True)]
+        total = sum(jnp.sum(y * sign) for y, sign in zip(results, signs, strict=True))
+        return total * jnp.sqrt(2 / find_size(call))
+
+    return _Problem(compute_error, compute_sum, specs, values)
+
+
+def _change_floats(x: jax.Array, variable: jax.Array) -> jax.Array:
+    """Return floats with the change that a variable says."""
+    wide = x.astype(jnp.float32)
+    size = jnp.sqrt(jnp.mean(wide**2))
+    moved = wide + jnp.where(size > 0, size, 1) * variable
+    # A product that x's dtype rounds to 0 would not be positive.
+    product = jnp.maximum(wide * jnp.exp(variable), find_least_scale(x.dtype))
+    return jnp.where(jnp.all(wide > 0), product, moved).astype(x.dtype)
+
+
+def _minimize(
+    problem: _Problem, start: _Variables, calls: Sequence[_Call], held_out: Sequence[_Call] | None, rounds: int,
+    rates: tuple[float, float], progress: bool | None,
+) -> tuple[_Variables, tuple[float, float]]:  # fmt: skip
+    """Return the variables after the last step, or after the best round, and the mean error before and after."""
+    measure = jax.jit(problem.compute_error)
+    move_downhill = _make_step(problem)
+
+    def measure_all(variables: _Variables) -> float:
+        measured = calls if held_out is None else held_out
+        return float(np.mean([float(measure(variables, problem.values, call)) for call in measured]))
+
+    zeros = jax.tree.map(jnp.zeros_like, start.floats)
+    state, before, count = _State(start, zeros, zeros), measure_all(start), rounds * len(calls)
+    curvatures = _measure_curvatures(problem, start, calls)
+    best, least = start, before
+    bar = loop.Bar("tuning", count, progress)
+    try:
+        for index in range(count):
+            part = (1 + math.cos(math.pi * index / count)) / 2
+            plan = (np.float32(index + 1), *(np.float32(rate * part) for rate in rates))
+            state = move_downhill(state, plan, problem.values, curvatures, calls[index % len(calls)])
+            bar.count_step()
+            # On the batches that it learns from, an error between two rounds says nothing that the last one does not.
+            is_measured = (index + 1) % len(calls) == 0 if held_out is not None else index + 1 == count
+            error = measure_all(state.variables) if is_measured else math.nan
+            # A NaN is not smaller, so that steps that diverge change nothing.
+            if error < least:
+                best, least = state.variables, error
+    finally:
+        bar.stop()
+    return best, (before, least)
+
+
+def _measure_curvatures(problem: _Problem, start: _Variables, calls: Sequence[_Call]) -> dict[int, jax.Array]:
+    """Return the second derivative of the error for each code, without that of the function itself."""
+    curvatures = jax.tree.map(jnp.zeros_like, start.codes)
+    if not curvatures:
+        return curvatures
+
+    # The variables are an argument, because as constants of the program they would be as large as the weights.
+    @jax.jit
+    def add(curvatures: Any, variables: _Variables, values: Sequence[Any], call: _Call, key: jax.Array) -> Any:
+        slopes = jax.grad(problem.compute_sum)(variables, values, call, key).codes
+        return jax.tree.map(lambda x, slope: x + slope**2 / _SUMS, curvatures, slopes)
+
+    for index, key in enumerate(jax.random.split(jax.random.key(0), _SUMS)):
+        curvatures = add(curvatures, start, problem.values, calls[index % len(calls)], key)
+    return curvatures
+
+
+def _make_step(problem: _Problem) -> Callable[..., _State]:
+    """Return a step, as a function of its state, the number of the step with its rates, values, curvatures and a batch.
+
+    Adam moves the floats, and the codes move by a part of their way to the minimum.
+    """
+
+    @jax.jit
+    def move_downhill(
+        state: _State, plan: tuple[Any, Any, Any], values: Sequence[Any], curvatures: Any, call: _Call
+    ) -> _State:
+        index, rate, code_rate = plan
+        # Adam is written out, because optax is a dependency of jaxquant.optim alone.
+        slopes, codes = jax.grad(problem.compute_error)(state.variables, values, call)
+        means = jax.tree.map(lambda m, g: _DECAY[0] * m + (1 - _DECAY[0]) * g, state.means, slopes)
+        squares = jax.tree.map(lambda s, g: _DECAY[1] * s + (1 - _DECAY[1]) * g**2, state.squares, slopes)
+
+        def move(variable: jax.Array, mean: jax.Array, square: jax.Array) -> jax.Array:
+            size = jnp.sqrt(square / (1 - _DECAY[1] ** index)) + np.float32(1e-12)
+            return variable - rate * mean / (1 - _DECAY[0] ** index) / size
+
+        floats = jax.tree.map(move, state.variables.floats, means, squares)
+        moved = {
+            leaf: _move_change(values[leaf], problem.specs[leaf], change, codes[leaf], curvatures[leaf], code_rate)
+            for leaf, change in state.variables.codes.items()
+        }
+        return _State(_Variables(floats, moved), means, squares)
+
+    return move_downhill
+
+
+def _find_obstacle(q: QuantizedArray, spec: QuantSpec) -> str:
+    """Return why the codes of an array cannot be learned, or ""."""
+    if spec.dtype in dtypes.SMALL_FLOATS:
+        return "codes of floats, whose steps differ"
+    shape = find_shapes("ptq.tune", spec, q.shape)[1]
+    has_point = not spec.symmetric or bool(spec.fixed_zero_point)
+    fits = q.codebook == spec.codebook and q.codes.dtype == spec.carrier and (q.zero_point is not None) == has_point
+    fits = fits and (q.zero_point is None or all(n in (1, m) for n, m in zip(q.zero_point.shape, shape, strict=True)))
+    return "" if fits else "codes of another spec than that of the rules"
+
+
+def _move_change(
+    q: QuantizedArray, spec: QuantSpec, change: jax.Array, slope: jax.Array, curvature: jax.Array, rate: Any
+) -> jax.Array:
+    """Return the changes after a step towards the minimum of each code alone, within the bounds of the spec.
+
+    A code is at the minimum where slope + curvature * (change - rounded change) = 0. The next code is better if this is
+    nearer to it than to the present one.
+    """
+    start, unit = _decode_steps(q), _find_unit(spec)
+    steps = start + unit * change
+    rest = (steps - _round_steps(q, spec, steps)) / unit
+    least = np.float32(1e-3) * jnp.mean(curvature) + np.finfo(np.float32).tiny
+    change = change - rate * jnp.clip(slope / (curvature + least) + rest, -1, 1)
+    low, high = (np.float32(bound) for bound in spec.bounds)
+    point = np.float32(0)
+    if q.zero_point is not None:
+        point = granularity.Aligned(q.block_size).expand(q.zero_point.astype(jnp.float32), start)
+    return jnp.clip(change, (low - point - start) / unit, (high - point - start) / unit)
+
+
+def _dequantize_change(q: QuantizedArray, spec: QuantSpec, change: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return the floats of the array whose codes have changed, with the gradient of codes that are not rounded.
+
+    Args:
+        q: the array with the codes of the start.
+        spec: Static. The spec of the codes.
+        change: the change of each value, in steps, float32.
+        scale: the scale, which may have changed, too.
+    """
+    steps = _decode_steps(q) + _find_unit(spec) * change
+    rounded = _round_steps(q, spec, steps)
+    scale = small_floats.scale_as_float32(scale).reshape(scale.shape or (1,) * q.ndim)
+    return (rounded * granularity.Aligned(q.block_size).expand(scale, rounded)).astype(q.dtype)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _change_codes(q: QuantizedArray, spec: QuantSpec, change: jax.Array) -> tuple[QuantizedArray, jax.Array]:
+    """Return the array with the codes that `_dequantize_change` has rounded to, and how many of them have changed."""
+    steps = _decode_steps(q) + _find_unit(spec) * change
+    codes = encode_array(steps, jnp.ones((1,) * q.ndim), q.zero_point, spec)
+    count = jnp.sum(codes.astype(jnp.int32) != q.codes.astype(jnp.int32))
+    return q.replace(codes=codes), count
+
+
+def _round_steps(q: QuantizedArray, spec: QuantSpec, steps: jax.Array) -> jax.Array:
+    """Return the steps of the nearest codes, with the gradient of steps that are not rounded."""
+    # `_move_change` keeps them within the bounds, so that no gradient has to be 0.
+    return fake_quantize(steps, spec, 1.0, q.zero_point, StraightThrough(clip=False))
+
+
+def _decode_steps(q: QuantizedArray) -> jax.Array:
+    """Return the values in steps, float32: codes without the zero point, or the levels of a codebook."""
+    return q.replace(scale=jnp.ones((1,) * q.ndim), dtype=np.float32).dequantize()
+
+
+def _find_unit(spec: QuantSpec) -> Any:
+    """Return the length of a step: of a codebook, the mean distance of its levels."""
+    if spec.codebook is None:
+        return np.float32(1)
+    levels = spec.codebook.levels
+    return np.float32((levels[-1] - levels[0]) / (len(levels) - 1))
