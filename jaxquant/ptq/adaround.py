@@ -16,9 +16,8 @@ from .._arrays.spec import QuantSpec
 from .._core import checks
 from .._core.entry_point import compile_entry_point, convert_number
 from . import _grid, _matrix
-from ._descent import descend
 from ._grid import Grid
-from .gptq import factor_groups, map_groups, quantize_group
+from .gptq import descend, factor_groups, map_groups, quantize_group
 
 _NAME = "ptq.adaround"
 _HIGHEST = lax.Precision.HIGHEST

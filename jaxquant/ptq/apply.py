@@ -325,7 +325,7 @@ class _Drift(NamedTuple):
 
 
 # A parameter, the statistics of its inputs, and what has changed.
-Quantize = Callable[[int, "tuple[inputs.Uses, Moments] | str", "Drift | None"], jax.Array]
+_Quantize = Callable[[int, "tuple[inputs.Uses, Moments] | str", "_Drift | None"], jax.Array]
 
 
 class _Each(tuple):
@@ -551,7 +551,7 @@ def _run_layers(
         params: its parameters, in floats.
         batches: the positional and the keyword arguments of each call; all calls have the same program.
         arguments: keyword arguments of every call.
-        quantize: a function of the place of a parameter, of the statistics of its inputs, and of a `_Drift`, or None. It
+        quantize: a function of the place of a parameter, of the statistics of its inputs, and of a `_Drift` or None. It
             returns the floats with which to go on.
         has_floats: whether to evaluate the program with float weights, too, beside the quantized ones.
     """
