@@ -18,8 +18,9 @@ from ..transform._inspect import InspectMode, check_prepared
 from ..transform._programs import jaxpr
 from ..transform._programs.interpret import Interpreter, Stores
 from ..transform._programs.sites import Address, Site
-from . import _grid, _matrix, inputs
+from . import _grid, inputs
 from . import graph as graphs
+from ._grid import make_layout
 from .collect import MOMENTS, Statistics, finalize_moments, has_statistics, make_mode, make_states
 from .methods import GPTQ, AdaRound, Method, Nearest, check_method, measure_error
 from .moments import Moments
@@ -264,7 +265,7 @@ def _match_floats(w: jax.Array, drift: _Drift, axis: Any) -> jax.Array:
             float function.
         axis: the axes that are kept.
     """
-    layout = _matrix.make_layout(_NAME, w.shape, axis, drift.second.shape[1])
+    layout = make_layout(_NAME, w.shape, axis, drift.second.shape[1])
     rows = layout.arrange(w.astype(jnp.float32))
     product = jnp.matmul(drift.inputs, rows[None], precision=_HIGHEST)
     if drift.addend is not None:

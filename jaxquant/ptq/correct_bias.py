@@ -19,8 +19,9 @@ from ..transform._inspect import InspectMode, check_prepared, contract_codes, fi
 from ..transform._modes import Twin
 from ..transform._programs import jaxpr
 from ..transform._programs.sites import Site
-from . import _matrix, inputs
 from . import graph as graphs
+from . import inputs
+from ._grid import make_layout
 from .collect import Statistics, has_statistics
 from .notes import Note, Notes, Outcome
 
@@ -298,6 +299,6 @@ def _find_mean(site: Site, result: jax.Array) -> dict[str, jax.Array]:
 
 def find_mean_error(w: jax.Array, values: jax.Array, mean: jax.Array, axis: Any) -> jax.Array:
     """Return the mean of x (W - W_q) of each output."""
-    layout = _matrix.make_layout(_NAME, w.shape, axis, mean.shape[0])
+    layout = make_layout(_NAME, w.shape, axis, mean.shape[0])
     errors = layout.arrange(w.astype(jnp.float32) - values.astype(jnp.float32))
     return jnp.einsum("gi,gio->go", mean, errors, precision=jax.lax.Precision.HIGHEST).ravel()

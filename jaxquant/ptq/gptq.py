@@ -15,8 +15,8 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks
 from .._core.entry_point import compile_entry_point, convert_number
-from . import _grid, _matrix
-from ._grid import Grid
+from . import _grid
+from ._grid import Grid, make_layout, read_hessian
 
 _NAME = "ptq.gptq"
 _HIGHEST = lax.Precision.HIGHEST
@@ -158,7 +158,7 @@ def _gptq(
     w: jax.Array, hessian: jax.Array, grid: QuantizedArray | None, *, spec: QuantSpec, axis: Any,
     activation_order: bool, damping: float, sweeps: int, stored_last: Any,
 ) -> tuple[QuantizedArray, Diagnostics]:  # fmt: skip
-    hessian, layout = _matrix.read_hessian(_NAME, w, hessian, axis)
+    hessian, layout = read_hessian(_NAME, w, hessian, axis)
     _grid.check_grid(_NAME, grid, w, spec)
     # The codes have no gradient. Without this `jax.grad` of a caller would fail at the while loop of `factor_hessian`.
     w, hessian, grid = lax.stop_gradient((w, hessian, grid))
@@ -211,7 +211,7 @@ def round_on_grid(
         axis: Static. The axes that are kept.
         sweeps: Static. As for `gptq`.
     """
-    layout = _matrix.make_layout(_NAME, w.shape, axis, hessian.shape[0])
+    layout = make_layout(_NAME, w.shape, axis, hessian.shape[0])
     scales = _grid.find_scales(_NAME, w, spec, _grid.read_grid(_NAME, grid))
     wide = w.astype(jnp.float32)
     each = _grid.expand_scales(_NAME, scales, spec, wide, layout)

@@ -16,8 +16,8 @@ from .._arrays.quantize import quantize
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, sharding
 from .._core.entry_point import compile_entry_point, convert_number
-from . import _grid, _matrix
-from ._grid import Grid
+from . import _grid
+from ._grid import Grid, check_weight
 from .search_range import Slices, keep_better, make_slices
 
 _NAME = "ptq.hqq"
@@ -101,7 +101,7 @@ def hqq(
 def _find_range(
     w: jax.Array, *, spec: QuantSpec, p: float, beta: float, growth: float, steps: int
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    _matrix.check_weight(_NAME, w)
+    check_weight(_NAME, w)
     slices = make_slices(_NAME, lax.stop_gradient(w), spec)
     solve = functools.partial(_solve, p=p, weights=np.asarray(beta * growth ** np.arange(steps), np.float32))
     axis, rows = _find_chunks(slices)

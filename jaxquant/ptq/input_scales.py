@@ -21,8 +21,8 @@ from .._arrays.scale_from_range import find_stored_block_size
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._core.entry_point import compile_entry_point, convert_number, convert_numpy
-from . import _grid, _matrix
-from ._matrix import Layout
+from . import _grid
+from ._grid import Layout, read_hessian
 from .gptq import find_error
 from .moments import Moments
 
@@ -191,7 +191,7 @@ def awq(
 def _awq(
     w: jax.Array, hessian: jax.Array, magnitude: jax.Array, *, spec: QuantSpec, axis: Any, channel: Any, steps: int
 ) -> jax.Array:
-    hessian, layout = _matrix.read_hessian(_AWQ, w, hessian, axis)
+    hessian, layout = read_hessian(_AWQ, w, hessian, axis)
     shape = (layout.groups, layout.inputs)[1 if layout.groups == 1 and magnitude.ndim == 1 else 0 :]
     checks.check_shape(_AWQ, "moments.magnitude", magnitude, shape, "that of the inputs")
     w, hessian, magnitude = lax.stop_gradient((w.astype(jnp.float32), hessian, magnitude))

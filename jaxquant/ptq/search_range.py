@@ -15,8 +15,8 @@ from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity, min_max, small_floats
 from .._core.entry_point import compile_entry_point, convert_number
 from ..calibration import Range
-from . import _grid, _matrix
-from ._grid import Grid
+from . import _grid
+from ._grid import Grid, check_weight
 
 _NAME = "ptq.search_range"
 
@@ -73,7 +73,7 @@ def search_range(
 
 @compile_entry_point(_NAME)
 def _search_range(w: jax.Array, importance: jax.Array | None, *, spec: QuantSpec, least: float, steps: int) -> Range:
-    _matrix.check_weight(_NAME, w)
+    check_weight(_NAME, w)
     w = lax.stop_gradient(w)
     slices = make_slices(_NAME, w, spec)
     squares = jnp.ones((), jnp.float32)
