@@ -19,6 +19,8 @@ from . import _grid
 from ._grid import Grid, make_layout, read_hessian
 
 _NAME = "ptq.gptq"
+# TPUs and GPUs may round the operands of float32 products to bfloat16 or TF32 by default, which leaves too few digits
+# to tell the better of two codes.
 _HIGHEST = lax.Precision.HIGHEST
 # The inputs that are rounded before their errors are propagated to all later inputs. The errors of a block and its rows
 # fit into a cache of the second level.
@@ -317,10 +319,6 @@ def _round_rows(w: jax.Array, grid: Grid, feedback: jax.Array, spec: QuantSpec) 
     start = (jnp.zeros_like(rows), jnp.zeros(rows.shape, shape.dtype))
     errors, codes = lax.fori_loop(0, rows.shape[0] // size, round_block, start)
     return codes[:count], errors[:count]
-
-
-# TPUs and GPUs may round the operands of float32 products to bfloat16 or TF32 by default, which leaves too few digits
-# to tell the better of two codes.
 
 
 def descend(
