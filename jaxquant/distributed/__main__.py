@@ -24,8 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._core import checks
-from ._plan.count import Plan, make_plan
-from ._plan.sizes import FORMATS, PRESETS, Sizes
+from ._plan import FORMATS, PRESETS, Plan, Sizes, make_plan
 
 _NAME = "distributed.plan"
 _STEPS = {"train": True, "decode": False}
