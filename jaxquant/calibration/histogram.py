@@ -455,6 +455,9 @@ def _reduce_states(state: HistogramState, axis_name: Any) -> HistogramState:
     )
 
 
+# Arrangement of a batch for a histogram: three dimensions, the middle one of which counts the slices.
+
+
 def _is_padded(x: Any, shape: tuple[int, ...], block: int | None) -> bool:
     """Return whether `_arrange_slices` has to pad a short block."""
     return any(s * e != n for s, e, n in zip(find_slice_sizes(x, shape, block), shape, x.shape, strict=True))

@@ -26,6 +26,9 @@ from .._training.rounding_vjp import Config, make_array
 _Move = Callable[[jax.Array], jax.Array]
 
 
+# Checks of the names of mapped axes, and what JAX knows about them.
+
+
 def find_axis_size(function: str, axis_name: Any) -> int:
     """Return the number of devices along a mapped axis, or along several; raise if there is no such axis."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
@@ -142,6 +145,9 @@ def split_messages(x: jax.Array, count: int) -> jax.Array:
 def join_messages(rows: jax.Array, like: jax.Array) -> jax.Array:
     """Return the elements of messages in the shape and the dtype of another array, without those that filled up."""
     return rows.reshape(-1)[: math.prod(like.shape)].reshape(like.shape).astype(like.dtype)
+
+
+# The parts of quantized arrays as they travel between devices: as integers of their own width, or packed in bytes.
 
 
 def _move_part(part: jax.Array, move: _Move, rows: int) -> jax.Array:

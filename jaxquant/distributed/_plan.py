@@ -38,6 +38,9 @@ _KINDS = {
 }
 
 
+# The sizes of a transformer and of a mesh, and the formats that a plan compares.
+
+
 class Sizes(NamedTuple):
     """The sizes of a decoder with grouped queries and a gated feed-forward network.
 
@@ -153,6 +156,12 @@ def _make_shape(shape: tuple[int, ...], dtype: Any, spec: QuantSpec | None) -> A
 
 
 # Collectives of one format.
+
+
+# A training step and a decoding step of a transformer on one device of a mesh, with its collectives.
+#
+# The axis `data` cuts the batch and, in training, the matrices (FSDP); the axis `model` cuts heads, hidden features and
+# the vocabulary (tensor parallelism). A plan only traces these functions.
 
 
 def _gather_weight(form: _Format, shard: jax.Array, axis: int) -> jax.Array:
@@ -333,6 +342,9 @@ def _append(form: _Format, cache: Any, x: jax.Array, step: jax.Array) -> Any:
 def _read_cache(cache: Any) -> jax.Array:
     """Return keys or values as floats."""
     return cache.dequantize() if isinstance(cache, QuantizedArray) else cache
+
+
+# The bytes of a plan: of the arrays on a device, and of what it sends.
 
 
 class _StoredArray(NamedTuple):

@@ -200,6 +200,9 @@ def _scatter_sums_jvp(scatter: Scatter, primals: tuple[Any, Any], tangents: tupl
     return _scatter_sums(scatter, *primals), tangent
 
 
+# The two hops of a quantized sum: each device adds the messages that it gets, and shares the sum with all.
+
+
 class Reduction(NamedTuple):
     """The static part of a sum over devices.
 

@@ -313,6 +313,9 @@ def _quantize_again(leaf: Any, old: Any, key: Any) -> Any:
     return quantize_like(leaf, key, old)
 
 
+# Which leaves of optax's states become codes: moments and second moments.
+
+
 def _mark_leaves(state: Any) -> Any:
     """Return a tree of the structure of an optimizer state with the role of each leaf."""
 
@@ -336,6 +339,9 @@ def _is_state(node: Any) -> bool:
     name = type(node).__name__
     is_named = name in _MOMENTS or name in _SECOND_MOMENTS
     return is_named and type(node).__module__.partition(".")[0] == "optax" and hasattr(node, "_fields")
+
+
+# Leaves of an optimizer state as blocks of codes: which elements share a scale, and how they are rounded.
 
 
 def choose_blocks(shape: tuple[int, ...]) -> PerTensor | Blocked:
@@ -447,6 +453,14 @@ def _round_stochastically(codebook: Codebook, value: jax.Array, key: jax.Array) 
     chance = (value - low) / (high - low)
     is_above = jax.random.uniform(key, value.shape) < chance
     return (below + is_above.astype(jnp.int32)).astype(codebook.carrier)
+
+
+# The order of an update: one array of the state after the other, so that few of them exist as floats at a time.
+#
+# XLA:CPU would dequantize all arrays before it quantizes the first new one. All floats of the state would then be in
+# memory at once, which the codes are to avoid. An update of `optax` is one function of all arrays, so its program is
+# cut into parts that share no array of the state, and each part gets its codes through a barrier that waits for the
+# codes of the part before it.
 
 
 def run_in_order(function: Callable[[list[Any]], Any], held: Sequence[Any]) -> Any:

@@ -307,6 +307,9 @@ def _describe_inputs(moments: Moments) -> str:
     return "; ".join(texts)
 
 
+# The evaluation of a program, operation by operation, that quantizes each weight where it is first contracted.
+
+
 class _Drift(NamedTuple):
     """What quantized layers have changed, in the terms of the inputs x of a later one; see `_run_layers`.
 

@@ -321,6 +321,9 @@ def _round_rows(w: jax.Array, grid: Grid, feedback: jax.Array, spec: QuantSpec) 
     return codes[:count], errors[:count]
 
 
+# Coordinate descent on the codes of a weight: each code in turn becomes the best one for all others.
+
+
 def descend(
     w: jax.Array, codes: jax.Array, hessian: jax.Array, grid: Grid, spec: QuantSpec, sweeps: int,
     bounds: tuple[jax.Array, jax.Array] | None = None,

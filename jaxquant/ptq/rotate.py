@@ -160,6 +160,9 @@ def _find_peak(w: Any) -> float:
     return float(jnp.max(jnp.abs(w)) / jnp.where(size > 0, size, 1))
 
 
+# Paths from the outputs of one contraction to the inputs of others, through operations that keep channels linear.
+
+
 class _Channels(NamedTuple):
     """Runs of channels in an array: `run` neighbors along a dimension.
 
@@ -399,6 +402,9 @@ def _read_with(graph: Graph, site: Site | None, dimension: int) -> list[Any] | s
     if isinstance(axis, str):
         return f"{site.name}: {axis}"
     return [_Reader(site, site.views[0].leaf, axis)]
+
+
+# Hadamard matrices: orthogonal but for a factor, with entries of 1 and -1.
 
 
 def find_block(size: int) -> int:

@@ -99,6 +99,9 @@ def _search_range(w: jax.Array, importance: jax.Array | None, *, spec: QuantSpec
     return Range(low * factor, high * factor)
 
 
+# Ranges of a weight that are tried: the error that each of them leaves in each slice.
+
+
 class Slices(NamedTuple):
     """A weight, and how its elements share scales.
 

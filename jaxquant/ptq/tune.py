@@ -252,6 +252,9 @@ def _change_parameter(x: Any, variables: _Variables, leaf: int, specs: dict[int,
     return x, action
 
 
+# Gradient descent on the error of the results: what is learned, what is minimized, and the steps.
+
+
 class _Variables(NamedTuple):
     """What is learned of each parameter, by its place.
 
@@ -429,6 +432,9 @@ def _make_step(problem: _Problem) -> Callable[..., _State]:
         return _State(_Variables(floats, moved), means, squares)
 
     return move_downhill
+
+
+# Codes that are learned: a change of each value in steps, rounded in the forward pass, with its gradient unrounded.
 
 
 def _find_obstacle(q: QuantizedArray, spec: QuantSpec) -> str:
