@@ -24,11 +24,11 @@ from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity, sharding
 from .._core.affine import divide_by_scale
-from . import estimators, slopes
+from . import estimators
 from .backward import Backward, Int8Backward, check_backward, split_keys
 from .fake_quantize import read_parts
 from .quantizer import Quantizer, read_quantizer, split_quantizer
-from .rounding_vjp import Config, find_cotangents, make_array, round_zero_point
+from .rounding_vjp import Config, find_cotangents, find_mask, make_array, round_zero_point
 
 CODES = "jaxquant.codes"
 _POLICY = jax.checkpoint_policies.save_only_these_names(CODES)
@@ -278,7 +278,7 @@ def _keep_residuals(side: Side, values: Sequence[Any], is_needed: Sequence[bool]
         aligned = granularity.Aligned(q.block_size)
         steps = round_zero_point(spec, values[2])
         u = divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32)
-        mask = slopes.find_mask(rule, spec, u, None if steps is None else aligned.expand(steps, x))
+        mask = find_mask(rule, spec, u, None if steps is None else aligned.expand(steps, x))
     bits = _NO_MASK if mask is None else _name_codes(_pack_mask(mask))
     return _Kept(q, bits, _NO_X, empty)
 

@@ -14,8 +14,7 @@ import numpy as np
 from .._arrays.quantize import find_parameters
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
-from .._training import learned_parts
-from .._training.estimators import LSQ, PACT, LSQPlus, Rule
+from .._training.estimators import LSQ, PACT, LSQPlus, Rule, read_learned_scale, read_learned_zero_point
 from .._training.fake_quantize import read_parts
 from ..calibration import Range
 from ._plan import LeafPlan
@@ -116,9 +115,9 @@ def _check_scale_dtype(spec: QuantSpec) -> None:
 
 def read_learned(function: str, part: LearnedScale, x: Any, spec: QuantSpec) -> tuple[jax.Array, Any]:
     """Return the scale and the zero point of x, from those that are learned."""
-    scale, zero_point = learned_parts.read_scale(spec, part.scale), part.zero_point
+    scale, zero_point = read_learned_scale(spec, part.scale), part.zero_point
     if zero_point is not None:
-        zero_point = learned_parts.read_zero_point(spec, zero_point)
+        zero_point = read_learned_zero_point(spec, zero_point)
     # PACT learns no zero point, because its codes begin at 0.
     elif not spec.symmetric:
         zero_point = jnp.zeros((1,) * scale.ndim, spec.carrier)
