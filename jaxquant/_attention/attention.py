@@ -19,7 +19,7 @@ from .._core import checks, dtypes, entry_point, small_floats
 from . import arguments
 from .kv_cache import INT8, KEY_AXES, VALUE_AXES, KVCache, is_packed, unpack_codes
 from .scores_and_values import (
-    Weights,
+    RowWeights,
     add_bias,
     contract_digits,
     find_scores,
@@ -180,7 +180,7 @@ def _score_cache(function: str, q: QuantizedArray, cache: KVCache) -> jax.Array:
     return lax.platform_dependent(q, cache.keys, cache.key_scale, cpu=in_chunks, default=score)
 
 
-def _weigh_cache(weights: Weights, cache: KVCache, digits: int) -> jax.Array:
+def _weigh_cache(weights: RowWeights, cache: KVCache, digits: int) -> jax.Array:
     """Return the values of a cache weighted by each row, as `weigh_values` does."""
     tokens = _count_tokens(cache, cache.spec_v)
     if tokens is None:

@@ -17,12 +17,12 @@ from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point, small_floats
 from .._training.fake_quantize import read_parts
 from .._training.quantizer import Quantizer, read_quantizer, split_quantizer
-from .._training.rounding_vjp import Config, find_cotangents, make_array
+from .._training.rounding_vjp import RoundingConfig, find_cotangents, make_array
 from . import arguments
 from .kv_cache import INT8
 from .scores_and_values import (
     Hiding,
-    Weights,
+    RowWeights,
     add_bias,
     find_reciprocal,
     find_scores,
@@ -150,8 +150,8 @@ def _round_and_attend(
     _check_value_scale(rounded[2][1])
     heads = xs[1].shape[-2]
     mask, bias = (None if x is None else group_heads(x, heads) for x in (mask, bias))
-    operands = _Operands(tuple(rounded), bias, mask, query_lengths, token_lengths)
-    y: Any = _attend(_Statics(_NAME, tuple(configs), *options), operands)
+    operands = _AttentionArrays(tuple(rounded), bias, mask, query_lengths, token_lengths)
+    y: Any = _attend(_AttentionOptions(_NAME, tuple(configs), *options), operands)
     return arguments.ungroup_heads(y).astype(query.dtype).reshape(query.shape)
 
 
@@ -235,7 +235,7 @@ def _find_score_sizes(query: Any, key: Any) -> tuple[int, int, int, int]:
 # rounding.
 
 
-class _Statics(NamedTuple):
+class _AttentionOptions(NamedTuple):
     """The static part of a call.
 
     Attributes:
@@ -247,13 +247,13 @@ class _Statics(NamedTuple):
     """
 
     function: str
-    configs: tuple[Config, Config, Config]
+    configs: tuple[RoundingConfig, RoundingConfig, RoundingConfig]
     hiding: Hiding
     factor: float
     digits: int
 
 
-class _Operands(NamedTuple):
+class _AttentionArrays(NamedTuple):
     """The arrays of a call.
 
     Attributes:
@@ -273,18 +273,18 @@ class _Operands(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(statics: _Statics, operands: _Operands) -> jax.Array:
+def _attend(statics: _AttentionOptions, operands: _AttentionArrays) -> jax.Array:
     """Return the attention, float32 [batch, kv heads, groups, queries, features]; all arguments are checked."""
     _, _, values, weights = _weigh(statics, operands)
     codes = lax.transpose(values.codes, (0, 1, 3, 2))
     return weigh_values(weights, codes, codes.shape[2], statics.digits)
 
 
-def _attend_fwd(statics: _Statics, operands: _Operands) -> tuple[jax.Array, _Operands]:
+def _attend_fwd(statics: _AttentionOptions, operands: _AttentionArrays) -> tuple[jax.Array, _AttentionArrays]:
     return _attend(statics, operands), operands
 
 
-def _attend_bwd(statics: _Statics, operands: _Operands, g: jax.Array) -> tuple[_Operands]:
+def _attend_bwd(statics: _AttentionOptions, operands: _AttentionArrays, g: jax.Array) -> tuple[_AttentionArrays]:
     operands, g = _wait_for_cotangent(operands, g)
     q, k, v, weights = _weigh(statics, operands)
     queries, keys, values = (dequantize_checked(x).astype(jnp.float32) for x in (q, k, v))
@@ -313,7 +313,7 @@ def _attend_bwd(statics: _Statics, operands: _Operands, g: jax.Array) -> tuple[_
     sides = zip(statics.configs, operands.rounded, cotangents, strict=True)
     rounded_cotangents = tuple((*find_cotangents(config, *parts, d), None) for config, parts, d in sides)
     d_bias = None if operands.bias is None else _sum_to_shape(d_scores, operands.bias)
-    return (_Operands(rounded_cotangents, d_bias, None, None, None),)
+    return (_AttentionArrays(rounded_cotangents, d_bias, None, None, None),)
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
@@ -323,7 +323,7 @@ def _keep_where(condition: jax.Array, values: jax.Array) -> jax.Array:
     return jnp.where(condition, values, jnp.zeros((), jnp.float32))
 
 
-def _wait_for_cotangent(operands: _Operands, g: jax.Array) -> tuple[_Operands, jax.Array]:
+def _wait_for_cotangent(operands: _AttentionArrays, g: jax.Array) -> tuple[_AttentionArrays, jax.Array]:
     """Return the operands and the cotangent, and make everything that is computed from them wait for the cotangent.
 
     If one program contains both passes, XLA would otherwise share the weights between them and keep them in memory.
@@ -332,10 +332,12 @@ def _wait_for_cotangent(operands: _Operands, g: jax.Array) -> tuple[_Operands, j
     arrays = [parts[:3] for parts in operands.rounded]
     (arrays, rest), g = lax.optimization_barrier(((arrays, tuple(operands[1:])), g))
     rounded = tuple((*parts, old[3]) for parts, old in zip(arrays, operands.rounded, strict=True))
-    return _Operands(rounded, *rest), g
+    return _AttentionArrays(rounded, *rest), g
 
 
-def _weigh(statics: _Statics, operands: _Operands) -> tuple[QuantizedArray, QuantizedArray, QuantizedArray, Weights]:
+def _weigh(
+    statics: _AttentionOptions, operands: _AttentionArrays
+) -> tuple[QuantizedArray, QuantizedArray, QuantizedArray, RowWeights]:
     """Return the queries with the factor of the scores, the keys and the values, by head, and the weights."""
     q, k, v = (make_array(config, *parts) for config, parts in zip(statics.configs, operands.rounded, strict=True))
     queries = group_queries(q, k.shape[2], statics.factor)

@@ -189,7 +189,7 @@ def add_bias(scores: jax.Array, bias: Any) -> jax.Array:
 # tokens change no bit of a result: it is the same with a longer cache, for one query or many, and in training.
 
 
-class Weights(NamedTuple):
+class RowWeights(NamedTuple):
     """The weights of a row of scores.
 
     Attributes:
@@ -206,7 +206,7 @@ class Weights(NamedTuple):
     total: jax.Array
 
 
-def find_weights(scores: jax.Array, value_scale: jax.Array, visible: Any, digits: int) -> Weights:
+def find_weights(scores: jax.Array, value_scale: jax.Array, visible: Any, digits: int) -> RowWeights:
     """Return the softmax of scores along their last axis, as codes that include the scales of the values.
 
     Args:
@@ -228,7 +228,7 @@ def find_weights(scores: jax.Array, value_scale: jax.Array, visible: Any, digits
     step = jnp.maximum(largest * np.float32(1 / most), _TINY)
     steps = lax.round(scaled * (np.float32(1) / step), lax.RoundingMethod.TO_NEAREST_EVEN)
     codes = jnp.clip(steps, _ZERO, np.float32(most)).astype(jnp.int32)
-    return Weights(exponentials, codes, step, total)
+    return RowWeights(exponentials, codes, step, total)
 
 
 def _exponentiate(differences: jax.Array) -> jax.Array:
@@ -270,7 +270,7 @@ def find_reciprocal(total: jax.Array) -> jax.Array:
 
 
 def weigh_values(
-    weights: Weights, values: Any, features: int, digits: int, contract: Callable[..., jax.Array] | None = None
+    weights: RowWeights, values: Any, features: int, digits: int, contract: Callable[..., jax.Array] | None = None
 ) -> jax.Array:
     """Return the values weighted by each row, float32 [batch, heads, groups, queries, features].
 

@@ -303,13 +303,13 @@ class StochasticRounding:
     clip: bool = True
 
 
-Rule = StraightThrough | LSQ | LSQPlus | PACT | StochasticRounding
+Estimator = StraightThrough | LSQ | LSQPlus | PACT | StochasticRounding
 
 
 def check_estimator(function: str, argument: str, rule: Any, spec: QuantSpec, zero_point: Any) -> None:
     """Check that `rule` is an estimator, and that it supports the spec and the zero point."""
     names = "StraightThrough(), LSQ(), LSQPlus(), PACT() or StochasticRounding(key)"
-    checks.require_type(isinstance(rule, Rule), function, argument, names, checks.describe_value(rule))
+    checks.require_type(isinstance(rule, Estimator), function, argument, names, checks.describe_value(rule))
     if isinstance(rule, StochasticRounding):
         is_key, got = checks.is_key(rule.key), checks.describe_value(rule.key)
         checks.require_type(is_key, function, f"{argument}.key", "one key of jax.random", got)

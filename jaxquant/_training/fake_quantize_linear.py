@@ -17,7 +17,7 @@ from .._core.known_values import check_float_zero_point
 from .._core.number_arguments import convert_scale_number, convert_zero_point_number
 from .._onnx_ops import toolkit_attributes
 from .._onnx_ops.dynamic_quantize_linear import check_dynamic, find_dynamic_range
-from .rounding_vjp import Config, LinearCodes, LinearOptions, quantize_and_dequantize
+from .rounding_vjp import LinearCodes, LinearOptions, RoundingConfig, quantize_and_dequantize
 
 _NAME = "fake_quantize_linear"
 _DYNAMIC = "dynamic_fake_quantize_linear"
@@ -136,7 +136,7 @@ def _fake_quantize_linear(
     bounds = dtypes.find_bounds(code_dtype) if code_dtype in dtypes.INTEGERS else (-np.inf, np.inf)
     options = LinearOptions(granularity, bool(training), float(lda_coeff), _NAME)
     with toolkit_attributes.name_scope(name):
-        config = Config(LinearCodes(code_dtype, bounds), linear=options)
+        config = RoundingConfig(LinearCodes(code_dtype, bounds), linear=options)
         y: Any = quantize_and_dequantize(config, x, scale, zero_point, None)
         return toolkit_attributes.name_outputs((y,), specified_outputs_name)[0]
 
@@ -217,7 +217,7 @@ def _dynamic_fake_quantize_linear(
     code_dtype, granularity = check_dynamic(_DYNAMIC, x, dtype, axis)
     toolkit_attributes.check_attributes(_DYNAMIC, training, lda_coeff, name)
     options = LinearOptions(granularity, bool(training), float(lda_coeff), _DYNAMIC)
-    config = Config(LinearCodes(code_dtype, dtypes.find_narrow_bounds(code_dtype)), linear=options)
+    config = RoundingConfig(LinearCodes(code_dtype, dtypes.find_narrow_bounds(code_dtype)), linear=options)
     with toolkit_attributes.name_scope(name):
         # The gradient treats the scale and the zero point as constants.
         _, _, scale, zero_point = find_dynamic_range(jax.lax.stop_gradient(x), granularity, code_dtype)

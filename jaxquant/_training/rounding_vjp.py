@@ -18,7 +18,7 @@ from .._arrays.spec import QuantSpec
 from .._core import dtypes, granularity, min_max, rounding, small_floats
 from .._core.affine import dequantize_affine, divide_by_scale
 from .._onnx_ops import toolkit_attributes
-from .estimators import LSQ, PACT, LSQPlus, Rule, StochasticRounding, StraightThrough
+from .estimators import LSQ, PACT, Estimator, LSQPlus, StochasticRounding, StraightThrough
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
@@ -26,7 +26,7 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 # The formulas of the gradient rules: the mask of x, the slopes and factors of scales, and stochastic rounding.
 
 
-class _Codes(Protocol):
+class _CodeFormat(Protocol):
     """The attributes of a QuantSpec that masks and slopes depend on."""
 
     @property
@@ -64,7 +64,7 @@ def _round_stochastically(value: jax.Array, key: Any) -> jax.Array:
     return lax.select(rounds_up, lax.add(below, np.float32(1)), below)
 
 
-def find_mask(rule: Rule, spec: _Codes, u: jax.Array, steps: jax.Array | None) -> jax.Array | None:
+def find_mask(rule: Estimator, spec: _CodeFormat, u: jax.Array, steps: jax.Array | None) -> jax.Array | None:
     """Return a mask of the elements whose gradient passes to x, False for NaN; or None if all of them pass.
 
     Args:
@@ -90,7 +90,7 @@ def find_mask(rule: Rule, spec: _Codes, u: jax.Array, steps: jax.Array | None) -
 
 
 def _find_slopes(
-    rule: Rule, spec: _Codes, u: jax.Array, steps: jax.Array | None, distance: jax.Array
+    rule: Estimator, spec: _CodeFormat, u: jax.Array, steps: jax.Array | None, distance: jax.Array
 ) -> tuple[jax.Array | None, jax.Array, bool]:
     """Return the mask of x, the summands of dy/dscale, and whether a zero point gets -scale where the mask is False.
 
@@ -111,7 +111,9 @@ def _find_slopes(
     return inside, ds, not isinstance(rule, LSQ)
 
 
-def _find_factor(rule: Rule, spec: QuantSpec, x: jax.Array, shape: tuple[int, ...], steps: jax.Array | None) -> Any:
+def _find_factor(
+    rule: Estimator, spec: QuantSpec, x: jax.Array, shape: tuple[int, ...], steps: jax.Array | None
+) -> Any:
     """Return the factor of the gradient of a scale: a float32, or one for each entry of `shape`.
 
     Args:
@@ -173,7 +175,7 @@ class LinearOptions(NamedTuple):
     function: str
 
 
-class Config(NamedTuple):
+class RoundingConfig(NamedTuple):
     """The static part of a rounding.
 
     Attributes:
@@ -183,12 +185,14 @@ class Config(NamedTuple):
     """
 
     spec: QuantSpec | LinearCodes
-    rule: Rule = StraightThrough()
+    rule: Estimator = StraightThrough()
     linear: LinearOptions | None = None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def quantize_and_dequantize(config: Config, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any) -> jax.Array:
+def quantize_and_dequantize(
+    config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any
+) -> jax.Array:
     """Return x rounded to the values of its codes, differentiable under the rule of `config`; arguments are checked.
 
     Args:
@@ -207,14 +211,14 @@ def quantize_and_dequantize(config: Config, x: jax.Array, scale: jax.Array, zero
 
 
 def _quantize_and_dequantize_fwd(
-    config: Config, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any
+    config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any
 ) -> tuple[jax.Array, Any]:
     if config.linear is not None:
         toolkit_attributes.refuse_backward(config.linear.function, config.linear.training)
     return quantize_and_dequantize(config, x, scale, zero_point, key), (x, scale, zero_point, key)
 
 
-def _quantize_and_dequantize_bwd(config: Config, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
+def _quantize_and_dequantize_bwd(config: RoundingConfig, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
     x, scale, zero_point, key = residuals
     return (*find_cotangents(config, x, scale, zero_point, key, g), None)
 
@@ -223,7 +227,7 @@ quantize_and_dequantize.defvjp(_quantize_and_dequantize_fwd, _quantize_and_dequa
 
 
 def find_cotangents(
-    config: Config, x: Any, scale: Any, zero_point: Any, key: Any, g: jax.Array
+    config: RoundingConfig, x: Any, scale: Any, zero_point: Any, key: Any, g: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Return the cotangents of x, scale and zero_point; None for an E8M0 scale and for an integer zero point.
 
@@ -261,7 +265,7 @@ def find_cotangents(
 
 
 def _count_steps(
-    config: Config, x: jax.Array, scale: jax.Array, zero_point: Any, steps: jax.Array | None, key: Any
+    config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: Any, steps: jax.Array | None, key: Any
 ) -> jax.Array:
     """Return how many steps the rounded x is away from 0, float32: its codes dequantized with a scale of 1."""
     unit = jnp.ones(scale.shape, jnp.float32)
@@ -272,7 +276,7 @@ def _count_steps(
     return dequantize_affine(codes, unit, steps, _find_granularity(config), dtypes.FLOAT32)
 
 
-def make_array(config: Config, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any) -> QuantizedArray:
+def make_array(config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any) -> QuantizedArray:
     """Return x as codes under a scale and a zero point of its rank; `config` holds a QuantSpec."""
     spec, steps = config.spec, round_zero_point(config.spec, zero_point)
     assert isinstance(spec, QuantSpec)
@@ -299,7 +303,7 @@ def round_zero_point(spec: QuantSpec | LinearCodes, zero_point: Any) -> jax.Arra
     return zero_point.astype(jnp.int32)
 
 
-def _find_codes(config: Config, x: jax.Array, scale: jax.Array, steps: jax.Array | None, key: Any) -> jax.Array:
+def _find_codes(config: RoundingConfig, x: jax.Array, scale: jax.Array, steps: jax.Array | None, key: Any) -> jax.Array:
     """Return the codes of x, those of an integer dtype as int32."""
     spec, value = config.spec, _divide(config, x, scale)
     if spec.dtype in dtypes.SMALL_FLOATS:
@@ -313,13 +317,13 @@ def _find_codes(config: Config, x: jax.Array, scale: jax.Array, steps: jax.Array
     return rounding.encode_steps(value, expanded, carrier, (low, high)).astype(jnp.int32)
 
 
-def _divide(config: Config, x: jax.Array, scale: jax.Array) -> jax.Array:
+def _divide(config: RoundingConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
     """Return x / scale as float32, rounded to the dtype in which the operator divides."""
     precision = dtypes.FLOAT32 if config.linear is None else scale.dtype
     return divide_by_scale(x, _find_granularity(config).expand(scale, x), precision)
 
 
-def _find_granularity(config: Config) -> granularity.Granularity:
+def _find_granularity(config: RoundingConfig) -> granularity.Granularity:
     if config.linear is not None:
         return config.linear.granularity
     assert isinstance(config.spec, QuantSpec)

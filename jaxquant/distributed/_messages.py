@@ -21,7 +21,7 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._core.granularity import Blocked, PerTensor, PerToken
-from .._training.rounding_vjp import Config, make_array
+from .._training.rounding_vjp import RoundingConfig, make_array
 
 _Move = Callable[[jax.Array], jax.Array]
 
@@ -103,7 +103,7 @@ def encode(x: jax.Array, spec: QuantSpec, key: Any) -> QuantizedArray:
     if key is None:
         return quantize(x, spec)
     scale, zero_point, _ = find_parameters("quantize", x, spec, None, None)
-    return make_array(Config(spec), x, scale, zero_point, key)
+    return make_array(RoundingConfig(spec), x, scale, zero_point, key)
 
 
 def find_row_spec(spec: QuantSpec) -> QuantSpec:

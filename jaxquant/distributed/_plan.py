@@ -41,7 +41,7 @@ _KINDS = {
 # The sizes of a transformer and of a mesh, and the formats that a plan compares.
 
 
-class Sizes(NamedTuple):
+class ModelSizes(NamedTuple):
     """The sizes of a decoder with grouped queries and a gated feed-forward network.
 
     Attributes:
@@ -68,9 +68,9 @@ class Sizes(NamedTuple):
 
 # The sizes of Llama 2 7B and 70B (arXiv 2307.09288) and of Llama 3.1 405B (arXiv 2407.21783, table 3).
 PRESETS = {
-    "7B": Sizes(32, 4096, 32, 32, 11008, 32000),
-    "70B": Sizes(80, 8192, 64, 8, 28672, 32000),
-    "400B": Sizes(126, 16384, 128, 8, 53248, 128256),
+    "7B": ModelSizes(32, 4096, 32, 32, 11008, 32000),
+    "70B": ModelSizes(80, 8192, 64, 8, 28672, 32000),
+    "400B": ModelSizes(126, 16384, 128, 8, 53248, 128256),
 }
 
 
@@ -110,7 +110,7 @@ FORMATS = {
 }
 
 
-def _check_sizes(sizes: Sizes, mesh: Mapping[str, int], batch: int, sequence: int) -> None:
+def _check_sizes(sizes: ModelSizes, mesh: Mapping[str, int], batch: int, sequence: int) -> None:
     """Raise unless the mesh divides the sizes."""
     function = "distributed.plan"
     names = ("data", "model")
@@ -130,7 +130,7 @@ def _check_sizes(sizes: Sizes, mesh: Mapping[str, int], batch: int, sequence: in
     checks.require(batch % mesh["data"] == 0, function, "batch", f"a multiple of {mesh['data']}, the axis data", batch)
 
 
-def _list_matrices(sizes: Sizes) -> dict[str, tuple[tuple[int, int], int]]:
+def _list_matrices(sizes: ModelSizes) -> dict[str, tuple[tuple[int, int], int]]:
     """Return the shape of each matrix of a layer, and the dimension that the axis `model` cuts."""
     keys = sizes.kv_heads * sizes.head_dim
     return {
@@ -225,7 +225,7 @@ def _normalize(x: jax.Array, gain: jax.Array) -> jax.Array:
     return (wide * gain.reshape((1,) * (x.ndim - 1) + gain.shape)).astype(x.dtype)
 
 
-def _run_attention(sizes: Sizes, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+def _run_attention(sizes: ModelSizes, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
     """Return the attention of heads, [batch, length, heads * head_dim]."""
     batch, length = q.shape[:2]
     q, k, v = (x.reshape(batch, x.shape[1], -1, sizes.head_dim) for x in (q, k, v))
@@ -258,7 +258,7 @@ def _look_up(form: _Format, table: jax.Array, tokens: jax.Array) -> jax.Array:
 # Training.
 
 
-def _find_loss(sizes: Sizes, form: _Format, params: _Tree, tokens: jax.Array) -> jax.Array:
+def _find_loss(sizes: ModelSizes, form: _Format, params: _Tree, tokens: jax.Array) -> jax.Array:
     """Return the loss of this device's batch; the layers are recomputed in the backward pass."""
     x = _look_up(form, _gather_weight(form, params["embed"], 1), tokens)
     length = tokens.shape[1]
@@ -297,7 +297,7 @@ def _sum_over_model(x: jax.Array) -> jax.Array:
     return _sum_activations(_Format("float32", jnp.float32), x)
 
 
-def _train(sizes: Sizes, form: _Format, params: _Tree, tokens: jax.Array) -> tuple[jax.Array, _Tree]:
+def _train(sizes: ModelSizes, form: _Format, params: _Tree, tokens: jax.Array) -> tuple[jax.Array, _Tree]:
     """Return the loss and the gradients of this device's parameters."""
     loss, grads = jax.value_and_grad(functools.partial(_find_loss, sizes, form))(params, tokens)
     # The gains are on every device; the gradients of matrices have been scattered.
@@ -309,7 +309,7 @@ def _train(sizes: Sizes, form: _Format, params: _Tree, tokens: jax.Array) -> tup
 # Decoding.
 
 
-def _decode(sizes: Sizes, form: _Format, params: _Tree, cache: _Tree, tokens: jax.Array, step: jax.Array) -> Any:
+def _decode(sizes: ModelSizes, form: _Format, params: _Tree, cache: _Tree, tokens: jax.Array, step: jax.Array) -> Any:
     """Return the logits of the next tokens and the cache with the present ones."""
     x = _look_up(form, params["embed"], tokens)
 
@@ -361,7 +361,7 @@ class _StoredArray(NamedTuple):
     axes: tuple[str | None, ...]
 
 
-class Plan(NamedTuple):
+class MeshPlan(NamedTuple):
     """The bytes of one step on one device.
 
     Attributes:
@@ -376,7 +376,7 @@ class Plan(NamedTuple):
     arrays: dict[str, _StoredArray]
 
 
-class _Step(NamedTuple):
+class _ShardedStep(NamedTuple):
     """A step, ready to be traced or compiled.
 
     Attributes:
@@ -401,7 +401,7 @@ class _Step(NamedTuple):
         )
 
 
-def make_training_step(sizes: Sizes, form: _Format, batch: int, sequence: int) -> _Step:
+def make_training_step(sizes: ModelSizes, form: _Format, batch: int, sequence: int) -> _ShardedStep:
     """Return a training step; its weights are float32 in every format, and travel in the format."""
     layers = {
         name: (jax.ShapeDtypeStruct((sizes.layers, *shape), jnp.float32), _P(None, *_cut(cut)))
@@ -417,10 +417,10 @@ def make_training_step(sizes: Sizes, form: _Format, batch: int, sequence: int) -
     params, specs = _split_pairs(pairs)
     tokens = jax.ShapeDtypeStruct((batch, sequence), jnp.int32)
     function = functools.partial(_train, sizes, form)
-    return _Step(function, (params, tokens), (specs, _P("data")), (_P(), specs), {"weights": 0})
+    return _ShardedStep(function, (params, tokens), (specs, _P("data")), (_P(), specs), {"weights": 0})
 
 
-def make_decoding_step(sizes: Sizes, form: _Format, batch: int, sequence: int) -> _Step:
+def make_decoding_step(sizes: ModelSizes, form: _Format, batch: int, sequence: int) -> _ShardedStep:
     """Return a decoding step of one token for each sequence; its weights and its cache are stored in the format."""
     layers = {}
     for name, (shape, cut) in _list_matrices(sizes).items():
@@ -445,12 +445,12 @@ def make_decoding_step(sizes: Sizes, form: _Format, batch: int, sequence: int) -
     function = functools.partial(_decode, sizes, form)
     in_specs = (specs, cache_spec, _P("data"), _P())
     stored = {"weights": 0, "KV cache": 1}
-    return _Step(function, (params, cache, tokens, step), in_specs, (_P("data"), cache_spec), stored)
+    return _ShardedStep(function, (params, cache, tokens, step), in_specs, (_P("data"), cache_spec), stored)
 
 
 def make_plan(
-    sizes: Sizes, form: _Format, mesh: Mapping[str, int], *, batch: int, sequence: int, is_training: bool
-) -> Plan:
+    sizes: ModelSizes, form: _Format, mesh: Mapping[str, int], *, batch: int, sequence: int, is_training: bool
+) -> MeshPlan:
     """Return the bytes of a step, traced on an abstract mesh: it needs no device."""
     _check_sizes(sizes, mesh, batch, sequence)
     make_step = make_training_step if is_training else make_decoding_step
@@ -464,10 +464,10 @@ def make_plan(
     sent: dict[str, int] = collections.defaultdict(int)
     for collective in _list_collectives(jaxpr.jaxpr, mesh):
         sent[collective.kind] += collective.sent_bytes
-    return Plan(stored, dict(sorted(sent.items())), _list_arrays(step))
+    return MeshPlan(stored, dict(sorted(sent.items())), _list_arrays(step))
 
 
-def _list_arrays(step: _Step) -> dict[str, _StoredArray]:
+def _list_arrays(step: _ShardedStep) -> dict[str, _StoredArray]:
     """Return the arrays that a step stores; those of a quantized array are its codes and its scale."""
     arrays = {}
     for name, place in step.stored.items():
@@ -508,7 +508,7 @@ def _cut_shape(leaf: Any, spec: PartitionSpec, mesh: Mapping[str, int]) -> jax.S
     return jax.ShapeDtypeStruct(tuple(lengths), leaf.dtype)
 
 
-def _count_moments(form: _Format, step: _Step, mesh: Mapping[str, int]) -> int:
+def _count_moments(form: _Format, step: _ShardedStep, mesh: Mapping[str, int]) -> int:
     """Return the bytes of Adam's two moments of the parameters on one device, cut as the parameters are."""
     shards = jax.tree.leaves(_local_shapes(step.arguments[0], step.in_specs[0], mesh))
     moments = [_make_shape((math.prod(shard.shape),), jnp.float32, form.moments) for shard in shards]

@@ -19,7 +19,7 @@ from .._core.affine import dequantize_affine, divide_by_scale, quantize_affine
 _EACH = granularity.Aligned()
 
 
-class Layout(NamedTuple):
+class MatrixLayout(NamedTuple):
     """How the elements of a weight are arranged as [groups, inputs, outputs].
 
     Attributes:
@@ -52,7 +52,7 @@ class Layout(NamedTuple):
         return rows.transpose([order.index(axis) for axis in range(len(order))])
 
 
-def make_layout(function: str, shape: tuple[int, ...], axis: Any, groups: int = 1) -> Layout:
+def make_layout(function: str, shape: tuple[int, ...], axis: Any, groups: int = 1) -> MatrixLayout:
     """Return the layout of a weight; raise if it has no such axes, or no such groups.
 
     Args:
@@ -67,7 +67,7 @@ def make_layout(function: str, shape: tuple[int, ...], axis: Any, groups: int = 
     outputs = math.prod(shape[entry] for entry in kept)
     expected = f"a number of groups that divides the {outputs} outputs"
     checks.require(groups > 0 and outputs % groups == 0, function, "hessian", expected, groups)
-    return Layout(tuple(shape), kept, tuple(entry for entry in range(len(shape)) if entry not in kept), groups)
+    return MatrixLayout(tuple(shape), kept, tuple(entry for entry in range(len(shape)) if entry not in kept), groups)
 
 
 def check_weight(function: str, w: Any, argument: str = "w") -> None:
@@ -76,7 +76,7 @@ def check_weight(function: str, w: Any, argument: str = "w") -> None:
     checks.require(w.ndim > 0, function, argument, "rank 1 or more", "rank 0")
 
 
-def read_hessian(function: str, w: jax.Array, hessian: jax.Array, axis: Any) -> tuple[jax.Array, Layout]:
+def read_hessian(function: str, w: jax.Array, hessian: jax.Array, axis: Any) -> tuple[jax.Array, MatrixLayout]:
     """Return the second moments as [groups, inputs, inputs] of float32, and the layout of the weight."""
     check_weight(function, w)
     checks.check_array(function, "hessian", hessian, dtypes.FLOATS)
@@ -164,7 +164,7 @@ def find_scales(function: str, w: jax.Array, spec: QuantSpec, grid: Scales | Non
     return Scales(*find_parameters(function, w, spec, None, None)[:2]) if grid is None else grid
 
 
-def expand_scales(function: str, scales: Scales, spec: QuantSpec, like: jax.Array, layout: Layout) -> Grid:
+def expand_scales(function: str, scales: Scales, spec: QuantSpec, like: jax.Array, layout: MatrixLayout) -> Grid:
     """Return the scale and the zero point of each element, arranged as a matrix."""
     aligned = granularity.Aligned(scale_from_range.check_one_block_size(function, spec))
     scale = layout.arrange(aligned.expand(small_floats.scale_as_float32(scales.scale), like))
@@ -193,7 +193,7 @@ def decode_values(codes: jax.Array, grid: Grid, spec: QuantSpec) -> jax.Array:
 
 
 def build_array(
-    function: str, codes: jax.Array, layout: Layout, scales: Scales, spec: QuantSpec, dtype: Any, stored_last: Any
+    function: str, codes: jax.Array, layout: MatrixLayout, scales: Scales, spec: QuantSpec, dtype: Any, stored_last: Any
 ) -> QuantizedArray:
     """Return the quantized array of a matrix of codes.
 

@@ -203,7 +203,7 @@ def _read_batches(
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Return the batches of an argument of a function as positional and keyword arguments."""
     loop._check_batches(function, batches, name)
-    step = loop.Step(function, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
+    step = loop.BatchStep(function, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
     split = [loop.split_arguments(step, index, batch, name) for index, batch in enumerate(batches)]
     checks.require(bool(split), function, name, "at least one batch", "none")
     return split
@@ -336,7 +336,7 @@ class _Each(tuple):
     """The values of one variable in all batches; if float weights are run, too, first those with these."""
 
 
-class _Pending(NamedTuple):
+class _UnreadParameter(NamedTuple):
     """A parameter that is read when it is needed, because its codes are not known before.
 
     Attributes:
@@ -359,7 +359,7 @@ class _LayerMode(InspectMode):
 
     def is_parameter(self, value: Any) -> bool:
         """Return whether a value is a parameter that has not been read."""
-        return isinstance(value, _Pending)
+        return isinstance(value, _UnreadParameter)
 
     def can_join(self, parameters: Sequence[Any]) -> bool:
         """Return False: joined parameters are read as they are."""
@@ -367,14 +367,14 @@ class _LayerMode(InspectMode):
 
     def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
         """Return the parameter with one more move, for each result of the equation."""
-        if any(not isinstance(x, _Pending) for x in operands) or len(operands) > 1:
+        if any(not isinstance(x, _UnreadParameter) for x in operands) or len(operands) > 1:
             return _evaluate_each(equation, [self.convert_to_array(x) for x in operands])
         (x,) = operands
         return [x._replace(moves=(*x.moves, (equation, place))) for place in range(len(equation.outvars))]
 
     def convert_to_array(self, parameter: Any) -> Any:
         """Return the array of a parameter as it is now, after its moves."""
-        if not isinstance(parameter, _Pending):
+        if not isinstance(parameter, _UnreadParameter):
             return parameter
         value = self.weights[parameter.leaf]
         for equation, place in parameter.moves:
@@ -569,11 +569,13 @@ def _run_layers(
     first = calls[0]
     places = range(len(first.parameters.arrays))
     mode = _LayerMode(first.plan, dict(enumerate(first.parameters.arrays)))
-    pending = [_Pending(leaf) if leaf in prepared.leaves else first.parameters.arrays[leaf] for leaf in places]
+    pending = [_UnreadParameter(leaf) if leaf in prepared.leaves else first.parameters.arrays[leaf] for leaf in places]
     operands = [call.list_operands(pending) for call in calls]
     # The parameters come first, and are the same in all calls.
     values = [
-        parts[0] if isinstance(parts[0], _Pending) or index < len(pending) else _Each(parts * (2 if has_floats else 1))
+        parts[0]
+        if isinstance(parts[0], _UnreadParameter) or index < len(pending)
+        else _Each(parts * (2 if has_floats else 1))
         for index, parts in enumerate(zip(*operands, strict=True))
     ]
     body = jaxpr.Body(first.trace.program, first.trace.constants)

@@ -123,7 +123,7 @@ def correct_bias(
 def _read_calls(batches: Any, arguments: Any) -> list[tuple[Any, Any]]:
     """Return the positional and the keyword arguments of each call."""
     loop._check_batches(_NAME, batches)
-    step = loop.Step(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
+    step = loop.BatchStep(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
     calls = [loop.split_arguments(step, index, batch) for index, batch in enumerate(batches)]
     checks.require(bool(calls), _NAME, "data", "at least one batch", "none")
     return [(args, {**kwargs, **arguments}) for args, kwargs in calls]

@@ -15,7 +15,7 @@ from ..transform import Prepared
 from ..transform._calls import Signature
 from ..transform._inspect import check_prepared
 from . import inputs
-from ._grid import Layout, make_layout
+from ._grid import MatrixLayout, make_layout
 from .tune import make_function
 
 _NAME = "ptq.collect_gradients"
@@ -71,8 +71,8 @@ def collect_gradients(
     loop._check_batches(_NAME, batches)
     signature = prepared._read_parameters("convert", params)
     run_function = make_function(_NAME, prepared, signature, arguments)
-    step = loop.Step(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
-    layouts: dict[int, Layout] = {}
+    step = loop.BatchStep(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
+    layouts: dict[int, MatrixLayout] = {}
     sums: dict[int, jax.Array] = {}
     add_batch, count = _make_step(run_function, layouts), 0
     bar = loop.Bar("gradients", operator.length_hint(batches) or None, progress)
@@ -98,7 +98,7 @@ def collect_gradients(
 
 
 def _make_step(
-    run_function: Callable[..., list[jax.Array]], layouts: Mapping[int, Layout]
+    run_function: Callable[..., list[jax.Array]], layouts: Mapping[int, MatrixLayout]
 ) -> Callable[..., dict[int, jax.Array]]:
     """Return a function that adds the second moments of one gradient to the sums of those before it.
 
@@ -121,7 +121,7 @@ def _make_step(
     return add_batch
 
 
-def _list_layouts(prepared: Prepared, params: Any, args: Any, kwargs: Any) -> dict[int, Layout]:
+def _list_layouts(prepared: Prepared, params: Any, args: Any, kwargs: Any) -> dict[int, MatrixLayout]:
     """Return how the contractions read each parameter, by its place, if all of them read it as a whole, and alike."""
     call = prepared._trace("collect_gradients", params, args, kwargs)
     layouts = {}

@@ -22,7 +22,7 @@ from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._core.entry_point import compile_entry_point, convert_number, convert_numpy
 from . import _grid
-from ._grid import Layout, read_hessian
+from ._grid import MatrixLayout, read_hessian
 from .gptq import find_error
 from .moments import Moments
 
@@ -216,7 +216,7 @@ def _awq(
     return _grid.spoil_scale(scale, is_valid)
 
 
-def _pool_channels(layout: Layout, values: jax.Array, channel: Any) -> jax.Array:
+def _pool_channels(layout: MatrixLayout, values: jax.Array, channel: Any) -> jax.Array:
     """Return the means of numbers of the inputs [groups, inputs] over those of one channel, of the weight's rank."""
     rank = len(layout.shape)
     axes = layout.summed if channel is None else channel if isinstance(channel, tuple) else (channel,)

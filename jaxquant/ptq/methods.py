@@ -17,7 +17,7 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks
 from . import _grid
-from ._grid import Layout, make_layout
+from ._grid import MatrixLayout, make_layout
 from .adaround import adaround
 from .gptq import factor_groups, round_on_grid
 from .hqq import hqq
@@ -260,7 +260,7 @@ def _solve_factors(matrix: jax.Array, product: jax.Array) -> jax.Array:
     return jnp.clip(factors, *_FACTORS)  # a scale stays positive
 
 
-def _choose_outputs(layout: Layout, mask: jax.Array, q: QuantizedArray, other: QuantizedArray) -> QuantizedArray:
+def _choose_outputs(layout: MatrixLayout, mask: jax.Array, q: QuantizedArray, other: QuantizedArray) -> QuantizedArray:
     """Return the outputs of one array where the mask [groups, outputs] is True, and those of another one elsewhere."""
     wide, outputs = _spread_outputs(layout, mask)
 
@@ -276,7 +276,7 @@ def _choose_outputs(layout: Layout, mask: jax.Array, q: QuantizedArray, other: Q
     )
 
 
-def _spread_outputs(layout: Layout, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _spread_outputs(layout: MatrixLayout, values: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return values [groups, outputs] for each element of the weight, and with length 1 along the summed axes."""
     wide = layout.restore(jnp.repeat(values[:, None], layout.inputs, 1))
     return wide, wide[tuple(slice(None) if a in layout.kept else slice(0, 1) for a in range(wide.ndim))]

@@ -84,7 +84,7 @@ def rotate(prepared: Prepared, params: Any, batch: Any, *, key: jax.Array | None
     """
     check_prepared(_NAME, prepared)
     signature = prepared._read_parameters("convert", params)
-    step = loop.Step(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
+    step = loop.BatchStep(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
     args, kwargs = loop.split_arguments(step, 0, batch)
     kwargs = {**kwargs, **arguments}
     call = prepared._trace("apply", params, args, kwargs)
@@ -191,7 +191,7 @@ class _Offset(NamedTuple):
     channels: _Channels
 
 
-class _Reader(NamedTuple):
+class _ChannelReader(NamedTuple):
     """A contraction that sums the channels.
 
     Attributes:
@@ -220,7 +220,7 @@ class _Paths(NamedTuple):
     axis: int
     run: int
     offsets: tuple[_Offset, ...]
-    readers: tuple[_Reader, ...]
+    readers: tuple[_ChannelReader, ...]
 
 
 def _follow_outputs(graph: Graph, site: Site) -> _Paths | str:
@@ -233,7 +233,7 @@ def _follow_outputs(graph: Graph, site: Site) -> _Paths | str:
         return start
     channels, leaf, axis = start
     offsets: list[_Offset] = []
-    readers: list[_Reader] = []
+    readers: list[_ChannelReader] = []
     pending, runs = [channels], [channels.run]
     while pending:
         channels = pending.pop()
@@ -244,7 +244,7 @@ def _follow_outputs(graph: Graph, site: Site) -> _Paths | str:
             if isinstance(step, str):
                 return step
             for item in step:
-                {_Channels: pending, _Offset: offsets, _Reader: readers}[type(item)].append(item)  # type: ignore[attr-defined]
+                {_Channels: pending, _Offset: offsets, _ChannelReader: readers}[type(item)].append(item)  # type: ignore[attr-defined]
                 runs += [item.run] if isinstance(item, _Channels) else []
     if not readers:
         return "nothing contracts its outputs"
@@ -401,7 +401,7 @@ def _read_with(graph: Graph, site: Site | None, dimension: int) -> list[Any] | s
     axis = _find_axis(graph, site, dimension)
     if isinstance(axis, str):
         return f"{site.name}: {axis}"
-    return [_Reader(site, site.views[0].leaf, axis)]
+    return [_ChannelReader(site, site.views[0].leaf, axis)]
 
 
 # Hadamard matrices: orthogonal but for a factor, with entries of 1 and -1.

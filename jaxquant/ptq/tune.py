@@ -165,7 +165,7 @@ def tune(
 def _read_calls(
     signature: Signature, run_function: Callable[..., list[jax.Array]], name: str, batches: Any,
     arguments: dict[str, Any],
-) -> list[_Call]:  # fmt: skip
+) -> list[_TuningBatch]:  # fmt: skip
     """Return batches with their results in floats.
 
     Args:
@@ -176,10 +176,10 @@ def _read_calls(
         arguments: keyword arguments of every call.
     """
     loop._check_batches(_NAME, batches, name)
-    step = loop.Step(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
+    step = loop.BatchStep(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
     others = [Signature(loop.split_arguments(step, index, batch, name)) for index, batch in enumerate(batches)]
     checks.require(bool(others), _NAME, name, "at least one batch", "none")
-    calls = [_Call(other, run_function(signature.arrays, other)) for other in others]
+    calls = [_TuningBatch(other, run_function(signature.arrays, other)) for other in others]
     for index, call in enumerate(calls):
         # Their error would be 0, and would lower the mean.
         is_empty = not sum(y.size for y in call.expected)
@@ -231,15 +231,15 @@ def make_function(
     return run_function
 
 
-def _make_start(arrays: Sequence[Any], choices: dict[int, _Choice]) -> _Variables:
+def _make_start(arrays: Sequence[Any], choices: dict[int, _Choice]) -> _Changes:
     """Return the variables of the first step, which change nothing."""
     floats = [leaf for leaf, choice in choices.items() if choice.floats]
     shapes = {leaf: (arrays[leaf].scale if is_quantized(arrays[leaf]) else arrays[leaf]).shape for leaf in floats}
     coded = {leaf: arrays[leaf].shape for leaf, choice in choices.items() if choice.codes}
-    return _Variables(*({leaf: jnp.zeros(shape, jnp.float32) for leaf, shape in x.items()} for x in (shapes, coded)))
+    return _Changes(*({leaf: jnp.zeros(shape, jnp.float32) for leaf, shape in x.items()} for x in (shapes, coded)))
 
 
-def _change_parameter(x: Any, variables: _Variables, leaf: int, specs: dict[int, QuantSpec]) -> tuple[Any, str]:
+def _change_parameter(x: Any, variables: _Changes, leaf: int, specs: dict[int, QuantSpec]) -> tuple[Any, str]:
     """Return a parameter with the change that its variables say, and what was done."""
     action = "tuned"
     if leaf in variables.codes:
@@ -255,7 +255,7 @@ def _change_parameter(x: Any, variables: _Variables, leaf: int, specs: dict[int,
 # Gradient descent on the error of the results: what is learned, what is minimized, and the steps.
 
 
-class _Variables(NamedTuple):
+class _Changes(NamedTuple):
     """What is learned of each parameter, by its place.
 
     Attributes:
@@ -270,12 +270,12 @@ class _Variables(NamedTuple):
 class _State(NamedTuple):
     """The variables, and the moving averages of Adam for those of floats."""
 
-    variables: _Variables
+    variables: _Changes
     means: dict[int, jax.Array]
     squares: dict[int, jax.Array]
 
 
-class _Call(NamedTuple):
+class _TuningBatch(NamedTuple):
     """A batch, and the results in floats."""
 
     arguments: Signature
@@ -293,8 +293,8 @@ class _Problem(NamedTuple):
         values: the parameters: floats, or quantized arrays if their codes or scales are learned.
     """
 
-    compute_error: Callable[[_Variables, Sequence[Any], _Call], jax.Array]
-    compute_sum: Callable[[_Variables, Sequence[Any], _Call, jax.Array], jax.Array]
+    compute_error: Callable[[_Changes, Sequence[Any], _TuningBatch], jax.Array]
+    compute_sum: Callable[[_Changes, Sequence[Any], _TuningBatch, jax.Array], jax.Array]
     specs: dict[int, QuantSpec]
     values: Sequence[Any]
 
@@ -310,7 +310,7 @@ def _make_problem(
         values: the parameters: floats, or quantized arrays if their codes or scales are learned.
     """
 
-    def run(variables: _Variables, values: Sequence[Any], call: _Call) -> list[jax.Array]:
+    def run(variables: _Changes, values: Sequence[Any], call: _TuningBatch) -> list[jax.Array]:
         changed = list(values)
         for leaf, variable in variables.floats.items():
             x = values[leaf]
@@ -325,15 +325,15 @@ def _make_problem(
             changed[leaf] = _dequantize_change(q, specs[leaf], change, scale)
         return run_function(changed, call.arguments)
 
-    def find_size(call: _Call) -> jax.Array:
+    def find_size(call: _TuningBatch) -> jax.Array:
         size = jnp.asarray(sum(jnp.sum(z**2) for z in call.expected))
         return jnp.where(size > 0, size, 1)
 
-    def compute_error(variables: _Variables, values: Sequence[Any], call: _Call) -> jax.Array:
+    def compute_error(variables: _Changes, values: Sequence[Any], call: _TuningBatch) -> jax.Array:
         results = run(variables, values, call)
         return sum(jnp.sum((y - z) ** 2) for y, z in zip(results, call.expected, strict=True)) / find_size(call)
 
-    def compute_sum(variables: _Variables, values: Sequence[Any], call: _Call, key: jax.Array) -> jax.Array:
+    def compute_sum(variables: _Changes, values: Sequence[Any], call: _TuningBatch, key: jax.Array) -> jax.Array:
         results = run(variables, values, call)
         keys = jax.random.split(key, len(results))
         signs = [jax.random.rademacher(k, y.shape, y.dtype) for k, y in zip(keys, results, strict=True)]
@@ -354,14 +354,14 @@ def _change_floats(x: jax.Array, variable: jax.Array) -> jax.Array:
 
 
 def _minimize(
-    problem: _Problem, start: _Variables, calls: Sequence[_Call], held_out: Sequence[_Call] | None, rounds: int,
-    rates: tuple[float, float], progress: bool | None,
-) -> tuple[_Variables, tuple[float, float]]:  # fmt: skip
+    problem: _Problem, start: _Changes, calls: Sequence[_TuningBatch], held_out: Sequence[_TuningBatch] | None,
+    rounds: int, rates: tuple[float, float], progress: bool | None,
+) -> tuple[_Changes, tuple[float, float]]:  # fmt: skip
     """Return the variables after the last step, or after the best round, and the mean error before and after."""
     measure = jax.jit(problem.compute_error)
     move_downhill = _make_step(problem)
 
-    def measure_all(variables: _Variables) -> float:
+    def measure_all(variables: _Changes) -> float:
         measured = calls if held_out is None else held_out
         return float(np.mean([float(measure(variables, problem.values, call)) for call in measured]))
 
@@ -387,7 +387,7 @@ def _minimize(
     return best, (before, least)
 
 
-def _measure_curvatures(problem: _Problem, start: _Variables, calls: Sequence[_Call]) -> dict[int, jax.Array]:
+def _measure_curvatures(problem: _Problem, start: _Changes, calls: Sequence[_TuningBatch]) -> dict[int, jax.Array]:
     """Return the second derivative of the error for each code, without that of the function itself."""
     curvatures = jax.tree.map(jnp.zeros_like, start.codes)
     if not curvatures:
@@ -395,7 +395,7 @@ def _measure_curvatures(problem: _Problem, start: _Variables, calls: Sequence[_C
 
     # The variables are an argument, because as constants of the program they would be as large as the weights.
     @jax.jit
-    def add(curvatures: Any, variables: _Variables, values: Sequence[Any], call: _Call, key: jax.Array) -> Any:
+    def add(curvatures: Any, variables: _Changes, values: Sequence[Any], call: _TuningBatch, key: jax.Array) -> Any:
         slopes = jax.grad(problem.compute_sum)(variables, values, call, key).codes
         return jax.tree.map(lambda x, slope: x + slope**2 / _SUMS, curvatures, slopes)
 
@@ -412,7 +412,7 @@ def _make_step(problem: _Problem) -> Callable[..., _State]:
 
     @jax.jit
     def move_downhill(
-        state: _State, plan: tuple[Any, Any, Any], values: Sequence[Any], curvatures: Any, call: _Call
+        state: _State, plan: tuple[Any, Any, Any], values: Sequence[Any], curvatures: Any, call: _TuningBatch
     ) -> _State:
         index, rate, code_rate = plan
         # Adam is written out, because optax is a dependency of jaxquant.optim alone.
@@ -429,7 +429,7 @@ def _make_step(problem: _Problem) -> Callable[..., _State]:
             leaf: _move_change(values[leaf], problem.specs[leaf], change, codes[leaf], curvatures[leaf], code_rate)
             for leaf, change in state.variables.codes.items()
         }
-        return _State(_Variables(floats, moved), means, squares)
+        return _State(_Changes(floats, moved), means, squares)
 
     return move_downhill
 

@@ -14,10 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxquant import distributed as jqd
 from jaxquant.distributed import __main__ as command_line
-from jaxquant.distributed._plan import FORMATS, PRESETS, Sizes, make_decoding_step, make_plan, make_training_step
+from jaxquant.distributed._plan import FORMATS, PRESETS, ModelSizes, make_decoding_step, make_plan, make_training_step
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "distributed.md"
-SMALL = Sizes(layers=3, width=64, heads=8, kv_heads=4, hidden=160, vocabulary=96)
+SMALL = ModelSizes(layers=3, width=64, heads=8, kv_heads=4, hidden=160, vocabulary=96)
 AXES = {"data": 2, "model": 4}
 
 
