@@ -9,17 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._core import checks
-from ...calibration import loop
-from ...transform import Prepared
-from ...transform._calls import Call, Signature
-from ...transform._inspect import check_prepared
-from ...transform._programs.sites import Site
-from .. import input_scales
-from ..moments import Moments
+from .._core import checks
+from ..calibration import loop
+from ..transform import Prepared
+from ..transform._calls import Call, Signature
+from ..transform._inspect import check_prepared
+from ..transform._programs.sites import Site
 from . import graph as graphs
-from . import inputs
+from . import input_scales, inputs
 from .collect import Statistics, has_statistics
+from .moments import Moments
 from .notes import Note, Notes, Outcome
 
 _TOLERANCE = 1e-4  # of the largest result: float32 rounds each product again
@@ -204,7 +203,7 @@ def _scale_joints(
     """Return parameters with factors between layers, wherever they can be put into parameters on both sides."""
     check_prepared(name, prepared)
     signature = prepared._read_parameters("convert", params)
-    step = loop.Step(name, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
+    step = loop.BatchStep(name, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
     args, kwargs = loop.split_arguments(step, 0, batch)
     call = prepared._trace("apply", params, args, {**kwargs, **arguments})
     compare = make_comparison(name, prepared, signature, args, {**kwargs, **arguments})

@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._core import checks
-from ...calibration import loop
-from ...transform import Prepared
-from ...transform._calls import Call, Signature
-from ...transform._inspect import InspectMode, check_prepared
-from ...transform._programs import jaxpr
-from ...transform._programs.interpret import Records
-from ...transform._programs.sites import Site
-from ..moments import Moments, MomentsState, find_status, second_moments
+from .._core import checks
+from ..calibration import loop
+from ..transform import Prepared
+from ..transform._calls import Call, Signature
+from ..transform._inspect import InspectMode, check_prepared
+from ..transform._programs import jaxpr
+from ..transform._programs.interpret import Records
+from ..transform._programs.sites import Site
 from . import inputs
+from .moments import Moments, MomentsState, find_status, second_moments
 
 _NAME = "ptq.collect"
 MOMENTS = second_moments(groups=True)
@@ -158,7 +158,7 @@ def collect(
         return updated, _are_finite(updated)
 
     # The parameters are arguments of the jitted function: arrays that it closes over would be copied into the program.
-    step = loop.Step(
+    step = loop.BatchStep(
         _NAME, lambda state, *batch: observe_batch(state, signature.arrays, Signature(batch)),
         functools.cache(lambda: loop.find_fingerprint(dict(zip(signature.names, signature.arrays, strict=True)))),
         lambda state: "\n".join(f"{name} {x.largest.shape}" for name, x in state.items()), frozenset(arguments),
@@ -212,7 +212,7 @@ def list_all_uses(prepared: Prepared, call: Call) -> Uses:
     return tuple((prepared.names[leaf], inputs.list_uses(call, leaf)) for leaf in prepared.leaves)
 
 
-def _take_first(step: loop.Step, batches: Any) -> tuple[Any, Any]:
+def _take_first(step: loop.BatchStep, batches: Any) -> tuple[Any, Any]:
     """Return the arguments of the first batch, and all batches; None and the value itself if it holds none."""
     if not isinstance(batches, Iterable) or isinstance(batches, jax.Array | Mapping | str) or hasattr(batches, "dtype"):
         return None, batches  # the loop raises

@@ -11,17 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._core import checks
-from ...calibration import loop
-from ...transform import Prepared
-from ...transform._calls import Call, Signature, find_programs, is_quantized
-from ...transform._inspect import InspectMode, check_prepared, contract_codes, find_ranges, read_converted
-from ...transform._modes import Twin
-from ...transform._programs import jaxpr
-from ...transform._programs.sites import Site
-from .. import _matrix
+from .._core import checks
+from ..calibration import loop
+from ..transform import Prepared
+from ..transform._calls import Call, Signature, find_programs, is_quantized
+from ..transform._inspect import InspectMode, check_prepared, contract_codes, find_ranges, read_converted
+from ..transform._modes import Twin
+from ..transform._programs import jaxpr
+from ..transform._programs.sites import Site
 from . import graph as graphs
 from . import inputs
+from ._grid import make_layout
 from .collect import Statistics, has_statistics
 from .notes import Note, Notes, Outcome
 
@@ -123,7 +123,7 @@ def correct_bias(
 def _read_calls(batches: Any, arguments: Any) -> list[tuple[Any, Any]]:
     """Return the positional and the keyword arguments of each call."""
     loop._check_batches(_NAME, batches)
-    step = loop.Step(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
+    step = loop.BatchStep(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
     calls = [loop.split_arguments(step, index, batch) for index, batch in enumerate(batches)]
     checks.require(bool(calls), _NAME, "data", "at least one batch", "none")
     return [(args, {**kwargs, **arguments}) for args, kwargs in calls]
@@ -299,6 +299,6 @@ def _find_mean(site: Site, result: jax.Array) -> dict[str, jax.Array]:
 
 def find_mean_error(w: jax.Array, values: jax.Array, mean: jax.Array, axis: Any) -> jax.Array:
     """Return the mean of x (W - W_q) of each output."""
-    layout = _matrix.make_layout(_NAME, w.shape, axis, mean.shape[0])
+    layout = make_layout(_NAME, w.shape, axis, mean.shape[0])
     errors = layout.arrange(w.astype(jnp.float32) - values.astype(jnp.float32))
     return jnp.einsum("gi,gio->go", mean, errors, precision=jax.lax.Precision.HIGHEST).ravel()

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._core import checks
-from ...calibration import loop
-from ...transform import Prepared
-from ...transform._calls import Signature
-from ...transform._inspect import check_prepared
-from .. import _matrix
+from .._core import checks
+from ..calibration import loop
+from ..transform import Prepared
+from ..transform._calls import Signature
+from ..transform._inspect import check_prepared
 from . import inputs
+from ._grid import MatrixLayout, make_layout
 from .tune import make_function
 
 _NAME = "ptq.collect_gradients"
@@ -71,8 +71,8 @@ def collect_gradients(
     loop._check_batches(_NAME, batches)
     signature = prepared._read_parameters("convert", params)
     run_function = make_function(_NAME, prepared, signature, arguments)
-    step = loop.Step(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
-    layouts: dict[int, _matrix.Layout] = {}
+    step = loop.BatchStep(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
+    layouts: dict[int, MatrixLayout] = {}
     sums: dict[int, jax.Array] = {}
     add_batch, count = _make_step(run_function, layouts), 0
     bar = loop.Bar("gradients", operator.length_hint(batches) or None, progress)
@@ -98,7 +98,7 @@ def collect_gradients(
 
 
 def _make_step(
-    run_function: Callable[..., list[jax.Array]], layouts: Mapping[int, _matrix.Layout]
+    run_function: Callable[..., list[jax.Array]], layouts: Mapping[int, MatrixLayout]
 ) -> Callable[..., dict[int, jax.Array]]:
     """Return a function that adds the second moments of one gradient to the sums of those before it.
 
@@ -121,7 +121,7 @@ def _make_step(
     return add_batch
 
 
-def _list_layouts(prepared: Prepared, params: Any, args: Any, kwargs: Any) -> dict[int, _matrix.Layout]:
+def _list_layouts(prepared: Prepared, params: Any, args: Any, kwargs: Any) -> dict[int, MatrixLayout]:
     """Return how the contractions read each parameter, by its place, if all of them read it as a whole, and alike."""
     call = prepared._trace("collect_gradients", params, args, kwargs)
     layouts = {}
@@ -129,5 +129,5 @@ def _list_layouts(prepared: Prepared, params: Any, args: Any, kwargs: Any) -> di
         uses = inputs.list_uses(call, leaf)
         alike = {(use.axis, frozenset(use.summed), use.groups) for use in uses}
         if len(alike) == 1 and not any(use.reason for use in uses):
-            layouts[leaf] = _matrix.make_layout(_NAME, plan.shape, uses[0].axis, uses[0].groups)
+            layouts[leaf] = make_layout(_NAME, plan.shape, uses[0].axis, uses[0].groups)
     return layouts

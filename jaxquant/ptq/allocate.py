@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._arrays import parts
-from ..._arrays.quantized_array import QuantizedArray
-from ..._core import checks
-from ...transform import Prepared, Rule
-from ...transform._calls import Call, Signature, find_programs
-from ...transform._inspect import check_prepared
-from ...transform._plan import describe_site
-from ..methods import Nearest
+from .._arrays import parts
+from .._arrays.quantized_array import QuantizedArray
+from .._core import checks
+from ..transform import Prepared, Rule
+from ..transform._calls import Call, Signature, find_programs
+from ..transform._inspect import check_prepared
+from ..transform._plan import describe_site
 from .apply import _read_batches
+from .methods import Nearest
 
 _NAME = "ptq.allocate_bits"
 FLOAT = "float"

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...transform._calls import Call
-from ...transform._programs.sites import Site
-from ...transform._programs.views import View
-from ..moments import Moments
+from ..transform._calls import Call
+from ..transform._programs.sites import Site
+from ..transform._programs.views import View
+from .moments import Moments
 
 
 class Uses(NamedTuple):
