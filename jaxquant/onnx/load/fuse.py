@@ -426,7 +426,8 @@ class _Fuser:
         sources: dict[str, tuple[str, tuple[int, ...]]] = {}  # each transposed value, by what it is transposed from
         nodes: list[Node] = []
         for node in self.nodes:
-            node = dataclasses.replace(node, inputs=tuple(_skip_identity(name, sources) for name in node.inputs))
+            names = tuple(_skip_identity(name, sources) for name in node.inputs)
+            node = node if names == node.inputs else dataclasses.replace(node, inputs=names)
             y = node.outputs[0]
             if _has_perm(node):
                 x, perm = node.inputs[0], tuple(node.attributes["perm"])
@@ -712,6 +713,8 @@ def _has_perm(node: Node) -> bool:
 
 def _make_transpose(like: Node, x: str, perm: tuple[int, ...], y: str) -> Node:
     is_copy = perm == tuple(range(len(perm)))
+    if not is_copy and _has_perm(like) and (*like.inputs, tuple(like.attributes["perm"])) == (x, perm):
+        return like  # the rules have no more to do when no node changes
     op, attributes = ("Identity", {}) if is_copy else ("Transpose", {"perm": perm})
     return dataclasses.replace(like, op=op, inputs=(x,), outputs=(y,), attributes=attributes)
 
