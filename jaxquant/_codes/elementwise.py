@@ -1,4 +1,4 @@
-"""Sums and products of two quantized arrays, and `relu`: codes in, codes out."""
+"""Element-wise operations on quantized arrays: codes in, codes out."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from .._core import checks, dtypes
 from .._core.granularity import Aligned
 from .._core.known_values import find_known
 from .._onnx_ops.microsoft.qlinear_add import qlinear_add
+from .._onnx_ops.microsoft.qlinear_leaky_relu import qlinear_leaky_relu
 from .._onnx_ops.microsoft.qlinear_mul import qlinear_mul
+from .._onnx_ops.microsoft.qlinear_sigmoid import qlinear_sigmoid
 from .carrier import FakeQuantizedArray, Output, has_fake, train_codes
+from .pooling import read_operand
 
 
-def add(a: Any, b: Any, output: Output) -> Any:
+def add(a: Any, b: Any, *, output: Output) -> Any:
     """Add two quantized arrays, as ONNX Runtime's QLinearAdd does.
 
     The codes of the result are those of `qlinear_add`: the sum of the two values, rounded once to a code of `output`.
@@ -42,16 +45,16 @@ def add(a: Any, b: Any, output: Output) -> Any:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> spec = jq.QuantSpec(jnp.uint8)
         >>> a = jq.quantize(jnp.array([0.0, 0.5, 1.5, 127.5]), spec)  # scale 0.5
-        >>> y = jq.add(a, a[1], jq.Quantizer(spec, 1.0, 1))
+        >>> y = jq.codes.add(a, a[1], output=jq.Quantizer(spec, 1.0, 1))
         >>> y.codes, y.dequantize()  # 0.5 and 2.0, to which 1 is added before the sum is rounded half to even
         (Array([  2,   2,   3, 129], dtype=uint8), Array([  1.,   1.,   2., 128.], dtype=float32))
 
     Source: ONNX Runtime's com.microsoft QLinearAdd-1.
     """
-    return _combine("add", a, b, output)
+    return _combine("codes.add", a, b, output)
 
 
-def multiply(a: Any, b: Any, output: Output) -> Any:
+def multiply(a: Any, b: Any, *, output: Output) -> Any:
     """Multiply two quantized arrays element by element, as ONNX Runtime's QLinearMul does.
 
     The codes of the result are those of `qlinear_mul`.
@@ -73,16 +76,16 @@ def multiply(a: Any, b: Any, output: Output) -> Any:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> spec = jq.QuantSpec(jnp.uint8)
         >>> a = jq.quantize(jnp.array([0.0, 0.5, 1.5, 127.5]), spec)  # scale 0.5
-        >>> jq.multiply(a, a, jq.Quantizer(spec, 0.5, 0)).dequantize()  # 0.25 is half a step
+        >>> jq.codes.multiply(a, a, output=jq.Quantizer(spec, 0.5, 0)).dequantize()  # 0.25 is half a step
         Array([  0. ,   0. ,   2. , 127.5], dtype=float32)
 
     Source: ONNX Runtime's com.microsoft QLinearMul-1.
     """
-    return _combine("multiply", a, b, output)
+    return _combine("codes.multiply", a, b, output)
 
 
-_OPERATORS = {"add": qlinear_add, "multiply": qlinear_mul}
-_FLOATS = {"add": jnp.add, "multiply": jnp.multiply}
+_OPERATORS = {"codes.add": qlinear_add, "codes.multiply": qlinear_mul}
+_FLOATS = {"codes.add": jnp.add, "codes.multiply": jnp.multiply}
 
 
 def _combine(function: str, a: Any, b: Any, output: Any) -> Any:
@@ -123,17 +126,17 @@ def relu(q: Any) -> Any:
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> q = jq.quantize(jnp.array([-1.0, 0.5, 1.55]), jq.QuantSpec(jnp.uint8))  # scale 0.01, zero point 100
-        >>> jq.relu(q).codes
+        >>> jq.codes.relu(q).codes
         Array([100, 150, 255], dtype=uint8)
 
     Source: `jax.nn.relu`.
     """
     if isinstance(q, FakeQuantizedArray):
         return q.replace_values(jax.nn.relu(q.values))
-    q = quantized_array.check_lazy("relu", "q", q)
+    q = quantized_array.check_lazy("codes.relu", "q", q)
     is_integer = q.codebook is None and q.codes.dtype in dtypes.INTEGERS
     expected = "codes of an integer dtype, or q.dequantize()"
-    checks.require_type(is_integer, "relu", "q", expected, q.codebook or q.codes.dtype)
+    checks.require_type(is_integer, "codes.relu", "q", expected, q.codebook or q.codes.dtype)
     lowest = dtypes.find_bounds(q.codes.dtype)[0]
     known = np.zeros(()) if q.zero_point is None else find_known(q.zero_point)
     if known is not None and (known == lowest).all():
@@ -148,3 +151,39 @@ def _clip_codes(q: QuantizedArray) -> QuantizedArray:
     if q.zero_point is None:
         return q.replace(codes=jnp.maximum(codes, jnp.zeros_like(codes)))
     return q.replace(codes=jnp.maximum(codes, Aligned(q.block_size).expand(q.zero_point, codes)))
+
+
+# Activation functions of quantized arrays that change the scale: codes in, codes out.
+
+
+def leaky_relu(q: Any, slope: float, *, output: Output) -> Any:
+    """Multiply negative values by a number, as ONNX Runtime's QLinearLeakyRelu does.
+
+    Args:
+        q: codes of int8 or uint8 with one scale and one zero point.
+        slope: Static. The number.
+        output: how the result is quantized.
+    """
+    if isinstance(q, FakeQuantizedArray):
+        return train_codes(
+            lambda q, y: leaky_relu(q, slope, output=y), lambda x: jax.nn.leaky_relu(x, slope), (q,), output
+        )
+    q, affine, result = read_operand("codes.leaky_relu", q, output)
+    codes = qlinear_leaky_relu(
+        q.codes, affine.scale, affine.zero_point, result.scale, result.zero_point, alpha=slope
+    )  # fmt: skip
+    return make_array(codes, result, q.dtype)
+
+
+def sigmoid(q: Any, *, output: Output) -> Any:
+    """Apply the logistic function, as ONNX Runtime's QLinearSigmoid does.
+
+    Args:
+        q: codes of int8 or uint8 with one scale and one zero point.
+        output: how the result is quantized.
+    """
+    if isinstance(q, FakeQuantizedArray):
+        return train_codes(lambda q, y: sigmoid(q, output=y), jax.nn.sigmoid, (q,), output)
+    q, affine, result = read_operand("codes.sigmoid", q, output)
+    codes = qlinear_sigmoid(q.codes, affine.scale, affine.zero_point, result.scale, result.zero_point)
+    return make_array(codes, result, q.dtype)

@@ -20,7 +20,7 @@ from .._onnx_ops.microsoft.qlinear_reduce_mean import qlinear_reduce_mean
 from .carrier import FakeQuantizedArray, Output, train_codes
 
 
-class Windows(NamedTuple):
+class PoolWindows(NamedTuple):
     """The windows of a pooling: lengths, strides and (low, high) paddings of the spatial dimensions, and their axes."""
 
     lengths: tuple[int, ...]
@@ -56,17 +56,17 @@ def max_pool(
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> q = jq.quantize(jnp.array([[[-1.0], [0.5], [1.55]]]), jq.QuantSpec(jnp.uint8))
-        >>> jq.max_pool(q, (2,)).codes.tolist()
+        >>> jq.codes.max_pool(q, (2,)).codes.tolist()
         [[[150], [255]]]
 
     Source: `flax.linen.max_pool`.
     """
     if isinstance(q, FakeQuantizedArray):
-        windows = _read_windows("max_pool", q, window_shape, strides, padding, channels_last)
+        windows = _read_windows("codes.max_pool", q, window_shape, strides, padding, channels_last)
         return q.replace_values(find_maxima(q.values, windows=windows))
-    q = quantized_array.check_lazy("max_pool", "q", q)
-    affine = read_affine("max_pool", "q", q)
-    windows = _read_windows("max_pool", q, window_shape, strides, padding, channels_last)
+    q = quantized_array.check_lazy("codes.max_pool", "q", q)
+    affine = read_affine("codes.max_pool", "q", q)
+    windows = _read_windows("codes.max_pool", q, window_shape, strides, padding, channels_last)
     return make_array(find_maxima(q.codes, windows=windows), affine, q.dtype)
 
 
@@ -104,16 +104,16 @@ def average_pool(
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> q = jq.quantize(jnp.array([[[-1.0], [0.5], [1.55]]]), jq.QuantSpec(jnp.uint8))  # scale 0.01
-        >>> jq.average_pool(q, (2,), output=q).codes.tolist()
+        >>> jq.codes.average_pool(q, (2,), output=q).codes.tolist()
         [[[75], [202]]]
 
     Source: ONNX Runtime's com.microsoft QLinearAveragePool-1; `flax.linen.avg_pool`.
     """
     windows = functools.partial(
-        _read_windows, "average_pool", window_shape=window_shape, strides=strides, padding=padding,
+        _read_windows, "codes.average_pool", window_shape=window_shape, strides=strides, padding=padding,
         channels_last=channels_last,
     )  # fmt: skip
-    checks.check_flag("average_pool", "count_include_pad", count_include_pad)
+    checks.check_flag("codes.average_pool", "count_include_pad", count_include_pad)
     if isinstance(q, FakeQuantizedArray):
 
         def compute(codes: QuantizedArray, output: Any) -> Any:
@@ -122,7 +122,7 @@ def average_pool(
 
         differentiate = functools.partial(_average_floats, windows=windows(q), counts_padding=count_include_pad)
         return train_codes(compute, differentiate, (q,), output)
-    q, affine, result = read_operand("average_pool", q, output)
+    q, affine, result = read_operand("codes.average_pool", q, output)
     windows = windows(q)
     lows, highs = zip(*windows.padding, strict=True)
     codes = qlinear_average_pool(
@@ -160,22 +160,22 @@ def mean(
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> q = jq.quantize(jnp.array([[-1.0, 0.5, 1.55]]), jq.QuantSpec(jnp.uint8))  # scale 0.01
-        >>> jq.mean(q, 1, output=q).dequantize()
+        >>> jq.codes.mean(q, 1, output=q).dequantize()
         Array([0.35], dtype=float32)
 
     Source: ONNX Runtime's com.microsoft QLinearGlobalAveragePool-1 and QLinearReduceMean-1.
     """
-    checks.check_flag("mean", "keepdims", keepdims)
+    checks.check_flag("codes.mean", "keepdims", keepdims)
     if isinstance(q, FakeQuantizedArray):
         # `jnp.mean` takes no list.
         axes = tuple(axis) if isinstance(axis, Sequence) else axis
         differentiate = functools.partial(jnp.mean, axis=axes, keepdims=keepdims)
         return train_codes(lambda q, y: mean(q, axis, keepdims, output=y), differentiate, (q,), output)
-    q, affine, result = read_operand("mean", q, output)
-    axis = checks.check_integers("mean", "axis", axis)
+    q, affine, result = read_operand("codes.mean", q, output)
+    axis = checks.check_integers("codes.mean", "axis", axis)
     axes = tuple(range(q.ndim)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    axes = tuple(checks.check_axis("mean", a, q.ndim) for a in axes)
-    checks.require(len(set(axes)) == len(axes), "mean", "axis", "different axes", axis)
+    axes = tuple(checks.check_axis("codes.mean", a, q.ndim) for a in axes)
+    checks.require(len(set(axes)) == len(axes), "codes.mean", "axis", "different axes", axis)
     codes = qlinear_reduce_mean(
         q.codes, affine.scale, affine.zero_point, result.scale, result.zero_point, axes=axes, keepdims=keepdims
     )
@@ -191,7 +191,9 @@ def read_operand(function: str, q: Any, output: Any) -> tuple[QuantizedArray, Af
     return q, affine, result
 
 
-def _read_windows(function: str, q: Any, window_shape: Any, strides: Any, padding: Any, channels_last: Any) -> Windows:
+def _read_windows(
+    function: str, q: Any, window_shape: Any, strides: Any, padding: Any, channels_last: Any
+) -> PoolWindows:
     """Return the windows of a pooling after checking that they fit the array."""
     checks.check_flag(function, "channels_last", channels_last)
     expected = "rank 3 or more: (N, *spatial, C), or (N, C, *spatial) with channels_last=False"
@@ -212,7 +214,7 @@ def _read_windows(function: str, q: Any, window_shape: Any, strides: Any, paddin
     reach = [n + sum(pair) - k for n, pair, k in zip(spatial, padding, lengths, strict=True)]
     expected = f"windows no longer than q with its padding, {spatial}"
     checks.require(min(reach) >= 0, function, "window_shape", expected, lengths)
-    return Windows(lengths, steps, padding, axes)
+    return PoolWindows(lengths, steps, padding, axes)
 
 
 def _check_lengths(function: str, argument: str, value: Any, rank: int) -> tuple[int, ...]:
@@ -224,7 +226,7 @@ def _check_lengths(function: str, argument: str, value: Any, rank: int) -> tuple
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("windows",))
-def find_maxima(codes: jax.Array, *, windows: Windows) -> jax.Array:
+def find_maxima(codes: jax.Array, *, windows: PoolWindows) -> jax.Array:
     """Return the maximum of each window of codes or floats.
 
     One dimension after the other: a window of k * l elements takes k + l maxima. XLA:CPU vectorizes a maximum of
@@ -243,7 +245,7 @@ def find_maxima(codes: jax.Array, *, windows: Windows) -> jax.Array:
     return codes
 
 
-def _average_floats(x: jax.Array, *, windows: Windows, counts_padding: bool) -> jax.Array:
+def _average_floats(x: jax.Array, *, windows: PoolWindows, counts_padding: bool) -> jax.Array:
     """Return the mean of each window of floats, whose derivative is that of the mean of codes."""
 
     def sum_windows(values: jax.Array) -> jax.Array:

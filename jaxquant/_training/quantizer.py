@@ -13,9 +13,9 @@ from .._arrays.quantize import quantize
 from .._arrays.spec import QuantSpec
 from .._core import checks, entry_point
 from . import estimators
-from .estimators import Rule, StochasticRounding, StraightThrough
+from .estimators import Estimator, StochasticRounding, StraightThrough
 from .fake_quantize import check_parts, fake_quantize, split_key
-from .rounding_vjp import Config
+from .rounding_vjp import RoundingConfig
 
 _NAME = "Quantizer"
 
@@ -47,18 +47,17 @@ class Quantizer:
     spec: QuantSpec
     scale: Any = None
     zero_point: Any = None
-    gradient: Rule = StraightThrough()
+    gradient: Estimator = StraightThrough()
 
     @classmethod
     def from_range(
-        cls, spec: QuantSpec, lo: ArrayLike, hi: ArrayLike, gradient: Rule = StraightThrough()
+        cls, spec: QuantSpec, range: tuple[ArrayLike, ArrayLike], gradient: Estimator = StraightThrough()
     ) -> Quantizer:  # fmt: skip
         """Return the Quantizer of a range, with the scale and the zero point that `quantize` computes for it.
 
         Args:
             spec: how to quantize, with one scale and one zero point (`PerTensor()`).
-            lo: the lower end of the range, one element.
-            hi: the upper end.
+            range: the ends (lo, hi), as for `quantize`, one element each.
             gradient: the gradient rule.
 
         Raises:
@@ -66,7 +65,7 @@ class Quantizer:
             ValueError: the spec has several scales, or an end is known and not finite.
         """
         with checks.name_errors("Quantizer.from_range"):
-            q = quantize(np.zeros((), np.float32), spec, lo, hi)
+            q = quantize(np.zeros((), np.float32), spec, range)
         return cls(spec, q.scale, q.zero_point, gradient)
 
     def __call__(self, x: ArrayLike) -> jax.Array:
@@ -103,7 +102,7 @@ def read_quantizer(function: str, argument: str, value: Any) -> Quantizer | None
     return dataclasses.replace(quantizer, scale=scale, zero_point=point)
 
 
-def split_quantizer(quantizer: Quantizer) -> tuple[Config, tuple[Any, Any, Any]]:
+def split_quantizer(quantizer: Quantizer) -> tuple[RoundingConfig, tuple[Any, Any, Any]]:
     """Return the static part of a Quantizer, and (scale, zero_point, key)."""
     (scale, zero_point, key), static = quantizer.tree_flatten()
-    return Config(*static), (scale, zero_point, key)
+    return RoundingConfig(*static), (scale, zero_point, key)
