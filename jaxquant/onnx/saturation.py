@@ -13,6 +13,7 @@ kernel. So the model itself is changed here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -197,10 +198,12 @@ def write_unsigned_weights(model: ModelProto) -> ModelProto:
     copy = ModelProto()
     copy.CopyFrom(_inline(model))
     scopes = list(_walk(copy))
-    mover = _Mover(copy.graph, {name for scope in scopes for name in scope.list_names()}, {})
+    mover = _Mover(copy.graph, {name: 0 for scope in scopes for name in scope.list_names()}, {})
     for scope in scopes:
         for use in list(scope.find_products()):
             mover.move_weights(scope, use)
+    for scope in reversed(scopes):  # the graphs inside first, which become copies with their nodes
+        scope.write_inserted()
     mover.drop_unused({name for scope in scopes for name in scope.list_reads()})
     return copy
 
@@ -245,6 +248,7 @@ class _Scope:
         types: the element types of tensors, where they are known.
         constants: the TensorProto of each constant.
         producers: the node that computes each tensor.
+        inserted: the nodes that `write_inserted` puts before others, by the first results of these.
     """
 
     graph: Any
@@ -252,6 +256,27 @@ class _Scope:
     types: dict[str, int]
     constants: dict[str, Any]
     producers: dict[str, Any]
+    inserted: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def own(self) -> frozenset[str]:
+        """The first result of each node of the graph."""
+        return frozenset(node.output[0] for node in self.graph.node)
+
+    def insert_before(self, node: Any, steps: list[Any]) -> None:
+        """Let `write_inserted` insert nodes before a node of this graph, or of one around it."""
+        scope: _Scope | None = self
+        while scope is not None and node.output[0] not in scope.own:
+            scope = scope.parent
+        if scope is not None:
+            scope.inserted.setdefault(node.output[0], []).extend(steps)
+
+    def write_inserted(self) -> None:
+        """Write the graph's nodes anew, once: an insertion into the list of a large graph takes long."""
+        if self.inserted:
+            nodes = [new for node in self.graph.node for new in (*self.inserted.get(node.output[0], ()), node)]
+            del self.graph.node[:]
+            self.graph.node.extend(nodes)
 
     def list_names(self) -> Iterator[str]:
         """Yield the names of the tensors and nodes of the graph."""
@@ -347,13 +372,13 @@ class _Mover:
 
     Attributes:
         root: the main graph, which gets the new constants.
-        names: the names that are taken.
+        names: the names that are taken, and how often each was asked for again.
         moved: the old and new names of constants. Their keys are the objects' identities, since the branches of an If
             may give one name to different constants; the scopes keep these objects alive.
     """
 
     root: Any
-    names: set[str]
+    names: dict[str, int]
     moved: dict[int, tuple[str, str]]
 
     def move_weights(self, scope: _Scope, use: _Use) -> None:
@@ -384,7 +409,7 @@ class _Mover:
             helper.make_node("Add", [wide, offset], [total]),
             helper.make_node("Cast", [total], [moved], to=_UINT8),
         ]
-        _insert_before(scope, node, steps)
+        scope.insert_before(node, steps)
         return moved
 
     def _make_point(self, scope: _Scope, node: Any) -> str:
@@ -400,7 +425,7 @@ class _Mover:
             helper.make_node("Shape", [scale], [shape]),
             helper.make_node("ConstantOfShape", [shape], [point], value=value),
         ]
-        _insert_before(scope, node, steps)
+        scope.insert_before(node, steps)
         return point
 
     def _add_constant(self, hint: str, array: np.ndarray) -> str:
@@ -409,11 +434,11 @@ class _Mover:
         return name
 
     def _make_name(self, hint: str) -> str:
-        name, number = hint, 0
+        name = hint
         while name in self.names:
-            number += 1
-            name = f"{hint}_{number}"
-        self.names.add(name)
+            self.names[hint] += 1
+            name = f"{hint}_{self.names[hint]}"
+        self.names[name] = 0
         return name
 
     def drop_unused(self, reads: set[str]) -> None:
@@ -510,14 +535,3 @@ def _get_input(node: Any, position: int) -> str:
 
 def _find_domain(node: Any) -> str:
     return "" if node.domain == "ai.onnx" else node.domain
-
-
-def _insert_before(scope: _Scope | None, node: Any, steps: list[Any]) -> None:
-    """Insert nodes before a node, in the graph that contains it."""
-    while scope is not None:
-        for place, other in enumerate(scope.graph.node):
-            if other.output[0] == node.output[0]:
-                for step in reversed(steps):
-                    scope.graph.node.insert(place, step)
-                return
-        scope = scope.parent

@@ -79,6 +79,26 @@ def make_channels_last(b: Builder) -> Network:
     return b, (2, 6, 7, 3), y
 
 
+def make_channels_last_residual(b: Builder) -> Network:
+    """A residual network as tf2onnx writes it: the sums are outside of the transpositions, and NHWC."""
+    rng = b.rng
+
+    def convolve(y: str, features: int) -> str:
+        y = b.add("Transpose", y, perm=[0, 3, 1, 2])
+        y = b.add(
+            "Conv", y, b.draw(features, 4, 3, 3), *([b.draw(features)] if rng.random() < 0.6 else []), pads=[1] * 4
+        )
+        return b.add("Transpose", y, perm=[0, 2, 3, 1])
+
+    y = "x"
+    for _ in range(int(rng.integers(1, 3))):
+        z = _activate(b, convolve(y, 4), int(rng.integers(0, 4)))
+        if rng.random() < 0.3:
+            z = b.add("MaxPool", z, kernel_shape=[3, 3], pads=[1] * 4)
+        y = _activate(b, b.add("Add", y, convolve(z, 4)), int(rng.integers(0, 4)))
+    return b, (2, 6, 5, 4), convolve(y, 3)
+
+
 def make_channels_last_1d(b: Builder) -> Network:
     """1-D convolutions as tf2onnx writes them, through Unsqueeze or Reshape and a 2-D one, with one bias for both."""
     rng = b.rng
@@ -207,6 +227,7 @@ NETWORKS: dict[str, Callable[[Builder], Network]] = {
     "conv3d": lambda b: _make_convolutions(b, 3),
     "transposed": make_transposed,
     "nhwc": make_channels_last,
+    "nhwc-residual": make_channels_last_residual,
     "nhwc1d": make_channels_last_1d,
     "gemm": make_gemms,
     "gemm-transa": make_transposed_gemm,
@@ -219,7 +240,7 @@ NETWORKS: dict[str, Callable[[Builder], Network]] = {
 
 
 # Networks that compute with codes, or with floats that both round alike, between their input and output.
-EXACT = {"conv1d", "conv2d", "conv3d", "nhwc", "nhwc1d", "gemm-transa", "resampling"}
+EXACT = {"conv1d", "conv2d", "conv3d", "nhwc", "nhwc-residual", "nhwc1d", "gemm-transa", "resampling"}
 
 
 class Options(NamedTuple):

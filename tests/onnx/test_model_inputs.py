@@ -120,6 +120,7 @@ def test_wrong_constants_are_named() -> None:
         ({"sr": np.array([1, 2])}, ValueError, r"load: constants\['sr'\]: expected shape \(\), got shape \(2,\)"),
         ({"sr": np.float32(1)}, TypeError, r"load: constants\['sr'\]: expected dtype int64, got float32"),
         (["sr"], TypeError, "load: constants: expected a mapping of names to values, got"),
+        ({"sr": None}, TypeError, r"load: constants\['sr'\]: expected a known value, got None"),
         ({"sr": "high"}, TypeError, r"load: constants\['sr'\]: expected an array, got str"),
     )
     constants: Any

@@ -194,3 +194,15 @@ def test_a_model_of_scalars_is_exported_and_loaded_again(rng: np.random.Generato
             fn, params = jqonnx.load(exported)
             assert sorted(params) == ["b", "v", "w"]
             same_bits(jax.jit(fn)(params, x), expected)
+
+
+def test_wrong_parameters() -> None:
+    model = make_model([make_node("Clip", ["x", "low", "high"], ["y"])], {"low": np.float32(0), "high": np.float32(3)})
+    fn, params = jqonnx.load(model, parameters=["high"])
+    x = np.full((1, 8), 2, np.float32)
+    np.testing.assert_array_equal(fn({"high": 1.0}, x), np.ones((1, 8)))  # a number of Python is an array
+    for wrong, text in (({}, r"missing \['high'\]"), ({**params, "top": 1.0}, r"unknown \['top'\]")):
+        with pytest.raises(ValueError, match=rf"onnx\.LoadedFunction: params: expected the entries .*, got {text}"):
+            fn(wrong, x)
+    with pytest.raises(TypeError, match=r"onnx\.LoadedFunction: params: expected a mapping"):
+        fn(1.0, x)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ with these ONNX Runtime is an oracle on each of them; with all activations the o
 """
 
 import itertools
+import time
 import warnings
 from typing import Any
 
@@ -196,6 +197,24 @@ def test_computed_weights_are_moved_by_nodes(rng):
     for level in LEVELS:
         session = jqonnx.make_session(jqonnx.convert_weights_to_uint8(model), level=level)
         np.testing.assert_array_equal(session.run(None, {"x": x, "w": w})[0], x.astype(int) @ w.T.astype(int))
+
+
+def test_nodes_that_move_weights_are_inserted_in_linear_time(rng):
+    count = 1000
+    nodes, constants = [], {"z": np.uint8(3), "w": make_weights(rng, (K, K)), "s": np.float32(0.02)}
+    for i in range(count):
+        nodes += [
+            helper.make_node("Transpose", ["w"], [f"w{i}"], perm=[1, 0]),
+            helper.make_node("MatMulInteger", ["x" if i == 0 else f"codes{i}", f"w{i}", "z"], [f"sum{i}"]),
+            helper.make_node("Cast", [f"sum{i}"], [f"float{i}"], to=TensorProto.FLOAT),
+            helper.make_node("QuantizeLinear", [f"float{i}", "s", "z"], [f"codes{i + 1}"]),
+        ]
+    model = make_model(nodes, [("x", make_codes(rng, (2, K)))], [(f"codes{count}", TensorProto.UINT8)], constants)
+    start = time.process_time()
+    moved = jqonnx.convert_weights_to_uint8(model)
+    assert time.process_time() - start < 1.5  # it takes 0.2 s
+    assert [node.op_type for node in moved.graph.node[:5]] == ["Transpose", "Cast", "Add", "Cast", "MatMulInteger"]
+    assert len(moved.graph.node) == 7 * count
 
 
 @pytest.mark.parametrize("per_column", [False, True])

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import onnx
 from jax.core import Tracer
@@ -116,12 +117,13 @@ class LoadedFunction:
             The output, or a tuple of the outputs. int64 is int32 and float64 is float32, unless x64 is enabled.
 
         Raises:
-            ValueError: an input is missing, or does not have its declared shape.
+            ValueError: an input or a parameter is missing, or an input does not have its declared shape.
             TypeError: an input does not have its declared dtype.
             ModelError: the values need more memory than the limits allow, or a node cannot be run on these inputs, or
                 an input is traced that must be known.
         """
         values = self._read_inputs(inputs, named)
+        params = self._read_params(params)
         try:
             self._examine(params, values)
             outputs = self._run(params, values)
@@ -209,6 +211,17 @@ class LoadedFunction:
         holds = set(given) == set(names) and len(given) == len(inputs) + len(named)
         checks.require(holds, _CALL, "inputs", f"each of {names} once", f"{[*names[: len(inputs)], *named]}")
         return {x.name: self._read_input(x, given[x.name]) for x in self.inputs}
+
+    def _read_params(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the parameters, numbers of Python among them as arrays."""
+        checks.require_type(isinstance(params, Mapping), _CALL, "params", "a mapping", checks.describe_value(params))
+        names, given = set(self._parameters.params), set(params)
+        # A constant may have an entry, too: it was a parameter when the entries were saved.
+        unknown = given - names - set(self._parameters.constants) - self._parameters.list_parts()
+        parts = [("missing", names - given), ("unknown", unknown)]
+        got = ", ".join(f"{what} {sorted(map(str, part))}" for what, part in parts if part)
+        checks.require(not got, _CALL, "params", "the entries that load returned", got)
+        return {n: jnp.asarray(x) if isinstance(x, bool | int | float) else x for n, x in params.items()}
 
     def _read_input(self, declared: Input, value: Any) -> Any:
         if isinstance(value, list):  # a sequence of ONNX
@@ -379,8 +392,9 @@ def _bind_constants(graph: Graph, inputs: Sequence[Input], values: Mapping[str, 
     arrays: dict[str, np.ndarray] = {}
     for name, value in values.items():
         checks.require(name in declared, _NAME, "constants", f"names of inputs, {sorted(declared)}", repr(name))
-        is_known = not isinstance(value, Tracer)
-        checks.require_type(is_known, _NAME, f"constants[{name!r}]", "a known value", "a traced array")
+        is_known = value is not None and not isinstance(value, Tracer)
+        got = "None" if value is None else "a traced array"
+        checks.require_type(is_known, _NAME, f"constants[{name!r}]", "a known value", got)
         array = np.asarray(_check_input(_NAME, f"constants[{name!r}]", declared[name], value))
         arrays[name] = array.astype(declared[name].dtype, copy=False)
     kept = tuple(name for name in graph.inputs if name not in arrays)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -36,9 +36,12 @@ _PASSING = (
     *("Tile", "Neg"),
 )
 # Operators that ONNX Runtime moves a Transpose past.
-_ELEMENTWISE = ("Relu", "Clip", "LeakyRelu", "Sigmoid", "Tanh", "HardSigmoid", "HardSwish", "Elu", "Neg", "Abs", "Cast")
-# How far the bounds of a Clip may be inside those of the codes in ONNX Runtime.
-_CLOSE = float(np.finfo(np.float32).eps)
+_ELEMENTWISE = (
+    *("Relu", "Clip", "LeakyRelu", "Sigmoid", "Tanh", "HardSigmoid", "HardSwish", "Elu", "Neg", "Abs", "Cast"),
+    *("Add", "Sub", "Mul", "Div", "Max", "Min"),
+)
+# How often ONNX Runtime applies the rules of its first level.
+_MOST_STEPS = 10
 
 
 def fuse_graph(graph: Graph, is_exported: bool = False, fusions: str = "all") -> tuple[Graph, tuple[Deviation, ...]]:
@@ -88,16 +91,23 @@ class _Fuser:
         self._index()
         has_codes = any(node.op in ("QuantizeLinear", "DequantizeLinear") for node in self.nodes)
         if has_codes and self.fusions != "none":
+            first, later = [self._merge_pairs, self._insert_pairs], [self._drop_relu]
             # The transpositions of an exported model are those of the function, which XLA removes.
-            transposes = () if self.is_exported else (self._drop_transposes,)
-            pairs = (self._merge_pairs, self._insert_pairs, *transposes)
-            rules = (self._drop_identities, self._drop_relu, *pairs, *pairs, *pairs)
             if not self.is_exported:
-                rules = (*rules, self._quantize_parameters)
-            for rule in (*rules, self._use_uint8, self._select, self._drop_conversions, self._drop_pairs):
-                rule()
-                self.nodes = list(select_live(self.nodes, self.graph.outputs))
-                self._index()
+                # Pairs that are merged after a bias was quantized change its value, which "safe" does not allow.
+                if self.fusions == "all":
+                    first.append(self._quantize_parameters)
+                else:
+                    later.insert(0, self._quantize_parameters)
+                first.append(self._move_transposes)
+            self._apply(self._drop_identities)
+            for _ in range(_MOST_STEPS):
+                before = self.nodes
+                self._apply(*first)
+                if self.nodes == before:
+                    break
+            # Relu and Clip are dropped only now, so that the pairs on either side of one stay two.
+            self._apply(*later, self._use_uint8, self._select, self._drop_conversions, self._drop_pairs)
         if self.is_exported:
             self._sum_windows()
         # Last, because the rules before look for Mul.
@@ -107,6 +117,13 @@ class _Fuser:
         read = {*self.graph.outputs, *(name for node in nodes for name in node.list_reads())}
         constants = {name: array for name, array in self.constants.items() if name in read}
         return dataclasses.replace(self.graph, nodes=nodes, constants=constants, literals=frozenset(self.literals))
+
+    def _apply(self, *rules: Callable[[], None]) -> None:
+        """Apply rules one after the other, without the nodes that they leave without readers."""
+        for rule in rules:
+            rule()
+            self.nodes = list(select_live(self.nodes, self.graph.outputs))
+            self._index()
 
     def _sum_windows(self) -> None:
         """Make a sum of a mean times its number of elements: `export` writes it so, because ONNX has no such sums."""
@@ -130,7 +147,9 @@ class _Fuser:
         """
         if self.fusions == "safe":
             return False
-        self.deviations.append(Deviation(node.label, node.op, model, runtime, can_follow))
+        deviation = Deviation(node.label, node.op, model, runtime, can_follow)
+        if deviation not in self.deviations:  # rules are applied several times
+            self.deviations.append(deviation)
         return can_follow
 
     def allows_scale(self, op: str, node: Node) -> bool:
@@ -253,28 +272,83 @@ class _Fuser:
             ]
 
     def _insert_pairs(self) -> None:
-        """Insert QuantizeLinear and DequantizeLinear behind, or before, an operator that moves quantized elements."""
-        result: list[Node] = []
-        for node in self.nodes:
-            is_moving = node.op in _MOVING and not node.domain and not any(node.outputs[1:])
-            source, sink = (self.find_source(node.inputs[0]), self.find_sink(node)) if is_moving else (None, None)
-            # ONNX Runtime moves quantization with a single scale only. Values that go through codes in their order need
-            # no positive scale, and a maximum is one of them.
-            is_moved = source is not None and self.is_per_tensor(source) and self.allows_scale(_PAIR, source)
-            if source is not None and is_moved and not self._feeds_quantization(node):
-                inner = f"{node.outputs[0]}/moved"
-                pair = self._make_pair(source, inner, node.outputs[0])
-                result += [dataclasses.replace(node, outputs=(inner,)), *pair]
-            elif source is None and sink is not None and self.is_per_tensor(sink) and self.allows_scale(_PAIR, sink):
-                inner = f"{node.outputs[0]}/before"
-                pair = self._make_pair(sink, node.inputs[0], inner)
-                result += [*pair, dataclasses.replace(node, inputs=(inner, *node.inputs[1:]))]
-            else:
-                result.append(node)
-        self.nodes = result
+        """Insert QuantizeLinear and DequantizeLinear before and behind operators that move quantized elements."""
+        sources = [node for node in self.nodes if node.op == "DequantizeLinear"]
+        self._insert_before()
+        self._index()
+        self._insert_behind(sources)
 
-    def _feeds_quantization(self, node: Node) -> bool:
-        return any(reader.op == "QuantizeLinear" for reader in self.readers[node.outputs[0]])
+    def _insert_before(self) -> None:
+        """Insert a pair before each operator of a chain that leads to a QuantizeLinear, up to a DequantizeLinear."""
+        pairs: dict[str, list[Node]] = {}
+        for sink in self.nodes:
+            if sink.op != "QuantizeLinear" or not self._can_spread(sink):
+                continue
+            node = self._find_mover(sink.inputs[0])
+            while node is not None:
+                (x, *_), y = node.inputs, node.outputs[0]
+                maker = self.producers.get(x)
+                # A value that something else reads, too, is not quantized for it.
+                if maker is not None and (maker.op == "DequantizeLinear" or not self._has_one_use(x)):
+                    break
+                pairs[y] = self._make_pair(sink, x, f"{y}/before")
+                node = None if maker is None else self._find_mover(x)
+        nodes: list[Node] = []
+        for node in self.nodes:
+            pair = pairs.get(node.outputs[0], [])
+            inputs = (pair[-1].outputs[0], *node.inputs[1:]) if pair else node.inputs
+            nodes += [*pair, dataclasses.replace(node, inputs=inputs) if pair else node]
+        self.nodes = nodes
+
+    def _insert_behind(self, sources: Sequence[Node]) -> None:
+        """Insert a pair behind each operator of the chains that begin at these DequantizeLinear nodes."""
+        pairs: dict[str, list[Node]] = {}
+        renamed: dict[Node, dict[str, str]] = collections.defaultdict(dict)
+        for source in sources:
+            pending = self._list_movers(source.outputs[0]) if self._can_spread(source) else []
+            while pending:
+                y = pending.pop().outputs[0]
+                readers = [reader for reader in self.readers[y] if reader.op != "QuantizeLinear"]
+                is_output = y in self.graph.outputs
+                if (is_output and self.readers[y]) or not (is_output or readers):
+                    continue
+                if len(readers) == len(self.readers[y]):
+                    pairs[y] = self._make_pair(source, f"{y}/moved", y)
+                else:
+                    pairs[y] = self._make_pair(source, y, f"{y}/moved")
+                    for reader in readers:
+                        renamed[reader][y] = f"{y}/moved"
+                pending += self._list_movers(y)
+        nodes: list[Node] = []
+        for node in self.nodes:
+            names = renamed.get(node, {})
+            pair = pairs.get(node.outputs[0], [])
+            if names or pair:
+                inputs = tuple(names.get(name, name) for name in node.inputs)
+                outputs = (pair[0].inputs[0], *node.outputs[1:]) if pair else node.outputs
+                node = dataclasses.replace(node, inputs=inputs, outputs=outputs)
+            nodes += [node, *pair]
+        self.nodes = nodes
+
+    def _can_spread(self, node: Node) -> bool:
+        """Return whether a QuantizeLinear or DequantizeLinear has one constant scale, with which codes survive a pair.
+
+        Values that go through codes in their order need no positive scale, and a maximum is one of them.
+        """
+        is_constant = all(part in self.constants for part in node.inputs[1:] if part)
+        return is_constant and self.is_per_tensor(node) and self.allows_scale(_PAIR, node)
+
+    def _has_one_use(self, name: str) -> bool:
+        return len(self.readers[name]) == 1 and name not in self.graph.outputs
+
+    def _find_mover(self, name: str) -> Node | None:
+        """Return the operator that moves elements into a value with one use."""
+        node = self.producers.get(name)
+        return node if node is not None and _moves(node) and self._has_one_use(name) else None
+
+    def _list_movers(self, name: str) -> list[Node]:
+        """Return the operators that move the elements of a value."""
+        return [node for node in self.readers[name] if _moves(node) and node.inputs[0] == name]
 
     def _make_pair(self, like: Node, x: str, y: str) -> list[Node]:
         """Return QuantizeLinear and DequantizeLinear from x to y with the scale and zero point of a node."""
@@ -300,26 +374,25 @@ class _Fuser:
         return readers[0] if self.have_same_affine(node, readers[0]) else None
 
     def _merge_pairs(self) -> None:
-        """Make one pair of pairs of QuantizeLinear and DequantizeLinear that follow each other, also of other scales.
+        """Make one pair of two pairs of QuantizeLinear and DequantizeLinear that follow each other.
 
-        Its range is what all of them hold.
+        Their scales may differ: the range is what both of them hold. Of several pairs, the first and the second become
+        one, the third and the fourth, and so on; those are merged in the next step.
         """
         replaced: dict[Node, Node] = {}
         dropped: set[Node] = set()
         for head in self.nodes:
-            end = None if head in dropped else self._find_pair(head)
-            shared, dtype = head, self.find_codes_dtype(head) if end is not None else None
-            while end is not None and end.outputs[0] not in self.graph.outputs:
-                sink = self.find_sink(end)
-                following = self._find_pair(sink)
-                if sink is None or following is None or self.find_codes_dtype(sink) != dtype:
-                    break
-                shared = dataclasses.replace(shared, inputs=(head.inputs[0], *self._share_range(shared, sink)))
-                dropped |= {end, sink}
-                end = following
-            if shared is not head and end is not None:
-                replaced[head] = shared
-                replaced[end] = dataclasses.replace(end, inputs=(head.outputs[0], *shared.inputs[1:]))
+            end = None if head in dropped or head in replaced else self._find_pair(head)
+            sink = None if end is None or end.outputs[0] in self.graph.outputs else self.find_sink(end)
+            last = self._find_pair(sink)
+            if end is None or sink is None or last is None:
+                continue
+            if self.find_codes_dtype(sink) != self.find_codes_dtype(head):
+                continue
+            affine = self._share_range(head, sink)
+            replaced[head] = dataclasses.replace(head, inputs=(head.inputs[0], *affine))
+            replaced[last] = dataclasses.replace(last, inputs=(head.outputs[0], *affine))
+            dropped |= {end, sink}
         self.nodes = [replaced.get(node, node) for node in self.nodes if node not in dropped]
 
     def _share_range(self, left: Node, right: Node) -> tuple[str, str]:
@@ -336,40 +409,73 @@ class _Fuser:
         scale = (high - low) / np.float32(info.max - info.min)
         code = np.float32(info.min) - low / scale
         point = np.copysign(np.floor(np.abs(code) + np.float32(0.5)), code)  # half away from zero
-        names = (f"{left.outputs[0]}/shared scale", f"{left.outputs[0]}/shared zero point")
+        label = f"{left.outputs[0]} and {right.outputs[0]}"  # a pair may be merged several times
+        names = (f"{label}/shared scale", f"{label}/shared zero point")
         self.constants[names[0]] = np.asarray(scale, np.float32)
         self.constants[names[1]] = np.asarray(point, info.dtype)
         self.literals.update(names)
         return names
 
-    def _drop_transposes(self) -> None:
-        """Drop two transpositions that undo each other around quantization and element-wise operators."""
-        dropped: set[Node] = set()
+    def _move_transposes(self) -> None:
+        """Move each Transpose behind quantization and element-wise operators if another one follows; make one of both.
+
+        It moves past a value with several readers only if the other one undoes it. A Transpose that all operands of an
+        operator have in common moves behind it, too.
+        """
+        following = self._list_following()
+        sources: dict[str, tuple[str, tuple[int, ...]]] = {}  # each transposed value, by what it is transposed from
+        nodes: list[Node] = []
         for node in self.nodes:
-            if node.op != "Transpose" or "perm" not in node.attributes or node in dropped:
+            names = tuple(_skip_identity(name, sources) for name in node.inputs)
+            node = node if names == node.inputs else dataclasses.replace(node, inputs=names)
+            y = node.outputs[0]
+            if _has_perm(node):
+                x, perm = node.inputs[0], tuple(node.attributes["perm"])
+                x, first = sources.get(x, (x, tuple(range(len(perm)))))
+                if len(first) == len(perm):
+                    sources[y] = x, tuple(first[axis] for axis in perm)
+                    nodes.append(_make_transpose(node, *sources[y], y))
+                    continue
+            operands = (
+                [name for name in node.inputs if name not in self.constants] if self._is_elementwise(node) else []
+            )
+            perms = {sources[name][1] if name in sources else None for name in operands}
+            (perm, *others) = perms or {None}
+            is_free = perm is not None and bool({None, tuple(np.argsort(perm))} & following.get(y, set()))
+            if perm is None or others or not (len(operands) > 1 or is_free):
+                nodes.append(node)
                 continue
-            end: Node | None = node
-            while end is not None and (end is node or self._is_elementwise(end)):
-                readers = self.readers[end.outputs[0]]
-                end = readers[0] if len(readers) == 1 and end.outputs[0] not in self.graph.outputs else None
-            if end is None or end.op != "Transpose" or "perm" not in end.attributes:
-                continue
-            perm, inverse = node.attributes["perm"], end.attributes["perm"]
-            if len(perm) == len(inverse) and all(perm[axis] == i for i, axis in enumerate(inverse)):
-                dropped |= {node, end}
-        names = {node.outputs[0]: node.inputs[0] for node in dropped if node.outputs[0] not in self.graph.outputs}
-        kept = [node for node in self.nodes if node.outputs[0] not in names]
-        self.nodes = [
-            dataclasses.replace(node, op="Identity", attributes={}) if node in dropped else node for node in kept
-        ]
-        self._rename_inputs(names)
+            inputs = tuple(sources[name][0] if name in operands else name for name in node.inputs)
+            sources[y] = f"{y}/untransposed", perm
+            moved = dataclasses.replace(node, inputs=inputs, outputs=(f"{y}/untransposed",))
+            nodes += [moved, _make_transpose(node, *sources[y], y)]
+        self.nodes = nodes
+        self._index()
+        # What is left around a Transpose that is gone are a DequantizeLinear and perhaps an equal QuantizeLinear.
+        self._drop_pairs({name for y in sources if (name := _skip_identity(y, sources)) != y})
+
+    def _list_following(self) -> dict[str, set[tuple[int, ...] | None]]:
+        """Return the values that lead to a Transpose through element-wise operators, and the permutations.
+
+        None stands for any permutation, where each value on the way has one reader.
+        """
+        found: dict[str, set[tuple[int, ...] | None]] = collections.defaultdict(set)
+        for node in reversed(self.nodes):
+            perms = {tuple(node.attributes["perm"]), None} if _has_perm(node) else set()
+            if self._is_elementwise(node):
+                perms = found.get(node.outputs[0], set())
+            for name in node.inputs:
+                if name and name not in self.constants:
+                    found[name] |= perms if self._has_one_use(name) else perms - {None}
+        return found
 
     def _is_elementwise(self, node: Node) -> bool:
-        """Return whether a node has one result for each element of its first input, whatever the shape."""
-        if node.domain or any(name not in self.constants for name in node.inputs[1:] if name):
+        """Return whether each element of a node's result depends on the same element of each operand, or on scalars."""
+        constants = [self.constants[name] for name in node.inputs if name in self.constants]
+        if node.domain or node.attributes.get("block_size") or any(array.size != 1 for array in constants):
             return False
         if node.op in ("QuantizeLinear", "DequantizeLinear"):
-            return self.is_per_tensor(node)
+            return len(constants) == sum(map(bool, node.inputs[1:])) and node.inputs[0] not in self.constants
         return node.op in _ELEMENTWISE
 
     def _quantize_parameters(self) -> None:
@@ -522,11 +628,16 @@ class _Fuser:
                 )
         self.nodes = [replaced.get(node.outputs[0], node) for node in self.nodes]
 
-    def _drop_pairs(self) -> None:
-        """Drop DequantizeLinear and an equal QuantizeLinear behind it, which give back the same codes."""
+    def _drop_pairs(self, values: Collection[str] | None = None) -> None:
+        """Drop DequantizeLinear and an equal QuantizeLinear behind it, which give back the same codes.
+
+        Only where `values` has the value between, if it is given.
+        """
         renamed: dict[str, str] = {}
         for node in self.nodes:
             if node.op != "QuantizeLinear" or node.outputs[0] in self.graph.outputs:
+                continue
+            if values is not None and node.inputs[0] not in values:
                 continue
             source = self.find_source(node.inputs[0])
             constant = all(part in self.constants for part in node.inputs[1:] if part)
@@ -588,6 +699,29 @@ class _Fuser:
                     seen.add(reader)
                     pending.append(reader)
         return False
+
+
+def _skip_identity(name: str, sources: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
+    """Return what a value is a copy of, if its Transpose changes nothing."""
+    source, perm = sources.get(name, (name, ()))
+    return source if perm == tuple(range(len(perm))) else name
+
+
+def _has_perm(node: Node) -> bool:
+    return node.op == "Transpose" and not node.domain and "perm" in node.attributes
+
+
+def _make_transpose(like: Node, x: str, perm: tuple[int, ...], y: str) -> Node:
+    is_copy = perm == tuple(range(len(perm)))
+    if not is_copy and _has_perm(like) and (*like.inputs, tuple(like.attributes["perm"])) == (x, perm):
+        return like  # the rules have no more to do when no node changes
+    op, attributes = ("Identity", {}) if is_copy else ("Transpose", {"perm": perm})
+    return dataclasses.replace(like, op=op, inputs=(x,), outputs=(y,), attributes=attributes)
+
+
+def _moves(node: Node) -> bool:
+    """Return whether ONNX Runtime moves quantization past a node."""
+    return node.op in _MOVING and not node.domain and not any(node.outputs[1:])
 
 
 def _allows_codes(node: Node, dtype: Any) -> bool:

@@ -166,11 +166,11 @@ def _select_bias(fuser: _Fuser, node: Node, operands: list[str]) -> tuple[list[s
     if source is not None and source.op == "DequantizeLinear":
         codes = source.inputs[0]
         maker = fuser.producers.get(codes)
-        if maker is not None and maker.op == "QuantizeBias":
-            return [codes], []
-        if codes not in fuser.constants or fuser.constants[codes].dtype != _INT32:
+        is_made = maker is not None and maker.op == "QuantizeBias"
+        if not is_made and (codes not in fuser.constants or fuser.constants[codes].dtype != _INT32):
             return None
-        # ONNX Runtime compares the scale of the bias with that of the sums for Conv only.
+        # ONNX Runtime compares the scale of the bias with that of the sums for Conv only. The scale of a bias that it
+        # has quantized itself differs where pairs were merged afterwards.
         is_close = _fits_accumulator(fuser, source, operands, (_CLOSE, _CLOSE_RATIO))
         if (node.op != "Gemm" and not is_close) or not _keeps_bias(fuser, node, source, operands):
             return None
@@ -200,26 +200,36 @@ def _fits_accumulator(fuser: _Fuser, source: Node, operands: list[str], close: t
 
 def _keeps_bias(fuser: _Fuser, node: Node, source: Node, operands: list[str]) -> bool:
     """Return whether a bias as int32 has its value, but for rounding, or may have another."""
-    most = float(np.max(np.abs(fuser.constants[source.inputs[0]].astype(np.float64)), initial=0))
+    codes = _read_bias(fuser, source)
+    most = float(np.max(np.abs(codes), initial=0))
     if most >= _find_limit(fuser, node, operands):
         text = f"adds a bias of {most:.6g} steps"
         return fuser.allows_deviation(node, text, "adds it as int32, where the sums overflow", can_follow=False)
     if _fits_accumulator(fuser, source, operands, (0.0, _ROUNDING)):
         return True
-    codes, scale = fuser.constants[source.inputs[0]].reshape(-1), fuser.constants.get(source.inputs[1])
+    scale = fuser.constants.get(source.inputs[1])
     point = fuser.constants.get("".join(source.inputs[2:3]), np.zeros(1, np.int32))
     products = _find_products(fuser, operands)
     sizes = (1, codes.size)
     if scale is None or not {scale.size, point.size, products.size} <= set(sizes):
         text = "adds a bias with a scale that is an input" if scale is None else "adds a bias with scales of its own"
         return fuser.allows_deviation(node, text, "takes the scales of x and w", can_follow=False)
-    meant = (codes.astype(np.float64) - point.reshape(-1)) * scale.reshape(-1).astype(np.float64)
+    meant = (codes - point.reshape(-1)) * scale.reshape(-1).astype(np.float64)
     used = codes * products
     place = int(np.argmax(np.abs(used - meant)))
     if used[place] == meant[place]:
         return True
     model = f"adds bias[{place}] = {meant[place]:.6g}"
     return fuser.allows_deviation(node, model, f"adds {used[place]:.6g}, in steps of the scales of x and w")
+
+
+def _read_bias(fuser: _Fuser, source: Node) -> np.ndarray:
+    """Return the codes of a bias, which are constants, or those that QuantizeBias will make of constant floats."""
+    codes = fuser.constants.get(source.inputs[0])
+    if codes is None:
+        maker = fuser.producers[source.inputs[0]]
+        codes = np.rint(fuser.constants[maker.inputs[0]].astype(np.float64) / fuser.constants[source.inputs[1]])
+    return codes.reshape(-1).astype(np.float64)
 
 
 def _find_limit(fuser: _Fuser, node: Node, operands: list[str]) -> float:

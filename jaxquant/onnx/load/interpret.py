@@ -27,9 +27,9 @@ from .values import (
     wrap_result,
 )
 
-# What an operator raises that reads a traced value.
 # Operators whose codes `export` and `verify` list.
 _QUANTIZING = ("QuantizeLinear", "DynamicQuantizeLinear")
+# What an operator raises that reads a traced value.
 _UNREADABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 # Shapes, and all that is computed of them, have no more elements. Larger arrays are data: they are left to the compiled
 # program, as far as numpy does not compute them.
