@@ -11,8 +11,9 @@ import jax
 import numpy as np
 from jax import lax
 
-from .._core import barriers, checks, dtypes, entry_point, granularity, known_values, rounding, small_floats
-from .._core.affine import dequantize_affine
+from .._core import checks, dtypes, entry_point, granularity, known_values, small_floats
+from .._kernels import barriers, rounding
+from .._kernels.affine import dequantize_affine
 from .codebook import Codebook
 
 Parts = tuple[jax.Array, jax.Array, jax.Array | None]

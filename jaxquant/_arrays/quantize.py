@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._core import checks, dtypes, entry_point, granularity, known_values, min_max, recording
-from .._core.affine import divide_by_scale, quantize_affine
+from .._core import checks, dtypes, entry_point, granularity, known_values, recording
 from .._core.entry_point import compile_entry_point
+from .._kernels import min_max
+from .._kernels.affine import divide_by_scale, quantize_affine
 from . import scale_from_range
 from .parts import move_axes_last
 from .quantized_array import QuantizedArray

@@ -10,8 +10,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-from .._core import barriers, checks, division, dtypes, min_max, recording, rounding, sharding, small_floats
+from .._core import checks, dtypes, recording, sharding, small_floats
 from .._core import granularity as granularities
+from .._kernels import barriers, division, min_max, rounding
 from .spec import QuantSpec
 
 _ZERO, _ONE, _INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core.barriers import round_result
+from .._kernels.barriers import round_result
 from ..integer.dot_general import Role, contract_roles
 from .scores import FEW_ROWS
 

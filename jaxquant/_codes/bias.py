@@ -16,11 +16,12 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._arrays.quantized_array import QuantizedArray
-from .._core import checks, division, dtypes
+from .._core import checks, dtypes
 from .._core.entry_point import compile_entry_point
 from .._core.granularity import Aligned
 from .._core.known_values import find_known
 from .._core.number_arguments import convert_plain_scale
+from .._kernels import division
 from ..integer import _scaling
 
 _NAME = "quantize_bias"

@@ -14,8 +14,9 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
-from .._core import barriers, checks, dtypes, granularity, recording, rounding, sharding, small_floats
-from ..integer import _dot_kernel, _operands, _scaling
+from .._core import checks, dtypes, granularity, recording, sharding, small_floats
+from .._kernels import barriers, matrix_product, rounding, signed_codes
+from ..integer import _scaling
 from ..integer._conv_geometry import Plan, plan_convolution
 from ..integer.conv_general_dilated import arrange_layout
 from . import dot_integer
@@ -218,7 +219,7 @@ def _convolve_integers(
     if points[0] is not None and points[0].size != 1:
         codes, points[0], correction, plan = _move_zero_points(lhs, points[0], rhs, points[1], plan)
     lhs_steps, rhs_steps = (
-        _operands.convert_steps(point, q.codes.dtype, _operands.is_centred(point, q.codes.dtype))
+        signed_codes.convert_steps(point, q.codes.dtype, signed_codes.is_centred(point, q.codes.dtype))
         for point, q in zip(points, (lhs, rhs), strict=True)
     )
 
@@ -278,7 +279,7 @@ def _pad_with_zero_points(codes: jax.Array, points: jax.Array, image: int, pads:
     def spread(like: jax.Array) -> jax.Array:
         return sharding.place_like(lax.broadcast_in_dim(own, like.shape, (image,)), like)
 
-    if codes.dtype in _operands.EIGHT_BITS and not recording.is_recording():
+    if codes.dtype in signed_codes.EIGHT_BITS and not recording.is_recording():
         # The difference and the sum wrap around, so that together they change no code, and XLA needs no mask. Rounding
         # to few codes is a fusion of its own.
         codes = barriers.split_small_fusion(codes, barriers.MOST_ALONE)
@@ -298,13 +299,13 @@ def _sum_kernels(codes: jax.Array, feature: int) -> jax.Array:
     if recording.is_recording() or sharding.is_placed(codes):
         return jnp.moveaxis(codes, feature, 0).astype(jnp.int32).reshape(features, -1).sum(1, dtype=jnp.int32)
     # A contraction with ones: XLA:CPU has a kernel for it, but compiles three loops for a reduction of int8.
-    signed, is_last = _operands.convert_to_signed(codes), feature == codes.ndim - 1
+    signed, is_last = signed_codes.convert_to_signed(codes), feature == codes.ndim - 1
     moved = signed if is_last else jnp.moveaxis(signed, feature, 0)
     kernels = moved.reshape((1, length, features) if is_last else (1, features, length))
-    sums = _dot_kernel.contract_integers(
-        _dot_kernel.make_ones(1, length), kernels, None, None, transposed=not is_last
+    sums = matrix_product.contract_integers(
+        matrix_product.make_ones(1, length), kernels, None, None, transposed=not is_last
     )[0, 0]  # fmt: skip
-    return sums + np.int32(length * _operands.find_offset(codes.dtype))
+    return sums + np.int32(length * signed_codes.find_offset(codes.dtype))
 
 
 def _read_entries(q: QuantizedArray, part: jax.Array, axis: int) -> jax.Array:

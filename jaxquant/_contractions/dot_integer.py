@@ -13,8 +13,9 @@ from jax import lax
 
 from .._arrays import indexing
 from .._arrays.quantized_array import QuantizedArray
-from .._core import barriers, checks, dtypes, granularity, rounding, sharding, small_floats
-from ..integer import _operands, _scaling
+from .._core import checks, dtypes, granularity, sharding, small_floats
+from .._kernels import barriers, rounding, signed_codes
+from ..integer import _scaling
 from ..integer._block_sum import sum_over_blocks
 from ..integer.dot_general import Role, contract_roles
 from .output import Epilogue
@@ -23,9 +24,11 @@ from .output import Epilogue
 def check_integer_array(function: str, argument: str, q: QuantizedArray) -> None:
     """Check that the codes of a quantized array can be contracted as integers."""
     dtype = q.stored_codes.dtype
-    if q.codebook is None and dtype in _operands.DTYPES:
+    if q.codebook is None and dtype in signed_codes.DTYPES:
         return
-    expected = f"values of {dtypes.list_names(_operands.DTYPES)} against a quantized array, or {argument}.dequantize()"
+    expected = (
+        f"values of {dtypes.list_names(signed_codes.DTYPES)} against a quantized array, or {argument}.dequantize()"
+    )
     checks.require_type(False, function, argument, expected, q.codebook or dtype)
 
 
@@ -227,9 +230,9 @@ def prepare_side(q: QuantizedArray, role: Role) -> _Side:
     runs = tuple(None if p is None else aligned.sizes(p.shape, q.shape) for p in (q.zero_point, q.scale))
     point = None if q.zero_point is None else expand_side(q, q.zero_point, kept)
     scale = small_floats.scale_as_float32(q.scale)
-    centred = _operands.is_centred(q.zero_point, q.codes.dtype)
-    steps = _operands.convert_steps(point, q.codes.dtype, centred)
-    return _Side(role, _operands.shift_to_signed(q.codes), steps, expand_side(q, scale, kept), (runs[0], runs[1]))
+    centred = signed_codes.is_centred(q.zero_point, q.codes.dtype)
+    steps = signed_codes.convert_steps(point, q.codes.dtype, centred)
+    return _Side(role, signed_codes.shift_to_signed(q.codes), steps, expand_side(q, scale, kept), (runs[0], runs[1]))
 
 
 def expand_side(q: QuantizedArray, part: jax.Array, axes: Sequence[int]) -> jax.Array:
@@ -279,7 +282,7 @@ def spread_outward(scale: jax.Array, role: Role, before: int, after: int) -> jax
 def _contract_in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
     """Return the float32 sum of one integer contraction for each block of a contracted dimension."""
     assert plan.axes is not None
-    sides = [side._replace(codes=_operands.convert_to_signed(side.codes)) for side in sides]
+    sides = [side._replace(codes=signed_codes.convert_to_signed(side.codes)) for side in sides]
     depth = sides[0].codes.shape[plan.axes[0]]
     full_blocks, tail = divmod(depth, plan.length)
     y = None

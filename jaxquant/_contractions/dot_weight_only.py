@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from .._arrays import quantized_array, weight_only
+from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
-from .._arrays.weight_only import Chunk, Cut
-from .._core import dtypes, granularity, rounding, sharding
-from ..integer import _layout, _operands, _planes
+from .._core import dtypes, granularity, sharding
+from .._kernels import rounding, signed_codes, weight_chunks
+from .._kernels.weight_chunks import Chunk, Cut
+from ..integer import _layout, _planes
 from ..integer.dot_general import Role
 from . import float_digits, scaled_rows
 
@@ -69,16 +70,16 @@ class _Config(NamedTuple):
 
     def contract_dequantized(self, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
         """Return the float32 product of x and dequantized codes."""
-        is_small = not _is_static(codes.shape) or codes.size <= weight_only.WHOLE
+        is_small = not _is_static(codes.shape) or codes.size <= weight_chunks.WHOLE
         is_whole = is_small or self.has_many_rows(x, codes) or self.find_axis(codes) is None
-        contract = weight_only.contract_at_once if is_whole else weight_only.contract_in_chunks
+        contract = weight_chunks.contract_at_once if is_whole else weight_chunks.contract_in_chunks
         return contract(self, x, codes, scale, zero_point)
 
     def has_many_rows(self, x: jax.Array, codes: jax.Array) -> bool:
         """Return whether x has so many rows that all weights are dequantized at once."""
         rows = math.prod(x.shape[axis] for axis in self.x_role.free)
         is_static = isinstance(rows, int) and _is_static(codes.shape)
-        return is_static and rows >= weight_only.MANY_ROWS and codes.size <= weight_only.WHOLE_OF_MANY_ROWS
+        return is_static and rows >= weight_chunks.MANY_ROWS and codes.size <= weight_chunks.WHOLE_OF_MANY_ROWS
 
     def find_axis(self, codes: jax.Array) -> int | None:
         """Return the dimension of the codes that is cut: the contracted one, or the longest other one."""
@@ -169,7 +170,7 @@ def contract_weight_only(
     config = _Config(left, right, quantized, static, precision, out_sharding)
     # Reshapes and slices of an array whose sharding is part of its type may not be possible.
     is_placed = out_sharding is not None or sharding.is_placed(x) or sharding.is_placed(q.codes)
-    contract = weight_only.contract_at_once if is_placed else weight_only.contract
+    contract = weight_chunks.contract_at_once if is_placed else weight_chunks.contract
     y: Any = contract(config, x.astype(wide), *leaves)
     dtype = wide if preferred is None else preferred
     return rounding.round_to_dtype(y, dtype).astype(dtype)
@@ -232,7 +233,7 @@ def _contract_planes(
 
 def _has_digits(q: QuantizedArray, role: Role) -> bool:
     """Return whether a float row can be contracted with q as digits."""
-    if q.codebook is not None or q.codes.dtype not in _operands.DTYPES:
+    if q.codebook is not None or q.codes.dtype not in signed_codes.DTYPES:
         return False
     parts = [part for part in (q.scale, q.zero_point) if part is not None]
     is_shared = all(part.shape[axis] == 1 for part in parts for axis in role.contracted)

@@ -17,8 +17,9 @@ from jax.typing import ArrayLike, DTypeLike
 from opt_einsum.parser import parse_einsum_input
 
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
-from .._core import checks, rounding, sharding
+from .._core import checks, sharding
 from .._core.dtypes import FLOAT32, FLOATS
+from .._kernels import rounding
 from .dot import Operand, check_operand, contract_checked
 from .dot_integer import Axes
 from .output import Epilogue, ScaledSpec, read_epilogue

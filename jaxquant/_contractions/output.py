@@ -14,9 +14,10 @@ import numpy as np
 from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, entry_point, known_values, number_arguments, recording, rounding, sharding
+from .._core import checks, dtypes, entry_point, known_values, number_arguments, recording, sharding
 from .._core.granularity import PerTensor
-from ..integer import _operands, _requantize, _scaling
+from .._kernels import rounding, signed_codes
+from ..integer import _requantize, _scaling
 
 
 class ScaledSpec(Protocol):
@@ -85,7 +86,7 @@ def read_output(function: str, output: Any) -> Affine:
 
 def check_output_spec(function: str, argument: str, spec: QuantSpec) -> None:
     """Raise unless runtimes have kernels whose results are quantized by a spec: 8 bits, per tensor, all codes."""
-    is_known = spec.codebook is None and spec.carrier in _operands.EIGHT_BITS
+    is_known = spec.codebook is None and spec.carrier in signed_codes.EIGHT_BITS
     expected = "a spec of int8 or uint8, the dtypes that integer kernels return"
     checks.require_type(is_known, function, argument, expected, spec.dtype)
     is_single = spec.granularity == spec.zero_point_granularity == PerTensor()
@@ -127,7 +128,7 @@ def _read_scalar(function: str, argument: str, value: Any) -> Any:
 
 def read_affine(function: str, argument: str, q: QuantizedArray) -> Affine:
     """Return the scale and the zero point of 8-bit codes that have one of each; q has been checked."""
-    is_known = q.codebook is None and q.codes.dtype in _operands.EIGHT_BITS
+    is_known = q.codebook is None and q.codes.dtype in signed_codes.EIGHT_BITS
     expected = f"codes of int8 or uint8, which integer kernels take, or {argument}.dequantize()"
     checks.require_type(is_known, function, argument, expected, q.codebook or q.codes.dtype)
     checks.check_array(function, f"{argument}.scale", q.scale, (dtypes.FLOAT32,))

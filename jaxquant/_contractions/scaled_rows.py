@@ -19,8 +19,9 @@ from jax import lax
 
 from .._arrays.codebook import Codebook
 from .._arrays.quantized_array import QuantizedArray
-from .._arrays.weight_only import Chunk
-from .._core import barriers, dtypes, granularity, packed_codes, small_floats
+from .._core import dtypes, granularity, small_floats
+from .._kernels import barriers, packed_codes
+from .._kernels.weight_chunks import Chunk
 from ..integer import _row_kernel
 from ..integer.dot_general import Role
 from . import dot_integer, float_digits

@@ -10,7 +10,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 
@@ -258,20 +257,6 @@ def find_reduced_axes(granularity: Granularity, rank: int) -> tuple[int, ...]:
     """Return the axes that share one scale under a per-tensor or per-axis granularity."""
     indexed_axes = _list_axes(granularity.axis) if isinstance(granularity, PerAxis) else ()
     return tuple(axis for axis in range(rank) if axis not in indexed_axes)
-
-
-def sum_to_scale(granularity: Granularity, values: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the sum of the elements that share a scale, in the scale's shape and sharding.
-
-    This is the transpose of `expand`.
-    """
-    # XLA:CPU sums an array in memory several times faster than one that it computes in the same loop.
-    values = lax.platform_dependent(values, cpu=lax.optimization_barrier, default=lambda array: array)
-    # The product with ones matters under shard_map: it varies over the devices as x does, even if the scale does not,
-    # so its transpose sums over the devices too.
-    ones = jnp.ones_like(values)
-    _, transpose = jax.vjp(lambda s: granularity.expand(s, values) * ones, scale.astype(values.dtype))
-    return transpose(values)[0]
 
 
 def _list_axes(axis: int | tuple[int, ...]) -> tuple[int, ...]:

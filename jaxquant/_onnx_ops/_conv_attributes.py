@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._core import checks
-from ..integer import _operands
+from .._kernels import signed_codes
 from ..integer._conv_geometry import Geometry, check_placement, check_positive, check_window, check_zero_points
 
 _AUTO_PADS = ("NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID")
@@ -66,14 +66,14 @@ def prepare_operands(
 
     These are the first arguments of `convolve_planned`.
     """
-    checks.check_array(function, "x", x, _operands.EIGHT_BITS)
-    checks.check_array(function, "w", w, _operands.EIGHT_BITS)
+    checks.check_array(function, "x", x, signed_codes.EIGHT_BITS)
+    checks.check_array(function, "w", w, signed_codes.EIGHT_BITS)
     geometry = find_geometry(function, x, w, attributes)
     # Check the zero points after the rank of w: a w of rank 0 has no features to compare them with.
     check_zero_points(function, ("x", "w"), (x, w), (x_zero_point, w_zero_point), w.shape[0])
-    x_steps = _operands.convert_steps(x_zero_point, x.dtype, centred[0])
-    w_steps = _operands.convert_steps(w_zero_point, w.dtype, centred[1])
-    return _operands.convert_to_signed(x), _operands.convert_to_signed(w), x_steps, w_steps, geometry
+    x_steps = signed_codes.convert_steps(x_zero_point, x.dtype, centred[0])
+    w_steps = signed_codes.convert_steps(w_zero_point, w.dtype, centred[1])
+    return signed_codes.convert_to_signed(x), signed_codes.convert_to_signed(w), x_steps, w_steps, geometry
 
 
 def _check_groups(function: str, x: jax.Array, w: jax.Array, group: Any) -> None:

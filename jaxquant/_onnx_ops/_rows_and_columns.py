@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._core import checks, dtypes, sharding
-from ..integer import _operands
+from .._kernels import signed_codes
 from ..integer._matmul_shapes import Shapes
 from ..integer.dot_general import Role, contract_roles, determines_sharding
 
@@ -47,7 +47,7 @@ def read_row_steps(function: str, a: jax.Array, zero_point: Any, shapes: Shapes,
     if zero_point is not None:
         checks.check_same_dtype(function, "a_zero_point", zero_point, a.dtype, "a's")
         zero_point = read_per_row(function, "a_zero_point", zero_point, shapes)
-    return _operands.convert_steps(zero_point, a.dtype, centred)
+    return signed_codes.convert_steps(zero_point, a.dtype, centred)
 
 
 def read_column_steps(function: str, b: jax.Array, zero_point: Any, shapes: Shapes, centred: bool) -> Any:
@@ -55,7 +55,7 @@ def read_column_steps(function: str, b: jax.Array, zero_point: Any, shapes: Shap
     if zero_point is not None:
         checks.check_same_dtype(function, "b_zero_point", zero_point, b.dtype, "b's")
         zero_point = read_per_column(function, "b_zero_point", zero_point, shapes)
-    return _operands.convert_steps(zero_point, b.dtype, centred)
+    return signed_codes.convert_steps(zero_point, b.dtype, centred)
 
 
 def check_bias(function: str, bias: Any, shapes: Shapes) -> None:
@@ -70,7 +70,7 @@ def multiply_matrices(a: jax.Array, b: jax.Array, a_steps: Any, b_steps: Any, sh
 
     The steps are the zero points of the signed operands: int32 scalars, arrays of the operands' rank, or None for 0.
     """
-    a, b = _operands.convert_to_signed(a.reshape(shapes.a)), _operands.convert_to_signed(b.reshape(shapes.b))
+    a, b = signed_codes.convert_to_signed(a.reshape(shapes.a)), signed_codes.convert_to_signed(b.reshape(shapes.b))
     # If b is a single matrix, the batch dimensions of a are only additional rows of one product.
     if math.prod(shapes.b[:-2]) == 1:
         rank = len(shapes.a)

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core import barriers, checks
-from ..integer import _operands, _scaling
+from .._core import checks
+from .._kernels import barriers, signed_codes
+from ..integer import _scaling
 from ..integer._block_sum import sum_over_blocks
 from ..integer._matmul_shapes import Shapes
 from ._rows_and_columns import multiply_matrices, read_column_steps, read_per_column
@@ -42,7 +43,7 @@ def read_scaled_columns(
             b_zero_point = read_per_column(function, "b_zero_point", b_zero_point, shapes)
         # The loop over blocks takes a zero point for each block, so one for all blocks is repeated.
         b_zero_point = jnp.broadcast_to(b_zero_point, (blocks, b_zero_point.shape[-1]))
-    return b_scale, _operands.convert_steps(b_zero_point, b.dtype, centred)
+    return b_scale, signed_codes.convert_steps(b_zero_point, b.dtype, centred)
 
 
 def multiply_scaled(

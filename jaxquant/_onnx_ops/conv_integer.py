@@ -8,7 +8,7 @@ import jax
 from jax.typing import ArrayLike
 
 from .._core.entry_point import compile_entry_point
-from ..integer import _operands
+from .._kernels import signed_codes
 from ..integer.conv_general_dilated import convolve_planned
 from ._conv_attributes import Attributes, check_attributes, prepare_operands
 
@@ -72,14 +72,14 @@ def conv_integer(
 
     Source: ONNX ConvInteger-10. ONNX Runtime accepts no w_zero_point per feature; this function follows the text.
     """
-    x_zero_point = _operands.convert_zero_point_number(_NAME, "x_zero_point", x_zero_point, x)
-    w_zero_point = _operands.convert_zero_point_number(_NAME, "w_zero_point", w_zero_point, w)
+    x_zero_point = signed_codes.convert_zero_point_number(_NAME, "x_zero_point", x_zero_point, x)
+    w_zero_point = signed_codes.convert_zero_point_number(_NAME, "w_zero_point", w_zero_point, w)
     attributes = check_attributes(
         _NAME, auto_pad=auto_pad, dilations=dilations, group=group, kernel_shape=kernel_shape, pads=pads,
         strides=strides,
     )  # fmt: skip
     # Before jit, in which the values of zero points are unknown: a centered one needs no correction of the sums.
-    centred = _operands.find_centred((x, w), (x_zero_point, w_zero_point))
+    centred = signed_codes.find_centred((x, w), (x_zero_point, w_zero_point))
     return _conv_integer(x, w, x_zero_point, w_zero_point, attributes=attributes, centred=centred)
 
 

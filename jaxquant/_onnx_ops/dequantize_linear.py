@@ -9,11 +9,11 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core import checks, dtypes
-from .._core.affine import dequantize_affine
 from .._core.entry_point import compile_entry_point
 from .._core.granularity import check_matching, resolve_onnx
 from .._core.known_values import check_float_zero_point
 from .._core.number_arguments import convert_scale_number, fit_number
+from .._kernels.affine import dequantize_affine
 
 _NAME = "dequantize_linear"
 _X = (*dtypes.QUANTIZED, dtypes.INT32)

@@ -12,11 +12,12 @@ import numpy as np
 from jax import export
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import barriers, checks, division, dtypes, entry_point, min_max, recording, rounding
-from .._core.affine import quantize_affine
+from .._core import checks, dtypes, entry_point, recording
 from .._core.entry_point import compile_entry_point
-from .._core.granularity import Granularity, PerAxis, PerTensor, find_reduced_axes, find_slices, sum_to_scale
+from .._core.granularity import Granularity, PerAxis, PerTensor, find_reduced_axes, find_slices
 from .._core.sharding import place_like
+from .._kernels import barriers, division, min_max, rounding
+from .._kernels.affine import quantize_affine, sum_to_scale
 from . import toolkit_attributes
 
 _NAME = "dynamic_quantize_linear"

@@ -14,7 +14,8 @@ from jax.typing import ArrayLike
 from .._core import checks, dtypes, entry_point, granularity
 from .._core.entry_point import compile_entry_point
 from .._core.number_arguments import convert_plain_scale
-from ..integer import _matmul_shapes, _operands, _scaling
+from .._kernels import signed_codes
+from ..integer import _matmul_shapes, _scaling
 from ..integer._matmul_shapes import Shapes
 from . import _rows_and_columns
 from ._scaled_product import count_blocks, multiply_scaled, read_scaled_columns
@@ -67,8 +68,8 @@ def dynamic_quantize_matmul(
     Integers have none.
     """
     b_scale = convert_plain_scale(_NAME, "b_scale", b_scale)
-    b_zero_point = _operands.convert_zero_point_number(_NAME, "b_zero_point", b_zero_point, b)
-    centred = _operands.is_centred(b_zero_point, getattr(b, "dtype", None))
+    b_zero_point = signed_codes.convert_zero_point_number(_NAME, "b_zero_point", b_zero_point, b)
+    centred = signed_codes.is_centred(b_zero_point, getattr(b, "dtype", None))
     return _dynamic_quantize_matmul(entry_point.convert_number(a), b, b_scale, b_zero_point, bias, centred=centred)
 
 
@@ -78,7 +79,7 @@ def _dynamic_quantize_matmul(
     centred: bool,
 ) -> jax.Array:  # fmt: skip
     checks.check_array(_NAME, "a", a, (dtypes.FLOAT32,))
-    checks.check_array(_NAME, "b", b, _operands.EIGHT_BITS)
+    checks.check_array(_NAME, "b", b, signed_codes.EIGHT_BITS)
     checks.check_array(_NAME, "b_scale", b_scale, (dtypes.FLOAT32,))
     shapes = _matmul_shapes.find_shapes(_NAME, a, b)
     _rows_and_columns.check_bias(_NAME, bias, shapes)
@@ -103,14 +104,14 @@ def _multiply_fwd(
     per_tensor = granularity.PerTensor()
     _, _, scale, zero_point = find_dynamic_range(a, per_tensor, _UINT8)
     codes = encode_dynamic(a, scale, zero_point, per_tensor)
-    a_steps, a_scale = _operands.convert_steps(zero_point, _UINT8, False), scale.reshape((1,) * len(shapes.a))
+    a_steps, a_scale = signed_codes.convert_steps(zero_point, _UINT8, False), scale.reshape((1,) * len(shapes.a))
     y = multiply_scaled(codes, b, a_steps, b_steps, a_scale, b_scale, shapes)
     return y, (codes, b, a_steps, b_steps, a_scale, b_scale)
 
 
 def _multiply_bwd(shapes: Shapes, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
     codes, b, a_steps, b_steps, a_scale, b_scale = residuals
-    weights = _operands.convert_to_signed(b.reshape(shapes.b)).astype(jnp.float32)
+    weights = signed_codes.convert_to_signed(b.reshape(shapes.b)).astype(jnp.float32)
     blocks = count_blocks(b_scale, shapes)
     if b_steps is not None:
         weights = weights - jnp.broadcast_to(_spread_blocks(b_steps, blocks, shapes), shapes.b).astype(jnp.float32)

@@ -7,7 +7,8 @@ from jax.typing import ArrayLike
 
 from .._core import checks
 from .._core.entry_point import compile_entry_point
-from ..integer import _matmul_shapes, _operands
+from .._kernels import signed_codes
+from ..integer import _matmul_shapes
 from . import _rows_and_columns
 
 _NAME = "matmul_integer"
@@ -50,10 +51,10 @@ def matmul_integer(
     Source: ONNX MatMulInteger-10. ONNX Runtime accepts no zero point per row of a, and leaves y unset if a has no
         columns; this function follows the text, according to which that y is 0.
     """
-    a_zero_point = _operands.convert_zero_point_number(_NAME, "a_zero_point", a_zero_point, a)
-    b_zero_point = _operands.convert_zero_point_number(_NAME, "b_zero_point", b_zero_point, b)
+    a_zero_point = signed_codes.convert_zero_point_number(_NAME, "a_zero_point", a_zero_point, a)
+    b_zero_point = signed_codes.convert_zero_point_number(_NAME, "b_zero_point", b_zero_point, b)
     return _matmul_integer(
-        a, b, a_zero_point, b_zero_point, centred=_operands.find_centred((a, b), (a_zero_point, b_zero_point))
+        a, b, a_zero_point, b_zero_point, centred=signed_codes.find_centred((a, b), (a_zero_point, b_zero_point))
     )
 
 
@@ -62,8 +63,8 @@ def _matmul_integer(
     a: jax.Array, b: jax.Array, a_zero_point: jax.Array | None, b_zero_point: jax.Array | None, *,
     centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
-    checks.check_array(_NAME, "a", a, _operands.EIGHT_BITS)
-    checks.check_array(_NAME, "b", b, _operands.EIGHT_BITS)
+    checks.check_array(_NAME, "a", a, signed_codes.EIGHT_BITS)
+    checks.check_array(_NAME, "b", b, signed_codes.EIGHT_BITS)
     shapes = _matmul_shapes.find_shapes(_NAME, a, b)
     a_steps = _rows_and_columns.read_row_steps(_NAME, a, a_zero_point, shapes, centred[0])
     b_steps = _rows_and_columns.read_column_steps(_NAME, b, b_zero_point, shapes, centred[1])

@@ -8,7 +8,8 @@ from jax.typing import ArrayLike
 from .._core import checks, dtypes
 from .._core.entry_point import compile_entry_point
 from .._core.number_arguments import convert_plain_scale
-from ..integer import _matmul_shapes, _operands, _scaling
+from .._kernels import signed_codes
+from ..integer import _matmul_shapes, _scaling
 from . import _rows_and_columns
 from ._scaled_product import multiply_scaled, read_scaled_columns
 
@@ -68,11 +69,11 @@ def matmul_integer_to_float(
     Of bias: g summed over rows. Integers have none.
     """
     a_scale, b_scale = convert_plain_scale(_NAME, "a_scale", a_scale), convert_plain_scale(_NAME, "b_scale", b_scale)
-    a_zero_point = _operands.convert_zero_point_number(_NAME, "a_zero_point", a_zero_point, a)
-    b_zero_point = _operands.convert_zero_point_number(_NAME, "b_zero_point", b_zero_point, b)
+    a_zero_point = signed_codes.convert_zero_point_number(_NAME, "a_zero_point", a_zero_point, a)
+    b_zero_point = signed_codes.convert_zero_point_number(_NAME, "b_zero_point", b_zero_point, b)
     return _matmul_integer_to_float(
         a, b, a_scale, b_scale, a_zero_point, b_zero_point, bias,
-        centred=_operands.find_centred((a, b), (a_zero_point, b_zero_point)),
+        centred=signed_codes.find_centred((a, b), (a_zero_point, b_zero_point)),
     )  # fmt: skip
 
 
@@ -81,8 +82,8 @@ def _matmul_integer_to_float(
     a: jax.Array, b: jax.Array, a_scale: jax.Array, b_scale: jax.Array, a_zero_point: jax.Array | None,
     b_zero_point: jax.Array | None, bias: jax.Array | None, *, centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
-    checks.check_array(_NAME, "a", a, _operands.EIGHT_BITS)
-    checks.check_array(_NAME, "b", b, _operands.EIGHT_BITS)
+    checks.check_array(_NAME, "a", a, signed_codes.EIGHT_BITS)
+    checks.check_array(_NAME, "b", b, signed_codes.EIGHT_BITS)
     for argument, scale in (("a_scale", a_scale), ("b_scale", b_scale)):
         checks.check_array(_NAME, argument, scale, (dtypes.FLOAT32,))
     shapes = _matmul_shapes.find_shapes(_NAME, a, b)

@@ -12,10 +12,10 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
-from .._arrays import weight_only
-from .._arrays.weight_only import Chunk, Cut
-from .._core import checks, dtypes, entry_point, recording, rounding, sharding
+from .._core import checks, dtypes, entry_point, recording, sharding
 from .._core.entry_point import compile_entry_point
+from .._kernels import rounding, weight_chunks
+from .._kernels.weight_chunks import Chunk, Cut
 
 _NAME = "matmul_nbits"
 _UINT8 = np.dtype(jnp.uint8)
@@ -163,7 +163,7 @@ def _contract_on_cpu(config: _Config, x: jax.Array, codes: jax.Array, scale: jax
     # Reshapes of an array whose sharding is part of its type may not be possible.
     is_placed = sharding.is_placed(x) or sharding.is_placed(codes)
     if config.terms is None or not _IS_VECTORIZED or is_placed or not _has_few_rows(x):
-        return weight_only.contract_in_chunks(config, x, codes, scale, zero_point)
+        return weight_chunks.contract_in_chunks(config, x, codes, scale, zero_point)
     # The barrier keeps XLA from dequantizing weights that are constants while it compiles.
     codes = lax.optimization_barrier(codes)
     return jnp.stack([_contract_row(config, row, codes, scale, zero_point) for row in x])
@@ -227,7 +227,7 @@ def _contract_under_vmap(config: _Config, size: int, batched: Any, *operands: An
         y = config.contract_on_cpu(x.reshape(-1, config.K), *operands[1:])
         return y.reshape(*x.shape[:2], config.N), True
     axes = [0 if is_batched else None for is_batched in batched]
-    contract = functools.partial(weight_only.contract_in_chunks, config)
+    contract = functools.partial(weight_chunks.contract_in_chunks, config)
     return jax.vmap(contract, axes, axis_size=size)(*operands), True
 
 
@@ -252,7 +252,7 @@ def _matmul_nbits(
     wide = a.astype(jnp.float32).reshape(-1, K)
     # ONNX Runtime also accepts flat scales and zero points.
     scales = scales.astype(jnp.float32).reshape(N, config.blocks)
-    y: Any = weight_only.contract(config, wide, b.reshape(N, config.blocks, -1), scales, zero_points)
+    y: Any = weight_chunks.contract(config, wide, b.reshape(N, config.blocks, -1), scales, zero_points)
     y = y.reshape(*a.shape[:-1], N)
     # The bias is added in float32, so that a 16-bit result is rounded only once.
     if bias is not None:

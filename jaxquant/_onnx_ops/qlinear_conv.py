@@ -12,7 +12,8 @@ from jax.typing import ArrayLike
 from .._core import checks, dtypes, granularity, recording
 from .._core.entry_point import compile_entry_point
 from .._core.number_arguments import convert_plain_scale
-from ..integer import _operands, _requantize
+from .._kernels import signed_codes
+from ..integer import _requantize
 from ..integer.conv_general_dilated import convolve_planned
 from ._conv_attributes import Attributes, check_attributes, prepare_operands
 
@@ -90,15 +91,15 @@ def qlinear_conv(
     """
     scales = (("x_scale", x_scale), ("w_scale", w_scale), ("y_scale", y_scale))
     x_scale, w_scale, y_scale = (convert_plain_scale(_NAME, name, scale) for name, scale in scales)
-    x_zero_point = _operands.convert_zero_point_number(_NAME, "x_zero_point", x_zero_point, x)
-    w_zero_point = _operands.convert_zero_point_number(_NAME, "w_zero_point", w_zero_point, w)
+    x_zero_point = signed_codes.convert_zero_point_number(_NAME, "x_zero_point", x_zero_point, x)
+    w_zero_point = signed_codes.convert_zero_point_number(_NAME, "w_zero_point", w_zero_point, w)
     # The dtype of an int is that of x: ONNX Runtime has no kernel whose result has another dtype than x.
-    y_zero_point = _operands.convert_zero_point_number(_NAME, "y_zero_point", y_zero_point, x)
+    y_zero_point = signed_codes.convert_zero_point_number(_NAME, "y_zero_point", y_zero_point, x)
     attributes = check_attributes(
         _NAME, auto_pad=auto_pad, dilations=dilations, group=group, kernel_shape=kernel_shape, pads=pads,
         strides=strides,
     )  # fmt: skip
-    centred = _operands.find_centred((x, w), (x_zero_point, w_zero_point))
+    centred = signed_codes.find_centred((x, w), (x_zero_point, w_zero_point))
     return _qlinear_conv(
         x, x_scale, x_zero_point, w, w_scale, w_zero_point, y_scale, y_zero_point, b, attributes=attributes,
         centred=centred,
@@ -114,7 +115,7 @@ def _qlinear_conv(
     # Unlike in ConvInteger, the zero points are required inputs, so None must not be read as 0.
     for argument, point in (("x_zero_point", x_zero_point), ("w_zero_point", w_zero_point)):
         checks.require_type(point is not None, _NAME, argument, "an array", "None")
-    checks.check_array(_NAME, "y_zero_point", y_zero_point, _operands.EIGHT_BITS)
+    checks.check_array(_NAME, "y_zero_point", y_zero_point, signed_codes.EIGHT_BITS)
     prepared = prepare_operands(_NAME, x, w, x_zero_point, w_zero_point, attributes, centred)
     _check_scales(w.shape[0], x_scale, w_scale, y_scale, y_zero_point, b)
     scale = _requantize.find_multiplier(x_scale.reshape(1), w_scale.reshape(-1), y_scale.reshape(1))

@@ -14,13 +14,14 @@ from .._core import checks, dtypes, recording, small_floats
 from .._core.entry_point import compile_entry_point
 from .._core.known_values import check_float_zero_point
 from .._core.number_arguments import convert_plain_scale
-from ..integer import _matmul_shapes, _operands, _requantize, _scaling
+from .._kernels import signed_codes
+from ..integer import _matmul_shapes, _requantize, _scaling
 from ..integer._matmul_shapes import Shapes
 from . import _rows_and_columns
 from ._rows_and_columns import read_per_column, read_per_row
 
 _NAME = "qlinear_matmul"
-_DTYPES = (*_operands.EIGHT_BITS, *dtypes.FLOAT8)
+_DTYPES = (*signed_codes.EIGHT_BITS, *dtypes.FLOAT8)
 
 
 def qlinear_matmul(
@@ -96,15 +97,15 @@ def qlinear_matmul(
     """
     scales = (("a_scale", a_scale), ("b_scale", b_scale), ("y_scale", y_scale))
     a_scale, b_scale, y_scale = (convert_plain_scale(_NAME, name, scale) for name, scale in scales)
-    a_zero_point = _operands.convert_zero_point_number(_NAME, "a_zero_point", a_zero_point, a)
-    b_zero_point = _operands.convert_zero_point_number(_NAME, "b_zero_point", b_zero_point, b)
+    a_zero_point = signed_codes.convert_zero_point_number(_NAME, "a_zero_point", a_zero_point, a)
+    b_zero_point = signed_codes.convert_zero_point_number(_NAME, "b_zero_point", b_zero_point, b)
     # The dtype of an int is that of a: ONNX Runtime has no kernel whose result has another dtype than a.
-    y_zero_point = _operands.convert_zero_point_number(_NAME, "y_zero_point", y_zero_point, a)
+    y_zero_point = signed_codes.convert_zero_point_number(_NAME, "y_zero_point", y_zero_point, a)
     for argument, point in (("a", a_zero_point), ("b", b_zero_point), ("y", y_zero_point)):
         check_float_zero_point(_NAME, f"{argument}_zero_point", point)
     return _qlinear_matmul(
         a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point, bias,
-        centred=_operands.find_centred((a, b), (a_zero_point, b_zero_point)),
+        centred=signed_codes.find_centred((a, b), (a_zero_point, b_zero_point)),
     )  # fmt: skip
 
 
@@ -155,8 +156,8 @@ def _check_dtypes(
         checks.require_type(point is not None, _NAME, argument, "an array", "None")
     checks.check_array(_NAME, "a", a, _DTYPES)
     # int8 and uint8 may be mixed, and so may the float8 dtypes, but not integers with floats.
-    is_integer = a.dtype in _operands.EIGHT_BITS
-    family = _operands.EIGHT_BITS if is_integer else dtypes.FLOAT8
+    is_integer = a.dtype in signed_codes.EIGHT_BITS
+    family = signed_codes.EIGHT_BITS if is_integer else dtypes.FLOAT8
     checks.check_array(_NAME, "b", b, family)
     is_float = y_scale is None and y_zero_point is None and is_integer
     if not is_float:

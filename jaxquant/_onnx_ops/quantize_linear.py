@@ -10,11 +10,11 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core import checks, dtypes, entry_point
-from .._core.affine import quantize_affine
 from .._core.entry_point import compile_entry_point
 from .._core.granularity import check_matching, resolve_onnx
 from .._core.known_values import check_float_zero_point
 from .._core.number_arguments import convert_scale_number, convert_zero_point_number
+from .._kernels.affine import quantize_affine
 
 _NAME = "quantize_linear"
 _X = (*dtypes.FLOATS, dtypes.INT32)

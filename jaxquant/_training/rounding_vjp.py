@@ -14,8 +14,9 @@ from .._arrays.codebook import Codebook
 from .._arrays.quantize import encode_array
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
-from .._core import dtypes, granularity, rounding, small_floats
-from .._core.affine import dequantize_affine, divide_by_scale
+from .._core import dtypes, granularity, small_floats
+from .._kernels import affine, rounding
+from .._kernels.affine import dequantize_affine, divide_by_scale
 from .._onnx_ops import toolkit_attributes
 from . import slopes
 from .estimators import Rule, StraightThrough
@@ -133,7 +134,7 @@ def find_cotangents(
         factor = np.float32(1)
         if isinstance(spec, QuantSpec):  # ONNX has no estimator with a factor
             factor = slopes.find_factor(rule, spec, x, like.shape, steps)
-        return (granularity.sum_to_scale(shared, values, like) * factor).astype(like.dtype)
+        return (affine.sum_to_scale(shared, values, like) * factor).astype(like.dtype)
 
     dscale = None if scale.dtype == dtypes.E8M0 else sum_to_entries(g * slope, scale)
     if zero_point is None or zero_point.dtype != dtypes.FLOAT32:

@@ -12,7 +12,8 @@ from jax import lax
 from .._arrays import scale_from_range
 from .._arrays.codebook import Codebook
 from .._arrays.spec import QuantSpec
-from .._core import dtypes, min_max, rounding
+from .._core import dtypes
+from .._kernels import min_max, rounding
 from .estimators import LSQ, PACT, LSQPlus, Rule, StochasticRounding, StraightThrough
 
 _ZERO, _ONE = np.float32(0), np.float32(1)

@@ -25,7 +25,8 @@ from jax import export, lax
 
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
-from .._core import checks, min_max, sharding
+from .._core import checks, sharding
+from .._kernels import min_max
 from . import running, slice_layout, uint64
 from .calibrator import Calibrator, Parts, build_calibrator, check_spec
 from .uint64 import Words

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core.min_max import find_slice_sizes
+from .._kernels.min_max import find_slice_sizes
 
 
 def is_padded(x: Any, shape: tuple[int, ...], block: int | None) -> bool:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._arrays.spec import QuantSpec
-from .._core import checks, division
+from .._core import checks
+from .._kernels import division
 from . import _messages
 from ._axis_names import find_axis_size
 from ._hops import Reduction, Scatter, add_messages, scatter_sums, share_sums

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from .._core import barriers
+from .._kernels import barriers
 
 
 def sum_over_blocks(contract: Callable[[Any], jax.Array], blocks: Any) -> jax.Array:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 from jax import lax
 
-from .._core import barriers
+from .._kernels import barriers
 
 
 def is_moving(permutation: Sequence[int], shape: Sequence[int]) -> bool:

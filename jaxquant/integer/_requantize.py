@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core import barriers, division, recording, rounding
+from .._core import recording
+from .._kernels import barriers, division, rounding
 
 
 def find_multiplier(a_scale: jax.Array, b_scale: jax.Array, y_scale: jax.Array) -> jax.Array:

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core import barriers, recording, sharding
+from .._core import recording, sharding
+from .._kernels import barriers
 
 
 def spread_over_product(value: jax.Array, acc: jax.Array) -> jax.Array:

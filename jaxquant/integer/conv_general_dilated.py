@@ -12,9 +12,10 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core import barriers, checks, granularity, recording, sharding
+from .._core import checks, granularity, recording, sharding
 from .._core.entry_point import compile_entry_point
-from . import _conv_kernel, _conv_patches, _layout, _operands
+from .._kernels import barriers, convolution, signed_codes
+from . import _conv_patches, _layout
 from ._conv_geometry import Geometry, Plan, check_zero_points, has_positions, plan_convolution
 
 _NAME = "integer.conv_general_dilated"
@@ -76,9 +77,9 @@ def conv_general_dilated(
 
     Source: `jax.lax.conv_general_dilated`; the arithmetic is that of ONNX ConvInteger-10.
     """
-    lhs_zero_point = _operands.convert_zero_point_number(_NAME, "lhs_zero_point", lhs_zero_point, lhs)
-    rhs_zero_point = _operands.convert_zero_point_number(_NAME, "rhs_zero_point", rhs_zero_point, rhs)
-    centred = _operands.find_centred((lhs, rhs), (lhs_zero_point, rhs_zero_point))
+    lhs_zero_point = signed_codes.convert_zero_point_number(_NAME, "lhs_zero_point", lhs_zero_point, lhs)
+    rhs_zero_point = signed_codes.convert_zero_point_number(_NAME, "rhs_zero_point", rhs_zero_point, rhs)
+    centred = signed_codes.find_centred((lhs, rhs), (lhs_zero_point, rhs_zero_point))
     ints = functools.partial(checks.check_integers, _NAME)
     return _conv_general_dilated(
         lhs, rhs, lhs_zero_point, rhs_zero_point,
@@ -104,8 +105,8 @@ def _conv_general_dilated(
     window_strides: Any, padding: Any, lhs_dilation: Any, rhs_dilation: Any, dimension_numbers: Any,
     feature_group_count: int, batch_group_count: int, centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
-    checks.check_array(_NAME, "lhs", lhs, _operands.DTYPES)
-    checks.check_array(_NAME, "rhs", rhs, _operands.DTYPES)
+    checks.check_array(_NAME, "lhs", lhs, signed_codes.DTYPES)
+    checks.check_array(_NAME, "rhs", rhs, signed_codes.DTYPES)
     plan = plan_convolution(
         _NAME, lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
         batch_group_count,
@@ -113,8 +114,8 @@ def _conv_general_dilated(
     features = rhs.shape[plan.numbers.rhs_spec[0]]
     check_zero_points(_NAME, ("lhs", "rhs"), (lhs, rhs), (lhs_zero_point, rhs_zero_point), features)
     steps = (
-        _operands.convert_steps(lhs_zero_point, lhs.dtype, centred[0]),
-        _operands.convert_steps(rhs_zero_point, rhs.dtype, centred[1]),
+        signed_codes.convert_steps(lhs_zero_point, lhs.dtype, centred[0]),
+        signed_codes.convert_steps(rhs_zero_point, rhs.dtype, centred[1]),
     )
     return arrange_layout(lhs, rhs, *steps, plan, lambda acc, _: acc)
 
@@ -140,7 +141,7 @@ def arrange_layout(
         empty = jax.eval_shape(convolve, *(jax.ShapeDtypeStruct(v.shape, jnp.int32) for v in (x, w)))
         return lax.transpose(epilogue(jnp.zeros(empty.shape, jnp.int32), 1), out)
     features_last = numbers.rhs_spec[:2] == (rhs.ndim - 1, rhs.ndim - 2)
-    x, w = _operands.convert_to_signed(x), _operands.convert_to_signed(w)
+    x, w = signed_codes.convert_to_signed(x), signed_codes.convert_to_signed(w)
     return convolve_planned(x, w, lhs_steps, rhs_steps, geometry, is_last, epilogue, out, features_last=features_last)
 
 
@@ -150,11 +151,11 @@ def _unpack_narrow(lhs: jax.Array, rhs: jax.Array, numbers: lax.ConvDimensionNum
     An image with channels last, and a kernel in OIHW layout with more than one position, are copied into another layout
     anyway. Unpacking them in that copy is cheaper than an additional pass.
     """
-    if lhs.dtype not in _operands.EIGHT_BITS and numbers.lhs_spec[1] != lhs.ndim - 1:
-        lhs = _operands.unpack_to_int8(lhs)
+    if lhs.dtype not in signed_codes.EIGHT_BITS and numbers.lhs_spec[1] != lhs.ndim - 1:
+        lhs = signed_codes.unpack_to_int8(lhs)
     is_single = all(rhs.shape[a] == 1 for a in numbers.rhs_spec[2:])
-    if rhs.dtype not in _operands.EIGHT_BITS and (is_single or _layout.is_moving(numbers.rhs_spec, rhs.shape)):
-        rhs = _operands.unpack_to_int8(rhs)
+    if rhs.dtype not in signed_codes.EIGHT_BITS and (is_single or _layout.is_moving(numbers.rhs_spec, rhs.shape)):
+        rhs = signed_codes.unpack_to_int8(rhs)
     return lhs, rhs
 
 
@@ -203,7 +204,7 @@ def convolve_planned(
     if sharding.is_placed(x) or sharding.is_placed(w):
         acc = epilogue(_place_output(x, w, x_steps, w_steps, geometry), 1)
         return acc if out is None else lax.transpose(acc, tuple(out))
-    window = _conv_kernel.find_window(x.shape, w.shape, window, channels_last=channels_last)
+    window = convolution.find_window(x.shape, w.shape, window, channels_last=channels_last)
     rank = x.ndim
     to_back = (0, *range(2, rank), 1)
     if window.channels_last:
@@ -211,7 +212,7 @@ def convolve_planned(
         x = barriers.pin_layout(lax.transpose(x, to_back)) if channels_last else _layout.transpose_in_memory(x, to_back)
     x_steps = None if x_steps is None else x_steps.reshape(1, 1)
     w_steps = None if w_steps is None else w_steps.reshape(-1)
-    acc = _conv_kernel.convolve(x, w, x_steps, w_steps, window)
+    acc = convolution.convolve(x, w, x_steps, w_steps, window)
     result = epilogue(acc, rank - 1 if window.channels_last else 1)
     # Combine two permutations into one: from the kernel's layout to [N, O, *spatial], and from there to the caller's.
     to_front = (0, rank - 1, *range(1, rank - 1)) if window.channels_last else tuple(range(rank))
@@ -243,8 +244,8 @@ def _batch_convolution(
 def _convolve_recorded(x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geometry: Geometry) -> jax.Array:
     """Return the int32 convolution of codes of any dtype, with their zero points."""
     with recording.pause():
-        (x, x_steps), (w, w_steps) = _operands.shift_recorded(x, x_steps), _operands.shift_recorded(w, w_steps)
-        x, w = _operands.convert_to_signed(x), _operands.convert_to_signed(w)
+        (x, x_steps), (w, w_steps) = signed_codes.shift_recorded(x, x_steps), signed_codes.shift_recorded(w, w_steps)
+        x, w = signed_codes.convert_to_signed(x), signed_codes.convert_to_signed(w)
         return convolve_planned(x, w, x_steps, w_steps, geometry, False, lambda acc, _: acc)
 
 

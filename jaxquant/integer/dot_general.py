@@ -16,7 +16,8 @@ from jax.typing import ArrayLike
 
 from .._core import checks, dtypes, granularity, recording, sharding
 from .._core.entry_point import compile_entry_point
-from . import _dot_kernel, _layout, _operands, _planes
+from .._kernels import matrix_product, signed_codes
+from . import _layout, _planes
 
 _NAME = "integer.dot_general"
 
@@ -68,9 +69,9 @@ def dot_general(
 
     Source: `jax.lax.dot_general`; the arithmetic is that of ONNX MatMulInteger-10.
     """
-    lhs_zero_point = _operands.convert_zero_point_number(_NAME, "lhs_zero_point", lhs_zero_point, lhs)
-    rhs_zero_point = _operands.convert_zero_point_number(_NAME, "rhs_zero_point", rhs_zero_point, rhs)
-    centred = _operands.find_centred((lhs, rhs), (lhs_zero_point, rhs_zero_point))
+    lhs_zero_point = signed_codes.convert_zero_point_number(_NAME, "lhs_zero_point", lhs_zero_point, lhs)
+    rhs_zero_point = signed_codes.convert_zero_point_number(_NAME, "rhs_zero_point", rhs_zero_point, rhs)
+    centred = signed_codes.find_centred((lhs, rhs), (lhs_zero_point, rhs_zero_point))
     sharding.check_out_sharding(_NAME, out_sharding)
     return _dot_general(
         lhs, rhs, lhs_zero_point, rhs_zero_point, out_sharding=out_sharding,
@@ -83,17 +84,17 @@ def _dot_general(
     lhs: jax.Array, rhs: jax.Array, lhs_zero_point: jax.Array | None, rhs_zero_point: jax.Array | None, *,
     dimension_numbers: Any, centred: tuple[bool, bool], out_sharding: Any,
 ) -> jax.Array:  # fmt: skip
-    checks.check_array(_NAME, "lhs", lhs, _operands.DTYPES)
-    checks.check_array(_NAME, "rhs", rhs, _operands.DTYPES)
+    checks.check_array(_NAME, "lhs", lhs, signed_codes.DTYPES)
+    checks.check_array(_NAME, "rhs", rhs, signed_codes.DTYPES)
     left, right = find_roles(_NAME, lhs, rhs, dimension_numbers)
     for side, x, point, role in (("lhs", lhs, lhs_zero_point, left), ("rhs", rhs, rhs_zero_point, right)):
         _check_zero_point(side, x, point, role)
     check_placement(_NAME, lhs, rhs, left, right, out_sharding)
     steps = (
-        _operands.convert_steps(lhs_zero_point, lhs.dtype, centred[0]),
-        _operands.convert_steps(rhs_zero_point, rhs.dtype, centred[1]),
+        signed_codes.convert_steps(lhs_zero_point, lhs.dtype, centred[0]),
+        signed_codes.convert_steps(rhs_zero_point, rhs.dtype, centred[1]),
     )
-    lhs, rhs = _operands.shift_to_signed(lhs), _operands.shift_to_signed(rhs)
+    lhs, rhs = signed_codes.shift_to_signed(lhs), signed_codes.shift_to_signed(rhs)
     return contract_roles(lhs, rhs, *steps, left, right, out_sharding)
 
 
@@ -161,7 +162,7 @@ def contract_roles(
     if recording.is_recording():
         return _contract_recorded(lhs, rhs, lhs_steps, rhs_steps, left, right)
     if out_sharding is not None or sharding.is_placed(lhs) or sharding.is_placed(rhs):
-        lhs, rhs = _operands.convert_to_signed(lhs), _operands.convert_to_signed(rhs)
+        lhs, rhs = signed_codes.convert_to_signed(lhs), signed_codes.convert_to_signed(rhs)
         return _place_output(lhs, rhs, lhs_steps, rhs_steps, left, right, out_sharding)
     contract = functools.partial(_contract_signed, left=left, right=right)
     contract_plane = functools.partial(contract, is_unpacked=True)
@@ -210,8 +211,8 @@ def _contract_recorded(
 ) -> jax.Array:
     """Return the int32 contraction of codes of any dtype, with their zero points."""
     with recording.pause():
-        lhs, lhs_steps = _operands.shift_recorded(lhs, lhs_steps)
-        rhs, rhs_steps = _operands.shift_recorded(rhs, rhs_steps)
+        lhs, lhs_steps = signed_codes.shift_recorded(lhs, lhs_steps)
+        rhs, rhs_steps = signed_codes.shift_recorded(rhs, rhs_steps)
         return contract_roles(lhs, rhs, lhs_steps, rhs_steps, left, right)
 
 
@@ -230,7 +231,7 @@ def _contract_signed(
         lhs = lax.optimization_barrier(lhs) if columns == 1 else lhs
         rhs = lax.optimization_barrier(rhs) if rows == 1 else rhs
         is_unpacked = any(dtypes.find_width(x.dtype) < 8 for x in (lhs, rhs))
-    lhs, rhs = _operands.convert_to_signed(lhs), _operands.convert_to_signed(rhs)
+    lhs, rhs = signed_codes.convert_to_signed(lhs), signed_codes.convert_to_signed(rhs)
     # If the contracted dimensions are in the order in which lhs has them, lhs often needs no transpose.
     order = sorted(range(len(left.contracted)), key=lambda i: left.contracted[i])
     left, right = (role._replace(contracted=tuple(role.contracted[i] for i in order)) for role in (left, right))
@@ -244,7 +245,7 @@ def _contract_signed(
     b = _layout.transpose_in_memory(rhs, contracted_last if transposed else contracted_first)
     b = b.reshape((batch, columns, depth) if transposed else (batch, depth, columns))
     a_steps, b_steps = _reshape_steps(lhs_steps, lhs, left), _reshape_steps(rhs_steps, rhs, right)
-    acc = _dot_kernel.contract_integers(a, b, a_steps, b_steps, transposed=transposed, is_unpacked=is_unpacked)
+    acc = matrix_product.contract_integers(a, b, a_steps, b_steps, transposed=transposed, is_unpacked=is_unpacked)
     return acc.reshape(_find_result_shape(lhs, rhs, left, right))
 
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core import barriers, checks, division, dtypes, rounding, small_floats
+from .._core import checks, dtypes, small_floats
 from .._core.granularity import Granularity, PerAxis, PerTensor
+from .._kernels import barriers, division, rounding
 
 EIGHT_BIT = (np.dtype(jnp.uint8), np.dtype(jnp.int8))
 FOUR_BIT = (np.dtype(jnp.uint4), np.dtype(jnp.int4))

@@ -14,7 +14,7 @@ import pytest
 import jaxquant as jq
 from jaxquant import checkpoint
 from jaxquant._core import known_values
-from jaxquant.integer import _operands
+from jaxquant._kernels import signed_codes
 
 from ..cases import public_calls
 from ..cases.public_calls import CODES, DOT, Call, X, ones, quantized
@@ -271,7 +271,7 @@ WITH_POINTS = ("matmul_integer", "matmul_integer_to_float", "qlinear_matmul", "d
 def test_zero_points_of_any_operand_work_or_are_refused_by_name(name: str, dtype: str) -> None:
     """Ints, numpy's ints, arrays of the operand's dtype and of others, in range and out of it."""
     call, kind = CALLS[name], np.dtype(getattr(jnp, dtype))
-    narrow = name.startswith("integer.") and kind in _operands.DTYPES
+    narrow = name.startswith("integer.") and kind in signed_codes.DTYPES
     low, high = (int(b) for b in (jnp.iinfo(kind).min, jnp.iinfo(kind).max)) if narrow else (0, -1)
     operands = [a for a in call.operands if f"{a}_zero_point" in call.parts]
     codes = {a: np.ones(np.shape(call.arguments[a]), kind) for a in operands}

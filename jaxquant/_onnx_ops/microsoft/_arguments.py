@@ -11,7 +11,7 @@ from jax import lax
 
 from ..._core import checks, dtypes
 from ..._core.number_arguments import convert_plain_scale
-from ...integer import _operands
+from ..._kernels import signed_codes
 
 # ONNX Runtime treats an array of shape (1,) as a scalar.
 _SINGLE = ((), (1,))
@@ -41,7 +41,7 @@ def convert_numbers(function: str, x: Any, **parameters: Any) -> tuple[Any, ...]
         if name.endswith("scale"):
             result.append(convert_plain_scale(function, name, value))
         else:
-            result.append(_operands.convert_zero_point_number(function, name, value, x))
+            result.append(signed_codes.convert_zero_point_number(function, name, value, x))
     return tuple(result)
 
 
@@ -86,7 +86,7 @@ def read_two(function: str, *arguments: Any) -> tuple[Encoding, Encoding, Encodi
 
 def check_eight_bits(function: str, argument: str, x: Any) -> np.dtype:
     """Return the dtype of codes; raise unless they are an array of int8 or uint8."""
-    checks.check_array(function, argument, x, _operands.EIGHT_BITS)
+    checks.check_array(function, argument, x, signed_codes.EIGHT_BITS)
     return np.dtype(x.dtype)
 
 

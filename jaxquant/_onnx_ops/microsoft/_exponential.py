@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._core import barriers
+from ..._kernels import barriers
 from ._multiply_add import add_exactly, multiply_exactly
 
 _LARGEST = np.finfo(np.float32).max

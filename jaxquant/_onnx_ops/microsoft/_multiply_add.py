@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._core import barriers
+from ..._kernels import barriers
 
 
 def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:

@@ -8,8 +8,8 @@ import numpy as np
 from jax import lax
 
 from ..._core import dtypes, recording, sharding
-from ..._core.affine import dequantize_affine, quantize_affine
 from ..._core.granularity import PerTensor
+from ..._kernels.affine import dequantize_affine, quantize_affine
 from ._arguments import Encoding
 
 

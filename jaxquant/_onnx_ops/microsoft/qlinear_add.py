@@ -10,9 +10,10 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core import barriers, division, recording, rounding
+from ..._core import recording
 from ..._core.entry_point import compile_entry_point
 from ..._core.known_values import find_known
+from ..._kernels import barriers, division, rounding
 from ._arguments import Encoding, broadcast_operands, convert_two, read_two
 from ._multiply_add import multiply_add
 

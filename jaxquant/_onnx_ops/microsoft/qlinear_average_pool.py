@@ -12,10 +12,11 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core import barriers, checks, division, dtypes, recording, rounding, sharding
-from ..._core.affine import dequantize_affine
+from ..._core import checks, dtypes, recording, sharding
 from ..._core.entry_point import compile_entry_point
 from ..._core.granularity import PerTensor
+from ..._kernels import barriers, division, rounding
+from ..._kernels.affine import dequantize_affine
 from ._arguments import Encoding, check_eight_bits, convert_numbers, read_encoding
 from ._pool_window import Attributes, Windows, check_pool_attributes, find_windows
 from .qlinear_global_average_pool import average_codes

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from ..._core import checks
 from ..._core.entry_point import compile_entry_point
 from ..._core.number_arguments import convert_plain_scale
-from ...integer import _operands
+from ..._kernels import signed_codes
 from ._arguments import check_eight_bits, convert_numbers, read_encoding, read_named
 from ._tables import requantize_codes
 
@@ -63,7 +63,7 @@ def qlinear_concat(
         if i % 3 == 1:
             value = convert_plain_scale(_NAME, name, value)
         elif i % 3 == 2:
-            value = _operands.convert_zero_point_number(_NAME, name, value, inputs[0])
+            value = signed_codes.convert_zero_point_number(_NAME, name, value, inputs[0])
         converted.append(value)
     checks.check_integer(_NAME, "axis", axis)
     return _qlinear_concat(*converted, axis=axis)

@@ -11,8 +11,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core import barriers, checks, division, recording
+from ..._core import checks, recording
 from ..._core.entry_point import compile_entry_point
+from ..._kernels import barriers, division
 from ...integer import _requantize
 from ._arguments import Encoding, check_eight_bits, convert_numbers, read_encoding
 

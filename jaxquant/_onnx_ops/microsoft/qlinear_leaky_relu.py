@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..._core import barriers, checks, recording
+from ..._core import checks, recording
 from ..._core.entry_point import compile_entry_point
+from ..._kernels import barriers
 from ._arguments import check_eight_bits, convert_numbers, read_encoding
 from ._tables import encode_values, list_values, look_up
 

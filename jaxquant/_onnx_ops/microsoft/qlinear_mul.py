@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ..._core import barriers, recording, rounding
+from ..._core import recording
 from ..._core.entry_point import compile_entry_point
+from ..._kernels import barriers, rounding
 from ...integer import _requantize
 from ._arguments import broadcast_operands, convert_two, read_two
 

@@ -8,8 +8,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core import barriers, division, recording
+from ..._core import recording
 from ..._core.entry_point import compile_entry_point
+from ..._kernels import barriers, division
 from ._arguments import check_eight_bits, convert_numbers, read_encoding
 from ._multiply_add import multiply_add
 from ._tables import encode_values, list_values, look_up_stored

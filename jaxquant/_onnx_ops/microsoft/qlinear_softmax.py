@@ -12,8 +12,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core import barriers, checks, division, recording, rounding, sharding
+from ..._core import checks, recording, sharding
 from ..._core.entry_point import compile_entry_point
+from ..._kernels import barriers, division, rounding
 from ._arguments import Encoding, check_eight_bits, convert_numbers, read_encoding
 from ._exponential import list_exponentials
 from ._multiply_add import multiply_exactly, split_bits

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._core import barriers, checks
+from ..._core import checks
+from ..._kernels import barriers
 from . import jaxpr
 from .analysis import Analysis, find_live
 from .jaxpr import Body

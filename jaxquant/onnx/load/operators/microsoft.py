@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...._core import barriers, division
+from ...._kernels import barriers, division
 from ...._onnx_ops.dynamic_quantize_matmul import dynamic_quantize_matmul
 from ...._onnx_ops.matmul_integer_to_float import matmul_integer_to_float
 from ...._onnx_ops.matmul_nbits import matmul_nbits

@@ -11,7 +11,7 @@ import numpy as np
 from jax.export import is_symbolic_dim
 
 from ...._codes.bias import quantize_bias
-from ...._core import barriers
+from ...._kernels import barriers
 from ...._onnx_ops.conv_integer import conv_integer
 from ...._onnx_ops.dequantize_linear import dequantize_linear
 from ...._onnx_ops.dynamic_quantize_linear import dynamic_quantize_linear

@@ -13,7 +13,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 
-from . import recording, sharding
+from .._core import recording, sharding
 
 # The numbers of elements between which `split_small_fusion` splits. With fewer, a fusion of some 15 operations that
 # reads and writes float32 has less than 200,000 units of work, and runs on one thread in any form. With more, the first

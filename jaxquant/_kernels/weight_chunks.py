@@ -12,7 +12,8 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from .._core import barriers, dtypes
+from .._core import dtypes
+from . import barriers
 
 # Up to this number of weights, they are dequantized at once; up to the second one if there are this many rows, which
 # take so long that it does not matter whether the weights stay in the second-level caches.

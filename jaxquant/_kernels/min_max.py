@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import barriers, granularity, recording, sharding
+from .._core import granularity, recording, sharding
+from . import barriers
 
 _ZERO = np.int32(0)  # the key of 0
 _INFINITY = np.int32(0x7F800000)  # the key of infinity; its complement is the key of -infinity

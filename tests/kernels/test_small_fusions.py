@@ -12,7 +12,7 @@ import pytest
 from jax import export
 
 import jaxquant as jq
-from jaxquant._core import barriers, rounding
+from jaxquant._kernels import barriers, rounding
 
 from ..oracles import onnx_text
 from ..support import transforms

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import barriers, dtypes, packed_codes, recording, small_floats
+from .._core import dtypes, recording, small_floats
+from . import barriers, packed_codes
 
 # The floats between 2**23 and 2**24 are exactly the integers. Adding 1.5 * 2**23 to a value |v| < 2**22 therefore
 # rounds v half to even, and leaves the integer in the low bits of the sum. The bits of positive floats, read as

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import dtypes, sharding
+from .._core import dtypes, sharding
 
 # Below this number of codes, XLA's own conversion costs less than an additional loop.
 _LARGE = 2**16

@@ -13,7 +13,8 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from . import barriers, recording
+from .._core import recording
+from . import barriers
 from .rounding import round_to_dtype
 
 _TINY = np.finfo(np.float32).tiny

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from . import _row_kernel
+from ..integer import _row_kernel
 
 # The product of a single row and a matrix is a sum of scaled rows. One loop reads rows at several places of the
 # matrix, and several neighboring rows at each place. With 16 rows the vector registers of a CPU are in use; with more

@@ -20,10 +20,10 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from .._core import barriers
-from . import _layout
-from ._conv_patches import MOST_SLICES, Window, find_out_shape, gather_patches, list_spatial, slice_position
-from ._dot_kernel import batch_all, contract_integers, make_ones
+from ..integer import _layout
+from ..integer._conv_patches import MOST_SLICES, Window, find_out_shape, gather_patches, list_spatial, slice_position
+from . import barriers
+from .matrix_product import batch_all, contract_integers, make_ones
 
 # With at most this many input channels, a contraction with patches is faster than the convolution kernel.
 _FEW_CHANNELS = 8

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxquant._core import barriers, division, rounding
+from jaxquant._kernels import barriers, division, rounding
 
 from ..oracles import onnx_text
 from ..support import transforms

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core import barriers, checks, dtypes, recording, sharding
+from .._core import checks, dtypes, recording, sharding
 from .._core.number_arguments import fit_number
+from . import barriers
 
 DTYPES: tuple[np.dtype, ...] = tuple(
     np.dtype(d) for d in (jnp.int8, jnp.uint8, jnp.int4, jnp.uint4, jnp.int2, jnp.uint2)

@@ -11,9 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from . import barriers, division, dtypes, recording, rounding, small_floats
-from .granularity import Aligned, Blocked, Granularity, Groups, PerAxis, PerTensor
+from .._core import dtypes, recording, small_floats
+from .._core.granularity import Aligned, Blocked, Granularity, Groups, PerAxis, PerTensor
+from . import barriers, division, rounding
 
 
 def divide_by_scale(x: jax.Array, scale: jax.Array, precision: np.dtype, for_codes: bool = False) -> jax.Array:
@@ -128,3 +130,17 @@ def dequantize_affine(
     product = steps * granularity.expand(values, x)
     product = product if for_contraction else barriers.round_result(product)
     return rounding.round_to_dtype(product, dtype).astype(dtype)
+
+
+def sum_to_scale(granularity: Granularity, values: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return the sum of the elements that share a scale, in the scale's shape and sharding.
+
+    This is the transpose of `expand`.
+    """
+    # XLA:CPU sums an array in memory several times faster than one that it computes in the same loop.
+    values = lax.platform_dependent(values, cpu=lax.optimization_barrier, default=lambda array: array)
+    # The product with ones matters under shard_map: it varies over the devices as x does, even if the scale does not,
+    # so its transpose sums over the devices too.
+    ones = jnp.ones_like(values)
+    _, transpose = jax.vjp(lambda s: granularity.expand(s, values) * ones, scale.astype(values.dtype))
+    return transpose(values)[0]
