@@ -17,6 +17,7 @@ from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point, known_values
 from .._core.granularity import PerToken
+from .._kernels.platforms import choose_on_cpu
 from . import arguments, cache_layout
 from .cache_layout import KEY_AXES, VALUE_AXES
 
@@ -280,7 +281,7 @@ def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | Non
 
     # On a GPU the host would wait for the condition of that loop.
     on_cpu = functools.partial(cache_layout.run_once, write)
-    keys, values, key_scale, value_scale = lax.platform_dependent(stored, cpu=on_cpu, default=write)
+    keys, values, key_scale, value_scale = choose_on_cpu(on_cpu, write, stored)
     return dataclasses.replace(
         cache, keys=keys, values=values, key_scale=key_scale, value_scale=value_scale, index=cache.index + counts
     )

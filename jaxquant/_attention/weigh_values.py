@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 
 from .._kernels.barriers import round_result
-from ..integer.dot_general import Role, contract_roles
+from .._kernels.contraction import Role, contract_roles
 from .scores import FEW_ROWS
 
 # A digit of 7 bits is an int8 that is not negative, so the contraction needs no zero point.

@@ -15,10 +15,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._core import checks, dtypes, granularity, recording, sharding, small_floats
-from .._kernels import barriers, matrix_product, rounding, signed_codes
-from ..integer import _scaling
-from ..integer._conv_geometry import Plan, plan_convolution
-from ..integer.conv_general_dilated import arrange_layout
+from .._kernels import accumulator, barriers, matrix_product, rounding, signed_codes
+from .._kernels.convolution import ConvolutionPlan, arrange_layout
+from ..integer._conv_geometry import plan_convolution
 from . import dot_integer
 from .dot import Operand, check_operand
 from .output import Epilogue, ScaledSpec, read_epilogue
@@ -132,7 +131,7 @@ def conv_general_dilated(
 def plan_array_convolution(
     function: str, lhs: Any, rhs: Any, window_strides: Any, padding: Any, lhs_dilation: Any, rhs_dilation: Any,
     dimension_numbers: Any, feature_group_count: Any, batch_group_count: Any,
-) -> Plan:  # fmt: skip
+) -> ConvolutionPlan:  # fmt: skip
     """Check the static arguments of a convolution and return its plan."""
     # Check before jit, whose cache of compiled programs cannot tell True, 1 and 1.0 apart.
     ints = functools.partial(checks.check_integers, function)
@@ -144,7 +143,13 @@ def plan_array_convolution(
 
 
 def convolve_checked(
-    function: str, x: Any, w: Any, plan: Plan, precision: Any, preferred: Any, epilogue: Epilogue | None = None
+    function: str,
+    x: Any,
+    w: Any,
+    plan: ConvolutionPlan,
+    precision: Any,
+    preferred: Any,
+    epilogue: Epilogue | None = None,
 ) -> Any:
     """Return the `conv_general_dilated` of two checked operands, with errors that name `function`."""
     quantized = [isinstance(v, QuantizedArray) for v in (x, w)]
@@ -159,7 +164,7 @@ def convolve_checked(
     return y if epilogue is None else epilogue.wrap(y, dtype)
 
 
-def convolve_floats(lhs: jax.Array, rhs: jax.Array, plan: Plan, precision: Any) -> jax.Array:
+def convolve_floats(lhs: jax.Array, rhs: jax.Array, plan: ConvolutionPlan, precision: Any) -> jax.Array:
     """Return the convolution of two float arrays."""
     geometry = plan.geometry
     return lax.conv_general_dilated(
@@ -168,7 +173,7 @@ def convolve_floats(lhs: jax.Array, rhs: jax.Array, plan: Plan, precision: Any) 
     )  # fmt: skip
 
 
-def _check_integers(function: str, lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan) -> None:
+def _check_integers(function: str, lhs: QuantizedArray, rhs: QuantizedArray, plan: ConvolutionPlan) -> None:
     """Check that two arrays convolve as integers: no scale or zero point varies along a dimension that is summed."""
     # Only the batch of lhs and the features of rhs are not summed.
     image, feature = plan.numbers.lhs_spec[0], plan.numbers.rhs_spec[0]
@@ -190,7 +195,7 @@ def _check_integers(function: str, lhs: QuantizedArray, rhs: QuantizedArray, pla
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("plan", "precision", "dtype"))
-def _convolve_weight_only(lhs: Any, rhs: Any, *, plan: Plan, precision: Any, dtype: Any) -> jax.Array:
+def _convolve_weight_only(lhs: Any, rhs: Any, *, plan: ConvolutionPlan, precision: Any, dtype: Any) -> jax.Array:
     # Convolve in float32, so that a 16-bit result is rounded only once, at the end.
     lhs, rhs = (
         dequantize_checked(x.astype(jnp.float32)) if isinstance(x, QuantizedArray) else x.astype(jnp.float32)
@@ -202,7 +207,7 @@ def _convolve_weight_only(lhs: Any, rhs: Any, *, plan: Plan, precision: Any, dty
 
 @functools.partial(jax.jit, static_argnames=("plan", "dtype"))
 def _convolve_integers(
-    lhs: QuantizedArray, rhs: QuantizedArray, epilogue: Epilogue | None, *, plan: Plan, dtype: Any
+    lhs: QuantizedArray, rhs: QuantizedArray, epilogue: Epilogue | None, *, plan: ConvolutionPlan, dtype: Any
 ) -> jax.Array:
     features = rhs.shape[plan.numbers.rhs_spec[0]]
     lhs_scale, rhs_scale = (small_floats.scale_as_float32(q.scale) for q in (lhs, rhs))
@@ -235,15 +240,15 @@ def _convolve_integers(
             acc = acc - spread(correction)
         if epilogue is not None:
             return epilogue.finish(acc, images, kernels, spread, axis)
-        y = barriers.round_result(acc.astype(jnp.float32) * spread(_scaling.multiply_scales(images, kernels)))
+        y = barriers.round_result(acc.astype(jnp.float32) * spread(accumulator.multiply_scales(images, kernels)))
         return rounding.round_to_dtype(y, dtype).astype(dtype)
 
     return arrange_layout(codes, rhs.codes, lhs_steps, rhs_steps, plan, finish)
 
 
 def _move_zero_points(
-    lhs: QuantizedArray, points: jax.Array, rhs: QuantizedArray, rhs_point: jax.Array | None, plan: Plan
-) -> tuple[jax.Array, jax.Array | None, jax.Array, Plan]:
+    lhs: QuantizedArray, points: jax.Array, rhs: QuantizedArray, rhs_point: jax.Array | None, plan: ConvolutionPlan
+) -> tuple[jax.Array, jax.Array | None, jax.Array, ConvolutionPlan]:
     """Return images with a zero point each in a form that the kernel takes, which knows one zero point.
 
     conv(x - z[n], w) = conv(x - z, w) - (z[n] - z) * sum(w), if the images are padded with their own zero points.

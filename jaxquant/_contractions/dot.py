@@ -14,8 +14,8 @@ from jax.typing import ArrayLike, DTypeLike
 from .._arrays import parts, quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes, entry_point, sharding
-from ..integer import _matmul_shapes
-from ..integer.dot_general import DotDimensionNumbers, Role, check_placement, find_roles
+from .._kernels.contraction import Role
+from ..integer.dot_general import DotDimensionNumbers, MatrixShapes, check_placement, find_roles, match_matrices
 from . import dot_integer
 from .dot_integer import Axes
 from .dot_weight_only import contract_weight_only
@@ -251,7 +251,7 @@ def matmul(
     Cotangents: as in `dot_general`.
     """
     a, b = check_operands("matmul", lhs, rhs)
-    shapes = _matmul_shapes.find_shapes("matmul", a, b, ("lhs", "rhs"))
+    shapes = match_matrices("matmul", a, b, ("lhs", "rhs"))
     sharding.check_out_sharding("matmul", out_sharding)
     epilogue = read_epilogue("matmul", bias, output, preferred_element_type, (a, b))
     if bias is not None and epilogue is not None:
@@ -281,7 +281,7 @@ def matmul(
 
 
 def _find_matrix_partition(
-    function: str, a: Any, b: Any, shapes: _matmul_shapes.Shapes, out_sharding: Any
+    function: str, a: Any, b: Any, shapes: MatrixShapes, out_sharding: Any
 ) -> tuple[Any, ...] | None:
     """Return the mesh axes of the matrix product, in which a vector operand is a matrix of one row or column."""
     partition = sharding.find_out_partition(function, out_sharding, len(shapes.out))

@@ -14,10 +14,9 @@ from jax import lax
 from .._arrays import indexing
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes, granularity, sharding, small_floats
-from .._kernels import barriers, rounding, signed_codes
-from ..integer import _scaling
-from ..integer._block_sum import sum_over_blocks
-from ..integer.dot_general import Role, contract_roles
+from .._kernels import accumulator, barriers, rounding, signed_codes
+from .._kernels.accumulator import sum_over_blocks
+from .._kernels.contraction import Role, contract_roles
 from .output import Epilogue
 
 
@@ -195,7 +194,7 @@ def contract_to_codes(
         fits = fits and all(n in (1, m) for n, m in zip(bias.shape[::-1], acc.shape[::-1], strict=False))
         expected = f"a shape that broadcasts against the result, {acc.shape}"
         checks.require(fits, function, "bias", expected, f"shape {bias.shape}")
-    y = epilogue.finish(acc, *scales, lambda part: _scaling.spread_over_product(part, acc))
+    y = epilogue.finish(acc, *scales, lambda part: accumulator.spread_over_product(part, acc))
     return epilogue.wrap(y, preferred or dtypes.find_wider(lhs.dtype, rhs.dtype))
 
 
@@ -250,8 +249,8 @@ def _contract_whole(sides: Sequence[_Side], out_sharding: Any) -> jax.Array:
     acc, scales = _contract_codes(sides, out_sharding)
     # The scales of rows and of columns may be sharded differently, and JAX would refuse to multiply them.
     if sharding.is_placed(acc):
-        scales = (_scaling.spread_over_product(scales[0], acc), _scaling.spread_over_product(scales[1], acc))
-    return _scaling.scale_by_both(acc, *scales)
+        scales = (accumulator.spread_over_product(scales[0], acc), accumulator.spread_over_product(scales[1], acc))
+    return accumulator.scale_by_both(acc, *scales)
 
 
 def _contract_codes(sides: Sequence[_Side], out_sharding: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:

@@ -19,10 +19,9 @@ from jax.custom_batching import custom_vmap
 from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._core import dtypes, granularity, sharding
-from .._kernels import rounding, signed_codes, weight_chunks
+from .._kernels import barriers, packed_codes, rounding, signed_codes, weight_chunks
+from .._kernels.contraction import Role
 from .._kernels.weight_chunks import Chunk, Cut
-from ..integer import _layout, _planes
-from ..integer.dot_general import Role
 from . import float_digits, scaled_rows
 
 # The largest number of rows that are contracted as digits: for codes with their contracted dimensions last, for others
@@ -202,7 +201,7 @@ def _contract_on_cpu(
             return config.swap_sides(lax.cond(is_exact, lambda: y, contract_swapped))
     few_rows = _find_few_rows(q, role) if few_rows is None else few_rows
     # To cut the codes into planes costs a second contraction, which is of less use the more rows there are.
-    if _planes.count_planes(codes, scale, zero_point) > 1 and not config.has_many_rows(x, codes):
+    if packed_codes.count_column_planes(codes, scale, zero_point) > 1 and not config.has_many_rows(x, codes):
         return _contract_planes(config, x, codes, scale, zero_point, few_rows)
     if codes.size >= _FEWEST_FOR_DIGITS and _has_digits(q, role) and rows <= few_rows:
         return config.swap_sides(float_digits.contract_digits(x, q, x_role, role, contract_swapped))
@@ -213,7 +212,7 @@ def _contract_planes(
     config: _Config, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any, few_rows: int
 ) -> jax.Array:
     """Return the contraction of x with codes of 2 or 4 bits, one plane after the other."""
-    count, last, role = _planes.count_planes(codes, scale, zero_point), codes.ndim - 1, config.role
+    count, last, role = packed_codes.count_column_planes(codes, scale, zero_point), codes.ndim - 1, config.role
     point = None if zero_point is None else zero_point.astype(jnp.int8)
     is_summed = last in role.contracted
     results = []
@@ -222,13 +221,13 @@ def _contract_planes(
         if is_summed:
             axis = config.x_role.contracted[role.contracted.index(last)]
             x_plane = lax.slice_in_dim(x, place, None, count, axis)
-        plane = _planes.take_code_plane(codes, place, count)
-        plane_scale, plane_point = (_planes.take_plane(part, place, count) for part in (scale, point))
+        plane = packed_codes.take_code_plane(codes, place, count)
+        plane_scale, plane_point = (packed_codes.take_plane(part, place, count) for part in (scale, point))
         results.append(_contract_on_cpu(config, x_plane, plane, plane_scale, plane_point, few_rows))
     if is_summed:
         return functools.reduce(jnp.add, results)
     before = 0 if config.quantized == 0 else len(config.left.free)
-    return _planes.join_planes(results, before + role.free.index(last))
+    return packed_codes.join_planes(results, before + role.free.index(last))
 
 
 def _has_digits(q: QuantizedArray, role: Role) -> bool:
@@ -242,7 +241,7 @@ def _has_digits(q: QuantizedArray, role: Role) -> bool:
 
 def _find_few_rows(q: QuantizedArray, role: Role) -> int:
     """Return the largest number of rows that are contracted as digits."""
-    is_last = not _layout.is_moving((*role.free, *role.contracted), q.shape)
+    is_last = not barriers.is_moving((*role.free, *role.contracted), q.shape)
     if is_last:
         return _FEW_ROWS_LAST
     return _FEW_ROWS if dtypes.find_width(q.codes.dtype) == 8 else _FEW_ROWS_PACKED

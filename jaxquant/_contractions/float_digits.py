@@ -16,7 +16,7 @@ from jax import lax
 
 from .._arrays.quantized_array import QuantizedArray
 from .._core import small_floats
-from ..integer.dot_general import Role, contract_roles
+from .._kernels.contraction import Role, contract_roles
 from . import dot_integer
 
 _DIGITS = 6

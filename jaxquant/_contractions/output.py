@@ -16,8 +16,7 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point, known_values, number_arguments, recording, sharding
 from .._core.granularity import PerTensor
-from .._kernels import rounding, signed_codes
-from ..integer import _requantize, _scaling
+from .._kernels import accumulator, rounding, signed_codes
 
 
 class ScaledSpec(Protocol):
@@ -180,9 +179,9 @@ class Epilogue(NamedTuple):
         """
         if recording.is_recording() and self.output is not None:
             parts = (self.bias, lhs_scale, rhs_scale)
-            placed = (None if p is None else _requantize.place_part(p, acc.ndim, axis) for p in parts)
+            placed = (None if p is None else accumulator.place_part(p, acc.ndim, axis) for p in parts)
             scale, steps = jnp.asarray(self.output.scale).reshape(()), self.output.make_steps().reshape(())
-            return _requantize.requantize_product(acc, *placed, scale, steps, self.output.dtype)
+            return accumulator.requantize_product(acc, *placed, scale, steps, self.output.dtype)
         if self.bias is not None:
             acc = acc + spread(self.bias)
         ones = (1,) * lhs_scale.ndim
@@ -193,10 +192,10 @@ class Epilogue(NamedTuple):
         if sharding.is_placed(acc):
             scales = [spread(scale) for scale in scales]
         if self.output is None:
-            return _scaling.scale_product(acc, spread(_scaling.multiply_scales(*scales)))
-        factor = spread(_requantize.find_multiplier(*scales))
+            return accumulator.scale_product(acc, spread(accumulator.multiply_scales(*scales)))
+        factor = spread(accumulator.compute_multiplier(*scales))
         steps = spread(self.output.make_steps().reshape(ones))
-        return _requantize.requantize_accumulator(acc, factor, steps, self.output.dtype)
+        return accumulator.requantize_accumulator(acc, factor, steps, self.output.dtype)
 
     def wrap(self, y: jax.Array, dtype: Any) -> Any:
         """Return the codes of `finish` as a QuantizedArray, or its floats as they are."""

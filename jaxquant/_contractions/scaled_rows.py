@@ -20,10 +20,9 @@ from jax import lax
 from .._arrays.codebook import Codebook
 from .._arrays.quantized_array import QuantizedArray
 from .._core import dtypes, granularity, small_floats
-from .._kernels import barriers, packed_codes
+from .._kernels import barriers, matrix_product, packed_codes
+from .._kernels.contraction import Role
 from .._kernels.weight_chunks import Chunk
-from ..integer import _row_kernel
-from ..integer.dot_general import Role
 from . import dot_integer, float_digits
 
 # The number of rows that one loop adds up: enough to use the vector registers of a CPU, without spilling them.
@@ -128,7 +127,7 @@ def find_lane_terms(q: QuantizedArray, role: Role) -> int | None:
         return None
     if any(part is not None and part.shape[-1] != 1 for part in (q.scale, q.zero_point)):
         return None
-    return _row_kernel.count_terms(q.shape[-1])
+    return matrix_product.choose_lane_terms(q.shape[-1])
 
 
 def contract_lanes(x: jax.Array, q: QuantizedArray, role: Role, terms: int) -> tuple[jax.Array, jax.Array]:
@@ -141,7 +140,7 @@ def contract_lanes(x: jax.Array, q: QuantizedArray, role: Role, terms: int) -> t
         terms: what `find_lane_terms` returns.
     """
     scaled, unit, is_exact = _scale_row(x, q.scale)
-    lanes = _row_kernel.LANES
+    lanes = matrix_product.LANES
     groups = q.shape[-1] // (terms * lanes)
     # The barrier keeps XLA from scaling the row again for each column.
     factors = lax.optimization_barrier(scaled).reshape(groups, terms, lanes)
@@ -215,7 +214,7 @@ def _contract_rows(
     x: jax.Array, codes: jax.Array, scale: jax.Array, point: Any, done: Any, codebook: Codebook | None, terms: int
 ) -> jax.Array:
     """Return the contraction of the rows of a chunk, computed after `done`: [planes, columns / planes]."""
-    groups, count, dtype = codes.shape[0] // terms, packed_codes.count_planes(codes), np.dtype(codes.dtype)
+    groups, count, dtype = codes.shape[0] // terms, packed_codes.count_per_byte(codes), np.dtype(codes.dtype)
     words = packed_codes.read_words(codes) if terms >= _WORD_TERMS else None
     stored = packed_codes.read_bytes(codes) if words is None else words
     if done is not None:

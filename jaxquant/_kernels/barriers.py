@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -204,3 +204,21 @@ def _pin_layout(x: jax.Array) -> jax.Array:
     # adds a dimension of 1: then XLA still uses its fast kernel for a preceding transpose, which it would not do
     # before a reshape that flattens.
     return lax.optimization_barrier(x.reshape(1, *x.shape)).reshape(x.shape)
+
+
+def is_moving(permutation: Sequence[int], shape: Sequence[int]) -> bool:
+    """Return whether a transpose moves elements in memory; the position of a dimension of 1 does not matter."""
+    axes = [axis for axis in permutation if shape[axis] != 1]
+    return axes != sorted(axes)
+
+
+def transpose_in_memory(x: jax.Array, permutation: Sequence[int]) -> jax.Array:
+    """Return x transposed, and make XLA:CPU write it to memory in that layout before another operation reads it.
+
+    XLA:CPU would fold the transpose into the dimension numbers of the contraction that follows. The contraction would
+    then not have the form that its fast kernel accepts, and that costs more than the transpose.
+    """
+    # A transpose that moves nothing is a reshape, which is free.
+    if not is_moving(permutation, x.shape):
+        return lax.reshape(x, tuple(x.shape[axis] for axis in permutation))
+    return pin_layout(lax.transpose(x, tuple(permutation)))

@@ -12,7 +12,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,12 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from ..integer import _layout
-from ..integer._conv_patches import MOST_SLICES, Window, find_out_shape, gather_patches, list_spatial, slice_position
-from . import barriers
+from .._core import granularity, recording, sharding
+from . import barriers, signed_codes
 from .matrix_product import batch_all, contract_integers, make_ones
 
+# A depthwise convolution slices x at most this many times, once for each element of the kernel.
+MOST_SLICES = 64
 # With at most this many input channels, a contraction with patches is faster than the convolution kernel.
 _FEW_CHANNELS = 8
 # XLA:CPU does not use its kernel if neither the channels nor the features are more than this.
@@ -38,6 +40,245 @@ _FEW_PIXELS = 16
 _MANY_FEATURES = 4
 
 Steps = jax.Array | None
+
+
+class Geometry(NamedTuple):
+    """The static numbers of a convolution.
+
+    Attributes:
+        strides: one for each spatial dimension.
+        padding: (low, high) for each spatial dimension; a negative number crops.
+        lhs_dilation: the distance between neighboring elements of lhs, for each spatial dimension.
+        rhs_dilation: the distance between neighboring elements of the kernel, for each spatial dimension.
+        groups: the number of groups of channels.
+    """
+
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    lhs_dilation: tuple[int, ...]
+    rhs_dilation: tuple[int, ...]
+    groups: int = 1
+
+
+class ConvolutionPlan(NamedTuple):
+    """The checked static attributes of `jax.lax.conv_general_dilated`.
+
+    Attributes:
+        numbers: which dimension of each array is the batch, which one the features, and which ones are spatial.
+        geometry: the numbers of the convolution, in which groups of images count as groups of channels.
+        features: the feature_group_count.
+        batches: the batch_group_count.
+    """
+
+    numbers: lax.ConvDimensionNumbers
+    geometry: Geometry
+    features: int
+    batches: int
+
+
+class Window(NamedTuple):
+    """The static attributes of a convolution whose x is already padded.
+
+    Attributes:
+        channels_last: whether the channels are the last dimension of x, and not its second.
+        form: "products", "patches", "rows" or "direct".
+        strides: one for each spatial dimension.
+        dilations: the distance between neighboring elements of the kernel, for each spatial dimension.
+        groups: the number of groups of channels.
+        features_last: whether the caller's kernel has its features last in memory, after its channels, as HWIO has.
+    """
+
+    channels_last: bool
+    form: str
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    groups: int
+    features_last: bool = False
+
+
+def arrange_layout(
+    lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, plan: ConvolutionPlan,
+    epilogue: Callable[[jax.Array, int], jax.Array],
+) -> jax.Array:  # fmt: skip
+    """Return the convolution of two operands of any layout, with an epilogue, in the output layout of the plan."""
+    numbers, geometry = plan.numbers, plan.geometry
+    lhs, rhs = _unpack_narrow(lhs, rhs, numbers)
+    x, w = lax.transpose(lhs, numbers.lhs_spec), lax.transpose(rhs, numbers.rhs_spec)
+    # Groups of images become groups of channels. The products are the same, because the features of the kernel are in
+    # the order of the groups in both cases.
+    if plan.batches > 1:
+        x = x.reshape(plan.batches, -1, *x.shape[1:])
+        x = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+    is_last = lhs.ndim > 2 and numbers.lhs_spec[1] == lhs.ndim - 1
+    out = tuple(int(a) for a in np.argsort(numbers.out_spec))
+    if not has_positions(x, w, geometry):
+        # The result is then empty, or zeros. Take its shape from jax.lax, and run no convolution.
+        convolve = functools.partial(_convolve_like_lax, geometry=geometry)
+        empty = jax.eval_shape(convolve, *(jax.ShapeDtypeStruct(v.shape, jnp.int32) for v in (x, w)))
+        return lax.transpose(epilogue(jnp.zeros(empty.shape, jnp.int32), 1), out)
+    features_last = numbers.rhs_spec[:2] == (rhs.ndim - 1, rhs.ndim - 2)
+    x, w = signed_codes.convert_to_signed(x), signed_codes.convert_to_signed(w)
+    return convolve_planned(x, w, lhs_steps, rhs_steps, geometry, is_last, epilogue, out, features_last=features_last)
+
+
+def _unpack_narrow(lhs: jax.Array, rhs: jax.Array, numbers: lax.ConvDimensionNumbers) -> tuple[jax.Array, jax.Array]:
+    """Return the operands, with codes of 2 or 4 bits unpacked if later operations would unpack them more than once.
+
+    An image with channels last, and a kernel in OIHW layout with more than one position, are copied into another layout
+    anyway. Unpacking them in that copy is cheaper than an additional pass.
+    """
+    if lhs.dtype not in signed_codes.EIGHT_BITS and numbers.lhs_spec[1] != lhs.ndim - 1:
+        lhs = signed_codes.unpack_to_int8(lhs)
+    is_single = all(rhs.shape[a] == 1 for a in numbers.rhs_spec[2:])
+    if rhs.dtype not in signed_codes.EIGHT_BITS and (is_single or barriers.is_moving(numbers.rhs_spec, rhs.shape)):
+        rhs = signed_codes.unpack_to_int8(rhs)
+    return lhs, rhs
+
+
+def convolve_planned(
+    x: jax.Array,
+    w: jax.Array,
+    x_steps: jax.Array | None,
+    w_steps: jax.Array | None,
+    geometry: Geometry,
+    channels_last: bool,
+    epilogue: Callable[[jax.Array, int], jax.Array],
+    out: Sequence[int] | None = None,
+    features_last: bool = False,
+) -> jax.Array:
+    """Return the convolution of two int8 operands with zero points, after an epilogue, in the caller's layout.
+
+    Args:
+        x: int8 [N, C, *spatial].
+        w: int8 [O, C / groups, *kernel].
+        x_steps: int32 scalar, or None for 0.
+        w_steps: int32 scalar or [O], or None for 0.
+        geometry: Static.
+        channels_last: Static. Whether x is the transpose of an array whose channels are last in memory.
+        epilogue: a function of the int32 accumulator and the axis of its features. It runs before the transpose to the
+            caller's layout, which costs less if the epilogue has narrowed the result.
+        out: Static. The permutation from [N, O, *spatial] to the caller's layout, or None for that layout itself.
+        features_last: Static. Whether w is the transpose of an array whose features are last in memory.
+    """
+    if recording.is_recording():
+        acc = epilogue(_convolve_recorded(x, w, x_steps, w_steps, geometry), 1)
+        return acc if out is None else lax.transpose(acc, tuple(out))
+    # Pad with the zero point, so that the padding is 0 after its subtraction.
+    config = [(0, 0, 0), (0, 0, 0)]
+    for (low, high), dilation in zip(geometry.padding, geometry.lhs_dilation, strict=True):
+        config.append((low, high, dilation - 1))
+    if any(entry != (0, 0, 0) for entry in config):
+        fill = jnp.zeros((), jnp.int8) if x_steps is None else x_steps.reshape(()).astype(jnp.int8)
+        x = lax.pad(x, fill, config)
+    window = Window(channels_last, "", geometry.strides, geometry.rhs_dilation, geometry.groups, features_last)
+    if 0 in x.shape or 0 in w.shape:  # the sums have no terms
+        positions = find_out_shape(x.shape[2:], w.shape[2:], window)
+        acc = epilogue(jnp.zeros((x.shape[0], w.shape[0], *positions), jnp.int32), 1)
+        return acc if out is None else lax.transpose(acc, tuple(out))
+    if sharding.is_placed(x) or sharding.is_placed(w):
+        acc = epilogue(_place_output(x, w, x_steps, w_steps, geometry), 1)
+        return acc if out is None else lax.transpose(acc, tuple(out))
+    window = find_window(x.shape, w.shape, window, channels_last=channels_last)
+    rank = x.ndim
+    to_back = (0, *range(2, rank), 1)
+    if window.channels_last:
+        # If the channels are already last in memory, this undoes the caller's transpose, and only the pin remains.
+        x = (
+            barriers.pin_layout(lax.transpose(x, to_back))
+            if channels_last
+            else barriers.transpose_in_memory(x, to_back)
+        )
+    x_steps = None if x_steps is None else x_steps.reshape(1, 1)
+    w_steps = None if w_steps is None else w_steps.reshape(-1)
+    acc = convolve(x, w, x_steps, w_steps, window)
+    result = epilogue(acc, rank - 1 if window.channels_last else 1)
+    # Combine two permutations into one: from the kernel's layout to [N, O, *spatial], and from there to the caller's.
+    to_front = (0, rank - 1, *range(1, rank - 1)) if window.channels_last else tuple(range(rank))
+    permutation = to_front if out is None else tuple(to_front[axis] for axis in out)
+    if not barriers.is_moving(permutation, result.shape):
+        return lax.transpose(result, permutation)
+    return _restore_layout(result, permutation)
+
+
+def _find_recorded_shape(x: jax.Array, w: jax.Array, geometry: Geometry, **_: Any) -> tuple[tuple[int, ...], Any]:
+    lengths = []
+    for n, kernel, stride, pads, x_step, w_step in zip(x.shape[2:], w.shape[2:], *geometry[:4], strict=True):
+        padded = (n - 1) * x_step + 1 + sum(pads)
+        lengths.append((padded - (kernel - 1) * w_step - 1) // stride + 1)
+    return (x.shape[0], w.shape[0], *lengths), jnp.int32
+
+
+def _batch_convolution(
+    mapped: dict[str, bool], x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geometry: Geometry
+) -> jax.Array | None:
+    """Return the convolution of one more batch of images, or None if anything else is mapped."""
+    if not mapped["x"] or sum(mapped.values()) > 1:
+        return None
+    y = _convolve_recorded(x.reshape(-1, *x.shape[2:]), w, x_steps, w_steps, geometry)
+    return y.reshape(*x.shape[:2], *y.shape[1:])
+
+
+@recording.mark("convolve", _find_recorded_shape, _batch_convolution)
+def _convolve_recorded(x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geometry: Geometry) -> jax.Array:
+    """Return the int32 convolution of codes of any dtype, with their zero points."""
+    with recording.pause():
+        (x, x_steps), (w, w_steps) = signed_codes.shift_recorded(x, x_steps), signed_codes.shift_recorded(w, w_steps)
+        x, w = signed_codes.convert_to_signed(x), signed_codes.convert_to_signed(w)
+        return convolve_planned(x, w, x_steps, w_steps, geometry, False, lambda acc, _: acc)
+
+
+def _place_output(x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geometry: Geometry) -> jax.Array:
+    """Return the convolution of operands whose shardings JAX tracks in types, computed by `jax.lax`.
+
+    The forms in `_conv_kernel` need reshapes whose shardings JAX cannot infer.
+    """
+    convolve = functools.partial(
+        lax.conv_general_dilated, x, window_strides=geometry.strides, padding="VALID",
+        rhs_dilation=geometry.rhs_dilation, feature_group_count=geometry.groups, preferred_element_type=jnp.int32,
+    )  # fmt: skip
+    acc = convolve(w)
+    expand = granularity.PerAxis(1).expand
+    sums = jnp.sum(w, axis=tuple(range(1, w.ndim)), dtype=jnp.int32)
+    if w_steps is not None:
+        # The zero points of the kernel are multiplied by the sums over patches of x: a convolution with ones.
+        steps = jnp.broadcast_to(w_steps.reshape(-1), sums.shape)
+        sums = sums - np.int32(w[0].size) * steps
+        acc = acc - convolve(jnp.ones_like(w)) * expand(steps, acc)
+    if x_steps is None:
+        return acc
+    return acc - expand(jnp.broadcast_to(x_steps.reshape(1), sums.shape) * sums, acc)
+
+
+def _restore_layout(result: jax.Array, permutation: Sequence[int]) -> jax.Array:
+    """Return a result transposed to the caller's layout after it has been written to memory."""
+    if result.dtype == np.dtype(jnp.uint8):  # XLA:CPU has a fast transpose for int8, not for uint8
+        return lax.bitcast_convert_type(
+            _restore_layout(lax.bitcast_convert_type(result, jnp.int8), permutation), jnp.uint8
+        )
+    return lax.transpose(barriers.pin_layout(result), tuple(permutation))
+
+
+def _convolve_like_lax(x: jax.Array, w: jax.Array, geometry: Geometry) -> jax.Array:
+    """Return `jax.lax`'s convolution of [N, C, *spatial] with [O, C / groups, *kernel], without zero points."""
+    return lax.conv_general_dilated(
+        x, w, geometry.strides, geometry.padding, geometry.lhs_dilation, geometry.rhs_dilation,
+        feature_group_count=geometry.groups,
+    )  # fmt: skip
+
+
+def has_positions(x: jax.Array, w: jax.Array, geometry: Geometry) -> bool:
+    """Return whether the kernel fits into the padded input at one position or more."""
+    dimensions = zip(
+        x.shape[2:], w.shape[2:], geometry.padding, geometry.lhs_dilation, geometry.rhs_dilation, strict=True
+    )
+    for size, kernel, pads, lhs_step, rhs_step in dimensions:
+        padded = (size - 1) * lhs_step + 1 + sum(pads)
+        if kernel == 0 or padded < (kernel - 1) * rhs_step + 1:
+            return False
+    return True
+
+
+# Forms.
 
 
 def find_window(x_shape: tuple[int, ...], w_shape: tuple[int, ...], window: Window, *, channels_last: bool) -> Window:
@@ -193,13 +434,13 @@ def _extract_patches(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps,
         # The contraction takes the weights in either order. With features last in memory this transpose moves nothing.
         is_last = window.features_last
         order, shape = ((*positions, 1, 0), (length, features)) if is_last else ((0, *positions, 1), (features, length))
-        weights = _layout.transpose_in_memory(w, order).reshape(1, *shape)
+        weights = barriers.transpose_in_memory(w, order).reshape(1, *shape)
         # The barriers here and below keep XLA from fusing the gathering into the contraction.
         rows = lax.optimization_barrier(patches).reshape(1, -1, length)
         steps = _spread_steps(x_steps, w_steps, math.prod(out))
         acc = contract_integers(rows, weights, *steps, transposed=not is_last)
         return acc.reshape(images, *out, features)
-    weights = _layout.transpose_in_memory(w, (0, *positions, 1)).reshape(features, length)
+    weights = barriers.transpose_in_memory(w, (0, *positions, 1)).reshape(features, length)
     batch = images * groups
     columns = lax.optimization_barrier(patches.reshape(batch, length, math.prod(out)))
     repeated = lax.broadcast_in_dim(
@@ -220,11 +461,11 @@ def _contract_rows(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps, *
     patches, out = gather_patches(x, w.shape[2:], window)
     # XLA:CPU has a fast kernel for a transpose that is not fused with anything. The pins separate both transposes.
     columns = barriers.pin_layout(patches.reshape(images, length, -1))
-    rows = _layout.transpose_in_memory(columns, (0, 2, 1)).reshape(1, -1, length)
+    rows = barriers.transpose_in_memory(columns, (0, 2, 1)).reshape(1, -1, length)
     steps = _spread_steps(x_steps, w_steps, math.prod(out))
     acc = contract_integers(rows, w.reshape(1, features, length), *steps, transposed=True)
     acc = barriers.pin_layout(acc.reshape(images, -1, features))
-    return _layout.transpose_in_memory(acc, (0, 2, 1)).reshape(images, features, *out)
+    return barriers.transpose_in_memory(acc, (0, 2, 1)).reshape(images, features, *out)
 
 
 def _spread_steps(x_steps: Steps, w_steps: Steps, pixels: int) -> tuple[Steps, Steps]:
@@ -267,7 +508,7 @@ def _convolve_direct(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps,
     # reads the weights in the caller's order; there is no barrier around them, so that XLA computes the sums of
     # constant weights when it compiles. Weights with features last in memory are read as the convolution reads them.
     if window.features_last:
-        kernels = _layout.transpose_in_memory(filters, (2, 3, 1, 0)).reshape(1, length, features)
+        kernels = barriers.transpose_in_memory(filters, (2, 3, 1, 0)).reshape(1, length, features)
     else:
         kernels = w.reshape(1, features, length)
     ones = make_ones(1, length)
@@ -305,7 +546,7 @@ def _make_planar(x: jax.Array, w: jax.Array, window: Window) -> tuple[jax.Array,
 
 def _convolve_planes(x: jax.Array, w: jax.Array, window: Window) -> jax.Array:
     return lax.conv_general_dilated(
-        x, _layout.transpose_in_memory(w, (2, 3, 1, 0)), window.strides, "VALID", rhs_dilation=window.dilations,
+        x, barriers.transpose_in_memory(w, (2, 3, 1, 0)), window.strides, "VALID", rhs_dilation=window.dilations,
         dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=window.groups,
         preferred_element_type=jnp.int32,
     )  # fmt: skip
@@ -357,4 +598,64 @@ def _swap_between(x: jax.Array, from_last: bool, to_last: bool) -> jax.Array:
         return x
     to_front = (0, x.ndim - 1, *range(1, x.ndim - 1))
     to_back = (0, *range(2, x.ndim), 1)
-    return _layout.transpose_in_memory(x, to_back if to_last else to_front)
+    return barriers.transpose_in_memory(x, to_back if to_last else to_front)
+
+
+# Patches.
+
+
+def find_out_shape(spatial: tuple[int, ...], kernel: tuple[int, ...], window: Window) -> tuple[int, ...]:
+    """Return the number of positions of the kernel along each spatial dimension of a padded x."""
+    dimensions = zip(spatial, kernel, window.strides, window.dilations, strict=True)
+    return tuple((size - (width - 1) * step - 1) // stride + 1 for size, width, stride, step in dimensions)
+
+
+def list_spatial(x: jax.Array, window: Window) -> tuple[int, ...]:
+    """Return the axes of x's spatial dimensions."""
+    return tuple(range(1, x.ndim - 1)) if window.channels_last else tuple(range(2, x.ndim))
+
+
+def slice_position(x: jax.Array, axes: Any, position: Any, window: Window, out: Any, start: int = 0) -> jax.Array:
+    """Return, for every output position, the element of x that one element of the kernel is multiplied with.
+
+    Args:
+        x: the padded array.
+        axes: the spatial axes of x to slice.
+        position: the position of the element in the kernel, along these axes.
+        window: the strides and dilations of all spatial dimensions.
+        out: the lengths of all spatial dimensions of the output.
+        start: the first spatial dimension in `axes`.
+    """
+    first, strides, limits = [0] * x.ndim, [1] * x.ndim, list(x.shape)
+    for i, (axis, p) in enumerate(zip(axes, position, strict=True), start):
+        first[axis], strides[axis] = p * window.dilations[i], window.strides[i]
+        limits[axis] = first[axis] + (out[i] - 1) * window.strides[i] + 1
+    return lax.slice(x, first, limits, strides)
+
+
+def gather_patches(x: jax.Array, kernel: tuple[int, ...], window: Window) -> tuple[jax.Array, tuple[int, ...]]:
+    """Return the patches of x and the spatial shape of the output.
+
+    The patches are [N, *out, positions, C] with channels last, else [N, groups, positions, C / groups, *out]; in the
+    form "rows", [N, groups, C / groups, positions, *out].
+    """
+    axes = list_spatial(x, window)
+    out = find_out_shape(tuple(x.shape[a] for a in axes), kernel, window)
+    if not window.channels_last:
+        spatial = x.shape[2:]
+        x = x.reshape(x.shape[0], window.groups, -1, *spatial)
+        axes = tuple(a + 1 for a in axes)
+    place = x.ndim - 1 if window.channels_last else 3 if window.form == "rows" else 2
+    # One dimension of the kernel after the other: the number of slices is then the sum of the kernel's lengths instead
+    # of their product. XLA:CPU fuses a stack of few slices into one loop, and compiles a loop for each slice of a large
+    # stack. The additional copies take less time than the larger number of slices.
+    for i in reversed(range(len(kernel))):
+        slices = [slice_position(x, (axes[i],), (p,), window, out, i) for p in range(kernel[i])]
+        x = jnp.stack(slices, axis=place) if len(slices) > 1 else lax.expand_dims(slices[0], (place,))
+        if i < len(kernel) - 1:  # merge with the kernel positions of the later dimensions, which vary faster
+            x = lax.collapse(x, place, place + 2)
+        else:
+            axes = tuple(a if a < place else a + 1 for a in axes)
+        # Without a barrier XLA fuses the stacks and computes all slices again.
+        x = lax.optimization_barrier(x) if len(slices) > 1 else x
+    return x, out

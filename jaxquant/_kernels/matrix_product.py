@@ -23,8 +23,6 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from ..integer import _row_kernel
-
 # The product of a single row and a matrix is a sum of scaled rows. One loop reads rows at several places of the
 # matrix, and several neighboring rows at each place. With 16 rows the vector registers of a CPU are in use; with more
 # they would spill to memory. Rows of a multiple of 4096 bytes are all stored in the same lines of a first-level cache,
@@ -32,7 +30,7 @@ from ..integer import _row_kernel
 _PLACES, _NEIGHBORS = 4, 4
 _PLACES_OF_PAGES, _NEIGHBORS_OF_PAGES = 2, 4
 _PAGE = 4096
-# A single row that `_row_kernel` does not take is padded to two rows, or to four if rhs has this many elements.
+# A single row that `contract_row_by_lanes` does not take is padded to two rows, or to four if rhs has as many elements.
 _FOUR_ROWS = 2**22
 # From this number of rows of lhs on, no row of ones is appended to it.
 _MANY_ROWS = 2**10
@@ -40,6 +38,13 @@ _MANY_ROWS = 2**10
 _ROWS = 8
 # Up to this number of elements, such rows are a constant of the program.
 _LARGEST_CONSTANT = 2**15
+
+LANES = 16
+# The largest and the smallest number of products of a lane that one loop adds up. It adds up the same number in each
+# place, so this number must divide that of all products of the lane. With fewer, it would write too many sums.
+_MOST_TERMS, _FEWEST_TERMS = 32, 8
+# With fewer codes, the second thread costs more than it saves.
+_FEWEST_FOR_LANES = 2**18
 
 Steps = jax.Array | None
 
@@ -116,11 +121,11 @@ def _contract_row_last(
 ) -> jax.Array:
     """Return the contraction of a single row, [B, 1, K] by [B, N, K]."""
     batch, _, depth = lhs.shape
-    terms = None if is_unpacked else _row_kernel.find_terms(rhs)
+    terms = None if is_unpacked else choose_row_terms(rhs)
     if terms is not None:
         row = lhs.astype(jnp.int32)[:, 0]
         row = row if lhs_steps is None else row - jnp.broadcast_to(lhs_steps, row.shape)
-        acc = _row_kernel.contract_row(row, rhs, terms)
+        acc = contract_row_by_lanes(row, rhs, terms)
         return _subtract_row_steps(acc, row, rhs_steps)[:, None]
     # The kernel needs several rows. One of the rows added here consists of ones, so that the same contraction also
     # gives the sums over k of rhs. Two rows are enough, but with four it reads a large rhs faster.
@@ -283,3 +288,44 @@ def _make_batchable(transposed: bool, is_unpacked: bool) -> Any:
     function = custom_vmap(functools.partial(_contract_on_platform, transposed=transposed, is_unpacked=is_unpacked))
     function.def_vmap(functools.partial(_contract_under_vmap, transposed, is_unpacked))
     return function
+
+
+# A single row, lane by lane.
+
+
+def choose_row_terms(codes: jax.Array) -> int | None:
+    """Return how many products `contract_row_by_lanes` adds up in one loop; None if it is not faster, or impossible.
+
+    Args:
+        codes: int8 [..., K]. Dimensions may be symbolic, as in `jax.export`.
+    """
+    is_large = isinstance(codes.size, int) and codes.size >= _FEWEST_FOR_LANES
+    return choose_lane_terms(codes.shape[-1]) if is_large else None
+
+
+def choose_lane_terms(depth: int) -> int | None:
+    """Return how many products of a lane one loop adds up, or None if no number divides those of a row of `depth`."""
+    groups, rest = divmod(depth, LANES)
+    return next((n for n in range(_MOST_TERMS, _FEWEST_TERMS - 1, -1) if not rest and groups % n == 0), None)
+
+
+def contract_row_by_lanes(row: jax.Array, codes: jax.Array, terms: int) -> jax.Array:
+    """Return the contraction of a row with each row of the codes.
+
+    Args:
+        row: integers [B, K], each from -2**15 to 2**15 - 1.
+        codes: int8 [B, N, K].
+        terms: what `choose_row_terms` returns.
+
+    Returns:
+        int32 [B, N], modulo 2**32.
+    """
+    batch, columns, depth = codes.shape
+    cut = (depth // (terms * LANES), terms, LANES)
+    codes = codes.reshape(batch, columns, *cut)
+    # As int16 a long row stays in the first-level cache, where the loop reads it for each column. The barrier keeps XLA
+    # from computing it again for each column.
+    factors = lax.optimization_barrier(row.astype(jnp.int16)).reshape(batch, 1, *cut)
+    products = [factors[:, :, :, i].astype(jnp.int32) * codes[:, :, :, i].astype(jnp.int32) for i in range(terms)]
+    # The barrier keeps XLA from fusing this reduction with the loop of products.
+    return jnp.sum(lax.optimization_barrier(functools.reduce(jnp.add, products)), axis=(2, 3), dtype=jnp.int32)

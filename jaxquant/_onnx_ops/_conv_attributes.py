@@ -8,7 +8,8 @@ import jax
 
 from .._core import checks
 from .._kernels import signed_codes
-from ..integer._conv_geometry import Geometry, check_placement, check_positive, check_window, check_zero_points
+from .._kernels.convolution import Geometry
+from ..integer._conv_geometry import check_placement, check_positive, check_window, check_zero_points
 
 _AUTO_PADS = ("NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID")
 

@@ -11,16 +11,16 @@ from jax import lax
 
 from .._core import checks, dtypes, sharding
 from .._kernels import signed_codes
-from ..integer._matmul_shapes import Shapes
-from ..integer.dot_general import Role, contract_roles, determines_sharding
+from .._kernels.contraction import Role, contract_roles
+from ..integer.dot_general import MatrixShapes, determines_sharding
 
 
-def read_per_row(function: str, argument: str, value: jax.Array, shapes: Shapes) -> jax.Array:
+def read_per_row(function: str, argument: str, value: jax.Array, shapes: MatrixShapes) -> jax.Array:
     """Return a scale or zero point of a, a single one or one per row, with a's rank and length 1 for its columns."""
     return _read_parameter(function, argument, value, (*shapes.a[:-1], 1), len(shapes.a) - 2, "row of a")
 
 
-def read_per_column(function: str, argument: str, value: jax.Array, shapes: Shapes) -> jax.Array:
+def read_per_column(function: str, argument: str, value: jax.Array, shapes: MatrixShapes) -> jax.Array:
     """Return a scale or zero point of b, a single one or one per column, with b's rank and length 1 for its rows."""
     return _read_parameter(
         function, argument, value, (*shapes.b[:-2], 1, shapes.b[-1]), len(shapes.b) - 1, "column of b"
@@ -42,7 +42,7 @@ def _read_parameter(
     return value
 
 
-def read_row_steps(function: str, a: jax.Array, zero_point: Any, shapes: Shapes, centred: bool) -> Any:
+def read_row_steps(function: str, a: jax.Array, zero_point: Any, shapes: MatrixShapes, centred: bool) -> Any:
     """Check a_zero_point and return it as the int32 zero point of the signed a, or None where that is known to be 0."""
     if zero_point is not None:
         checks.check_same_dtype(function, "a_zero_point", zero_point, a.dtype, "a's")
@@ -50,7 +50,7 @@ def read_row_steps(function: str, a: jax.Array, zero_point: Any, shapes: Shapes,
     return signed_codes.convert_steps(zero_point, a.dtype, centred)
 
 
-def read_column_steps(function: str, b: jax.Array, zero_point: Any, shapes: Shapes, centred: bool) -> Any:
+def read_column_steps(function: str, b: jax.Array, zero_point: Any, shapes: MatrixShapes, centred: bool) -> Any:
     """Check b_zero_point and return it as the int32 zero point of the signed b, or None where that is known to be 0."""
     if zero_point is not None:
         checks.check_same_dtype(function, "b_zero_point", zero_point, b.dtype, "b's")
@@ -58,14 +58,14 @@ def read_column_steps(function: str, b: jax.Array, zero_point: Any, shapes: Shap
     return signed_codes.convert_steps(zero_point, b.dtype, centred)
 
 
-def check_bias(function: str, bias: Any, shapes: Shapes) -> None:
+def check_bias(function: str, bias: Any, shapes: MatrixShapes) -> None:
     """Check that the bias is None or has one float32 for each column of b."""
     if bias is not None:
         checks.check_same_dtype(function, "bias", bias, dtypes.FLOAT32, "the result's")
         checks.check_shape(function, "bias", bias, (shapes.b[-1],), "one for each column of b")
 
 
-def multiply_matrices(a: jax.Array, b: jax.Array, a_steps: Any, b_steps: Any, shapes: Shapes) -> jax.Array:
+def multiply_matrices(a: jax.Array, b: jax.Array, a_steps: Any, b_steps: Any, shapes: MatrixShapes) -> jax.Array:
     """Return the int32 product of two 8-bit operands, of shape `shapes.product`.
 
     The steps are the zero points of the signed operands: int32 scalars, arrays of the operands' rank, or None for 0.

@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from .._core import checks
-from .._kernels import barriers, signed_codes
-from ..integer import _scaling
-from ..integer._block_sum import sum_over_blocks
-from ..integer._matmul_shapes import Shapes
+from .._kernels import accumulator, barriers, signed_codes
+from .._kernels.accumulator import sum_over_blocks
+from ..integer.dot_general import MatrixShapes
 from ._rows_and_columns import multiply_matrices, read_column_steps, read_per_column
 
 
-def count_blocks(b_scale: jax.Array, shapes: Shapes) -> int:
+def count_blocks(b_scale: jax.Array, shapes: MatrixShapes) -> int:
     """Return the number of blocks of b's rows, each of which has its own scales."""
     # Only a single matrix has blocks of rows. With a stack of matrices, a scale of rank 2 is refused where columns are
     # read.
@@ -23,7 +22,7 @@ def count_blocks(b_scale: jax.Array, shapes: Shapes) -> int:
 
 
 def read_scaled_columns(
-    function: str, b: jax.Array, b_scale: jax.Array, b_zero_point: Any, shapes: Shapes, centred: bool
+    function: str, b: jax.Array, b_scale: jax.Array, b_zero_point: Any, shapes: MatrixShapes, centred: bool
 ) -> tuple[jax.Array, Any]:
     """Check b_scale and b_zero_point, and return the scale and the int32 zero point of the signed b.
 
@@ -47,13 +46,13 @@ def read_scaled_columns(
 
 
 def multiply_scaled(
-    a: jax.Array, b: jax.Array, a_steps: Any, b_steps: Any, a_scale: jax.Array, b_scale: jax.Array, shapes: Shapes
+    a: jax.Array, b: jax.Array, a_steps: Any, b_steps: Any, a_scale: jax.Array, b_scale: jax.Array, shapes: MatrixShapes
 ) -> jax.Array:
     """Return the int32 product times (a_scale * b_scale) in float32; with blocks, the sum of such products."""
     blocks = count_blocks(b_scale, shapes)
     if blocks <= 1:
         acc = multiply_matrices(a, b, a_steps, b_steps, shapes)
-        return _scaling.scale_by_both(acc, a_scale, b_scale)
+        return accumulator.scale_by_both(acc, a_scale, b_scale)
     length = shapes.b[0] // blocks
     block_shapes = shapes._replace(a=(*shapes.a[:-1], length), b=(length, shapes.b[1]))
     # a must be in memory before it is cut. Otherwise XLA would repeat the operation that computes it, for example a
@@ -65,7 +64,7 @@ def multiply_scaled(
     def contract_block(block: Any) -> jax.Array:
         rows, filters, steps, scale = block
         acc = multiply_matrices(rows, filters, a_steps, b_steps if steps is None else steps, block_shapes)
-        return _scaling.scale_by_both(acc, a_scale, scale)
+        return accumulator.scale_by_both(acc, a_scale, scale)
 
     stacks = (a_blocks, b.reshape(blocks, length, shapes.b[1]), stacked_steps, b_scale[:, None])
     return sum_over_blocks(contract_block, stacks)

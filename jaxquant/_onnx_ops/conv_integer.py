@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from .._core.entry_point import compile_entry_point
 from .._kernels import signed_codes
-from ..integer.conv_general_dilated import convolve_planned
+from .._kernels.convolution import convolve_planned
 from ._conv_attributes import Attributes, check_attributes, prepare_operands
 
 _NAME = "conv_integer"

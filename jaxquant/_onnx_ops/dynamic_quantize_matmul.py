@@ -14,9 +14,8 @@ from jax.typing import ArrayLike
 from .._core import checks, dtypes, entry_point, granularity
 from .._core.entry_point import compile_entry_point
 from .._core.number_arguments import convert_plain_scale
-from .._kernels import signed_codes
-from ..integer import _matmul_shapes, _scaling
-from ..integer._matmul_shapes import Shapes
+from .._kernels import accumulator, signed_codes
+from ..integer.dot_general import MatrixShapes, match_matrices
 from . import _rows_and_columns
 from ._scaled_product import count_blocks, multiply_scaled, read_scaled_columns
 from .dynamic_quantize_linear import encode_dynamic, find_dynamic_range
@@ -81,23 +80,23 @@ def _dynamic_quantize_matmul(
     checks.check_array(_NAME, "a", a, (dtypes.FLOAT32,))
     checks.check_array(_NAME, "b", b, signed_codes.EIGHT_BITS)
     checks.check_array(_NAME, "b_scale", b_scale, (dtypes.FLOAT32,))
-    shapes = _matmul_shapes.find_shapes(_NAME, a, b)
+    shapes = match_matrices(_NAME, a, b)
     _rows_and_columns.check_bias(_NAME, bias, shapes)
     b_scale, b_steps = read_scaled_columns(_NAME, b, b_scale, b_zero_point, shapes, centred)
     # The bias stays outside of the gradient rule: JAX differentiates a sum.
     y: Any = _multiply(shapes, a, b, b_steps, b_scale)
-    return _scaling.add_bias(y, bias).reshape(shapes.out)
+    return accumulator.add_bias(y, bias).reshape(shapes.out)
 
 
 # A gradient rule is necessary because a is converted to integer codes, where JAX stops the gradient.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(shapes: Shapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array) -> jax.Array:
+def _multiply(shapes: MatrixShapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array) -> jax.Array:
     """Return the product without its bias; b_steps is the zero point of the signed b."""
     return _multiply_fwd(shapes, a, b, b_steps, b_scale)[0]
 
 
 def _multiply_fwd(
-    shapes: Shapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array
+    shapes: MatrixShapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array
 ) -> tuple[jax.Array, Any]:
     a, b, b_scale = jnp.asarray(a), jnp.asarray(b), jnp.asarray(b_scale)
     # The operator has one scale for all of a, even if a is a stack of matrices.
@@ -109,7 +108,7 @@ def _multiply_fwd(
     return y, (codes, b, a_steps, b_steps, a_scale, b_scale)
 
 
-def _multiply_bwd(shapes: Shapes, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
+def _multiply_bwd(shapes: MatrixShapes, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
     codes, b, a_steps, b_steps, a_scale, b_scale = residuals
     weights = signed_codes.convert_to_signed(b.reshape(shapes.b)).astype(jnp.float32)
     blocks = count_blocks(b_scale, shapes)
@@ -130,6 +129,6 @@ def _multiply_bwd(shapes: Shapes, residuals: Any, g: jax.Array) -> tuple[Any, ..
 _multiply.defvjp(_multiply_fwd, _multiply_bwd)
 
 
-def _spread_blocks(value: jax.Array, blocks: int, shapes: Shapes) -> jax.Array:
+def _spread_blocks(value: jax.Array, blocks: int, shapes: MatrixShapes) -> jax.Array:
     """Return a scale or zero point of [blocks, N] with an entry for each row of b, and any other one unchanged."""
     return jnp.repeat(value, shapes.b[0] // blocks, axis=0) if blocks > 1 and value.ndim == 2 else value

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 from .._core import checks
 from .._core.entry_point import compile_entry_point
 from .._kernels import signed_codes
-from ..integer import _matmul_shapes
+from ..integer.dot_general import match_matrices
 from . import _rows_and_columns
 
 _NAME = "matmul_integer"
@@ -65,7 +65,7 @@ def _matmul_integer(
 ) -> jax.Array:  # fmt: skip
     checks.check_array(_NAME, "a", a, signed_codes.EIGHT_BITS)
     checks.check_array(_NAME, "b", b, signed_codes.EIGHT_BITS)
-    shapes = _matmul_shapes.find_shapes(_NAME, a, b)
+    shapes = match_matrices(_NAME, a, b)
     a_steps = _rows_and_columns.read_row_steps(_NAME, a, a_zero_point, shapes, centred[0])
     b_steps = _rows_and_columns.read_column_steps(_NAME, b, b_zero_point, shapes, centred[1])
     return _rows_and_columns.multiply_matrices(a, b, a_steps, b_steps, shapes).reshape(shapes.out)

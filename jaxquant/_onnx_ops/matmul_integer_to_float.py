@@ -8,8 +8,8 @@ from jax.typing import ArrayLike
 from .._core import checks, dtypes
 from .._core.entry_point import compile_entry_point
 from .._core.number_arguments import convert_plain_scale
-from .._kernels import signed_codes
-from ..integer import _matmul_shapes, _scaling
+from .._kernels import accumulator, signed_codes
+from ..integer.dot_general import match_matrices
 from . import _rows_and_columns
 from ._scaled_product import multiply_scaled, read_scaled_columns
 
@@ -86,10 +86,10 @@ def _matmul_integer_to_float(
     checks.check_array(_NAME, "b", b, signed_codes.EIGHT_BITS)
     for argument, scale in (("a_scale", a_scale), ("b_scale", b_scale)):
         checks.check_array(_NAME, argument, scale, (dtypes.FLOAT32,))
-    shapes = _matmul_shapes.find_shapes(_NAME, a, b)
+    shapes = match_matrices(_NAME, a, b)
     _rows_and_columns.check_bias(_NAME, bias, shapes)
     a_scale = _rows_and_columns.read_per_row(_NAME, "a_scale", a_scale, shapes)
     a_steps = _rows_and_columns.read_row_steps(_NAME, a, a_zero_point, shapes, centred[0])
     b_scale, b_steps = read_scaled_columns(_NAME, b, b_scale, b_zero_point, shapes, centred[1])
     y = multiply_scaled(a, b, a_steps, b_steps, a_scale, b_scale, shapes)
-    return _scaling.add_bias(y, bias).reshape(shapes.out)
+    return accumulator.add_bias(y, bias).reshape(shapes.out)

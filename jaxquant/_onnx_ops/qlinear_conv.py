@@ -12,9 +12,8 @@ from jax.typing import ArrayLike
 from .._core import checks, dtypes, granularity, recording
 from .._core.entry_point import compile_entry_point
 from .._core.number_arguments import convert_plain_scale
-from .._kernels import signed_codes
-from ..integer import _requantize
-from ..integer.conv_general_dilated import convolve_planned
+from .._kernels import accumulator, signed_codes
+from .._kernels.convolution import convolve_planned
 from ._conv_attributes import Attributes, check_attributes, prepare_operands
 
 _NAME = "qlinear_conv"
@@ -118,22 +117,22 @@ def _qlinear_conv(
     checks.check_array(_NAME, "y_zero_point", y_zero_point, signed_codes.EIGHT_BITS)
     prepared = prepare_operands(_NAME, x, w, x_zero_point, w_zero_point, attributes, centred)
     _check_scales(w.shape[0], x_scale, w_scale, y_scale, y_zero_point, b)
-    scale = _requantize.find_multiplier(x_scale.reshape(1), w_scale.reshape(-1), y_scale.reshape(1))
+    scale = accumulator.compute_multiplier(x_scale.reshape(1), w_scale.reshape(-1), y_scale.reshape(1))
 
     def epilogue(acc: jax.Array, axis: int) -> jax.Array:
         # An exporter needs the scales one by one, and the multiplier does not tell them.
         if recording.is_recording():
             parts = (b, w_scale.reshape(-1))
-            placed = [None if p is None else _requantize.place_part(p, acc.ndim, axis) for p in parts]
+            placed = [None if p is None else accumulator.place_part(p, acc.ndim, axis) for p in parts]
             numbers = (x_scale.reshape(()), placed[1], y_scale.reshape(()), y_zero_point.astype(jnp.int32).reshape(()))
-            return _requantize.requantize_product(acc, placed[0], *numbers, y_zero_point.dtype)
+            return accumulator.requantize_product(acc, placed[0], *numbers, y_zero_point.dtype)
         along = granularity.PerAxis(axis)
         # b counts steps of the accumulator, so it is added in int32, before the scales.
         if b is not None:
             acc = acc + along.expand(b, acc)
         factors = along.expand(jnp.broadcast_to(scale, (w.shape[0],)), acc)
         zero_point = granularity.PerTensor().expand(y_zero_point.astype(jnp.int32), acc)
-        return _requantize.requantize_accumulator(acc, factors, zero_point, y_zero_point.dtype)
+        return accumulator.requantize_accumulator(acc, factors, zero_point, y_zero_point.dtype)
 
     return convolve_planned(*prepared, False, epilogue)
 

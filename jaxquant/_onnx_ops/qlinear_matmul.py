@@ -14,9 +14,8 @@ from .._core import checks, dtypes, recording, small_floats
 from .._core.entry_point import compile_entry_point
 from .._core.known_values import check_float_zero_point
 from .._core.number_arguments import convert_plain_scale
-from .._kernels import signed_codes
-from ..integer import _matmul_shapes, _requantize, _scaling
-from ..integer._matmul_shapes import Shapes
+from .._kernels import accumulator, signed_codes
+from ..integer.dot_general import MatrixShapes, match_matrices
 from . import _rows_and_columns
 from ._rows_and_columns import read_per_column, read_per_row
 
@@ -116,7 +115,7 @@ def _qlinear_matmul(
     centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
     _check_dtypes(a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point, bias)
-    shapes = _matmul_shapes.find_shapes(_NAME, a, b)
+    shapes = match_matrices(_NAME, a, b)
     if bias is not None:
         checks.check_shape(_NAME, "bias", bias, (shapes.b[-1],), "one for each column of b")
     a_scale = read_per_row(_NAME, "a_scale", a_scale, shapes)
@@ -126,10 +125,10 @@ def _qlinear_matmul(
     if y_scale is None or y_zero_point is None:
         acc = _add_bias(_rows_and_columns.multiply_matrices(a, b, a_steps, b_steps, shapes), bias)
         factors = (s.astype(jnp.float32) for s in (a_scale, b_scale))
-        return _scaling.scale_by_both(acc, *factors).reshape(shapes.out)
+        return accumulator.scale_by_both(acc, *factors).reshape(shapes.out)
     # Scales of rows and scales of columns have different ranks if only one operand is a stack of matrices.
     y_scale = read_per_row(_NAME, "y_scale", y_scale, shapes)
-    scale = _requantize.find_multiplier(*(_align(s, shapes) for s in (a_scale, b_scale, y_scale)))
+    scale = accumulator.compute_multiplier(*(_align(s, shapes) for s in (a_scale, b_scale, y_scale)))
     y_steps = _align(read_per_row(_NAME, "y_zero_point", y_zero_point, shapes), shapes)
     # A float8 zero point is 0, so only integers need the steps.
     if a.dtype in dtypes.FLOAT8:
@@ -137,13 +136,13 @@ def _qlinear_matmul(
     acc = _rows_and_columns.multiply_matrices(a, b, a_steps, b_steps, shapes)
     # An exporter needs the scales one by one, and the multiplier does not tell them.
     if recording.is_recording():
-        bias = None if bias is None else _requantize.place_part(bias, acc.ndim, None)
+        bias = None if bias is None else accumulator.place_part(bias, acc.ndim, None)
         scales = (_align(s, shapes) for s in (a_scale, b_scale, y_scale))
         numbers = (*scales, y_steps.astype(jnp.int32), y_zero_point.dtype)
-        return _requantize.requantize_product(acc, bias, *numbers).reshape(shapes.out)
+        return accumulator.requantize_product(acc, bias, *numbers).reshape(shapes.out)
     acc = _add_bias(acc, bias)
-    scale, y_steps = (_scaling.spread_over_product(v, acc) for v in (scale, y_steps.astype(jnp.int32)))
-    return _requantize.requantize_accumulator(acc, scale, y_steps, y_zero_point.dtype).reshape(shapes.out)
+    scale, y_steps = (accumulator.spread_over_product(v, acc) for v in (scale, y_steps.astype(jnp.int32)))
+    return accumulator.requantize_accumulator(acc, scale, y_steps, y_zero_point.dtype).reshape(shapes.out)
 
 
 def _check_dtypes(
@@ -172,18 +171,18 @@ def _check_dtypes(
 
 def _add_bias(acc: jax.Array, bias: jax.Array | None) -> jax.Array:
     """Return the accumulator plus a bias for each column, modulo 2**32."""
-    return acc if bias is None else acc + _scaling.spread_over_product(bias, acc)
+    return acc if bias is None else acc + accumulator.spread_over_product(bias, acc)
 
 
-def _align(value: jax.Array, shapes: Shapes) -> jax.Array:
+def _align(value: jax.Array, shapes: MatrixShapes) -> jax.Array:
     """Return a scale or zero point of a's or b's rank with the product's rank."""
     return value.reshape((1,) * (len(shapes.product) - value.ndim) + value.shape)
 
 
-def _multiply_float8(a: jax.Array, b: jax.Array, scale: jax.Array, dtype: np.dtype, shapes: Shapes) -> jax.Array:
+def _multiply_float8(a: jax.Array, b: jax.Array, scale: jax.Array, dtype: np.dtype, shapes: MatrixShapes) -> jax.Array:
     """Return the codes of the product of two float8 operands, summed in float32."""
     lhs, rhs = (small_floats.decode_small_float(x).reshape(s) for x, s in ((a, shapes.a), (b, shapes.b)))
     # Without HIGHEST a GPU would round both operands to TF32.
     product: Any = jnp.matmul(lhs, rhs, precision=lax.Precision.HIGHEST)
-    scaled = product * _scaling.spread_over_product(scale, product)
+    scaled = product * accumulator.spread_over_product(scale, product)
     return small_floats.encode_small_float(scaled, dtype, True).reshape(shapes.out)

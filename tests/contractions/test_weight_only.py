@@ -19,7 +19,7 @@ from jax import export, lax
 import jaxquant as jq
 from jaxquant import Blocked, PerAxis, PerTensor, QuantizedArray, QuantSpec
 from jaxquant._contractions import float_digits, scaled_rows
-from jaxquant.integer.dot_general import Role
+from jaxquant._kernels.contraction import Role
 
 from ..support.hlo import Program
 from ..support.matrix import mark_others_full

@@ -13,8 +13,7 @@ from jax.typing import ArrayLike
 
 from ..._core import checks, recording
 from ..._core.entry_point import compile_entry_point
-from ..._kernels import barriers, division
-from ...integer import _requantize
+from ..._kernels import accumulator, barriers, division
 from ._arguments import Encoding, check_eight_bits, convert_numbers, read_encoding
 
 _NAME = "qlinear_global_average_pool"
@@ -107,7 +106,7 @@ def average_codes(
     divisor = barriers.round_result(y_encoding.scale * np.float32(count))
     scale = jnp.broadcast_to(division.divide(x_encoding.scale, divisor), acc.shape)
     steps = jnp.broadcast_to(y_encoding.steps, acc.shape)
-    return _requantize.requantize_accumulator(acc, scale, steps, y_encoding.dtype)
+    return accumulator.requantize_accumulator(acc, scale, steps, y_encoding.dtype)
 
 
 def _sum_codes(x: jax.Array, axes: tuple[int, ...], *, keepdims: bool) -> jax.Array:

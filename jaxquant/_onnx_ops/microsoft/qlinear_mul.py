@@ -8,8 +8,7 @@ from jax.typing import ArrayLike
 
 from ..._core import recording
 from ..._core.entry_point import compile_entry_point
-from ..._kernels import barriers, rounding
-from ...integer import _requantize
+from ..._kernels import accumulator, barriers, rounding
 from ._arguments import broadcast_operands, convert_two, read_two
 
 _NAME = "qlinear_mul"
@@ -73,7 +72,7 @@ def _qlinear_mul(
     a, b = broadcast_operands(_NAME, ("a", "b"), (a, b))
     # The product of two differences of codes has 16 bits, which float32 holds exactly.
     steps = (a.astype(jnp.int32) - left.steps) * (b.astype(jnp.int32) - right.steps)
-    scale = _requantize.find_multiplier(left.scale, right.scale, result.scale)
+    scale = accumulator.compute_multiplier(left.scale, right.scale, result.scale)
     scaled = barriers.round_result(steps.astype(jnp.float32) * scale)
     value = barriers.round_result(scaled + result.steps.astype(jnp.float32))
     return rounding.encode_steps(value, None, result.dtype)
