@@ -35,7 +35,7 @@ def check_integer_array(function: str, argument: str, q: QuantizedArray) -> None
 Axes = tuple[tuple[int, int], ...]
 
 
-class Plan(NamedTuple):
+class IntegerPlan(NamedTuple):
     """How an integer contraction is cut into blocks, and the sharding of its result.
 
     Attributes:
@@ -56,7 +56,7 @@ class Plan(NamedTuple):
 def plan_contraction(
     function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role, out_sharding: Any,
     caller_axes: Axes | None = None,
-) -> Plan:  # fmt: skip
+) -> IntegerPlan:  # fmt: skip
     """Return how to contract two quantized arrays; raise ContractValueError if integers cannot do it.
 
     Args:
@@ -78,7 +78,7 @@ def plan_contraction(
                 )
                 got = f"None, for {sharding.describe_placement(q.codes)}"
                 checks.require(False, function, "out_sharding", expected, got)
-    return Plan(left, right, axes, length, out_sharding)
+    return IntegerPlan(left, right, axes, length, out_sharding)
 
 
 def _find_cut(
@@ -167,19 +167,23 @@ def count_exact_terms(lhs: QuantizedArray, rhs: QuantizedArray) -> int:
     return (2**31 - 1) // math.prod(largest)
 
 
-def contract_integers(lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan, preferred: Any) -> jax.Array:
+def multiply_codes(lhs: QuantizedArray, rhs: QuantizedArray, plan: IntegerPlan, preferred: Any) -> jax.Array:
     """Return the product of two quantized arrays in the dtype `preferred`, or in the wider of their dtypes."""
     dtype = preferred or dtypes.find_wider(lhs.dtype, rhs.dtype)
     # A sharded dimension is gathered, because JAX refuses to split it into blocks.
     if plan.axes is not None:
         lhs, rhs = (_gather_dimension(q, axis) for q, axis in zip((lhs, rhs), plan.axes, strict=True))
     sides = [prepare_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
-    y = _contract_whole(sides, plan.out_sharding) if plan.axes is None else _contract_in_blocks(sides, plan)
+    if plan.axes is None:
+        acc = contract_roles(*_list_operands(sides), plan.out_sharding)
+        y = _scale_sums(acc, sides)
+    else:
+        y = _contract_in_blocks(sides, plan)
     return rounding.round_to_dtype(y, dtype).astype(dtype)
 
 
-def contract_to_codes(
-    function: str, lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan, preferred: Any, epilogue: Epilogue
+def multiply_to_codes(
+    function: str, lhs: QuantizedArray, rhs: QuantizedArray, plan: IntegerPlan, preferred: Any, epilogue: Epilogue
 ) -> Any:
     """Return the product of two quantized arrays with a bias of integers, as floats or as a QuantizedArray."""
     got = f"blocks of {plan.length} indices along lhs's dimension {plan.axes and plan.axes[0]}"
@@ -187,14 +191,14 @@ def contract_to_codes(
     expected += "the bias" if epilogue.output is None else "the output"
     checks.require(plan.axes is None, function, "lhs, rhs", expected, got)
     sides = [prepare_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
-    acc, scales = _contract_codes(sides, plan.out_sharding)
+    acc = contract_roles(*_list_operands(sides), plan.out_sharding)
     bias = epilogue.bias
     if bias is not None:
         fits = bias.ndim <= acc.ndim
         fits = fits and all(n in (1, m) for n, m in zip(bias.shape[::-1], acc.shape[::-1], strict=False))
         expected = f"a shape that broadcasts against the result, {acc.shape}"
         checks.require(fits, function, "bias", expected, f"shape {bias.shape}")
-    y = epilogue.finish(acc, *scales, lambda part: accumulator.spread_over_product(part, acc))
+    y = epilogue.finish(acc, *_spread_scales(sides), lambda part: accumulator.spread_over_product(part, acc))
     return epilogue.wrap(y, preferred or dtypes.find_wider(lhs.dtype, rhs.dtype))
 
 
@@ -244,22 +248,26 @@ def expand_side(q: QuantizedArray, part: jax.Array, axes: Sequence[int]) -> jax.
     return part
 
 
-def _contract_whole(sides: Sequence[_Side], out_sharding: Any) -> jax.Array:
-    """Return the float32 product of two sides without blocks along the contracted dimensions."""
-    acc, scales = _contract_codes(sides, out_sharding)
+def _list_operands(sides: Sequence[_Side]) -> tuple[Any, ...]:
+    """Return the arguments of `contract_roles` for two sides."""
+    lhs, rhs = sides
+    return lhs.codes, rhs.codes, lhs.steps, rhs.steps, lhs.role, rhs.role
+
+
+def _scale_sums(acc: jax.Array, sides: Sequence[_Side]) -> jax.Array:
+    """Return the int32 sums of two sides times both scales, in float32."""
+    scales = _spread_scales(sides)
     # The scales of rows and of columns may be sharded differently, and JAX would refuse to multiply them.
     if sharding.is_placed(acc):
         scales = (accumulator.spread_over_product(scales[0], acc), accumulator.spread_over_product(scales[1], acc))
     return accumulator.scale_by_both(acc, *scales)
 
 
-def _contract_codes(sides: Sequence[_Side], out_sharding: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Return the int32 product of two sides, and their scales with the product's rank."""
+def _spread_scales(sides: Sequence[_Side]) -> tuple[jax.Array, jax.Array]:
+    """Return the scales of two sides with the rank of their product."""
     lhs, rhs = sides
-    acc = contract_roles(lhs.codes, rhs.codes, lhs.steps, rhs.steps, lhs.role, rhs.role, out_sharding)
     frees = len(lhs.role.free), len(rhs.role.free)
-    scales = (spread_outward(lhs.scale, lhs.role, 0, frees[1]), spread_outward(rhs.scale, rhs.role, frees[0], 0))
-    return acc, scales
+    return spread_outward(lhs.scale, lhs.role, 0, frees[1]), spread_outward(rhs.scale, rhs.role, frees[0], 0)
 
 
 def spread_outward(scale: jax.Array, role: Role, before: int, after: int) -> jax.Array:
@@ -278,7 +286,7 @@ def spread_outward(scale: jax.Array, role: Role, before: int, after: int) -> jax
     return lax.reshape(transposed, (*kept[:batch], *(1,) * before, *kept[batch:], *(1,) * after))
 
 
-def _contract_in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
+def _contract_in_blocks(sides: Sequence[_Side], plan: IntegerPlan) -> jax.Array:
     """Return the float32 sum of one integer contraction for each block of a contracted dimension."""
     assert plan.axes is not None
     sides = [side._replace(codes=signed_codes.convert_to_signed(side.codes)) for side in sides]
@@ -291,12 +299,12 @@ def _contract_in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
         def contract_block(blocks: Any) -> jax.Array:
             pairs = zip(sides, blocks, strict=True)
             block_sides = [side._replace(codes=b[0], steps=b[1], scale=b[2]) for side, b in pairs]
-            return _contract_whole(block_sides, plan.out_sharding)
+            return _scale_sums(contract_roles(*_list_operands(block_sides), plan.out_sharding), block_sides)
 
         y = sum_over_blocks(contract_block, stacks)
     if tail:
         tails = [_take_tail(side, axis, depth, plan.length) for side, axis in zip(sides, plan.axes, strict=True)]
-        last = _contract_whole(tails, plan.out_sharding)
+        last = _scale_sums(contract_roles(*_list_operands(tails), plan.out_sharding), tails)
         # The last product is rounded before this addition, and the sum before whatever follows.
         y = last if y is None else barriers.round_result(y + last)
     assert y is not None

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
 from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._core import dtypes, granularity, sharding
-from .._kernels import barriers, packed_codes, rounding, signed_codes, weight_chunks
+from .._kernels import barriers, packed_codes, signed_codes, weight_chunks
 from .._kernels.contraction import Role
 from .._kernels.weight_chunks import Chunk, Cut
 from . import float_digits, scaled_rows
@@ -31,7 +33,7 @@ _FEW_ROWS_LAST, _FEW_ROWS, _FEW_ROWS_PACKED = 16, 4, 1
 _FEWEST_FOR_DIGITS, _FEWEST_FOR_ROW = 2**20, 2**15
 
 
-class _Config(NamedTuple):
+class _WeightOnlyProduct(NamedTuple):
     """The static arguments of a weight-only contraction.
 
     Attributes:
@@ -63,9 +65,9 @@ class _Config(NamedTuple):
         """Whether the codes are cut along the contracted dimension, which comes first in memory."""
         return self.role.contracted == (0,)
 
-    def contract_on_cpu(self, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
-        """Return the float32 product in the form that a CPU runs fast."""
-        return _make_batchable(self)(x, codes, scale, zero_point)
+    def make_cpu_form(self) -> Callable[..., jax.Array]:
+        """Return the function that computes the float32 product on a CPU."""
+        return _make_batchable(self)
 
     def contract_dequantized(self, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
         """Return the float32 product of x and dequantized codes."""
@@ -144,7 +146,7 @@ class _Config(NamedTuple):
         rows = len(self.x_role.free)
         return lax.transpose(y, (*range(rows, y.ndim), *range(rows)))
 
-    def add_rows(self) -> _Config:
+    def add_rows(self) -> _WeightOnlyProduct:
         """Return the configuration for a float side with one more free dimension, its first."""
         role = self.x_role
         batch, free, contracted = (tuple(axis + 1 for axis in axes) for axes in role)
@@ -156,27 +158,34 @@ class _Config(NamedTuple):
         return len(self.x_role.batch) + (len(self.left.free) if self.quantized == 0 else 0)
 
 
-def contract_weight_only(
-    lhs: Any, rhs: Any, left: Role, right: Role, precision: Any, preferred: Any, out_sharding: Any
-) -> jax.Array:
-    """Return the float product of a quantized and a float array."""
+def choose_contraction(
+    lhs: QuantizedArray | jax.Array, rhs: QuantizedArray | jax.Array, left: Role, right: Role, precision: Any,
+    out_sharding: Any,
+) -> tuple[Callable[..., jax.Array], tuple[Any, ...], np.dtype]:  # fmt: skip
+    """Return how to contract a quantized and a float array: a function, its operands, and the dtype of the result.
+
+    The function returns the product in float32.
+    """
     quantized = 0 if isinstance(lhs, QuantizedArray) else 1
     q: Any = (lhs, rhs)[quantized]
     x: Any = (lhs, rhs)[1 - quantized]
     # Convert both sides to one dtype, because JAX refuses to mix dtypes if the user has chosen strict promotion.
     wide = dtypes.find_wider(q.dtype, x.dtype)
     leaves, static = q.astype(wide).tree_flatten()
-    config = _Config(left, right, quantized, static, precision, out_sharding)
+    product = _WeightOnlyProduct(left, right, quantized, static, precision, out_sharding)
     # Reshapes and slices of an array whose sharding is part of its type may not be possible.
     is_placed = out_sharding is not None or sharding.is_placed(x) or sharding.is_placed(q.codes)
-    contract = weight_chunks.contract_at_once if is_placed else weight_chunks.contract
-    y: Any = contract(config, x.astype(wide), *leaves)
-    dtype = wide if preferred is None else preferred
-    return rounding.round_to_dtype(y, dtype).astype(dtype)
+    contract = weight_chunks.contract_at_once if is_placed else weight_chunks.contract_weights
+    return functools.partial(contract, product), (x.astype(wide), *leaves), wide
 
 
-def _contract_on_cpu(
-    config: _Config, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any, few_rows: int | None = None
+def _contract_by_size(
+    config: _WeightOnlyProduct,
+    x: jax.Array,
+    codes: jax.Array,
+    scale: jax.Array,
+    zero_point: Any,
+    few_rows: int | None = None,
 ) -> jax.Array:
     """Return the contraction; `few_rows` is the largest number of rows for digits, None to find it."""
     q, role, x_role = config.unflatten(codes, scale, zero_point), config.role, config.x_role
@@ -209,7 +218,7 @@ def _contract_on_cpu(
 
 
 def _contract_planes(
-    config: _Config, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any, few_rows: int
+    config: _WeightOnlyProduct, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any, few_rows: int
 ) -> jax.Array:
     """Return the contraction of x with codes of 2 or 4 bits, one plane after the other."""
     count, last, role = packed_codes.count_column_planes(codes, scale, zero_point), codes.ndim - 1, config.role
@@ -223,7 +232,7 @@ def _contract_planes(
             x_plane = lax.slice_in_dim(x, place, None, count, axis)
         plane = packed_codes.take_code_plane(codes, place, count)
         plane_scale, plane_point = (packed_codes.take_plane(part, place, count) for part in (scale, point))
-        results.append(_contract_on_cpu(config, x_plane, plane, plane_scale, plane_point, few_rows))
+        results.append(_contract_by_size(config, x_plane, plane, plane_scale, plane_point, few_rows))
     if is_summed:
         return functools.reduce(jnp.add, results)
     before = 0 if config.quantized == 0 else len(config.left.free)
@@ -261,16 +270,16 @@ def _is_static(shape: tuple[Any, ...]) -> bool:
 
 # Created once for each configuration, because JAX reuses a trace only for the same function object.
 @functools.lru_cache(maxsize=1024)
-def _make_batchable(config: _Config) -> Any:
-    function = custom_vmap(functools.partial(_contract_on_cpu, config))
+def _make_batchable(config: _WeightOnlyProduct) -> Any:
+    function = custom_vmap(functools.partial(_contract_by_size, config))
     function.def_vmap(functools.partial(_contract_under_vmap, config))
     return function
 
 
-def _contract_under_vmap(config: _Config, size: int, batched: Any, *operands: Any) -> tuple[jax.Array, bool]:
+def _contract_under_vmap(config: _WeightOnlyProduct, size: int, batched: Any, *operands: Any) -> tuple[jax.Array, bool]:
     """Return the contraction of operands under vmap. If only x has the mapped axis, the axis becomes more rows."""
     if batched[0] and not any(batched[1:]):
         wider = config.add_rows()
-        return jnp.moveaxis(wider.contract_on_cpu(*operands), wider.find_first_row_axis(), 0), True
+        return jnp.moveaxis(wider.make_cpu_form()(*operands), wider.find_first_row_axis(), 0), True
     axes = [0 if is_batched else None for is_batched in batched]
     return jax.vmap(config.contract_dequantized, axes, axis_size=size)(*operands), True

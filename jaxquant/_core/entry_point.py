@@ -39,11 +39,7 @@ def compile_entry_point(function: str) -> Callable[[Callable[..., _Output]], Cal
         arrays = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
         statics = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
-        @functools.wraps(operator)
-        def convert_and_call(*arguments: Any, **options: Any) -> Any:
-            return operator(*convert_numpy(*arguments), **options)
-
-        compiled = jax.jit(convert_and_call, inline=True, static_argnames=statics)
+        compiled = jax.jit(operator, inline=True, static_argnames=statics)
 
         @functools.wraps(operator)
         def call(*arguments: Any, **options: Any) -> Any:
@@ -53,6 +49,8 @@ def compile_entry_point(function: str) -> Callable[[Callable[..., _Output]], Cal
                     arguments = _narrow_integers(function, arrays, arguments)
                     break
             try:
+                if jax.config.jax_disable_jit:  # then the operator gets what the caller passed
+                    arguments = convert_numpy(*arguments)
                 return compiled(*arguments, **options)
             except (TypeError, ValueError, OverflowError):
                 # JAX refused the call. If an argument wraps an array, try again with the array itself. Otherwise raise

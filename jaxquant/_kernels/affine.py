@@ -90,7 +90,14 @@ def quantize_affine(
         saturate: whether an overflow of a float8 dtype becomes its largest finite value.
         bounds: (qmin, qmax); the default is the bounds of the dtype.
     """
-    value = divide_by_scale(x, granularity.expand(scale, x), precision, dtype not in dtypes.SMALL_FLOATS)
+    wide_scale = granularity.expand(scale, x)
+    if precision == dtypes.INT32:
+        value = division.divide_integers(x, wide_scale)
+    else:
+        operands = (x.astype(jnp.float32), small_floats.scale_as_float32(wide_scale))
+        operands = (rounding.round_to_dtype(value, precision) for value in operands)
+        quotient = division.divide(*operands, for_codes=dtype not in dtypes.SMALL_FLOATS)
+        value = rounding.round_to_dtype(quotient, precision)
     if dtype in dtypes.FLOAT4 and zero_point is not None:
         # The operator adds the zero point, 0, and -0 + 0 is +0. Without a zero point -0 keeps its sign.
         value = jnp.where(value == 0, np.float32(0), value)

@@ -46,7 +46,11 @@ def _make_false_maker(is_split: bool) -> Callable[[jax.Array], jax.Array]:
     @custom_vmap
     def make(like: jax.Array) -> jax.Array:
         axes = _list_long_axes(like)
-        return _make_false(like, axes[-1:] if is_split and _is_split(like, MOST_ALONE) else axes)
+        vary_along_all = functools.partial(_make_false, axes=axes)
+        if not (is_split and _is_split(like, MOST_ALONE)):
+            return vary_along_all(like)
+        # Only a program for a CPU has the barrier.
+        return lax.platform_dependent(like, cpu=functools.partial(_make_false, axes=axes[-1:]), default=vary_along_all)
 
     @make.def_vmap
     def make_for_batch(axis_size: int, in_batched: list[bool], like: jax.Array) -> tuple[jax.Array, bool]:

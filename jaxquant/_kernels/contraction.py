@@ -130,7 +130,8 @@ def _contract_signed(
     b = barriers.transpose_in_memory(rhs, contracted_last if transposed else contracted_first)
     b = b.reshape((batch, columns, depth) if transposed else (batch, depth, columns))
     a_steps, b_steps = _reshape_steps(lhs_steps, lhs, left), _reshape_steps(rhs_steps, rhs, right)
-    acc = matrix_product.contract_integers(a, b, a_steps, b_steps, transposed=transposed, is_unpacked=is_unpacked)
+    contract = matrix_product.make_contraction(transposed, is_unpacked)
+    acc = contract(a, b, a_steps, b_steps)
     return acc.reshape(_find_result_shape(lhs, rhs, left, right))
 
 

@@ -32,28 +32,22 @@ def divide(x: jax.Array, scale: jax.Array, for_codes: bool = False) -> jax.Array
         scale: float32.
         for_codes: Static. Whether the quotients only become integer codes, through which no derivative passes.
     """
-    on_cpu = _divide_alone if for_codes else _divide
-    return lax.platform_dependent(x, scale, cpu=on_cpu, default=_divide_and_correct)
-
-
-def _divide_alone(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the quotient, in a fusion without the operations that computed x if there are few elements."""
-    alone = barriers.split_small_fusion(lax.stop_gradient(x), barriers.MOST_ALONE)
-    return _divide(alone, scale, is_split=True)
-
-
-def _divide(x: jax.Array, scale: jax.Array, is_split: bool = False) -> jax.Array:
+    if for_codes:
+        # If there are few elements, the division is in a fusion without the operations that computed x.
+        x = barriers.split_small_fusion(lax.stop_gradient(x), barriers.MOST_ALONE)
     # XLA rewrites x / broadcast(s) as x * broadcast(1 / s), and (a / b) / s as a / (b * s). Both round differently.
     # Neither pattern matches if both operands are results of a select. The condition has to vary along all dimensions:
     # if the condition, x and the scale all repeat their elements, XLA selects before it repeats them, and then sees a
     # broadcast again.
     # In `jax.ensure_compile_time_eval` one of the operands may be known, and the condition is that of the other.
-    never = barriers.make_false(lax.stop_gradient(x if isinstance(x, Tracer) else scale), is_split=is_split)
-    return lax.div(lax.select(never, scale, x), lax.select(never, x, scale))
+    never = barriers.make_false(lax.stop_gradient(x if isinstance(x, Tracer) else scale), is_split=for_codes)
+    quotient = lax.div(lax.select(never, scale, x), lax.select(never, x, scale))
+    return lax.platform_dependent(quotient, x, scale, cpu=_keep_quotient, default=correct_quotient)
 
 
-def _divide_and_correct(x: jax.Array, scale: jax.Array) -> jax.Array:
-    return correct_quotient(_divide(x, scale), x, scale)
+def _keep_quotient(quotient: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
+    del x, scale
+    return quotient
 
 
 # JAX traces an inlined function once for all divisions of the same shape. Each division is traced in this form, even

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -68,7 +69,7 @@ def contract_integers(
     Returns:
         int32 [B, M, N].
     """
-    return _make_batchable(transposed, is_unpacked)(lhs, rhs, lhs_steps, rhs_steps)
+    return make_contraction(transposed, is_unpacked)(lhs, rhs, lhs_steps, rhs_steps)
 
 
 def _contract_on_platform(
@@ -284,7 +285,8 @@ def batch_all(size: int, batched: Any, operands: tuple[Any, ...]) -> Any:
 
 # Created once for each pair of arguments, because JAX reuses a trace only for the same function object.
 @functools.cache
-def _make_batchable(transposed: bool, is_unpacked: bool) -> Any:
+def make_contraction(transposed: bool, is_unpacked: bool) -> Callable[[jax.Array, jax.Array, Steps, Steps], jax.Array]:
+    """Return `contract_integers` with its static arguments."""
     function = custom_vmap(functools.partial(_contract_on_platform, transposed=transposed, is_unpacked=is_unpacked))
     function.def_vmap(functools.partial(_contract_under_vmap, transposed, is_unpacked))
     return function

@@ -61,8 +61,8 @@ class Chunk(NamedTuple):
 class WeightOnly(Protocol):
     """The parts in which weight-only contractions differ; it must be hashable, because it is a static argument."""
 
-    def contract_on_cpu(self, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
-        """Return the float32 product in the form that a CPU runs fast."""
+    def make_cpu_form(self) -> Callable[..., jax.Array]:
+        """Return the function of x, codes, scale and zero point that computes the float32 product on a CPU."""
         ...
 
     def plan_cut(self, codes: jax.Array, scale: jax.Array, zero_point: Any) -> Cut:
@@ -90,18 +90,20 @@ class WeightOnly(Protocol):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def contract(config: WeightOnly, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
+def contract_weights(
+    config: WeightOnly, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any
+) -> jax.Array:
     """Return the float32 contraction of x with the dequantized codes, in the form that each backend runs fast.
 
     The derivatives with respect to x, the scale and a float32 zero point are those of `contract_at_once`. Codes and
     integer zero points have none.
     """
-    cpu, default = config.contract_on_cpu, functools.partial(contract_at_once, config)
-    return lax.platform_dependent(x, codes, scale, zero_point, cpu=cpu, default=default)
+    default = functools.partial(contract_at_once, config)
+    return lax.platform_dependent(x, codes, scale, zero_point, cpu=config.make_cpu_form(), default=default)
 
 
-@functools.partial(contract.defjvp, symbolic_zeros=True)
-def _contract_jvp(config: WeightOnly, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+@functools.partial(contract_weights.defjvp, symbolic_zeros=True)
+def _contract_weights_jvp(config: WeightOnly, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
     # Only what has a tangent is differentiated: a gradient with respect to x must not compute that of the scale.
     places = [
         place
@@ -119,7 +121,7 @@ def _contract_jvp(config: WeightOnly, primals: tuple[Any, ...], tangents: tuple[
 
     variables, directions = (tuple(values[place] for place in places) for values in (primals, tangents))
     _, tangent = jax.jvp(contract_dequantized, variables, directions)
-    return contract(config, *primals), tangent
+    return contract_weights(config, *primals), tangent
 
 
 def contract_at_once(
