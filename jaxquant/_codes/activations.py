@@ -7,8 +7,7 @@ from typing import Any
 import jax
 
 from .._contractions.output import make_array
-from .._onnx_ops.microsoft.qlinear_leaky_relu import qlinear_leaky_relu
-from .._onnx_ops.microsoft.qlinear_sigmoid import qlinear_sigmoid
+from .._onnx_ops.activations import qlinear_leaky_relu, qlinear_sigmoid
 from .carrier import FakeQuantizedArray, Output, train_codes
 from .pooling import read_operand
 

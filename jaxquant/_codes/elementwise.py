@@ -15,8 +15,7 @@ from .._contractions.output import make_array, read_affine, read_output
 from .._core import checks, dtypes
 from .._core.granularity import Aligned
 from .._core.known_values import find_known
-from .._onnx_ops.microsoft.qlinear_add import qlinear_add
-from .._onnx_ops.microsoft.qlinear_mul import qlinear_mul
+from .._onnx_ops.arithmetic import qlinear_add, qlinear_mul
 from .carrier import FakeQuantizedArray, Output, has_fake, train_codes
 
 

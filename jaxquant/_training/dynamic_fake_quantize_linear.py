@@ -11,8 +11,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import dtypes, entry_point
 from .._core.entry_point import compile_entry_point
-from .._onnx_ops import toolkit_attributes
-from .._onnx_ops.dynamic_quantize_linear import check_dynamic, find_dynamic_range
+from .._onnx_ops import quantization
+from .._onnx_ops.quantization import check_dynamic, find_dynamic_range
 from .rounding_vjp import Config, LinearCodes, LinearOptions, quantize_and_dequantize
 
 _NAME = "dynamic_fake_quantize_linear"
@@ -70,7 +70,7 @@ def dynamic_fake_quantize_linear(
     """
     return _dynamic_fake_quantize_linear(
         entry_point.convert_number(x), dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name,
-        specified_outputs_name=toolkit_attributes.read_names(_NAME, specified_outputs_name, 1),
+        specified_outputs_name=quantization.read_output_names(_NAME, specified_outputs_name, 1),
     )  # fmt: skip
 
 
@@ -81,11 +81,11 @@ def _dynamic_fake_quantize_linear(
     specified_outputs_name: tuple[str, ...],
 ) -> jax.Array:  # fmt: skip
     code_dtype, granularity = check_dynamic(_NAME, x, dtype, axis)
-    toolkit_attributes.check_attributes(_NAME, training, lda_coeff, name)
+    quantization.check_toolkit_attributes(_NAME, training, lda_coeff, name)
     options = LinearOptions(granularity, bool(training), float(lda_coeff), _NAME)
     config = Config(LinearCodes(code_dtype, dtypes.find_narrow_bounds(code_dtype)), linear=options)
-    with toolkit_attributes.name_scope(name):
+    with quantization.name_scope(name):
         # The gradient treats the scale and the zero point as constants.
         _, _, scale, zero_point = find_dynamic_range(jax.lax.stop_gradient(x), granularity, code_dtype)
         y: Any = quantize_and_dequantize(config, x, scale, zero_point, None)
-        return toolkit_attributes.name_outputs((y,), specified_outputs_name)[0]
+        return quantization.name_outputs((y,), specified_outputs_name)[0]

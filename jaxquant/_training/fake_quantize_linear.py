@@ -15,7 +15,7 @@ from .._core.entry_point import compile_entry_point
 from .._core.granularity import check_matching, resolve_onnx
 from .._core.known_values import check_float_zero_point
 from .._core.number_arguments import convert_scale_number, convert_zero_point_number
-from .._onnx_ops import toolkit_attributes
+from .._onnx_ops import quantization
 from .rounding_vjp import Config, LinearCodes, LinearOptions, quantize_and_dequantize
 
 _NAME = "fake_quantize_linear"
@@ -111,7 +111,7 @@ def fake_quantize_linear(
     return _fake_quantize_linear(
         entry_point.convert_number(x), scale, zero_point,
         dtype=dtype, axis=axis, block_size=block_size, training=training, lda_coeff=lda_coeff, name=name,
-        specified_outputs_name=toolkit_attributes.read_names(_NAME, specified_outputs_name, 1),
+        specified_outputs_name=quantization.read_output_names(_NAME, specified_outputs_name, 1),
     )  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def _fake_quantize_linear(
     checks.check_array(_NAME, "x", x, dtypes.FLOATS)
     checks.check_array(_NAME, "scale", scale, dtypes.FLOATS)
     code_dtype = _find_dtype(zero_point, dtype)
-    toolkit_attributes.check_attributes(_NAME, training, lda_coeff, name)
+    quantization.check_toolkit_attributes(_NAME, training, lda_coeff, name)
     granularity = resolve_onnx(_NAME, "scale", scale, x.shape, axis, block_size)
     if zero_point is not None:
         allowed = (code_dtype, dtypes.FLOAT32) if code_dtype in dtypes.INTEGERS else (code_dtype,)
@@ -133,10 +133,10 @@ def _fake_quantize_linear(
     # A float dtype saturates by itself: its codes have no integer bounds.
     bounds = dtypes.find_bounds(code_dtype) if code_dtype in dtypes.INTEGERS else (-np.inf, np.inf)
     options = LinearOptions(granularity, bool(training), float(lda_coeff), _NAME)
-    with toolkit_attributes.name_scope(name):
+    with quantization.name_scope(name):
         config = Config(LinearCodes(code_dtype, bounds), linear=options)
         y: Any = quantize_and_dequantize(config, x, scale, zero_point, None)
-        return toolkit_attributes.name_outputs((y,), specified_outputs_name)[0]
+        return quantization.name_outputs((y,), specified_outputs_name)[0]
 
 
 def _find_dtype(zero_point: Any, dtype: Any) -> np.dtype:

@@ -17,7 +17,7 @@ from .._arrays.spec import QuantSpec
 from .._core import dtypes, granularity, small_floats
 from .._kernels import affine, rounding
 from .._kernels.affine import dequantize_affine, divide_by_scale
-from .._onnx_ops import toolkit_attributes
+from .._onnx_ops import quantization
 from . import slopes
 from .estimators import Rule, StraightThrough
 
@@ -96,7 +96,7 @@ def _quantize_and_dequantize_fwd(
     config: Config, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any
 ) -> tuple[jax.Array, Any]:
     if config.linear is not None:
-        toolkit_attributes.refuse_backward(config.linear.function, config.linear.training)
+        quantization.refuse_backward(config.linear.function, config.linear.training)
     return quantize_and_dequantize(config, x, scale, zero_point, key), (x, scale, zero_point, key)
 
 

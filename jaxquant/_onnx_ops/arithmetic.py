@@ -1,4 +1,4 @@
-"""ONNX Runtime's QLinearAdd."""
+"""ONNX Runtime's QLinearAdd and QLinearMul."""
 
 from __future__ import annotations
 
@@ -10,14 +10,69 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core import recording
-from ..._core.entry_point import compile_entry_point
-from ..._core.known_values import find_known
-from ..._kernels import barriers, division, rounding
-from ._arguments import Encoding, broadcast_operands, convert_two, read_two
-from ._multiply_add import multiply_add
+from .._core import recording
+from .._core.entry_point import compile_entry_point
+from .._core.known_values import find_known
+from .._kernels import accumulator, barriers, division, rounding
+from .encodings import Encoding, broadcast_operands, convert_two, read_two
 
-_NAME = "ops.qlinear_add"
+# a * b + c rounded once, as the fused instruction of a CPU does, from operations that JAX offers.
+#
+# XLA may contract a multiplication and a following addition into a fused instruction, or may not; it depends on what it
+# fuses. The functions here give the same bits either way, because every product that an addition follows is exact, or
+# passes through `barriers.round_result`, which no contraction crosses.
+
+
+def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
+    """Return a * b + c rounded once, for float32 arrays of one shape.
+
+    The algorithm is that of Boldo and Melquiond: the exact product and the exact sums of its two parts with c, the two
+    smallest of which are added with rounding to odd. The result is right unless a product of parts of a and b leaves
+    the range of normal floats, which XLA:CPU flushes to zero.
+    """
+    product, product_rest = multiply_exactly(a, b)
+    low, low_rest = add_exactly(c, product_rest)
+    high, high_rest = add_exactly(product, low)
+    return high + _add_to_odd(low_rest, high_rest)
+
+
+def multiply_exactly(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return two float32 arrays whose sum is a * b: the rounded product and its error (Dekker)."""
+    product = barriers.round_result(a * b)
+    (a_high, a_low), (b_high, b_low) = split_bits(a), split_bits(b)
+    # The products of two halves have 24 bits: none of them is rounded, and neither is any of these sums.
+    error = (a_high * b_high - product) + a_high * b_low + a_low * b_high
+    return product, error + a_low * b_low
+
+
+def add_exactly(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return two float32 arrays whose sum is a + b: the rounded sum and its error (Knuth)."""
+    total = barriers.round_result(a + b)
+    part = total - a
+    return total, (a - (total - part)) + (b - part)
+
+
+def split_bits(value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the first 12 bits of the significand and the rest, two floats of at most 12 bits."""
+    bits = lax.bitcast_convert_type(value, jnp.int32)
+    high = lax.bitcast_convert_type(lax.bitwise_and(bits, np.int32(~0xFFF)), jnp.float32)
+    return high, value - high
+
+
+def _add_to_odd(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return a + b rounded to odd: if inexact, the neighbor whose last bit is 1, so a second rounding sees the rest."""
+    total, error = add_exactly(a, b)
+    bits = lax.bitcast_convert_type(total, jnp.int32)
+    # The bits of floats of one sign, read as integers, sort by magnitude.
+    step = jnp.where((error > 0) == (total > 0), np.int32(1), np.int32(-1))
+    is_off = (error != 0) & (lax.bitwise_and(bits, np.int32(1)) == 0)
+    return lax.bitcast_convert_type(jnp.where(is_off, bits + step, bits), jnp.float32)
+
+
+# ONNX Runtime's QLinearAdd.
+
+
+_QLINEAR_ADD = "ops.qlinear_add"
 # The places of the scales among the arguments.
 _SCALES = (1, 4, 6)
 
@@ -71,19 +126,21 @@ def qlinear_add(
 
     Source: ONNX Runtime's com.microsoft QLinearAdd-1.
     """
-    converted = convert_two(_NAME, a, a_scale, a_zero_point, b, b_scale, b_zero_point, c_scale, c_zero_point)
+    converted = convert_two(_QLINEAR_ADD, a, a_scale, a_zero_point, b, b_scale, b_zero_point, c_scale, c_zero_point)
     return _qlinear_add(*converted, is_aligned=_are_aligned(*(converted[place] for place in _SCALES)))
 
 
-@compile_entry_point(_NAME)
+@compile_entry_point(_QLINEAR_ADD)
 @recording.mark("qlinear_add", lambda a, b, **_: (jnp.broadcast_shapes(a.shape, b.shape), a.dtype))
 def _qlinear_add(
     a: jax.Array, a_scale: jax.Array, a_zero_point: jax.Array | None, b: jax.Array, b_scale: jax.Array,
     b_zero_point: jax.Array | None, c_scale: jax.Array, c_zero_point: jax.Array | None, *, is_aligned: bool,
 ) -> jax.Array:  # fmt: skip
-    left, right, result = read_two(_NAME, a, a_scale, a_zero_point, b, b_scale, b_zero_point, c_scale, c_zero_point)
+    left, right, result = read_two(
+        _QLINEAR_ADD, a, a_scale, a_zero_point, b, b_scale, b_zero_point, c_scale, c_zero_point
+    )
     is_exchanged = has_scalar_first(a.shape, b.shape)
-    a, b = broadcast_operands(_NAME, ("a", "b"), (a, b))
+    a, b = broadcast_operands(_QLINEAR_ADD, ("a", "b"), (a, b))
     # The operand whose product comes first is rounded once more than the other, so the order changes codes.
     if is_exchanged:
         a, b, left, right = b, a, right, left
@@ -188,3 +245,77 @@ def _find_power(value: jax.Array) -> jax.Array:
     """Return the largest power of two that is not larger than a positive normal float."""
     bits = lax.bitcast_convert_type(value, jnp.int32)
     return lax.bitcast_convert_type(lax.bitwise_and(bits, np.int32(0x7F800000)), jnp.float32)
+
+
+# ONNX Runtime's QLinearMul.
+
+
+_QLINEAR_MUL = "ops.qlinear_mul"
+
+
+def qlinear_mul(
+    a: ArrayLike,
+    a_scale: ArrayLike,
+    a_zero_point: ArrayLike | None,
+    b: ArrayLike,
+    b_scale: ArrayLike,
+    b_zero_point: ArrayLike | None,
+    c_scale: ArrayLike,
+    c_zero_point: ArrayLike | None = None,
+) -> jax.Array:
+    """Multiply two arrays of codes element by element, as ONNX Runtime's QLinearMul does.
+
+    c = saturate(round_half_even((a - a_zero_point) * (b - b_zero_point) * (a_scale * b_scale / c_scale)
+    + c_zero_point)).
+
+    The integers are those of ONNX Runtime's kernel for x86-64: the scales are multiplied, then divided, in float32; the
+    product with them and the sum with the zero point are rounded to float32, one after the other, before the rounding
+    to an integer. ONNX Runtime converts to int32 before it saturates, so a product of more than 2**31 steps becomes the
+    lowest code; here it saturates.
+
+    Args:
+        a: codes, int8 or uint8.
+        a_scale: value per step of a, float32, a scalar. A Python number becomes float32.
+        a_zero_point: the code of 0.0, a scalar in a's dtype. None means 0. An int becomes a scalar in a's dtype.
+        b: codes in a's dtype, of a shape that broadcasts against a's.
+        b_scale: value per step of b, float32, a scalar. A Python number becomes float32.
+        b_zero_point: the code of 0.0, a scalar in a's dtype. None means 0. An int becomes a scalar in a's dtype.
+        c_scale: value per step of c, float32, a scalar. A Python number becomes float32.
+        c_zero_point: the code of 0.0, a scalar in a's dtype. None means 0. An int becomes a scalar in a's dtype.
+
+    Returns:
+        The codes of the product, in a's dtype.
+
+    Raises:
+        TypeError: an argument has a dtype that the operator does not support.
+        ValueError: shapes do not fit each other.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> a, b = jnp.array([0, 1, 3, 255], jnp.uint8), jnp.array([1, 1, 1, 255], jnp.uint8)
+        >>> jq.ops.qlinear_mul(a, 0.5, 0, b, 1.0, 0, 1.0, 1)  # 1, 1.5, 2.5, 32513.5: halves go to even after 1 is added
+        Array([  1,   2,   2, 255], dtype=uint8)
+
+    Source: ONNX Runtime's com.microsoft QLinearMul-1.
+    """
+    return _qlinear_mul(
+        *convert_two(_QLINEAR_MUL, a, a_scale, a_zero_point, b, b_scale, b_zero_point, c_scale, c_zero_point)
+    )
+
+
+@compile_entry_point(_QLINEAR_MUL)
+@recording.mark("qlinear_mul", lambda a, b, **_: (jnp.broadcast_shapes(a.shape, b.shape), a.dtype))
+def _qlinear_mul(
+    a: jax.Array, a_scale: jax.Array, a_zero_point: jax.Array | None, b: jax.Array, b_scale: jax.Array,
+    b_zero_point: jax.Array | None, c_scale: jax.Array, c_zero_point: jax.Array | None,
+) -> jax.Array:  # fmt: skip
+    left, right, result = read_two(
+        _QLINEAR_MUL, a, a_scale, a_zero_point, b, b_scale, b_zero_point, c_scale, c_zero_point
+    )
+    a, b = broadcast_operands(_QLINEAR_MUL, ("a", "b"), (a, b))
+    # The product of two differences of codes has 16 bits, which float32 holds exactly.
+    steps = (a.astype(jnp.int32) - left.steps) * (b.astype(jnp.int32) - right.steps)
+    scale = accumulator.compute_multiplier(left.scale, right.scale, result.scale)
+    scaled = barriers.round_result(steps.astype(jnp.float32) * scale)
+    value = barriers.round_result(scaled + result.steps.astype(jnp.float32))
+    return rounding.encode_steps(value, None, result.dtype)
