@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from .._core import checks, granularity
 from .._core.dtypes import find_width
-from . import indexing, quantized_array
+from . import quantized_array
 from .parts import StoredOrder, find_places
 from .quantized_array import QuantizedArray
 
@@ -100,7 +100,7 @@ class _Part:
             if entries.shape[dim] != count:
                 # A shared entry is repeated for every block; a longer block is divided into several shorter ones.
                 repeats = count if self.is_shared(dim) else self.sizes[dim] // size
-                entries = indexing.expand_blocks(entries, dim, repeats, count)
+                entries = granularity.expand_blocks(entries, dim, repeats, count)
         return entries
 
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from .._core import checks, dtypes, entry_point, granularity, known_values, small_floats
+from .._core import checks, dtypes, entry_point, granularity, scale_arguments, small_floats
 from .._kernels import barriers, rounding
 from .._kernels.affine import dequantize_affine
 from .codebook import Codebook
@@ -51,7 +51,9 @@ def check_parts(
         block_size, codebook,
     )  # fmt: skip
     # Accept NaN and infinity: `quantize` gives such a scale to data that contain one, and it shows in every result.
-    known_values.check_positive(function, f"{argument}.scale", scale, allow_overflow=True, is_awaited=is_awaited)
+    scale_arguments.check_positive_scale(
+        function, f"{argument}.scale", scale, allow_overflow=True, is_awaited=is_awaited
+    )
     return codes, scale, zero_point
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,14 @@ from .codebook import Codebook
 from .refused_operators import RefusedOperators
 
 _NAME = "QuantizedArray"
+# `jaxquant.matmul`, for the operator @. It is in a package above this one, which `import jaxquant` imports.
+_MATMUL: list[Callable[[Any, Any], Any]] = []
+
+
+def register_matmul(matmul: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that the operator @ of quantized arrays calls; it decorates `jaxquant.matmul`."""
+    _MATMUL.append(matmul)
+    return matmul
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -304,23 +312,17 @@ class QuantizedArray(RefusedOperators):
         """Compute numpy's `@`; raise TypeError for every other numpy function."""
         # numpy calls this method for `array @ q`, before __rmatmul__.
         if ufunc is np.matmul and method == "__call__" and not keywords:
-            from .._contractions.dot import matmul
-
-            return matmul(*inputs)
+            return _MATMUL[0](*inputs)
         expected = f"q.dequantize() for numpy's {ufunc.__name__}"
         raise TypeError(checks.format_message(_NAME, "self", expected, repr(self)))
 
     def __matmul__(self, other: Any) -> jax.Array:
         """Return `jq.matmul(self, other)`."""
-        from .._contractions.dot import matmul  # imported here because the contractions import this module
-
-        return matmul(self, other)
+        return _MATMUL[0](self, other)
 
     def __rmatmul__(self, other: Any) -> jax.Array:
         """Return `jq.matmul(other, self)`."""
-        from .._contractions.dot import matmul
-
-        return matmul(other, self)
+        return _MATMUL[0](other, self)
 
     def store_last(self, *axes: int) -> QuantizedArray:
         """Return the same array with its codes stored with the given axes last, in this order; without axes, in order.

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, entry_point, known_values
+from .._core import checks, dtypes, entry_point, scale_arguments
 from .._core.granularity import PerToken
 from .._kernels.platforms import choose_on_cpu
 from . import arguments, cache_layout
@@ -172,7 +172,7 @@ class KVCache:
         """Raise if the cache is known to overflow."""
         if self.window is not None:
             return
-        index, counts = (known_values.find_known(x) for x in (self.index, lengths))
+        index, counts = (scale_arguments.find_known(x) for x in (self.index, lengths))
         if lengths is not None and counts is None:
             return
         added = np.asarray(tokens if counts is None else np.clip(counts, 0, tokens))

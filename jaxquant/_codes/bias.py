@@ -19,8 +19,7 @@ from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes
 from .._core.entry_point import compile_entry_point
 from .._core.granularity import Aligned
-from .._core.known_values import find_known
-from .._core.number_arguments import convert_plain_scale
+from .._core.scale_arguments import convert_float32_scale, find_known
 from .._kernels import accumulator, division
 
 _NAME = "codes.quantize_bias"
@@ -57,7 +56,7 @@ def quantize_bias(bias: ArrayLike, lhs_scale: ArrayLike, rhs_scale: ArrayLike) -
 
     Source: Jacob et al., arXiv 1712.05877, section 2.4; ONNX Runtime's fusion of QLinearConv.
     """
-    scales = [convert_plain_scale(_NAME, n, s) for n, s in (("lhs_scale", lhs_scale), ("rhs_scale", rhs_scale))]
+    scales = [convert_float32_scale(_NAME, n, s) for n, s in (("lhs_scale", lhs_scale), ("rhs_scale", rhs_scale))]
     return _quantize_bias(bias, *scales)
 
 

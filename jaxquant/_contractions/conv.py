@@ -284,7 +284,7 @@ def _pad_with_zero_points(codes: jax.Array, points: jax.Array, image: int, pads:
     def spread(like: jax.Array) -> jax.Array:
         return sharding.place_like(lax.broadcast_in_dim(own, like.shape, (image,)), like)
 
-    if codes.dtype in signed_codes.EIGHT_BITS and not recording.is_recording():
+    if codes.dtype in dtypes.EIGHT_BITS and not recording.is_recording():
         # The difference and the sum wrap around, so that together they change no code, and XLA needs no mask. Rounding
         # to few codes is a fusion of its own.
         codes = barriers.split_small_fusion(codes, barriers.MOST_ALONE)
@@ -310,7 +310,7 @@ def _sum_kernels(codes: jax.Array, feature: int) -> jax.Array:
     sums = matrix_product.contract_integers(
         matrix_product.make_ones(1, length), kernels, None, None, transposed=not is_last
     )[0, 0]  # fmt: skip
-    return sums + np.int32(length * signed_codes.find_offset(codes.dtype))
+    return sums + np.int32(length * signed_codes.read_offset(codes.dtype))
 
 
 def _read_entries(q: QuantizedArray, part: jax.Array, axis: int) -> jax.Array:

@@ -207,6 +207,7 @@ def check_operand(function: str, argument: str, x: Any) -> Any:
     return x
 
 
+@quantized_array.register_matmul
 def matmul(
     lhs: Operand,
     rhs: Operand,

@@ -11,23 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._arrays import indexing
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes, granularity, sharding, small_floats
 from .._kernels import accumulator, barriers, rounding, signed_codes
 from .._kernels.accumulator import sum_over_blocks
-from .._kernels.contraction import Role, contract_roles
+from .._kernels.contraction import Role, contract_roles, spread_outward
 from .output import Epilogue
 
 
 def check_integer_array(function: str, argument: str, q: QuantizedArray) -> None:
     """Check that the codes of a quantized array can be contracted as integers."""
     dtype = q.stored_codes.dtype
-    if q.codebook is None and dtype in signed_codes.DTYPES:
+    if q.codebook is None and dtype in dtypes.CONTRACTED:
         return
-    expected = (
-        f"values of {dtypes.list_names(signed_codes.DTYPES)} against a quantized array, or {argument}.dequantize()"
-    )
+    expected = f"values of {dtypes.list_names(dtypes.CONTRACTED)} against a quantized array, or {argument}.dequantize()"
     checks.require_type(False, function, argument, expected, q.codebook or dtype)
 
 
@@ -231,21 +228,17 @@ def prepare_side(q: QuantizedArray, role: Role) -> _Side:
     """Return an operand with an entry of its scale and zero point for each index of the kept dimensions."""
     aligned, kept = granularity.Aligned(q.block_size), (*role.batch, *role.free)
     runs = tuple(None if p is None else aligned.sizes(p.shape, q.shape) for p in (q.zero_point, q.scale))
-    point = None if q.zero_point is None else expand_side(q, q.zero_point, kept)
+    point = None if q.zero_point is None else granularity.expand_along(q.zero_point, q.shape, q.block_size, kept)
     scale = small_floats.scale_as_float32(q.scale)
     centred = signed_codes.is_centred(q.zero_point, q.codes.dtype)
     steps = signed_codes.convert_steps(point, q.codes.dtype, centred)
-    return _Side(role, signed_codes.shift_to_signed(q.codes), steps, expand_side(q, scale, kept), (runs[0], runs[1]))
-
-
-def expand_side(q: QuantizedArray, part: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """Return a scale or zero point with its blocks along `axes` expanded to one entry per index."""
-    sizes = granularity.Aligned(q.block_size).sizes(part.shape, q.shape)
-    assert sizes is not None
-    for a in axes:
-        if part.shape[a] not in (1, q.shape[a]):
-            part = indexing.expand_blocks(part, a, sizes[a], q.shape[a])
-    return part
+    return _Side(
+        role,
+        signed_codes.shift_to_signed(q.codes),
+        steps,
+        granularity.expand_along(scale, q.shape, q.block_size, kept),
+        (runs[0], runs[1]),
+    )
 
 
 def _list_operands(sides: Sequence[_Side]) -> tuple[Any, ...]:
@@ -268,22 +261,6 @@ def _spread_scales(sides: Sequence[_Side]) -> tuple[jax.Array, jax.Array]:
     lhs, rhs = sides
     frees = len(lhs.role.free), len(rhs.role.free)
     return spread_outward(lhs.scale, lhs.role, 0, frees[1]), spread_outward(rhs.scale, rhs.role, frees[0], 0)
-
-
-def spread_outward(scale: jax.Array, role: Role, before: int, after: int) -> jax.Array:
-    """Return an operand's scale with the rank of the product.
-
-    Args:
-        scale: an array of the operand's rank, of length 1 along the contracted dimensions.
-        role: the role of each dimension of the operand.
-        before: the number of free dimensions of the other operand that come before this operand's in the product.
-        after: the number of those that come after them.
-    """
-    order = (*role.batch, *role.free, *role.contracted)
-    transposed = lax.transpose(scale, order) if order != tuple(range(scale.ndim)) else scale
-    kept = transposed.shape[: len(role.batch) + len(role.free)]
-    batch = len(role.batch)
-    return lax.reshape(transposed, (*kept[:batch], *(1,) * before, *kept[batch:], *(1,) * after))
 
 
 def _contract_in_blocks(sides: Sequence[_Side], plan: IntegerPlan) -> jax.Array:

@@ -1,7 +1,7 @@
 """The contraction of a float array with a quantized one, in the form that suits its size and layout on a CPU.
 
-- A few rows are contracted as integers: see `float_digits`.
-- A single row is contracted as in `scaled_rows`, if XLA vectorizes that.
+- A few rows are contracted as integers: see `_kernels.digits`.
+- A single row is contracted as in `_kernels.scaled_rows`, if XLA vectorizes that.
 - Otherwise the codes are dequantized one chunk at a time, or at once if they are few.
 """
 
@@ -21,10 +21,10 @@ from jax.custom_batching import custom_vmap
 from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._core import dtypes, granularity, sharding
-from .._kernels import barriers, packed_codes, signed_codes, weight_chunks
+from .._kernels import barriers, digits, packed_codes, scaled_rows, weight_chunks
 from .._kernels.contraction import Role
 from .._kernels.weight_chunks import Chunk, Cut
-from . import float_digits, scaled_rows
+from . import dot_integer
 
 # The largest number of rows that are contracted as digits: for codes with their contracted dimensions last, for others
 # of 8 bits, and for others of less. With more rows, six int8 rows take longer than dequantizing in chunks.
@@ -202,9 +202,10 @@ def _contract_by_size(
         return y if config.quantized == 1 else lax.transpose(y, (*range(columns, y.ndim), *range(columns)))
 
     if rows == 1 and codes.size >= _FEWEST_FOR_ROW and scaled_rows.IS_VECTORIZED:
-        contract_row = scaled_rows.find_form(q, role)
+        matrix = read_scaled_codes(q)
+        contract_row = scaled_rows.choose_form(matrix, role)
         if contract_row is not None:
-            y, is_exact = contract_row(x.reshape(-1), q, role)
+            y, is_exact = contract_row(x.reshape(-1), matrix, role)
             shape = (*(x.shape[axis] for axis in x_role.free), *(codes.shape[axis] for axis in role.free))
             y = y.reshape(shape)
             return config.swap_sides(lax.cond(is_exact, lambda: y, contract_swapped))
@@ -213,7 +214,10 @@ def _contract_by_size(
     if packed_codes.count_column_planes(codes, scale, zero_point) > 1 and not config.has_many_rows(x, codes):
         return _contract_planes(config, x, codes, scale, zero_point, few_rows)
     if codes.size >= _FEWEST_FOR_DIGITS and _has_digits(q, role) and rows <= few_rows:
-        return config.swap_sides(float_digits.contract_digits(x, q, x_role, role, contract_swapped))
+        side = dot_integer.prepare_side(q, role)
+        y, is_exact = digits.contract_digits(x, side.codes, side.steps, side.scale, x_role, role)
+        is_exact &= digits.has_moderate_scales(q.scale)
+        return config.swap_sides(lax.cond(is_exact, lambda: y, contract_swapped))
     return contract_dequantized()
 
 
@@ -239,13 +243,20 @@ def _contract_planes(
     return packed_codes.join_planes(results, before + role.free.index(last))
 
 
+def read_scaled_codes(q: QuantizedArray) -> scaled_rows.ScaledCodes:
+    """Return the parts of an array in the form of the kernel."""
+    book = q.codebook
+    decode, levels = (None, ()) if book is None else (book.decode, book.levels)
+    return scaled_rows.ScaledCodes(q.codes, q.scale, q.zero_point, q.block_size, decode, levels)
+
+
 def _has_digits(q: QuantizedArray, role: Role) -> bool:
     """Return whether a float row can be contracted with q as digits."""
-    if q.codebook is not None or q.codes.dtype not in signed_codes.DTYPES:
+    if q.codebook is not None or q.codes.dtype not in dtypes.CONTRACTED:
         return False
     parts = [part for part in (q.scale, q.zero_point) if part is not None]
     is_shared = all(part.shape[axis] == 1 for part in parts for axis in role.contracted)
-    return is_shared and math.prod(q.shape[axis] for axis in role.contracted) <= float_digits.LIMIT
+    return is_shared and math.prod(q.shape[axis] for axis in role.contracted) <= digits.LIMIT
 
 
 def _find_few_rows(q: QuantizedArray, role: Role) -> int:

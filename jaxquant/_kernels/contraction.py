@@ -165,9 +165,9 @@ def _place_output(
 ) -> jax.Array:
     """Return the contraction of operands whose shardings JAX tracks in types, computed by `jax.lax`.
 
-    The form in `_dot_kernel` needs reshapes whose shardings JAX cannot infer.
+    The form in `matrix_product` needs reshapes whose shardings JAX cannot infer.
     """
-    # Without a reshape each dimension keeps its sharding. The zero points are corrected as in `_dot_kernel`.
+    # Without a reshape each dimension keeps its sharding. The zero points are corrected as in `matrix_product`.
     dimensions = ((left.contracted, right.contracted), (left.batch, right.batch))
     acc = lax.dot_general(lhs, rhs, dimensions, preferred_element_type=jnp.int32, out_sharding=out_sharding)
     batch, frees = len(left.batch), len(left.free)
@@ -193,3 +193,19 @@ def _move_outward(value: jax.Array, x: jax.Array, *, role: Role, places: tuple[i
     outer = lax.squeeze(outer, tuple(range(len(places), value.ndim)))
     full = jnp.broadcast_to(outer, tuple(x.shape[a] for a in (*role.batch, *role.free)))
     return sharding.place_like(lax.broadcast_in_dim(full, like.shape, places), like)
+
+
+def spread_outward(scale: jax.Array, role: Role, before: int, after: int) -> jax.Array:
+    """Return an operand's scale with the rank of the product.
+
+    Args:
+        scale: an array of the operand's rank, of length 1 along the contracted dimensions.
+        role: the role of each dimension of the operand.
+        before: the number of free dimensions of the other operand that come before this operand's in the product.
+        after: the number of those that come after them.
+    """
+    order = (*role.batch, *role.free, *role.contracted)
+    transposed = lax.transpose(scale, order) if order != tuple(range(scale.ndim)) else scale
+    kept = transposed.shape[: len(role.batch) + len(role.free)]
+    batch = len(role.batch)
+    return lax.reshape(transposed, (*kept[:batch], *(1,) * before, *kept[batch:], *(1,) * after))

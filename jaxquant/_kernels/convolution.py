@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from .._core import granularity, recording, sharding
+from .._core import dtypes, granularity, recording, sharding
 from . import barriers, signed_codes
 from .matrix_product import batch_all, contract_integers, make_ones
 
@@ -127,10 +127,10 @@ def _unpack_narrow(lhs: jax.Array, rhs: jax.Array, numbers: lax.ConvDimensionNum
     An image with channels last, and a kernel in OIHW layout with more than one position, are copied into another layout
     anyway. Unpacking them in that copy is cheaper than an additional pass.
     """
-    if lhs.dtype not in signed_codes.EIGHT_BITS and numbers.lhs_spec[1] != lhs.ndim - 1:
+    if lhs.dtype not in dtypes.EIGHT_BITS and numbers.lhs_spec[1] != lhs.ndim - 1:
         lhs = signed_codes.unpack_to_int8(lhs)
     is_single = all(rhs.shape[a] == 1 for a in numbers.rhs_spec[2:])
-    if rhs.dtype not in signed_codes.EIGHT_BITS and (is_single or barriers.is_moving(numbers.rhs_spec, rhs.shape)):
+    if rhs.dtype not in dtypes.EIGHT_BITS and (is_single or barriers.is_moving(numbers.rhs_spec, rhs.shape)):
         rhs = signed_codes.unpack_to_int8(rhs)
     return lhs, rhs
 
@@ -230,7 +230,7 @@ def _convolve_recorded(x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, g
 def _place_output(x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geometry: Geometry) -> jax.Array:
     """Return the convolution of operands whose shardings JAX tracks in types, computed by `jax.lax`.
 
-    The forms in `_conv_kernel` need reshapes whose shardings JAX cannot infer.
+    The forms below need reshapes whose shardings JAX cannot infer.
     """
     convolve = functools.partial(
         lax.conv_general_dilated, x, window_strides=geometry.strides, padding="VALID",

@@ -14,13 +14,8 @@ import numpy as np
 from jax import lax
 
 from .._core import checks, dtypes, recording, sharding
-from .._core.number_arguments import fit_number
 from . import barriers
 
-DTYPES: tuple[np.dtype, ...] = tuple(
-    np.dtype(d) for d in (jnp.int8, jnp.uint8, jnp.int4, jnp.uint4, jnp.int2, jnp.uint2)
-)
-EIGHT_BITS = DTYPES[:2]
 _UINT8 = np.dtype(jnp.uint8)
 
 
@@ -51,24 +46,24 @@ def unpack_to_int8(codes: jax.Array) -> jax.Array:
     return unpacked if sharding.is_placed(codes) else barriers.pin_layout(unpacked)
 
 
-def find_offset(dtype: Any) -> int:
+def read_offset(dtype: Any) -> int:
     """Return the number that `convert_to_signed` subtracts from codes of this dtype."""
     return 128 if dtype == _UINT8 else 0
 
 
 def is_centred(zero_point: Any, dtype: Any) -> bool:
     """Return whether the zero point is known to be 0 after the shift to int8, so that it needs no correction."""
-    if dtype not in DTYPES:  # not an array, or an array whose dtype a later check rejects
+    if dtype not in dtypes.CONTRACTED:  # not an array, or an array whose dtype a later check rejects
         return False
     if zero_point is None:
-        return find_offset(dtype) == 0
+        return read_offset(dtype) == 0
     if getattr(zero_point, "dtype", None) != dtype:
         return False  # a later check rejects the zero point
     if checks.is_traced(zero_point) or (isinstance(zero_point, jax.Array) and not zero_point.is_fully_addressable):
         return False
     # numpy holds each code in one byte. Each eager call pays for this, and a comparison of arrays takes longer.
     values = np.asarray(zero_point)
-    return values.tobytes() == bytes((find_offset(dtype),)) * values.size
+    return values.tobytes() == bytes((read_offset(dtype),)) * values.size
 
 
 def convert_steps(zero_point: jax.Array | None, dtype: np.dtype, centred: bool) -> jax.Array | None:
@@ -78,8 +73,8 @@ def convert_steps(zero_point: jax.Array | None, dtype: np.dtype, centred: bool) 
     if centred:
         return None
     if zero_point is None:
-        return jnp.full((), -find_offset(dtype), jnp.int32)
-    return zero_point.astype(jnp.int32) - np.int32(find_offset(dtype))
+        return jnp.full((), -read_offset(dtype), jnp.int32)
+    return zero_point.astype(jnp.int32) - np.int32(read_offset(dtype))
 
 
 def shift_recorded(x: jax.Array, steps: Any) -> tuple[jax.Array, Any]:
@@ -88,16 +83,7 @@ def shift_recorded(x: jax.Array, steps: Any) -> tuple[jax.Array, Any]:
     return shift_to_signed(x), shifted
 
 
-def convert_zero_point_number(function: str, argument: str, value: Any, operand: Any) -> Any:
-    """Return an int as a zero point of the operand's dtype, which must hold it; return anything else unchanged."""
-    dtype: Any = getattr(operand, "dtype", None)
-    # A float is returned unchanged: the later check of the zero point's dtype rejects it.
-    if not isinstance(value, int) or dtype not in (*DTYPES, *dtypes.FLOAT8):
-        return value
-    return fit_number(function, argument, value, np.dtype(dtype))
-
-
-def find_centred(operands: tuple[Any, Any], zero_points: tuple[Any, Any]) -> tuple[bool, bool]:
+def are_centred(operands: tuple[Any, Any], zero_points: tuple[Any, Any]) -> tuple[bool, bool]:
     """Return for each of two operands whether its zero point is known to be 0 after the shift to int8."""
     (left, right), (left_point, right_point) = operands, zero_points
     return is_centred(left_point, getattr(left, "dtype", None)), is_centred(right_point, getattr(right, "dtype", None))

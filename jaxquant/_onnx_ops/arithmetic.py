@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from .._core import recording
 from .._core.entry_point import compile_entry_point
-from .._core.known_values import find_known
+from .._core.scale_arguments import find_known
 from .._kernels import accumulator, barriers, division, rounding
 from .encodings import Encoding, broadcast_operands, convert_two, read_two
 

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from .._core import checks, dtypes, granularity, recording
+from .._core import checks, dtypes, granularity, recording, scale_arguments
 from .._core.entry_point import compile_entry_point
-from .._core.number_arguments import convert_plain_scale
+from .._core.scale_arguments import convert_float32_scale
 from .._kernels import accumulator, signed_codes
 from .._kernels.convolution import Geometry, convolve_planned
 from ..integer._conv_geometry import check_placement, check_positive, check_window, check_zero_points
@@ -75,8 +75,8 @@ def prepare_operands(
 
     These are the first arguments of `convolve_planned`.
     """
-    checks.check_array(function, "x", x, signed_codes.EIGHT_BITS)
-    checks.check_array(function, "w", w, signed_codes.EIGHT_BITS)
+    checks.check_array(function, "x", x, dtypes.EIGHT_BITS)
+    checks.check_array(function, "w", w, dtypes.EIGHT_BITS)
     geometry = find_geometry(function, x, w, attributes)
     # Check the zero points after the rank of w: a w of rank 0 has no features to compare them with.
     check_zero_points(function, ("x", "w"), (x, w), (x_zero_point, w_zero_point), w.shape[0])
@@ -195,14 +195,14 @@ def conv_integer(
 
     Source: ONNX ConvInteger-10. ONNX Runtime accepts no w_zero_point per feature; this function follows the text.
     """
-    x_zero_point = signed_codes.convert_zero_point_number(_CONV_INTEGER, "x_zero_point", x_zero_point, x)
-    w_zero_point = signed_codes.convert_zero_point_number(_CONV_INTEGER, "w_zero_point", w_zero_point, w)
+    x_zero_point = scale_arguments.convert_operand_zero_point(_CONV_INTEGER, "x_zero_point", x_zero_point, x)
+    w_zero_point = scale_arguments.convert_operand_zero_point(_CONV_INTEGER, "w_zero_point", w_zero_point, w)
     attributes = check_attributes(
         _CONV_INTEGER, auto_pad=auto_pad, dilations=dilations, group=group, kernel_shape=kernel_shape, pads=pads,
         strides=strides,
     )  # fmt: skip
     # Before jit, in which the values of zero points are unknown: a centered one needs no correction of the sums.
-    centred = signed_codes.find_centred((x, w), (x_zero_point, w_zero_point))
+    centred = signed_codes.are_centred((x, w), (x_zero_point, w_zero_point))
     return _conv_integer(x, w, x_zero_point, w_zero_point, attributes=attributes, centred=centred)
 
 
@@ -292,16 +292,16 @@ def qlinear_conv(
     Source: ONNX QLinearConv-10; where the text leaves the order of operations open, ONNX Runtime's CPU kernel.
     """
     scales = (("x_scale", x_scale), ("w_scale", w_scale), ("y_scale", y_scale))
-    x_scale, w_scale, y_scale = (convert_plain_scale(_QLINEAR_CONV, name, scale) for name, scale in scales)
-    x_zero_point = signed_codes.convert_zero_point_number(_QLINEAR_CONV, "x_zero_point", x_zero_point, x)
-    w_zero_point = signed_codes.convert_zero_point_number(_QLINEAR_CONV, "w_zero_point", w_zero_point, w)
+    x_scale, w_scale, y_scale = (convert_float32_scale(_QLINEAR_CONV, name, scale) for name, scale in scales)
+    x_zero_point = scale_arguments.convert_operand_zero_point(_QLINEAR_CONV, "x_zero_point", x_zero_point, x)
+    w_zero_point = scale_arguments.convert_operand_zero_point(_QLINEAR_CONV, "w_zero_point", w_zero_point, w)
     # The dtype of an int is that of x: ONNX Runtime has no kernel whose result has another dtype than x.
-    y_zero_point = signed_codes.convert_zero_point_number(_QLINEAR_CONV, "y_zero_point", y_zero_point, x)
+    y_zero_point = scale_arguments.convert_operand_zero_point(_QLINEAR_CONV, "y_zero_point", y_zero_point, x)
     attributes = check_attributes(
         _QLINEAR_CONV, auto_pad=auto_pad, dilations=dilations, group=group, kernel_shape=kernel_shape, pads=pads,
         strides=strides,
     )  # fmt: skip
-    centred = signed_codes.find_centred((x, w), (x_zero_point, w_zero_point))
+    centred = signed_codes.are_centred((x, w), (x_zero_point, w_zero_point))
     return _qlinear_conv(
         x, x_scale, x_zero_point, w, w_scale, w_zero_point, y_scale, y_zero_point, b, attributes=attributes,
         centred=centred,
@@ -317,7 +317,7 @@ def _qlinear_conv(
     # Unlike in ConvInteger, the zero points are required inputs, so None must not be read as 0.
     for argument, point in (("x_zero_point", x_zero_point), ("w_zero_point", w_zero_point)):
         checks.require_type(point is not None, _QLINEAR_CONV, argument, "an array", "None")
-    checks.check_array(_QLINEAR_CONV, "y_zero_point", y_zero_point, signed_codes.EIGHT_BITS)
+    checks.check_array(_QLINEAR_CONV, "y_zero_point", y_zero_point, dtypes.EIGHT_BITS)
     prepared = prepare_operands(_QLINEAR_CONV, x, w, x_zero_point, w_zero_point, attributes, centred)
     _check_scales(w.shape[0], x_scale, w_scale, y_scale, y_zero_point, b)
     scale = accumulator.compute_multiplier(x_scale.reshape(1), w_scale.reshape(-1), y_scale.reshape(1))

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core import checks, dtypes, recording, sharding
+from .._core import checks, dtypes, recording, scale_arguments, sharding
 from .._core.granularity import PerTensor
-from .._core.number_arguments import convert_plain_scale
-from .._kernels import signed_codes
+from .._core.scale_arguments import convert_float32_scale
 from .._kernels.affine import dequantize_affine, quantize_affine
 
 # The scales and zero points of one tensor, which these operators share: scalars, checked and converted.
@@ -44,9 +43,9 @@ def convert_numbers(function: str, x: Any, **parameters: Any) -> tuple[Any, ...]
     result = []
     for name, value in parameters.items():
         if name.endswith("scale"):
-            result.append(convert_plain_scale(function, name, value))
+            result.append(convert_float32_scale(function, name, value))
         else:
-            result.append(signed_codes.convert_zero_point_number(function, name, value, x))
+            result.append(scale_arguments.convert_operand_zero_point(function, name, value, x))
     return tuple(result)
 
 
@@ -91,7 +90,7 @@ def read_two(function: str, *arguments: Any) -> tuple[Encoding, Encoding, Encodi
 
 def check_eight_bits(function: str, argument: str, x: Any) -> np.dtype:
     """Return the dtype of codes; raise unless they are an array of int8 or uint8."""
-    checks.check_array(function, argument, x, signed_codes.EIGHT_BITS)
+    checks.check_array(function, argument, x, dtypes.EIGHT_BITS)
     return np.dtype(x.dtype)
 
 

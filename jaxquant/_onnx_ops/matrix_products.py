@@ -12,10 +12,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core import checks, dtypes, entry_point, granularity, recording, sharding, small_floats
+from .._core import checks, dtypes, entry_point, granularity, recording, scale_arguments, sharding, small_floats
 from .._core.entry_point import compile_entry_point
-from .._core.known_values import check_float_zero_point
-from .._core.number_arguments import convert_plain_scale
+from .._core.scale_arguments import check_float_zero_point, convert_float32_scale
 from .._kernels import accumulator, barriers, signed_codes
 from .._kernels.accumulator import sum_over_blocks
 from .._kernels.contraction import Role, contract_roles
@@ -232,10 +231,10 @@ def matmul_integer(
     Source: ONNX MatMulInteger-10. ONNX Runtime accepts no zero point per row of a, and leaves y unset if a has no
         columns; this function follows the text, according to which that y is 0.
     """
-    a_zero_point = signed_codes.convert_zero_point_number(_MATMUL_INTEGER, "a_zero_point", a_zero_point, a)
-    b_zero_point = signed_codes.convert_zero_point_number(_MATMUL_INTEGER, "b_zero_point", b_zero_point, b)
+    a_zero_point = scale_arguments.convert_operand_zero_point(_MATMUL_INTEGER, "a_zero_point", a_zero_point, a)
+    b_zero_point = scale_arguments.convert_operand_zero_point(_MATMUL_INTEGER, "b_zero_point", b_zero_point, b)
     return _matmul_integer(
-        a, b, a_zero_point, b_zero_point, centred=signed_codes.find_centred((a, b), (a_zero_point, b_zero_point))
+        a, b, a_zero_point, b_zero_point, centred=signed_codes.are_centred((a, b), (a_zero_point, b_zero_point))
     )
 
 
@@ -244,8 +243,8 @@ def _matmul_integer(
     a: jax.Array, b: jax.Array, a_zero_point: jax.Array | None, b_zero_point: jax.Array | None, *,
     centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
-    checks.check_array(_MATMUL_INTEGER, "a", a, signed_codes.EIGHT_BITS)
-    checks.check_array(_MATMUL_INTEGER, "b", b, signed_codes.EIGHT_BITS)
+    checks.check_array(_MATMUL_INTEGER, "a", a, dtypes.EIGHT_BITS)
+    checks.check_array(_MATMUL_INTEGER, "b", b, dtypes.EIGHT_BITS)
     shapes = match_matrices(_MATMUL_INTEGER, a, b)
     a_steps = read_row_steps(_MATMUL_INTEGER, a, a_zero_point, shapes, centred[0])
     b_steps = read_column_steps(_MATMUL_INTEGER, b, b_zero_point, shapes, centred[1])
@@ -311,14 +310,14 @@ def matmul_integer_to_float(
     Of bias: g summed over rows. Integers have none.
     """
     a_scale, b_scale = (
-        convert_plain_scale(_MATMUL_INTEGER_TO_FLOAT, "a_scale", a_scale),
-        convert_plain_scale(_MATMUL_INTEGER_TO_FLOAT, "b_scale", b_scale),
+        convert_float32_scale(_MATMUL_INTEGER_TO_FLOAT, "a_scale", a_scale),
+        convert_float32_scale(_MATMUL_INTEGER_TO_FLOAT, "b_scale", b_scale),
     )
-    a_zero_point = signed_codes.convert_zero_point_number(_MATMUL_INTEGER_TO_FLOAT, "a_zero_point", a_zero_point, a)
-    b_zero_point = signed_codes.convert_zero_point_number(_MATMUL_INTEGER_TO_FLOAT, "b_zero_point", b_zero_point, b)
+    a_zero_point = scale_arguments.convert_operand_zero_point(_MATMUL_INTEGER_TO_FLOAT, "a_zero_point", a_zero_point, a)
+    b_zero_point = scale_arguments.convert_operand_zero_point(_MATMUL_INTEGER_TO_FLOAT, "b_zero_point", b_zero_point, b)
     return _matmul_integer_to_float(
         a, b, a_scale, b_scale, a_zero_point, b_zero_point, bias,
-        centred=signed_codes.find_centred((a, b), (a_zero_point, b_zero_point)),
+        centred=signed_codes.are_centred((a, b), (a_zero_point, b_zero_point)),
     )  # fmt: skip
 
 
@@ -327,8 +326,8 @@ def _matmul_integer_to_float(
     a: jax.Array, b: jax.Array, a_scale: jax.Array, b_scale: jax.Array, a_zero_point: jax.Array | None,
     b_zero_point: jax.Array | None, bias: jax.Array | None, *, centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
-    checks.check_array(_MATMUL_INTEGER_TO_FLOAT, "a", a, signed_codes.EIGHT_BITS)
-    checks.check_array(_MATMUL_INTEGER_TO_FLOAT, "b", b, signed_codes.EIGHT_BITS)
+    checks.check_array(_MATMUL_INTEGER_TO_FLOAT, "a", a, dtypes.EIGHT_BITS)
+    checks.check_array(_MATMUL_INTEGER_TO_FLOAT, "b", b, dtypes.EIGHT_BITS)
     for argument, scale in (("a_scale", a_scale), ("b_scale", b_scale)):
         checks.check_array(_MATMUL_INTEGER_TO_FLOAT, argument, scale, (dtypes.FLOAT32,))
     shapes = match_matrices(_MATMUL_INTEGER_TO_FLOAT, a, b)
@@ -389,8 +388,8 @@ def dynamic_quantize_matmul(
     constant. Of b_scale: g * acc * q_scale, summed over the elements that share the scale. Of bias: g summed over rows.
     Integers have none.
     """
-    b_scale = convert_plain_scale(_DYNAMIC_QUANTIZE_MATMUL, "b_scale", b_scale)
-    b_zero_point = signed_codes.convert_zero_point_number(_DYNAMIC_QUANTIZE_MATMUL, "b_zero_point", b_zero_point, b)
+    b_scale = convert_float32_scale(_DYNAMIC_QUANTIZE_MATMUL, "b_scale", b_scale)
+    b_zero_point = scale_arguments.convert_operand_zero_point(_DYNAMIC_QUANTIZE_MATMUL, "b_zero_point", b_zero_point, b)
     centred = signed_codes.is_centred(b_zero_point, getattr(b, "dtype", None))
     return _dynamic_quantize_matmul(entry_point.convert_number(a), b, b_scale, b_zero_point, bias, centred=centred)
 
@@ -401,7 +400,7 @@ def _dynamic_quantize_matmul(
     centred: bool,
 ) -> jax.Array:  # fmt: skip
     checks.check_array(_DYNAMIC_QUANTIZE_MATMUL, "a", a, (dtypes.FLOAT32,))
-    checks.check_array(_DYNAMIC_QUANTIZE_MATMUL, "b", b, signed_codes.EIGHT_BITS)
+    checks.check_array(_DYNAMIC_QUANTIZE_MATMUL, "b", b, dtypes.EIGHT_BITS)
     checks.check_array(_DYNAMIC_QUANTIZE_MATMUL, "b_scale", b_scale, (dtypes.FLOAT32,))
     shapes = match_matrices(_DYNAMIC_QUANTIZE_MATMUL, a, b)
     check_bias(_DYNAMIC_QUANTIZE_MATMUL, bias, shapes)
@@ -461,7 +460,7 @@ def _spread_blocks(value: jax.Array, blocks: int, shapes: MatrixShapes) -> jax.A
 
 
 _QLINEAR_MATMUL = "qlinear_matmul"
-_DTYPES = (*signed_codes.EIGHT_BITS, *dtypes.FLOAT8)
+_DTYPES = (*dtypes.EIGHT_BITS, *dtypes.FLOAT8)
 
 
 def qlinear_matmul(
@@ -536,16 +535,16 @@ def qlinear_matmul(
     the elements that share the scale. Integers have none.
     """
     scales = (("a_scale", a_scale), ("b_scale", b_scale), ("y_scale", y_scale))
-    a_scale, b_scale, y_scale = (convert_plain_scale(_QLINEAR_MATMUL, name, scale) for name, scale in scales)
-    a_zero_point = signed_codes.convert_zero_point_number(_QLINEAR_MATMUL, "a_zero_point", a_zero_point, a)
-    b_zero_point = signed_codes.convert_zero_point_number(_QLINEAR_MATMUL, "b_zero_point", b_zero_point, b)
+    a_scale, b_scale, y_scale = (convert_float32_scale(_QLINEAR_MATMUL, name, scale) for name, scale in scales)
+    a_zero_point = scale_arguments.convert_operand_zero_point(_QLINEAR_MATMUL, "a_zero_point", a_zero_point, a)
+    b_zero_point = scale_arguments.convert_operand_zero_point(_QLINEAR_MATMUL, "b_zero_point", b_zero_point, b)
     # The dtype of an int is that of a: ONNX Runtime has no kernel whose result has another dtype than a.
-    y_zero_point = signed_codes.convert_zero_point_number(_QLINEAR_MATMUL, "y_zero_point", y_zero_point, a)
+    y_zero_point = scale_arguments.convert_operand_zero_point(_QLINEAR_MATMUL, "y_zero_point", y_zero_point, a)
     for argument, point in (("a", a_zero_point), ("b", b_zero_point), ("y", y_zero_point)):
         check_float_zero_point(_QLINEAR_MATMUL, f"{argument}_zero_point", point)
     return _qlinear_matmul(
         a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point, bias,
-        centred=signed_codes.find_centred((a, b), (a_zero_point, b_zero_point)),
+        centred=signed_codes.are_centred((a, b), (a_zero_point, b_zero_point)),
     )  # fmt: skip
 
 
@@ -596,8 +595,8 @@ def _check_dtypes(
         checks.require_type(point is not None, _QLINEAR_MATMUL, argument, "an array", "None")
     checks.check_array(_QLINEAR_MATMUL, "a", a, _DTYPES)
     # int8 and uint8 may be mixed, and so may the float8 dtypes, but not integers with floats.
-    is_integer = a.dtype in signed_codes.EIGHT_BITS
-    family = signed_codes.EIGHT_BITS if is_integer else dtypes.FLOAT8
+    is_integer = a.dtype in dtypes.EIGHT_BITS
+    family = dtypes.EIGHT_BITS if is_integer else dtypes.FLOAT8
     checks.check_array(_QLINEAR_MATMUL, "b", b, family)
     is_float = y_scale is None and y_zero_point is None and is_integer
     if not is_float:

@@ -24,8 +24,7 @@ from .._core.granularity import (
     find_slices,
     resolve_onnx,
 )
-from .._core.known_values import check_float_zero_point
-from .._core.number_arguments import convert_scale_number, convert_zero_point_number, fit_number
+from .._core.scale_arguments import check_float_zero_point, convert_scale_number, convert_zero_point_number, fit_number
 from .._core.sharding import place_like
 from .._kernels import barriers, division, min_max, rounding
 from .._kernels.affine import dequantize_affine, quantize_affine, sum_to_scale

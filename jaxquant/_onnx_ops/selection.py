@@ -10,10 +10,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core import checks
+from .._core import checks, scale_arguments
 from .._core.entry_point import compile_entry_point
-from .._core.number_arguments import convert_plain_scale
-from .._kernels import signed_codes
+from .._core.scale_arguments import convert_float32_scale
 from .encodings import (
     broadcast_operands,
     check_eight_bits,
@@ -72,9 +71,9 @@ def qlinear_concat(
         name = f"inputs[{i}]"
         checks.check_readable(_QLINEAR_CONCAT, name, value)  # the entry point has one name for all inputs
         if i % 3 == 1:
-            value = convert_plain_scale(_QLINEAR_CONCAT, name, value)
+            value = convert_float32_scale(_QLINEAR_CONCAT, name, value)
         elif i % 3 == 2:
-            value = signed_codes.convert_zero_point_number(_QLINEAR_CONCAT, name, value, inputs[0])
+            value = scale_arguments.convert_operand_zero_point(_QLINEAR_CONCAT, name, value, inputs[0])
         converted.append(value)
     checks.check_integer(_QLINEAR_CONCAT, "axis", axis)
     return _qlinear_concat(*converted, axis=axis)

@@ -17,8 +17,8 @@ from .._arrays.spec import QuantSpec
 from .._contractions.conv import convolve_checked, convolve_floats, plan_array_convolution
 from .._contractions.dot import contract_checked
 from .._core import checks, dtypes, entry_point
+from .._core.dtypes import EIGHT_BITS
 from .._kernels.convolution import ConvolutionPlan
-from .._kernels.signed_codes import EIGHT_BITS
 from . import contraction_vjp
 from .backward import Backward, FloatBackward, fold_scale_into_gradient, quantize_gradient
 from .quantizer import Quantizer

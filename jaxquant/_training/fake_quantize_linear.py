@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import checks, dtypes, entry_point, known_values
+from .._core import checks, dtypes, entry_point, scale_arguments
 from .._core.entry_point import compile_entry_point
 from .._core.granularity import check_matching, resolve_onnx
-from .._core.known_values import check_float_zero_point
-from .._core.number_arguments import convert_scale_number, convert_zero_point_number
+from .._core.scale_arguments import check_float_zero_point, convert_scale_number, convert_zero_point_number
 from .._onnx_ops import quantization
 from .rounding_vjp import Config, LinearCodes, LinearOptions, quantize_and_dequantize
 
@@ -100,12 +99,12 @@ def fake_quantize_linear(
     if isinstance(zero_point, int | np.integer) and not checks.has_dtype(zero_point, dtypes.QUANTIZED):
         expected = jnp.uint8 if dtype is None else dtype
         zero_point = convert_zero_point_number(_NAME, "zero_point", zero_point, expected, scale)
-    known_values.check_positive(_NAME, "scale", scale)
+    scale_arguments.check_positive_scale(_NAME, "scale", scale)
     if zero_point is not None:
         zero_point = entry_point.convert_number(zero_point)
         code_dtype = _find_dtype(zero_point, dtype)
         if code_dtype in dtypes.INTEGERS:
-            known_values.check_codes(_NAME, "zero_point", zero_point, dtypes.find_bounds(code_dtype))
+            scale_arguments.check_rounded_zero_point(_NAME, "zero_point", zero_point, dtypes.find_bounds(code_dtype))
         # Only a known zero point can be checked here; a traced one of a float dtype is assumed to be 0.
         check_float_zero_point(_NAME, "zero_point", zero_point)
     return _fake_quantize_linear(

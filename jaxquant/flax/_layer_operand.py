@@ -11,7 +11,6 @@ from .._arrays.spec import QuantSpec
 from .._contractions.output import check_output_spec
 from .._core import checks, dtypes
 from .._core.granularity import PerAxis, PerFeature, PerTensor, PerToken
-from .._kernels import signed_codes
 from .._training.backward import Backward, FloatBackward
 from .._training.estimators import LSQPlus
 from ..calibration.factory import describe_factory
@@ -163,10 +162,10 @@ def check_output(layer: str, quantization: Quantization) -> None:
 def _check_integers(layer: str, operand: LayerOperand) -> None:
     """Raise ContractTypeError unless the codes of an operand can be contracted in integers."""
     spec = operand.spec
-    if spec.codebook is None and spec.carrier in signed_codes.DTYPES:
+    if spec.codebook is None and spec.carrier in dtypes.CONTRACTED:
         return
     expected = (
-        f"codes of {dtypes.list_names(signed_codes.DTYPES)} if both operands are quantized, or activation_spec=None"
+        f"codes of {dtypes.list_names(dtypes.CONTRACTED)} if both operands are quantized, or activation_spec=None"
     )
     checks.require_type(False, layer, operand.argument, expected, spec.dtype)
 

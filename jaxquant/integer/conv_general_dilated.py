@@ -10,7 +10,7 @@ import jax
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core import checks
+from .._core import checks, dtypes, scale_arguments
 from .._core.entry_point import compile_entry_point
 from .._kernels import signed_codes
 from .._kernels.convolution import arrange_layout
@@ -75,9 +75,9 @@ def conv_general_dilated(
 
     Source: `jax.lax.conv_general_dilated`; the arithmetic is that of ONNX ConvInteger-10.
     """
-    lhs_zero_point = signed_codes.convert_zero_point_number(_NAME, "lhs_zero_point", lhs_zero_point, lhs)
-    rhs_zero_point = signed_codes.convert_zero_point_number(_NAME, "rhs_zero_point", rhs_zero_point, rhs)
-    centred = signed_codes.find_centred((lhs, rhs), (lhs_zero_point, rhs_zero_point))
+    lhs_zero_point = scale_arguments.convert_operand_zero_point(_NAME, "lhs_zero_point", lhs_zero_point, lhs)
+    rhs_zero_point = scale_arguments.convert_operand_zero_point(_NAME, "rhs_zero_point", rhs_zero_point, rhs)
+    centred = signed_codes.are_centred((lhs, rhs), (lhs_zero_point, rhs_zero_point))
     ints = functools.partial(checks.check_integers, _NAME)
     return _conv_general_dilated(
         lhs, rhs, lhs_zero_point, rhs_zero_point,
@@ -103,8 +103,8 @@ def _conv_general_dilated(
     window_strides: Any, padding: Any, lhs_dilation: Any, rhs_dilation: Any, dimension_numbers: Any,
     feature_group_count: int, batch_group_count: int, centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
-    checks.check_array(_NAME, "lhs", lhs, signed_codes.DTYPES)
-    checks.check_array(_NAME, "rhs", rhs, signed_codes.DTYPES)
+    checks.check_array(_NAME, "lhs", lhs, dtypes.CONTRACTED)
+    checks.check_array(_NAME, "rhs", rhs, dtypes.CONTRACTED)
     plan = plan_convolution(
         _NAME, lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
         batch_group_count,

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from .._core import checks, sharding
+from .._core import checks, dtypes, scale_arguments, sharding
 from .._core.entry_point import compile_entry_point
 from .._kernels import signed_codes
 from .._kernels.contraction import Role, contract_roles
@@ -66,9 +66,9 @@ def dot_general(
 
     Source: `jax.lax.dot_general`; the arithmetic is that of ONNX MatMulInteger-10.
     """
-    lhs_zero_point = signed_codes.convert_zero_point_number(_NAME, "lhs_zero_point", lhs_zero_point, lhs)
-    rhs_zero_point = signed_codes.convert_zero_point_number(_NAME, "rhs_zero_point", rhs_zero_point, rhs)
-    centred = signed_codes.find_centred((lhs, rhs), (lhs_zero_point, rhs_zero_point))
+    lhs_zero_point = scale_arguments.convert_operand_zero_point(_NAME, "lhs_zero_point", lhs_zero_point, lhs)
+    rhs_zero_point = scale_arguments.convert_operand_zero_point(_NAME, "rhs_zero_point", rhs_zero_point, rhs)
+    centred = signed_codes.are_centred((lhs, rhs), (lhs_zero_point, rhs_zero_point))
     sharding.check_out_sharding(_NAME, out_sharding)
     return _dot_general(
         lhs, rhs, lhs_zero_point, rhs_zero_point, out_sharding=out_sharding,
@@ -81,8 +81,8 @@ def _dot_general(
     lhs: jax.Array, rhs: jax.Array, lhs_zero_point: jax.Array | None, rhs_zero_point: jax.Array | None, *,
     dimension_numbers: Any, centred: tuple[bool, bool], out_sharding: Any,
 ) -> jax.Array:  # fmt: skip
-    checks.check_array(_NAME, "lhs", lhs, signed_codes.DTYPES)
-    checks.check_array(_NAME, "rhs", rhs, signed_codes.DTYPES)
+    checks.check_array(_NAME, "lhs", lhs, dtypes.CONTRACTED)
+    checks.check_array(_NAME, "rhs", rhs, dtypes.CONTRACTED)
     left, right = find_roles(_NAME, lhs, rhs, dimension_numbers)
     for side, x, point, role in (("lhs", lhs, lhs_zero_point, left), ("rhs", rhs, rhs_zero_point, right)):
         _check_zero_point(side, x, point, role)

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .._core import checks, dtypes, entry_point, small_floats
 from .._core.entry_point import compile_entry_point
 from .._core.granularity import Granularity, Groups, PerAxis, PerTensor
-from .._core.number_arguments import convert_plain_scale, fit_number
+from .._core.scale_arguments import convert_float32_scale, fit_number
 from .._kernels import barriers, division, rounding
 
 # The arithmetic of oneDNN's kernels and the granularity of oneDNN Graph, shared by the four operators.
@@ -169,7 +169,7 @@ def quantize(
 
     Source: oneDNN Graph Quantize-1; the arithmetic is that of oneDNN's CPU kernels.
     """
-    scales = convert_plain_scale(_QUANTIZE, "scales", scales)
+    scales = convert_float32_scale(_QUANTIZE, "scales", scales)
     zps = fit_number(_QUANTIZE, "zps", zps, dtypes.INT32)
     return _quantize(entry_point.convert_number(src), scales, zps, qtype=qtype, axis=axis, dtype=dtype)
 
@@ -232,7 +232,7 @@ def dequantize(
     Cotangent of scales: the sum of g * (src - zps) over the elements that share a scale. Of a float8 src: g * scales.
     Integers have no cotangent.
     """
-    scales = convert_plain_scale(_DEQUANTIZE, "scales", scales)
+    scales = convert_float32_scale(_DEQUANTIZE, "scales", scales)
     zps = fit_number(_DEQUANTIZE, "zps", zps, dtypes.INT32)
     return _dequantize(src, scales, zps, qtype=qtype, axis=axis)
 
@@ -299,7 +299,7 @@ def dynamic_quantize(
     Source: oneDNN Graph DynamicQuantize-1; the arithmetic is that of oneDNN's CPU kernels. oneDNN itself refuses
     zero points per channel and is wrong for negative axes; there this function follows the specification.
     """
-    scales = convert_plain_scale(_DYNAMIC_QUANTIZE, "scales", scales)
+    scales = convert_float32_scale(_DYNAMIC_QUANTIZE, "scales", scales)
     zps = fit_number(_DYNAMIC_QUANTIZE, "zps", zps, dtypes.INT32)
     return _dynamic_quantize(entry_point.convert_number(src), scales, zps, qtype=qtype, axis=axis, dtype=dtype)
 
@@ -367,7 +367,7 @@ def dynamic_dequantize(
 
     Cotangent of scales: the sum of g * (src - zps) over the elements that share a scale. Integers have no cotangent.
     """
-    scales = convert_plain_scale(_DYNAMIC_DEQUANTIZE, "scales", scales)
+    scales = convert_float32_scale(_DYNAMIC_DEQUANTIZE, "scales", scales)
     zps = fit_number(_DYNAMIC_DEQUANTIZE, "zps", zps, dtypes.INT32)
     # A static argument must be hashable, and a list is not.
     groups = tuple(group_shape) if isinstance(group_shape, Sequence | np.ndarray) else group_shape

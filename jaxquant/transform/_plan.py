@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
+from .._core.dtypes import CONTRACTED as INTEGER_DTYPES
 from .._core.granularity import Blocked, PerAxis, PerTensor
-from .._kernels.signed_codes import DTYPES as INTEGER_DTYPES
 from ..calibration.factory import Factory
 from ._programs import jaxpr, views
 from ._programs.analysis import UNUSED, Analysis

@@ -7,17 +7,13 @@ are exact. A row has 47 bits, counted from its largest magnitude: 23 more than a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._arrays.quantized_array import QuantizedArray
 from .._core import small_floats
-from .._kernels.contraction import Role, contract_roles
-from . import dot_integer
+from .contraction import Role, contract_roles, spread_outward
 
 _DIGITS = 6
 # The largest number of products that int32 holds: a digit is at most 2**7 and a code minus its zero point below 2**8.
@@ -29,33 +25,31 @@ _LARGEST = 127 * 2**24
 
 
 def contract_digits(
-    x: jax.Array, q: QuantizedArray, x_role: Role, role: Role, contract_dequantized: Callable[[], jax.Array]
-) -> jax.Array:
-    """Return the float32 contraction of a float array with a quantized one, x on the left.
+    x: jax.Array, codes: jax.Array, steps: jax.Array | None, scale: jax.Array, x_role: Role, role: Role
+) -> tuple[jax.Array, jax.Array]:
+    """Return the float32 contraction of a float array with scaled codes, x on the left, and whether it is exact enough.
 
     The sum over digits and codes is exact. The result is rounded about as often as there are digits, and does not
-    depend on an order of summation, unless the call falls back to floats.
+    depend on an order of summation. It is not exact enough if a row contains an infinity, a NaN, or numbers too small
+    for the digits of their row; nor if `has_moderate_scales` of the scales is False, which the caller asks.
 
     Args:
         x: float32.
-        q: integer codes of up to 8 bits, whose scale and zero point do not vary along the contracted dimensions.
+        codes: int8, or codes of 2 or 4 bits.
+        steps: their int32 zero point, a scalar or of the rank of the codes, or None for 0.
+        scale: float32, of the rank of the codes. Like the zero point it does not vary along contracted dimensions.
         x_role: the role of each dimension of x; there are no batch dimensions.
-        role: the role of each dimension of q.
-        contract_dequantized: returns the same contraction in floats. It is used if a row contains an infinity, a NaN,
-            or numbers too small for the digits of their row; or if `has_moderate_scales` is False.
+        role: the role of each dimension of the codes.
     """
     digits, unit, is_exact = _split_digits(x, x_role.contracted)
     free, contracted = (tuple(a + 1 for a in axes) for axes in (x_role.free, x_role.contracted))
-    side = dot_integer.prepare_side(q, role)
-    rows = Role((), (0, *free), contracted)
-    acc = contract_roles(digits, side.codes, None, side.steps, rows, role)
+    acc = contract_roles(digits, codes, None, steps, Role((), (0, *free), contracted), role)
     unit = lax.transpose(unit, (*x_role.free, *x_role.contracted)).reshape(
         *(x.shape[a] for a in x_role.free), *(1 for _ in role.free)
     )
-    scale = dot_integer.spread_outward(side.scale, role, len(x_role.free), 0)
+    scale = spread_outward(scale, role, len(x_role.free), 0)
     # The sum of the digits is below 2**56, so its product with a moderate scale is a normal number.
-    y = (_add_digits(acc) * scale) * unit
-    return lax.cond(is_exact & has_moderate_scales(q.scale), lambda: y, contract_dequantized)
+    return (_add_digits(acc) * scale) * unit, is_exact
 
 
 def has_moderate_scales(scale: jax.Array) -> jax.Array:
@@ -63,10 +57,10 @@ def has_moderate_scales(scale: jax.Array) -> jax.Array:
 
     With such scales no intermediate product overflows, or becomes a subnormal number, which XLA:CPU treats as 0.
     """
-    return find_least_scale(scale) > 0
+    return compute_least_scale(scale) > 0
 
 
-def find_least_scale(scale: jax.Array) -> jax.Array:
+def compute_least_scale(scale: jax.Array) -> jax.Array:
     """Return the least of the scales, a float32 scalar, or 0 if not all lie between 2**-60 and 2**60."""
     wide = small_floats.scale_as_float32(scale)
     is_moderate = (wide >= np.float32(_LEAST_SCALE)) & (wide <= np.float32(1 / _LEAST_SCALE))
@@ -81,7 +75,7 @@ def _split_digits(x: jax.Array, contracted: tuple[int, ...]) -> tuple[jax.Array,
         int8 [6, ...] with the shape of x behind; float32, of length 1 along the contracted dimensions; a bool.
     """
     largest = jnp.max(jnp.abs(x), axis=contracted, keepdims=True)
-    factor, unit = find_powers(largest, 30)
+    factor, unit = compute_powers(largest, 30)
     scaled = x * factor
     # Both parts are exact: a difference to the nearest integer, and a difference to 1 of numbers close to it.
     whole = lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN)
@@ -104,7 +98,7 @@ def _split_digits(x: jax.Array, contracted: tuple[int, ...]) -> tuple[jax.Array,
     return digits ^ np.int8(-128), unit, is_exact
 
 
-def find_powers(largest: jax.Array, exponent: int) -> tuple[jax.Array, jax.Array]:
+def compute_powers(largest: jax.Array, exponent: int) -> tuple[jax.Array, jax.Array]:
     """Return the power of two that scales a magnitude to just below 127 / 64 * 2**exponent, and its reciprocal.
 
     Both are normal float32. A magnitude that is too small, too large or not finite is scaled as far as that allows.
