@@ -13,6 +13,7 @@ from jax import export
 from jax.typing import DTypeLike
 
 from .._core import checks, dtypes, entry_point
+from .._kernels.affine import Use
 from . import indexing, parts, serialization
 from .codebook import Codebook
 from .refused_operators import RefusedOperators
@@ -449,9 +450,9 @@ def check_lazy(function: str, argument: str, q: Any, *, is_awaited: bool = False
     return q
 
 
-def dequantize_checked(q: QuantizedArray, for_contraction: bool = False) -> jax.Array:
-    """Return the floats that q represents; q has been checked. `for_contraction` is that of `dequantize_affine`."""
+def dequantize_checked(q: QuantizedArray, use: Use = "any") -> jax.Array:
+    """Return the floats that q represents; q has been checked. `use` is that of `dequantize_affine`."""
     return parts.dequantize_parts(
         q._stored, q.scale, q.zero_point, dtype=q.dtype, block_size=q.block_size, codebook=q.codebook, order=q._order,
-        for_contraction=for_contraction,
+        use=use,
     )  # fmt: skip

@@ -172,8 +172,7 @@ def multiply_codes(lhs: QuantizedArray, rhs: QuantizedArray, plan: IntegerPlan, 
         lhs, rhs = (_gather_dimension(q, axis) for q, axis in zip((lhs, rhs), plan.axes, strict=True))
     sides = [prepare_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
     if plan.axes is None:
-        acc = contract_roles(*_list_operands(sides), plan.out_sharding)
-        y = _scale_sums(acc, sides)
+        y = _scale_sums(contract_roles(*_list_operands(sides), plan.out_sharding), sides)
     else:
         y = _contract_in_blocks(sides, plan)
     return rounding.round_to_dtype(y, dtype).astype(dtype)
@@ -241,7 +240,7 @@ def prepare_side(q: QuantizedArray, role: Role) -> _Side:
     )
 
 
-def _list_operands(sides: Sequence[_Side]) -> tuple[Any, ...]:
+def _list_operands(sides: Sequence[_Side]) -> tuple[jax.Array, jax.Array, Any, Any, Role, Role]:
     """Return the arguments of `contract_roles` for two sides."""
     lhs, rhs = sides
     return lhs.codes, rhs.codes, lhs.steps, rhs.steps, lhs.role, rhs.role

@@ -126,8 +126,8 @@ class _WeightOnlyProduct(NamedTuple):
             if zero_point is not None and zero_point.shape[axis] != 1:
                 zero_point = chunk.take(zero_point, axis, _find_run(q, zero_point, axis))
             codes, scale = chunk.take(codes, axis), wait(scale)
-        is_sum = math.prod(codes.shape[axis] for axis in self.role.contracted) != 1
-        return quantized_array.dequantize_checked(self.unflatten(codes, scale, zero_point), for_contraction=is_sum)
+        use = "any" if math.prod(codes.shape[axis] for axis in self.role.contracted) == 1 else "operand"
+        return quantized_array.dequantize_checked(self.unflatten(codes, scale, zero_point), use=use)
 
     def contract_chunk(self, x: jax.Array, weights: jax.Array) -> jax.Array:
         """Return the product in float32, whatever dtype the operands have."""

@@ -6,7 +6,7 @@ The callers have checked every argument.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,16 @@ from .._core import dtypes, recording, small_floats
 from .._core.granularity import Aligned, Blocked, Granularity, Groups, PerAxis, PerTensor
 from . import barriers, division, rounding
 
+# What reads dequantized values: any operation, or only a contraction of two terms or more.
+Use = Literal["any", "operand"]
 
-def divide_by_scale(x: jax.Array, scale: jax.Array, precision: np.dtype, for_codes: bool = False) -> jax.Array:
-    """Return x / scale, for two arrays of the same shape, rounded to the dtype `precision` but stored as float32.
 
-    `for_codes` says that the quotients only become integer codes.
-    """
+def divide_by_scale(x: jax.Array, scale: jax.Array, precision: np.dtype) -> jax.Array:
+    """Return x / scale, for two arrays of the same shape, rounded to the dtype `precision` but stored as float32."""
     if precision == dtypes.INT32:
         return division.divide_integers(x, scale)
     values = small_floats.scale_as_float32(scale)
-    return division.divide_in_precision(x.astype(jnp.float32), values, precision, for_codes)
+    return division.divide_in_precision(x.astype(jnp.float32), values, precision)
 
 
 def _find_batched_scale(
@@ -114,14 +114,14 @@ def dequantize_affine(
     zero_point: jax.Array | None,
     granularity: Granularity,
     dtype: np.dtype,
-    for_contraction: bool = False,
+    use: Use = "any",
 ) -> jax.Array:
     """Return the values of the codes x.
 
     y = (x - zero_point) * scale
 
-    The product is rounded to float32 and then to `dtype`. `for_contraction` says that the values are only an operand of
-    a contraction of two terms or more, which multiplies them: then no addition follows that XLA could merge with the
+    The product is rounded to float32 and then to `dtype`. With the use "operand", the values are only an operand of a
+    contraction of two terms or more, which multiplies them: then no addition follows that XLA could merge with the
     product. It could with a contraction of one term, if the other operand is a constant 1.
     """
     if x.dtype in dtypes.SMALL_FLOATS:
@@ -131,11 +131,11 @@ def dequantize_affine(
         if zero_point is not None:
             codes = codes - granularity.expand(zero_point.astype(jnp.int32), x)
         # Of few elements, the difference and the product are one fusion each.
-        codes = codes if for_contraction else barriers.split_small_fusion(codes)
+        codes = codes if use == "operand" else barriers.split_small_fusion(codes)
         steps = codes.astype(jnp.float32)
     values = small_floats.scale_as_float32(scale)
     product = steps * granularity.expand(values, x)
-    product = product if for_contraction else barriers.round_result(product)
+    product = product if use == "operand" else barriers.round_result(product)
     return rounding.round_to_dtype(product, dtype).astype(dtype)
 
 

@@ -126,13 +126,13 @@ def _split_mantissa(value: jax.Array) -> tuple[jax.Array, jax.Array]:
     return mantissa, lax.bitwise_and(lax.shift_right_arithmetic(bits, np.int32(23)), np.int32(0xFF))
 
 
-def divide_in_precision(x: jax.Array, scale: jax.Array, precision: np.dtype, for_codes: bool = False) -> jax.Array:
+def divide_in_precision(x: jax.Array, scale: jax.Array, precision: np.dtype) -> jax.Array:
     """Return, as float32, the quotient that a division in the dtype `precision` gives.
 
     float32 has more than twice the digits of float16 and bfloat16, so rounding the quotient to float32 and then to the
-    narrower dtype gives the same result as rounding it once. `for_codes` is that of `divide`.
+    narrower dtype gives the same result as rounding it once.
     """
-    quotient = divide(round_to_dtype(x, precision), round_to_dtype(scale, precision), for_codes)
+    quotient = divide(round_to_dtype(x, precision), round_to_dtype(scale, precision))
     return round_to_dtype(quotient, precision)
 
 
