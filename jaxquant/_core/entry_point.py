@@ -119,7 +119,7 @@ def convert_number(value: Any) -> Any:
     """Return a Python number as a float32 scalar, infinite if it overflows; return anything else unchanged.
 
     This is for numbers given as values. Numbers given as scales and zero points must fit their dtype:
-    `number_arguments` converts them.
+    `scale_arguments` converts them.
     """
     if type(value) not in (int, float):  # the exact types: a bool and a numpy scalar keep their dtype
         return value
