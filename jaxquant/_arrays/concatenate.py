@@ -58,11 +58,11 @@ def _check_match(argument: str, q: QuantizedArray, first: QuantizedArray, axis: 
     )
     for name, got, expected in properties:
         if got != expected:
-            checks.require_type(False, _NAME, f"{argument}.{name}", f"{expected}, as in arrays[0]", got)
+            checks.refuse_type(_NAME, f"{argument}.{name}", f"{expected}, as in arrays[0]", got)
     lengths = tuple(n for a, n in enumerate(q.shape) if a != axis)
     if q.ndim != first.ndim or lengths != tuple(n for a, n in enumerate(first.shape) if a != axis):
         expected = f"the shape of arrays[0], {first.shape}, except along axis {axis}"
-        checks.require(False, _NAME, argument, expected, f"shape {q.shape}")
+        checks.refuse(_NAME, argument, expected, f"shape {q.shape}")
 
 
 def _add_zero_points(arrays: list[QuantizedArray]) -> list[QuantizedArray]:

@@ -134,13 +134,13 @@ def _convert_list(numbers: list[Any]) -> np.ndarray:
     try:
         item = np.asarray(numbers or np.zeros(0, np.int32))
     except ValueError:  # numpy refuses rows of different lengths
-        checks.require(False, _ITEM, "index", "a list whose rows have the same length", numbers)
+        checks.refuse(_ITEM, "index", "a list whose rows have the same length", numbers)
         raise
     # numpy converts integers that are too large for its integer dtypes to objects or floats.
     if item.dtype.kind in "Of":
         for number in np.asarray(numbers, object).flat:
             if isinstance(number, int) and not np.iinfo(np.int64).min <= number <= np.iinfo(np.int64).max:
-                checks.require(False, _ITEM, "index", "integers that int32 can hold", number)
+                checks.refuse(_ITEM, "index", "integers that int32 can hold", number)
     return item
 
 

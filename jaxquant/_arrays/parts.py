@@ -113,7 +113,7 @@ def _check_aligned(
     if granularity.Aligned(block_size).sizes(shape, codes) is None:
         blocks = "blocks that divide it evenly" if block_size is None else f"its blocks of {block_size}"
         expected = f"the rank of the codes, {codes}, and each dimension 1, that of the codes, or the number of {blocks}"
-        checks.require(False, function, argument, expected, f"shape {shape}")
+        checks.refuse(function, argument, expected, f"shape {shape}")
 
 
 # The order in which the codes are stored.

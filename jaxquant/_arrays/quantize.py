@@ -179,7 +179,7 @@ def check_known_scale(function: str, x: Any, spec: QuantSpec, lo: Any, hi: Any, 
     if too_large.size:
         argument = "x" if lo is None else "range"
         expected = "a range whose scale is at most 65504, the largest float16 (or scale_dtype=jnp.bfloat16)"
-        checks.require(False, function, argument, expected, f"a range with the scale {too_large.max():.6g}")
+        checks.refuse(function, argument, expected, f"a range with the scale {too_large.max():.6g}")
 
 
 @compile_entry_point(_NAME, ("x", *_ENDS))

@@ -167,7 +167,7 @@ class QuantizedArray(RefusedOperators):
         for name in changes:
             if name not in (*attributes, "codes", "stored_order"):
                 expected = f"one of codes, {', '.join(attributes)}, stored_order"
-                checks.require(False, f"{_NAME}.replace", name, expected, "another name")
+                checks.refuse(f"{_NAME}.replace", name, expected, "another name")
         if "codes" in changes or "stored_order" in changes:
             codes = changes.pop("codes") if "codes" in changes else self.codes
             return QuantizedArray(codes, **{**attributes, "stored_order": self.stored_order, **changes})
@@ -436,7 +436,7 @@ def check_lazy(function: str, argument: str, q: Any, *, is_awaited: bool = False
     if not isinstance(q, QuantizedArray):
         q = entry_point.unwrap_array(q)  # a flax.nnx.Param, for example
         if not isinstance(q, QuantizedArray):
-            checks.require_type(False, function, argument, "a QuantizedArray", checks.describe_value(q))
+            checks.refuse_type(function, argument, "a QuantizedArray", checks.describe_value(q))
     # Nothing in it can change, so the weights of a model are not checked again in each eager call.
     if q._is_checked and not is_awaited:
         return q

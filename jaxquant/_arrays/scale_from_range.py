@@ -51,7 +51,7 @@ def find_range_shape(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> 
     if range_shape is None:
         expected = "granularities of scale and zero point of which one is at least as fine as the other"
         got = f"{spec.granularity} and {spec.zero_point_granularity}"
-        checks.require(False, function, "spec", expected, got)
+        checks.refuse(function, "spec", expected, got)
     assert range_shape is not None
     return range_shape
 

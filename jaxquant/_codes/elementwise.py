@@ -99,7 +99,7 @@ def _combine(function: str, a: Any, b: Any, output: Any) -> Any:
     try:
         jnp.broadcast_shapes(a.shape, b.shape)  # a dimension may be symbolic
     except ValueError:
-        checks.require(False, function, "a, b", "shapes that broadcast", f"{a.shape} and {b.shape}")
+        checks.refuse(function, "a, b", "shapes that broadcast", f"{a.shape} and {b.shape}")
     codes = _OPERATORS[function](
         a.codes, left.scale, left.zero_point, b.codes, right.scale, right.zero_point, result.scale, result.zero_point
     )

@@ -155,7 +155,7 @@ def convolve_checked(
     quantized = [isinstance(v, QuantizedArray) for v in (x, w)]
     if not any(quantized):
         got = f"{checks.describe_value(x)} and {checks.describe_value(w)}"
-        checks.require_type(False, function, "lhs, rhs", "a QuantizedArray on at least one side", got)
+        checks.refuse_type(function, "lhs, rhs", "a QuantizedArray on at least one side", got)
     dtype = preferred or dtypes.find_wider(x.dtype, w.dtype)
     if not all(quantized):
         return _convolve_weight_only(x, w, plan=plan, precision=precision, dtype=dtype)
@@ -188,7 +188,7 @@ def _check_integers(function: str, lhs: QuantizedArray, rhs: QuantizedArray, pla
                 continue
             expected = f"one {name}, " + (f"or one for each {kept_name}, " if name in kept else "")
             got = f"shape {part.shape} for codes of shape {q.shape}"
-            checks.require(False, function, f"{argument}.{name}", f"{expected}or {argument}.dequantize()", got)
+            checks.refuse(function, f"{argument}.{name}", f"{expected}or {argument}.dequantize()", got)
     terms, limit = math.prod(rhs.shape) // max(rhs.shape[feature], 1), dot_integer.count_exact_terms(lhs, rhs)
     expected = f"a sum of at most {limit} products of two codes, which int32 can hold, or rhs.dequantize()"
     checks.require(terms <= limit, function, "rhs", expected, terms)

@@ -191,7 +191,7 @@ def check_operands(function: str, lhs: Any, rhs: Any) -> tuple[Any, Any]:
     lhs, rhs = check_operand(function, "lhs", lhs), check_operand(function, "rhs", rhs)
     if not isinstance(lhs, QuantizedArray) and not isinstance(rhs, QuantizedArray):
         got = f"{checks.describe_value(lhs)} and {checks.describe_value(rhs)}"
-        checks.require_type(False, function, "lhs, rhs", "a QuantizedArray on at least one side", got)
+        checks.refuse_type(function, "lhs, rhs", "a QuantizedArray on at least one side", got)
     return lhs, rhs
 
 

@@ -25,7 +25,7 @@ def check_integer_array(function: str, argument: str, q: QuantizedArray) -> None
     if q.codebook is None and dtype in dtypes.CONTRACTED:
         return
     expected = f"values of {dtypes.list_names(dtypes.CONTRACTED)} against a quantized array, or {argument}.dequantize()"
-    checks.require_type(False, function, argument, expected, q.codebook or dtype)
+    checks.refuse_type(function, argument, expected, q.codebook or dtype)
 
 
 # Pairs of a dimension of lhs and a dimension of rhs.
@@ -74,7 +74,7 @@ def plan_contraction(
                     "which is gathered"
                 )
                 got = f"None, for {sharding.describe_placement(q.codes)}"
-                checks.require(False, function, "out_sharding", expected, got)
+                checks.refuse(function, "out_sharding", expected, got)
     return IntegerPlan(left, right, axes, length, out_sharding)
 
 
@@ -97,13 +97,13 @@ def _find_cut(
         if not all(run == n or run % shortest == 0 for run in runs):
             expected = "blocks of both sides that end at the same indices, or a dequantized side"
             got = f"blocks of {sorted(runs)} along lhs's dimension {named_axes[0]} and rhs's {named_axes[1]}"
-            checks.require(False, function, "lhs, rhs", expected, got)
+            checks.refuse(function, "lhs, rhs", expected, got)
         if shortest < n:
             cuts.append((axes, shortest))
             caller_cuts.append(named_axes)
     if len(cuts) > 1:
         expected = "blocks along one contracted dimension, or a dequantized side"
-        checks.require(False, function, "lhs, rhs", expected, f"blocks along {caller_cuts}")
+        checks.refuse(function, "lhs, rhs", expected, f"blocks along {caller_cuts}")
     if cuts:
         return cuts[0]
     depth = math.prod(lhs.shape[a] for a in left.contracted)
@@ -150,7 +150,7 @@ def _find_runs(function: str, argument: str, q: QuantizedArray, axis: int, named
                 f"one {name} along the contracted dimension {named_axis}, or one for each block, or "
                 f"{argument}.dequantize()"
             )
-            checks.require(False, function, argument, expected, f"one for each of its {q.shape[axis]} indices")
+            checks.refuse(function, argument, expected, f"one for each of its {q.shape[axis]} indices")
         runs.append(sizes[axis])
     return runs
 

@@ -102,9 +102,7 @@ def narrow_to_int32(function: str, argument: str, value: Any) -> Any:
     narrow = value.astype(np.int32)
     overflows = np.asarray(value)[narrow != value]
     if overflows.size:
-        checks.require(
-            False, function, argument, "integers that int32 can hold", f"{overflows.flat[0]} ({value.dtype})"
-        )
+        checks.refuse(function, argument, "integers that int32 can hold", f"{overflows.flat[0]} ({value.dtype})")
     return narrow
 
 

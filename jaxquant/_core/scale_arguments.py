@@ -33,18 +33,18 @@ def fit_number(function: str, argument: str, value: Any, dtype: np.dtype) -> Any
     checks.check_integer(function, argument, value)
     if dtype in dtypes.SMALL_FLOATS:
         if value != 0:
-            checks.require(False, function, argument, f"0, the only zero point of {dtype}", value)
+            checks.refuse(function, argument, f"0, the only zero point of {dtype}", value)
     else:
         low, high = dtypes.find_bounds(dtype)
         if not low <= value <= high:
-            checks.require(False, function, argument, f"an int in [{low}, {high}], the range of {dtype}", value)
+            checks.refuse(function, argument, f"an int in [{low}, {high}], the range of {dtype}", value)
     return np.asarray(value, dtype)
 
 
 def _round_to_float(function: str, argument: str, value: float, dtype: np.dtype) -> np.ndarray:
     """Return a number as an array of a float dtype; raise if it overflows or becomes 0."""
     if isinstance(value, bool):
-        checks.require_type(False, function, argument, "a number", checks.describe_value(value))
+        checks.refuse_type(function, argument, "a number", checks.describe_value(value))
     if _SMALLEST <= abs(value) <= _LARGEST:
         return np.asarray(value, dtype)
     try:
@@ -55,7 +55,7 @@ def _round_to_float(function: str, argument: str, value: float, dtype: np.dtype)
     rounded = float(result)
     overflows = math.isinf(rounded) and abs(value) != math.inf
     if overflows or (rounded == 0 and value != 0):
-        checks.require(False, function, argument, f"a number that {dtype} can hold", value)
+        checks.refuse(function, argument, f"a number that {dtype} can hold", value)
     return result
 
 
@@ -147,7 +147,7 @@ def check_positive_scale(
     wrong = values <= 0 if allow_overflow else ~((values > 0) & (values < np.inf))
     if wrong.any():
         expected = "positive numbers" if allow_overflow else "finite positive numbers"
-        checks.require(False, function, argument, expected, f"{values[wrong].ravel()[0]}")
+        checks.refuse(function, argument, expected, f"{values[wrong].ravel()[0]}")
 
 
 def check_rounded_zero_point(function: str, argument: str, zero_point: Any, bounds: tuple[int, int]) -> None:
@@ -163,7 +163,7 @@ def check_rounded_zero_point(function: str, argument: str, zero_point: Any, boun
         expected = (
             f"numbers that round to a code in [{bounds[0]}, {bounds[1]}] (a traced zero point is clipped to this range)"
         )
-        checks.require(False, function, argument, expected, f"{values[wrong].ravel()[0]}")
+        checks.refuse(function, argument, expected, f"{values[wrong].ravel()[0]}")
 
 
 def check_float_zero_point(function: str, argument: str, zero_point: Any) -> None:
@@ -177,4 +177,4 @@ def check_float_zero_point(function: str, argument: str, zero_point: Any) -> Non
     values = np.asarray(zero_point).astype(np.float32)
     if np.any(values):
         expected = f"0, the only zero point of {zero_point.dtype}"
-        checks.require(False, function, argument, expected, values.tolist())
+        checks.refuse(function, argument, expected, values.tolist())

@@ -101,7 +101,7 @@ def broadcast_operands(function: str, names: tuple[str, ...], operands: tuple[ja
         shape = jnp.broadcast_shapes(*shapes)
     except ValueError:
         got = " and ".join(str(s) for s in shapes)
-        checks.require(False, function, ", ".join(names), "shapes that broadcast against each other", got)
+        checks.refuse(function, ", ".join(names), "shapes that broadcast against each other", got)
         raise
     # jnp would broadcast them too, but refuses different ranks if the user has forbidden that.
     return tuple(lax.broadcast_in_dim(x, shape, range(len(shape) - x.ndim, len(shape))) for x in operands)

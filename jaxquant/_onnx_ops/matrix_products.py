@@ -106,7 +106,7 @@ def _check_placement(function: str, a: jax.Array, b: jax.Array, left: Role, righ
         return
     expected = "shardings that determine that of the product (jax.sharding.reshard one), or jq.integer.dot_general"
     got = f"shape {a.shape} sharded as {sharding.find_placement(a)}, {b.shape} as {sharding.find_placement(b)}"
-    checks.require(False, function, "a, b", f"{expected}(..., out_sharding=...)", got)
+    checks.refuse(function, "a, b", f"{expected}(..., out_sharding=...)", got)
 
 
 def _drop_batch(steps: Any) -> Any:

@@ -130,7 +130,7 @@ def convert_zero_point_number(function: str, argument: str, value: Any, spec: Qu
     low, high = spec.bounds if spec.dtype in dtypes.INTEGERS else (0, 0)
     if not low <= value <= high:
         expected = f"an int in [{low}, {high}], the codes of the spec"
-        checks.require(False, function, argument, expected, value)
+        checks.refuse(function, argument, expected, value)
     return np.asarray(value, spec.carrier)
 
 
@@ -143,7 +143,7 @@ def read_parts(
     if scale is None:
         if zero_point is not None:
             expected = f"None, because {names[1]} is None"
-            checks.require(False, function, names[2], expected, "a zero point")
+            checks.refuse(function, names[2], expected, "a zero point")
         # The gradient treats the range of x as a constant.
         return x, *find_parameters(function, lax.stop_gradient(x), spec, None, None)[:2]
     shapes = scale_from_range.find_shapes(function, spec, x.shape)
@@ -156,7 +156,7 @@ def read_parts(
         fixed = spec.fixed_zero_point
         return x, scale, jnp.full((1,) * x.ndim, fixed, spec.carrier) if fixed else None
     if spec.dtype not in dtypes.INTEGERS:
-        checks.require(False, function, names[2], f"None, because {spec.dtype} has no zero point", "an array")
+        checks.refuse(function, names[2], f"None, because {spec.dtype} has no zero point", "an array")
     checks.check_array(function, names[2], zero_point, (spec.carrier, dtypes.FLOAT32))
     return x, scale, _expand_rank(function, names[2], zero_point, shapes[1])
 

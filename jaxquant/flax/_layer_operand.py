@@ -167,7 +167,7 @@ def _check_integers(layer: str, operand: LayerOperand) -> None:
     expected = (
         f"codes of {dtypes.list_names(dtypes.CONTRACTED)} if both operands are quantized, or activation_spec=None"
     )
-    checks.require_type(False, layer, operand.argument, expected, spec.dtype)
+    checks.refuse_type(layer, operand.argument, expected, spec.dtype)
 
 
 def _check_source(layer: str, operand: LayerOperand) -> None:

@@ -58,7 +58,7 @@ def check_placement(function: str, names: Sequence[str], operands: Sequence[Any]
         if all(partition[axis] is None for axis in features):
             continue
         expected = "channels and features that are not sharded (jax.sharding.reshard gathers them)"
-        checks.require(False, function, name, expected, sharding.describe_placement(x))
+        checks.refuse(function, name, expected, sharding.describe_placement(x))
 
 
 def _check_dimension_numbers(function: str, lhs: tuple[int, ...], rhs: tuple[int, ...], numbers: Any) -> Any:
@@ -136,7 +136,7 @@ def check_window(function: str, argument: str, spatial: Any, padding: Any, reach
     for size, (low, high), span in zip(spatial, padding, reach, strict=True):
         if span <= 0 or size + low + high < span:
             got = f"{size} with padding ({low}, {high})"
-            checks.require(False, function, argument, f"a kernel that spans {span} to fit into the padded x", got)
+            checks.refuse(function, argument, f"a kernel that spans {span} to fit into the padded x", got)
 
 
 def check_zero_points(function: str, names: tuple[str, str], operands: Any, zero_points: Any, features: int) -> None:

@@ -105,7 +105,7 @@ def check_placement(function: str, lhs: jax.Array, rhs: jax.Array, left: Role, r
     operands = f"lhs {sharding.describe_placement(lhs)} and rhs {sharding.describe_placement(rhs)}"
     result = f"the {rank} dimensions of the result, whose sharding is not determined by {operands}"
     expected = f"a NamedSharding or PartitionSpec for {result}"
-    checks.require(False, function, "out_sharding", expected, None)
+    checks.refuse(function, "out_sharding", expected, None)
 
 
 def determines_sharding(lhs: jax.Array, rhs: jax.Array, left: Role, right: Role) -> bool:
@@ -199,13 +199,12 @@ def match_matrices(function: str, a: jax.Array, b: jax.Array, names: tuple[str, 
     wide_b = shape_b if len(shape_b) > 1 else (*shape_b, 1)
     if wide_a[-1] != wide_b[-2]:
         expected = f"{wide_a[-1]} rows, as many as {names[0]} has columns"
-        checks.require(False, function, names[1], expected, f"shapes {shape_a} and {shape_b}")
+        checks.refuse(function, names[1], expected, f"shapes {shape_a} and {shape_b}")
     try:
         batch = lax.broadcast_shapes(wide_a[:-2], wide_b[:-2]) if len(wide_a) + len(wide_b) > 4 else ()
     except ValueError:
         expected = f"batch dimensions that broadcast against {names[0]}'s"
-        checks.require(False, function, names[1], expected, f"shapes {shape_a} and {shape_b}")
-        raise  # not reached, because the check above raises
+        checks.refuse(function, names[1], expected, f"shapes {shape_a} and {shape_b}")
     rows = (wide_a[-2],) if len(shape_a) > 1 else ()
     columns = (wide_b[-1],) if len(shape_b) > 1 else ()
     return MatrixShapes(wide_a, wide_b, (*batch, *rows, *columns), function)

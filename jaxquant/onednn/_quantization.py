@@ -399,7 +399,7 @@ def _find_groups(
     """Return the groups of a group_shape; raise unless it divides src's shape, and scales and zps fit it."""
     if not isinstance(group_shape, tuple) or len(group_shape) != src.ndim:
         expected = f'{src.ndim} positive integers (src has shape {src.shape}, qtype="per_group")'
-        checks.require(False, _DYNAMIC_DEQUANTIZE, "group_shape", expected, group_shape)
+        checks.refuse(_DYNAMIC_DEQUANTIZE, "group_shape", expected, group_shape)
     sizes = tuple(group_shape or ())
     for size in sizes:
         checks.check_integer(_DYNAMIC_DEQUANTIZE, "group_shape", size)
