@@ -28,13 +28,14 @@ from ._contractions.dot import dot_general, matmul
 from ._contractions.einsum import einsum
 from ._contractions.take import take
 from ._core.granularity import Blocked, PerAxis, PerFeature, PerTensor, PerToken
-from ._onnx_ops.conv_integer import conv_integer
-from ._onnx_ops.dequantize_linear import dequantize_linear
-from ._onnx_ops.dynamic_quantize_linear import DynamicQuantizeLinearOutput, dynamic_quantize_linear
-from ._onnx_ops.matmul_integer import matmul_integer
-from ._onnx_ops.qlinear_conv import qlinear_conv
-from ._onnx_ops.qlinear_matmul import qlinear_matmul
-from ._onnx_ops.quantize_linear import quantize_linear
+from ._onnx_ops.convolutions import conv_integer, qlinear_conv
+from ._onnx_ops.matrix_products import matmul_integer, qlinear_matmul
+from ._onnx_ops.quantization import (
+    DynamicQuantizeLinearOutput,
+    dequantize_linear,
+    dynamic_quantize_linear,
+    quantize_linear,
+)
 from ._training.backward import FloatBackward, Int8Backward
 from ._training.contraction_vjp import save_codes
 from ._training.conv_general_dilated import quantized_conv_general_dilated

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from .._core import checks, sharding
-from .._core.min_max import encode_order
+from .._kernels.min_max import encode_order
 
 # With these lengths every code of the dtype has an entry.
 _CARRIERS = {4: np.dtype(jnp.uint2), 16: np.dtype(jnp.uint4), 256: np.dtype(jnp.uint8)}

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from .._core import checks, granularity
 from .._core.dtypes import find_width
-from . import indexing, quantized_array
+from . import quantized_array
 from .parts import StoredOrder, find_places
 from .quantized_array import QuantizedArray
 
@@ -58,11 +58,11 @@ def _check_match(argument: str, q: QuantizedArray, first: QuantizedArray, axis: 
     )
     for name, got, expected in properties:
         if got != expected:
-            checks.require_type(False, _NAME, f"{argument}.{name}", f"{expected}, as in arrays[0]", got)
+            checks.refuse_type(_NAME, f"{argument}.{name}", f"{expected}, as in arrays[0]", got)
     lengths = tuple(n for a, n in enumerate(q.shape) if a != axis)
     if q.ndim != first.ndim or lengths != tuple(n for a, n in enumerate(first.shape) if a != axis):
         expected = f"the shape of arrays[0], {first.shape}, except along axis {axis}"
-        checks.require(False, _NAME, argument, expected, f"shape {q.shape}")
+        checks.refuse(_NAME, argument, expected, f"shape {q.shape}")
 
 
 def _add_zero_points(arrays: list[QuantizedArray]) -> list[QuantizedArray]:
@@ -100,7 +100,7 @@ class _Part:
             if entries.shape[dim] != count:
                 # A shared entry is repeated for every block; a longer block is divided into several shorter ones.
                 repeats = count if self.is_shared(dim) else self.sizes[dim] // size
-                entries = indexing.expand_blocks(entries, dim, repeats, count)
+                entries = granularity.expand_blocks(entries, dim, repeats, count)
         return entries
 
 

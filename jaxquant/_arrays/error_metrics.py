@@ -10,9 +10,10 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core import checks, dtypes, entry_point, granularity, min_max, sharding, small_floats
-from .._core.affine import divide_by_scale
+from .._core import checks, dtypes, entry_point, granularity, sharding, small_floats
 from .._core.entry_point import compile_entry_point
+from .._kernels import min_max
+from .._kernels.affine import divide_by_scale
 from . import quantized_array
 from .quantized_array import QuantizedArray
 

@@ -134,13 +134,13 @@ def _convert_list(numbers: list[Any]) -> np.ndarray:
     try:
         item = np.asarray(numbers or np.zeros(0, np.int32))
     except ValueError:  # numpy refuses rows of different lengths
-        checks.require(False, _ITEM, "index", "a list whose rows have the same length", numbers)
+        checks.refuse(_ITEM, "index", "a list whose rows have the same length", numbers)
         raise
     # numpy converts integers that are too large for its integer dtypes to objects or floats.
     if item.dtype.kind in "Of":
         for number in np.asarray(numbers, object).flat:
             if isinstance(number, int) and not np.iinfo(np.int64).min <= number <= np.iinfo(np.int64).max:
-                checks.require(False, _ITEM, "index", "integers that int32 can hold", number)
+                checks.refuse(_ITEM, "index", "integers that int32 can hold", number)
     return item
 
 
@@ -184,7 +184,7 @@ def _index_entries(q: QuantizedArray, part: Any, items: list[Any], block_size: i
             if step == 1 and start % size == 0 and ((stop - start) % size == 0 or size == block_size):
                 part_items.append(slice(start // size, -(-stop // size)))
             else:  # the slice cuts through blocks
-                part = expand_blocks(part, axis, size, length)
+                part = granularity.expand_blocks(part, axis, size, length)
                 part_items.append(item)
         else:
             # The entry of an index is that of its block. A negative index must be counted from the front before it is
@@ -192,13 +192,6 @@ def _index_entries(q: QuantizedArray, part: Any, items: list[Any], block_size: i
             part_items.append((item % length if isinstance(item, int) else _wrap_negative(item, length)) // size)
         axis += 1
     return _index_part(part, part_items, out_sharding)
-
-
-def expand_blocks(part: jax.Array, axis: int, size: int, length: int) -> jax.Array:
-    """Return a scale or zero point with one entry per index of an axis on which each entry covers `size` indices."""
-    # The last block may be short: repeat its entry as if it were whole, then cut off the excess.
-    repeated = jnp.repeat(part, size, axis=axis, total_repeat_length=part.shape[axis] * size)
-    return jax.lax.slice_in_dim(repeated, 0, length, axis=axis)
 
 
 def per_index(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
@@ -211,7 +204,7 @@ def per_index(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
                 axis = checks.check_axis(_PER_INDEX, axis, q.ndim)
                 size, length = _find_run_lengths(q, part)[axis], q.shape[axis]
                 if part.shape[axis] != length:
-                    part = expand_blocks(part, axis, size, length)
+                    part = granularity.expand_blocks(part, axis, size, length)
             parts[name] = part
     # The axes are about to be mapped, in the stored codes as in the scale, so they must be in their place.
     is_moved = any(axis % q.ndim - q.ndim in (q._order or ()) for axis in axes)

@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import checks, dtypes, entry_point, known_values
+from .._core import checks, dtypes, entry_point, scale_arguments
 from .._core.granularity import Aligned, Blocked, Granularity, PerAxis, PerTensor, check_matching, resolve_onnx
-from .._core.known_values import check_float_zero_point
+from .._core.scale_arguments import check_float_zero_point
 from . import quantized_array
 from .quantized_array import QuantizedArray
 
@@ -181,7 +181,7 @@ def _from_onnx(
 ) -> QuantizedArray:
     checks.check_array(_BACK, "x", x, dtypes.QUANTIZED)
     checks.check_array(_BACK, "x_scale", x_scale, (*dtypes.FLOATS, dtypes.E8M0))
-    known_values.check_positive(_BACK, "x_scale", x_scale, is_awaited=True)
+    scale_arguments.check_positive_scale(_BACK, "x_scale", x_scale, is_awaited=True)
     granularity = resolve_onnx(_BACK, "x_scale", x_scale, x.shape, axis, block_size)
     if output_dtype is not None:
         output_dtype = checks.check_dtype(_BACK, "output_dtype", output_dtype, dtypes.FLOATS)

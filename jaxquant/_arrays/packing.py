@@ -92,7 +92,7 @@ def unpack(packed: ArrayLike, dtype: DTypeLike, shape: tuple[int, ...]) -> jax.A
     for length in shape:
         checks.check_integer(_UNPACK, "shape", length)
         if length < 0:
-            checks.require(False, _UNPACK, "shape", "non-negative ints", shape)
+            checks.refuse(_UNPACK, "shape", "non-negative ints", shape)
     return _unpack(packed, dtype=checked_dtype, shape=tuple(map(int, shape)))
 
 
@@ -102,7 +102,7 @@ def _unpack(packed: jax.Array, *, dtype: np.dtype, shape: tuple[int, ...]) -> ja
     checks.check_array(_UNPACK, "packed", packed, (np.dtype(jnp.uint8),))
     count = -(-size * width // 8)
     if packed.size != count:
-        checks.require(False, _UNPACK, "packed", f"{count} bytes for {dtype}{list(shape)}", packed.size)
+        checks.refuse(_UNPACK, "packed", f"{count} bytes for {dtype}{list(shape)}", packed.size)
     if width == 8:
         return lax.bitcast_convert_type(packed.reshape(shape), dtype)
     shifts = np.arange(0, 8, width, dtype=np.uint8)

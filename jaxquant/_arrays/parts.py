@@ -11,8 +11,9 @@ import jax
 import numpy as np
 from jax import lax
 
-from .._core import barriers, checks, dtypes, entry_point, granularity, known_values, rounding, small_floats
-from .._core.affine import dequantize_affine
+from .._core import checks, dtypes, entry_point, granularity, scale_arguments, small_floats
+from .._kernels import barriers, rounding
+from .._kernels.affine import Use, dequantize_affine
 from .codebook import Codebook
 
 Parts = tuple[jax.Array, jax.Array, jax.Array | None]
@@ -50,7 +51,9 @@ def check_parts(
         block_size, codebook,
     )  # fmt: skip
     # Accept NaN and infinity: `quantize` gives such a scale to data that contain one, and it shows in every result.
-    known_values.check_positive(function, f"{argument}.scale", scale, allow_overflow=True, is_awaited=is_awaited)
+    scale_arguments.check_positive_scale(
+        function, f"{argument}.scale", scale, allow_overflow=True, is_awaited=is_awaited
+    )
     return codes, scale, zero_point
 
 
@@ -110,7 +113,7 @@ def _check_aligned(
     if granularity.Aligned(block_size).sizes(shape, codes) is None:
         blocks = "blocks that divide it evenly" if block_size is None else f"its blocks of {block_size}"
         expected = f"the rank of the codes, {codes}, and each dimension 1, that of the codes, or the number of {blocks}"
-        checks.require(False, function, argument, expected, f"shape {shape}")
+        checks.refuse(function, argument, expected, f"shape {shape}")
 
 
 # The order in which the codes are stored.
@@ -251,22 +254,20 @@ def count_all_bytes(codes: Any, scale: Any, zero_point: Any) -> int:
     return sum(count_stored_bytes(part) for part in (codes, scale, zero_point) if part is not None)
 
 
-@functools.partial(
-    jax.jit, inline=True, static_argnames=("dtype", "block_size", "codebook", "order", "for_contraction")
-)
+@functools.partial(jax.jit, inline=True, static_argnames=("dtype", "block_size", "codebook", "order", "use"))
 def dequantize_parts(
     codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *, dtype: Any, block_size: Any, codebook: Any,
-    order: StoredOrder, for_contraction: bool = False,
+    order: StoredOrder, use: Use = "any",
 ) -> jax.Array:  # fmt: skip
     """Return (codes - zero_point) * scale in `dtype`, of the logical shape; the parts have been checked.
 
-    `for_contraction` is that of `affine.dequantize_affine`.
+    `use` is that of `affine.dequantize_affine`.
     """
     aligned = granularity.Aligned(block_size)
     codes = restore_codes(codes, order)
     if codebook is None:
-        return dequantize_affine(codes, scale, zero_point, aligned, dtype, for_contraction)
+        return dequantize_affine(codes, scale, zero_point, aligned, dtype, use)
     wide = small_floats.scale_as_float32(scale)
     product = codebook.decode(codes) * aligned.expand(wide, codes)
-    product = product if for_contraction else barriers.round_result(product)
+    product = product if use == "operand" else barriers.round_result(product)
     return rounding.round_to_dtype(product, dtype).astype(dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,11 +13,20 @@ from jax import export
 from jax.typing import DTypeLike
 
 from .._core import checks, dtypes, entry_point
+from .._kernels.affine import Use
 from . import indexing, parts, serialization
 from .codebook import Codebook
 from .refused_operators import RefusedOperators
 
 _NAME = "QuantizedArray"
+# `jaxquant.matmul`, for the operator @. It is in a package above this one, which `import jaxquant` imports.
+_MATMUL: list[Callable[[Any, Any], Any]] = []
+
+
+def register_matmul(matmul: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that the operator @ of quantized arrays calls; it decorates `jaxquant.matmul`."""
+    _MATMUL.append(matmul)
+    return matmul
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -158,7 +167,7 @@ class QuantizedArray(RefusedOperators):
         for name in changes:
             if name not in (*attributes, "codes", "stored_order"):
                 expected = f"one of codes, {', '.join(attributes)}, stored_order"
-                checks.require(False, f"{_NAME}.replace", name, expected, "another name")
+                checks.refuse(f"{_NAME}.replace", name, expected, "another name")
         if "codes" in changes or "stored_order" in changes:
             codes = changes.pop("codes") if "codes" in changes else self.codes
             return QuantizedArray(codes, **{**attributes, "stored_order": self.stored_order, **changes})
@@ -304,23 +313,17 @@ class QuantizedArray(RefusedOperators):
         """Compute numpy's `@`; raise TypeError for every other numpy function."""
         # numpy calls this method for `array @ q`, before __rmatmul__.
         if ufunc is np.matmul and method == "__call__" and not keywords:
-            from .._contractions.dot import matmul
-
-            return matmul(*inputs)
+            return _MATMUL[0](*inputs)
         expected = f"q.dequantize() for numpy's {ufunc.__name__}"
         raise TypeError(checks.format_message(_NAME, "self", expected, repr(self)))
 
     def __matmul__(self, other: Any) -> jax.Array:
         """Return `jq.matmul(self, other)`."""
-        from .._contractions.dot import matmul  # imported here because the contractions import this module
-
-        return matmul(self, other)
+        return _MATMUL[0](self, other)
 
     def __rmatmul__(self, other: Any) -> jax.Array:
         """Return `jq.matmul(other, self)`."""
-        from .._contractions.dot import matmul
-
-        return matmul(other, self)
+        return _MATMUL[0](other, self)
 
     def store_last(self, *axes: int) -> QuantizedArray:
         """Return the same array with its codes stored with the given axes last, in this order; without axes, in order.
@@ -433,7 +436,7 @@ def check_lazy(function: str, argument: str, q: Any, *, is_awaited: bool = False
     if not isinstance(q, QuantizedArray):
         q = entry_point.unwrap_array(q)  # a flax.nnx.Param, for example
         if not isinstance(q, QuantizedArray):
-            checks.require_type(False, function, argument, "a QuantizedArray", checks.describe_value(q))
+            checks.refuse_type(function, argument, "a QuantizedArray", checks.describe_value(q))
     # Nothing in it can change, so the weights of a model are not checked again in each eager call.
     if q._is_checked and not is_awaited:
         return q
@@ -447,9 +450,9 @@ def check_lazy(function: str, argument: str, q: Any, *, is_awaited: bool = False
     return q
 
 
-def dequantize_checked(q: QuantizedArray, for_contraction: bool = False) -> jax.Array:
-    """Return the floats that q represents; q has been checked. `for_contraction` is that of `dequantize_affine`."""
+def dequantize_checked(q: QuantizedArray, use: Use = "any") -> jax.Array:
+    """Return the floats that q represents; q has been checked. `use` is that of `dequantize_affine`."""
     return parts.dequantize_parts(
         q._stored, q.scale, q.zero_point, dtype=q.dtype, block_size=q.block_size, codebook=q.codebook, order=q._order,
-        for_contraction=for_contraction,
+        use=use,
     )  # fmt: skip

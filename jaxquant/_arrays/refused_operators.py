@@ -81,7 +81,7 @@ class RefusedOperators(metaclass=Advised):
 
 def _refuse(method: str, expected: str, got: str) -> None:
     """Raise the TypeError of an operator."""
-    checks.require_type(False, f"{_CLASS}.{method}", "self", expected, got)
+    checks.refuse_type(f"{_CLASS}.{method}", "self", expected, got)
 
 
 def _name_type(value: Any) -> str:

@@ -10,8 +10,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-from .._core import barriers, checks, division, dtypes, min_max, recording, rounding, sharding, small_floats
+from .._core import checks, dtypes, recording, sharding, small_floats
 from .._core import granularity as granularities
+from .._kernels import barriers, division, min_max, rounding
 from .spec import QuantSpec
 
 _ZERO, _ONE, _INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
@@ -50,7 +51,7 @@ def find_range_shape(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> 
     if range_shape is None:
         expected = "granularities of scale and zero point of which one is at least as fine as the other"
         got = f"{spec.granularity} and {spec.zero_point_granularity}"
-        checks.require(False, function, "spec", expected, got)
+        checks.refuse(function, "spec", expected, got)
     assert range_shape is not None
     return range_shape
 

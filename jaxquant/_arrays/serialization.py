@@ -63,10 +63,10 @@ def _collect_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def get_field(function: str, argument: str, fields: Any, name: str) -> Any:
     """Return a field of a JSON object; raise ContractValueError if there is no such field."""
     if not isinstance(fields, dict):
-        checks.require(False, function, argument, f"an object with the key {name!r}", _shorten_json(fields))
+        checks.refuse(function, argument, f"an object with the key {name!r}", _shorten_json(fields))
     if name not in fields:
         got = ", ".join(map(repr, fields)) or "an empty object"
-        checks.require(False, function, argument, f"an object with the key {name!r}", got)
+        checks.refuse(function, argument, f"an object with the key {name!r}", got)
     return fields[name]
 
 
@@ -78,7 +78,7 @@ def decode_static(function: str, argument: str, fields: Any) -> Static:
     is_size = block_size is None or (type(block_size) is int and block_size > 0)
     if not is_size:
         got = _shorten_json(block_size)
-        checks.require(False, function, f"{argument}['block_size']", "null or a positive integer", got)
+        checks.refuse(function, f"{argument}['block_size']", "null or a positive integer", got)
     return (
         None if dtype is None else decode_dtype(function, f"{argument}['dtype']", dtype, dtypes.FLOATS),
         block_size,
@@ -102,7 +102,7 @@ def decode_shape(function: str, argument: str, shape: Any) -> tuple[int, ...]:
     # Count a length of 0 as 1, so that it does not hide an overflow of the other lengths.
     if not is_shape or math.prod(max(n, 1) for n in shape) >= 2**63:
         expected = "a list of at most 64 lengths whose product fits in an int64"
-        checks.require(False, function, argument, expected, _shorten_json(shape))
+        checks.refuse(function, argument, expected, _shorten_json(shape))
     return tuple(shape)
 
 
@@ -112,14 +112,14 @@ def _decode_codebook(function: str, argument: str, fields: Any) -> Codebook | No
         return None
     name, levels = (get_field(function, argument, fields, field) for field in ("name", "levels"))
     if not isinstance(name, str):
-        checks.require(False, function, f"{argument}['name']", "a string", _shorten_json(name))
+        checks.refuse(function, f"{argument}['name']", "a string", _shorten_json(name))
     # The constructor of Codebook is less strict, and its errors would not name the place in the file. The types are
     # compared first, because abs of a string would raise a plain TypeError.
     is_table = isinstance(levels, list) and len(levels) in (4, 16, 256)
     is_table = is_table and all(type(level) in (int, float) and abs(level) <= _LARGEST for level in levels)
     if not is_table or any(low >= high for low, high in itertools.pairwise(levels)):
         expected = "4, 16 or 256 ascending float32 numbers"
-        checks.require(False, function, f"{argument}['levels']", expected, _shorten_json(levels))
+        checks.refuse(function, f"{argument}['levels']", expected, _shorten_json(levels))
     try:
         return Codebook(name, tuple(levels))
     except checks.ContractValueError as error:  # two levels are equal in float32
@@ -132,7 +132,7 @@ def _decode_stored_order(function: str, argument: str, order: Any) -> StoredOrde
     is_order = order is None or (isinstance(order, list) and all(type(axis) is int for axis in order))
     if not is_order or (order and sorted(order) != list(range(-len(order), 0))):
         expected = "null, or a list of the axes -1 to -n in any order"
-        checks.require(False, function, argument, expected, _shorten_json(order))
+        checks.refuse(function, argument, expected, _shorten_json(order))
     return read_stored_order(function, order)
 
 

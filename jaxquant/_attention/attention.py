@@ -16,6 +16,7 @@ from .._arrays.quantize import quantize
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point, small_floats
+from .._kernels.platforms import choose_on_cpu
 from . import arguments
 from .kv_cache import INT8, KEY_AXES, VALUE_AXES, KVCache, is_packed, unpack_codes
 from .scores_and_values import (
@@ -177,7 +178,7 @@ def _score_cache(function: str, q: QuantizedArray, cache: KVCache) -> jax.Array:
         return find_scores(function, q, cache.quantized_keys)
     score = functools.partial(_score_keys, function, spec=cache.spec_k, features=cache.head_dim)
     in_chunks = functools.partial(_score_chunks, score, tokens=tokens)
-    return lax.platform_dependent(q, cache.keys, cache.key_scale, cpu=in_chunks, default=score)
+    return choose_on_cpu(in_chunks, score, q, cache.keys, cache.key_scale)
 
 
 def _weigh_cache(weights: RowWeights, cache: KVCache, digits: int) -> jax.Array:
@@ -187,7 +188,7 @@ def _weigh_cache(weights: RowWeights, cache: KVCache, digits: int) -> jax.Array:
         return weigh_values(weights, cache.quantized_values.codes, cache.head_dim, digits)
     contract = functools.partial(_contract_values, spec=cache.spec_v, features=cache.head_dim)
     in_chunks = functools.partial(_contract_chunks, contract, tokens=tokens)
-    contract_on_platform: Any = functools.partial(lax.platform_dependent, cpu=in_chunks, default=contract)
+    contract_on_platform = functools.partial(choose_on_cpu, in_chunks, contract)
     return weigh_values(weights, cache.values, cache.head_dim, digits, contract_on_platform)
 
 

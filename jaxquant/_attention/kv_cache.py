@@ -18,8 +18,9 @@ from jax.typing import ArrayLike
 from .._arrays.quantize import quantize
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, entry_point, known_values
+from .._core import checks, dtypes, entry_point, scale_arguments
 from .._core.granularity import PerToken
+from .._kernels.platforms import choose_on_cpu
 from . import arguments
 
 _CREATE, _APPEND, _CHECK = "KVCache.create", "KVCache.append", "KVCache.check"
@@ -178,7 +179,7 @@ class KVCache:
         """Raise if the cache is known to overflow."""
         if self.window is not None:
             return
-        index, counts = (known_values.find_known(x) for x in (self.index, lengths))
+        index, counts = (scale_arguments.find_known(x) for x in (self.index, lengths))
         if lengths is not None and counts is None:
             return
         added = np.asarray(tokens if counts is None else np.clip(counts, 0, tokens))
@@ -287,7 +288,7 @@ def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | Non
 
     # On a GPU the host would wait for the condition of that loop.
     on_cpu = functools.partial(_run_once, write)
-    keys, values, key_scale, value_scale = lax.platform_dependent(stored, cpu=on_cpu, default=write)
+    keys, values, key_scale, value_scale = choose_on_cpu(on_cpu, write, stored)
     return dataclasses.replace(
         cache, keys=keys, values=values, key_scale=key_scale, value_scale=value_scale, index=cache.index + counts
     )

@@ -15,8 +15,8 @@ from jax import lax
 from .._arrays.quantized_array import QuantizedArray
 from .._contractions.einsum import contract_operands
 from .._core import dtypes, small_floats
-from .._core.barriers import pin_layout, round_result
-from ..integer.dot_general import Role, contract_roles
+from .._kernels.barriers import pin_layout, round_result
+from .._kernels.contraction import Role, contract_roles
 
 # XLA:CPU contracts an operand of many rows with up to so many columns in up to half of the time that the transposed
 # product takes.

@@ -12,7 +12,7 @@ from .._arrays import concatenate as joined
 from .._arrays import quantized_array
 from .._contractions.output import make_array, read_affine, read_output
 from .._core import checks, dtypes
-from .._onnx_ops.microsoft.qlinear_concat import qlinear_concat
+from .._onnx_ops.selection import qlinear_concat
 from .carrier import FakeQuantizedArray, Output, has_fake, train_codes
 
 

@@ -16,12 +16,11 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._arrays.quantized_array import QuantizedArray
-from .._core import checks, division, dtypes
+from .._core import checks, dtypes
 from .._core.entry_point import compile_entry_point
 from .._core.granularity import Aligned
-from .._core.known_values import find_known
-from .._core.number_arguments import convert_plain_scale
-from ..integer import _scaling
+from .._core.scale_arguments import convert_float32_scale, find_known
+from .._kernels import accumulator, division
 
 _NAME = "codes.quantize_bias"
 # XLA:CPU takes less than the least normal float32 for 0. Steps are float32, which has no 2**31 - 1.
@@ -57,7 +56,7 @@ def quantize_bias(bias: ArrayLike, lhs_scale: ArrayLike, rhs_scale: ArrayLike) -
 
     Source: Jacob et al., arXiv 1712.05877, section 2.4; ONNX Runtime's fusion of QLinearConv.
     """
-    scales = [convert_plain_scale(_NAME, n, s) for n, s in (("lhs_scale", lhs_scale), ("rhs_scale", rhs_scale))]
+    scales = [convert_float32_scale(_NAME, n, s) for n, s in (("lhs_scale", lhs_scale), ("rhs_scale", rhs_scale))]
     return _quantize_bias(bias, *scales)
 
 
@@ -70,7 +69,7 @@ def _quantize_steps(bias: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array)
         sizes = (1,) if argument == "lhs_scale" else (1, bias.size)
         expected = "one element" if argument == "lhs_scale" else f"one element or {bias.size}, as the bias has"
         checks.require(scale.size in sizes, _NAME, argument, expected, f"shape {scale.shape}")
-    products = _scaling.multiply_scales(lhs_scale.reshape(1), rhs_scale.reshape(-1))
+    products = accumulator.multiply_scales(lhs_scale.reshape(1), rhs_scale.reshape(-1))
     wide = jnp.broadcast_to(products, (bias.size,)).reshape(bias.shape)
     steps = lax.round(division.divide(bias, wide), lax.RoundingMethod.TO_NEAREST_EVEN)
     return steps, products

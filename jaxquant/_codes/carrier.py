@@ -15,8 +15,8 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._contractions.output import Affine, ScaledSpec, make_array, read_affine
 from .._core import dtypes
-from .._core.affine import quantize_affine
 from .._core.granularity import PerTensor
+from .._kernels.affine import quantize_affine
 from .._training.quantizer import Quantizer
 
 

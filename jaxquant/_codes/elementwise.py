@@ -14,11 +14,9 @@ from .._arrays.quantized_array import QuantizedArray
 from .._contractions.output import make_array, read_affine, read_output
 from .._core import checks, dtypes
 from .._core.granularity import Aligned
-from .._core.known_values import find_known
-from .._onnx_ops.microsoft.qlinear_add import qlinear_add
-from .._onnx_ops.microsoft.qlinear_leaky_relu import qlinear_leaky_relu
-from .._onnx_ops.microsoft.qlinear_mul import qlinear_mul
-from .._onnx_ops.microsoft.qlinear_sigmoid import qlinear_sigmoid
+from .._core.scale_arguments import find_known
+from .._onnx_ops.activations import qlinear_leaky_relu, qlinear_sigmoid
+from .._onnx_ops.arithmetic import qlinear_add, qlinear_mul
 from .carrier import FakeQuantizedArray, Output, has_fake, train_codes
 from .pooling import read_operand
 
@@ -101,7 +99,7 @@ def _combine(function: str, a: Any, b: Any, output: Any) -> Any:
     try:
         jnp.broadcast_shapes(a.shape, b.shape)  # a dimension may be symbolic
     except ValueError:
-        checks.require(False, function, "a, b", "shapes that broadcast", f"{a.shape} and {b.shape}")
+        checks.refuse(function, "a, b", "shapes that broadcast", f"{a.shape} and {b.shape}")
     codes = _OPERATORS[function](
         a.codes, left.scale, left.zero_point, b.codes, right.scale, right.zero_point, result.scale, result.zero_point
     )

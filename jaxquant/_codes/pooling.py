@@ -15,8 +15,7 @@ from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._contractions.output import Affine, make_array, read_affine, read_output
 from .._core import checks, dtypes
-from .._onnx_ops.microsoft.qlinear_average_pool import qlinear_average_pool
-from .._onnx_ops.microsoft.qlinear_reduce_mean import qlinear_reduce_mean
+from .._onnx_ops.pooling import qlinear_average_pool, qlinear_reduce_mean
 from .carrier import FakeQuantizedArray, Output, train_codes
 
 

@@ -14,10 +14,10 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
-from .._core import barriers, checks, dtypes, granularity, recording, rounding, sharding, small_floats
-from ..integer import _dot_kernel, _operands, _scaling
-from ..integer._conv_geometry import Plan, plan_convolution
-from ..integer.conv_general_dilated import arrange_layout
+from .._core import checks, dtypes, granularity, recording, sharding, small_floats
+from .._kernels import accumulator, barriers, matrix_product, rounding, signed_codes
+from .._kernels.convolution import ConvolutionPlan, arrange_layout
+from ..integer._conv_geometry import plan_convolution
 from . import dot_integer
 from .dot import Operand, check_operand
 from .output import Epilogue, ScaledSpec, read_epilogue
@@ -131,7 +131,7 @@ def conv_general_dilated(
 def plan_array_convolution(
     function: str, lhs: Any, rhs: Any, window_strides: Any, padding: Any, lhs_dilation: Any, rhs_dilation: Any,
     dimension_numbers: Any, feature_group_count: Any, batch_group_count: Any,
-) -> Plan:  # fmt: skip
+) -> ConvolutionPlan:  # fmt: skip
     """Check the static arguments of a convolution and return its plan."""
     # Check before jit, whose cache of compiled programs cannot tell True, 1 and 1.0 apart.
     ints = functools.partial(checks.check_integers, function)
@@ -143,13 +143,19 @@ def plan_array_convolution(
 
 
 def convolve_checked(
-    function: str, x: Any, w: Any, plan: Plan, precision: Any, preferred: Any, epilogue: Epilogue | None = None
+    function: str,
+    x: Any,
+    w: Any,
+    plan: ConvolutionPlan,
+    precision: Any,
+    preferred: Any,
+    epilogue: Epilogue | None = None,
 ) -> Any:
     """Return the `conv_general_dilated` of two checked operands, with errors that name `function`."""
     quantized = [isinstance(v, QuantizedArray) for v in (x, w)]
     if not any(quantized):
         got = f"{checks.describe_value(x)} and {checks.describe_value(w)}"
-        checks.require_type(False, function, "lhs, rhs", "a QuantizedArray on at least one side", got)
+        checks.refuse_type(function, "lhs, rhs", "a QuantizedArray on at least one side", got)
     dtype = preferred or dtypes.find_wider(x.dtype, w.dtype)
     if not all(quantized):
         return _convolve_weight_only(x, w, plan=plan, precision=precision, dtype=dtype)
@@ -158,7 +164,7 @@ def convolve_checked(
     return y if epilogue is None else epilogue.wrap(y, dtype)
 
 
-def convolve_floats(lhs: jax.Array, rhs: jax.Array, plan: Plan, precision: Any) -> jax.Array:
+def convolve_floats(lhs: jax.Array, rhs: jax.Array, plan: ConvolutionPlan, precision: Any) -> jax.Array:
     """Return the convolution of two float arrays."""
     geometry = plan.geometry
     return lax.conv_general_dilated(
@@ -167,7 +173,7 @@ def convolve_floats(lhs: jax.Array, rhs: jax.Array, plan: Plan, precision: Any) 
     )  # fmt: skip
 
 
-def _check_integers(function: str, lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan) -> None:
+def _check_integers(function: str, lhs: QuantizedArray, rhs: QuantizedArray, plan: ConvolutionPlan) -> None:
     """Check that two arrays convolve as integers: no scale or zero point varies along a dimension that is summed."""
     # Only the batch of lhs and the features of rhs are not summed.
     image, feature = plan.numbers.lhs_spec[0], plan.numbers.rhs_spec[0]
@@ -182,14 +188,14 @@ def _check_integers(function: str, lhs: QuantizedArray, rhs: QuantizedArray, pla
                 continue
             expected = f"one {name}, " + (f"or one for each {kept_name}, " if name in kept else "")
             got = f"shape {part.shape} for codes of shape {q.shape}"
-            checks.require(False, function, f"{argument}.{name}", f"{expected}or {argument}.dequantize()", got)
+            checks.refuse(function, f"{argument}.{name}", f"{expected}or {argument}.dequantize()", got)
     terms, limit = math.prod(rhs.shape) // max(rhs.shape[feature], 1), dot_integer.count_exact_terms(lhs, rhs)
     expected = f"a sum of at most {limit} products of two codes, which int32 can hold, or rhs.dequantize()"
     checks.require(terms <= limit, function, "rhs", expected, terms)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("plan", "precision", "dtype"))
-def _convolve_weight_only(lhs: Any, rhs: Any, *, plan: Plan, precision: Any, dtype: Any) -> jax.Array:
+def _convolve_weight_only(lhs: Any, rhs: Any, *, plan: ConvolutionPlan, precision: Any, dtype: Any) -> jax.Array:
     # Convolve in float32, so that a 16-bit result is rounded only once, at the end.
     lhs, rhs = (
         dequantize_checked(x.astype(jnp.float32)) if isinstance(x, QuantizedArray) else x.astype(jnp.float32)
@@ -201,7 +207,7 @@ def _convolve_weight_only(lhs: Any, rhs: Any, *, plan: Plan, precision: Any, dty
 
 @functools.partial(jax.jit, static_argnames=("plan", "dtype"))
 def _convolve_integers(
-    lhs: QuantizedArray, rhs: QuantizedArray, epilogue: Epilogue | None, *, plan: Plan, dtype: Any
+    lhs: QuantizedArray, rhs: QuantizedArray, epilogue: Epilogue | None, *, plan: ConvolutionPlan, dtype: Any
 ) -> jax.Array:
     features = rhs.shape[plan.numbers.rhs_spec[0]]
     lhs_scale, rhs_scale = (small_floats.scale_as_float32(q.scale) for q in (lhs, rhs))
@@ -218,7 +224,7 @@ def _convolve_integers(
     if points[0] is not None and points[0].size != 1:
         codes, points[0], correction, plan = _move_zero_points(lhs, points[0], rhs, points[1], plan)
     lhs_steps, rhs_steps = (
-        _operands.convert_steps(point, q.codes.dtype, _operands.is_centred(point, q.codes.dtype))
+        signed_codes.convert_steps(point, q.codes.dtype, signed_codes.is_centred(point, q.codes.dtype))
         for point, q in zip(points, (lhs, rhs), strict=True)
     )
 
@@ -234,15 +240,15 @@ def _convolve_integers(
             acc = acc - spread(correction)
         if epilogue is not None:
             return epilogue.finish(acc, images, kernels, spread, axis)
-        y = barriers.round_result(acc.astype(jnp.float32) * spread(_scaling.multiply_scales(images, kernels)))
+        y = barriers.round_result(acc.astype(jnp.float32) * spread(accumulator.multiply_scales(images, kernels)))
         return rounding.round_to_dtype(y, dtype).astype(dtype)
 
     return arrange_layout(codes, rhs.codes, lhs_steps, rhs_steps, plan, finish)
 
 
 def _move_zero_points(
-    lhs: QuantizedArray, points: jax.Array, rhs: QuantizedArray, rhs_point: jax.Array | None, plan: Plan
-) -> tuple[jax.Array, jax.Array | None, jax.Array, Plan]:
+    lhs: QuantizedArray, points: jax.Array, rhs: QuantizedArray, rhs_point: jax.Array | None, plan: ConvolutionPlan
+) -> tuple[jax.Array, jax.Array | None, jax.Array, ConvolutionPlan]:
     """Return images with a zero point each in a form that the kernel takes, which knows one zero point.
 
     conv(x - z[n], w) = conv(x - z, w) - (z[n] - z) * sum(w), if the images are padded with their own zero points.
@@ -278,7 +284,7 @@ def _pad_with_zero_points(codes: jax.Array, points: jax.Array, image: int, pads:
     def spread(like: jax.Array) -> jax.Array:
         return sharding.place_like(lax.broadcast_in_dim(own, like.shape, (image,)), like)
 
-    if codes.dtype in _operands.EIGHT_BITS and not recording.is_recording():
+    if codes.dtype in dtypes.EIGHT_BITS and not recording.is_recording():
         # The difference and the sum wrap around, so that together they change no code, and XLA needs no mask. Rounding
         # to few codes is a fusion of its own.
         codes = barriers.split_small_fusion(codes, barriers.MOST_ALONE)
@@ -298,13 +304,13 @@ def _sum_kernels(codes: jax.Array, feature: int) -> jax.Array:
     if recording.is_recording() or sharding.is_placed(codes):
         return jnp.moveaxis(codes, feature, 0).astype(jnp.int32).reshape(features, -1).sum(1, dtype=jnp.int32)
     # A contraction with ones: XLA:CPU has a kernel for it, but compiles three loops for a reduction of int8.
-    signed, is_last = _operands.convert_to_signed(codes), feature == codes.ndim - 1
+    signed, is_last = signed_codes.convert_to_signed(codes), feature == codes.ndim - 1
     moved = signed if is_last else jnp.moveaxis(signed, feature, 0)
     kernels = moved.reshape((1, length, features) if is_last else (1, features, length))
-    sums = _dot_kernel.contract_integers(
-        _dot_kernel.make_ones(1, length), kernels, None, None, transposed=not is_last
+    sums = matrix_product.contract_integers(
+        matrix_product.make_ones(1, length), kernels, None, None, transposed=not is_last
     )[0, 0]  # fmt: skip
-    return sums + np.int32(length * _operands.find_offset(codes.dtype))
+    return sums + np.int32(length * signed_codes.read_offset(codes.dtype))
 
 
 def _read_entries(q: QuantizedArray, part: jax.Array, axis: int) -> jax.Array:

@@ -8,17 +8,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from .._arrays import parts, quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes, entry_point, sharding
-from ..integer import _matmul_shapes
-from ..integer.dot_general import DotDimensionNumbers, Role, check_placement, find_roles
+from .._kernels import rounding
+from .._kernels.contraction import Role
+from ..integer.dot_general import DotDimensionNumbers, MatrixShapes, check_placement, find_roles, match_matrices
 from . import dot_integer
 from .dot_integer import Axes
-from .dot_weight_only import contract_weight_only
+from .dot_weight_only import choose_contraction
 from .output import Epilogue, ScaledSpec, read_epilogue
 
 _NAME = "dot_general"
@@ -122,14 +124,19 @@ def contract_checked(
 ) -> Any:  # fmt: skip
     """Return the `dot_general` of checked operands and dimension numbers, with errors that name `function`."""
     sharding.check_out_sharding(function, out_sharding)
+    preferred = _check_options(function, precision, preferred)
+    return _contract_dimensions(
+        lhs, rhs, epilogue, function=function, numbers=numbers, precision=precision, preferred=preferred,
+        out_sharding=out_sharding, caller_axes=caller_axes,
+    )  # fmt: skip
+
+
+def _check_options(function: str, precision: Any, preferred: DTypeLike | None) -> np.dtype | None:
+    """Return the dtype that the caller asked for, or None; raise for a wrong one, or for a wrong precision."""
     checks.check_precision(function, precision)
-    if preferred is not None:
-        preferred = checks.check_dtype(function, "preferred_element_type", preferred, dtypes.FLOATS)
-    statics = {
-        "numbers": numbers, "precision": precision, "preferred": preferred, "out_sharding": out_sharding,
-        "caller_axes": caller_axes,
-    }  # fmt: skip
-    return _contract(lhs, rhs, epilogue, function=function, **statics)
+    if preferred is None:
+        return None
+    return checks.check_dtype(function, "preferred_element_type", preferred, dtypes.FLOATS)
 
 
 # A plain jit is enough: the operands have been checked, and a QuantizedArray is a pytree.
@@ -137,7 +144,7 @@ def contract_checked(
     jax.jit,
     static_argnames=("function", "numbers", "precision", "preferred", "out_sharding", "caller_axes"),
 )  # fmt: skip
-def _contract(
+def _contract_dimensions(
     lhs: Any, rhs: Any, epilogue: Epilogue | None, *, function: str, numbers: Any, precision: Any, preferred: Any,
     out_sharding: Any, caller_axes: Axes | None,
 ) -> Any:  # fmt: skip
@@ -148,14 +155,16 @@ def _contract(
         caller_axes = tuple(zip(left.contracted, right.contracted, strict=True))
     (lhs, left), (rhs, right) = _read_as_stored(lhs, left), _read_as_stored(rhs, right)
     if not all(isinstance(x, QuantizedArray) for x in (lhs, rhs)):
-        return contract_weight_only(lhs, rhs, left, right, precision, preferred, out_sharding)
+        contract, operands, dtype = choose_contraction(lhs, rhs, left, right, precision, out_sharding)
+        dtype = preferred or dtype
+        return rounding.round_to_dtype(contract(*operands), dtype).astype(dtype)
     for argument, q in (("lhs", lhs), ("rhs", rhs)):
         dot_integer.check_integer_array(function, argument, q)
     lhs, rhs = dot_integer.fill_empty_entries(lhs, left), dot_integer.fill_empty_entries(rhs, right)
     plan = dot_integer.plan_contraction(function, lhs, rhs, left, right, out_sharding, caller_axes)
     if epilogue is None:
-        return dot_integer.contract_integers(lhs, rhs, plan, preferred)
-    return dot_integer.contract_to_codes(function, lhs, rhs, plan, preferred, epilogue)
+        return dot_integer.multiply_codes(lhs, rhs, plan, preferred)
+    return dot_integer.multiply_to_codes(function, lhs, rhs, plan, preferred, epilogue)
 
 
 def _read_as_stored(x: Any, role: Role) -> tuple[Any, Role]:
@@ -182,7 +191,7 @@ def check_operands(function: str, lhs: Any, rhs: Any) -> tuple[Any, Any]:
     lhs, rhs = check_operand(function, "lhs", lhs), check_operand(function, "rhs", rhs)
     if not isinstance(lhs, QuantizedArray) and not isinstance(rhs, QuantizedArray):
         got = f"{checks.describe_value(lhs)} and {checks.describe_value(rhs)}"
-        checks.require_type(False, function, "lhs, rhs", "a QuantizedArray on at least one side", got)
+        checks.refuse_type(function, "lhs, rhs", "a QuantizedArray on at least one side", got)
     return lhs, rhs
 
 
@@ -198,6 +207,7 @@ def check_operand(function: str, argument: str, x: Any) -> Any:
     return x
 
 
+@quantized_array.register_matmul
 def matmul(
     lhs: Operand,
     rhs: Operand,
@@ -252,38 +262,37 @@ def matmul(
     Cotangents: as in `dot_general`.
     """
     a, b = check_operands("matmul", lhs, rhs)
-    shapes = _matmul_shapes.find_shapes("matmul", a, b, ("lhs", "rhs"))
+    shapes = match_matrices("matmul", a, b, ("lhs", "rhs"))
     sharding.check_out_sharding("matmul", out_sharding)
     epilogue = read_epilogue("matmul", bias, output, preferred_element_type, (a, b))
     if bias is not None and epilogue is not None:
         expected = () if b.ndim == 1 else (b.shape[-1],)
         checks.check_shape("matmul", "bias", epilogue.bias, expected, "one for each column of rhs")
-    partition = _find_matrix_partition("matmul", a, b, shapes, out_sharding)
+    partition = _match_partition("matmul", a, b, shapes, out_sharding)
+    preferred = _check_options("matmul", precision, preferred_element_type)
     # The operands may be reshaped below, but an error must name the dimensions of the caller's arrays.
     caller_axes = ((a.ndim - 1, max(b.ndim - 2, 0)),)
-
-    def contract(a: Any, b: Any, numbers: Any) -> Any:
-        # The product may lack leading dimensions of 1 that the final reshape adds; these have no sharding.
-        rank = a.ndim + b.ndim - 2 * len(numbers[0][0]) - len(numbers[1][0])
-        product_sharding = sharding.set_partition(out_sharding, partition and partition[len(partition) - rank :])
-        return contract_checked(
-            "matmul", a, b, numbers, precision, preferred_element_type, product_sharding, caller_axes, epilogue
-        )
-
+    batch: tuple[int, ...] = ()
     # If rhs is a single matrix, the batch dimensions of lhs are only additional rows of one product.
     if math.prod(shapes.b[:-2]) == 1:
-        y = contract(a, b.reshape(shapes.b[-2:]) if b.ndim != 2 else b, (((a.ndim - 1,), (0,)), ((), ())))
-        return y if y.shape == shapes.out else y.reshape(shapes.out)  # eager JAX runs a program for a reshape
-    batch = shapes.product[:-2]
-    a, b = (_broadcast_batch(x, shape, batch) for x, shape in ((a, shapes.a), (b, shapes.b)))
-    n = len(batch)
-    batch_axes = tuple(range(n))
-    return contract(a, b, (((n + 1,), (n,)), (batch_axes, batch_axes))).reshape(shapes.out)
+        b = b.reshape(shapes.b[-2:]) if b.ndim != 2 else b
+        contracted = ((a.ndim - 1,), (0,))
+    else:
+        batch = shapes.product[:-2]
+        a, b = (_broadcast_batch(x, shape, batch) for x, shape in ((a, shapes.a), (b, shapes.b)))
+        contracted = ((len(batch) + 1,), (len(batch),))
+    batch_axes = tuple(range(len(batch)))
+    # The product may lack leading dimensions of 1 that the final reshape adds; these have no sharding.
+    rank = a.ndim + b.ndim - 2 - len(batch)
+    y = _contract_dimensions(
+        a, b, epilogue, function="matmul", numbers=(contracted, (batch_axes, batch_axes)), precision=precision,
+        preferred=preferred, caller_axes=caller_axes,
+        out_sharding=sharding.set_partition(out_sharding, partition and partition[len(partition) - rank :]),
+    )  # fmt: skip
+    return y if y.shape == shapes.out else y.reshape(shapes.out)  # eager JAX runs a program for a reshape
 
 
-def _find_matrix_partition(
-    function: str, a: Any, b: Any, shapes: _matmul_shapes.Shapes, out_sharding: Any
-) -> tuple[Any, ...] | None:
+def _match_partition(function: str, a: Any, b: Any, shapes: MatrixShapes, out_sharding: Any) -> tuple[Any, ...] | None:
     """Return the mesh axes of the matrix product, in which a vector operand is a matrix of one row or column."""
     partition = sharding.find_out_partition(function, out_sharding, len(shapes.out))
     if partition is None:

@@ -11,29 +11,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._arrays import indexing
 from .._arrays.quantized_array import QuantizedArray
-from .._core import barriers, checks, dtypes, granularity, rounding, sharding, small_floats
-from ..integer import _operands, _scaling
-from ..integer._block_sum import sum_over_blocks
-from ..integer.dot_general import Role, contract_roles
+from .._core import checks, dtypes, granularity, sharding, small_floats
+from .._kernels import accumulator, barriers, rounding, signed_codes
+from .._kernels.accumulator import sum_over_blocks
+from .._kernels.contraction import Role, contract_roles, spread_outward
 from .output import Epilogue
 
 
 def check_integer_array(function: str, argument: str, q: QuantizedArray) -> None:
     """Check that the codes of a quantized array can be contracted as integers."""
     dtype = q.stored_codes.dtype
-    if q.codebook is None and dtype in _operands.DTYPES:
+    if q.codebook is None and dtype in dtypes.CONTRACTED:
         return
-    expected = f"values of {dtypes.list_names(_operands.DTYPES)} against a quantized array, or {argument}.dequantize()"
-    checks.require_type(False, function, argument, expected, q.codebook or dtype)
+    expected = f"values of {dtypes.list_names(dtypes.CONTRACTED)} against a quantized array, or {argument}.dequantize()"
+    checks.refuse_type(function, argument, expected, q.codebook or dtype)
 
 
 # Pairs of a dimension of lhs and a dimension of rhs.
 Axes = tuple[tuple[int, int], ...]
 
 
-class Plan(NamedTuple):
+class IntegerPlan(NamedTuple):
     """How an integer contraction is cut into blocks, and the sharding of its result.
 
     Attributes:
@@ -54,7 +53,7 @@ class Plan(NamedTuple):
 def plan_contraction(
     function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role, out_sharding: Any,
     caller_axes: Axes | None = None,
-) -> Plan:  # fmt: skip
+) -> IntegerPlan:  # fmt: skip
     """Return how to contract two quantized arrays; raise ContractValueError if integers cannot do it.
 
     Args:
@@ -75,8 +74,8 @@ def plan_contraction(
                     "which is gathered"
                 )
                 got = f"None, for {sharding.describe_placement(q.codes)}"
-                checks.require(False, function, "out_sharding", expected, got)
-    return Plan(left, right, axes, length, out_sharding)
+                checks.refuse(function, "out_sharding", expected, got)
+    return IntegerPlan(left, right, axes, length, out_sharding)
 
 
 def _find_cut(
@@ -98,13 +97,13 @@ def _find_cut(
         if not all(run == n or run % shortest == 0 for run in runs):
             expected = "blocks of both sides that end at the same indices, or a dequantized side"
             got = f"blocks of {sorted(runs)} along lhs's dimension {named_axes[0]} and rhs's {named_axes[1]}"
-            checks.require(False, function, "lhs, rhs", expected, got)
+            checks.refuse(function, "lhs, rhs", expected, got)
         if shortest < n:
             cuts.append((axes, shortest))
             caller_cuts.append(named_axes)
     if len(cuts) > 1:
         expected = "blocks along one contracted dimension, or a dequantized side"
-        checks.require(False, function, "lhs, rhs", expected, f"blocks along {caller_cuts}")
+        checks.refuse(function, "lhs, rhs", expected, f"blocks along {caller_cuts}")
     if cuts:
         return cuts[0]
     depth = math.prod(lhs.shape[a] for a in left.contracted)
@@ -151,7 +150,7 @@ def _find_runs(function: str, argument: str, q: QuantizedArray, axis: int, named
                 f"one {name} along the contracted dimension {named_axis}, or one for each block, or "
                 f"{argument}.dequantize()"
             )
-            checks.require(False, function, argument, expected, f"one for each of its {q.shape[axis]} indices")
+            checks.refuse(function, argument, expected, f"one for each of its {q.shape[axis]} indices")
         runs.append(sizes[axis])
     return runs
 
@@ -165,19 +164,22 @@ def count_exact_terms(lhs: QuantizedArray, rhs: QuantizedArray) -> int:
     return (2**31 - 1) // math.prod(largest)
 
 
-def contract_integers(lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan, preferred: Any) -> jax.Array:
+def multiply_codes(lhs: QuantizedArray, rhs: QuantizedArray, plan: IntegerPlan, preferred: Any) -> jax.Array:
     """Return the product of two quantized arrays in the dtype `preferred`, or in the wider of their dtypes."""
     dtype = preferred or dtypes.find_wider(lhs.dtype, rhs.dtype)
     # A sharded dimension is gathered, because JAX refuses to split it into blocks.
     if plan.axes is not None:
         lhs, rhs = (_gather_dimension(q, axis) for q, axis in zip((lhs, rhs), plan.axes, strict=True))
     sides = [prepare_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
-    y = _contract_whole(sides, plan.out_sharding) if plan.axes is None else _contract_in_blocks(sides, plan)
+    if plan.axes is None:
+        y = _scale_sums(contract_roles(*_list_operands(sides), plan.out_sharding), sides)
+    else:
+        y = _contract_in_blocks(sides, plan)
     return rounding.round_to_dtype(y, dtype).astype(dtype)
 
 
-def contract_to_codes(
-    function: str, lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan, preferred: Any, epilogue: Epilogue
+def multiply_to_codes(
+    function: str, lhs: QuantizedArray, rhs: QuantizedArray, plan: IntegerPlan, preferred: Any, epilogue: Epilogue
 ) -> Any:
     """Return the product of two quantized arrays with a bias of integers, as floats or as a QuantizedArray."""
     got = f"blocks of {plan.length} indices along lhs's dimension {plan.axes and plan.axes[0]}"
@@ -185,14 +187,14 @@ def contract_to_codes(
     expected += "the bias" if epilogue.output is None else "the output"
     checks.require(plan.axes is None, function, "lhs, rhs", expected, got)
     sides = [prepare_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
-    acc, scales = _contract_codes(sides, plan.out_sharding)
+    acc = contract_roles(*_list_operands(sides), plan.out_sharding)
     bias = epilogue.bias
     if bias is not None:
         fits = bias.ndim <= acc.ndim
         fits = fits and all(n in (1, m) for n, m in zip(bias.shape[::-1], acc.shape[::-1], strict=False))
         expected = f"a shape that broadcasts against the result, {acc.shape}"
         checks.require(fits, function, "bias", expected, f"shape {bias.shape}")
-    y = epilogue.finish(acc, *scales, lambda part: _scaling.spread_over_product(part, acc))
+    y = epilogue.finish(acc, *_spread_scales(sides), lambda part: accumulator.spread_over_product(part, acc))
     return epilogue.wrap(y, preferred or dtypes.find_wider(lhs.dtype, rhs.dtype))
 
 
@@ -225,61 +227,45 @@ def prepare_side(q: QuantizedArray, role: Role) -> _Side:
     """Return an operand with an entry of its scale and zero point for each index of the kept dimensions."""
     aligned, kept = granularity.Aligned(q.block_size), (*role.batch, *role.free)
     runs = tuple(None if p is None else aligned.sizes(p.shape, q.shape) for p in (q.zero_point, q.scale))
-    point = None if q.zero_point is None else expand_side(q, q.zero_point, kept)
+    point = None if q.zero_point is None else granularity.expand_along(q.zero_point, q.shape, q.block_size, kept)
     scale = small_floats.scale_as_float32(q.scale)
-    centred = _operands.is_centred(q.zero_point, q.codes.dtype)
-    steps = _operands.convert_steps(point, q.codes.dtype, centred)
-    return _Side(role, _operands.shift_to_signed(q.codes), steps, expand_side(q, scale, kept), (runs[0], runs[1]))
+    centred = signed_codes.is_centred(q.zero_point, q.codes.dtype)
+    steps = signed_codes.convert_steps(point, q.codes.dtype, centred)
+    return _Side(
+        role,
+        signed_codes.shift_to_signed(q.codes),
+        steps,
+        granularity.expand_along(scale, q.shape, q.block_size, kept),
+        (runs[0], runs[1]),
+    )
 
 
-def expand_side(q: QuantizedArray, part: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """Return a scale or zero point with its blocks along `axes` expanded to one entry per index."""
-    sizes = granularity.Aligned(q.block_size).sizes(part.shape, q.shape)
-    assert sizes is not None
-    for a in axes:
-        if part.shape[a] not in (1, q.shape[a]):
-            part = indexing.expand_blocks(part, a, sizes[a], q.shape[a])
-    return part
+def _list_operands(sides: Sequence[_Side]) -> tuple[jax.Array, jax.Array, Any, Any, Role, Role]:
+    """Return the arguments of `contract_roles` for two sides."""
+    lhs, rhs = sides
+    return lhs.codes, rhs.codes, lhs.steps, rhs.steps, lhs.role, rhs.role
 
 
-def _contract_whole(sides: Sequence[_Side], out_sharding: Any) -> jax.Array:
-    """Return the float32 product of two sides without blocks along the contracted dimensions."""
-    acc, scales = _contract_codes(sides, out_sharding)
+def _scale_sums(acc: jax.Array, sides: Sequence[_Side]) -> jax.Array:
+    """Return the int32 sums of two sides times both scales, in float32."""
+    scales = _spread_scales(sides)
     # The scales of rows and of columns may be sharded differently, and JAX would refuse to multiply them.
     if sharding.is_placed(acc):
-        scales = (_scaling.spread_over_product(scales[0], acc), _scaling.spread_over_product(scales[1], acc))
-    return _scaling.scale_by_both(acc, *scales)
+        scales = (accumulator.spread_over_product(scales[0], acc), accumulator.spread_over_product(scales[1], acc))
+    return accumulator.scale_by_both(acc, *scales)
 
 
-def _contract_codes(sides: Sequence[_Side], out_sharding: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Return the int32 product of two sides, and their scales with the product's rank."""
+def _spread_scales(sides: Sequence[_Side]) -> tuple[jax.Array, jax.Array]:
+    """Return the scales of two sides with the rank of their product."""
     lhs, rhs = sides
-    acc = contract_roles(lhs.codes, rhs.codes, lhs.steps, rhs.steps, lhs.role, rhs.role, out_sharding)
     frees = len(lhs.role.free), len(rhs.role.free)
-    scales = (spread_outward(lhs.scale, lhs.role, 0, frees[1]), spread_outward(rhs.scale, rhs.role, frees[0], 0))
-    return acc, scales
+    return spread_outward(lhs.scale, lhs.role, 0, frees[1]), spread_outward(rhs.scale, rhs.role, frees[0], 0)
 
 
-def spread_outward(scale: jax.Array, role: Role, before: int, after: int) -> jax.Array:
-    """Return an operand's scale with the rank of the product.
-
-    Args:
-        scale: an array of the operand's rank, of length 1 along the contracted dimensions.
-        role: the role of each dimension of the operand.
-        before: the number of free dimensions of the other operand that come before this operand's in the product.
-        after: the number of those that come after them.
-    """
-    order = (*role.batch, *role.free, *role.contracted)
-    transposed = lax.transpose(scale, order) if order != tuple(range(scale.ndim)) else scale
-    kept = transposed.shape[: len(role.batch) + len(role.free)]
-    batch = len(role.batch)
-    return lax.reshape(transposed, (*kept[:batch], *(1,) * before, *kept[batch:], *(1,) * after))
-
-
-def _contract_in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
+def _contract_in_blocks(sides: Sequence[_Side], plan: IntegerPlan) -> jax.Array:
     """Return the float32 sum of one integer contraction for each block of a contracted dimension."""
     assert plan.axes is not None
-    sides = [side._replace(codes=_operands.convert_to_signed(side.codes)) for side in sides]
+    sides = [side._replace(codes=signed_codes.convert_to_signed(side.codes)) for side in sides]
     depth = sides[0].codes.shape[plan.axes[0]]
     full_blocks, tail = divmod(depth, plan.length)
     y = None
@@ -289,12 +275,12 @@ def _contract_in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
         def contract_block(blocks: Any) -> jax.Array:
             pairs = zip(sides, blocks, strict=True)
             block_sides = [side._replace(codes=b[0], steps=b[1], scale=b[2]) for side, b in pairs]
-            return _contract_whole(block_sides, plan.out_sharding)
+            return _scale_sums(contract_roles(*_list_operands(block_sides), plan.out_sharding), block_sides)
 
         y = sum_over_blocks(contract_block, stacks)
     if tail:
         tails = [_take_tail(side, axis, depth, plan.length) for side, axis in zip(sides, plan.axes, strict=True)]
-        last = _contract_whole(tails, plan.out_sharding)
+        last = _scale_sums(contract_roles(*_list_operands(tails), plan.out_sharding), tails)
         # The last product is rounded before this addition, and the sum before whatever follows.
         y = last if y is None else barriers.round_result(y + last)
     assert y is not None

@@ -1,7 +1,7 @@
 """The contraction of a float array with a quantized one, in the form that suits its size and layout on a CPU.
 
-- A few rows are contracted as integers: see `float_digits`.
-- A single row is contracted as in `scaled_rows`, if XLA vectorizes that.
+- A few rows are contracted as integers: see `_kernels.digits`.
+- A single row is contracted as in `_kernels.scaled_rows`, if XLA vectorizes that.
 - Otherwise the codes are dequantized one chunk at a time, or at once if they are few.
 """
 
@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from .._arrays import quantized_array, weight_only
+from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
-from .._arrays.weight_only import Chunk, Cut
-from .._core import dtypes, granularity, rounding, sharding
-from ..integer import _layout, _operands, _planes
-from ..integer.dot_general import Role
-from . import float_digits, scaled_rows
+from .._core import dtypes, granularity, sharding
+from .._kernels import barriers, digits, packed_codes, scaled_rows, weight_chunks
+from .._kernels.contraction import Role
+from .._kernels.weight_chunks import Chunk, Cut
+from . import dot_integer
 
 # The largest number of rows that are contracted as digits: for codes with their contracted dimensions last, for others
 # of 8 bits, and for others of less. With more rows, six int8 rows take longer than dequantizing in chunks.
@@ -31,7 +33,7 @@ _FEW_ROWS_LAST, _FEW_ROWS, _FEW_ROWS_PACKED = 16, 4, 1
 _FEWEST_FOR_DIGITS, _FEWEST_FOR_ROW = 2**20, 2**15
 
 
-class _Config(NamedTuple):
+class _WeightOnlyProduct(NamedTuple):
     """The static arguments of a weight-only contraction.
 
     Attributes:
@@ -63,22 +65,22 @@ class _Config(NamedTuple):
         """Whether the codes are cut along the contracted dimension, which comes first in memory."""
         return self.role.contracted == (0,)
 
-    def contract_on_cpu(self, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
-        """Return the float32 product in the form that a CPU runs fast."""
-        return _make_batchable(self)(x, codes, scale, zero_point)
+    def make_cpu_form(self) -> Callable[..., jax.Array]:
+        """Return the function that computes the float32 product on a CPU."""
+        return _make_batchable(self)
 
     def contract_dequantized(self, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
         """Return the float32 product of x and dequantized codes."""
-        is_small = not _is_static(codes.shape) or codes.size <= weight_only.WHOLE
+        is_small = not _is_static(codes.shape) or codes.size <= weight_chunks.WHOLE
         is_whole = is_small or self.has_many_rows(x, codes) or self.find_axis(codes) is None
-        contract = weight_only.contract_at_once if is_whole else weight_only.contract_in_chunks
+        contract = weight_chunks.contract_at_once if is_whole else weight_chunks.contract_in_chunks
         return contract(self, x, codes, scale, zero_point)
 
     def has_many_rows(self, x: jax.Array, codes: jax.Array) -> bool:
         """Return whether x has so many rows that all weights are dequantized at once."""
         rows = math.prod(x.shape[axis] for axis in self.x_role.free)
         is_static = isinstance(rows, int) and _is_static(codes.shape)
-        return is_static and rows >= weight_only.MANY_ROWS and codes.size <= weight_only.WHOLE_OF_MANY_ROWS
+        return is_static and rows >= weight_chunks.MANY_ROWS and codes.size <= weight_chunks.WHOLE_OF_MANY_ROWS
 
     def find_axis(self, codes: jax.Array) -> int | None:
         """Return the dimension of the codes that is cut: the contracted one, or the longest other one."""
@@ -124,8 +126,8 @@ class _Config(NamedTuple):
             if zero_point is not None and zero_point.shape[axis] != 1:
                 zero_point = chunk.take(zero_point, axis, _find_run(q, zero_point, axis))
             codes, scale = chunk.take(codes, axis), wait(scale)
-        is_sum = math.prod(codes.shape[axis] for axis in self.role.contracted) != 1
-        return quantized_array.dequantize_checked(self.unflatten(codes, scale, zero_point), for_contraction=is_sum)
+        use = "any" if math.prod(codes.shape[axis] for axis in self.role.contracted) == 1 else "operand"
+        return quantized_array.dequantize_checked(self.unflatten(codes, scale, zero_point), use=use)
 
     def contract_chunk(self, x: jax.Array, weights: jax.Array) -> jax.Array:
         """Return the product in float32, whatever dtype the operands have."""
@@ -144,7 +146,7 @@ class _Config(NamedTuple):
         rows = len(self.x_role.free)
         return lax.transpose(y, (*range(rows, y.ndim), *range(rows)))
 
-    def add_rows(self) -> _Config:
+    def add_rows(self) -> _WeightOnlyProduct:
         """Return the configuration for a float side with one more free dimension, its first."""
         role = self.x_role
         batch, free, contracted = (tuple(axis + 1 for axis in axes) for axes in role)
@@ -156,27 +158,34 @@ class _Config(NamedTuple):
         return len(self.x_role.batch) + (len(self.left.free) if self.quantized == 0 else 0)
 
 
-def contract_weight_only(
-    lhs: Any, rhs: Any, left: Role, right: Role, precision: Any, preferred: Any, out_sharding: Any
-) -> jax.Array:
-    """Return the float product of a quantized and a float array."""
+def choose_contraction(
+    lhs: QuantizedArray | jax.Array, rhs: QuantizedArray | jax.Array, left: Role, right: Role, precision: Any,
+    out_sharding: Any,
+) -> tuple[Callable[..., jax.Array], tuple[Any, ...], np.dtype]:  # fmt: skip
+    """Return how to contract a quantized and a float array: a function, its operands, and the dtype of the result.
+
+    The function returns the product in float32.
+    """
     quantized = 0 if isinstance(lhs, QuantizedArray) else 1
     q: Any = (lhs, rhs)[quantized]
     x: Any = (lhs, rhs)[1 - quantized]
     # Convert both sides to one dtype, because JAX refuses to mix dtypes if the user has chosen strict promotion.
     wide = dtypes.find_wider(q.dtype, x.dtype)
     leaves, static = q.astype(wide).tree_flatten()
-    config = _Config(left, right, quantized, static, precision, out_sharding)
+    product = _WeightOnlyProduct(left, right, quantized, static, precision, out_sharding)
     # Reshapes and slices of an array whose sharding is part of its type may not be possible.
     is_placed = out_sharding is not None or sharding.is_placed(x) or sharding.is_placed(q.codes)
-    contract = weight_only.contract_at_once if is_placed else weight_only.contract
-    y: Any = contract(config, x.astype(wide), *leaves)
-    dtype = wide if preferred is None else preferred
-    return rounding.round_to_dtype(y, dtype).astype(dtype)
+    contract = weight_chunks.contract_at_once if is_placed else weight_chunks.contract_weights
+    return functools.partial(contract, product), (x.astype(wide), *leaves), wide
 
 
-def _contract_on_cpu(
-    config: _Config, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any, few_rows: int | None = None
+def _contract_by_size(
+    config: _WeightOnlyProduct,
+    x: jax.Array,
+    codes: jax.Array,
+    scale: jax.Array,
+    zero_point: Any,
+    few_rows: int | None = None,
 ) -> jax.Array:
     """Return the contraction; `few_rows` is the largest number of rows for digits, None to find it."""
     q, role, x_role = config.unflatten(codes, scale, zero_point), config.role, config.x_role
@@ -193,26 +202,30 @@ def _contract_on_cpu(
         return y if config.quantized == 1 else lax.transpose(y, (*range(columns, y.ndim), *range(columns)))
 
     if rows == 1 and codes.size >= _FEWEST_FOR_ROW and scaled_rows.IS_VECTORIZED:
-        contract_row = scaled_rows.find_form(q, role)
+        matrix = read_scaled_codes(q)
+        contract_row = scaled_rows.choose_form(matrix, role)
         if contract_row is not None:
-            y, is_exact = contract_row(x.reshape(-1), q, role)
+            y, is_exact = contract_row(x.reshape(-1), matrix, role)
             shape = (*(x.shape[axis] for axis in x_role.free), *(codes.shape[axis] for axis in role.free))
             y = y.reshape(shape)
             return config.swap_sides(lax.cond(is_exact, lambda: y, contract_swapped))
     few_rows = _find_few_rows(q, role) if few_rows is None else few_rows
     # To cut the codes into planes costs a second contraction, which is of less use the more rows there are.
-    if _planes.count_planes(codes, scale, zero_point) > 1 and not config.has_many_rows(x, codes):
+    if packed_codes.count_column_planes(codes, scale, zero_point) > 1 and not config.has_many_rows(x, codes):
         return _contract_planes(config, x, codes, scale, zero_point, few_rows)
     if codes.size >= _FEWEST_FOR_DIGITS and _has_digits(q, role) and rows <= few_rows:
-        return config.swap_sides(float_digits.contract_digits(x, q, x_role, role, contract_swapped))
+        side = dot_integer.prepare_side(q, role)
+        y, is_exact = digits.contract_digits(x, side.codes, side.steps, side.scale, x_role, role)
+        is_exact &= digits.has_moderate_scales(q.scale)
+        return config.swap_sides(lax.cond(is_exact, lambda: y, contract_swapped))
     return contract_dequantized()
 
 
 def _contract_planes(
-    config: _Config, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any, few_rows: int
+    config: _WeightOnlyProduct, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any, few_rows: int
 ) -> jax.Array:
     """Return the contraction of x with codes of 2 or 4 bits, one plane after the other."""
-    count, last, role = _planes.count_planes(codes, scale, zero_point), codes.ndim - 1, config.role
+    count, last, role = packed_codes.count_column_planes(codes, scale, zero_point), codes.ndim - 1, config.role
     point = None if zero_point is None else zero_point.astype(jnp.int8)
     is_summed = last in role.contracted
     results = []
@@ -221,27 +234,34 @@ def _contract_planes(
         if is_summed:
             axis = config.x_role.contracted[role.contracted.index(last)]
             x_plane = lax.slice_in_dim(x, place, None, count, axis)
-        plane = _planes.take_code_plane(codes, place, count)
-        plane_scale, plane_point = (_planes.take_plane(part, place, count) for part in (scale, point))
-        results.append(_contract_on_cpu(config, x_plane, plane, plane_scale, plane_point, few_rows))
+        plane = packed_codes.take_code_plane(codes, place, count)
+        plane_scale, plane_point = (packed_codes.take_plane(part, place, count) for part in (scale, point))
+        results.append(_contract_by_size(config, x_plane, plane, plane_scale, plane_point, few_rows))
     if is_summed:
         return functools.reduce(jnp.add, results)
     before = 0 if config.quantized == 0 else len(config.left.free)
-    return _planes.join_planes(results, before + role.free.index(last))
+    return packed_codes.join_planes(results, before + role.free.index(last))
+
+
+def read_scaled_codes(q: QuantizedArray) -> scaled_rows.ScaledCodes:
+    """Return the parts of an array in the form of the kernel."""
+    book = q.codebook
+    decode, levels = (None, ()) if book is None else (book.decode, book.levels)
+    return scaled_rows.ScaledCodes(q.codes, q.scale, q.zero_point, q.block_size, decode, levels)
 
 
 def _has_digits(q: QuantizedArray, role: Role) -> bool:
     """Return whether a float row can be contracted with q as digits."""
-    if q.codebook is not None or q.codes.dtype not in _operands.DTYPES:
+    if q.codebook is not None or q.codes.dtype not in dtypes.CONTRACTED:
         return False
     parts = [part for part in (q.scale, q.zero_point) if part is not None]
     is_shared = all(part.shape[axis] == 1 for part in parts for axis in role.contracted)
-    return is_shared and math.prod(q.shape[axis] for axis in role.contracted) <= float_digits.LIMIT
+    return is_shared and math.prod(q.shape[axis] for axis in role.contracted) <= digits.LIMIT
 
 
 def _find_few_rows(q: QuantizedArray, role: Role) -> int:
     """Return the largest number of rows that are contracted as digits."""
-    is_last = not _layout.is_moving((*role.free, *role.contracted), q.shape)
+    is_last = not barriers.is_moving((*role.free, *role.contracted), q.shape)
     if is_last:
         return _FEW_ROWS_LAST
     return _FEW_ROWS if dtypes.find_width(q.codes.dtype) == 8 else _FEW_ROWS_PACKED
@@ -261,16 +281,16 @@ def _is_static(shape: tuple[Any, ...]) -> bool:
 
 # Created once for each configuration, because JAX reuses a trace only for the same function object.
 @functools.lru_cache(maxsize=1024)
-def _make_batchable(config: _Config) -> Any:
-    function = custom_vmap(functools.partial(_contract_on_cpu, config))
+def _make_batchable(config: _WeightOnlyProduct) -> Any:
+    function = custom_vmap(functools.partial(_contract_by_size, config))
     function.def_vmap(functools.partial(_contract_under_vmap, config))
     return function
 
 
-def _contract_under_vmap(config: _Config, size: int, batched: Any, *operands: Any) -> tuple[jax.Array, bool]:
+def _contract_under_vmap(config: _WeightOnlyProduct, size: int, batched: Any, *operands: Any) -> tuple[jax.Array, bool]:
     """Return the contraction of operands under vmap. If only x has the mapped axis, the axis becomes more rows."""
     if batched[0] and not any(batched[1:]):
         wider = config.add_rows()
-        return jnp.moveaxis(wider.contract_on_cpu(*operands), wider.find_first_row_axis(), 0), True
+        return jnp.moveaxis(wider.make_cpu_form()(*operands), wider.find_first_row_axis(), 0), True
     axes = [0 if is_batched else None for is_batched in batched]
     return jax.vmap(config.contract_dequantized, axes, axis_size=size)(*operands), True

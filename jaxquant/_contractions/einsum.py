@@ -17,8 +17,9 @@ from jax.typing import ArrayLike, DTypeLike
 from opt_einsum.parser import parse_einsum_input
 
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
-from .._core import checks, rounding, sharding
+from .._core import checks, sharding
 from .._core.dtypes import FLOAT32, FLOATS
+from .._kernels import rounding
 from .dot import Operand, check_operand, contract_checked
 from .dot_integer import Axes
 from .output import Epilogue, ScaledSpec, read_epilogue
@@ -99,7 +100,7 @@ def einsum(
     checks.check_precision(_NAME, precision)
     if not any(isinstance(x, QuantizedArray) for x in arrays):
         got = ", ".join(str(checks.describe_value(x)) for x in arrays) or "none"
-        checks.require_type(False, _NAME, "operands", "a QuantizedArray among them", got)
+        checks.refuse_type(_NAME, "operands", "a QuantizedArray among them", got)
     if preferred_element_type is not None:
         preferred_element_type = checks.check_dtype(_NAME, "preferred_element_type", preferred_element_type, FLOATS)
     sharding.check_out_sharding(_NAME, out_sharding)
@@ -215,7 +216,7 @@ def parse_subscripts(function: str, subscripts: Any, ranks: Sequence[int]) -> tu
 def _check_subscripts(function: str, subscripts: Any) -> None:
     """Raise ContractTypeError unless the subscripts are a string."""
     if not isinstance(subscripts, str):
-        checks.require_type(False, function, "subscripts", "a string", checks.describe_value(subscripts))
+        checks.refuse_type(function, "subscripts", "a string", checks.describe_value(subscripts))
 
 
 def _check_terms(function: str, text: str, ranks: Sequence[int], subscripts: str) -> None:
@@ -255,7 +256,7 @@ def _find_sizes(
             if n != sizes[label] and not (broadcasts and n == 1):
                 place = 'under "..."' if broadcasts else f"of index {label!r}"
                 expected = f"size {known} {place}, as in the operands before it"
-                checks.require(False, function, f"operands[{i}]", expected, f"shape {x.shape}")
+                checks.refuse(function, f"operands[{i}]", expected, f"shape {x.shape}")
     # numpy's search for a path, and the backward pass of `quantized_einsum`, need a letter for every index.
     expected = f"at most {len(string.ascii_letters)} indices"
     checks.require(len(sizes) <= len(string.ascii_letters), function, "subscripts", expected, len(sizes))

@@ -14,9 +14,9 @@ import numpy as np
 from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, entry_point, known_values, number_arguments, recording, rounding, sharding
+from .._core import checks, dtypes, entry_point, recording, scale_arguments, sharding
 from .._core.granularity import PerTensor
-from ..integer import _operands, _requantize, _scaling
+from .._kernels import accumulator, rounding
 
 
 class ScaledSpec(Protocol):
@@ -76,16 +76,16 @@ def read_output(function: str, output: Any) -> Affine:
     assert isinstance(spec, QuantSpec)
     check_output_spec(function, "output.spec", spec)
     checks.require(output.scale is not None, function, "output.scale", "a scale, because it is not found here", "None")
-    scale = number_arguments.convert_plain_scale(function, "output.scale", _unwrap_scalar(output.scale))
+    scale = scale_arguments.convert_float32_scale(function, "output.scale", _unwrap_scalar(output.scale))
     checks.check_array(function, "output.scale", scale, (dtypes.FLOAT32,))
-    known_values.check_positive(function, "output.scale", scale)
+    scale_arguments.check_positive_scale(function, "output.scale", scale)
     zero_point = _read_zero_point(function, spec, output.zero_point)
     return Affine(_read_scalar(function, "output.scale", scale), zero_point, spec.carrier)
 
 
 def check_output_spec(function: str, argument: str, spec: QuantSpec) -> None:
     """Raise unless runtimes have kernels whose results are quantized by a spec: 8 bits, per tensor, all codes."""
-    is_known = spec.codebook is None and spec.carrier in _operands.EIGHT_BITS
+    is_known = spec.codebook is None and spec.carrier in dtypes.EIGHT_BITS
     expected = "a spec of int8 or uint8, the dtypes that integer kernels return"
     checks.require_type(is_known, function, argument, expected, spec.dtype)
     is_single = spec.granularity == spec.zero_point_granularity == PerTensor()
@@ -105,10 +105,10 @@ def _read_zero_point(function: str, spec: QuantSpec, value: Any) -> Any:
         checks.require(fixed is not None, function, name, "a zero point, because the spec is not symmetric", "None")
         return np.asarray(fixed, spec.carrier) if fixed else None
     if type(value) is int:
-        return number_arguments.fit_number(function, name, value, spec.carrier)
+        return scale_arguments.fit_number(function, name, value, spec.carrier)
     checks.check_array(function, name, value, (spec.carrier, dtypes.FLOAT32))
     if value.dtype == dtypes.FLOAT32:  # a learned zero point
-        known_values.check_codes(function, name, value, dtypes.find_bounds(spec.carrier))
+        scale_arguments.check_rounded_zero_point(function, name, value, dtypes.find_bounds(spec.carrier))
         value = rounding.encode_steps(jnp.asarray(value), None, spec.carrier)
     return _read_scalar(function, name, value)
 
@@ -127,7 +127,7 @@ def _read_scalar(function: str, argument: str, value: Any) -> Any:
 
 def read_affine(function: str, argument: str, q: QuantizedArray) -> Affine:
     """Return the scale and the zero point of 8-bit codes that have one of each; q has been checked."""
-    is_known = q.codebook is None and q.codes.dtype in _operands.EIGHT_BITS
+    is_known = q.codebook is None and q.codes.dtype in dtypes.EIGHT_BITS
     expected = f"codes of int8 or uint8, which integer kernels take, or {argument}.dequantize()"
     checks.require_type(is_known, function, argument, expected, q.codebook or q.codes.dtype)
     checks.check_array(function, f"{argument}.scale", q.scale, (dtypes.FLOAT32,))
@@ -179,9 +179,9 @@ class Epilogue(NamedTuple):
         """
         if recording.is_recording() and self.output is not None:
             parts = (self.bias, lhs_scale, rhs_scale)
-            placed = (None if p is None else _requantize.place_part(p, acc.ndim, axis) for p in parts)
+            placed = (None if p is None else accumulator.place_part(p, acc.ndim, axis) for p in parts)
             scale, steps = jnp.asarray(self.output.scale).reshape(()), self.output.make_steps().reshape(())
-            return _requantize.requantize_product(acc, *placed, scale, steps, self.output.dtype)
+            return accumulator.requantize_product(acc, *placed, scale, steps, self.output.dtype)
         if self.bias is not None:
             acc = acc + spread(self.bias)
         ones = (1,) * lhs_scale.ndim
@@ -192,10 +192,10 @@ class Epilogue(NamedTuple):
         if sharding.is_placed(acc):
             scales = [spread(scale) for scale in scales]
         if self.output is None:
-            return _scaling.scale_product(acc, spread(_scaling.multiply_scales(*scales)))
-        factor = spread(_requantize.find_multiplier(*scales))
+            return accumulator.scale_product(acc, spread(accumulator.multiply_scales(*scales)))
+        factor = spread(accumulator.compute_multiplier(*scales))
         steps = spread(self.output.make_steps().reshape(ones))
-        return _requantize.requantize_accumulator(acc, factor, steps, self.output.dtype)
+        return accumulator.requantize_accumulator(acc, factor, steps, self.output.dtype)
 
     def wrap(self, y: jax.Array, dtype: Any) -> Any:
         """Return the codes of `finish` as a QuantizedArray, or its floats as they are."""

@@ -154,7 +154,7 @@ def _check_placement(q: Any, table: jax.Array, indices: jax.Array, axis: int, ou
         return
     operands = f"q {sharding.describe_placement(table)} and indices {sharding.describe_placement(indices)}"
     expected = f"a NamedSharding or PartitionSpec for the {rank} dimensions of the result, not determined by {operands}"
-    checks.require(False, _NAME, "out_sharding", expected, None)
+    checks.refuse(_NAME, "out_sharding", expected, None)
 
 
 def _find_index(indices: jax.Array, length: int, mode: str) -> tuple[jax.Array, jax.Array | None]:

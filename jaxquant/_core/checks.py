@@ -12,7 +12,7 @@ import contextlib
 import numbers
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,16 @@ def _fail(error: _Error, text: str, assertion: str, *args: Any) -> None:
         raise error(text) from chex_error
     # The assertion passed, because chex is disabled or accepts the value, but our own check has already failed.
     raise error(text)
+
+
+def refuse(function: str, argument: str, expected: str, got: object) -> NoReturn:
+    """Raise ContractValueError."""
+    raise ContractValueError(format_message(function, argument, expected, got))
+
+
+def refuse_type(function: str, argument: str, expected: str, got: object) -> NoReturn:
+    """Raise ContractTypeError."""
+    raise ContractTypeError(format_message(function, argument, expected, got))
 
 
 def require(holds: bool, function: str, argument: str, expected: str, got: object) -> None:
@@ -107,7 +117,7 @@ def check_array(function: str, argument: str, value: Any, allowed: Sequence[np.d
     """Raise ContractTypeError unless `value` is an array of one of the allowed dtypes."""
     _check_is_array(function, argument, value)
     if value.dtype not in allowed:
-        require_type(False, function, argument, f"dtype {list_names(tuple(allowed))}", value.dtype)
+        refuse_type(function, argument, f"dtype {list_names(tuple(allowed))}", value.dtype)
 
 
 def check_same_dtype(function: str, argument: str, value: Any, dtype: np.dtype, reason: str) -> None:
@@ -121,7 +131,7 @@ def check_same_dtype(function: str, argument: str, value: Any, dtype: np.dtype, 
 def _check_is_array(function: str, argument: str, value: Any) -> None:
     if not isinstance(value, _ARRAYS):
         check_readable(function, argument, value)
-        require_type(False, function, argument, "an array", type(value).__name__)
+        refuse_type(function, argument, "an array", type(value).__name__)
 
 
 def check_shape(function: str, argument: str, value: Any, expected: tuple[int, ...], reason: str) -> None:
@@ -229,7 +239,7 @@ def check_dtype(function: str, argument: str, value: Any, allowed: Sequence[np.d
 def check_option(function: str, argument: str, value: Any, allowed: tuple[str, ...]) -> None:
     """Raise ContractValueError unless `value` is one of the allowed strings."""
     if not isinstance(value, str) or value not in allowed:
-        require(False, function, argument, " or ".join(repr(option) for option in allowed), repr(value))
+        refuse(function, argument, " or ".join(repr(option) for option in allowed), repr(value))
 
 
 def is_traced(value: Any) -> bool:

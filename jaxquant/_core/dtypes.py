@@ -26,6 +26,11 @@ INT32 = np.dtype(jnp.int32)
 # It holds powers of two only, so it is a dtype of scales and not of codes.
 E8M0 = np.dtype(jnp.float8_e8m0fnu)
 FLOATS = (FLOAT32, FLOAT16, BFLOAT16)
+# The dtypes of codes that are contracted in integers, and those for which runtimes have kernels.
+CONTRACTED: tuple[np.dtype, ...] = tuple(
+    np.dtype(d) for d in (jnp.int8, jnp.uint8, jnp.int4, jnp.uint4, jnp.int2, jnp.uint2)
+)
+EIGHT_BITS = CONTRACTED[:2]
 
 
 def find_dtype(dtype: Any) -> np.dtype:

@@ -42,11 +42,7 @@ def compile_entry_point(
         arrays = names or tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
         statics = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
-        @functools.wraps(operator)
-        def convert_and_call(*arguments: Any, **options: Any) -> Any:
-            return operator(*convert_numpy(*arguments), **options)
-
-        compiled = jax.jit(convert_and_call, inline=True, static_argnames=statics)
+        compiled = jax.jit(operator, inline=True, static_argnames=statics)
 
         @functools.wraps(operator)
         def call(*arguments: Any, **options: Any) -> Any:
@@ -56,6 +52,8 @@ def compile_entry_point(
                     arguments = _narrow_integers(function, arrays, arguments)
                     break
             try:
+                if jax.config.jax_disable_jit:  # then the operator gets what the caller passed
+                    arguments = convert_numpy(*arguments)
                 return compiled(*arguments, **options)
             except (TypeError, ValueError, OverflowError):
                 # JAX refused the call. If an argument wraps an array, try again with the array itself. Otherwise raise
@@ -104,9 +102,7 @@ def narrow_to_int32(function: str, argument: str, value: Any) -> Any:
     narrow = value.astype(np.int32)
     overflows = np.asarray(value)[narrow != value]
     if overflows.size:
-        checks.require(
-            False, function, argument, "integers that int32 can hold", f"{overflows.flat[0]} ({value.dtype})"
-        )
+        checks.refuse(function, argument, "integers that int32 can hold", f"{overflows.flat[0]} ({value.dtype})")
     return narrow
 
 
@@ -121,7 +117,7 @@ def convert_number(value: Any) -> Any:
     """Return a Python number as a float32 scalar, infinite if it overflows; return anything else unchanged.
 
     This is for numbers given as values. Numbers given as scales and zero points must fit their dtype:
-    `number_arguments` converts them.
+    `scale_arguments` converts them.
     """
     if type(value) not in (int, float):  # the exact types: a bool and a numpy scalar keep their dtype
         return value

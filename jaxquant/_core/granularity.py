@@ -7,6 +7,7 @@ and to the scales of a `QuantizedArray`, which have x's rank.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -260,20 +261,6 @@ def find_reduced_axes(granularity: Granularity, rank: int) -> tuple[int, ...]:
     return tuple(axis for axis in range(rank) if axis not in indexed_axes)
 
 
-def sum_to_scale(granularity: Granularity, values: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the sum of the elements that share a scale, in the scale's shape and sharding.
-
-    This is the transpose of `expand`.
-    """
-    # XLA:CPU sums an array in memory several times faster than one that it computes in the same loop.
-    values = lax.platform_dependent(values, cpu=lax.optimization_barrier, default=lambda array: array)
-    # The product with ones matters under shard_map: it varies over the devices as x does, even if the scale does not,
-    # so its transpose sums over the devices too.
-    ones = jnp.ones_like(values)
-    _, transpose = jax.vjp(lambda s: granularity.expand(s, values) * ones, scale.astype(values.dtype))
-    return transpose(values)[0]
-
-
 def _list_axes(axis: int | tuple[int, ...]) -> tuple[int, ...]:
     return (axis,) if isinstance(axis, int) else axis
 
@@ -287,3 +274,20 @@ def _check_static_axes(function: str, axis: Any) -> int | tuple[int, ...]:
     checks.require(len(set(axis)) == len(axis) > 0, function, "axis", "one or more distinct ints", axis)
     # A tuple of one axis becomes that axis, so that (0,) and 0 make granularities that are equal and hash equally.
     return int(axis[0]) if len(axis) == 1 else tuple(int(entry) for entry in axis)
+
+
+def expand_blocks(part: jax.Array, axis: int, size: int, length: int) -> jax.Array:
+    """Return a scale or zero point with one entry per index of an axis on which each entry covers `size` indices."""
+    # The last block may be short: repeat its entry as if it were whole, then cut off the excess.
+    repeated = jnp.repeat(part, size, axis=axis, total_repeat_length=part.shape[axis] * size)
+    return lax.slice_in_dim(repeated, 0, length, axis=axis)
+
+
+def expand_along(part: jax.Array, shape: tuple[int, ...], block_size: int | None, axes: Sequence[int]) -> jax.Array:
+    """Return a scale or zero point of codes of a shape with its blocks along `axes` expanded to one entry per index."""
+    sizes = Aligned(block_size).sizes(part.shape, shape)
+    assert sizes is not None
+    for axis in axes:
+        if part.shape[axis] not in (1, shape[axis]):
+            part = expand_blocks(part, axis, sizes[axis], shape[axis])
+    return part

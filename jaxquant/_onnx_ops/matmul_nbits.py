@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,10 +13,10 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
-from .._arrays import weight_only
-from .._arrays.weight_only import Chunk, Cut
-from .._core import checks, dtypes, entry_point, recording, rounding, sharding
+from .._core import checks, dtypes, entry_point, recording, sharding
 from .._core.entry_point import compile_entry_point
+from .._kernels import rounding, weight_chunks
+from .._kernels.weight_chunks import Chunk, Cut
 
 _NAME = "ops.matmul_nbits"
 _UINT8 = np.dtype(jnp.uint8)
@@ -86,7 +87,7 @@ def matmul_nbits(
     return _matmul_nbits(entry_point.convert_number(a), b, scales, zero_points, bias, **statics)
 
 
-class _Config(NamedTuple):
+class _PackedWeights(NamedTuple):
     """The static arguments, and the steps of the contraction that depend on them.
 
     A place is a position of a code in its byte. The codes of one place are the codes `place`, `place + planes`, ... of
@@ -108,9 +109,9 @@ class _Config(NamedTuple):
         """The number of codes in a byte."""
         return 8 // self.bits
 
-    def contract_on_cpu(self, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
-        """Return the float32 product in the form that a CPU runs fast."""
-        return _make_vmappable(self)(x, codes, scale, zero_point)
+    def make_cpu_form(self) -> Callable[..., jax.Array]:
+        """Return the function that computes the float32 product on a CPU."""
+        return _make_vmappable(self)
 
     @property
     def lanes(self) -> int:
@@ -159,11 +160,13 @@ class _Config(NamedTuple):
         return functools.reduce(jnp.add, products)
 
 
-def _contract_on_cpu(config: _Config, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
+def _contract_on_cpu(
+    config: _PackedWeights, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any
+) -> jax.Array:
     # Reshapes of an array whose sharding is part of its type may not be possible.
     is_placed = sharding.is_placed(x) or sharding.is_placed(codes)
     if config.terms is None or not _IS_VECTORIZED or is_placed or not _has_few_rows(x):
-        return weight_only.contract_in_chunks(config, x, codes, scale, zero_point)
+        return weight_chunks.contract_in_chunks(config, x, codes, scale, zero_point)
     # The barrier keeps XLA from dequantizing weights that are constants while it compiles.
     codes = lax.optimization_barrier(codes)
     return jnp.stack([_contract_row(config, row, codes, scale, zero_point) for row in x])
@@ -174,7 +177,9 @@ def _has_few_rows(x: jax.Array) -> bool:
     return isinstance(x.shape[0], int) and 0 < x.shape[0] <= _FEW_ROWS
 
 
-def _contract_row(config: _Config, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
+def _contract_row(
+    config: _PackedWeights, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any
+) -> jax.Array:
     """Return the float32 product of a row, [K], and the weights, [N, blocks, bytes], which it dequantizes on the way.
 
     Nothing is dequantized in memory: XLA:CPU reads the codes once, and vectorizes the sum of groups of lanes, because
@@ -214,20 +219,20 @@ def _spread_entries(part: jax.Array, repeats: int, terms: int) -> jax.Array:
 
 # Created once for each configuration, because JAX reuses a trace only for the same function object.
 @functools.lru_cache(maxsize=1024)
-def _make_vmappable(config: _Config) -> Any:
+def _make_vmappable(config: _PackedWeights) -> Any:
     function = custom_vmap(functools.partial(_contract_on_cpu, config))
     function.def_vmap(functools.partial(_contract_under_vmap, config))
     return function
 
 
-def _contract_under_vmap(config: _Config, size: int, batched: Any, *operands: Any) -> tuple[jax.Array, bool]:
+def _contract_under_vmap(config: _PackedWeights, size: int, batched: Any, *operands: Any) -> tuple[jax.Array, bool]:
     """Return the contraction of operands under vmap. If only x has the mapped axis, the axis becomes more rows."""
     if batched[0] and not any(batched[1:]):
         x = operands[0]
-        y = config.contract_on_cpu(x.reshape(-1, config.K), *operands[1:])
+        y = config.make_cpu_form()(x.reshape(-1, config.K), *operands[1:])
         return y.reshape(*x.shape[:2], config.N), True
     axes = [0 if is_batched else None for is_batched in batched]
-    contract = functools.partial(weight_only.contract_in_chunks, config)
+    contract = functools.partial(weight_chunks.contract_in_chunks, config)
     return jax.vmap(contract, axes, axis_size=size)(*operands), True
 
 
@@ -252,7 +257,7 @@ def _matmul_nbits(
     wide = a.astype(jnp.float32).reshape(-1, K)
     # ONNX Runtime also accepts flat scales and zero points.
     scales = scales.astype(jnp.float32).reshape(N, config.blocks)
-    y: Any = weight_only.contract(config, wide, b.reshape(N, config.blocks, -1), scales, zero_points)
+    y: Any = weight_chunks.contract_weights(config, wide, b.reshape(N, config.blocks, -1), scales, zero_points)
     y = y.reshape(*a.shape[:-1], N)
     # The bias is added in float32, so that a 16-bit result is rounded only once.
     if bias is not None:
@@ -260,7 +265,7 @@ def _matmul_nbits(
     return rounding.round_to_dtype(y, a.dtype).astype(a.dtype)
 
 
-def _check_attributes(K: Any, N: Any, bits: Any, block_size: Any) -> _Config:
+def _check_attributes(K: Any, N: Any, bits: Any, block_size: Any) -> _PackedWeights:
     """Check the attributes and return them as one static value."""
     for argument, value in (("K", K), ("N", N), ("bits", bits), ("block_size", block_size)):
         checks.check_integer(_NAME, argument, value)
@@ -270,10 +275,10 @@ def _check_attributes(K: Any, N: Any, bits: Any, block_size: Any) -> _Config:
     # A power of two has a single bit set.
     power = block_size >= 16 and block_size & (block_size - 1) == 0
     checks.require(power, _NAME, "block_size", "a power of two, 16 or more", block_size)
-    return _Config(int(K), int(N), int(bits), int(block_size))
+    return _PackedWeights(int(K), int(N), int(bits), int(block_size))
 
 
-def _check_operands(config: _Config, a: Any, b: Any, scales: Any, zero_points: Any, bias: Any) -> None:
+def _check_operands(config: _PackedWeights, a: Any, b: Any, scales: Any, zero_points: Any, bias: Any) -> None:
     """Check the dtypes and shapes of all arrays."""
     checks.check_array(_NAME, "a", a, dtypes.FLOATS)
     checks.check_array(_NAME, "b", b, (_UINT8,))
@@ -300,20 +305,20 @@ def _check_flat(argument: str, value: jax.Array, shape: tuple[int, int]) -> None
     checks.require(fits, _NAME, argument, f"shape {shape}, or flat", f"shape {value.shape}")
 
 
-def _unpack_codes(packed: jax.Array, config: _Config) -> jax.Array:
+def _unpack_codes(packed: jax.Array, config: _PackedWeights) -> jax.Array:
     """Return packed zero points of [N, bytes] as int32 [N, blocks]."""
     # Consecutive zero points have consecutive places; the last byte of a row may hold unused codes.
     planes = [_unpack_plane(packed, i, config) for i in range(config.planes)]
     return jnp.stack(planes, axis=-1).reshape(packed.shape[0], -1)[:, : config.blocks]
 
 
-def _unpack_plane(packed: jax.Array, index: int, config: _Config) -> jax.Array:
+def _unpack_plane(packed: jax.Array, index: int, config: _PackedWeights) -> jax.Array:
     """Return the codes of one place as int32, from bytes of an integer dtype."""
     shifted = packed >> packed.dtype.type(index * config.bits)
     return (shifted & packed.dtype.type(2**config.bits - 1)).astype(jnp.int32)
 
 
-def _subtract_zero_points(b: jax.Array, zero_points: Any, config: _Config) -> list[jax.Array]:
+def _subtract_zero_points(b: jax.Array, zero_points: Any, config: _PackedWeights) -> list[jax.Array]:
     """Return q - zero_points in float32 for each place: [N, blocks, bytes] each."""
     differences = []
     for i in range(config.planes):

@@ -23,7 +23,7 @@ from jax.sharding import AxisType
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity, sharding
-from .._core.affine import divide_by_scale
+from .._kernels.affine import divide_by_scale
 from . import estimators
 from .backward import Backward, Int8Backward, check_backward, split_keys
 from .fake_quantize import read_parts

@@ -17,8 +17,8 @@ from .._arrays.spec import QuantSpec
 from .._contractions.conv import convolve_checked, convolve_floats, plan_array_convolution
 from .._contractions.dot import contract_checked
 from .._core import checks, dtypes, entry_point
-from ..integer._conv_geometry import Plan
-from ..integer._operands import EIGHT_BITS
+from .._core.dtypes import EIGHT_BITS
+from .._kernels.convolution import ConvolutionPlan
 from . import contraction_vjp
 from .backward import Backward, FloatBackward, fold_scale_into_gradient, quantize_gradient
 from .quantizer import Quantizer
@@ -131,7 +131,7 @@ def _quantized_conv(
 class ConvContraction(NamedTuple):
     """A `conv_general_dilated` with its static attributes."""
 
-    plan: Plan
+    plan: ConvolutionPlan
     precision: Any
     preferred: Any
 
@@ -152,7 +152,9 @@ class ConvContraction(NamedTuple):
         )
 
 
-def _find_image_cotangent(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray, g: jax.Array, key: Any) -> jax.Array:
+def _find_image_cotangent(
+    plan: ConvolutionPlan, lhs: QuantizedArray, rhs: QuantizedArray, g: jax.Array, key: Any
+) -> jax.Array:
     """Return the cotangent of the images: g convolved with the flipped kernel, inputs and outputs swapped per group."""
     numbers, sizes = plan.numbers, _find_sizes(plan, lhs, rhs, g)
     features, channels, *spatial = numbers.rhs_spec
@@ -182,10 +184,12 @@ def _find_image_cotangent(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray, 
     flipped = rhs.replace(codes=values, scale=rhs.scale.reshape(per_tensor), zero_point=point)
     # Each image keeps a scale: the cotangent of an image does not sum over the images.
     q = quantize_gradient(g, (numbers.out_spec[0],), key)
-    return convolve_checked(_NAME, q, flipped, Plan(swapped, geometry, plan.features, 1), None, jnp.float32)
+    return convolve_checked(_NAME, q, flipped, ConvolutionPlan(swapped, geometry, plan.features, 1), None, jnp.float32)
 
 
-def _find_kernel_cotangent(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray, g: jax.Array, key: Any) -> jax.Array:
+def _find_kernel_cotangent(
+    plan: ConvolutionPlan, lhs: QuantizedArray, rhs: QuantizedArray, g: jax.Array, key: Any
+) -> jax.Array:
     """Return the cotangent of the kernel: for each of its positions, g contracted with the images that position reads.
 
     One contraction for each position is faster than a convolution whose kernel is g, because g is large.
@@ -216,7 +220,7 @@ def _find_kernel_cotangent(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray,
     return lax.transpose(d, [numbers.rhs_spec.index(a) for a in range(rhs.ndim)])
 
 
-def _dilate(plan: Plan, q: QuantizedArray) -> QuantizedArray:
+def _dilate(plan: ConvolutionPlan, q: QuantizedArray) -> QuantizedArray:
     """Return the images padded and dilated, with the zero point in the padding and in the holes."""
     geometry = plan.geometry
     # XLA is slow to pad and slice codes of fewer than 8 bits, so they are converted to bytes first.
@@ -243,7 +247,7 @@ class _SpatialSizes(NamedTuple):
     out: list[int]
 
 
-def _find_sizes(plan: Plan, lhs: Any, rhs: Any, g: Any) -> _SpatialSizes:
+def _find_sizes(plan: ConvolutionPlan, lhs: Any, rhs: Any, g: Any) -> _SpatialSizes:
     """Return the dilated spatial sizes of the images, of the kernel and of the result."""
     numbers, geometry = plan.numbers, plan.geometry
     dilations = (

@@ -88,7 +88,7 @@ def quantized_einsum(
     is_list = isinstance(specs, list | tuple)
     if not is_list or len(specs) != len(arrays):
         got = f"{len(specs)} for {len(arrays)} operands" if is_list else checks.describe_value(specs)
-        checks.require(False, _NAME, "specs", "a spec or None for each operand", got)
+        checks.refuse(_NAME, "specs", "a spec or None for each operand", got)
     named_specs = {f"specs[{i}]": spec for i, spec in enumerate(specs)}
     quantizers, dtype = contraction_vjp.check_options(
         _NAME, named_specs, backward, key, precision, preferred_element_type, out_sharding

@@ -13,7 +13,8 @@ import numpy as np
 
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, granularity, min_max
+from .._core import checks, dtypes, granularity
+from .._kernels import affine, min_max
 from ..calibration import mse
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -344,7 +345,7 @@ def _find_means(spec: QuantSpec, shape: tuple[int, ...], *values: jax.Array) -> 
     aligned = granularity.Aligned(scale_from_range.find_block_size(spec))
     counts = np.maximum(min_max.count_members(values[0], shape, aligned.block_size), 1).astype(np.float32)
     like = jnp.zeros(shape, jnp.float32)
-    return [granularity.sum_to_scale(aligned, v, like) / counts for v in values]
+    return [affine.sum_to_scale(aligned, v, like) / counts for v in values]
 
 
 def _find_finite(find: Callable[[jax.Array], tuple[jax.Array, jax.Array]], x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from .._arrays import scale_from_range
 from .._arrays.quantize import check_known_result, find_parameters
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, entry_point, known_values
+from .._core import checks, dtypes, entry_point, scale_arguments
 from .._core.entry_point import compile_entry_point
 from . import estimators
 from .estimators import Estimator, StochasticRounding, StraightThrough
@@ -115,10 +115,10 @@ def check_parts(function: str, names: tuple[str, str], scale: Any, zero_point: A
         # A wrapped array, such as a flax.nnx.Param, is unwrapped and checked later.
         if not hasattr(part, "__jax_array__"):
             checks.check_readable(function, argument, part)
-    known_values.check_positive(function, names[0], scale)
+    scale_arguments.check_positive_scale(function, names[0], scale)
     if zero_point is not None and spec.dtype in dtypes.INTEGERS:
         low, high = spec.bounds
-        known_values.check_codes(function, names[1], zero_point, (int(low), int(high)))
+        scale_arguments.check_rounded_zero_point(function, names[1], zero_point, (int(low), int(high)))
     return scale, zero_point
 
 
@@ -130,7 +130,7 @@ def convert_zero_point_number(function: str, argument: str, value: Any, spec: Qu
     low, high = spec.bounds if spec.dtype in dtypes.INTEGERS else (0, 0)
     if not low <= value <= high:
         expected = f"an int in [{low}, {high}], the codes of the spec"
-        checks.require(False, function, argument, expected, value)
+        checks.refuse(function, argument, expected, value)
     return np.asarray(value, spec.carrier)
 
 
@@ -143,7 +143,7 @@ def read_parts(
     if scale is None:
         if zero_point is not None:
             expected = f"None, because {names[1]} is None"
-            checks.require(False, function, names[2], expected, "a zero point")
+            checks.refuse(function, names[2], expected, "a zero point")
         # The gradient treats the range of x as a constant.
         return x, *find_parameters(function, lax.stop_gradient(x), spec, None, None)[:2]
     shapes = scale_from_range.find_shapes(function, spec, x.shape)
@@ -156,7 +156,7 @@ def read_parts(
         fixed = spec.fixed_zero_point
         return x, scale, jnp.full((1,) * x.ndim, fixed, spec.carrier) if fixed else None
     if spec.dtype not in dtypes.INTEGERS:
-        checks.require(False, function, names[2], f"None, because {spec.dtype} has no zero point", "an array")
+        checks.refuse(function, names[2], f"None, because {spec.dtype} has no zero point", "an array")
     checks.check_array(function, names[2], zero_point, (spec.carrier, dtypes.FLOAT32))
     return x, scale, _expand_rank(function, names[2], zero_point, shapes[1])
 

@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import checks, dtypes, entry_point, known_values
+from .._core import checks, dtypes, entry_point, scale_arguments
 from .._core.entry_point import compile_entry_point
 from .._core.granularity import check_matching, resolve_onnx
-from .._core.known_values import check_float_zero_point
-from .._core.number_arguments import convert_scale_number, convert_zero_point_number
-from .._onnx_ops import toolkit_attributes
-from .._onnx_ops.dynamic_quantize_linear import check_dynamic, find_dynamic_range
+from .._core.scale_arguments import check_float_zero_point, convert_scale_number, convert_zero_point_number
+from .._onnx_ops import quantization
+from .._onnx_ops.quantization import check_dynamic, find_dynamic_range
 from .rounding_vjp import LinearCodes, LinearOptions, RoundingConfig, quantize_and_dequantize
 
 _NAME = "fake_quantize_linear"
@@ -102,18 +101,18 @@ def fake_quantize_linear(
     if isinstance(zero_point, int | np.integer) and not checks.has_dtype(zero_point, dtypes.QUANTIZED):
         expected = jnp.uint8 if dtype is None else dtype
         zero_point = convert_zero_point_number(_NAME, "zero_point", zero_point, expected, scale)
-    known_values.check_positive(_NAME, "scale", scale)
+    scale_arguments.check_positive_scale(_NAME, "scale", scale)
     if zero_point is not None:
         zero_point = entry_point.convert_number(zero_point)
         code_dtype = _find_dtype(zero_point, dtype)
         if code_dtype in dtypes.INTEGERS:
-            known_values.check_codes(_NAME, "zero_point", zero_point, dtypes.find_bounds(code_dtype))
+            scale_arguments.check_rounded_zero_point(_NAME, "zero_point", zero_point, dtypes.find_bounds(code_dtype))
         # Only a known zero point can be checked here; a traced one of a float dtype is assumed to be 0.
         check_float_zero_point(_NAME, "zero_point", zero_point)
     return _fake_quantize_linear(
         entry_point.convert_number(x), scale, zero_point,
         dtype=dtype, axis=axis, block_size=block_size, training=training, lda_coeff=lda_coeff, name=name,
-        specified_outputs_name=toolkit_attributes.read_names(_NAME, specified_outputs_name, 1),
+        specified_outputs_name=quantization.read_output_names(_NAME, specified_outputs_name, 1),
     )  # fmt: skip
 
 
@@ -126,7 +125,7 @@ def _fake_quantize_linear(
     checks.check_array(_NAME, "x", x, dtypes.FLOATS)
     checks.check_array(_NAME, "scale", scale, dtypes.FLOATS)
     code_dtype = _find_dtype(zero_point, dtype)
-    toolkit_attributes.check_attributes(_NAME, training, lda_coeff, name)
+    quantization.check_toolkit_attributes(_NAME, training, lda_coeff, name)
     granularity = resolve_onnx(_NAME, "scale", scale, x.shape, axis, block_size)
     if zero_point is not None:
         allowed = (code_dtype, dtypes.FLOAT32) if code_dtype in dtypes.INTEGERS else (code_dtype,)
@@ -135,10 +134,10 @@ def _fake_quantize_linear(
     # A float dtype saturates by itself: its codes have no integer bounds.
     bounds = dtypes.find_bounds(code_dtype) if code_dtype in dtypes.INTEGERS else (-np.inf, np.inf)
     options = LinearOptions(granularity, bool(training), float(lda_coeff), _NAME)
-    with toolkit_attributes.name_scope(name):
+    with quantization.name_scope(name):
         config = RoundingConfig(LinearCodes(code_dtype, bounds), linear=options)
         y: Any = quantize_and_dequantize(config, x, scale, zero_point, None)
-        return toolkit_attributes.name_outputs((y,), specified_outputs_name)[0]
+        return quantization.name_outputs((y,), specified_outputs_name)[0]
 
 
 def _find_dtype(zero_point: Any, dtype: Any) -> np.dtype:
@@ -204,7 +203,7 @@ def dynamic_fake_quantize_linear(
     """
     return _dynamic_fake_quantize_linear(
         entry_point.convert_number(x), dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name,
-        specified_outputs_name=toolkit_attributes.read_names(_DYNAMIC, specified_outputs_name, 1),
+        specified_outputs_name=quantization.read_output_names(_DYNAMIC, specified_outputs_name, 1),
     )  # fmt: skip
 
 
@@ -215,11 +214,11 @@ def _dynamic_fake_quantize_linear(
     specified_outputs_name: tuple[str, ...],
 ) -> jax.Array:  # fmt: skip
     code_dtype, granularity = check_dynamic(_DYNAMIC, x, dtype, axis)
-    toolkit_attributes.check_attributes(_DYNAMIC, training, lda_coeff, name)
+    quantization.check_toolkit_attributes(_DYNAMIC, training, lda_coeff, name)
     options = LinearOptions(granularity, bool(training), float(lda_coeff), _DYNAMIC)
     config = RoundingConfig(LinearCodes(code_dtype, dtypes.find_narrow_bounds(code_dtype)), linear=options)
-    with toolkit_attributes.name_scope(name):
+    with quantization.name_scope(name):
         # The gradient treats the scale and the zero point as constants.
         _, _, scale, zero_point = find_dynamic_range(jax.lax.stop_gradient(x), granularity, code_dtype)
         y: Any = quantize_and_dequantize(config, x, scale, zero_point, None)
-        return toolkit_attributes.name_outputs((y,), specified_outputs_name)[0]
+        return quantization.name_outputs((y,), specified_outputs_name)[0]

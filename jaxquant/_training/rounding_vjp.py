@@ -15,9 +15,10 @@ from .._arrays.codebook import Codebook
 from .._arrays.quantize import encode_array
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
-from .._core import dtypes, granularity, min_max, rounding, small_floats
-from .._core.affine import dequantize_affine, divide_by_scale
-from .._onnx_ops import toolkit_attributes
+from .._core import dtypes, granularity, small_floats
+from .._kernels import affine, min_max, rounding
+from .._kernels.affine import dequantize_affine, divide_by_scale
+from .._onnx_ops import quantization
 from .estimators import LSQ, PACT, Estimator, LSQPlus, StochasticRounding, StraightThrough
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -214,7 +215,7 @@ def _quantize_and_dequantize_fwd(
     config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any
 ) -> tuple[jax.Array, Any]:
     if config.linear is not None:
-        toolkit_attributes.refuse_backward(config.linear.function, config.linear.training)
+        quantization.refuse_backward(config.linear.function, config.linear.training)
     return quantize_and_dequantize(config, x, scale, zero_point, key), (x, scale, zero_point, key)
 
 
@@ -252,7 +253,7 @@ def find_cotangents(
         factor = np.float32(1)
         if isinstance(spec, QuantSpec):  # ONNX has no estimator with a factor
             factor = _find_factor(rule, spec, x, like.shape, steps)
-        return (granularity.sum_to_scale(shared, values, like) * factor).astype(like.dtype)
+        return (affine.sum_to_scale(shared, values, like) * factor).astype(like.dtype)
 
     dscale = None if scale.dtype == dtypes.E8M0 else sum_to_entries(g * slope, scale)
     if zero_point is None or zero_point.dtype != dtypes.FLOAT32:

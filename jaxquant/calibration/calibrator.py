@@ -127,7 +127,7 @@ def _update(parts: Parts, state: Any, batch: Any) -> Any:
     if shape != tuple(state.low.shape):
         expected = f"a batch whose ranges have shape {tuple(state.low.shape)}, as for the example given to init"
         got = f"ranges of shape {shape} for a batch of shape {batch.shape}"
-        checks.require(False, name, "batch", expected, got)
+        checks.refuse(name, "batch", expected, got)
     return parts.update(state, batch)
 
 
@@ -150,7 +150,7 @@ def _merge(parts: Parts, a: Any, b: Any) -> Any:
     _check_state(parts, name, "b", b)
     if a.low.shape != b.low.shape:
         expected = f"shape {tuple(a.low.shape)}, the shape of a.low"
-        checks.require(False, name, "b.low", expected, f"shape {tuple(b.low.shape)}")
+        checks.refuse(name, "b.low", expected, f"shape {tuple(b.low.shape)}")
     return parts.merge(a, b)
 
 
@@ -224,7 +224,7 @@ def _raise_faults(function: str, fault: np.ndarray) -> None:
         if len(slices):
             first = tuple(int(i) for i in slices[0])
             got = f"{description} in {len(slices)} of {fault.size} slices, first in {first}; {remedy}"
-            checks.require(False, function, "state", "finite numbers in every slice, not all of them 0", got)
+            checks.refuse(function, "state", "finite numbers in every slice, not all of them 0", got)
 
 
 def is_finite_state(tree: Any) -> jax.Array:

@@ -43,7 +43,7 @@ def check_factory(name: str, calibrator: Any, alternative: str = "", *, argument
         argument: the name of the argument, for errors.
     """
     if not callable(calibrator) and not (alternative and calibrator is None):
-        checks.require_type(False, name, argument, f"{_FACTORY}{alternative}", _describe_rejected(calibrator))
+        checks.refuse_type(name, argument, f"{_FACTORY}{alternative}", _describe_rejected(calibrator))
     fault = None if calibrator is None else _find_unexpected_argument(calibrator)
     # Compare with None, because "" is a fault, too: it means that the function takes no spec.
     if fault is not None:
@@ -53,7 +53,7 @@ def check_factory(name: str, calibrator: Any, alternative: str = "", *, argument
         if fault:
             expected += f", or functools.partial({function}, {fault}=...)"
             got = f"{function}, which needs {fault}= besides a spec"
-        checks.require_type(False, name, argument, expected, got)
+        checks.refuse_type(name, argument, expected, got)
     if not isinstance(calibrator, functools.partial):
         return calibrator
     # Sort the keywords, so that the order in which they were passed does not make two partials different.

@@ -25,8 +25,10 @@ from jax import export, lax
 
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
-from .._core import checks, min_max, sharding
-from .._core.min_max import find_slice_sizes
+from .._core import checks, sharding
+from .._kernels import min_max
+from .._kernels.min_max import find_slice_sizes
+from .._kernels.platforms import choose_on_cpu
 from . import running, uint64
 from .calibrator import Calibrator, Parts, build_calibrator, check_spec
 from .uint64 import Words
@@ -322,10 +324,8 @@ def _count_in_bins(batch: jax.Array, per_width: jax.Array, settings: Settings) -
 
     # On a CPU the elements are scattered in chunks, whose indices fit in the cache; one scatter of all would be slow.
     # Other backends scatter all elements at once.
-    tables = lax.platform_dependent(
-        x, per_width,
-        cpu=functools.partial(fill, chunk=_count_chunk(x.shape)), default=functools.partial(fill, chunk=x.shape),
-    )  # fmt: skip
+    in_chunks, at_once = (functools.partial(fill, chunk=chunk) for chunk in (_count_chunk(x.shape), x.shape))
+    tables = choose_on_cpu(in_chunks, at_once, x, per_width)
     return [table.reshape(*shape, slots) for table in tables]
 
 

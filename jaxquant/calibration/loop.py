@@ -116,7 +116,7 @@ def _check_arrays(function: str, place: str, batch: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if not _is_array(leaf):
             argument, expected = f"{place}{jax.tree_util.keystr(path)}", "an array, or nested tuples and dicts of them"
-            checks.require_type(False, function, argument, expected, type(leaf).__name__)
+            checks.refuse_type(function, argument, expected, type(leaf).__name__)
 
 
 def run_loop(

@@ -12,7 +12,8 @@ from jax import export, lax
 
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
-from .._core import barriers, checks, division, min_max, sharding
+from .._core import checks, sharding
+from .._kernels import barriers, division, min_max
 from . import calibrator
 from .calibrator import Calibrator, Parts, Range
 

@@ -95,7 +95,7 @@ def restore_part(function: str, argument: str, stored: Any, dtype: np.dtype, sha
     if not fits:
         description = f"{expected.name}{list(lengths)}, as described"
         description += "" if expected == dtype else f" for {dtype.name}{list(shape)}"
-        checks.require(False, function, argument, description, f"{stored.dtype}{list(stored.shape)}")
+        checks.refuse(function, argument, description, f"{stored.dtype}{list(stored.shape)}")
     if is_packed:
         return unpack(stored, dtype, shape)
     stored = jnp.asarray(stored)
@@ -129,11 +129,11 @@ def _restore_quantized(function: str, argument: str, node: Mapping[str, Any]) ->
     required = ("codes", "scale")
     if not isinstance(parts, dict) or not set(required) <= set(parts) <= set(_PARTS):
         got = ", ".join(map(repr, parts)) if isinstance(parts, dict) else type(parts).__name__
-        checks.require(False, function, f"{place}['parts']", "codes, scale and optionally zero_point", got)
+        checks.refuse(function, f"{place}['parts']", "codes, scale and optionally zero_point", got)
     # A missing or unknown array means that the description belongs to another array.
     if set(node) != {*parts, KEY}:
         expected = f"the arrays {', '.join((*parts, KEY))}"
-        checks.require(False, function, argument, expected, ", ".join(map(str, node)))
+        checks.refuse(function, argument, expected, ", ".join(map(str, node)))
     arrays: dict[str, Any] = {}
     for name, part in parts.items():
         dtype, shape = read_type(function, f"{place}['parts']['{name}']", part)

@@ -101,12 +101,12 @@ def _describe_node(node: Any, place: str, names: tuple[str, ...], arrays: dict[s
         return {"number": node}
     children = list_children(node)
     if children is None:
-        checks.require_type(False, _SAVE, place, _CONTAINERS, type(node).__name__)
+        checks.refuse_type(_SAVE, place, _CONTAINERS, type(node).__name__)
         return None
     for key, _ in children:
         # Check all keys before the leaves, so that the error names the outermost fault.
         if not isinstance(key, str):
-            checks.require_type(False, _SAVE, place, "keys that are strings", repr(key))
+            checks.refuse_type(_SAVE, place, "keys that are strings", repr(key))
         checks.require("/" not in key, _SAVE, place, 'keys without "/"', repr(key))
     is_sequence = type(node) in (list, tuple)
     parts = {
@@ -189,7 +189,7 @@ def load_safetensors(path: str | os.PathLike[str], like: Any = None) -> Any:
     bits = serialization.parse_json(_LOAD, place, metadata.get(FORMAT, "{}"))
     if not isinstance(bits, dict) or not set(bits) <= set(arrays):
         got = ", ".join(map(repr, bits)) if isinstance(bits, dict) else type(bits).__name__
-        checks.require(False, _LOAD, place, "an object whose keys are names of tensors", got)
+        checks.refuse(_LOAD, place, "an object whose keys are names of tensors", got)
     for name, description in bits.items():
         dtype, shape = read_type(_LOAD, f"{place}[{name!r}]", description)
         arrays[name] = np.asarray(restore_part(_LOAD, f"tree[{name!r}]", arrays[name], dtype, shape))
@@ -204,7 +204,7 @@ def _read_structure(text: str, arrays: dict[str, Any]) -> Any:
     try:
         tree = _build_node(place, serialization.parse_json(_LOAD, place, text), (), left)
     except RecursionError:
-        checks.require(False, _LOAD, place, "a structure of bounded depth", "one that is nested too deeply")
+        checks.refuse(_LOAD, place, "a structure of bounded depth", "one that is nested too deeply")
         raise
     checks.require(not left, _LOAD, place, "a place for each tensor", f"none for {', '.join(map(repr, left))}")
     return tree

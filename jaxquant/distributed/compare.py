@@ -154,7 +154,7 @@ def _compare_digests(function: str, names: list[str], digests: list[np.ndarray],
     processes = ", ".join(str(i) for i in np.flatnonzero(differs[:, first]))
     expected = f"the same in all processes, but those of process 0 and process {processes} differ"
     got = f"{checks.describe_value(values[first])} in process {jax.process_index()}"
-    checks.require(False, function, names[first], expected, got)
+    checks.refuse(function, names[first], expected, got)
 
 
 def _remove_addresses(text: str) -> str:

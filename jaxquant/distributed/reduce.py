@@ -11,7 +11,8 @@ from jax import lax
 
 from .._arrays.quantized_array import dequantize_checked
 from .._arrays.spec import QuantSpec
-from .._core import checks, division
+from .._core import checks
+from .._kernels import division
 from . import _messages
 from ._messages import find_axis_size, find_gathered_type, move_array
 

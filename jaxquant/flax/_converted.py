@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._arrays import quantize_padded, scale_from_range
+from .._arrays import quantize, scale_from_range
 from .._arrays.parts import StoredOrder, find_permutation
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, small_floats
@@ -84,7 +84,7 @@ def quantize_kernel(
     # Inside vmap the kernel and the learned scale have the ranks that one layer has.
     def quantize_one(kernel: jax.Array, parts: tuple[jax.Array, ...]) -> QuantizedArray:
         if isinstance(weight.source, Dynamic) and weight.source.calibrator is None:
-            return quantize_padded.quantize_kernel(kernel, weight.spec, stored_axes)
+            return quantize.quantize_kernel(kernel, weight.spec, stored_axes)
         learned = _learned.read_learned(weight, parts) if parts else None
         return quantize_operand(weight, kernel, learned, stored_axes)
 

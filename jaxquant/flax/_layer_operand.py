@@ -14,7 +14,6 @@ from .._core.granularity import PerAxis, PerFeature, PerTensor, PerToken
 from .._training.backward import Backward, FloatBackward
 from .._training.estimators import LSQPlus
 from ..calibration.factory import describe_factory
-from ..integer import _operands
 from .ranges import Dynamic, Learned, Observed, Source
 
 # Granularities of activations whose ranges have the same shape for every batch.
@@ -163,10 +162,12 @@ def check_output(layer: str, quantization: Quantization) -> None:
 def _check_integers(layer: str, operand: LayerOperand) -> None:
     """Raise ContractTypeError unless the codes of an operand can be contracted in integers."""
     spec = operand.spec
-    if spec.codebook is None and spec.carrier in _operands.DTYPES:
+    if spec.codebook is None and spec.carrier in dtypes.CONTRACTED:
         return
-    expected = f"codes of {dtypes.list_names(_operands.DTYPES)} if both operands are quantized, or activation_spec=None"
-    checks.require_type(False, layer, operand.argument, expected, spec.dtype)
+    expected = (
+        f"codes of {dtypes.list_names(dtypes.CONTRACTED)} if both operands are quantized, or activation_spec=None"
+    )
+    checks.refuse_type(layer, operand.argument, expected, spec.dtype)
 
 
 def _check_source(layer: str, operand: LayerOperand) -> None:

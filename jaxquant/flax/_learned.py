@@ -37,7 +37,7 @@ def find_initial(operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, ...]:
         least = float(np.asarray(x, np.float32).min(initial=0))
         if least < -float(np.asarray(parts[0]).max(initial=0)) / 2:
             expected = f"values that are not negative, symmetric=True, or Learned(LSQPlus()): {UNSIGNED_AT_ZERO}"
-            checks.require(False, "flax", operand.role, expected, f"{least:.3g} among them")
+            checks.refuse("flax", operand.role, expected, f"{least:.3g} among them")
     # `initial` may also return a zero point that is not learned.
     return tuple(part for part in parts[: len(list_names(operand))] if part is not None)
 

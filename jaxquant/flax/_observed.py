@@ -140,5 +140,5 @@ def _make_calibrator(operand: LayerOperand) -> Calibrator:
     if not isinstance(calibrator, Calibrator):
         got = f"{describe_calibrator(operand)}, which returns {type(calibrator).__name__}"
         expected = "a function from a spec to a calibrator"
-        checks.require_type(False, type(operand.source).__name__, "calibrator", expected, got)
+        checks.refuse_type(type(operand.source).__name__, "calibrator", expected, got)
     return calibrator

@@ -14,9 +14,10 @@ from .._codes.bias import quantize_added_bias, quantize_bias
 from .._codes.carrier import FakeQuantizedArray, finish_training, read_fake, replace_value
 from .._codes.elementwise import relu
 from .._contractions.output import make_array, read_output
-from .._core import checks, rounding
-from .._core.affine import quantize_affine
+from .._core import checks
 from .._core.granularity import PerTensor
+from .._kernels import rounding
+from .._kernels.affine import quantize_affine
 from .._training.backward import Backward
 from .._training.quantizer import Quantizer
 from ._layer_operand import LayerOperand, Quantization

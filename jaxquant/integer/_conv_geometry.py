@@ -5,53 +5,19 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
 
 from .._core import checks, sharding
-
-
-class Geometry(NamedTuple):
-    """The static numbers of a convolution.
-
-    Attributes:
-        strides: one for each spatial dimension.
-        padding: (low, high) for each spatial dimension; a negative number crops.
-        lhs_dilation: the distance between neighboring elements of lhs, for each spatial dimension.
-        rhs_dilation: the distance between neighboring elements of the kernel, for each spatial dimension.
-        groups: the number of groups of channels.
-    """
-
-    strides: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
-    lhs_dilation: tuple[int, ...]
-    rhs_dilation: tuple[int, ...]
-    groups: int = 1
-
-
-class Plan(NamedTuple):
-    """The checked static attributes of `jax.lax.conv_general_dilated`.
-
-    Attributes:
-        numbers: which dimension of each array is the batch, which one the features, and which ones are spatial.
-        geometry: the numbers of the convolution, in which groups of images count as groups of channels.
-        features: the feature_group_count.
-        batches: the batch_group_count.
-    """
-
-    numbers: lax.ConvDimensionNumbers
-    geometry: Geometry
-    features: int
-    batches: int
+from .._kernels.convolution import ConvolutionPlan, Geometry
 
 
 def plan_convolution(
     function: str, lhs: Any, rhs: Any, strides: Any, padding: Any, lhs_dilation: Any, rhs_dilation: Any,
     numbers: Any, features: Any, batches: Any,
-) -> Plan:  # fmt: skip
+) -> ConvolutionPlan:  # fmt: skip
     """Return the checked attributes of a convolution; raise ContractValueError or ContractTypeError for a wrong one.
 
     All numbers of the arguments other than `numbers` are ints: `checks.check_integers` has seen them.
@@ -71,14 +37,14 @@ def plan_convolution(
 def _find_plan(
     function: str, lhs: tuple[int, ...], rhs: tuple[int, ...], strides: Any, padding: Any, lhs_dilation: Any,
     rhs_dilation: Any, numbers: Any, features: Any, batches: Any,
-) -> Plan:  # fmt: skip
+) -> ConvolutionPlan:  # fmt: skip
     """Return the checked attributes of a convolution of arrays of two shapes."""
     numbers = _check_dimension_numbers(function, lhs, rhs, numbers)
     x = tuple(lhs[axis] for axis in numbers.lhs_spec)  # (batch, channels, *spatial)
     w = tuple(rhs[axis] for axis in numbers.rhs_spec)  # (features, channels / groups, *kernel)
     _check_groups(function, x, w, features, batches)
     geometry = _find_geometry(function, x, w, strides, padding, lhs_dilation, rhs_dilation)
-    return Plan(numbers, geometry._replace(groups=features * batches), features, batches)
+    return ConvolutionPlan(numbers, geometry._replace(groups=features * batches), features, batches)
 
 
 def check_placement(function: str, names: Sequence[str], operands: Sequence[Any], axes: Sequence[Any]) -> None:
@@ -92,7 +58,7 @@ def check_placement(function: str, names: Sequence[str], operands: Sequence[Any]
         if all(partition[axis] is None for axis in features):
             continue
         expected = "channels and features that are not sharded (jax.sharding.reshard gathers them)"
-        checks.require(False, function, name, expected, sharding.describe_placement(x))
+        checks.refuse(function, name, expected, sharding.describe_placement(x))
 
 
 def _check_dimension_numbers(function: str, lhs: tuple[int, ...], rhs: tuple[int, ...], numbers: Any) -> Any:
@@ -154,18 +120,6 @@ def _find_geometry(
     return Geometry(strides, pairs, lhs_dilation, rhs_dilation)
 
 
-def has_positions(x: jax.Array, w: jax.Array, geometry: Geometry) -> bool:
-    """Return whether the kernel fits into the padded input at one position or more."""
-    dimensions = zip(
-        x.shape[2:], w.shape[2:], geometry.padding, geometry.lhs_dilation, geometry.rhs_dilation, strict=True
-    )
-    for size, kernel, pads, lhs_step, rhs_step in dimensions:
-        padded = (size - 1) * lhs_step + 1 + sum(pads)
-        if kernel == 0 or padded < (kernel - 1) * rhs_step + 1:
-            return False
-    return True
-
-
 def check_positive(function: str, argument: str, values: Any, rank: int) -> tuple[int, ...]:
     """Return one positive integer for each spatial dimension; raise for anything else."""
     is_sequence = isinstance(values, tuple | list | np.ndarray)
@@ -182,7 +136,7 @@ def check_window(function: str, argument: str, spatial: Any, padding: Any, reach
     for size, (low, high), span in zip(spatial, padding, reach, strict=True):
         if span <= 0 or size + low + high < span:
             got = f"{size} with padding ({low}, {high})"
-            checks.require(False, function, argument, f"a kernel that spans {span} to fit into the padded x", got)
+            checks.refuse(function, argument, f"a kernel that spans {span} to fit into the padded x", got)
 
 
 def check_zero_points(function: str, names: tuple[str, str], operands: Any, zero_points: Any, features: int) -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core import barriers, checks, granularity, recording, sharding
+from .._core import checks, dtypes, scale_arguments
 from .._core.entry_point import compile_entry_point
-from . import _conv_kernel, _conv_patches, _layout, _operands
-from ._conv_geometry import Geometry, Plan, check_zero_points, has_positions, plan_convolution
+from .._kernels import signed_codes
+from .._kernels.convolution import arrange_layout
+from ._conv_geometry import check_zero_points, plan_convolution
 
 _NAME = "integer.conv_general_dilated"
 
@@ -76,9 +75,9 @@ def conv_general_dilated(
 
     Source: `jax.lax.conv_general_dilated`; the arithmetic is that of ONNX ConvInteger-10.
     """
-    lhs_zero_point = _operands.convert_zero_point_number(_NAME, "lhs_zero_point", lhs_zero_point, lhs)
-    rhs_zero_point = _operands.convert_zero_point_number(_NAME, "rhs_zero_point", rhs_zero_point, rhs)
-    centred = _operands.find_centred((lhs, rhs), (lhs_zero_point, rhs_zero_point))
+    lhs_zero_point = scale_arguments.convert_operand_zero_point(_NAME, "lhs_zero_point", lhs_zero_point, lhs)
+    rhs_zero_point = scale_arguments.convert_operand_zero_point(_NAME, "rhs_zero_point", rhs_zero_point, rhs)
+    centred = signed_codes.are_centred((lhs, rhs), (lhs_zero_point, rhs_zero_point))
     ints = functools.partial(checks.check_integers, _NAME)
     return _conv_general_dilated(
         lhs, rhs, lhs_zero_point, rhs_zero_point,
@@ -104,8 +103,8 @@ def _conv_general_dilated(
     window_strides: Any, padding: Any, lhs_dilation: Any, rhs_dilation: Any, dimension_numbers: Any,
     feature_group_count: int, batch_group_count: int, centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
-    checks.check_array(_NAME, "lhs", lhs, _operands.DTYPES)
-    checks.check_array(_NAME, "rhs", rhs, _operands.DTYPES)
+    checks.check_array(_NAME, "lhs", lhs, dtypes.CONTRACTED)
+    checks.check_array(_NAME, "rhs", rhs, dtypes.CONTRACTED)
     plan = plan_convolution(
         _NAME, lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
         batch_group_count,
@@ -113,175 +112,7 @@ def _conv_general_dilated(
     features = rhs.shape[plan.numbers.rhs_spec[0]]
     check_zero_points(_NAME, ("lhs", "rhs"), (lhs, rhs), (lhs_zero_point, rhs_zero_point), features)
     steps = (
-        _operands.convert_steps(lhs_zero_point, lhs.dtype, centred[0]),
-        _operands.convert_steps(rhs_zero_point, rhs.dtype, centred[1]),
+        signed_codes.convert_steps(lhs_zero_point, lhs.dtype, centred[0]),
+        signed_codes.convert_steps(rhs_zero_point, rhs.dtype, centred[1]),
     )
     return arrange_layout(lhs, rhs, *steps, plan, lambda acc, _: acc)
-
-
-def arrange_layout(
-    lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, plan: Plan,
-    epilogue: Callable[[jax.Array, int], jax.Array],
-) -> jax.Array:  # fmt: skip
-    """Return the convolution of two operands of any layout, with an epilogue, in the output layout of the plan."""
-    numbers, geometry = plan.numbers, plan.geometry
-    lhs, rhs = _unpack_narrow(lhs, rhs, numbers)
-    x, w = lax.transpose(lhs, numbers.lhs_spec), lax.transpose(rhs, numbers.rhs_spec)
-    # Groups of images become groups of channels. The products are the same, because the features of the kernel are in
-    # the order of the groups in both cases.
-    if plan.batches > 1:
-        x = x.reshape(plan.batches, -1, *x.shape[1:])
-        x = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
-    is_last = lhs.ndim > 2 and numbers.lhs_spec[1] == lhs.ndim - 1
-    out = tuple(int(a) for a in np.argsort(numbers.out_spec))
-    if not has_positions(x, w, geometry):
-        # The result is then empty, or zeros. Take its shape from jax.lax, and run no convolution.
-        convolve = functools.partial(_convolve_like_lax, geometry=geometry)
-        empty = jax.eval_shape(convolve, *(jax.ShapeDtypeStruct(v.shape, jnp.int32) for v in (x, w)))
-        return lax.transpose(epilogue(jnp.zeros(empty.shape, jnp.int32), 1), out)
-    features_last = numbers.rhs_spec[:2] == (rhs.ndim - 1, rhs.ndim - 2)
-    x, w = _operands.convert_to_signed(x), _operands.convert_to_signed(w)
-    return convolve_planned(x, w, lhs_steps, rhs_steps, geometry, is_last, epilogue, out, features_last=features_last)
-
-
-def _unpack_narrow(lhs: jax.Array, rhs: jax.Array, numbers: lax.ConvDimensionNumbers) -> tuple[jax.Array, jax.Array]:
-    """Return the operands, with codes of 2 or 4 bits unpacked if later operations would unpack them more than once.
-
-    An image with channels last, and a kernel in OIHW layout with more than one position, are copied into another layout
-    anyway. Unpacking them in that copy is cheaper than an additional pass.
-    """
-    if lhs.dtype not in _operands.EIGHT_BITS and numbers.lhs_spec[1] != lhs.ndim - 1:
-        lhs = _operands.unpack_to_int8(lhs)
-    is_single = all(rhs.shape[a] == 1 for a in numbers.rhs_spec[2:])
-    if rhs.dtype not in _operands.EIGHT_BITS and (is_single or _layout.is_moving(numbers.rhs_spec, rhs.shape)):
-        rhs = _operands.unpack_to_int8(rhs)
-    return lhs, rhs
-
-
-def convolve_planned(
-    x: jax.Array,
-    w: jax.Array,
-    x_steps: jax.Array | None,
-    w_steps: jax.Array | None,
-    geometry: Geometry,
-    channels_last: bool,
-    epilogue: Callable[[jax.Array, int], jax.Array],
-    out: Sequence[int] | None = None,
-    features_last: bool = False,
-) -> jax.Array:
-    """Return the convolution of two int8 operands with zero points, after an epilogue, in the caller's layout.
-
-    Args:
-        x: int8 [N, C, *spatial].
-        w: int8 [O, C / groups, *kernel].
-        x_steps: int32 scalar, or None for 0.
-        w_steps: int32 scalar or [O], or None for 0.
-        geometry: Static.
-        channels_last: Static. Whether x is the transpose of an array whose channels are last in memory.
-        epilogue: a function of the int32 accumulator and the axis of its features. It runs before the transpose to the
-            caller's layout, which costs less if the epilogue has narrowed the result.
-        out: Static. The permutation from [N, O, *spatial] to the caller's layout, or None for that layout itself.
-        features_last: Static. Whether w is the transpose of an array whose features are last in memory.
-    """
-    if recording.is_recording():
-        acc = epilogue(_convolve_recorded(x, w, x_steps, w_steps, geometry), 1)
-        return acc if out is None else lax.transpose(acc, tuple(out))
-    # Pad with the zero point, so that the padding is 0 after its subtraction.
-    config = [(0, 0, 0), (0, 0, 0)]
-    for (low, high), dilation in zip(geometry.padding, geometry.lhs_dilation, strict=True):
-        config.append((low, high, dilation - 1))
-    if any(entry != (0, 0, 0) for entry in config):
-        fill = jnp.zeros((), jnp.int8) if x_steps is None else x_steps.reshape(()).astype(jnp.int8)
-        x = lax.pad(x, fill, config)
-    window = _conv_patches.Window(
-        channels_last, "", geometry.strides, geometry.rhs_dilation, geometry.groups, features_last
-    )
-    if 0 in x.shape or 0 in w.shape:  # the sums have no terms
-        positions = _conv_patches.find_out_shape(x.shape[2:], w.shape[2:], window)
-        acc = epilogue(jnp.zeros((x.shape[0], w.shape[0], *positions), jnp.int32), 1)
-        return acc if out is None else lax.transpose(acc, tuple(out))
-    if sharding.is_placed(x) or sharding.is_placed(w):
-        acc = epilogue(_place_output(x, w, x_steps, w_steps, geometry), 1)
-        return acc if out is None else lax.transpose(acc, tuple(out))
-    window = _conv_kernel.find_window(x.shape, w.shape, window, channels_last=channels_last)
-    rank = x.ndim
-    to_back = (0, *range(2, rank), 1)
-    if window.channels_last:
-        # If the channels are already last in memory, this undoes the caller's transpose, and only the pin remains.
-        x = barriers.pin_layout(lax.transpose(x, to_back)) if channels_last else _layout.transpose_in_memory(x, to_back)
-    x_steps = None if x_steps is None else x_steps.reshape(1, 1)
-    w_steps = None if w_steps is None else w_steps.reshape(-1)
-    acc = _conv_kernel.convolve(x, w, x_steps, w_steps, window)
-    result = epilogue(acc, rank - 1 if window.channels_last else 1)
-    # Combine two permutations into one: from the kernel's layout to [N, O, *spatial], and from there to the caller's.
-    to_front = (0, rank - 1, *range(1, rank - 1)) if window.channels_last else tuple(range(rank))
-    permutation = to_front if out is None else tuple(to_front[axis] for axis in out)
-    if not _layout.is_moving(permutation, result.shape):
-        return lax.transpose(result, permutation)
-    return _restore_layout(result, permutation)
-
-
-def _find_recorded_shape(x: jax.Array, w: jax.Array, geometry: Geometry, **_: Any) -> tuple[tuple[int, ...], Any]:
-    lengths = []
-    for n, kernel, stride, pads, x_step, w_step in zip(x.shape[2:], w.shape[2:], *geometry[:4], strict=True):
-        padded = (n - 1) * x_step + 1 + sum(pads)
-        lengths.append((padded - (kernel - 1) * w_step - 1) // stride + 1)
-    return (x.shape[0], w.shape[0], *lengths), jnp.int32
-
-
-def _batch_convolution(
-    mapped: dict[str, bool], x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geometry: Geometry
-) -> jax.Array | None:
-    """Return the convolution of one more batch of images, or None if anything else is mapped."""
-    if not mapped["x"] or sum(mapped.values()) > 1:
-        return None
-    y = _convolve_recorded(x.reshape(-1, *x.shape[2:]), w, x_steps, w_steps, geometry)
-    return y.reshape(*x.shape[:2], *y.shape[1:])
-
-
-@recording.mark("convolve", _find_recorded_shape, _batch_convolution)
-def _convolve_recorded(x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geometry: Geometry) -> jax.Array:
-    """Return the int32 convolution of codes of any dtype, with their zero points."""
-    with recording.pause():
-        (x, x_steps), (w, w_steps) = _operands.shift_recorded(x, x_steps), _operands.shift_recorded(w, w_steps)
-        x, w = _operands.convert_to_signed(x), _operands.convert_to_signed(w)
-        return convolve_planned(x, w, x_steps, w_steps, geometry, False, lambda acc, _: acc)
-
-
-def _place_output(x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geometry: Geometry) -> jax.Array:
-    """Return the convolution of operands whose shardings JAX tracks in types, computed by `jax.lax`.
-
-    The forms in `_conv_kernel` need reshapes whose shardings JAX cannot infer.
-    """
-    convolve = functools.partial(
-        lax.conv_general_dilated, x, window_strides=geometry.strides, padding="VALID",
-        rhs_dilation=geometry.rhs_dilation, feature_group_count=geometry.groups, preferred_element_type=jnp.int32,
-    )  # fmt: skip
-    acc = convolve(w)
-    expand = granularity.PerAxis(1).expand
-    sums = jnp.sum(w, axis=tuple(range(1, w.ndim)), dtype=jnp.int32)
-    if w_steps is not None:
-        # The zero points of the kernel are multiplied by the sums over patches of x: a convolution with ones.
-        steps = jnp.broadcast_to(w_steps.reshape(-1), sums.shape)
-        sums = sums - np.int32(w[0].size) * steps
-        acc = acc - convolve(jnp.ones_like(w)) * expand(steps, acc)
-    if x_steps is None:
-        return acc
-    return acc - expand(jnp.broadcast_to(x_steps.reshape(1), sums.shape) * sums, acc)
-
-
-def _restore_layout(result: jax.Array, permutation: Sequence[int]) -> jax.Array:
-    """Return a result transposed to the caller's layout after it has been written to memory."""
-    if result.dtype == np.dtype(jnp.uint8):  # XLA:CPU has a fast transpose for int8, not for uint8
-        return lax.bitcast_convert_type(
-            _restore_layout(lax.bitcast_convert_type(result, jnp.int8), permutation), jnp.uint8
-        )
-    return lax.transpose(barriers.pin_layout(result), tuple(permutation))
-
-
-def _convolve_like_lax(x: jax.Array, w: jax.Array, geometry: Geometry) -> jax.Array:
-    """Return `jax.lax`'s convolution of [N, C, *spatial] with [O, C / groups, *kernel], without zero points."""
-    return lax.conv_general_dilated(
-        x, w, geometry.strides, geometry.padding, geometry.lhs_dilation, geometry.rhs_dilation,
-        feature_group_count=geometry.groups,
-    )  # fmt: skip

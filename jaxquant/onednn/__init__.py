@@ -4,10 +4,7 @@ oneDNN multiplies by the reciprocal of the scale and adds the zero point before 
 from those of the ONNX operators.
 """
 
-from .dequantize import dequantize
-from .dynamic_dequantize import dynamic_dequantize
-from .dynamic_quantize import dynamic_quantize
-from .quantize import quantize
+from ._quantization import dequantize, dynamic_dequantize, dynamic_quantize, quantize
 
 __all__ = ["dequantize", "dynamic_dequantize", "dynamic_quantize", "quantize"]
 

@@ -20,9 +20,10 @@ from .._arrays import scale_from_range
 from .._arrays.codebook import Codebook
 from .._arrays.quantized_array import QuantizedArray, check_lazy
 from .._arrays.spec import QuantSpec
-from .._core import barriers, checks, dtypes, rounding, sharding, small_floats
-from .._core.affine import divide_by_scale
+from .._core import checks, dtypes, sharding, small_floats
 from .._core.granularity import Aligned, Blocked, PerTensor
+from .._kernels import barriers, rounding
+from .._kernels.affine import divide_by_scale
 from .codebooks import dynamic, logarithmic, read_levels, round_to_levels
 
 _NAME = "optim.quantize_state"

@@ -13,8 +13,9 @@ from .._arrays import parts, scale_from_range
 from .._arrays.quantize import find_parameters
 from .._arrays.quantized_array import QuantizedArray, check_array
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, granularity, packed_codes, small_floats
-from .._core.affine import dequantize_affine, divide_by_scale, quantize_affine
+from .._core import checks, dtypes, granularity, small_floats
+from .._kernels import packed_codes
+from .._kernels.affine import dequantize_affine, divide_by_scale, quantize_affine
 
 _EACH = granularity.Aligned()
 

@@ -16,6 +16,7 @@ from .._arrays.quantize import quantize
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, sharding
 from .._core.entry_point import compile_entry_point, convert_number
+from .._kernels.platforms import choose_on_cpu
 from . import _grid
 from ._grid import Grid, check_weight
 from .search_range import Slices, keep_better, make_slices
@@ -112,7 +113,7 @@ def _find_range(
     def in_chunks(w: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         return _solve_in_chunks(solve, slices._replace(w=w), axis, rows)
 
-    return lax.platform_dependent(slices.w, cpu=in_chunks, default=lambda w: solve(slices._replace(w=w)))
+    return choose_on_cpu(in_chunks, lambda w: solve(slices._replace(w=w)), slices.w)
 
 
 def _find_chunks(slices: Slices) -> tuple[int, int]:

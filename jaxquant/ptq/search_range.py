@@ -12,8 +12,9 @@ from jax.typing import ArrayLike
 
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, granularity, min_max, small_floats
+from .._core import checks, dtypes, granularity, small_floats
 from .._core.entry_point import compile_entry_point, convert_number
+from .._kernels import affine, min_max
 from ..calibration import Range
 from . import _grid
 from ._grid import Grid, check_weight
@@ -126,7 +127,7 @@ class Slices(NamedTuple):
 
     def sum(self, values: jax.Array) -> jax.Array:
         """Return the sum of numbers of the elements in each slice."""
-        return granularity.sum_to_scale(granularity.Aligned(self.block_size), values, jnp.zeros(self.shape))
+        return affine.sum_to_scale(granularity.Aligned(self.block_size), values, jnp.zeros(self.shape))
 
     def find_extremes(self) -> tuple[jax.Array, jax.Array]:
         """Return the least and the largest element of each slice, widened to include 0."""

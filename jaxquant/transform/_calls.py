@@ -324,7 +324,7 @@ def check_names(function: str, expected: Sequence[str], names: Sequence[str], ar
         if paths
     ]
     wanted = "the arrays of the parameters that prepare saw"
-    checks.require(False, function, argument, wanted, "; ".join(differences) or "the same paths in another order")
+    checks.refuse(function, argument, wanted, "; ".join(differences) or "the same paths in another order")
 
 
 def check_leaves(

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
+from .._core.dtypes import CONTRACTED as INTEGER_DTYPES
 from .._core.granularity import Blocked, PerAxis, PerTensor
 from ..calibration.factory import Factory
-from ..integer._operands import DTYPES as INTEGER_DTYPES
 from ._programs import jaxpr, views
 from ._programs.analysis import UNUSED, Analysis
 from ._programs.sites import Address, Site, find_contracted

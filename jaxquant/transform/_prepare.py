@@ -114,10 +114,10 @@ def _refuse_unmatched(rule: Rule, call: Call) -> None:
     if hidden:
         expected = "each rule before those that match all of its contractions, because the first that matches applies"
         got = f"{rule.path!r} after rules that match {', '.join(hidden[:4])}{', ...' if len(hidden) > 4 else ''}"
-        checks.require(False, _NAME, "rules", expected, got)
+        checks.refuse(_NAME, "rules", expected, got)
     paths = sorted({path for site in sites for path in _list_paths(site, names)})
     got = f"{rule.path!r}, which matches none of {', '.join(paths[:12])}{', ...' if len(paths) > 12 else ''}"
-    checks.require(False, _NAME, "rules", "paths that match a contraction", got)
+    checks.refuse(_NAME, "rules", "paths that match a contraction", got)
 
 
 def _list_paths(site: Site, names: Sequence[str]) -> list[str]:

@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._arrays.quantize import encode_array
-from .._arrays.quantize_padded import quantize_kernel
+from .._arrays.quantize import encode_array, quantize_kernel
 from .._arrays.quantized_array import QuantizedArray
 from .._training.estimators import StraightThrough
 from .._training.rounding_vjp import RoundingConfig, make_array

@@ -13,7 +13,7 @@ import pytest
 from flax import linen as nn
 
 import jaxquant as jq
-from jaxquant._arrays import quantize_padded
+from jaxquant._arrays import quantize
 
 from ..support.equality import same_bits
 from ..support.matrix import mark_others_full
@@ -52,26 +52,26 @@ def test_padding_changes_no_bit(name: str, dtype: Any, rng: np.random.Generator)
         x = rng.normal(size=shape) * 10.0 ** rng.integers(-3, 4, shape)
         x = np.where(rng.random(shape) < 0.1, rng.choice([0.0, -0.0, 1e-40, -5.0], shape), x)
         kernel = jnp.asarray(np.asarray(x, np.float32)).astype(dtype)
-        padded, plain = quantize_padded.quantize_kernel(kernel, spec, ()), jq.quantize(kernel, spec)
+        padded, plain = quantize.quantize_kernel(kernel, spec, ()), jq.quantize(kernel, spec)
         check_same(padded, plain)
 
 
 def test_a_nan_stays_in_its_column() -> None:
     kernel = jnp.ones((3, 4)).at[1, 2].set(jnp.nan).at[0, 0].set(jnp.inf)
     spec = SPECS["int8 per feature"]
-    check_same(quantize_padded.quantize_kernel(kernel, spec, ()), jq.quantize(kernel, spec))
+    check_same(quantize.quantize_kernel(kernel, spec, ()), jq.quantize(kernel, spec))
 
 
 def test_a_traced_kernel_is_quantized_as_it_is() -> None:
     kernel, spec = jnp.arange(15.0).reshape(5, 3), SPECS["int8 per feature"]
-    traced = jax.jit(lambda k: quantize_padded.quantize_kernel(k, spec, ()))(kernel)
+    traced = jax.jit(lambda k: quantize.quantize_kernel(k, spec, ()))(kernel)
     check_same(traced, jq.quantize(kernel, spec))
 
 
 def test_the_kernel_stays_on_its_device() -> None:
     device = jax.devices()[-1]
     kernel = jax.device_put(jnp.ones((5, 3)), device)
-    assert quantize_padded.quantize_kernel(kernel, SPECS["int8 per feature"], ()).codes.devices() == {device}
+    assert quantize.quantize_kernel(kernel, SPECS["int8 per feature"], ()).codes.devices() == {device}
 
 
 class Layers(nn.Module):
@@ -100,9 +100,9 @@ def convert_prepared() -> None:
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="kernels are padded on a CPU")
 @pytest.mark.parametrize("convert", [pytest.param(convert_layers, marks=pytest.mark.slow), convert_prepared])
 def test_kernels_of_many_shapes_share_a_program(convert: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes, quantize = [], quantize_padded.quantize
+    shapes, compute = [], quantize.quantize
     monkeypatch.setattr(
-        quantize_padded, "quantize", lambda x, spec, **rest: shapes.append(x.shape) or quantize(x, spec, **rest)
+        quantize, "quantize", lambda x, spec, **rest: shapes.append(x.shape) or compute(x, spec, **rest)
     )
     convert()
     assert len(shapes) == 10

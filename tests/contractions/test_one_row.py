@@ -16,7 +16,7 @@ from jax import lax
 
 import jaxquant as jq
 from jaxquant import PerAxis, PerTensor, QuantizedArray, QuantSpec
-from jaxquant._contractions import scaled_rows
+from jaxquant._kernels import scaled_rows
 
 from ..support.hlo import Program
 from ..support.matrix import mark_others_full

@@ -13,8 +13,7 @@ import pytest
 
 import jaxquant as jq
 from jaxquant import checkpoint
-from jaxquant._core import known_values
-from jaxquant.integer import _operands
+from jaxquant._core import dtypes, scale_arguments
 
 from ..cases import public_calls
 from ..cases.public_calls import CODES, DOT, Call, X, ones, quantized
@@ -210,7 +209,7 @@ def test_one_bad_scale_among_good_ones_is_found() -> None:
     scale[2] = -0.25
     text = refused("fake_quantize: scale", lambda: jq.fake_quantize(X, SPEC, jnp.asarray(scale)))
     assert text.endswith("got -0.25")
-    x = np.ones((1, known_values._MOST_ELEMENTS + 1), np.float32)
+    x = np.ones((1, scale_arguments._MOST_ELEMENTS + 1), np.float32)
     jax.eval_shape(lambda: jq.fake_quantize_linear(x, 0 * x[0]))  # too long to be looked at
 
 
@@ -271,7 +270,7 @@ WITH_POINTS = ("matmul_integer", "ops.matmul_integer_to_float", "qlinear_matmul"
 def test_zero_points_of_any_operand_work_or_are_refused_by_name(name: str, dtype: str) -> None:
     """Ints, numpy's ints, arrays of the operand's dtype and of others, in range and out of it."""
     call, kind = CALLS[name], np.dtype(getattr(jnp, dtype))
-    narrow = name.startswith("integer.") and kind in _operands.DTYPES
+    narrow = name.startswith("integer.") and kind in dtypes.CONTRACTED
     low, high = (int(b) for b in (jnp.iinfo(kind).min, jnp.iinfo(kind).max)) if narrow else (0, -1)
     operands = [a for a in call.operands if f"{a}_zero_point" in call.parts]
     codes = {a: np.ones(np.shape(call.arguments[a]), kind) for a in operands}

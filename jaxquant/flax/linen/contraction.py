@@ -233,7 +233,7 @@ class Contraction(RangeModule):
                 continue
             # The repr of a spec is slow, so the text is built only for the error.
             expected = f'what the variables were made with (a call with mutable=["{RANGES}"] updates them): {recorded}'
-            checks.require(False, "flax", f"{role}_spec", expected, operand)
+            checks.refuse("flax", f"{role}_spec", expected, operand)
 
     @nn.nowrap
     def _make_record(

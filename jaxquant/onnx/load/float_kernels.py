@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._core import division, recording
+from ..._core import recording
+from ..._kernels import division
 
 # An addition in Eigen has 4 lanes, and a loop adds two of them in turn. The kernel of Softmax for AVX-512 has 16.
 _PACKET, _LANES = 4, 16

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core import dtypes
-from ..._onnx_ops.dequantize_linear import dequantize_linear
-from ..._onnx_ops.quantize_linear import quantize_linear
+from ..._onnx_ops.quantization import dequantize_linear, quantize_linear
 from ..errors import ModelError
 from .graph import Graph, Node
 

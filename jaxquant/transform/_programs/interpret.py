@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._core import barriers, checks
+from ..._core import checks
+from ..._kernels import barriers
+from ..._kernels.platforms import run_branch
 from . import jaxpr
 from .analysis import Analysis, find_live
 from .jaxpr import Body
@@ -317,10 +319,7 @@ def _switch(platforms: Any, index: Any, branches: Sequence[Callable[..., Any]], 
     """Return the results of the branch of an index, or of the platform for which the program is compiled."""
     if platforms is None:
         return lax.switch(index, branches, records)
-    # The others must not be compiled: a kernel of another platform would raise an error.
-    named = {name: branch for names, branch in zip(platforms, branches, strict=True) for name in names or ()}
-    default = next((branch for names, branch in zip(platforms, branches, strict=True) if names is None), None)
-    return lax.platform_dependent(records, default=default, **named)
+    return run_branch(platforms, branches, records)
 
 
 def _select_examples(going: jax.Array, new: Any, old: Any) -> Any:

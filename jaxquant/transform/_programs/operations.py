@@ -119,7 +119,7 @@ def refuse_gradient(x: jax.Array) -> jax.Array:
 @refuse_gradient.defjvp
 def _refuse_gradient_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     expected = "no gradient through the codes of activations (fake_apply has one)"
-    checks.require_type(False, "Prepared.apply", "args", expected, "a call of jax.grad, jax.jvp or jax.vjp")
+    checks.refuse_type("Prepared.apply", "args", expected, "a call of jax.grad, jax.jvp or jax.vjp")
     return primals[0], tangents[0]
 
 

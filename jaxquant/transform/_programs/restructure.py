@@ -14,6 +14,7 @@ from jax import lax
 from ..._arrays import indexing
 from ..._arrays.concatenate import concatenate
 from ..._arrays.quantized_array import QuantizedArray
+from ..._core import granularity
 from . import jaxpr
 
 
@@ -117,7 +118,7 @@ def _expand(q: QuantizedArray, part: jax.Array, axis: int) -> jax.Array:
     if part.shape[axis] == length:
         return part
     size = length if part.shape[axis] == 1 else q.block_size or length // part.shape[axis]
-    return indexing.expand_blocks(part, axis, size, length)
+    return granularity.expand_blocks(part, axis, size, length)
 
 
 def _slice(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:

@@ -13,7 +13,8 @@ from jax import lax
 
 from ..._arrays.quantized_array import QuantizedArray
 from ..._codes.bias import find_free_steps, find_largest_sums, quantize_added_bias
-from ..._core import barriers, checks, division, dtypes
+from ..._core import checks, dtypes
+from ..._kernels import barriers, division
 from .folding import bind_parameters, find_factor_and_bias, find_feature_axes
 from .point import Regions
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._core import barriers
+from ..._kernels import barriers
 from .._programs import views
 from .point import Point, Regions, Step
 from .statics import StaticValues, combine

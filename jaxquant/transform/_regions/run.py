@@ -18,8 +18,8 @@ from ..._codes.bias import quantize_added_bias
 from ..._codes.carrier import FakeQuantizedArray, replace_value
 from ..._contractions.output import make_array, read_affine, read_epilogue
 from ..._core import dtypes
-from ..._core.affine import quantize_affine
 from ..._core.granularity import PerTensor
+from ..._kernels.affine import quantize_affine
 from .._programs import jaxpr
 from .clips import call_rule, find_clip
 from .folding import find_weight_places

@@ -16,7 +16,8 @@ import numpy as np
 from jax import lax
 
 from ..._codes.carrier import replace_value
-from ..._core import barriers, checks, division
+from ..._core import checks
+from ..._kernels import barriers, division
 from .._programs import jaxpr
 from .graph import Graph, Node
 

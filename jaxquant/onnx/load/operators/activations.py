@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...._core import barriers
+from ...._kernels import barriers
 from .. import float_kernels
 from ..registry import register
 from ..values import normalize_axis

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core, lax
 
-from ...._core import barriers, dtypes, small_floats
+from ...._core import dtypes, small_floats
+from ...._kernels import barriers
 from .. import float_kernels
 from ..graph import ROUNDED_ONCE
 from ..registry import register

@@ -11,21 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...._core import barriers, division
-from ...._onnx_ops.dynamic_quantize_matmul import dynamic_quantize_matmul
-from ...._onnx_ops.matmul_integer_to_float import matmul_integer_to_float
+from ...._kernels import barriers, division
+from ...._onnx_ops.activations import qlinear_leaky_relu, qlinear_sigmoid, qlinear_softmax
+from ...._onnx_ops.arithmetic import qlinear_add, qlinear_mul
 from ...._onnx_ops.matmul_nbits import matmul_nbits
-from ...._onnx_ops.microsoft.qlinear_add import qlinear_add
-from ...._onnx_ops.microsoft.qlinear_average_pool import qlinear_average_pool
-from ...._onnx_ops.microsoft.qlinear_concat import qlinear_concat
-from ...._onnx_ops.microsoft.qlinear_global_average_pool import qlinear_global_average_pool
-from ...._onnx_ops.microsoft.qlinear_leaky_relu import qlinear_leaky_relu
-from ...._onnx_ops.microsoft.qlinear_mul import qlinear_mul
-from ...._onnx_ops.microsoft.qlinear_reduce_mean import qlinear_reduce_mean
-from ...._onnx_ops.microsoft.qlinear_sigmoid import qlinear_sigmoid
-from ...._onnx_ops.microsoft.qlinear_softmax import qlinear_softmax
-from ...._onnx_ops.microsoft.qlinear_where import qlinear_where
-from ...._onnx_ops.qlinear_matmul import qlinear_matmul
+from ...._onnx_ops.matrix_products import dynamic_quantize_matmul, matmul_integer_to_float, qlinear_matmul
+from ...._onnx_ops.pooling import qlinear_average_pool, qlinear_global_average_pool, qlinear_reduce_mean
+from ...._onnx_ops.selection import qlinear_concat, qlinear_where
 from ..registry import OPERATORS, register
 from . import quantized
 from .activations import apply_activation

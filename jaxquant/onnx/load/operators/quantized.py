@@ -11,14 +11,10 @@ import numpy as np
 from jax.export import is_symbolic_dim
 
 from ...._codes.bias import quantize_bias
-from ...._core import barriers
-from ...._onnx_ops.conv_integer import conv_integer
-from ...._onnx_ops.dequantize_linear import dequantize_linear
-from ...._onnx_ops.dynamic_quantize_linear import dynamic_quantize_linear
-from ...._onnx_ops.matmul_integer import matmul_integer
-from ...._onnx_ops.qlinear_conv import qlinear_conv
-from ...._onnx_ops.qlinear_matmul import qlinear_matmul
-from ...._onnx_ops.quantize_linear import quantize_linear
+from ...._kernels import barriers
+from ...._onnx_ops.convolutions import conv_integer, qlinear_conv
+from ...._onnx_ops.matrix_products import matmul_integer, qlinear_matmul
+from ...._onnx_ops.quantization import dequantize_linear, dynamic_quantize_linear, quantize_linear
 from ...._training.fake_quantize_linear import fake_quantize_linear
 from ..graph import ROUNDED
 from ..registry import register

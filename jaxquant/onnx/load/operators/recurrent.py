@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...._core.barriers import round_result
-from ...._onnx_ops.dynamic_quantize_matmul import dynamic_quantize_matmul
+from ...._kernels.barriers import round_result
+from ...._onnx_ops.matrix_products import dynamic_quantize_matmul
 from .. import float_kernels
 from ..registry import register
 from .activations import apply_activation

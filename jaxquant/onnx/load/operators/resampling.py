@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...._core.barriers import round_result
+from ...._kernels.barriers import round_result
 from ..registry import register
 from ..values import list_ints, normalize_axis
 from .windows import check_kernel

@@ -1,0 +1,203 @@
+"""Conversion between codes of 2 or 4 bits and bytes, in forms that XLA:CPU vectorizes.
+
+Current jaxlib stores several such codes in a byte on a CPU. XLA's own conversion to or from int8 handles one code after
+the other. The functions here read or write whole bytes by `lax.bitcast_convert_type`, and shift.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._core import dtypes, sharding
+
+# Below this number of codes, XLA's own conversion costs less than an additional loop.
+_LARGE = 2**16
+
+
+def count_per_byte(codes: jax.Array, dtype: np.dtype | None = None) -> int:
+    """Return how many codes of a dtype, or of that of the codes, a byte holds along the last dimension.
+
+    It is 1 if a byte holds codes of different rows, or cannot be read as a whole.
+    """
+    dtype = np.dtype(codes.dtype) if dtype is None else dtype
+    width = dtypes.find_width(dtype)
+    if width >= 8 or dtype not in dtypes.INTEGERS or not codes.ndim or sharding.is_placed(codes):
+        return 1
+    length = codes.shape[-1]
+    return 8 // width if isinstance(length, int) and length and length % (8 // width) == 0 else 1
+
+
+def read_bytes(codes: jax.Array) -> jax.Array:
+    """Return the bytes of the codes, uint8 with a shorter last dimension, or the codes if `count_per_byte` is 1."""
+    count = count_per_byte(codes)
+    if count == 1:
+        return codes
+    return lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], codes.shape[-1] // count, count), jnp.uint8)
+
+
+def read_plane(stored: jax.Array, dtype: np.dtype, place: int, count: int) -> jax.Array:
+    """Return the codes of one place in their bytes, as int32.
+
+    Args:
+        stored: what `read_bytes` returns, or a part of it.
+        dtype: the dtype of the codes.
+        place: the place in a byte; the codes `place`, `place + count`, ... of the last dimension are returned.
+        count: what `count_per_byte` returns.
+    """
+    wide = stored.astype(jnp.int32)
+    if count == 1:
+        return wide
+    width = 8 // count
+    if dtypes.find_bounds(dtype)[0] == 0:
+        return lax.shift_right_logical(wide, np.int32(place * width)) & np.int32(2**width - 1)
+    # A shift to the left and back extends the sign.
+    raised = lax.shift_left(wide, np.int32(32 - (place + 1) * width))
+    return lax.shift_right_arithmetic(raised, np.int32(32 - width))
+
+
+def read_words(codes: jax.Array) -> jax.Array | None:
+    """Return codes of 4 bits as uint32 with a shorter last dimension, or None if they cannot be read like that."""
+    if count_per_byte(codes) != 2 or codes.shape[-1] % 8:
+        return None
+    return lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], codes.shape[-1] // 8, 8), jnp.uint32)
+
+
+def read_lane(words: jax.Array, dtype: np.dtype, first_bit: jax.Array) -> jax.Array:
+    """Return the codes whose lowest bits are at these places of uint32 words, as int32.
+
+    Args:
+        words: uint32.
+        dtype: the dtype of the codes, of less than 8 bits.
+        first_bit: int32, of the shape of `words`.
+    """
+    width, wide = dtypes.find_width(dtype), words.astype(jnp.int32)
+    # A shift to the left and back removes the other bits and extends the sign.
+    raised = lax.shift_left(wide, np.int32(32 - width) - first_bit)
+    is_signed = dtypes.find_bounds(dtype)[0] < 0
+    return (lax.shift_right_arithmetic if is_signed else lax.shift_right_logical)(raised, np.int32(32 - width))
+
+
+def narrow_codes(codes: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Return int8 codes, which are within the bounds of a dtype of 2 or 4 bits, in that dtype."""
+    if not isinstance(codes.size, int) or codes.size < _LARGE or count_per_byte(codes, dtype) == 1:
+        return lax.convert_element_type(codes, dtype)
+    pack = functools.partial(_pack_bytes, dtype=dtype)
+    convert = functools.partial(lax.convert_element_type, new_dtype=dtype)
+    return lax.platform_dependent(codes, cpu=pack, default=convert)
+
+
+def _pack_bytes(codes: jax.Array, *, dtype: np.dtype) -> jax.Array:
+    count = count_per_byte(codes, dtype)
+    width, group = 8 // count, {2: np.uint16, 4: np.uint32}[count]
+    grouped = codes.reshape(*codes.shape[:-1], codes.shape[-1] // count, count)
+    # The mask keeps the low bits of each byte. Each shift then moves the bits of a byte next to those of the one below
+    # it, and the narrowing conversion keeps the lowest byte, which has received the bits of all others.
+    masks = sum((2**width - 1) << (8 * place) for place in range(count))
+    packed = lax.bitcast_convert_type(grouped, group) & group(masks)
+    packed = functools.reduce(
+        lax.bitwise_or, [lax.shift_right_logical(packed, group((8 - width) * place)) for place in range(count)]
+    )
+    # The barrier separates the shifts, which XLA vectorizes, from the way in which it stores narrow codes.
+    stored = lax.optimization_barrier(lax.convert_element_type(packed, jnp.uint8))
+    return lax.bitcast_convert_type(stored, dtype).reshape(codes.shape)
+
+
+# Planes.
+
+
+def count_column_planes(codes: jax.Array, *entries: Any) -> int:
+    """Return how many planes an array has, or 1 if it is not cut into planes.
+
+    Args:
+        codes: codes of any dtype and shape.
+        entries: arrays of the rank of the codes, or None: their scale and zero point.
+    """
+    width = dtypes.find_width(codes.dtype)
+    if codes.dtype not in dtypes.INTEGERS or width >= 8 or codes.ndim == 0 or sharding.is_placed(codes):
+        return 1
+    count, length = 8 // width, codes.shape[-1]
+    if not isinstance(length, int) or length == 0 or length % count:
+        return 1
+    # A block of columns would be spread over the planes.
+    is_uniform = all(part is None or part.shape[-1] in (1, length) for part in entries)
+    return count if is_uniform else 1
+
+
+def take_plane(part: Any, plane: int, count: int) -> Any:
+    """Return the columns `plane`, `plane + count`, ... of an array; one column, or None, belongs to every plane."""
+    return part if part is None or part.shape[-1] == 1 else part[..., plane::count]
+
+
+def take_code_plane(codes: jax.Array, plane: int, count: int) -> jax.Array:
+    """Return the columns `plane`, `plane + count`, ... of the codes as int8."""
+    return codes[..., plane::count].astype(jnp.int8)
+
+
+def join_planes(results: list[jax.Array], axis: int) -> jax.Array:
+    """Return arrays whose elements alternate along one axis as one array."""
+    first = results[0].shape
+    shape = (*first[:axis], first[axis] * len(results), *first[axis + 1 :])
+    return jnp.stack(results, axis=axis + 1).reshape(shape)
+
+
+def is_faster_in_planes(operands: Sequence[jax.Array], steps: Sequence[Any], roles: Sequence[Any], side: int) -> bool:
+    """Return whether a contraction of integers takes less time if one operand is cut into planes.
+
+    Args:
+        operands: lhs and rhs.
+        steps: their zero points, scalars or of the operands' rank, or None.
+        roles: their `Role`s.
+        side: 0 for lhs, 1 for rhs.
+    """
+    codes, role = operands[side], roles[side]
+    entries = [part for part in (steps[side],) if part is not None and part.ndim]
+    if count_column_planes(codes, *entries) == 1 or codes.ndim - 1 in role.batch:
+        return False
+    sizes = [operands[1 - side].shape[axis] for axis in roles[1 - side].free]
+    depths = [codes.shape[axis] for axis in role.contracted]
+    # The results are joined, or added, one after the other, which takes longer than the conversion if they are large.
+    return all(isinstance(n, int) for n in (*sizes, *depths)) and 2 * math.prod(sizes) <= math.prod(depths)
+
+
+def contract_planes(
+    lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, *, contract: Callable[..., jax.Array],
+    left: Any, right: Any, side: int,
+) -> jax.Array:  # fmt: skip
+    """Return the int32 contraction of two operands, of which one is cut into planes.
+
+    Args:
+        lhs: int8, or codes of 2 or 4 bits.
+        rhs: the same.
+        lhs_steps: int32, a scalar or of lhs's rank, or None for 0.
+        rhs_steps: int32, a scalar or of rhs's rank, or None for 0.
+        contract: returns the contraction of operands like these; for example those of one plane.
+        left: the `Role` of each dimension of lhs.
+        right: the `Role` of each dimension of rhs.
+        side: 0 if lhs is cut, 1 if rhs is.
+    """
+    operands, steps, roles = [lhs, rhs], [lhs_steps, rhs_steps], (left, right)
+    codes, role = operands[side], roles[side]
+    count, last = count_column_planes(codes), codes.ndim - 1
+    is_summed = last in role.contracted
+    axis = roles[1 - side].contracted[role.contracted.index(last)] if is_summed else None
+    results = []
+    for plane in range(count):
+        plane_operands, plane_steps = list(operands), list(steps)
+        plane_operands[side] = take_code_plane(codes, plane, count)
+        if axis is not None:
+            plane_operands[1 - side] = lax.slice_in_dim(operands[1 - side], plane, None, count, axis)
+        elif steps[side] is not None and steps[side].ndim:
+            plane_steps[side] = take_plane(steps[side], plane, count)
+        results.append(contract(*plane_operands, *plane_steps))
+    if is_summed:
+        return functools.reduce(lax.add, results)
+    before = len(role.batch) + (len(left.free) if side == 1 else 0)
+    return join_planes(results, before + role.free.index(last))

@@ -1,0 +1,308 @@
+"""The contraction of a single float row with a matrix of codes, as a sum of scaled rows of the matrix.
+
+If the matrix holds the contracted dimension last in memory, it is a sum over neighbors instead, lane by lane. Nothing
+is dequantized in memory: XLA:CPU reads the codes once, and vectorizes the conversion and the sum. The XLA of jax 0.10
+does not vectorize it; there the other forms of a weight-only contraction are faster.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._core import dtypes, granularity, small_floats
+from . import barriers, digits, matrix_product, packed_codes
+from .contraction import Role
+from .weight_chunks import Chunk
+
+# The number of rows that one loop adds up: enough to use the vector registers of a CPU, without spilling them.
+_TERMS = (32, 16, 8)
+# From this number of codes on, or if they are decoded by selections, loops of fewer rows are faster. With fewer codes
+# they are not: XLA:CPU then waits for a second thread.
+_MANY_TERMS, _MANY = (16, 8), 2**18
+# The least number of rows in a loop over words of codes. LLVM unrolls the codes of a word if the loop has fewer
+# operations, and then does not vectorize it, which takes four times as long with 8 rows.
+_WORD_TERMS = 16
+# The numbers of codes that are handled together, of less than 8 bits and of 8 bits, and the largest number of chunks,
+# which is limited because the program contains the operations of every chunk.
+_CHUNK, _BYTE_CHUNK, _MOST_CHUNKS = 2**24, 2**26, 16
+# If the products of the elements of a row and the scales are at least this large or 0, and so are the elements, then
+# their products with levels of a codebook of at least _SMALLEST_LEVEL are normal float32 numbers.
+_SMALLEST, _SMALLEST_LEVEL = 2.0**-100, 2.0**-20
+# Whether XLA:CPU vectorizes the loop. Measured with jax 0.10 (it does not) and 0.12.
+IS_VECTORIZED = jax.__version_info__ >= (0, 12)
+
+
+class ScaledCodes(NamedTuple):
+    """A matrix of codes, in the form that a row is contracted with.
+
+    Attributes:
+        codes: integers, of rank 2 or more, with static dimensions.
+        scale: of the rank of the codes; each dimension is that of the codes, 1, or the number of blocks.
+        zero_point: in the dtype of the codes, of a shape that a scale may have; or None for 0.
+        block_size: Static. The number of indices in a block, or None if all blocks are equally long.
+        decode: Static. A function from codes, and the place of a code's lowest bit, to the float32 levels of a
+            codebook; or None if the codes are steps.
+        levels: Static. The levels of the codebook, or none.
+    """
+
+    codes: jax.Array
+    scale: jax.Array
+    zero_point: jax.Array | None
+    block_size: int | None = None
+    decode: Callable[..., jax.Array] | None = None
+    levels: tuple[float, ...] = ()
+
+    def expand(self, part: jax.Array, axes: Sequence[int]) -> jax.Array:
+        """Return a scale or zero point with an entry for each index of some axes on which it varies."""
+        return granularity.expand_along(part, self.codes.shape, self.block_size, axes)
+
+
+def choose_form(q: ScaledCodes, role: Role) -> Callable[..., tuple[jax.Array, jax.Array]] | None:
+    """Return the function of a row, q and role that contracts them, `contract_row` or `contract_lanes`, or None."""
+    for choose, contract in ((choose_terms, contract_row), (choose_groups, contract_lanes)):
+        terms = choose(q, role)
+        if terms is not None:
+            return functools.partial(contract, terms=terms)
+    return None
+
+
+def choose_terms(q: ScaledCodes, role: Role) -> int | None:
+    """Return how many rows one loop adds up, or None if the contraction does not have this form.
+
+    The rows of a loop must share their entries of scale and zero point, and all blocks must have the same length.
+    """
+    depth, is_integer = q.codes.shape[0], q.decode is not None or q.codes.dtype in dtypes.INTEGERS
+    if role.contracted != (0,) or role.batch or not is_integer:
+        return None
+    runs = [depth]
+    for part in (q.scale, q.zero_point):
+        if part is not None:
+            sizes = granularity.Aligned(q.block_size).sizes(part.shape, q.codes.shape)
+            assert sizes is not None
+            runs.append(sizes[0])
+    if any(depth % run for run in runs):
+        return None
+    if not all(level == 0 or _SMALLEST_LEVEL <= abs(level) <= 1 / _SMALLEST_LEVEL for level in q.levels):
+        return None
+    terms = _MANY_TERMS if q.decode is not None or q.codes.size >= _MANY else _TERMS
+    return next((n for n in terms if all(run % n == 0 for run in runs)), None)
+
+
+def contract_row(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tuple[jax.Array, jax.Array]:
+    """Return the float32 contraction of a row with the first dimension of scaled codes, and whether it is exact.
+
+    It is not if the row or a scale has an infinity, a NaN, or numbers so far from 1 that a product could overflow, or
+    be lost as a subnormal number.
+
+    Args:
+        x: float32 [K].
+        q: codes [K, ...].
+        role: the role of each dimension of the codes.
+        terms: what `choose_terms` returns.
+
+    Returns:
+        float32 [...]; a bool.
+    """
+    depth, kept = q.codes.shape[0], q.codes.shape[1:]
+    scaled, unit, is_exact = _scale_row(x, q.scale)
+    # The barrier keeps XLA from converting codes that are constants while it compiles.
+    q = q._replace(codes=lax.optimization_barrier(q.codes))
+    parts: list[jax.Array] = []
+    for chunk in _cut_rows(q, terms):
+        piece = _take_rows(q, role, chunk)
+        factors = scaled if chunk.length == depth else chunk.take(scaled, 0)
+        parts.append(_contract_rows(factors, *piece, parts[-1] if parts else None, q.decode, terms))
+    return functools.reduce(jnp.add, parts).T.reshape(kept) * unit, is_exact
+
+
+def choose_groups(q: ScaledCodes, role: Role) -> int | None:
+    """Return how many groups of lanes one loop of `contract_lanes` adds up, or None if it does not apply.
+
+    The codes must be integers of 8 bits whose last dimension, and only that, is contracted, with one scale and one zero
+    point along it.
+    """
+    is_last = role.contracted == (q.codes.ndim - 1,) and not role.batch
+    if not is_last or q.decode is not None or q.codes.dtype not in dtypes.EIGHT_BITS:
+        return None
+    if any(part is not None and part.shape[-1] != 1 for part in (q.scale, q.zero_point)):
+        return None
+    return matrix_product.choose_lane_terms(q.codes.shape[-1])
+
+
+def contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tuple[jax.Array, jax.Array]:
+    """Return the same as `contract_row` of codes whose last dimension is contracted.
+
+    Args:
+        x: float32 [K].
+        q: codes [..., K].
+        role: the role of each dimension of the codes.
+        terms: what `choose_groups` returns.
+    """
+    scaled, unit, is_exact = _scale_row(x, q.scale)
+    lanes, shape = matrix_product.LANES, q.codes.shape
+    groups = shape[-1] // (terms * lanes)
+    # The barrier keeps XLA from scaling the row again for each column.
+    factors = lax.optimization_barrier(scaled).reshape(groups, terms, lanes)
+    # This barrier keeps XLA from converting codes that are constants while it compiles.
+    codes = lax.optimization_barrier(q.codes).reshape(-1, groups, terms, lanes)
+
+    def take(part: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(q.expand(part, role.free), (*shape[:-1], 1)).reshape(-1, 1, 1)
+
+    point = None if q.zero_point is None else take(q.zero_point.astype(jnp.int32))
+    products = []
+    for i in range(terms):
+        steps = codes[:, :, i].astype(jnp.int32)
+        steps = steps if point is None else steps - point
+        products.append(factors[None, :, i] * steps.astype(jnp.float32))
+    # The barrier keeps XLA from fusing this sum with the loop of products.
+    y = jnp.sum(lax.optimization_barrier(functools.reduce(jnp.add, products)), axis=(1, 2))
+    scale = take(small_floats.scale_as_float32(q.scale)).reshape(-1)
+    return (y * scale * unit).reshape(shape[:-1]), is_exact
+
+
+def _scale_row(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return a row scaled to magnitudes of about 1, its unit, and whether its products with scales are exact enough.
+
+    A product with a code must not overflow before the scale reduces it.
+    """
+    factor, unit = digits.compute_powers(jnp.max(jnp.abs(x)), 0)
+    scaled = x * factor
+    size = jnp.abs(scaled)
+    # The magnitude of an infinity or a NaN counts as 0 here, and that of a zero as one that is large enough.
+    least = jnp.min(jnp.where(x == 0, np.float32(4), jnp.where(size <= 4, size, np.float32(0))))
+    least_product = least * digits.compute_least_scale(scale)
+    return scaled, unit, (least >= np.float32(_SMALLEST)) & (least_product >= np.float32(_SMALLEST))
+
+
+def _cut_rows(q: ScaledCodes, terms: int) -> list[Chunk]:
+    """Return the chunks of rows whose bytes, and whose sums of `terms` rows, stay in the cache of a CPU.
+
+    They also keep these arrays below the size from which malloc maps new pages in each call.
+    """
+    depth = q.codes.shape[0]
+    most = _CHUNK if dtypes.find_width(q.codes.dtype) < 8 else _BYTE_CHUNK
+    runs = [depth // part.shape[0] for part in (q.scale, q.zero_point) if part is not None and part.shape[0] != 1]
+    step = math.lcm(terms, *runs)
+    count = min(-(-q.codes.size // most), _MOST_CHUNKS, depth // step)
+    length = -(-depth // (step * count)) * step
+    return [Chunk(start, min(length, depth - start)) for start in range(0, depth, length)]
+
+
+def _take_rows(q: ScaledCodes, role: Role, chunk: Chunk) -> tuple[jax.Array, jax.Array, Any]:
+    """Return the codes of a chunk, [K, columns], their scale and zero point, [entries, 1] or [entries, columns]."""
+    columns = math.prod(q.codes.shape[1:])
+
+    def take(part: jax.Array) -> jax.Array:
+        expanded = q.expand(part, role.free)
+        if any(n != 1 for n in expanded.shape[1:]):
+            expanded = jnp.broadcast_to(expanded, (expanded.shape[0], *q.codes.shape[1:]))
+        flat = expanded.reshape(expanded.shape[0], -1)
+        is_whole = flat.shape[0] == 1 or chunk.length == q.codes.shape[0]
+        return flat if is_whole else chunk.take(flat, 0, q.codes.shape[0] // flat.shape[0])
+
+    # XLA:CPU cuts codes of which a byte holds several fast only at indices that it knows.
+    codes = lax.slice_in_dim(q.codes.reshape(-1, columns), chunk.start, chunk.start + chunk.length)
+    scale = take(small_floats.scale_as_float32(q.scale))
+    return codes, scale, None if q.zero_point is None else take(q.zero_point.astype(jnp.int32))
+
+
+# A jit whose trace JAX keeps, because chunks of the same length have the same operations.
+@functools.partial(jax.jit, inline=True, static_argnames=("decode_levels", "terms"))
+def _contract_rows(
+    x: jax.Array,
+    codes: jax.Array,
+    scale: jax.Array,
+    point: Any,
+    done: Any,
+    decode_levels: Callable[..., jax.Array] | None,
+    terms: int,
+) -> jax.Array:
+    """Return the contraction of the rows of a chunk, computed after `done`: [planes, columns / planes]."""
+    groups, count, dtype = codes.shape[0] // terms, packed_codes.count_per_byte(codes), np.dtype(codes.dtype)
+    words = packed_codes.read_words(codes) if terms >= _WORD_TERMS else None
+    stored = packed_codes.read_bytes(codes) if words is None else words
+    if done is not None:
+        stored = barriers.wait_for(stored, done)
+    factors, rows = x.reshape(groups, terms), stored.reshape(groups, terms, -1)
+    scale = _spread_entries(scale, groups)
+    point = None if point is None else _spread_entries(point, groups)
+    if words is not None:
+        return _contract_words(factors, rows, scale, point, dtype, decode_levels)
+    sums = []
+    for place in range(count):
+        plane_point = None if point is None else _take_plane(point, place, count)
+
+        def decode(row: jax.Array, place: int = place, point: Any = plane_point) -> jax.Array:
+            if decode_levels is not None:
+                return decode_levels(row, place * 8 // count)
+            steps = packed_codes.read_plane(row, dtype, place, count)
+            return (steps if point is None else steps - point).astype(jnp.float32)
+
+        products = [factors[:, i, None] * decode(rows[:, i]) for i in range(terms)]
+        sums.append(_sum_groups(functools.reduce(jnp.add, products) * _take_plane(scale, place, count)))
+    return jnp.stack(sums)
+
+
+def _contract_words(
+    factors: jax.Array,
+    rows: jax.Array,
+    scale: jax.Array,
+    point: Any,
+    dtype: np.dtype,
+    decode_levels: Callable[..., jax.Array] | None,
+) -> jax.Array:
+    """Return the contraction of rows of 4-bit codes, read as uint32 words: [1, columns].
+
+    The codes of a word are the last dimension of the loop, so that a vector holds neighboring columns: XLA:CPU reads a
+    word for all of its codes at once, and each code only once.
+
+    Args:
+        factors: float32 [groups, terms].
+        rows: uint32 [groups, terms, words].
+        scale: float32 [groups, columns or 1].
+        point: the zero point, int32 [groups, columns or 1], or None.
+        dtype: the dtype of the codes.
+        decode_levels: as `ScaledCodes.decode`.
+    """
+    groups, terms, words = rows.shape
+    shape = (groups, words, 8)
+
+    def spread(part: jax.Array) -> jax.Array:
+        return part[:, None] if part.shape[1] == 1 else part.reshape(shape)
+
+    first_bit = lax.broadcasted_iota(jnp.int32, shape, 2) * np.int32(4)
+    products = []
+    for i in range(terms):
+        row = jnp.broadcast_to(rows[:, i, :, None], shape)
+        if decode_levels is not None:
+            weights = decode_levels(row, first_bit)
+        else:
+            steps = packed_codes.read_lane(row, dtype, first_bit)
+            weights = (steps if point is None else steps - spread(point)).astype(jnp.float32)
+        products.append(factors[:, i, None, None] * weights)
+    return _sum_groups((functools.reduce(jnp.add, products) * spread(scale)).reshape(groups, -1))[None]
+
+
+def _sum_groups(products: jax.Array) -> jax.Array:
+    """Return the sum over the first dimension. The barrier keeps XLA from fusing it with the loop of products."""
+    return jnp.sum(lax.optimization_barrier(products), axis=0)
+
+
+def _spread_entries(part: jax.Array, groups: int) -> jax.Array:
+    """Return a scale or zero point of [entries, columns] as [groups, columns], an entry for each group of rows."""
+    entries, columns = part.shape
+    return jnp.broadcast_to(part[:, None], (entries, groups // entries, columns)).reshape(groups, columns)
+
+
+def _take_plane(part: jax.Array, place: int, count: int) -> jax.Array:
+    """Return the columns of a scale or zero point that belong to one place of the codes in their bytes."""
+    return part if part.shape[1] == 1 else part[:, place::count]
