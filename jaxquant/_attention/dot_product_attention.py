@@ -17,17 +17,17 @@ from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point, small_floats
 from .._training.fake_quantize import read_parts
 from .._training.quantizer import Quantizer, read_quantizer, split_quantizer
-from .._training.rounding_vjp import RoundingConfig, find_cotangents, make_array
+from .._training.rounding_vjp import RoundingConfig, compute_cotangents, make_array
 from . import arguments
 from .kv_cache import INT8
 from .scores_and_values import (
     Hiding,
     RowWeights,
     add_bias,
-    find_reciprocal,
-    find_scores,
-    find_visible,
-    find_weights,
+    compute_reciprocal,
+    compute_scores,
+    compute_weights,
+    derive_visible,
     group_heads,
     group_queries,
     weigh_values,
@@ -158,7 +158,7 @@ def _round_and_attend(
 def _read_operands(query: Any, key: Any, value: Any, bias: Any, mask: Any, *lengths: Any) -> tuple[Any, ...]:
     """Return the arrays of a call, mask and bias with rank 4, after a check against each other."""
     _check_operands(query, key, value)
-    sizes = _find_score_sizes(query, key)
+    sizes = _read_score_sizes(query, key)
     mask, bias = arguments.read_mask(_NAME, mask, sizes), arguments.read_bias(_NAME, bias, sizes)
     for name, x in zip(_LENGTHS, lengths, strict=True):
         if x is not None:
@@ -221,7 +221,7 @@ def _check_operands(query: Any, key: Any, value: Any) -> None:
         arguments.check_tokens_whole(_NAME, argument, x, x.ndim - 3)
 
 
-def _find_score_sizes(query: Any, key: Any) -> tuple[int, int, int, int]:
+def _read_score_sizes(query: Any, key: Any) -> tuple[int, int, int, int]:
     """Return (batch, heads, queries, tokens)."""
     batch = query.shape[0] if query.ndim == 4 else 1
     return batch, query.shape[-2], query.shape[-3], key.shape[-3]
@@ -288,7 +288,7 @@ def _attend_bwd(statics: _AttentionOptions, operands: _AttentionArrays, g: jax.A
     operands, g = _wait_for_cotangent(operands, g)
     q, k, v, weights = _weigh(statics, operands)
     queries, keys, values = (dequantize_checked(x).astype(jnp.float32) for x in (q, k, v))
-    reciprocal = find_reciprocal(weights.total)
+    reciprocal = compute_reciprocal(weights.total)
     # A hidden token, or one whose weight underflows, gets no gradient and gives none, even if it or the row has a NaN.
     has_weight = weights.exponentials != 0
     # The weights that were contracted: the codes without the scales of the values' tokens. A NaN has the code 0.
@@ -311,7 +311,7 @@ def _attend_bwd(statics: _AttentionOptions, operands: _AttentionArrays, g: jax.A
         *(lax.transpose(d, (0, 2, 1, 3)) for d in (d_keys, d_values)),
     )
     sides = zip(statics.configs, operands.rounded, cotangents, strict=True)
-    rounded_cotangents = tuple((*find_cotangents(config, *parts, d), None) for config, parts, d in sides)
+    rounded_cotangents = tuple((*compute_cotangents(config, *parts, d), None) for config, parts, d in sides)
     d_bias = None if operands.bias is None else _sum_to_shape(d_scores, operands.bias)
     return (_AttentionArrays(rounded_cotangents, d_bias, None, None, None),)
 
@@ -342,10 +342,10 @@ def _weigh(
     q, k, v = (make_array(config, *parts) for config, parts in zip(statics.configs, operands.rounded, strict=True))
     queries = group_queries(q, k.shape[2], statics.factor)
     keys, values = (_move_heads(x) for x in (k, v))
-    scores = add_bias(find_scores(statics.function, queries, keys), operands.bias)
+    scores = add_bias(compute_scores(statics.function, queries, keys), operands.bias)
     arrays = (operands.mask, operands.query_lengths, operands.token_lengths)
-    visible = find_visible(statics.hiding, q.shape[1], k.shape[1], *arrays)
-    return queries, keys, values, find_weights(scores, _read_token_scale(values), visible, statics.digits)
+    visible = derive_visible(statics.hiding, q.shape[1], k.shape[1], *arrays)
+    return queries, keys, values, compute_weights(scores, _read_token_scale(values), visible, statics.digits)
 
 
 def _move_heads(q: QuantizedArray) -> QuantizedArray:

@@ -130,8 +130,8 @@ class KVCache:
             checks.require(1 <= window <= length, _CREATE, "window", expected, window)
         keys, values = (_count_packed(spec, features) for spec in (spec_k, spec_v))
         return cls(
-            jnp.zeros((batch, heads, length, keys), _find_stored_dtype(spec_k)),
-            jnp.zeros((batch, heads, values, length), _find_stored_dtype(spec_v)),
+            jnp.zeros((batch, heads, length, keys), _derive_stored_dtype(spec_k)),
+            jnp.zeros((batch, heads, values, length), _derive_stored_dtype(spec_v)),
             jnp.zeros((batch, heads, length), spec_k.scale_dtype),
             jnp.zeros((batch, heads, length), spec_v.scale_dtype),
             jnp.zeros((batch,) if per_row else (), jnp.int32),
@@ -278,7 +278,7 @@ def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | Non
     if is_slice:
         places = cache.index if cache.window is None else cache.index % np.int32(length)
     else:
-        places = _find_places(cache, tokens, counts)
+        places = _choose_places(cache, tokens, counts)
     write_one = _write_slice if is_slice else _write_places
 
     def write(arrays: Any) -> tuple[jax.Array, ...]:
@@ -293,7 +293,7 @@ def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | Non
     )
 
 
-def _find_places(cache: KVCache, tokens: int, counts: Any) -> jax.Array:
+def _choose_places(cache: KVCache, tokens: int, counts: Any) -> jax.Array:
     """Return the places of new tokens, int32 [tokens] or [batch, tokens]; the length or more if they are not stored."""
     order = jnp.arange(tokens, dtype=jnp.int32)
     length = np.int32(cache.length)
@@ -309,7 +309,7 @@ def _find_places(cache: KVCache, tokens: int, counts: Any) -> jax.Array:
     return jnp.where(is_stored, places, length + order)
 
 
-def _find_stored_dtype(spec: QuantSpec) -> Any:
+def _derive_stored_dtype(spec: QuantSpec) -> Any:
     return jnp.uint8 if is_packed(spec) else jnp.int8
 
 

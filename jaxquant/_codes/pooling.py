@@ -63,11 +63,11 @@ def max_pool(
     """
     if isinstance(q, FakeQuantizedArray):
         windows = _read_windows("codes.max_pool", q, window_shape, strides, padding, channels_last)
-        return q.replace_values(find_maxima(q.values, windows=windows))
+        return q.replace_values(compute_maxima(q.values, windows=windows))
     q = quantized_array.check_lazy("codes.max_pool", "q", q)
     affine = read_affine("codes.max_pool", "q", q)
     windows = _read_windows("codes.max_pool", q, window_shape, strides, padding, channels_last)
-    return make_array(find_maxima(q.codes, windows=windows), affine, q.dtype)
+    return make_array(compute_maxima(q.codes, windows=windows), affine, q.dtype)
 
 
 def average_pool(
@@ -226,7 +226,7 @@ def _check_lengths(function: str, argument: str, value: Any, rank: int) -> tuple
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("windows",))
-def find_maxima(codes: jax.Array, *, windows: PoolWindows) -> jax.Array:
+def compute_maxima(codes: jax.Array, *, windows: PoolWindows) -> jax.Array:
     """Return the maximum of each window of codes or floats.
 
     One dimension after the other: a window of k * l elements takes k + l maxima. XLA:CPU vectorizes a maximum of

@@ -145,7 +145,7 @@ def fold_scale_into_gradient(
     return q.replace(scale=jnp.ones((1,) * q.ndim, jnp.float32)), g * sharding.place_like(spread, g)
 
 
-def find_operand_cotangent(
+def compute_operand_cotangent(
     function: str,
     index: int,
     terms: Sequence[Labels],

@@ -145,16 +145,16 @@ class ConvContraction(NamedTuple):
         lhs, rhs = operands
         return convolve_floats(lhs, rhs, self.plan, self.precision)
 
-    def find_integer_cotangent(self, index: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
+    def compute_integer_cotangent(self, index: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
         """Return the float32 cotangent of the operand `index`, computed by integer contractions."""
-        return (_find_image_cotangent, _find_kernel_cotangent)[index](
+        return (_compute_image_cotangent, _compute_kernel_cotangent)[index](
             self.plan, qs[0], qs[1], g.astype(jnp.float32), key
         )
 
 
-def _find_image_cotangent(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray, g: jax.Array, key: Any) -> jax.Array:
+def _compute_image_cotangent(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray, g: jax.Array, key: Any) -> jax.Array:
     """Return the cotangent of the images: g convolved with the flipped kernel, inputs and outputs swapped per group."""
-    numbers, sizes = plan.numbers, _find_sizes(plan, lhs, rhs, g)
+    numbers, sizes = plan.numbers, _compute_sizes(plan, lhs, rhs, g)
     features, channels, *spatial = numbers.rhs_spec
     places: list[int | None] = [None] * rhs.ndim
     places[features] = numbers.out_spec[1]
@@ -185,7 +185,9 @@ def _find_image_cotangent(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray, 
     return convolve_checked(_NAME, q, flipped, Plan(swapped, geometry, plan.features, 1), None, jnp.float32)
 
 
-def _find_kernel_cotangent(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray, g: jax.Array, key: Any) -> jax.Array:
+def _compute_kernel_cotangent(
+    plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray, g: jax.Array, key: Any
+) -> jax.Array:
     """Return the cotangent of the kernel: for each of its positions, g contracted with the images that position reads.
 
     One contraction for each position is faster than a convolution whose kernel is g, because g is large.
@@ -243,7 +245,7 @@ class _SpatialSizes(NamedTuple):
     out: list[int]
 
 
-def _find_sizes(plan: Plan, lhs: Any, rhs: Any, g: Any) -> _SpatialSizes:
+def _compute_sizes(plan: Plan, lhs: Any, rhs: Any, g: Any) -> _SpatialSizes:
     """Return the dilated spatial sizes of the images, of the kernel and of the result."""
     numbers, geometry = plan.numbers, plan.geometry
     dilations = (

@@ -16,7 +16,7 @@ from .._arrays.spec import QuantSpec
 from .._contractions.einsum import contract_operands, parse_subscripts
 from .._core import checks, dtypes, entry_point
 from . import contraction_vjp
-from .backward import Backward, FloatBackward, find_operand_cotangent
+from .backward import Backward, FloatBackward, compute_operand_cotangent
 from .quantizer import Quantizer
 
 _NAME = "quantized_einsum"
@@ -121,7 +121,7 @@ class EinsumContraction(NamedTuple):
         """Return the contraction of floats."""
         return jnp.einsum(self.subscripts, *operands, precision=self.precision, out_sharding=self.out_sharding)
 
-    def find_integer_cotangent(self, index: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
+    def compute_integer_cotangent(self, index: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
         """Return the float32 cotangent of the operand `index`, computed by an integer contraction."""
         terms, out = parse_subscripts(_NAME, self.subscripts, [q.ndim for q in qs])
         # An integer contraction does not broadcast a dimension of 1.
@@ -130,4 +130,4 @@ class EinsumContraction(NamedTuple):
             for label, n in zip(labels, q.shape, strict=True):
                 expected = 'FloatBackward(), because a dimension of size 1 is broadcast under "..."'
                 checks.require(sizes.setdefault(label, n) == n, _NAME, "backward", expected, "Int8Backward()")
-        return find_operand_cotangent(_NAME, index, terms, out, qs, g, key)
+        return compute_operand_cotangent(_NAME, index, terms, out, qs, g, key)

@@ -56,7 +56,7 @@ class Position(NamedTuple):
     batches: int
 
 
-def find_fingerprint(tree: Any) -> int:
+def compute_fingerprint(tree: Any) -> int:
     """Return a checksum of the arrays that this process holds."""
     checksum = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -297,7 +297,7 @@ def _show_progress(batches: Iterable[Any], progress: bool | None) -> Iterator[An
         bar.stop()
 
 
-def _find_origin(step: BatchStep, state: Any) -> int:
+def _compute_origin(step: BatchStep, state: Any) -> int:
     """Return a checksum of the weights and of the description of the quantized layers."""
     return zlib.crc32(step.describe(state).encode(), step.fingerprint())
 
@@ -307,7 +307,7 @@ def _save(path: pathlib.Path, step: BatchStep, position: Position) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(position.state)
     header = {
         "format": _FORMAT, "version": _VERSION, "function": step.function, "batches": position.batches,
-        "origin": _find_origin(step, position.state),
+        "origin": _compute_origin(step, position.state),
         "names": [jax.tree_util.keystr(key_path) for key_path, _ in leaves],
     }  # fmt: skip
     stream = io.BytesIO()
@@ -339,7 +339,7 @@ def _load(path: pathlib.Path, step: BatchStep, target: Any) -> Position:
     named_leaves = zip(content["names"], arrays, strict=True)
     is_same = [(name, leaf.shape, leaf.dtype) for name, leaf in named_leaves] == expected_leaves
     # The fingerprint of the weights is slow, so it is compared last.
-    is_same = is_same and content["function"] == function and content["origin"] == _find_origin(step, target)
+    is_same = is_same and content["function"] == function and content["origin"] == _compute_origin(step, target)
     expected = "a file written for these weights and layers; delete it to start again"
     checks.require(is_same, function, "checkpoint", expected, f"{path}, written for other weights or layers")
     state = jax.tree.unflatten(jax.tree.structure(target), list(map(jnp.asarray, arrays)))

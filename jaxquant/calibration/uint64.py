@@ -63,7 +63,7 @@ def sum_over_devices(words: Words, axis_name: str | tuple[str, ...]) -> Words:
     return _join_limbs([lax.psum(limb, axis_name) for limb in _split_limbs(words)])
 
 
-def find_share(words: Words, share: Fraction) -> tuple[Words, jax.Array]:
+def multiply_by_share(words: Words, share: Fraction) -> tuple[Words, jax.Array]:
     """Return the whole part and the float32 fraction of words * share, where 0 <= share < 1.
 
     The share is rounded to 64 bits. For words up to 2**48 the error of the product is below 2**-16.

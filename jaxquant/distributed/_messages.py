@@ -29,7 +29,7 @@ _Move = Callable[[jax.Array], jax.Array]
 # Checks of the names of mapped axes, and what JAX knows about them.
 
 
-def find_axis_size(function: str, axis_name: Any) -> int:
+def read_axis_size(function: str, axis_name: Any) -> int:
     """Return the number of devices along a mapped axis, or along several; raise if there is no such axis."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     checks.require(len(names) > 0, function, "axis_name", "the name of an axis", "an empty tuple")
@@ -50,7 +50,7 @@ def find_axis_size(function: str, axis_name: Any) -> int:
     return size
 
 
-def find_gathered_type(axis_name: Any) -> str:
+def choose_gathered_type(axis_name: Any) -> str:
     """Return the argument `to` of `lax.all_gather` with which every device holds the same result.
 
     Under `jax.shard_map` JAX then knows that the result does not vary over the axis, as it knows of `lax.psum`.
@@ -106,7 +106,7 @@ def encode(x: jax.Array, spec: QuantSpec, key: Any) -> QuantizedArray:
     return make_array(RoundingConfig(spec), x, scale, zero_point, key)
 
 
-def find_row_spec(spec: QuantSpec) -> QuantSpec:
+def derive_row_spec(spec: QuantSpec) -> QuantSpec:
     """Return the spec of a matrix of messages, one in each row: what a message shared, its row shares."""
     by_row = {
         name: PerToken() if isinstance(getattr(spec, name), PerTensor) else getattr(spec, name)

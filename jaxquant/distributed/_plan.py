@@ -258,7 +258,7 @@ def _look_up(form: _Format, table: jax.Array, tokens: jax.Array) -> jax.Array:
 # Training.
 
 
-def _find_loss(sizes: ModelSizes, form: _Format, params: _Tree, tokens: jax.Array) -> jax.Array:
+def _compute_loss(sizes: ModelSizes, form: _Format, params: _Tree, tokens: jax.Array) -> jax.Array:
     """Return the loss of this device's batch; the layers are recomputed in the backward pass."""
     x = _look_up(form, _gather_weight(form, params["embed"], 1), tokens)
     length = tokens.shape[1]
@@ -279,7 +279,7 @@ def _find_loss(sizes: ModelSizes, form: _Format, params: _Tree, tokens: jax.Arra
     x, _ = lax.scan(apply_layer, x, params["layers"])
 
     @jax.checkpoint
-    def find_token_losses(x: jax.Array, norm: jax.Array, shard: jax.Array) -> jax.Array:
+    def compute_token_losses(x: jax.Array, norm: jax.Array, shard: jax.Array) -> jax.Array:
         h: Any = _copy_activations(form, _normalize(x, norm))
         logits = jnp.matmul(h, _gather_weight(form, shard, 0), preferred_element_type=jnp.float32)
         top = lax.stop_gradient(lax.pmax(lax.stop_gradient(jnp.max(logits, axis=-1)), "model"))
@@ -289,7 +289,7 @@ def _find_loss(sizes: ModelSizes, form: _Format, params: _Tree, tokens: jax.Arra
         picked = jnp.take_along_axis(logits, jnp.where(is_here, local, 0)[..., None], axis=-1)[..., 0]
         return jnp.log(total) + top - _sum_over_model(jnp.where(is_here, picked, np.float32(0)))
 
-    return jnp.mean(find_token_losses(x, params["norm"], params["unembed"]))
+    return jnp.mean(compute_token_losses(x, params["norm"], params["unembed"]))
 
 
 def _sum_over_model(x: jax.Array) -> jax.Array:
@@ -299,7 +299,7 @@ def _sum_over_model(x: jax.Array) -> jax.Array:
 
 def _train(sizes: ModelSizes, form: _Format, params: _Tree, tokens: jax.Array) -> tuple[jax.Array, _Tree]:
     """Return the loss and the gradients of this device's parameters."""
-    loss, grads = jax.value_and_grad(functools.partial(_find_loss, sizes, form))(params, tokens)
+    loss, grads = jax.value_and_grad(functools.partial(_compute_loss, sizes, form))(params, tokens)
     # The gains are on every device; the gradients of matrices have been scattered.
     gains = [grads["norm"], grads["layers"]["norm1"], grads["layers"]["norm2"]]
     grads["norm"], grads["layers"]["norm1"], grads["layers"]["norm2"] = lax.psum(gains, "data")

@@ -16,7 +16,7 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._training.quantizer import Quantizer
-from ._messages import find_axis_size
+from ._messages import read_axis_size
 
 _UINT32 = np.uint32
 # Odd constants of the finalizer of MurmurHash3, and 2**32 divided by the golden ratio.
@@ -52,12 +52,12 @@ def compare_devices(tree: Any, axis_name: Any) -> jax.Array:
     Source: the finalizer of MurmurHash3.
     """
     function = "distributed.compare_devices"
-    find_axis_size(function, axis_name)
+    read_axis_size(function, axis_name)
     sums = []
     for leaf in jax.tree.leaves(tree):
         leaf = jnp.asarray(leaf) if isinstance(leaf, bool | int | float | np.ndarray | np.generic) else leaf
         checks.require_type(isinstance(leaf, jax.Array), function, "tree", "arrays", checks.describe_value(leaf))
-        sums.append(_find_checksum(lax.stop_gradient(leaf)))
+        sums.append(_compute_checksum(lax.stop_gradient(leaf)))
     if not sums:
         return jnp.bool_(True)
     own = jnp.stack(sums)
@@ -65,7 +65,7 @@ def compare_devices(tree: Any, axis_name: Any) -> jax.Array:
     return jnp.all(lax.pmin(own, axis_name) == lax.pmax(own, axis_name))
 
 
-def _find_checksum(x: jax.Array) -> jax.Array:
+def _compute_checksum(x: jax.Array) -> jax.Array:
     """Return two uint32 numbers that depend on every bit of an array and on its place."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)

@@ -13,7 +13,7 @@ from jax import lax
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from . import _messages
-from ._messages import find_axis_size
+from ._messages import read_axis_size
 from .reduce import Reduction, add_messages, share_sums
 
 
@@ -59,9 +59,9 @@ def psum_with_error_feedback(
     Source: Seide et al., Interspeech 2014, section 3.2; Karimireddy et al., arXiv 1901.09847, algorithm 2.
     """
     function = "distributed.psum_with_error_feedback"
-    size = find_axis_size(function, axis_name)
+    size = read_axis_size(function, axis_name)
     _messages.check_flat_spec(function, spec, key)
-    reduction = Reduction(axis_name, size, _messages.find_row_spec(spec))
+    reduction = Reduction(axis_name, size, _messages.derive_row_spec(spec))
     leaves, structure = jax.tree.flatten(x)
     residuals, got = jax.tree.flatten(residual)
     checks.require(got == structure, function, "residual", f"{structure}, the structure of x", got)

@@ -18,7 +18,7 @@ from .._arrays.scale_from_range import find_shapes
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity, sharding
 from . import _messages
-from ._messages import find_axis_size, join_stack, move_array, move_plain
+from ._messages import join_stack, move_array, move_plain, read_axis_size
 from .reduce import Reduction, Scatter, scatter_sums
 
 
@@ -90,7 +90,7 @@ def all_gather(
     Source: jax.lax.all_gather; Wang et al. (ZeRO++), arXiv 2306.10209, section 3.1.
     """
     function = "distributed.all_gather"
-    size = find_axis_size(function, axis_name)
+    size = read_axis_size(function, axis_name)
     checks.check_flag(function, "tiled", tiled)
     if spec is not None:
         _messages.check_spec(function, spec)
@@ -107,7 +107,7 @@ def all_gather(
         if backward_spec is None or _messages.is_quantized(leaf):
             return _transfer(leaf, None, spec, gather, move)
         # The transpose of a gather adds the cotangents of all devices, and gives each its slice.
-        scatter = Scatter(Reduction(axis_name, size, _messages.find_row_spec(backward_spec)), place, bool(tiled))
+        scatter = Scatter(Reduction(axis_name, size, _messages.derive_row_spec(backward_spec)), place, bool(tiled))
         assert spec is not None  # _read_leaf has checked it
         # The cotangents of a device are its own. If x is the same on all devices, JAX adds them.
         leaf = sharding.vary_like(leaf, lax.axis_index(axis_name))
@@ -169,7 +169,7 @@ def all_to_all(
     Source: jax.lax.all_to_all; Wang et al. (ZeRO++), arXiv 2306.10209, section 3.3.
     """
     function = "distributed.all_to_all"
-    size = find_axis_size(function, axis_name)
+    size = read_axis_size(function, axis_name)
     checks.check_flag(function, "tiled", tiled)
     if spec is not None:
         _messages.check_spec(function, spec, key)
@@ -269,7 +269,7 @@ def ppermute(
     Source: jax.lax.ppermute.
     """
     function = "distributed.ppermute"
-    size = find_axis_size(function, axis_name)
+    size = read_axis_size(function, axis_name)
     if spec is not None:
         _messages.check_spec(function, spec, key)
     pairs = _check_permutation(function, perm, size)

@@ -13,7 +13,7 @@ from .._arrays.quantized_array import dequantize_checked
 from .._arrays.spec import QuantSpec
 from .._core import checks, division
 from . import _messages
-from ._messages import find_axis_size, find_gathered_type, move_array
+from ._messages import choose_gathered_type, move_array, read_axis_size
 
 
 def psum(x: Any, axis_name: Any, *, spec: QuantSpec, key: Any = None) -> Any:
@@ -138,10 +138,10 @@ def psum_scatter(
     Source: Wang et al. (ZeRO++), arXiv 2306.10209, section 3.3.
     """
     function = "distributed.psum_scatter"
-    size = find_axis_size(function, axis_name)
+    size = read_axis_size(function, axis_name)
     _messages.check_flat_spec(function, spec, key)
     checks.check_flag(function, "tiled", tiled)
-    reduction = Reduction(axis_name, size, _messages.find_row_spec(spec))
+    reduction = Reduction(axis_name, size, _messages.derive_row_spec(spec))
 
     def scatter_leaf(leaf: Any, leaf_key: Any) -> jax.Array:
         leaf = _messages.read_floats(function, "x", leaf)
@@ -157,9 +157,9 @@ def psum_scatter(
 
 
 def _reduce(function: str, x: Any, axis_name: Any, spec: Any, key: Any, *, is_mean: bool) -> Any:
-    size = find_axis_size(function, axis_name)
+    size = read_axis_size(function, axis_name)
     _messages.check_flat_spec(function, spec, key)
-    reduction = Reduction(axis_name, size, _messages.find_row_spec(spec), is_mean)
+    reduction = Reduction(axis_name, size, _messages.derive_row_spec(spec), is_mean)
 
     def reduce_leaf(leaf: Any, leaf_key: Any) -> jax.Array:
         return _sum_arrays(reduction, _messages.read_floats(function, "x", leaf), leaf_key)
@@ -209,7 +209,7 @@ class Reduction(NamedTuple):
     Attributes:
         axis_name: the mapped axis or axes.
         size: the number of devices along them.
-        spec: how the messages are quantized; `find_row_spec` has adapted it.
+        spec: how the messages are quantized; `derive_row_spec` has adapted it.
         is_mean: whether the sum is divided by the number of devices.
     """
 
@@ -260,7 +260,7 @@ def share_sums(reduction: Reduction, total: jax.Array, key: Any) -> tuple[jax.Ar
     """
     # The own sum is read from its codes as well, or the devices would not hold the same bits.
     q = _messages.encode(total[None], reduction.spec, _derive_key(key, 1))
-    to = find_gathered_type(reduction.axis_name)
+    to = choose_gathered_type(reduction.axis_name)
     gathered = move_array(q, lambda part: lax.all_gather(part, reduction.axis_name, tiled=True, to=to), rows=1)
     return dequantize_checked(gathered), dequantize_checked(q)[0]
 

@@ -125,7 +125,7 @@ def _read_collective(instruction: Instruction, kind: str, calls: int, world: int
     devices = _count_devices(instruction.rest, kind, world)
     for dtype, dimensions in arrays:
         shape = tuple(int(n) for n in dimensions.split(",") if n)
-        sent = count_sent(kind, math.prod(shape) * _find_bits(dtype), devices)
+        sent = count_sent(kind, math.prod(shape) * _read_bits(dtype), devices)
         yield Collective(kind, dtype, shape, devices, calls, calls * sent)
 
 
@@ -155,7 +155,7 @@ def _count_devices(rest: str, kind: str, world: int) -> int:
     return world  # an empty list of groups means all devices
 
 
-def _find_bits(dtype: str) -> int:
+def _read_bits(dtype: str) -> int:
     return 8 if dtype == "pred" else int(re.sub(r"\D*(\d+).*", r"\1", dtype))
 
 

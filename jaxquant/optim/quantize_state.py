@@ -410,7 +410,7 @@ def _quantize_blocks(
     assert spec.codebook is not None
     x = lax.stop_gradient(x)
     values = x.astype(jnp.float32)
-    largest = _find_largest(values, scale_shape, block_size)
+    largest = _compute_largest(values, scale_shape, block_size)
     scale, _ = scale_from_range.find_scale_and_zero_point(spec, -largest, largest, scale_shape, scale_shape, x.dtype)
     quotient = divide_by_scale(values, Aligned(block_size).expand(scale, values), dtypes.FLOAT32)
     round_quotient = round_to_levels if key is None else functools.partial(_round_stochastically, key=key)
@@ -422,7 +422,7 @@ def _quantize_blocks(
     return QuantizedArray(codes, scale, dtype=x.dtype, block_size=block_size, codebook=spec.codebook)
 
 
-def _find_largest(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> jax.Array:
+def _compute_largest(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> jax.Array:
     """Return the largest magnitude in each block; NaN where a block has a NaN, 0 where it has no elements."""
     sizes = Aligned(block_size).sizes(shape, x.shape)
     assert sizes is not None
@@ -480,7 +480,7 @@ def run_in_order(function: Callable[[list[Any]], Any], held: Sequence[Any]) -> A
     body, constants = _split_constants(jax.make_jaxpr(inline_calls)(*jax.tree.leaves(list(held))))
     values = dict(zip((*body.constvars, *body.invars), (*constants, *jax.tree.leaves(list(held))), strict=True))
     given, waiting, token = dict(values), list(body.eqns), []
-    for outputs in _find_parts(body, owners):
+    for outputs in _split_equations(body, owners):
         chosen, waiting = _select_equations(waiting, outputs)
         if token:
             # Also what a part takes from outside, such as gradients, of which XLA would compute too much too early.
@@ -539,7 +539,7 @@ def _is_plain_call(equation: Any) -> bool:
     return is_call and not any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
 
 
-def _find_parts(body: Any, owners: list[int]) -> list[list[Any]]:
+def _split_equations(body: Any, owners: list[int]) -> list[list[Any]]:
     """Return the results that depend on pytrees, in parts of which no two depend on the same one.
 
     Args:

@@ -159,7 +159,7 @@ def check_grid(function: str, grid: Any, w: Any, spec: QuantSpec) -> None:
     checks.require(is_same, function, "grid", f"codes of {spec.dtype}, as the spec has", name)
 
 
-def find_scales(function: str, w: jax.Array, spec: QuantSpec, grid: Scales | None) -> Scales:
+def compute_scales(function: str, w: jax.Array, spec: QuantSpec, grid: Scales | None) -> Scales:
     """Return the scale and the zero point of a weight: those of a grid, or those that `jq.quantize` finds."""
     return Scales(*find_parameters(function, w, spec, None, None)[:2]) if grid is None else grid
 

@@ -271,13 +271,13 @@ def _match_floats(w: jax.Array, drift: _Drift, axis: Any) -> jax.Array:
     if drift.addend is not None:
         product += drift.addend
 
-    def find_error(damping: jax.Array) -> jax.Array:
+    def compute_error(damping: jax.Array) -> jax.Array:
         """Return by how much the corrections of both halves change the squared error of the other half."""
         shift = _solve_damped(drift.second, product, damping)
         return jnp.sum(shift * (jnp.matmul(drift.second[::-1], shift, precision=_HIGHEST) - 2 * product[::-1]))
 
     dampings = jnp.asarray(_DAMPINGS, jnp.float32)
-    errors = jax.lax.map(find_error, dampings)
+    errors = jax.lax.map(compute_error, dampings)
     best = jnp.argmin(jnp.where(jnp.isnan(errors), jnp.inf, errors))
     shift = _solve_damped(drift.second.sum(0), product.sum(0), dampings[best])
     return layout.restore(rows + jnp.where(errors[best] < 0, shift, jnp.zeros_like(shift))).astype(w.dtype)
@@ -459,7 +459,7 @@ class _LayerInterpreter(Interpreter):
         addend = self.addends.pop(site.name, None)
         if all(view.leaf in self.quantized for view in site.views):
             return
-        x = inputs.find_operand(site, operands)
+        x = inputs.read_operand(site, operands)
         batches = x if isinstance(x, _Each) else (x,)
         vectors = [inputs.read_vectors(site, batch) for batch in batches]
         floats = self.floats if isinstance(x, _Each) else 0

@@ -164,7 +164,7 @@ def _gptq(
     _grid.check_grid(_NAME, grid, w, spec)
     # The codes have no gradient. Without this `jax.grad` of a caller would fail at the while loop of `factor_hessian`.
     w, hessian, grid = lax.stop_gradient((w, hessian, grid))
-    scales = _grid.find_scales(_NAME, w, spec, _grid.read_grid(_NAME, grid))
+    scales = _grid.compute_scales(_NAME, w, spec, _grid.read_grid(_NAME, grid))
     wide = w.astype(jnp.float32)
     each = _grid.expand_scales(_NAME, scales, spec, wide, layout)
     factors = _factor_groups(hessian, damping, activation_order)
@@ -214,7 +214,7 @@ def round_on_grid(
         sweeps: Static. As for `gptq`.
     """
     layout = make_layout(_NAME, w.shape, axis, hessian.shape[0])
-    scales = _grid.find_scales(_NAME, w, spec, _grid.read_grid(_NAME, grid))
+    scales = _grid.compute_scales(_NAME, w, spec, _grid.read_grid(_NAME, grid))
     wide = w.astype(jnp.float32)
     each = _grid.expand_scales(_NAME, scales, spec, wide, layout)
     step = functools.partial(quantize_group, spec=spec, sweeps=sweeps)
@@ -238,13 +238,13 @@ def quantize_group(
     report = Diagnostics(
         used,
         jnp.sum(jnp.diagonal(hessian) == 0, dtype=jnp.int32),
-        find_error(errors, hessian),
-        find_error(nearest, hessian),
+        compute_error(errors, hessian),
+        compute_error(nearest, hessian),
     )
     return codes, report
 
 
-def find_error(errors: jax.Array, hessian: jax.Array) -> jax.Array:
+def compute_error(errors: jax.Array, hessian: jax.Array) -> jax.Array:
     """Return trace(E^T H E), the squared error of the outputs."""
     return jnp.sum(errors * jnp.matmul(hessian, errors, precision=_HIGHEST))
 

@@ -45,7 +45,7 @@ def describe_use(site: Site, view: View, shape: Sequence[int]) -> Uses:
         view: the view of the parameter that it contracts.
         shape: the shape of the parameter.
     """
-    batch, summed = _find_dimensions(site)
+    batch, summed = _split_dimensions(site)
     layers = tuple(range(len(site.lengths)))
     if any(step[0] == "rev" for step in view.history if isinstance(step, tuple)):
         # The statistics have the order of the inputs, which is then not that of the axis.
@@ -76,7 +76,7 @@ def describe_use(site: Site, view: View, shape: Sequence[int]) -> Uses:
     return Uses(site.name, kept, tuple(inputs), count, tuple(_list_whole_axes(view, [channel], shape) or ()))
 
 
-def _find_dimensions(site: Site) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _split_dimensions(site: Site) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the dimensions of the parameter operand that are groups, and those that are summed, in order."""
     assert site.weight is not None
     numbers = site.equation.params["dimension_numbers"]
@@ -227,7 +227,7 @@ def _order_moments(use: Uses, moments: Moments, shape: Sequence[int]) -> Moments
     return Moments(second, mean, magnitude, largest, count)
 
 
-def find_operand(site: Site, operands: Sequence[Any]) -> Any:
+def read_operand(site: Site, operands: Sequence[Any]) -> Any:
     """Return the operand of a contraction that is not its parameter."""
     assert site.weight is not None
     return operands[1 - site.weight]

@@ -213,7 +213,7 @@ def _add_parts(a: jax.Array, a_rest: jax.Array, b: jax.Array, b_rest: jax.Array)
     return result, rest - (result - total)
 
 
-def find_status(state: MomentsState) -> jax.Array:
+def compute_status(state: MomentsState) -> jax.Array:
     """Return 1 for finite moments, 0 for data with a NaN or an infinity, and -1 for finite data that overflow."""
     is_finite = jnp.isfinite(state.second).all() & jnp.isfinite(state.sums).all()
     return jnp.where(is_finite, 1, jnp.where(jnp.isfinite(state.largest).all(), -1, 0))
@@ -224,7 +224,7 @@ def _finalize(state: MomentsState) -> Moments:
     _check_state(name, "state", state)
     if not checks.is_traced(state.count):
         checks.require(int(state.count) > 0, name, "state", "data", "none; update the state with a batch first")
-        status = int(find_status(state))
+        status = int(compute_status(state))
         checks.require(status != 0, name, "state", "finite numbers in all batches", "a NaN or an infinity")
         expected = "numbers whose products add up to less than the largest float32, 3.4e38"
         largest = float(state.largest.max(initial=0))
