@@ -228,7 +228,7 @@ def solve_plan(
 
 
 def _solve_once(optimize: Any, goal: np.ndarray, rows: np.ndarray, is_allowed: np.ndarray) -> np.ndarray | None:
-    """Return the choice with the least goal of which the sum of the rows is at most 1, or None."""
+    """Return the choice with the least goal and a sum of the rows of at most 1, or None."""
     weights, candidates = goal.shape
     # The solver's tolerances are absolute, so that all numbers are at most 1.
     costs, rows = (np.where(is_allowed, x, 0).ravel() for x in (goal, rows))

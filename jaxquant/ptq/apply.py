@@ -29,7 +29,7 @@ from .notes import Note, Notes, Outcome
 _NAME = "ptq.apply"
 # What `match_floats` tries, of the mean square of the inputs.
 _DAMPINGS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
-_PART = 0.5  # of the moments of the inputs, beside those of gradients
+_PART = 0.5  # of the moments of the inputs, beside the moments of gradients
 _HIGHEST = jax.lax.Precision.HIGHEST
 _MEASURE = "the mean squared error of the outputs, with round-to-nearest and with the method"
 
@@ -254,15 +254,15 @@ def _blend_moments(second: jax.Array, slopes: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("axis",))
 def _match_floats(w: jax.Array, drift: _Drift, axis: Any) -> jax.Array:
-    """Return the weight whose outputs, with what is added to them, are nearest to those that the float function has.
+    """Return the weight with which the outputs, plus what is added to them, are nearest to the float function's.
 
     The damping is the one whose correction, found in one half of the vectors, is best for the other half. Without a
     correction that is better than none, the weight is returned.
 
     Args:
         w: the weight.
-        drift: how the inputs of the quantized function, and what is added to the outputs, differ from those of the
-            float function.
+        drift: how the inputs of the quantized function, and what is added to the outputs, differ from the float
+            function's.
         axis: the axes that are kept.
     """
     layout = make_layout(_NAME, w.shape, axis, drift.second.shape[1])
@@ -318,9 +318,9 @@ class _Drift(NamedTuple):
 
     Attributes:
         second: the sum of x x^T, [2, groups, inputs, inputs].
-        inputs: that of x (z - x)^T, [2, groups, inputs, inputs], with the inputs z of the float function.
-        addend: that of x (s - r)^T, [2, groups, inputs, outputs], with the array r that is added to the outputs, and s
-            in the float function; None if there is no such array.
+        inputs: the sum of x (z - x)^T, [2, groups, inputs, inputs], with the inputs z of the float function.
+        addend: the sum of x (s - r)^T, [2, groups, inputs, outputs], with the array r that is added to the outputs, and
+            s in the float function; None if there is no such array.
     """
 
     second: jax.Array
@@ -349,7 +349,7 @@ class _UnreadParameter(NamedTuple):
 
 
 class _LayerMode(InspectMode):
-    """The float program, whose parameters are read when they are contracted."""
+    """The float program; a parameter is read when it is contracted."""
 
     updates_records = False
 
@@ -512,7 +512,7 @@ class _LayerInterpreter(Interpreter):
 
 
 def _sum_changes(vectors: Sequence[jax.Array], arrays: Sequence[jax.Array], floats: int) -> Any:
-    """Return the sums of x (s - r)^T over all batches, with inputs x and arrays r; those of floats, s, come first."""
+    """Return the sums of x (s - r)^T over all batches, with inputs x and arrays r; the float arrays s come first."""
     return sum(
         _sum_halves(x, expected, array)
         for x, array, expected in zip(vectors[floats:], arrays[floats:], arrays[:floats], strict=True)

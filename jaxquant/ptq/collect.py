@@ -73,8 +73,8 @@ def _accumulate(site: Site, operands: Any, records: Records) -> tuple[Any, Recor
 
 
 def has_statistics(plan: Any, site: Site) -> bool:
-    """Return whether a contraction has inputs whose statistics help to quantize its parameter."""
-    # The inputs of a lookup are indices, whose moments say nothing about the rows of its table.
+    """Return whether statistics of a contraction's inputs help to quantize its parameter."""
+    # The inputs of a lookup are indices: their moments say nothing about the rows of its table.
     return plan.sites[site.name].is_replaced and bool(site.views) and site.operation != "take"
 
 
@@ -191,7 +191,7 @@ def _check_contractions(call: Call, known: Container[str]) -> None:
 
 
 def _plan_passes(states: Mapping[str, Any], limit: int | None) -> list[list[str]]:
-    """Return the names of the contractions of each pass, whose states fit into a limit together."""
+    """Return the names of the contractions of each pass, such that their states fit into a limit together."""
     if limit is None:
         return [list(states)]
     checks.check_integer(_NAME, "limit", limit)

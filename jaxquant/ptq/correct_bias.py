@@ -31,7 +31,7 @@ _SETTLED = 1e-3  # of the mean errors before the correction
 
 
 class _Target(NamedTuple):
-    """A quantized weight whose contraction has a bias.
+    """A quantized weight of a contraction with a bias.
 
     Attributes:
         leaf: the place of the weight.
@@ -130,12 +130,12 @@ def _read_calls(batches: Any, arguments: Any) -> list[tuple[Any, Any]]:
 
 
 def _match_targets(prepared: Prepared, call: Call, codes: Signature) -> tuple[list[_Target], dict[int, Note]]:
-    """Return the weights whose contraction has a bias, and a note for each of the others."""
+    """Return the weights of contractions with a bias, and a note for each of the others."""
     graph, targets, notes = graphs.make_graph(call), [], {}
     for leaf in prepared.leaves:
         uses = inputs.list_uses(call, leaf)
         reason = next((use.reason for use in uses if use.reason), "" if uses else _explain_missing(prepared, leaf))
-        # One shift cannot make up for the errors of uses whose inputs have different means.
+        # One shift cannot make up for the errors of uses with different means of the inputs.
         reason = reason or ("a weight with several uses" if len(uses) > 1 else "")
         if not reason:
             use = next(iter(uses))
@@ -201,7 +201,7 @@ def _correct_by_batches(
     after: dict[str, float] = {}
     originals = [jnp.asarray(arrays[target.bias]) for target in targets]
     for level in sorted(set(levels.values())):
-        # The outputs are those before the bias is added, so that each error is that of the original bias.
+        # The outputs are read before the bias is added, so that each is the error with the original bias.
         actual = measure(arrays)
         errors = {name: expected[name] - actual[name] for name in expected}
         before = before or _compute_largest(errors)

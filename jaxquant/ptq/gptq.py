@@ -37,7 +37,7 @@ class Diagnostics(NamedTuple):
             than the argument if the float32 Cholesky factorization failed with less.
         dead: int32, the number of inputs that are 0 in all data.
         error: float32, the squared error of the output that remains, trace(E^T H E).
-        nearest_error: float32, that of round-to-nearest with the same scale.
+        nearest_error: float32, the error of round-to-nearest with the same scale.
     """
 
     damping: jax.Array
@@ -207,7 +207,7 @@ def round_on_grid(
     Args:
         w: the weight.
         hessian: [groups, inputs, inputs].
-        factors: those of the second moments.
+        factors: the factors of the second moments.
         grid: an array whose scale and zero point to use.
         spec: Static. The spec.
         axis: Static. The axes that are kept.
@@ -340,11 +340,11 @@ def descend(
         grid: the scale and the zero point of each element.
         spec: Static. The spec.
         sweeps: Static. The number of sweeps.
-        bounds: the least and the largest code of each element, or None for those of the spec.
+        bounds: the least and the largest code of each element, or None for the spec's bounds.
     """
     count = w.shape[0]
     size = min(_BLOCK, max(count, 1))
-    # Rows of which the Hessian is 0, so that their errors neither count nor move, fill the last block.
+    # Rows with a Hessian of 0, so that their errors neither count nor move, fill the last block.
     filled = ((0, -count % size), (0, 0))
     w, codes = jnp.pad(w, filled), jnp.pad(codes, filled)
     limits = jax.tree.map(lambda x: jnp.pad(x, filled), bounds)

@@ -217,7 +217,7 @@ def _awq(
 
 
 def _pool_channels(layout: MatrixLayout, values: jax.Array, channel: Any) -> jax.Array:
-    """Return the means of numbers of the inputs [groups, inputs] over those of one channel, of the weight's rank."""
+    """Return the means of numbers [groups, inputs] over the inputs of each channel, of the weight's rank."""
     rank = len(layout.shape)
     axes = layout.summed if channel is None else channel if isinstance(channel, tuple) else (channel,)
     channels = tuple(checks.check_axis(_AWQ, entry, rank, "channel") for entry in axes)

@@ -261,7 +261,7 @@ def _solve_factors(matrix: jax.Array, product: jax.Array) -> jax.Array:
 
 
 def _choose_outputs(layout: MatrixLayout, mask: jax.Array, q: QuantizedArray, other: QuantizedArray) -> QuantizedArray:
-    """Return the outputs of one array where the mask [groups, outputs] is True, and those of another one elsewhere."""
+    """Return the outputs of one array where the mask [groups, outputs] is True, and another array's elsewhere."""
     wide, outputs = _spread_outputs(layout, mask)
 
     def choose(x: jax.Array, y: jax.Array, chosen: jax.Array) -> jax.Array:

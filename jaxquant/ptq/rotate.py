@@ -146,7 +146,7 @@ def _rotate_paths(graph: graphs.Graph, paths: _Paths, arrays: Sequence[Any], mat
 
 
 def _rotate_axis(w: Any, axis: int, matrix: jax.Array) -> jax.Array:
-    """Return a parameter whose blocks of indices along an axis are multiplied by a matrix."""
+    """Return a parameter with each block of indices along an axis multiplied by a matrix."""
     w = jnp.asarray(w)
     rows = jnp.moveaxis(w, axis, -1)
     # These weights replace the user's own, so that no backend may round them to fewer digits than float32 has.
@@ -169,7 +169,7 @@ class _Channels(NamedTuple):
     Attributes:
         array: the number of the array in the graph.
         dimension: the dimension.
-        run: the length of the runs, which divides that of the dimension.
+        run: the length of the runs, which divides the length of the dimension.
     """
 
     array: int
@@ -209,7 +209,7 @@ class _Paths(NamedTuple):
     """Where the outputs of a contraction go, if that is only into other contractions and in a linear way.
 
     Attributes:
-        leaf: the place of the parameter whose outputs the channels are.
+        leaf: the place of the parameter; the channels are its outputs.
         axis: the axis of the parameter with the channels.
         run: the length of runs of channels that stay together everywhere.
         offsets: what is added to the channels.
@@ -269,7 +269,7 @@ def _locate_start(graph: Graph, site: Site, operation: Operation) -> tuple[_Chan
         free = [d for d in range(rank) if d not in (*summed[site.weight], *batch[site.weight])]
         if not free:
             return "a contraction without outputs of its own"
-        # Of several axes of outputs the innermost, whose channels stay neighbors when a reshape merges them.
+        # Of several axes of outputs the innermost: its channels stay neighbors when a reshape merges them.
         weight = free[-1]
         dimension = count + len(free) - 1 if site.weight == 0 else len(shape) - 1
     axis = _locate_axis(graph, site, weight)
@@ -326,7 +326,7 @@ def _follow(graph: Graph, channels: _Channels, operation: Operation) -> list[Any
 
 
 def _align(before: Sequence[int], channels: _Channels, result: int, after: Sequence[int]) -> list[Any] | str:
-    """Return the dimension of a reshaped array whose elements have the distance that those of the channels have."""
+    """Return the dimension of a reshaped array with the stride of the channels."""
     distance = math.prod(before[channels.dimension + 1 :])
     for dimension, size in enumerate(after):
         if size > 1 and math.prod(after[dimension + 1 :]) == distance:
@@ -444,7 +444,7 @@ def _choose_base(size: int) -> int | None:
 
 
 def _choose_prime(size: int) -> int | None:
-    """Return the prime of which Paley's construction makes a matrix of a size that is not a power of 2, or None."""
+    """Return the prime from which Paley's construction makes a matrix of a size that is not a power of 2, or None."""
     # Powers of 2 are doublings of the matrix of size 1, which is cheaper than a table of residues.
     if size & (size - 1) == 0:
         return None

@@ -164,7 +164,7 @@ def _read_weights(joint: _Joint, arrays: Sequence[Any]) -> list[jax.Array]:
 
 
 def _read_moments(joint: _Joint, stats: Statistics, arrays: Sequence[Any]) -> Moments:
-    """Return the moments of the first contraction, whose inputs are those of all; largest with channels last."""
+    """Return the moments of the first contraction: all have its inputs; largest with channels last."""
     leaf, use = joint.uses[0]
     checks.require(use.name in stats.moments, "ptq.smooth", "stats", f"statistics of {use.name}", "none")
     result = inputs.combine_uses([use], stats.moments, arrays[leaf].shape)

@@ -169,7 +169,7 @@ def make_slices(function: str, w: jax.Array, spec: QuantSpec) -> Slices:
 
 
 def keep_better(best: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return, for each slice, the tuple of which the first entry, an error, is smaller."""
-    # False if an error is NaN: a range whose error is unknown never replaces another one.
+    """Return, for each slice, the tuple with the smaller error, its first entry."""
+    # False if an error is NaN: such a range never replaces another one.
     is_better = other[0] < best[0]
     return tuple(jnp.where(is_better, new, old) for old, new in zip(best, other, strict=True))

@@ -1,4 +1,4 @@
-"""`tune`: scales, parameters in floats, and codes, learned such that the results are those of floats."""
+"""`tune`: scales, parameters in floats, and codes, learned such that the results are near the float results."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ class _Changes(NamedTuple):
     """What is learned of each parameter, by its place.
 
     Attributes:
-        floats: of a parameter in floats, the change of each element; of codes, that of each scale.
+        floats: of a parameter in floats, the change of each element; of codes, the change of each scale.
         codes: the change of each code in steps, if codes are learned.
     """
 
@@ -268,7 +268,7 @@ class _Changes(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The variables, and the moving averages of Adam for those of floats."""
+    """The variables, and Adam's moving averages for the float ones."""
 
     variables: _Changes
     means: dict[int, jax.Array]
@@ -388,7 +388,7 @@ def _minimize(
 
 
 def _measure_curvatures(problem: _Problem, start: _Changes, calls: Sequence[_TuningBatch]) -> dict[int, jax.Array]:
-    """Return the second derivative of the error for each code, without that of the function itself."""
+    """Return the second derivative of the error for each code, without the second derivative of the function itself."""
     curvatures = jax.tree.map(jnp.zeros_like, start.codes)
     if not curvatures:
         return curvatures
@@ -469,7 +469,7 @@ def _move_change(
 
 
 def _dequantize_change(q: QuantizedArray, spec: QuantSpec, change: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the floats of the array whose codes have changed, with the gradient of codes that are not rounded.
+    """Return the floats of the array after a change of its codes, with the gradient of codes that are not rounded.
 
     Args:
         q: the array with the codes of the start.
