@@ -15,11 +15,11 @@ import numpy as np
 from .._arrays import parts
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks
+from ..calibration import loop
 from ..transform import Prepared, Rule
 from ..transform._calls import Call, Signature, find_programs
 from ..transform._inspect import check_prepared
 from ..transform._plan import describe_site
-from .apply import _read_batches
 from .methods import Nearest
 
 _NAME = "ptq.allocate_bits"
@@ -110,7 +110,7 @@ def allocate_bits(
     expected = "a function with weights that its rules quantize"
     checks.require(bool(prepared.leaves), _NAME, "prepared", expected, "none")
     signature = prepared._read_parameters("convert", params)
-    split = _read_batches(_NAME, "batches", batches, arguments)
+    split = loop.read_batches(_NAME, batches, arguments, "batches")
     calls = [(args, {**kwargs, **arguments}) for args, kwargs in split]
     others = [Signature(call) for call in calls]
     measure = _make_measure(prepared, signature, others)

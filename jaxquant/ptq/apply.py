@@ -147,7 +147,7 @@ def apply(
             for leaf in prepared.leaves:
                 quantize_leaf(leaf, _read_statistics(data, prepared.names[leaf], prepared.leaves[leaf].shape))
         elif data is not None:
-            split = _read_batches(_NAME, "data", data, arguments)
+            split = loop.read_batches(_NAME, data, arguments, "data")
             _run_layers(prepared, params, split, arguments, quantize_leaf, match_floats)
         for leaf in prepared.leaves:
             if leaf not in notes:
@@ -196,17 +196,6 @@ def _explain_missing(prepared: Prepared, leaf: int) -> str:
     rows = [row for row in prepared.coverage if prepared.names[leaf] in row.paths]
     is_lookup = rows and all(row.form == "lookup" for row in rows)
     return "a lookup has no inputs" if is_lookup else "a part of a parameter, or a contraction without data"
-
-
-def _read_batches(
-    function: str, name: str, batches: Any, arguments: Any
-) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Return the batches of an argument of a function as positional and keyword arguments."""
-    loop._check_batches(function, batches, name)
-    step = loop.BatchStep(function, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
-    split = [loop.split_arguments(step, index, batch, name) for index, batch in enumerate(batches)]
-    checks.require(bool(split), function, name, "at least one batch", "none")
-    return split
 
 
 def _read_statistics(stats: Statistics, path: str, shape: Any) -> tuple[inputs.Uses, Moments] | str:

@@ -219,7 +219,7 @@ def _take_first(step: loop.BatchStep, batches: Any) -> tuple[Any, Any]:
     first = next(iterator := iter(batches), None)
     if iterator is batches:  # it cannot be started again
         batches = itertools.chain(() if first is None else (first,), iterator)
-    return (None if first is None else loop.split_arguments(step, 0, first)), batches
+    return (None if first is None else loop.split_arguments(step.function, 0, first, step.arguments)), batches
 
 
 def _are_finite(states: Any) -> dict[str, jax.Array]:

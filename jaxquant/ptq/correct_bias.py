@@ -104,7 +104,7 @@ def correct_bias(
         is_analytic == (batch is not None), _NAME, "batch", "a batch with statistics, and none with batches",
         "none" if batch is None else "a batch",
     )  # fmt: skip
-    calls = _read_calls([batch] if is_analytic else data, arguments)
+    calls = _read_calls("batch", [batch], arguments) if is_analytic else _read_calls("data", data, arguments)
     call = prepared._trace("apply", params, *calls[0])
     targets, notes = _match_targets(prepared, call, codes)
     if is_analytic:
@@ -120,13 +120,9 @@ def correct_bias(
     return Outcome(codes.rebuild(arrays), Notes(tuple(notes[leaf] for leaf in prepared.leaves), _MEASURE))
 
 
-def _read_calls(batches: Any, arguments: Any) -> list[tuple[Any, Any]]:
-    """Return the positional and the keyword arguments of each call."""
-    loop._check_batches(_NAME, batches)
-    step = loop.BatchStep(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
-    calls = [loop.split_arguments(step, index, batch) for index, batch in enumerate(batches)]
-    checks.require(bool(calls), _NAME, "data", "at least one batch", "none")
-    return [(args, {**kwargs, **arguments}) for args, kwargs in calls]
+def _read_calls(name: str, batches: Any, arguments: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """Return the positional and the keyword arguments of each call, from the batches of an argument."""
+    return [(args, {**kwargs, **arguments}) for args, kwargs in loop.read_batches(_NAME, batches, arguments, name)]
 
 
 def _match_targets(prepared: Prepared, call: Call, codes: Signature) -> tuple[list[_Target], dict[int, Note]]:

@@ -84,8 +84,7 @@ def rotate(prepared: Prepared, params: Any, batch: Any, *, key: jax.Array | None
     """
     check_prepared(_NAME, prepared)
     signature = prepared._read_parameters("convert", params)
-    step = loop.BatchStep(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
-    args, kwargs = loop.split_arguments(step, 0, batch)
+    args, kwargs = loop.split_arguments(_NAME, 0, batch, arguments)
     kwargs = {**kwargs, **arguments}
     call = prepared._trace("apply", params, args, kwargs)
     graph, arrays = graphs.make_graph(call), list(signature.arrays)

@@ -203,8 +203,7 @@ def _scale_joints(
     """Return parameters with factors between layers, wherever they can be put into parameters on both sides."""
     check_prepared(name, prepared)
     signature = prepared._read_parameters("convert", params)
-    step = loop.BatchStep(name, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
-    args, kwargs = loop.split_arguments(step, 0, batch)
+    args, kwargs = loop.split_arguments(name, 0, batch, arguments)
     call = prepared._trace("apply", params, args, {**kwargs, **arguments})
     compare = make_comparison(name, prepared, signature, args, {**kwargs, **arguments})
     arrays, notes = list(signature.arrays), {}

@@ -175,10 +175,7 @@ def _read_calls(
         batches: the batches.
         arguments: keyword arguments of every call.
     """
-    loop._check_batches(_NAME, batches, name)
-    step = loop.BatchStep(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
-    others = [Signature(loop.split_arguments(step, index, batch, name)) for index, batch in enumerate(batches)]
-    checks.require(bool(others), _NAME, name, "at least one batch", "none")
+    others = [Signature(call) for call in loop.read_batches(_NAME, batches, arguments, name)]
     calls = [_TuningBatch(other, run_function(signature.arrays, other)) for other in others]
     for index, call in enumerate(calls):
         # Their error would be 0, and would lower the mean.

@@ -136,10 +136,7 @@ def compare(
     check_prepared(_NAME, prepared)
     signature, codes = prepared._read_parameters("convert", params), read_converted(_NAME, prepared, qparams)
     records = prepared._read_records("apply", "ranges", ranges)
-    loop._check_batches(_NAME, batches)
-    step = loop.BatchStep(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
-    calls = [loop.split_arguments(step, index, batch) for index, batch in enumerate(batches)]
-    checks.require(bool(calls), _NAME, "batches", "at least one batch", "none")
+    calls = loop.read_batches(_NAME, batches, arguments)
     others = [Signature((args, {**kwargs, **arguments})) for args, kwargs in calls]
     measured, activations = _measure_calls(prepared, signature, codes, records, others)
     result = _measure_result(prepared, params, qparams, ranges, others)
