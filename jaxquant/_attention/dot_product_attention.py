@@ -145,7 +145,7 @@ def _round_and_attend(
         labels = (name, f"{spec_name}.scale", f"{spec_name}.zero_point")
         parts = read_parts(_NAME, labels, x, scale, zero_point, quantizer.spec)
         configs.append(config)
-        # The shape of a scale follows from that of x, so the batch is added afterwards.
+        # The shape of a scale follows from x.shape, so the batch is added afterwards.
         rounded.append((*(None if part is None else _add_batch(part) for part in parts), rounding_key))
     _check_value_scale(rounded[2][1])
     heads = xs[1].shape[-2]
@@ -227,7 +227,7 @@ def _read_score_sizes(query: Any, key: Any) -> tuple[int, int, int, int]:
     return batch, query.shape[-2], query.shape[-3], key.shape[-3]
 
 
-# The differentiation rule of attention whose queries, keys and values are quantized.
+# The differentiation rule of attention with quantized queries, keys and values.
 #
 # The forward pass contracts integers. The backward pass computes the scores and the weights again, so that it keeps
 # nothing of the size of the scores, and differentiates the attention of the dequantized operands in floats. It takes
@@ -289,7 +289,7 @@ def _attend_bwd(statics: _AttentionOptions, operands: _AttentionArrays, g: jax.A
     q, k, v, weights = _weigh(statics, operands)
     queries, keys, values = (dequantize_checked(x).astype(jnp.float32) for x in (q, k, v))
     reciprocal = compute_reciprocal(weights.total)
-    # A hidden token, or one whose weight underflows, gets no gradient and gives none, even if it or the row has a NaN.
+    # A hidden token, or one with an underflowing weight, gets no gradient and gives none, even with a NaN in it or the row.
     has_weight = weights.exponentials != 0
     # The weights that were contracted: the codes without the scales of the values' tokens. A NaN has the code 0.
     is_used = has_weight & ((weights.codes != 0) | jnp.isnan(weights.total))
@@ -357,7 +357,7 @@ def _move_heads(q: QuantizedArray) -> QuantizedArray:
 
 
 def _read_token_scale(values: QuantizedArray) -> jax.Array:
-    """Return the scales of values by head, float32 [batch, heads, 1, 1, tokens], whose dimensions may be 1."""
+    """Return the scales of values by head, float32 [batch, heads, 1, 1, tokens]; dimensions may be 1."""
     scale = small_floats.scale_as_float32(values.scale)
     return lax.expand_dims(lax.squeeze(scale, (3,)), (2, 3))
 

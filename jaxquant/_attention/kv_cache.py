@@ -26,7 +26,7 @@ _CREATE, _APPEND, _CHECK = "KVCache.create", "KVCache.append", "KVCache.check"
 INT8 = QuantSpec(jnp.int8, PerToken())
 _DTYPES = (np.dtype(jnp.int8), np.dtype(jnp.int4))
 _SCALES = dtypes.FLOATS
-# The axis of the features, which is packed, and that of the tokens, in the codes of keys and of values. Keys are
+# The axis of the features, which is packed, and the axis of the tokens, in the codes of keys and of values. Keys are
 # contracted along their features and values along their tokens. XLA:CPU reads an operand of which few rows are
 # contracted fastest if its contracted dimension is the last.
 KEY_AXES = (3, 2)
@@ -143,7 +143,7 @@ class KVCache:
         texts = []
         for name in ("keys", "values", "key_scale", "value_scale", "index"):
             leaf = getattr(self, name)
-            # JAX builds pytrees whose leaves are no arrays.
+            # JAX builds pytrees with leaves that are no arrays.
             is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
             texts.append(f"{name}={leaf.dtype}[{','.join(map(str, leaf.shape))}]" if is_array else f"{name}={leaf!r}")
         texts += [f"head_dim={self.head_dim}"] + ([] if self.window is None else [f"window={self.window}"])

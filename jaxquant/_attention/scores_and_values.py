@@ -67,7 +67,8 @@ def merge_masks(masks: list[Any]) -> Any:
 
 
 def derive_visible(
-    hiding: Hiding, queries: int, tokens: int, mask: Any, query_lengths: Any, token_lengths: Any
+    hiding: Hiding, queries: int, tokens: int, mask: jax.Array | None, query_lengths: jax.Array | None,
+    token_lengths: jax.Array | None,
 ) -> jax.Array | None:  # fmt: skip
     """Return which tokens a query attends to, of a shape that broadcasts against [batch, 1, 1, queries, tokens].
 
@@ -102,7 +103,7 @@ def derive_visible_in_cache(positions: jax.Array, query_positions: jax.Array, wi
         query_positions: int32 [batch or 1, queries].
         window: Static. The number of tokens that a query attends to, or None for all.
     """
-    # Positions, not places, are compared: in a ring the order of the places is not that of the tokens.
+    # Positions, not places, are compared: in a ring the places have another order than the tokens.
     place = positions[:, None, None, None, :]
     query = query_positions[:, None, None, :, None]
     visible = (place >= 0) & (place <= query)
@@ -169,7 +170,7 @@ def _pad_queries(q: QuantizedArray) -> QuantizedArray:
     return QuantizedArray(codes, scale, dtype=q.dtype, block_size=q.block_size)
 
 
-def add_bias(scores: jax.Array, bias: Any) -> jax.Array:
+def add_bias(scores: jax.Array, bias: jax.Array | None) -> jax.Array:
     """Return scores plus an array that broadcasts against them, or the scores for None."""
     return scores if bias is None else scores + bias.astype(jnp.float32)
 

@@ -183,7 +183,7 @@ def mean(
 
 
 def read_operand(function: str, q: Any, output: Any) -> tuple[QuantizedArray, Affine, Affine]:
-    """Return an operand, its scale and zero point, and those of the result, after checking them."""
+    """Return an operand, its scale and zero point, and the result's, after checking them."""
     q = quantized_array.check_lazy(function, "q", q)
     affine, result = read_affine(function, "q", q), read_output(function, output)
     expected = f"codes of {affine.dtype}, as q has"
@@ -246,7 +246,7 @@ def compute_maxima(codes: jax.Array, *, windows: PoolWindows) -> jax.Array:
 
 
 def _average_floats(x: jax.Array, *, windows: PoolWindows, counts_padding: bool) -> jax.Array:
-    """Return the mean of each window of floats, whose derivative is that of the mean of codes."""
+    """Return the mean of each window of floats, with the derivative of the mean of codes."""
 
     def sum_windows(values: jax.Array) -> jax.Array:
         sizes, steps, pads = ([1] * x.ndim, [1] * x.ndim, [(0, 0)] * x.ndim)

@@ -1,4 +1,4 @@
-"""The differentiation rule shared by all contractions whose float operands are quantized.
+"""The differentiation rule shared by all contractions that quantize their float operands.
 
 The forward pass contracts integers. The backward pass differentiates the float operation on the dequantized operands,
 and sends the cotangent of each operand through the estimator of its rounding. In between, the rule keeps the codes; a
@@ -65,14 +65,16 @@ class LinearContraction(Protocol):
         ...
 
     def contract_quantized(self, *operands: Any) -> jax.Array:
-        """Return the contraction of operands of which some are quantized and the others floats."""
+        """Return the contraction of operands, some quantized and the others floats."""
         ...
 
     def contract_floats(self, *operands: jax.Array) -> jax.Array:
         """Return the contraction of floats of one dtype."""
         ...
 
-    def compute_integer_cotangent(self, index: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
+    def compute_integer_cotangent(
+        self, index: int, qs: Sequence[QuantizedArray], g: jax.Array, key: jax.Array | None
+    ) -> jax.Array:
         """Return the float32 cotangent of the operand `index`, 0 or 1, computed by an integer contraction."""
         ...
 
@@ -99,8 +101,8 @@ class TrainedContraction(NamedTuple):
 
 
 def check_options(
-    function: str, specs: Mapping[str, Any], backward: Any, key: Any, precision: Any, preferred_element_type: Any,
-    out_sharding: Any = None, *, has_algorithms: bool = True,
+    function: str, specs: Mapping[str, Any], backward: Any, key: jax.Array | None, precision: Any,
+    preferred_element_type: Any, out_sharding: Any = None, *, has_algorithms: bool = True,
 ) -> tuple[list[Quantizer | None], np.dtype | None]:  # fmt: skip
     """Check the arguments that all quantized contractions take, and return their quantizers and the result's dtype.
 
@@ -126,7 +128,7 @@ def check_options(
 
 def contract_with_gradient(
     function: str, names: Sequence[tuple[str, str]], operation: LinearContraction, xs: Sequence[Any],
-    specs: Sequence[Any], backward: Any, key: Any,
+    specs: Sequence[Any], backward: Any, key: jax.Array | None,
 ) -> jax.Array:  # fmt: skip
     """Check float operands against their specs, quantize them, and return their contraction with a gradient.
 
@@ -173,7 +175,7 @@ def _vary_alike(operands: Sequence[tuple[Any, ...]]) -> tuple[tuple[Any, ...], .
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _contract(product: TrainedContraction, operands: Any, key: Any) -> jax.Array:
+def _contract(product: TrainedContraction, operands: Any, key: jax.Array | None) -> jax.Array:
     """Return the contraction; all arguments are checked."""
     return product.operation.contract_quantized(*_quantize_operands(product, operands))
 
@@ -300,7 +302,7 @@ def _never_saturates(side: OperandRounding) -> bool:
 
 
 def _compute_operand_cotangents(
-    product: TrainedContraction, values: Sequence[Any], g: jax.Array, key: Any
+    product: TrainedContraction, values: Sequence[Any], g: jax.Array, key: jax.Array | None
 ) -> list[Any]:
     """Return the cotangents of the dequantized operands, each from a float or from an integer contraction."""
     backward, operation = product.backward, product.operation
@@ -335,7 +337,7 @@ def _pull_through_rounding(side: OperandRounding, residuals: _Kept, d: jax.Array
 def _pack_mask(mask: jax.Array) -> jax.Array:
     """Return a mask with eight elements in a byte."""
     # The elements of a byte are an eighth of a row apart, so that each shift works on a contiguous slice.
-    # A mask whose sharding is part of its type cannot be reshaped freely, and a tiny one is not worth packing.
+    # A mask with a sharding in its type cannot be reshaped freely, and a tiny one is not worth packing.
     if sharding.is_placed(mask) or mask.size < 8:
         return mask
     rows, columns = _choose_rows(mask.shape)

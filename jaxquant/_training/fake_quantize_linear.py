@@ -142,7 +142,7 @@ def _fake_quantize_linear(
 
 
 def _derive_dtype(zero_point: Any, dtype: Any) -> np.dtype:
-    """Return the dtype of the codes: `dtype`, or as in `quantize_linear` that of the zero point, or uint8."""
+    """Return the dtype of the codes: `dtype`, or as in `quantize_linear` the zero point's dtype, or uint8."""
     if dtype is not None:
         return checks.check_dtype(_NAME, "dtype", dtype, dtypes.QUANTIZED)
     point_dtype = getattr(zero_point, "dtype", None)

@@ -50,7 +50,7 @@ class _CodeFormat(Protocol):
         ...
 
 
-def _round_stochastically(value: jax.Array, key: Any) -> jax.Array:
+def _round_stochastically(value: jax.Array, key: jax.Array) -> jax.Array:
     """Return float32 values rounded to an integer: up with a probability equal to their fraction, otherwise down."""
     below = lax.floor(value)
     # The fraction and its product with 2**32 are both exact. An infinity has no fraction; 0 leaves it unchanged.
@@ -191,7 +191,7 @@ class RoundingConfig(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def quantize_and_dequantize(
-    config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any
+    config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, key: jax.Array | None
 ) -> jax.Array:
     """Return x rounded to the values of its codes, differentiable under the rule of `config`; arguments are checked.
 
@@ -211,7 +211,7 @@ def quantize_and_dequantize(
 
 
 def _quantize_and_dequantize_fwd(
-    config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any
+    config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, key: jax.Array | None
 ) -> tuple[jax.Array, Any]:
     if config.linear is not None:
         toolkit_attributes.refuse_backward(config.linear.function, config.linear.training)
@@ -227,7 +227,7 @@ quantize_and_dequantize.defvjp(_quantize_and_dequantize_fwd, _quantize_and_dequa
 
 
 def compute_cotangents(
-    config: RoundingConfig, x: Any, scale: Any, zero_point: Any, key: Any, g: jax.Array
+    config: RoundingConfig, x: Any, scale: Any, zero_point: jax.Array | None, key: jax.Array | None, g: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Return the cotangents of x, scale and zero_point; None for an E8M0 scale and for an integer zero point.
 
@@ -265,7 +265,12 @@ def compute_cotangents(
 
 
 def _count_steps(
-    config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: Any, steps: jax.Array | None, key: Any
+    config: RoundingConfig,
+    x: jax.Array,
+    scale: jax.Array,
+    zero_point: jax.Array | None,
+    steps: jax.Array | None,
+    key: jax.Array | None,
 ) -> jax.Array:
     """Return how many steps the rounded x is away from 0, float32: its codes dequantized with a scale of 1."""
     unit = jnp.ones(scale.shape, jnp.float32)
@@ -276,7 +281,9 @@ def _count_steps(
     return dequantize_affine(codes, unit, steps, _derive_granularity(config), dtypes.FLOAT32)
 
 
-def make_array(config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any) -> QuantizedArray:
+def make_array(
+    config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, key: jax.Array | None
+) -> QuantizedArray:
     """Return x as codes under a scale and a zero point of its rank; `config` holds a QuantSpec."""
     spec, steps = config.spec, round_zero_point(config.spec, zero_point)
     assert isinstance(spec, QuantSpec)
@@ -292,7 +299,7 @@ def make_array(config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_poin
     return QuantizedArray(codes, scale, point, dtype=x.dtype, block_size=size, codebook=spec.codebook)
 
 
-def round_zero_point(spec: QuantSpec | LinearCodes, zero_point: Any) -> jax.Array | None:
+def round_zero_point(spec: QuantSpec | LinearCodes, zero_point: jax.Array | None) -> jax.Array | None:
     """Return the zero point in whole steps, int32, or None."""
     if zero_point is None or spec.dtype not in dtypes.INTEGERS:
         return None
@@ -304,9 +311,9 @@ def round_zero_point(spec: QuantSpec | LinearCodes, zero_point: Any) -> jax.Arra
 
 
 def _compute_codes(
-    config: RoundingConfig, x: jax.Array, scale: jax.Array, steps: jax.Array | None, key: Any
+    config: RoundingConfig, x: jax.Array, scale: jax.Array, steps: jax.Array | None, key: jax.Array | None
 ) -> jax.Array:
-    """Return the codes of x, those of an integer dtype as int32."""
+    """Return the codes of x; integer codes as int32."""
     spec, value = config.spec, _divide(config, x, scale)
     if spec.dtype in dtypes.SMALL_FLOATS:
         return small_floats.encode_small_float(value, spec.dtype, True)

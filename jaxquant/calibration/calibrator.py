@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -161,7 +161,7 @@ def _finalize(parts: Parts, state: Any, allow_zero: bool = False) -> Range:
     return _check_slices(name, *parts.finish(state), bool(allow_zero))
 
 
-def _all_reduce(parts: Parts, state: Any, axis_name: Any) -> Any:
+def _all_reduce(parts: Parts, state: Any, axis_name: Hashable) -> Any:
     _check_state(parts, f"{parts.function}.all_reduce", "state", state)
     return parts.reduce(state, axis_name)
 

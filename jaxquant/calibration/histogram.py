@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -438,7 +439,7 @@ def _merge_states(a: HistogramState, b: HistogramState) -> HistogramState:
     )
 
 
-def _reduce_states(state: HistogramState, axis_name: Any) -> HistogramState:
+def _reduce_states(state: HistogramState, axis_name: Hashable) -> HistogramState:
     exponent = lax.pmax(state.exponent, axis_name)
     low, high = running.reduce_extremes(state, axis_name)
     state = _grow_to(state, exponent)

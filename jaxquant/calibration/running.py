@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -206,7 +207,7 @@ def merge_extremes(a: Any, b: Any) -> ExtremesState:
 _merge_extremes_jitted = functools.partial(jax.jit, inline=True)(merge_extremes)
 
 
-def reduce_extremes(state: Any, axis_name: Any) -> ExtremesState:
+def reduce_extremes(state: Any, axis_name: Hashable) -> ExtremesState:
     """Return the extremes over a mapped axis, NaN for a slice that has a NaN in any state."""
     low = lax.pmin(min_max.encode_order(state.low), axis_name)
     high = lax.pmax(min_max.encode_order(state.high), axis_name)
@@ -276,7 +277,7 @@ def _compute_share(weight: jax.Array, total: jax.Array) -> jax.Array:
     return division.divide(weight, jnp.where(total == 0, np.float32(1), total))
 
 
-def _reduce_averages(state: AverageState, axis_name: Any) -> AverageState:
+def _reduce_averages(state: AverageState, axis_name: Hashable) -> AverageState:
     weight = lax.psum(state.weight, axis_name)
     share = _compute_share(state.weight, weight)
     low, high = (lax.psum(v * share, axis_name) for v in state[:2])

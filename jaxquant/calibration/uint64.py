@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -58,7 +59,7 @@ def sum_cumulatively(words: Words) -> Words:
     return _join_limbs([jnp.cumsum(limb, axis=-1, dtype=jnp.uint32) for limb in _split_limbs(words)])
 
 
-def sum_over_devices(words: Words, axis_name: str | tuple[str, ...]) -> Words:
+def sum_over_devices(words: Words, axis_name: Hashable) -> Words:
     """Return the sum over a mapped axis, which must have at most TERMS members."""
     return _join_limbs([lax.psum(limb, axis_name) for limb in _split_limbs(words)])
 

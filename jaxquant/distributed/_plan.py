@@ -165,7 +165,7 @@ def _make_shape(shape: tuple[int, ...], dtype: Any, spec: QuantSpec | None) -> A
 
 
 def _gather_weight(form: _Format, shard: jax.Array, axis: int) -> jax.Array:
-    """Return a matrix whose rows or columns the devices of the axis `data` share; the gradient is scattered."""
+    """Gather a matrix that is cut along `axis` over the mesh axis `data`; scatter its gradient."""
     shard = shard.astype(form.dtype)
     # The axis `data` leaves few elements along the axis that it cuts: the blocks are along the other one.
     spec = _make_weight_spec(form, 1 - axis)
@@ -181,7 +181,7 @@ def _add_over(form: _Format, x: jax.Array, axis_name: str) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_activations(form: _Format, x: jax.Array) -> jax.Array:
-    """Return the sum over the axis `model`, whose cotangent every device holds."""
+    """Return the sum over the axis `model`; every device holds its cotangent."""
     return _add_over(form, x, "model")
 
 
@@ -247,7 +247,7 @@ def _matmul_any(x: jax.Array, w: Any) -> jax.Array:
 
 
 def _look_up(form: _Format, table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Return the embeddings of tokens from a table whose rows the axis `model` cuts."""
+    """Return the embeddings of tokens from a table that is cut along its rows over the axis `model`."""
     first = lax.axis_index("model") * table.shape[0]
     local = tokens - first
     is_here = (local >= 0) & (local < table.shape[0])
@@ -468,7 +468,7 @@ def make_plan(
 
 
 def _list_arrays(step: _ShardedStep) -> dict[str, _StoredArray]:
-    """Return the arrays that a step stores; those of a quantized array are its codes and its scale."""
+    """Return the arrays that a step stores; of a quantized array, its codes and its scale."""
     arrays = {}
     for name, place in step.stored.items():
         specs, structure = jax.tree_util.tree_flatten_with_path(step.in_specs[place], is_leaf=_is_spec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ _FIRST, _SECOND, _GOLDEN = _UINT32(0x85EBCA6B), _UINT32(0xC2B2AE35), _UINT32(0x9
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
-def compare_devices(tree: Any, axis_name: Any) -> jax.Array:
+def compare_devices(tree: Any, axis_name: Hashable) -> jax.Array:
     """Return whether all devices along a mapped axis hold the same arrays, bit for bit.
 
     Use it inside `jax.shard_map` on what must not differ: ranges, scales, the state of a calibrator, weights that are
@@ -80,7 +81,7 @@ def _compute_checksum(x: jax.Array) -> jax.Array:
 
 
 def _read_words(x: jax.Array) -> jax.Array:
-    """Return the bits of each element in uint32, with another dimension for those of 64 bits."""
+    """Return the bits of each element in uint32, with another dimension for elements of 64 bits."""
     if x.dtype == jnp.bool_ or (x.dtype in dtypes.INTEGERS and dtypes.count_bits(x.dtype) < 8):
         return x.astype(jnp.int32).astype(jnp.uint32)
     if x.dtype in dtypes.FLOAT4:

@@ -1,8 +1,9 @@
-"""`psum_with_error_feedback`: a quantized sum whose errors enter the next one."""
+"""`psum_with_error_feedback`: a quantized sum; its errors enter the next one."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from .reduce import Reduction, add_messages, share_sums
 
 
 def psum_with_error_feedback(
-    x: Any, residual: Any, axis_name: Any, *, spec: QuantSpec, key: Any = None
+    x: Any, residual: Any, axis_name: Hashable, *, spec: QuantSpec, key: jax.Array | None = None
 ) -> tuple[Any, Any]:
     """Return `psum(x + residual)`, and what its roundings have left out: the residual of the next call.
 
@@ -79,7 +80,9 @@ def psum_with_error_feedback(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _sum_with_error(reduction: Reduction, x: jax.Array, residual: jax.Array, key: Any) -> tuple[jax.Array, jax.Array]:
+def _sum_with_error(
+    reduction: Reduction, x: jax.Array, residual: jax.Array, key: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """Return the sum of x + residual over the devices, and the new residual."""
     if not x.size:
         return lax.psum(x, reduction.axis_name), residual

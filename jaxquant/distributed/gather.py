@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,7 +38,7 @@ class Transfer(NamedTuple):
 
 def all_gather(
     x: Any,
-    axis_name: Any,
+    axis_name: Hashable,
     *,
     spec: QuantSpec | None = None,
     axis: int = 0,
@@ -116,7 +116,7 @@ def all_gather(
     return jax.tree.map(gather_leaf, x, is_leaf=_messages.is_quantized)
 
 
-def gather_codes(q: QuantizedArray, *, axis_name: Any, size: int, axis: int, is_tiled: bool) -> QuantizedArray:
+def gather_codes(q: QuantizedArray, *, axis_name: Hashable, size: int, axis: int, is_tiled: bool) -> QuantizedArray:
     """Return the arrays of all devices as one; the arguments have been checked."""
     if is_tiled:
         q = cut_for_join(q, axis, size)
@@ -125,13 +125,13 @@ def gather_codes(q: QuantizedArray, *, axis_name: Any, size: int, axis: int, is_
 
 def all_to_all(
     x: Any,
-    axis_name: Any,
+    axis_name: Hashable,
     split_axis: int,
     concat_axis: int,
     *,
     spec: QuantSpec | None = None,
     tiled: bool = False,
-    key: Any = None,
+    key: jax.Array | None = None,
 ) -> Any:
     """Send each device its slice of x, and return the slices that arrive; they travel as codes and scales.
 
@@ -174,7 +174,7 @@ def all_to_all(
     if spec is not None:
         _messages.check_spec(function, spec, key)
 
-    def exchange_leaf(leaf: Any, leaf_key: Any) -> Any:
+    def exchange_leaf(leaf: Any, leaf_key: jax.Array | None) -> Any:
         leaf = _read_leaf(function, leaf, spec)
         split = checks.check_axis(function, split_axis, leaf.ndim, "split_axis")
         concat = checks.check_axis(function, concat_axis, leaf.ndim, "concat_axis")
@@ -196,7 +196,7 @@ def all_to_all(
 
 
 def _exchange_codes(
-    q: QuantizedArray, *, axis_name: Any, size: int, split: int, concat: int, is_tiled: bool
+    q: QuantizedArray, *, axis_name: Hashable, size: int, split: int, concat: int, is_tiled: bool
 ) -> QuantizedArray:
     """Return the slices that arrive, joined; the arguments have been checked."""
     stack = _split_array(q.store_last(), split, size)
@@ -232,7 +232,12 @@ def _split_array(q: QuantizedArray, axis: int, count: int) -> QuantizedArray:
 
 
 def ppermute(
-    x: Any, axis_name: Any, perm: Sequence[tuple[int, int]], *, spec: QuantSpec | None = None, key: Any = None
+    x: Any,
+    axis_name: Hashable,
+    perm: Sequence[tuple[int, int]],
+    *,
+    spec: QuantSpec | None = None,
+    key: jax.Array | None = None,
 ) -> Any:
     """Send x from one device to another, for each pair of a permutation; it travels as codes and scales.
 
@@ -279,14 +284,14 @@ def ppermute(
         received = move_array(q, move)
         return received if len(pairs) == size else _fill_unsent(received, axis_name, [pair[1] for pair in pairs])
 
-    def permute_leaf(leaf: Any, leaf_key: Any) -> Any:
+    def permute_leaf(leaf: Any, leaf_key: jax.Array | None) -> Any:
         leaf = _read_leaf(function, leaf, spec)
         return _transfer(leaf, leaf_key, spec, permute_codes, move) if _moves_codes(leaf) else move_plain(leaf, move)
 
     return _messages.map_leaves(permute_leaf, x, key, axis_name)
 
 
-def _fill_unsent(q: QuantizedArray, axis_name: Any, receivers: list[int]) -> QuantizedArray:
+def _fill_unsent(q: QuantizedArray, axis_name: Hashable, receivers: list[int]) -> QuantizedArray:
     """Return what a device has received, or an array of zeros on a device to which none has sent."""
     is_sent = jnp.isin(lax.axis_index(axis_name), np.array(receivers, np.int32))
     scale, codes = q.scale, q.codes
@@ -334,7 +339,7 @@ def _moves_codes(leaf: Any) -> bool:
     return _messages.is_quantized(leaf) or leaf.dtype in dtypes.FLOATS
 
 
-def _transfer(leaf: Any, key: Any, spec: Any, move_codes: Any, move_floats: Any) -> Any:
+def _transfer(leaf: Any, key: jax.Array | None, spec: Any, move_codes: Any, move_floats: Any) -> Any:
     """Return what arrives of a QuantizedArray, or of floats."""
     if _messages.is_quantized(leaf):
         return move_codes(leaf)
@@ -342,7 +347,7 @@ def _transfer(leaf: Any, key: Any, spec: Any, move_codes: Any, move_floats: Any)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _move_floats(transfer: Transfer, x: jax.Array, key: Any) -> jax.Array:
+def _move_floats(transfer: Transfer, x: jax.Array, key: jax.Array | None) -> jax.Array:
     """Return floats that have travelled as codes."""
     return dequantize_checked(transfer.move_codes(_messages.encode(x, transfer.spec, key)))
 
@@ -355,7 +360,7 @@ def _move_floats_jvp(transfer: Transfer, primals: tuple[Any, Any], tangents: tup
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather_floats(transfers: tuple[Transfer, Scatter], x: jax.Array) -> jax.Array:
-    """Return the arrays of all devices, whose cotangents travel as codes, too."""
+    """Return the arrays of all devices; their cotangents travel as codes, too."""
     return _move_floats(transfers[0], x, None)
 
 

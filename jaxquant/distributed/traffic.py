@@ -130,7 +130,7 @@ def _read_collective(instruction: Instruction, kind: str, calls: int, world: int
 
 
 def count_sent(kind: str, bits: int, devices: int) -> int:
-    """Return the bytes that a device sends in a collective whose result, on one device, has this many bits."""
+    """Return the bytes that a device sends in a collective with a result of this many bits on one device."""
     times, parts = {
         "all-gather": (devices - 1, devices),
         "all-to-all": (devices - 1, devices),

@@ -51,7 +51,7 @@ _MOMENTS = {
     "MomoState": ("exp_avg",),
     "MomoAdamState": ("exp_avg",),
 }
-# Those that are never negative and by whose root an update is divided: averages and maxima of squares.
+# Moments that are never negative; an update is divided by their root: averages and maxima of squares.
 _SECOND_MOMENTS = {
     "ScaleByAdamState": ("nu",),
     "ScaleByAmsgradState": ("nu", "nu_max"),
@@ -98,7 +98,7 @@ def quantize_state(
     min_size: int = 4096,
     seed: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optax transformation whose state is kept in 8-bit blocks between updates.
+    """Return an optax transformation that keeps its state in 8-bit blocks between updates.
 
     An update dequantizes the state, calls the update of `tx`, and quantizes the new state. The updates themselves are
     computed from the new state before it is rounded. With Adam the state takes 0.26 of its bytes in float32.
@@ -216,7 +216,7 @@ class _Rules(NamedTuple):
 
 
 def _read_transformation(tx: Any) -> Any:
-    """Return a transformation whose update takes extra arguments."""
+    """Return a transformation with an update that takes extra arguments."""
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
     is_transformation = callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))
@@ -296,7 +296,7 @@ def _dequantize(leaf: Any) -> Any:
     return _dequantize_leaf(leaf) if isinstance(leaf, QuantizedArray) else leaf
 
 
-def _quantize_first(leaf: Any, named_spec: tuple[str, QuantSpec | None], key: Any) -> Any:
+def _quantize_first(leaf: Any, named_spec: tuple[str, QuantSpec | None], key: jax.Array | None) -> Any:
     name, spec = named_spec
     if spec is None:
         return leaf
@@ -304,7 +304,7 @@ def _quantize_first(leaf: Any, named_spec: tuple[str, QuantSpec | None], key: An
         return quantize_leaf(leaf, key, function=_NAME, spec=spec)
 
 
-def _quantize_again(leaf: Any, old: Any, key: Any) -> Any:
+def _quantize_again(leaf: Any, old: Any, key: jax.Array | None) -> Any:
     """Return a leaf of the new state in the form that it had in the old one."""
     if not isinstance(old, QuantizedArray):
         return leaf
@@ -390,7 +390,7 @@ def quantize_leaf(x: jax.Array, key: jax.Array | None, *, function: str, spec: Q
 @jax.jit
 def quantize_like(x: jax.Array, key: jax.Array | None, old: QuantizedArray) -> QuantizedArray:
     """Return an array as codes of the codebook and in the blocks of another array of its shape."""
-    # Under jax.vmap and jax.shard_map the shapes of the old array are those of its part, as that of x is.
+    # Under jax.vmap and jax.shard_map the old array and x have the shapes of their parts.
     spec = QuantSpec(old.codebook, scale_dtype=old.scale.dtype)
     return _quantize_blocks(x, key, spec, old.scale.shape, old.block_size)
 
@@ -483,7 +483,7 @@ def run_in_order(function: Callable[[list[Any]], Any], held: Sequence[Any]) -> A
     for outputs in _split_equations(body, owners):
         chosen, waiting = _select_equations(waiting, outputs)
         if token:
-            # Also what a part takes from outside, such as gradients, of which XLA would compute too much too early.
+            # Also what a part takes from outside, such as gradients: XLA would compute too much of them too early.
             own = [atom for atom in given if atom in chosen.free and _is_numeric(atom)]
             arrays, _ = lax.optimization_barrier(([given[atom] for atom in own], token))
             values |= given | dict(zip(own, arrays, strict=True))
@@ -532,7 +532,7 @@ def _run_with_inlined_calls(body: Any, constants: Sequence[Any], sources: list[s
     return [read_atom(atom) for atom in body.outvars]
 
 
-def _is_plain_call(equation: Any) -> bool:
+def _is_plain_call(equation: core.JaxprEqn) -> bool:
     """Return whether an equation is a call by `jax.jit` that asks for no sharding."""
     shardings = [*equation.params.get("in_shardings", ()), *equation.params.get("out_shardings", ())]
     is_call = equation.primitive.name in ("jit", "pjit")
@@ -540,7 +540,7 @@ def _is_plain_call(equation: Any) -> bool:
 
 
 def _split_equations(body: Any, owners: list[int]) -> list[list[Any]]:
-    """Return the results that depend on pytrees, in parts of which no two depend on the same one.
+    """Return the results that depend on pytrees, in parts such that no two depend on the same one.
 
     Args:
         body: the program.
@@ -598,7 +598,7 @@ def _select_equations(equations: Sequence[Any], outputs: list[Any] | None) -> tu
     return _Equations(chosen, free, results), others
 
 
-def _list_operands(equation: Any) -> list[Any]:
+def _list_operands(equation: core.JaxprEqn) -> list[Any]:
     """Return the variables that an equation reads."""
     return [atom for atom in equation.invars if not isinstance(atom, core.Literal)]
 

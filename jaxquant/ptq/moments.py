@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -239,7 +239,7 @@ def _divide(state: MomentsState) -> Moments:
     return Moments(state.second / count, mean, magnitude, state.largest, count)
 
 
-def _all_reduce(state: MomentsState, axis_name: Any) -> MomentsState:
+def _all_reduce(state: MomentsState, axis_name: Hashable) -> MomentsState:
     _check_state(f"{_NAME}.all_reduce", "state", state)
     # Between devices the sums are rounded to float32, but only once for all batches.
     parts = MomentsState(*(lax.psum(part, axis_name) for part in state))
