@@ -289,7 +289,7 @@ def _attend_bwd(statics: _AttentionOptions, operands: _AttentionArrays, g: jax.A
     q, k, v, weights = _weigh(statics, operands)
     queries, keys, values = (dequantize_checked(x).astype(jnp.float32) for x in (q, k, v))
     reciprocal = compute_reciprocal(weights.total)
-    # A hidden token, or one with an underflowing weight, gets no gradient and gives none, even with a NaN in it or the row.
+    # A hidden token, or one with an underflowing weight, gets no gradient and gives none, even with a NaN in it.
     has_weight = weights.exponentials != 0
     # The weights that were contracted: the codes without the scales of the values' tokens. A NaN has the code 0.
     is_used = has_weight & ((weights.codes != 0) | jnp.isnan(weights.total))
