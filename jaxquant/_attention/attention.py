@@ -22,10 +22,10 @@ from .kv_cache import INT8, KEY_AXES, VALUE_AXES, KVCache, is_packed, unpack_cod
 from .scores_and_values import (
     RowWeights,
     add_bias,
+    compute_scores,
+    compute_weights,
     contract_digits,
-    find_scores,
-    find_visible_in_cache,
-    find_weights,
+    derive_visible_in_cache,
     group_heads,
     group_queries,
     merge_masks,
@@ -125,10 +125,10 @@ def _attend(
         # The queries' own tokens are in the cache already. A position may be negative: that query sees no token.
         newest = jnp.reshape(cache.index, (-1, 1)) - np.int32(queries)
         query_positions = newest + jnp.arange(queries, dtype=jnp.int32)[None]
-    visible = find_visible_in_cache(cache.positions, query_positions, cache.window)
+    visible = derive_visible_in_cache(cache.positions, query_positions, cache.window)
     scores = add_bias(_score_cache(_NAME, grouped, cache), bias)
     value_scale = small_floats.scale_as_float32(cache.value_scale)[:, :, None, None, :]
-    weights = find_weights(scores, value_scale, merge_masks([mask, visible]), digits)
+    weights = compute_weights(scores, value_scale, merge_masks([mask, visible]), digits)
     y = _weigh_cache(weights, cache, digits)
     # A compiled program cannot raise an error, and a wrong result would go unnoticed.
     y = jnp.where(jnp.reshape(cache.overflowed, (-1, 1, 1, 1, 1)), np.float32(np.nan), y)
@@ -172,10 +172,10 @@ def _read_shapes(cache: KVCache, q: Any, mask: Any, bias: Any, query_positions: 
 
 
 def _score_cache(function: str, q: QuantizedArray, cache: KVCache) -> jax.Array:
-    """Return the scores of queries and the keys of a cache, as `find_scores` does."""
+    """Return the scores of queries and the keys of a cache, as `compute_scores` does."""
     tokens = _count_tokens(cache, cache.spec_k)
     if tokens is None:
-        return find_scores(function, q, cache.quantized_keys)
+        return compute_scores(function, q, cache.quantized_keys)
     score = functools.partial(_score_keys, function, spec=cache.spec_k, features=cache.head_dim)
     in_chunks = functools.partial(_score_chunks, score, tokens=tokens)
     return choose_on_cpu(in_chunks, score, q, cache.keys, cache.key_scale)
@@ -206,7 +206,7 @@ def _score_keys(
     function: str, q: QuantizedArray, keys: jax.Array, scale: jax.Array, *, spec: QuantSpec, features: int
 ) -> jax.Array:
     codes = unpack_codes(keys, spec, KEY_AXES[0], features)
-    return find_scores(function, q, QuantizedArray(codes, scale[..., None], dtype=jnp.float32))
+    return compute_scores(function, q, QuantizedArray(codes, scale[..., None], dtype=jnp.float32))
 
 
 def _score_chunks(score: Any, q: QuantizedArray, keys: jax.Array, scale: jax.Array, *, tokens: int) -> jax.Array:

@@ -17,17 +17,17 @@ from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point, small_floats
 from .._training.fake_quantize import read_parts
 from .._training.quantizer import Quantizer, read_quantizer, split_quantizer
-from .._training.rounding_vjp import RoundingConfig, find_cotangents, make_array
+from .._training.rounding_vjp import RoundingConfig, compute_cotangents, make_array
 from . import arguments
 from .kv_cache import INT8
 from .scores_and_values import (
     Hiding,
     RowWeights,
     add_bias,
-    find_reciprocal,
-    find_scores,
-    find_visible,
-    find_weights,
+    compute_reciprocal,
+    compute_scores,
+    compute_weights,
+    derive_visible,
     group_heads,
     group_queries,
     weigh_values,
@@ -145,7 +145,7 @@ def _round_and_attend(
         labels = (name, f"{spec_name}.scale", f"{spec_name}.zero_point")
         parts = read_parts(_NAME, labels, x, scale, zero_point, quantizer.spec)
         configs.append(config)
-        # The shape of a scale follows from that of x, so the batch is added afterwards.
+        # The shape of a scale follows from x.shape, so the batch is added afterwards.
         rounded.append((*(None if part is None else _add_batch(part) for part in parts), rounding_key))
     _check_value_scale(rounded[2][1])
     heads = xs[1].shape[-2]
@@ -158,7 +158,7 @@ def _round_and_attend(
 def _read_operands(query: Any, key: Any, value: Any, bias: Any, mask: Any, *lengths: Any) -> tuple[Any, ...]:
     """Return the arrays of a call, mask and bias with rank 4, after a check against each other."""
     _check_operands(query, key, value)
-    sizes = _find_score_sizes(query, key)
+    sizes = _read_score_sizes(query, key)
     mask, bias = arguments.read_mask(_NAME, mask, sizes), arguments.read_bias(_NAME, bias, sizes)
     for name, x in zip(_LENGTHS, lengths, strict=True):
         if x is not None:
@@ -221,13 +221,13 @@ def _check_operands(query: Any, key: Any, value: Any) -> None:
         arguments.check_tokens_whole(_NAME, argument, x, x.ndim - 3)
 
 
-def _find_score_sizes(query: Any, key: Any) -> tuple[int, int, int, int]:
+def _read_score_sizes(query: Any, key: Any) -> tuple[int, int, int, int]:
     """Return (batch, heads, queries, tokens)."""
     batch = query.shape[0] if query.ndim == 4 else 1
     return batch, query.shape[-2], query.shape[-3], key.shape[-3]
 
 
-# The differentiation rule of attention whose queries, keys and values are quantized.
+# The differentiation rule of attention with quantized queries, keys and values.
 #
 # The forward pass contracts integers. The backward pass computes the scores and the weights again, so that it keeps
 # nothing of the size of the scores, and differentiates the attention of the dequantized operands in floats. It takes
@@ -288,8 +288,8 @@ def _attend_bwd(statics: _AttentionOptions, operands: _AttentionArrays, g: jax.A
     operands, g = _wait_for_cotangent(operands, g)
     q, k, v, weights = _weigh(statics, operands)
     queries, keys, values = (dequantize_checked(x).astype(jnp.float32) for x in (q, k, v))
-    reciprocal = find_reciprocal(weights.total)
-    # A hidden token, or one whose weight underflows, gets no gradient and gives none, even if it or the row has a NaN.
+    reciprocal = compute_reciprocal(weights.total)
+    # A hidden token, or one with an underflowing weight, gets no gradient and gives none, even with a NaN in it.
     has_weight = weights.exponentials != 0
     # The weights that were contracted: the codes without the scales of the values' tokens. A NaN has the code 0.
     is_used = has_weight & ((weights.codes != 0) | jnp.isnan(weights.total))
@@ -311,7 +311,7 @@ def _attend_bwd(statics: _AttentionOptions, operands: _AttentionArrays, g: jax.A
         *(lax.transpose(d, (0, 2, 1, 3)) for d in (d_keys, d_values)),
     )
     sides = zip(statics.configs, operands.rounded, cotangents, strict=True)
-    rounded_cotangents = tuple((*find_cotangents(config, *parts, d), None) for config, parts, d in sides)
+    rounded_cotangents = tuple((*compute_cotangents(config, *parts, d), None) for config, parts, d in sides)
     d_bias = None if operands.bias is None else _sum_to_shape(d_scores, operands.bias)
     return (_AttentionArrays(rounded_cotangents, d_bias, None, None, None),)
 
@@ -342,10 +342,10 @@ def _weigh(
     q, k, v = (make_array(config, *parts) for config, parts in zip(statics.configs, operands.rounded, strict=True))
     queries = group_queries(q, k.shape[2], statics.factor)
     keys, values = (_move_heads(x) for x in (k, v))
-    scores = add_bias(find_scores(statics.function, queries, keys), operands.bias)
+    scores = add_bias(compute_scores(statics.function, queries, keys), operands.bias)
     arrays = (operands.mask, operands.query_lengths, operands.token_lengths)
-    visible = find_visible(statics.hiding, q.shape[1], k.shape[1], *arrays)
-    return queries, keys, values, find_weights(scores, _read_token_scale(values), visible, statics.digits)
+    visible = derive_visible(statics.hiding, q.shape[1], k.shape[1], *arrays)
+    return queries, keys, values, compute_weights(scores, _read_token_scale(values), visible, statics.digits)
 
 
 def _move_heads(q: QuantizedArray) -> QuantizedArray:
@@ -357,7 +357,7 @@ def _move_heads(q: QuantizedArray) -> QuantizedArray:
 
 
 def _read_token_scale(values: QuantizedArray) -> jax.Array:
-    """Return the scales of values by head, float32 [batch, heads, 1, 1, tokens], whose dimensions may be 1."""
+    """Return the scales of values by head, float32 [batch, heads, 1, 1, tokens]; dimensions may be 1."""
     scale = small_floats.scale_as_float32(values.scale)
     return lax.expand_dims(lax.squeeze(scale, (3,)), (2, 3))
 

@@ -27,7 +27,7 @@ _CREATE, _APPEND, _CHECK = "KVCache.create", "KVCache.append", "KVCache.check"
 INT8 = QuantSpec(jnp.int8, PerToken())
 _DTYPES = (np.dtype(jnp.int8), np.dtype(jnp.int4))
 _SCALES = dtypes.FLOATS
-# The axis of the features, which is packed, and that of the tokens, in the codes of keys and of values. Keys are
+# The axis of the features, which is packed, and the axis of the tokens, in the codes of keys and of values. Keys are
 # contracted along their features and values along their tokens. XLA:CPU reads an operand of which few rows are
 # contracted fastest if its contracted dimension is the last.
 KEY_AXES = (3, 2)
@@ -131,8 +131,8 @@ class KVCache:
             checks.require(1 <= window <= length, _CREATE, "window", expected, window)
         keys, values = (_count_packed(spec, features) for spec in (spec_k, spec_v))
         return cls(
-            jnp.zeros((batch, heads, length, keys), _find_stored_dtype(spec_k)),
-            jnp.zeros((batch, heads, values, length), _find_stored_dtype(spec_v)),
+            jnp.zeros((batch, heads, length, keys), _derive_stored_dtype(spec_k)),
+            jnp.zeros((batch, heads, values, length), _derive_stored_dtype(spec_v)),
             jnp.zeros((batch, heads, length), spec_k.scale_dtype),
             jnp.zeros((batch, heads, length), spec_v.scale_dtype),
             jnp.zeros((batch,) if per_row else (), jnp.int32),
@@ -144,7 +144,7 @@ class KVCache:
         texts = []
         for name in ("keys", "values", "key_scale", "value_scale", "index"):
             leaf = getattr(self, name)
-            # JAX builds pytrees whose leaves are no arrays.
+            # JAX builds pytrees with leaves that are no arrays.
             is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
             texts.append(f"{name}={leaf.dtype}[{','.join(map(str, leaf.shape))}]" if is_array else f"{name}={leaf!r}")
         texts += [f"head_dim={self.head_dim}"] + ([] if self.window is None else [f"window={self.window}"])
@@ -279,7 +279,7 @@ def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | Non
     if is_slice:
         places = cache.index if cache.window is None else cache.index % np.int32(length)
     else:
-        places = _find_places(cache, tokens, counts)
+        places = _choose_places(cache, tokens, counts)
     write_one = _write_slice if is_slice else _write_places
 
     def write(arrays: Any) -> tuple[jax.Array, ...]:
@@ -294,7 +294,7 @@ def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | Non
     )
 
 
-def _find_places(cache: KVCache, tokens: int, counts: Any) -> jax.Array:
+def _choose_places(cache: KVCache, tokens: int, counts: Any) -> jax.Array:
     """Return the places of new tokens, int32 [tokens] or [batch, tokens]; the length or more if they are not stored."""
     order = jnp.arange(tokens, dtype=jnp.int32)
     length = np.int32(cache.length)
@@ -310,7 +310,7 @@ def _find_places(cache: KVCache, tokens: int, counts: Any) -> jax.Array:
     return jnp.where(is_stored, places, length + order)
 
 
-def _find_stored_dtype(spec: QuantSpec) -> Any:
+def _derive_stored_dtype(spec: QuantSpec) -> Any:
     return jnp.uint8 if is_packed(spec) else jnp.int8
 
 

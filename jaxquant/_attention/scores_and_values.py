@@ -66,8 +66,9 @@ def merge_masks(masks: list[Any]) -> Any:
     return functools.reduce(operator.and_, present) if present else None
 
 
-def find_visible(
-    hiding: Hiding, queries: int, tokens: int, mask: Any, query_lengths: Any, token_lengths: Any
+def derive_visible(
+    hiding: Hiding, queries: int, tokens: int, mask: jax.Array | None, query_lengths: jax.Array | None,
+    token_lengths: jax.Array | None,
 ) -> jax.Array | None:  # fmt: skip
     """Return which tokens a query attends to, of a shape that broadcasts against [batch, 1, 1, queries, tokens].
 
@@ -94,7 +95,7 @@ def find_visible(
     return merge_masks(masks)
 
 
-def find_visible_in_cache(positions: jax.Array, query_positions: jax.Array, window: int | None) -> jax.Array:
+def derive_visible_in_cache(positions: jax.Array, query_positions: jax.Array, window: int | None) -> jax.Array:
     """Return which places of a cache queries attend to: bool [batch or 1, 1, 1, queries, places].
 
     Args:
@@ -102,7 +103,7 @@ def find_visible_in_cache(positions: jax.Array, query_positions: jax.Array, wind
         query_positions: int32 [batch or 1, queries].
         window: Static. The number of tokens that a query attends to, or None for all.
     """
-    # Positions, not places, are compared: in a ring the order of the places is not that of the tokens.
+    # Positions, not places, are compared: in a ring the places have another order than the tokens.
     place = positions[:, None, None, None, :]
     query = query_positions[:, None, None, :, None]
     visible = (place >= 0) & (place <= query)
@@ -133,7 +134,7 @@ def group_queries(q: QuantizedArray, heads: int, factor: float) -> QuantizedArra
     return QuantizedArray(regroup(q.codes), regroup(scale), point, dtype=jnp.float32, block_size=q.block_size)
 
 
-def find_scores(function: str, q: QuantizedArray, k: QuantizedArray) -> jax.Array:
+def compute_scores(function: str, q: QuantizedArray, k: QuantizedArray) -> jax.Array:
     """Return the scores, float32 [batch, kv heads, groups, queries, tokens].
 
     Args:
@@ -169,7 +170,7 @@ def _pad_queries(q: QuantizedArray) -> QuantizedArray:
     return QuantizedArray(codes, scale, dtype=q.dtype, block_size=q.block_size)
 
 
-def add_bias(scores: jax.Array, bias: Any) -> jax.Array:
+def add_bias(scores: jax.Array, bias: jax.Array | None) -> jax.Array:
     """Return scores plus an array that broadcasts against them, or the scores for None."""
     return scores if bias is None else scores + bias.astype(jnp.float32)
 
@@ -206,7 +207,7 @@ class RowWeights(NamedTuple):
     total: jax.Array
 
 
-def find_weights(scores: jax.Array, value_scale: jax.Array, visible: Any, digits: int) -> RowWeights:
+def compute_weights(scores: jax.Array, value_scale: jax.Array, visible: Any, digits: int) -> RowWeights:
     """Return the softmax of scores along their last axis, as codes that include the scales of the values.
 
     Args:
@@ -264,7 +265,7 @@ def _hide(values: jax.Array, filling: np.float32, *, visible: Any) -> jax.Array:
     return values if visible is None else jnp.where(visible, values, filling)
 
 
-def find_reciprocal(total: jax.Array) -> jax.Array:
+def compute_reciprocal(total: jax.Array) -> jax.Array:
     """Return 1 / total, or 0 for a row that sees no token."""
     return jnp.where(total == 0, _ZERO, np.float32(1) / total)
 
@@ -297,7 +298,7 @@ def weigh_values(
         y = total if y is None else y + total
     assert y is not None
     y = y.reshape(batch, heads, groups, queries, features)
-    return y * (weights.step * find_reciprocal(weights.total))
+    return y * (weights.step * compute_reciprocal(weights.total))
 
 
 def contract_digits(digits: jax.Array, values: jax.Array) -> jax.Array:

@@ -102,7 +102,7 @@ def quantize_added_bias(
         ContractValueError: the arrays are known, and a sum may have more steps than int32 holds.
     """
     steps, _ = _quantize_steps(bias, lhs_scale, rhs_scale)
-    free = find_free_steps(weight, places)
+    free = derive_free_steps(weight, places)
     known = _count_known_steps(function, bias, lhs_scale, rhs_scale)
     if known is None:
         return steps.astype(jnp.int32) if free is None else lax.clamp(-np.int32(free), steps.astype(jnp.int32), free)
@@ -111,7 +111,7 @@ def quantize_added_bias(
         _require_fit(function, bool(most <= free), f"{free} steps of the scales' product beside these products", most)
     elif not checks.is_traced(weight.stored_codes):
         with jax.ensure_compile_time_eval():
-            products = np.asarray(find_largest_sums(weight, places), np.float64).reshape(known.shape)
+            products = np.asarray(compute_largest_sums(weight, places), np.float64).reshape(known.shape)
         most = float((np.abs(known) + products).max(initial=0))
         _require_fit(function, most <= _MOST, "2**31 - 1 steps of the scales' product", most)
     return steps.astype(jnp.int32)
@@ -123,7 +123,7 @@ def _require_fit(function: str, condition: bool, limit: str, most: float) -> Non
     checks.require(condition, function, "bias", expected, got)
 
 
-def find_free_steps(weight: QuantizedArray, places: Sequence[int]) -> np.int32 | None:
+def derive_free_steps(weight: QuantizedArray, places: Sequence[int]) -> np.int32 | None:
     """Return the steps that int32 leaves to a bias beside any products of 8-bit codes; None if less than half of all.
 
     Known and traced biases have the same limit, which is not that of the codes: to read these in each call takes long.
@@ -138,7 +138,7 @@ def find_free_steps(weight: QuantizedArray, places: Sequence[int]) -> np.int32 |
     return np.int32(free) if free >= _MOST // 2 else None
 
 
-def find_largest_sums(weight: QuantizedArray, places: Sequence[int]) -> jax.Array:
+def compute_largest_sums(weight: QuantizedArray, places: Sequence[int]) -> jax.Array:
     """Return the largest magnitude that the sum of the products with 8-bit codes can have, for each feature, float32.
 
     Args:

@@ -62,11 +62,11 @@ def max_pool(
     """
     if isinstance(q, FakeQuantizedArray):
         windows = _read_windows("codes.max_pool", q, window_shape, strides, padding, channels_last)
-        return q.replace_values(find_maxima(q.values, windows=windows))
+        return q.replace_values(compute_maxima(q.values, windows=windows))
     q = quantized_array.check_lazy("codes.max_pool", "q", q)
     affine = read_affine("codes.max_pool", "q", q)
     windows = _read_windows("codes.max_pool", q, window_shape, strides, padding, channels_last)
-    return make_array(find_maxima(q.codes, windows=windows), affine, q.dtype)
+    return make_array(compute_maxima(q.codes, windows=windows), affine, q.dtype)
 
 
 def average_pool(
@@ -182,7 +182,7 @@ def mean(
 
 
 def read_operand(function: str, q: Any, output: Any) -> tuple[QuantizedArray, Affine, Affine]:
-    """Return an operand, its scale and zero point, and those of the result, after checking them."""
+    """Return an operand, its scale and zero point, and the result's, after checking them."""
     q = quantized_array.check_lazy(function, "q", q)
     affine, result = read_affine(function, "q", q), read_output(function, output)
     expected = f"codes of {affine.dtype}, as q has"
@@ -225,7 +225,7 @@ def _check_lengths(function: str, argument: str, value: Any, rank: int) -> tuple
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("windows",))
-def find_maxima(codes: jax.Array, *, windows: PoolWindows) -> jax.Array:
+def compute_maxima(codes: jax.Array, *, windows: PoolWindows) -> jax.Array:
     """Return the maximum of each window of codes or floats.
 
     One dimension after the other: a window of k * l elements takes k + l maxima. XLA:CPU vectorizes a maximum of
@@ -245,7 +245,7 @@ def find_maxima(codes: jax.Array, *, windows: PoolWindows) -> jax.Array:
 
 
 def _average_floats(x: jax.Array, *, windows: PoolWindows, counts_padding: bool) -> jax.Array:
-    """Return the mean of each window of floats, whose derivative is that of the mean of codes."""
+    """Return the mean of each window of floats, with the derivative of the mean of codes."""
 
     def sum_windows(values: jax.Array) -> jax.Array:
         sizes, steps, pads = ([1] * x.ndim, [1] * x.ndim, [(0, 0)] * x.ndim)

@@ -83,7 +83,7 @@ class Int8Backward:
 Backward = FloatBackward | Int8Backward
 
 
-def check_backward(function: str, backward: Any, key: Any, specs: Sequence[Any]) -> None:
+def check_backward(function: str, backward: Any, key: jax.Array | None, specs: Sequence[Any]) -> None:
     """Check `backward`, its key, and, for Int8Backward, that two operands are quantized.
 
     This comes before the call is compiled, because `backward` is static in the compiled program.
@@ -99,20 +99,20 @@ def check_backward(function: str, backward: Any, key: Any, specs: Sequence[Any])
     checks.require(len(specs) == 2 and None not in specs, function, "backward", expected, "Int8Backward()")
 
 
-def quantize_gradient(g: jax.Array, axes: tuple[int, ...], key: Any) -> QuantizedArray:
+def quantize_gradient(g: jax.Array, axes: tuple[int, ...], key: jax.Array | None) -> QuantizedArray:
     """Return g as int8 with a scale for each index of the kept dimensions, rounded stochastically if there is a key."""
     spec = QuantSpec(jnp.int8, PerAxis(axes) if axes else PerTensor())
     q = quantize(g, spec)
     if key is None:
         return q
-    # The scale is that of the nearest rounding, so both roundings have the same range.
+    # The scale is the same as for rounding to nearest, so both roundings have the same range.
     return make_array(RoundingConfig(spec, estimators.StochasticRounding(None)), g, q.scale, None, key)
 
 
 def fold_scale_into_gradient(
     function: str, q: QuantizedArray, summed: Sequence[int], g: jax.Array, places: Sequence[int | None]
 ) -> tuple[QuantizedArray, jax.Array]:
-    """Return an operand whose scale is constant along the summed dimensions, and g multiplied by its former scale.
+    """Return an operand with a constant scale along the summed dimensions, and g multiplied by its former scale.
 
     Args:
         function: the name of the public function, for errors.
@@ -145,14 +145,14 @@ def fold_scale_into_gradient(
     return q.replace(scale=jnp.ones((1,) * q.ndim, jnp.float32)), g * sharding.place_like(spread, g)
 
 
-def find_operand_cotangent(
+def compute_operand_cotangent(
     function: str,
     index: int,
     terms: Sequence[Labels],
     out: Labels,
     qs: Sequence[QuantizedArray],
     g: jax.Array,
-    key: Any,
+    key: jax.Array | None,
 ) -> jax.Array:
     """Return the float32 cotangent of one of the two operands of an einsum, computed by an integer contraction.
 
@@ -187,7 +187,7 @@ def find_operand_cotangent(
     return lax.broadcast_in_dim(d, operand.shape, [labels.index(label) for label in contracted])
 
 
-def split_keys(function: str, backward: Backward, key: Any) -> Sequence[Any]:
+def split_keys(function: str, backward: Backward, key: jax.Array | None) -> Sequence[Any]:
     """Return a key for each operand, or None for each if nothing is rounded stochastically."""
     if not isinstance(backward, Int8Backward) or not backward.stochastic_rounding:
         return (None, None)
@@ -197,4 +197,5 @@ def split_keys(function: str, backward: Backward, key: Any) -> Sequence[Any]:
         '(a Linen layer takes it from the rng "rounding", an NNX layer in training from its rngs)'
     )
     checks.require(key is not None, function, "key", expected, "None")
+    assert key is not None
     return tuple(jax.random.split(key))

@@ -1,4 +1,4 @@
-"""The differentiation rule shared by all contractions whose float operands are quantized.
+"""The differentiation rule shared by all contractions that quantize their float operands.
 
 The forward pass contracts integers. The backward pass differentiates the float operation on the dequantized operands,
 and sends the cotangent of each operand through the estimator of its rounding. In between, the rule keeps the codes; a
@@ -28,7 +28,7 @@ from . import estimators
 from .backward import Backward, Int8Backward, check_backward, split_keys
 from .fake_quantize import read_parts
 from .quantizer import Quantizer, read_quantizer, split_quantizer
-from .rounding_vjp import RoundingConfig, find_cotangents, find_mask, make_array, round_zero_point
+from .rounding_vjp import RoundingConfig, compute_cotangents, compute_mask, make_array, round_zero_point
 
 CODES = "jaxquant.codes"
 _POLICY = jax.checkpoint_policies.save_only_these_names(CODES)
@@ -65,14 +65,16 @@ class LinearContraction(Protocol):
         ...
 
     def contract_quantized(self, *operands: Any) -> jax.Array:
-        """Return the contraction of operands of which some are quantized and the others floats."""
+        """Return the contraction of operands, some quantized and the others floats."""
         ...
 
     def contract_floats(self, *operands: jax.Array) -> jax.Array:
         """Return the contraction of floats of one dtype."""
         ...
 
-    def find_integer_cotangent(self, index: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
+    def compute_integer_cotangent(
+        self, index: int, qs: Sequence[QuantizedArray], g: jax.Array, key: jax.Array | None
+    ) -> jax.Array:
         """Return the float32 cotangent of the operand `index`, 0 or 1, computed by an integer contraction."""
         ...
 
@@ -99,8 +101,8 @@ class TrainedContraction(NamedTuple):
 
 
 def check_options(
-    function: str, specs: Mapping[str, Any], backward: Any, key: Any, precision: Any, preferred_element_type: Any,
-    out_sharding: Any = None, *, has_algorithms: bool = True,
+    function: str, specs: Mapping[str, Any], backward: Any, key: jax.Array | None, precision: Any,
+    preferred_element_type: Any, out_sharding: Any = None, *, has_algorithms: bool = True,
 ) -> tuple[list[Quantizer | None], np.dtype | None]:  # fmt: skip
     """Check the arguments that all quantized contractions take, and return their quantizers and the result's dtype.
 
@@ -126,7 +128,7 @@ def check_options(
 
 def contract_with_gradient(
     function: str, names: Sequence[tuple[str, str]], operation: LinearContraction, xs: Sequence[Any],
-    specs: Sequence[Any], backward: Any, key: Any,
+    specs: Sequence[Any], backward: Any, key: jax.Array | None,
 ) -> jax.Array:  # fmt: skip
     """Check float operands against their specs, quantize them, and return their contraction with a gradient.
 
@@ -173,7 +175,7 @@ def _vary_alike(operands: Sequence[tuple[Any, ...]]) -> tuple[tuple[Any, ...], .
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _contract(product: TrainedContraction, operands: Any, key: Any) -> jax.Array:
+def _contract(product: TrainedContraction, operands: Any, key: jax.Array | None) -> jax.Array:
     """Return the contraction; all arguments are checked."""
     return product.operation.contract_quantized(*_quantize_operands(product, operands))
 
@@ -191,7 +193,7 @@ def _name_codes(part: jax.Array) -> jax.Array:
 
 def _contract_fwd(product: TrainedContraction, operands: Any, key: Any) -> tuple[jax.Array, Any]:
     is_needed = [[leaf is not None and leaf.perturbed for leaf in operand] for operand in operands]
-    values = [[_find_value(product.function, leaf) for leaf in operand] for operand in operands]
+    values = [[_read_value(product.function, leaf) for leaf in operand] for operand in operands]
     # The codes are named before they are contracted, so that a checkpoint can start its recomputation from them.
     operands = _quantize_operands(product, values)
     qs = [jax.tree.map(_name_codes, q) if isinstance(q, QuantizedArray) else q for q in operands]
@@ -211,7 +213,7 @@ def _contract_bwd(product: TrainedContraction, residuals: Any, g: Any) -> tuple[
     waiting = []
     for (q, mask, x, parameters), k in zip(arrays, side_residuals, strict=True):
         waiting.append(_Kept(q, mask, x, (*parameters, k.parameters[2])))
-    cotangents = _find_operand_cotangents(product, [k.q for k in waiting], g, key)
+    cotangents = _compute_operand_cotangents(product, [k.q for k in waiting], g, key)
     sides = zip(product.sides, waiting, cotangents, strict=True)
     return tuple(_pull_through_rounding(side, k, d) for side, k, d in sides), None
 
@@ -219,7 +221,7 @@ def _contract_bwd(product: TrainedContraction, residuals: Any, g: Any) -> tuple[
 _contract.defvjp(_contract_fwd, _contract_bwd, symbolic_zeros=True)
 
 
-def _find_value(function: str, leaf: Any) -> Any:
+def _read_value(function: str, leaf: Any) -> Any:
     """Return the value of a leaf of custom_vjp's symbolic zeros, guarded if it is differentiated."""
     if leaf is None:
         return None
@@ -278,7 +280,7 @@ def _keep_residuals(side: OperandRounding, values: Sequence[Any], is_needed: Seq
         aligned = granularity.Aligned(q.block_size)
         steps = round_zero_point(spec, values[2])
         u = divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32)
-        mask = find_mask(rule, spec, u, None if steps is None else aligned.expand(steps, x))
+        mask = compute_mask(rule, spec, u, None if steps is None else aligned.expand(steps, x))
     bits = _NO_MASK if mask is None else _name_codes(_pack_mask(mask))
     return _Kept(q, bits, _NO_X, empty)
 
@@ -299,7 +301,9 @@ def _never_saturates(side: OperandRounding) -> bool:
     return spec.scale_dtype != dtypes.FLOAT16 and not (spec.power_of_two and dtypes.count_bits(spec.carrier) == 2)
 
 
-def _find_operand_cotangents(product: TrainedContraction, values: Sequence[Any], g: jax.Array, key: Any) -> list[Any]:
+def _compute_operand_cotangents(
+    product: TrainedContraction, values: Sequence[Any], g: jax.Array, key: jax.Array | None
+) -> list[Any]:
     """Return the cotangents of the dequantized operands, each from a float or from an integer contraction."""
     backward, operation = product.backward, product.operation
     floats = [dequantize_checked(v) if isinstance(v, QuantizedArray) else v for v in values]
@@ -313,7 +317,7 @@ def _find_operand_cotangents(product: TrainedContraction, values: Sequence[Any],
         cotangents = list(pull(g.astype(dtype)))
     for i, rounding_key in enumerate(split_keys(product.function, backward, key)):
         if isinstance(backward, Int8Backward) and is_integer[i]:
-            cotangents[i] = operation.find_integer_cotangent(i, values, g, rounding_key)
+            cotangents[i] = operation.compute_integer_cotangent(i, values, g, rounding_key)
     return cotangents
 
 
@@ -324,7 +328,7 @@ def _pull_through_rounding(side: OperandRounding, residuals: _Kept, d: jax.Array
     # The dtype of an empty array tells which residuals were kept.
     if residuals.x.dtype != np.bool_:
         scale, zero_point, key = residuals.parameters
-        return (*find_cotangents(side.config, residuals.x, scale, zero_point, key, d), None)
+        return (*compute_cotangents(side.config, residuals.x, scale, zero_point, key, d), None)
     if residuals.mask.dtype != np.int8:
         d = jnp.where(_unpack_mask(residuals.mask, d.shape), d, jnp.zeros((), d.dtype))
     return d.astype(residuals.q.dtype), None, None, None
@@ -333,17 +337,17 @@ def _pull_through_rounding(side: OperandRounding, residuals: _Kept, d: jax.Array
 def _pack_mask(mask: jax.Array) -> jax.Array:
     """Return a mask with eight elements in a byte."""
     # The elements of a byte are an eighth of a row apart, so that each shift works on a contiguous slice.
-    # A mask whose sharding is part of its type cannot be reshaped freely, and a tiny one is not worth packing.
+    # A mask with a sharding in its type cannot be reshaped freely, and a tiny one is not worth packing.
     if sharding.is_placed(mask) or mask.size < 8:
         return mask
-    rows, columns = _find_rows(mask.shape)
+    rows, columns = _choose_rows(mask.shape)
     length = -(-columns // 8)
     flat = lax.pad(mask.reshape(rows, columns), np.False_, [(0, 0, 0), (0, 8 * length - columns, 0)])
     parts = (lax.slice_in_dim(flat, i * length, (i + 1) * length, axis=1) for i in range(8))
     return functools.reduce(lax.bitwise_or, (part.astype(jnp.uint8) << np.uint8(i) for i, part in enumerate(parts)))
 
 
-def _find_rows(shape: tuple[int, ...]) -> tuple[int, int]:
+def _choose_rows(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the shape of the matrix as which a mask is packed."""
     # The first dimension is kept as rows, so that a batch which is sharded over devices stays where it is.
     size = math.prod(shape)
@@ -356,5 +360,5 @@ def _unpack_mask(bits: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     if bits.dtype == np.bool_:
         return bits
     parts = [(bits >> np.uint8(i)) & np.uint8(1) for i in range(8)]
-    flat = lax.slice(lax.concatenate(parts, 1), (0, 0), _find_rows(shape))
+    flat = lax.slice(lax.concatenate(parts, 1), (0, 0), _choose_rows(shape))
     return flat.reshape(shape).astype(np.bool_)

@@ -120,7 +120,14 @@ def quantized_conv_general_dilated(
 
 @functools.partial(jax.jit, inline=True, static_argnames=("operation", "backward"))
 def _quantized_conv(
-    lhs: jax.Array, rhs: jax.Array, lhs_spec: Any, rhs_spec: Any, key: Any, *, operation: ConvContraction, backward: Any
+    lhs: jax.Array,
+    rhs: jax.Array,
+    lhs_spec: Any,
+    rhs_spec: Any,
+    key: jax.Array | None,
+    *,
+    operation: ConvContraction,
+    backward: Any,
 ) -> jax.Array:
     names = (("lhs", "lhs_spec"), ("rhs", "rhs_spec"))
     return contraction_vjp.contract_with_gradient(
@@ -136,7 +143,7 @@ class ConvContraction(NamedTuple):
     preferred: Any
 
     def contract_quantized(self, *operands: Any, epilogue: Any = None) -> Any:
-        """Return the convolution of operands of which at least one is quantized."""
+        """Return the convolution of operands, at least one of them quantized."""
         lhs, rhs = operands
         return convolve_checked(_NAME, lhs, rhs, self.plan, self.precision, self.preferred, epilogue)
 
@@ -145,18 +152,20 @@ class ConvContraction(NamedTuple):
         lhs, rhs = operands
         return convolve_floats(lhs, rhs, self.plan, self.precision)
 
-    def find_integer_cotangent(self, index: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
+    def compute_integer_cotangent(
+        self, index: int, qs: Sequence[QuantizedArray], g: jax.Array, key: jax.Array | None
+    ) -> jax.Array:
         """Return the float32 cotangent of the operand `index`, computed by integer contractions."""
-        return (_find_image_cotangent, _find_kernel_cotangent)[index](
+        return (_compute_image_cotangent, _compute_kernel_cotangent)[index](
             self.plan, qs[0], qs[1], g.astype(jnp.float32), key
         )
 
 
-def _find_image_cotangent(
-    plan: ConvolutionPlan, lhs: QuantizedArray, rhs: QuantizedArray, g: jax.Array, key: Any
+def _compute_image_cotangent(
+    plan: ConvolutionPlan, lhs: QuantizedArray, rhs: QuantizedArray, g: jax.Array, key: jax.Array | None
 ) -> jax.Array:
     """Return the cotangent of the images: g convolved with the flipped kernel, inputs and outputs swapped per group."""
-    numbers, sizes = plan.numbers, _find_sizes(plan, lhs, rhs, g)
+    numbers, sizes = plan.numbers, _compute_sizes(plan, lhs, rhs, g)
     features, channels, *spatial = numbers.rhs_spec
     places: list[int | None] = [None] * rhs.ndim
     places[features] = numbers.out_spec[1]
@@ -187,8 +196,8 @@ def _find_image_cotangent(
     return convolve_checked(_NAME, q, flipped, ConvolutionPlan(swapped, geometry, plan.features, 1), None, jnp.float32)
 
 
-def _find_kernel_cotangent(
-    plan: ConvolutionPlan, lhs: QuantizedArray, rhs: QuantizedArray, g: jax.Array, key: Any
+def _compute_kernel_cotangent(
+    plan: ConvolutionPlan, lhs: QuantizedArray, rhs: QuantizedArray, g: jax.Array, key: jax.Array | None
 ) -> jax.Array:
     """Return the cotangent of the kernel: for each of its positions, g contracted with the images that position reads.
 
@@ -247,7 +256,7 @@ class _SpatialSizes(NamedTuple):
     out: list[int]
 
 
-def _find_sizes(plan: ConvolutionPlan, lhs: Any, rhs: Any, g: Any) -> _SpatialSizes:
+def _compute_sizes(plan: ConvolutionPlan, lhs: Any, rhs: Any, g: Any) -> _SpatialSizes:
     """Return the dilated spatial sizes of the images, of the kernel and of the result."""
     numbers, geometry = plan.numbers, plan.geometry
     dilations = (

@@ -17,7 +17,7 @@ from .._core import checks, dtypes
 from .._core.entry_point import compile_entry_point
 from ..integer.dot_general import DotDimensionNumbers, find_roles
 from . import contraction_vjp
-from .backward import Backward, FloatBackward, find_operand_cotangent
+from .backward import Backward, FloatBackward, compute_operand_cotangent
 from .quantizer import Quantizer
 
 _NAME = "quantized_dot_general"
@@ -99,7 +99,7 @@ def quantized_dot_general(
 
 @compile_entry_point(_NAME)
 def _quantized_dot_general(
-    lhs: Any, rhs: Any, lhs_spec: Any, rhs_spec: Any, key: Any, *, operation: DotContraction, backward: Any
+    lhs: Any, rhs: Any, lhs_spec: Any, rhs_spec: Any, key: jax.Array | None, *, operation: DotContraction, backward: Any
 ) -> jax.Array:
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         checks.check_array(_NAME, name, x, dtypes.FLOATS)
@@ -121,7 +121,7 @@ class DotContraction(NamedTuple):
     out_sharding: Any = None
 
     def contract_quantized(self, *operands: Any, epilogue: Any = None) -> Any:
-        """Return the contraction of operands of which at least one is quantized."""
+        """Return the contraction of operands, at least one of them quantized."""
         lhs, rhs = operands
         return contract_checked(
             self.function, lhs, rhs, self.numbers, self.precision, self.preferred, self.out_sharding, epilogue=epilogue
@@ -132,10 +132,12 @@ class DotContraction(NamedTuple):
         lhs, rhs = operands
         return lax.dot_general(lhs, rhs, self.numbers, self.precision, out_sharding=self.out_sharding)
 
-    def find_integer_cotangent(self, index: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
+    def compute_integer_cotangent(
+        self, index: int, qs: Sequence[QuantizedArray], g: jax.Array, key: jax.Array | None
+    ) -> jax.Array:
         """Return the float32 cotangent of the operand `index`, computed by an integer contraction."""
         terms, out = self._label_dimensions(qs)
-        return find_operand_cotangent(self.function, index, terms, out, qs, g, key)
+        return compute_operand_cotangent(self.function, index, terms, out, qs, g, key)
 
     def _label_dimensions(self, qs: Sequence[QuantizedArray]) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
         """Return the labels of the dimensions of both operands and of the result, as an einsum would name them."""

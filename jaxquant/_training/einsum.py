@@ -16,7 +16,7 @@ from .._arrays.spec import QuantSpec
 from .._contractions.einsum import contract_operands, parse_subscripts
 from .._core import checks, dtypes, entry_point
 from . import contraction_vjp
-from .backward import Backward, FloatBackward, find_operand_cotangent
+from .backward import Backward, FloatBackward, compute_operand_cotangent
 from .quantizer import Quantizer
 
 _NAME = "quantized_einsum"
@@ -100,7 +100,9 @@ def quantized_einsum(
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("operation", "backward"))
-def _quantized_einsum(operands: Any, specs: Any, key: Any, *, operation: EinsumContraction, backward: Any) -> jax.Array:
+def _quantized_einsum(
+    operands: Any, specs: Any, key: jax.Array | None, *, operation: EinsumContraction, backward: Any
+) -> jax.Array:
     names = [(f"operands[{i}]", f"specs[{i}]") for i in range(len(operands))]
     return contraction_vjp.contract_with_gradient(_NAME, names, operation, operands, specs, backward, key)
 
@@ -114,14 +116,16 @@ class EinsumContraction(NamedTuple):
     out_sharding: Any = None
 
     def contract_quantized(self, *operands: Any) -> jax.Array:
-        """Return the contraction of operands of which at least one is quantized."""
+        """Return the contraction of operands, at least one of them quantized."""
         return contract_operands(_NAME, self.subscripts, operands, self.precision, self.preferred, self.out_sharding)
 
     def contract_floats(self, *operands: jax.Array) -> jax.Array:
         """Return the contraction of floats."""
         return jnp.einsum(self.subscripts, *operands, precision=self.precision, out_sharding=self.out_sharding)
 
-    def find_integer_cotangent(self, index: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
+    def compute_integer_cotangent(
+        self, index: int, qs: Sequence[QuantizedArray], g: jax.Array, key: jax.Array | None
+    ) -> jax.Array:
         """Return the float32 cotangent of the operand `index`, computed by an integer contraction."""
         terms, out = parse_subscripts(_NAME, self.subscripts, [q.ndim for q in qs])
         # An integer contraction does not broadcast a dimension of 1.
@@ -130,4 +134,4 @@ class EinsumContraction(NamedTuple):
             for label, n in zip(labels, q.shape, strict=True):
                 expected = 'FloatBackward(), because a dimension of size 1 is broadcast under "..."'
                 checks.require(sizes.setdefault(label, n) == n, _NAME, "backward", expected, "Int8Backward()")
-        return find_operand_cotangent(_NAME, index, terms, out, qs, g, key)
+        return compute_operand_cotangent(_NAME, index, terms, out, qs, g, key)

@@ -120,11 +120,11 @@ class LSQ:
         fixed = spec.fixed_zero_point or 0
         root = np.float32(np.sqrt(spec.bounds[1] - fixed))
 
-        def find_scale(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-            (mean,) = _find_means(spec, scale_shape, jnp.abs(values))
+        def compute_scale(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+            (mean,) = _compute_means(spec, scale_shape, jnp.abs(values))
             return 2 * mean / root, mean
 
-        scale = _make_positive(*_find_finite(find_scale, x))
+        scale = _make_positive(*_compute_finite(compute_scale, x))
         # None represents 0 where the spec fixes it; an asymmetric spec needs an array.
         if spec.symmetric:
             return scale, jnp.full(point_shape, fixed, spec.carrier) if fixed else None
@@ -204,8 +204,8 @@ class LSQPlus:
         bits = dtypes.find_width(spec.carrier) - int(spec.reduce_range)
         steps = 2.0 ** (bits - 1) if spec.dtype in dtypes.INTEGERS else spec.bounds[1]
 
-        def find_scale(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-            mean, square = _find_means(spec, scale_shape, values, values * values)
+        def compute_scale(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+            mean, square = _compute_means(spec, scale_shape, values, values * values)
             # Rounding can make the difference slightly negative.
             deviation = jnp.sqrt(jnp.maximum(square - mean * mean, _ZERO))
             reach = jnp.maximum(jnp.abs(mean - 3 * deviation), jnp.abs(mean + 3 * deviation))
@@ -213,7 +213,7 @@ class LSQPlus:
 
         fixed = spec.fixed_zero_point
         point = jnp.full(point_shape, fixed, spec.carrier) if fixed else None
-        return _make_positive(*_find_finite(find_scale, x)), point
+        return _make_positive(*_compute_finite(compute_scale, x)), point
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,7 +340,7 @@ def _check_shapes(function: str, x: Any, spec: Any) -> tuple[tuple[int, ...], tu
     return scale_from_range.find_shapes(function, spec, x.shape)
 
 
-def _find_means(spec: QuantSpec, shape: tuple[int, ...], *values: jax.Array) -> list[jax.Array]:
+def _compute_means(spec: QuantSpec, shape: tuple[int, ...], *values: jax.Array) -> list[jax.Array]:
     """Return the means of float32 arrays over the slices that share a scale."""
     aligned = granularity.Aligned(scale_from_range.find_block_size(spec))
     counts = np.maximum(min_max.count_members(values[0], shape, aligned.block_size), 1).astype(np.float32)
@@ -348,7 +348,9 @@ def _find_means(spec: QuantSpec, shape: tuple[int, ...], *values: jax.Array) -> 
     return [affine.sum_to_scale(aligned, v, like) / counts for v in values]
 
 
-def _find_finite(find: Callable[[jax.Array], tuple[jax.Array, jax.Array]], x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _compute_finite(
+    find: Callable[[jax.Array], tuple[jax.Array, jax.Array]], x: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Return a scale and a statistic of x that are proportional to x, finite although sums or squares overflow.
 
     Args:

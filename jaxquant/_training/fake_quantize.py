@@ -93,7 +93,9 @@ def fake_quantize(
 
 
 @compile_entry_point(_NAME)
-def _fake_quantize(x: Any, scale: Any, zero_point: Any, key: Any, *, spec: QuantSpec, rule: Estimator) -> jax.Array:
+def _fake_quantize(
+    x: Any, scale: Any, zero_point: Any, key: jax.Array | None, *, spec: QuantSpec, rule: Estimator
+) -> jax.Array:
     arrays = read_parts(_NAME, ("x", "scale", "zero_point"), x, scale, zero_point, spec)
     return quantize_and_dequantize(RoundingConfig(spec, rule), *arrays, key)
 

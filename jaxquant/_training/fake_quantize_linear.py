@@ -104,7 +104,7 @@ def fake_quantize_linear(
     scale_arguments.check_positive_scale(_NAME, "scale", scale)
     if zero_point is not None:
         zero_point = entry_point.convert_number(zero_point)
-        code_dtype = _find_dtype(zero_point, dtype)
+        code_dtype = _derive_dtype(zero_point, dtype)
         if code_dtype in dtypes.INTEGERS:
             scale_arguments.check_rounded_zero_point(_NAME, "zero_point", zero_point, dtypes.find_bounds(code_dtype))
         # Only a known zero point can be checked here; a traced one of a float dtype is assumed to be 0.
@@ -124,7 +124,7 @@ def _fake_quantize_linear(
 ) -> jax.Array:  # fmt: skip
     checks.check_array(_NAME, "x", x, dtypes.FLOATS)
     checks.check_array(_NAME, "scale", scale, dtypes.FLOATS)
-    code_dtype = _find_dtype(zero_point, dtype)
+    code_dtype = _derive_dtype(zero_point, dtype)
     quantization.check_toolkit_attributes(_NAME, training, lda_coeff, name)
     granularity = resolve_onnx(_NAME, "scale", scale, x.shape, axis, block_size)
     if zero_point is not None:
@@ -140,8 +140,8 @@ def _fake_quantize_linear(
         return quantization.name_outputs((y,), specified_outputs_name)[0]
 
 
-def _find_dtype(zero_point: Any, dtype: Any) -> np.dtype:
-    """Return the dtype of the codes: `dtype`, or as in `quantize_linear` that of the zero point, or uint8."""
+def _derive_dtype(zero_point: Any, dtype: Any) -> np.dtype:
+    """Return the dtype of the codes: `dtype`, or as in `quantize_linear` the zero point's dtype, or uint8."""
     if dtype is not None:
         return checks.check_dtype(_NAME, "dtype", dtype, dtypes.QUANTIZED)
     point_dtype = getattr(zero_point, "dtype", None)

@@ -88,7 +88,7 @@ class Quantizer:
 
 
 def read_quantizer(function: str, argument: str, value: Any) -> Quantizer | None:
-    """Check a spec, a Quantizer or None, and return a Quantizer whose leaves are arrays or None; None stays None."""
+    """Check a spec, a Quantizer or None, and return a Quantizer of arrays or None; None stays None."""
     if value is None:
         return None
     quantizer = Quantizer(value) if isinstance(value, QuantSpec) else value

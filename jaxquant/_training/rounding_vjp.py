@@ -51,7 +51,7 @@ class _CodeFormat(Protocol):
         ...
 
 
-def _round_stochastically(value: jax.Array, key: Any) -> jax.Array:
+def _round_stochastically(value: jax.Array, key: jax.Array) -> jax.Array:
     """Return float32 values rounded to an integer: up with a probability equal to their fraction, otherwise down."""
     below = lax.floor(value)
     # The fraction and its product with 2**32 are both exact. An infinity has no fraction; 0 leaves it unchanged.
@@ -65,7 +65,7 @@ def _round_stochastically(value: jax.Array, key: Any) -> jax.Array:
     return lax.select(rounds_up, lax.add(below, np.float32(1)), below)
 
 
-def find_mask(rule: Estimator, spec: _CodeFormat, u: jax.Array, steps: jax.Array | None) -> jax.Array | None:
+def compute_mask(rule: Estimator, spec: _CodeFormat, u: jax.Array, steps: jax.Array | None) -> jax.Array | None:
     """Return a mask of the elements whose gradient passes to x, False for NaN; or None if all of them pass.
 
     Args:
@@ -90,7 +90,7 @@ def find_mask(rule: Estimator, spec: _CodeFormat, u: jax.Array, steps: jax.Array
     return above & (u < most)
 
 
-def _find_slopes(
+def _compute_slopes(
     rule: Estimator, spec: _CodeFormat, u: jax.Array, steps: jax.Array | None, distance: jax.Array
 ) -> tuple[jax.Array | None, jax.Array, bool]:
     """Return the mask of x, the summands of dy/dscale, and whether a zero point gets -scale where the mask is False.
@@ -102,7 +102,7 @@ def _find_slopes(
         steps: the zero point, int32, in u's shape; None for 0.
         distance: the number of steps of y, float32.
     """
-    inside = find_mask(rule, spec, u, steps)
+    inside = compute_mask(rule, spec, u, steps)
     if inside is None:
         return None, distance - u, False
     if isinstance(rule, PACT):
@@ -112,7 +112,7 @@ def _find_slopes(
     return inside, ds, not isinstance(rule, LSQ)
 
 
-def _find_factor(
+def _compute_factor(
     rule: Estimator, spec: QuantSpec, x: jax.Array, shape: tuple[int, ...], steps: jax.Array | None
 ) -> Any:
     """Return the factor of the gradient of a scale: a float32, or one for each entry of `shape`.
@@ -192,7 +192,7 @@ class RoundingConfig(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def quantize_and_dequantize(
-    config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any
+    config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, key: jax.Array | None
 ) -> jax.Array:
     """Return x rounded to the values of its codes, differentiable under the rule of `config`; arguments are checked.
 
@@ -207,12 +207,12 @@ def quantize_and_dequantize(
     if config.spec.codebook is not None:
         return dequantize_checked(make_array(config, x, scale, zero_point, key))
     steps = round_zero_point(config.spec, zero_point)
-    codes = _find_codes(config, x, scale, steps, key)
-    return dequantize_affine(codes, scale, steps, _find_granularity(config), x.dtype)
+    codes = _compute_codes(config, x, scale, steps, key)
+    return dequantize_affine(codes, scale, steps, _derive_granularity(config), x.dtype)
 
 
 def _quantize_and_dequantize_fwd(
-    config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any
+    config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, key: jax.Array | None
 ) -> tuple[jax.Array, Any]:
     if config.linear is not None:
         quantization.refuse_backward(config.linear.function, config.linear.training)
@@ -221,14 +221,14 @@ def _quantize_and_dequantize_fwd(
 
 def _quantize_and_dequantize_bwd(config: RoundingConfig, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
     x, scale, zero_point, key = residuals
-    return (*find_cotangents(config, x, scale, zero_point, key, g), None)
+    return (*compute_cotangents(config, x, scale, zero_point, key, g), None)
 
 
 quantize_and_dequantize.defvjp(_quantize_and_dequantize_fwd, _quantize_and_dequantize_bwd)
 
 
-def find_cotangents(
-    config: RoundingConfig, x: Any, scale: Any, zero_point: Any, key: Any, g: jax.Array
+def compute_cotangents(
+    config: RoundingConfig, x: Any, scale: Any, zero_point: jax.Array | None, key: jax.Array | None, g: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Return the cotangents of x, scale and zero_point; None for an E8M0 scale and for an integer zero point.
 
@@ -236,13 +236,13 @@ def find_cotangents(
     the slope s and the factor f of the estimator; a sum is over the elements that share the entry.
     """
     x, scale = jnp.asarray(x), jnp.asarray(scale)
-    spec, rule, shared = config.spec, config.rule, _find_granularity(config)
+    spec, rule, shared = config.spec, config.rule, _derive_granularity(config)
     steps = round_zero_point(spec, zero_point)
     # The backward pass computes the quotient and the codes again, because x is smaller than all of them together.
     u = _divide(config, x, scale)
     expanded = None if steps is None else shared.expand(steps, x)
     distance = _count_steps(config, x, scale, zero_point, steps, key)
-    inside, slope, has_offset = _find_slopes(rule, spec, u, expanded, distance)
+    inside, slope, has_offset = _compute_slopes(rule, spec, u, expanded, distance)
     g, zero = g.astype(jnp.float32), np.float32(0)
     dx = g if inside is None else jnp.where(inside, g, zero)
     if config.linear is not None:
@@ -252,7 +252,7 @@ def find_cotangents(
     def sum_to_entries(values: jax.Array, like: jax.Array) -> jax.Array:
         factor = np.float32(1)
         if isinstance(spec, QuantSpec):  # ONNX has no estimator with a factor
-            factor = _find_factor(rule, spec, x, like.shape, steps)
+            factor = _compute_factor(rule, spec, x, like.shape, steps)
         return (affine.sum_to_scale(shared, values, like) * factor).astype(like.dtype)
 
     dscale = None if scale.dtype == dtypes.E8M0 else sum_to_entries(g * slope, scale)
@@ -266,18 +266,25 @@ def find_cotangents(
 
 
 def _count_steps(
-    config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: Any, steps: jax.Array | None, key: Any
+    config: RoundingConfig,
+    x: jax.Array,
+    scale: jax.Array,
+    zero_point: jax.Array | None,
+    steps: jax.Array | None,
+    key: jax.Array | None,
 ) -> jax.Array:
     """Return how many steps the rounded x is away from 0, float32: its codes dequantized with a scale of 1."""
     unit = jnp.ones(scale.shape, jnp.float32)
     if config.spec.codebook is not None:
         codes = make_array(config, x, scale, zero_point, key)
         return dequantize_checked(codes.replace(scale=unit, dtype=jnp.float32))
-    codes = _find_codes(config, x, scale, steps, key)
-    return dequantize_affine(codes, unit, steps, _find_granularity(config), dtypes.FLOAT32)
+    codes = _compute_codes(config, x, scale, steps, key)
+    return dequantize_affine(codes, unit, steps, _derive_granularity(config), dtypes.FLOAT32)
 
 
-def make_array(config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any) -> QuantizedArray:
+def make_array(
+    config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, key: jax.Array | None
+) -> QuantizedArray:
     """Return x as codes under a scale and a zero point of its rank; `config` holds a QuantSpec."""
     spec, steps = config.spec, round_zero_point(config.spec, zero_point)
     assert isinstance(spec, QuantSpec)
@@ -285,7 +292,7 @@ def make_array(config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_poin
     if key is None:
         codes = encode_array(x, scale, steps, spec)
     else:
-        codes = _find_codes(config, x, scale, steps, key).astype(spec.carrier)
+        codes = _compute_codes(config, x, scale, steps, key).astype(spec.carrier)
     # A dimension no longer than a block has one entry: such an array needs no block size.
     is_cut = any(n not in (1, m) for part in (scale, steps) if part is not None
                  for n, m in zip(part.shape, x.shape, strict=True))  # fmt: skip
@@ -293,7 +300,7 @@ def make_array(config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_poin
     return QuantizedArray(codes, scale, point, dtype=x.dtype, block_size=size, codebook=spec.codebook)
 
 
-def round_zero_point(spec: QuantSpec | LinearCodes, zero_point: Any) -> jax.Array | None:
+def round_zero_point(spec: QuantSpec | LinearCodes, zero_point: jax.Array | None) -> jax.Array | None:
     """Return the zero point in whole steps, int32, or None."""
     if zero_point is None or spec.dtype not in dtypes.INTEGERS:
         return None
@@ -304,8 +311,10 @@ def round_zero_point(spec: QuantSpec | LinearCodes, zero_point: Any) -> jax.Arra
     return zero_point.astype(jnp.int32)
 
 
-def _find_codes(config: RoundingConfig, x: jax.Array, scale: jax.Array, steps: jax.Array | None, key: Any) -> jax.Array:
-    """Return the codes of x, those of an integer dtype as int32."""
+def _compute_codes(
+    config: RoundingConfig, x: jax.Array, scale: jax.Array, steps: jax.Array | None, key: jax.Array | None
+) -> jax.Array:
+    """Return the codes of x; integer codes as int32."""
     spec, value = config.spec, _divide(config, x, scale)
     if spec.dtype in dtypes.SMALL_FLOATS:
         return small_floats.encode_small_float(value, spec.dtype, True)
@@ -314,17 +323,17 @@ def _find_codes(config: RoundingConfig, x: jax.Array, scale: jax.Array, steps: j
     low, high = (int(bound) for bound in spec.bounds)
     # int16 holds the codes of every integer dtype except uint16, and unlike narrower codes it needs no packing.
     carrier = spec.dtype if spec.dtype == jnp.uint16 else np.dtype(jnp.int16)
-    expanded = None if steps is None else _find_granularity(config).expand(steps, x)
+    expanded = None if steps is None else _derive_granularity(config).expand(steps, x)
     return rounding.encode_steps(value, expanded, carrier, (low, high)).astype(jnp.int32)
 
 
 def _divide(config: RoundingConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
     """Return x / scale as float32, rounded to the dtype in which the operator divides."""
     precision = dtypes.FLOAT32 if config.linear is None else scale.dtype
-    return divide_by_scale(x, _find_granularity(config).expand(scale, x), precision)
+    return divide_by_scale(x, _derive_granularity(config).expand(scale, x), precision)
 
 
-def _find_granularity(config: RoundingConfig) -> granularity.Granularity:
+def _derive_granularity(config: RoundingConfig) -> granularity.Granularity:
     if config.linear is not None:
         return config.linear.granularity
     assert isinstance(config.spec, QuantSpec)

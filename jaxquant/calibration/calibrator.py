@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -161,7 +161,7 @@ def _finalize(parts: Parts, state: Any, allow_zero: bool = False) -> Range:
     return _check_slices(name, *parts.finish(state), bool(allow_zero))
 
 
-def _all_reduce(parts: Parts, state: Any, axis_name: Any) -> Any:
+def _all_reduce(parts: Parts, state: Any, axis_name: Hashable) -> Any:
     _check_state(parts, f"{parts.function}.all_reduce", "state", state)
     return parts.reduce(state, axis_name)
 
@@ -185,7 +185,7 @@ def _check_state(parts: Parts, function: str, argument: str, state: Any) -> None
 
 
 @functools.partial(jax.jit, inline=True)
-def _find_faults(low: jax.Array, high: jax.Array) -> jax.Array:
+def _encode_faults(low: jax.Array, high: jax.Array) -> jax.Array:
     """Return the code of the fault of each slice, or 0 if it has none; low > high marks a slice without data."""
     has_no_data = low > high
     infinite = (jnp.isinf(low) | jnp.isinf(high)) & ~has_no_data
@@ -198,7 +198,7 @@ def _find_faults(low: jax.Array, high: jax.Array) -> jax.Array:
 @functools.partial(jax.jit, inline=True)
 def _allow_zeros(low: jax.Array, high: jax.Array, ranges: Range) -> tuple[jax.Array, Range]:
     """Return the code of the fault of each slice, 0 for a slice of zeros, and the ranges with 0 for such a slice."""
-    fault = _find_faults(low, high)
+    fault = _encode_faults(low, high)
     zero = fault == _ZEROS
     return jnp.where(zero, 0, fault), Range(*(jnp.where(zero, np.float32(0), end) for end in ranges))
 
@@ -209,7 +209,7 @@ def _clear_sign(value: jax.Array) -> jax.Array:
 
 def _check_slices(function: str, low: jax.Array, high: jax.Array, ranges: Range, allow_zero: bool) -> Range:
     """Return the ranges after a check of each slice: a fault raises if known, and becomes NaN under a trace."""
-    fault, ranges = _allow_zeros(low, high, ranges) if allow_zero else (_find_faults(low, high), ranges)
+    fault, ranges = _allow_zeros(low, high, ranges) if allow_zero else (_encode_faults(low, high), ranges)
     # If some devices belong to other hosts, the faults can be read here only if every device holds all of them.
     if not checks.is_traced(fault) and (fault.is_fully_addressable or fault.is_fully_replicated):
         _raise_faults(function, np.asarray(fault))

@@ -112,10 +112,10 @@ class _Bins(NamedTuple):
 
 @functools.partial(jax.jit, inline=True, static_argnames=("levels", "symmetric"))
 def _finish(state: HistogramState, *, levels: int, symmetric: bool) -> tuple[jax.Array, jax.Array, Range]:
-    half = histogram.find_bins(state) // 2
+    half = histogram.count_bins(state) // 2
     candidates = jnp.arange(levels if symmetric else max(1, levels // 2), half + 1, dtype=jnp.int32)
 
-    def find_best_side(counts: Words) -> jax.Array:
+    def choose_best_side(counts: Words) -> jax.Array:
         bins = _fold_bins(counts) if symmetric else _sign_bins(counts)
 
         def measure_side(side: jax.Array) -> jax.Array:
@@ -123,17 +123,17 @@ def _finish(state: HistogramState, *, levels: int, symmetric: bool) -> tuple[jax
             origin = 0 if symmetric else half
             start = jnp.maximum(origin - side, bins.first)
             end = jnp.minimum(origin + side, bins.last + 1)
-            divergence = _find_divergence(bins, start, end, levels)
+            divergence = _compute_divergence(bins, start, end, levels)
             # A range with fewer bins than levels loses nothing and would always win. The whole range stays a candidate.
             return jnp.where((end - start >= levels) | (side == half), divergence, np.float32(np.inf))
 
         return candidates[jnp.argmin(lax.map(measure_side, candidates))]
 
     # Work slice by slice: the bins of one slice stay in the cache, those of all slices would not.
-    sides = lax.map(find_best_side, jax.tree.map(lambda v: v.reshape(-1, v.shape[-1]), state.counts))
+    sides = lax.map(choose_best_side, jax.tree.map(lambda v: v.reshape(-1, v.shape[-1]), state.counts))
     low, high = state.low, state.high
     # The width of a bin is a power of two, so the product is exact.
-    reach = sides.reshape(low.shape).astype(jnp.float32) * histogram.find_width(state)
+    reach = sides.reshape(low.shape).astype(jnp.float32) * histogram.compute_width(state)
     return low, high, Range(lax.clamp(low, -reach, high), lax.clamp(low, reach, high))
 
 
@@ -167,7 +167,7 @@ def _prepend_zero(values: jax.Array) -> jax.Array:
     return jnp.concatenate([jnp.zeros_like(values[:1]), values])
 
 
-def _find_divergence(bins: _Bins, start: jax.Array, end: jax.Array, levels: int) -> jax.Array:
+def _compute_divergence(bins: _Bins, start: jax.Array, end: jax.Array, levels: int) -> jax.Array:
     """Return KL(P || Q) of the bins from `start` to `end` - 1."""
     # P: the counts in the range, to whose first and last bin the counts outside are added.
     size = bins.counts.size

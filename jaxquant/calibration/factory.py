@@ -44,7 +44,7 @@ def check_factory(name: str, calibrator: Any, alternative: str = "", *, argument
     """
     if not callable(calibrator) and not (alternative and calibrator is None):
         checks.refuse_type(name, argument, f"{_FACTORY}{alternative}", _describe_rejected(calibrator))
-    fault = None if calibrator is None else _find_unexpected_argument(calibrator)
+    fault = None if calibrator is None else _read_unexpected_argument(calibrator)
     # Compare with None, because "" is a fault, too: it means that the function takes no spec.
     if fault is not None:
         inner = calibrator.func if isinstance(calibrator, functools.partial) else calibrator
@@ -69,7 +69,7 @@ def _describe_rejected(calibrator: Any) -> str:
     return str(checks.describe_value(calibrator))
 
 
-def _find_unexpected_argument(factory: Callable[..., Any]) -> str | None:
+def _read_unexpected_argument(factory: Callable[..., Any]) -> str | None:
     """Return the first argument that a function needs besides a spec, "" if it takes no spec, or None if it fits."""
     try:
         signature = inspect.signature(factory)

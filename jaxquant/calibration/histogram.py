@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -100,7 +101,7 @@ class Settings(NamedTuple):
     @property
     def coarse(self) -> int:
         """The number of bins on each side of 0 that are divided; 0 without fine bins."""
-        return find_coarse(self.bins) if self.has_fine and self.bins <= _MOST_BINS else 0
+        return choose_coarse(self.bins) if self.has_fine and self.bins <= _MOST_BINS else 0
 
     @property
     def fine(self) -> int:
@@ -124,27 +125,27 @@ def build_histogram_calibrator(settings: Settings, finish: Any) -> Calibrator:
     return build_calibrator(Parts(function, settings.spec, make_empty, update, _merge_states, _reduce_states, finish))
 
 
-def find_coarse(bins: int) -> int:
+def choose_coarse(bins: int) -> int:
     """Return the number of bins on each side of 0 that are divided into fine bins."""
     return min(COARSE, bins // 4)
 
 
-def find_bins(state: HistogramState) -> int:
+def count_bins(state: HistogramState) -> int:
     """Return the number of bins."""
     return state.counts.low.shape[-1]
 
 
-def find_width(state: HistogramState) -> jax.Array:
+def compute_width(state: HistogramState) -> jax.Array:
     """Return the width of a bin, float32, a power of two."""
-    return _find_power(state.exponent - (find_bins(state) // 2).bit_length() + 1)
+    return _compute_power(state.exponent - (count_bins(state) // 2).bit_length() + 1)
 
 
 def divide_by_width(state: HistogramState) -> jax.Array:
     """Return the exact reciprocal of a bin's width."""
-    return _find_power((find_bins(state) // 2).bit_length() - 1 - state.exponent)
+    return _compute_power((count_bins(state) // 2).bit_length() - 1 - state.exponent)
 
 
-def _find_power(exponent: jax.Array) -> jax.Array:
+def _compute_power(exponent: jax.Array) -> jax.Array:
     # The bits of a power of two are its biased exponent: this is exact, unlike exp2.
     return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
@@ -177,7 +178,7 @@ def _grow_to(state: HistogramState, exponent: jax.Array) -> HistogramState:
     empty = (state.low > state.high) | ((state.low == 0) & (state.high == 0))
     steps = jnp.where(empty, 0, exponent - state.exponent)
     # After this many steps all counts are in the two bins next to 0, and more steps would change nothing.
-    steps = jnp.minimum(steps, find_bins(state).bit_length() + (0 if state.fine is None else OCTAVES))
+    steps = jnp.minimum(steps, count_bins(state).bit_length() + (0 if state.fine is None else OCTAVES))
     whole = (state.counts, state.least, state.most, state.fine)
     parts = jax.tree.map(lambda part: sharding.vary_like(part, steps), whole)
 
@@ -240,8 +241,8 @@ def _update(state: HistogramState, batch: jax.Array, *, settings: Settings) -> H
     expected = "fewer than 2**31 elements"
     checks.require(batch.size < 2**31, f"{settings.function}.update", "batch", expected, f"shape {batch.shape}")
     shape, block = state.low.shape, scale_from_range.find_block_size(settings.spec)
-    new = running.find_batch_extremes(batch, shape, block)
-    state = _grow_to(state, jnp.maximum(state.exponent, _find_exponent(*new)))
+    new = running.compute_batch_extremes(batch, shape, block)
+    state = _grow_to(state, jnp.maximum(state.exponent, _compute_exponent(*new)))
     tables = _count_in_bins(batch, divide_by_width(state), settings)
     counts, spare = tables[0][..., : settings.bins], tables[0][..., settings.bins :]
     zeros = jnp.sum(spare[..., : _SPARE // 2], axis=-1, dtype=jnp.int32)
@@ -285,7 +286,7 @@ def _combine_ends(combine: Any, a: jax.Array | None, b: jax.Array | None) -> jax
     return None if a is None or b is None else combine(a, b)
 
 
-def _find_exponent(low: jax.Array, high: jax.Array) -> jax.Array:
+def _compute_exponent(low: jax.Array, high: jax.Array) -> jax.Array:
     """Return the least e with |x| < 2**e; a NaN or an infinity gives the least possible exponent, and grows nothing."""
     bits = lax.bitcast_convert_type(lax.max(lax.abs(low), lax.abs(high)), jnp.int32) & _MAGNITUDE
     return jnp.maximum(jnp.where(bits < 0x7F800000, (bits >> 23) - 126, _LEAST), _LEAST)
@@ -317,7 +318,7 @@ def _count_in_bins(batch: jax.Array, per_width: jax.Array, settings: Settings) -
         def step(i: Any, tables: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             i = lax.convert_element_type(i, jnp.int32)  # under JAX_ENABLE_X64 the loop index is an int64
             place = (i // counts[2] % counts[0], i // (counts[2] * counts[0]), i % counts[2])
-            index, magnitude = _find_indices(x, per_width, settings, is_padded, slot, zero, place)
+            index, magnitude = _compute_indices(x, per_width, settings, is_padded, slot, zero, place)
             return _scatter_counts(tables, index, magnitude)
 
         return lax.fori_loop(0, math.prod(counts), step, tables)
@@ -344,19 +345,19 @@ def _sample(x: jax.Array, every: int) -> jax.Array:
 def _count_chunk(shape: tuple[int, ...]) -> tuple[int, int, int]:
     """Return the number of indices of each dimension that form a chunk."""
     before, slices, after = shape
-    last = _find_chunk_size(after, _CHUNK)
-    middle = _find_chunk_size(slices, max(1, _CHUNK // last))
-    return _find_chunk_size(before, max(1, _CHUNK // (last * middle))), middle, last
+    last = _choose_chunk_size(after, _CHUNK)
+    middle = _choose_chunk_size(slices, max(1, _CHUNK // last))
+    return _choose_chunk_size(before, max(1, _CHUNK // (last * middle))), middle, last
 
 
-def _find_chunk_size(length: int, most: int) -> int:
+def _choose_chunk_size(length: int, most: int) -> int:
     """Return the largest divisor of a length that is at most `most`, or `most` itself if it is much smaller."""
     if length <= most:
         return max(1, length)
     return next((n for n in range(most, most // 4, -1) if length % n == 0), max(1, most))
 
 
-def _find_indices(
+def _compute_indices(
     x: jax.Array,
     per_width: jax.Array,
     settings: Settings,
@@ -379,7 +380,7 @@ def _find_indices(
     # bits >> 31 is -1 for a negative number, and size ^ -1 is -1 - size: the bin on the other side of 0.
     index = (size ^ (bits >> 31)) + half + slot
     if settings.coarse:
-        fine = _find_fine_indices(scaled, settings.coarse)
+        fine = _compute_fine_indices(scaled, settings.coarse)
         first = slot + (bins + _SPARE) + (bits < 0).astype(jnp.int32) * np.int32(-settings.fine // 2)
         first = first + np.int32(settings.fine // 2)
         index = jnp.where((size < settings.coarse) & (fine >= 0), first + fine, index)
@@ -394,7 +395,7 @@ def _find_indices(
     return (index + start[1] * slots).reshape(-1), (bits & _MAGNITUDE).reshape(-1)
 
 
-def _find_fine_indices(scaled: jax.Array, coarse: int) -> jax.Array:
+def _compute_fine_indices(scaled: jax.Array, coarse: int) -> jax.Array:
     """Return the fine bins of magnitudes below `coarse`, in units of a bin; a negative number for smaller ones.
 
     The bins of an octave are its floats without their last bits.
@@ -438,7 +439,7 @@ def _merge_states(a: HistogramState, b: HistogramState) -> HistogramState:
     )
 
 
-def _reduce_states(state: HistogramState, axis_name: Any) -> HistogramState:
+def _reduce_states(state: HistogramState, axis_name: Hashable) -> HistogramState:
     exponent = lax.pmax(state.exponent, axis_name)
     low, high = running.reduce_extremes(state, axis_name)
     state = _grow_to(state, exponent)

@@ -12,7 +12,7 @@ import sys
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -56,7 +56,7 @@ class Position(NamedTuple):
     batches: int
 
 
-def find_fingerprint(tree: Any) -> int:
+def compute_fingerprint(tree: Any) -> int:
     """Return a checksum of the arrays that this process holds."""
     checksum = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -72,35 +72,46 @@ def find_fingerprint(tree: Any) -> int:
     return checksum
 
 
+def read_batches(
+    function: str, batches: Any, reserved: Collection[str], name: str = "batches"
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return one batch or more as positional and keyword arguments; see `split_arguments`."""
+    check_batches(function, batches, name)
+    calls = [split_arguments(function, index, batch, reserved, name) for index, batch in enumerate(batches)]
+    checks.require(bool(calls), function, name, "at least one batch", "none")
+    return calls
+
+
 def split_arguments(
-    step: BatchStep, index: int, batch: Any, name: str = "batches"
+    function: str, index: int, batch: Any, reserved: Collection[str], name: str = "batches"
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a batch as positional and keyword arguments.
 
     An array is one positional argument, a tuple is several, and a mapping holds keyword arguments.
 
     Args:
-        step: the work on a batch.
+        function: the public function that errors name.
         index: the index of the batch, for errors.
         batch: an array, a tuple, a list or a mapping.
+        reserved: the names of the arguments of every call, which no batch may use.
         name: the argument that holds the batches, for errors.
     """
     place = f"{name}[{index}]"
     if not isinstance(batch, Mapping | tuple | list):
         expected = "an array, a tuple of positional arguments, or a mapping of keyword arguments"
-        checks.require_type(_is_array(batch), step.function, place, expected, type(batch).__name__)
+        checks.require_type(_is_array(batch), function, place, expected, type(batch).__name__)
         return (batch,), {}
     if not isinstance(batch, Mapping):
-        _check_arrays(step.function, place, tuple(batch))
+        _check_arrays(function, place, tuple(batch))
         return tuple(batch), {}
     named = dict(batch)
     is_named = all(isinstance(name, str) for name in named)
     expected = "a mapping whose keys are names of arguments; (mapping,) passes the mapping as one argument"
-    checks.require_type(is_named, step.function, place, expected, f"keys {list(named)[:3]}")
-    duplicates = sorted(step.arguments & set(named))
+    checks.require_type(is_named, function, place, expected, f"keys {list(named)[:3]}")
+    duplicates = sorted(set(reserved) & set(named))
     expected = "names of arguments that no other argument of this call sets"
-    checks.require(not duplicates, step.function, place, expected, ", ".join(duplicates))
-    _check_arrays(step.function, place, named)
+    checks.require(not duplicates, function, place, expected, ", ".join(duplicates))
+    _check_arrays(function, place, named)
     return (), named
 
 
@@ -139,7 +150,7 @@ def run_loop(
         ContractTypeError: batches, a batch, checkpoint or progress has a wrong type.
         ContractValueError: there is no batch, a batch is not finite, or the checkpoint does not fit.
     """
-    _check_batches(step.function, batches)
+    check_batches(step.function, batches)
     path = _check_path(step.function, checkpoint)
     check_progress(step.function, progress)
     position, saved = Position(state, 0), time.monotonic()
@@ -174,7 +185,7 @@ def _iterate_positions(
     """
     position, index, batch_count, pending = start, -1, 0, None
     for index, batch in enumerate(batches):
-        arguments = split_arguments(step, index, batch)
+        arguments = split_arguments(step.function, index, batch, step.arguments)
         # The first batch gives the shapes with which the file is compared.
         if index == 0 and path is not None and path.exists():
             # The arguments are not traced, because some of them may be static.
@@ -214,7 +225,7 @@ def _check_finite(step: BatchStep, index: int, state: Any, finite: jax.Array | M
     return Position(state, index + 1)
 
 
-def _check_batches(function: str, batches: Any, name: str = "batches") -> None:
+def check_batches(function: str, batches: Any, name: str = "batches") -> None:
     """Raise ContractTypeError for a single batch and for values that are not iterable."""
     is_array = isinstance(batches, jax.Array | np.ndarray)
     is_iterable = isinstance(batches, Iterable) and not is_array and not isinstance(batches, Mapping | str)
@@ -297,7 +308,7 @@ def _show_progress(batches: Iterable[Any], progress: bool | None) -> Iterator[An
         bar.stop()
 
 
-def _find_origin(step: BatchStep, state: Any) -> int:
+def _compute_origin(step: BatchStep, state: Any) -> int:
     """Return a checksum of the weights and of the description of the quantized layers."""
     return zlib.crc32(step.describe(state).encode(), step.fingerprint())
 
@@ -307,7 +318,7 @@ def _save(path: pathlib.Path, step: BatchStep, position: Position) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(position.state)
     header = {
         "format": _FORMAT, "version": _VERSION, "function": step.function, "batches": position.batches,
-        "origin": _find_origin(step, position.state),
+        "origin": _compute_origin(step, position.state),
         "names": [jax.tree_util.keystr(key_path) for key_path, _ in leaves],
     }  # fmt: skip
     stream = io.BytesIO()
@@ -339,7 +350,7 @@ def _load(path: pathlib.Path, step: BatchStep, target: Any) -> Position:
     named_leaves = zip(content["names"], arrays, strict=True)
     is_same = [(name, leaf.shape, leaf.dtype) for name, leaf in named_leaves] == expected_leaves
     # The fingerprint of the weights is slow, so it is compared last.
-    is_same = is_same and content["function"] == function and content["origin"] == _find_origin(step, target)
+    is_same = is_same and content["function"] == function and content["origin"] == _compute_origin(step, target)
     expected = "a file written for these weights and layers; delete it to start again"
     checks.require(is_same, function, "checkpoint", expected, f"{path}, written for other weights or layers")
     state = jax.tree.unflatten(jax.tree.structure(target), list(map(jnp.asarray, arrays)))

@@ -110,7 +110,7 @@ def _finish(state: HistogramState, *, spec: QuantSpec, grid: int) -> tuple[jax.A
     intervals = _list_intervals(state)
     per_width = histogram.divide_by_width(state)
     # `lax.map` measures one candidate at a time, because the arrays of all candidates would take too much memory.
-    means, variances = lax.map(lambda v: _find_error(spec, intervals, v[0] * per_width, v[1]), (wide, zero))
+    means, variances = lax.map(lambda v: _compute_error(spec, intervals, v[0] * per_width, v[1]), (wide, zero))
     # XLA treats a range of subnormal numbers as 0. Its scale is then 1, and its error in bins overflows to NaN.
     best = jnp.argmin(jnp.where(jnp.isnan(means), np.float32(np.inf), means), axis=0)[None]
     mean, variance = (jnp.take_along_axis(v, best, axis=0)[0] for v in (means, variances))
@@ -137,7 +137,7 @@ def _list_intervals(state: HistogramState) -> _Intervals:
     """Return the interval of the elements in each bin, with the exact zeros as the last interval."""
     assert state.least is not None
     assert state.most is not None
-    half = histogram.find_bins(state) // 2
+    half = histogram.count_bins(state) // 2
     per_width = histogram.divide_by_width(state)[..., None]
     low, high = (lax.bitcast_convert_type(v, jnp.float32) * per_width for v in (state.least, state.most))
     below = lax.broadcasted_iota(jnp.int32, low.shape, low.ndim - 1) < half
@@ -152,7 +152,7 @@ def _list_intervals(state: HistogramState) -> _Intervals:
     return _Intervals(*(lax.concatenate(v, zero_count.ndim - 1) for v in zip((start, end, count), last, strict=True)))
 
 
-def _find_error(
+def _compute_error(
     spec: QuantSpec, intervals: _Intervals, scale: jax.Array, point: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the mean squared error of each slice, in squared bins, and the variance of that estimate."""

@@ -83,12 +83,12 @@ def _finish(state: HistogramState, *, q: float, symmetric: bool) -> tuple[jax.Ar
     if q == 100:
         return low, high, Range(low, high)
     counts, start, span = _cut_pieces(state, symmetric)
-    width = histogram.find_width(state)
+    width = histogram.compute_width(state)
     # With an exact fraction the rank stays exact beyond the 24 bits of a float32.
     share = Fraction(q) / 100
 
     def value(share: Fraction) -> jax.Array:
-        return _find_value(counts, start, span, share) * width
+        return _compute_value(counts, start, span, share) * width
 
     upper = value(share if symmetric else (1 + share) / 2)
     lower = -upper if symmetric else value((1 - share) / 2)
@@ -98,7 +98,7 @@ def _finish(state: HistogramState, *, q: float, symmetric: bool) -> tuple[jax.Ar
 
 def _cut_pieces(state: HistogramState, symmetric: bool) -> tuple[Words, jax.Array, jax.Array]:
     """Return the counts of adjacent intervals in ascending order, and the starts and lengths of these, in bins."""
-    half = histogram.find_bins(state) // 2
+    half = histogram.count_bins(state) // 2
     below, above = (jax.tree.map(lambda v, part=part: v[..., part], state.counts) for part in _split_halves(half))
     zeros = jax.tree.map(lambda v: v[..., None], state.zeros)
     start, end = np.arange(half, dtype=np.float32), np.arange(1, half + 1, dtype=np.float32)
@@ -147,22 +147,22 @@ def _split_halves(half: int) -> tuple[slice, slice]:
     return slice(None, half), slice(half, None)
 
 
-def _find_value(counts: Words, start: jax.Array, span: jax.Array, share: Fraction) -> jax.Array:
+def _compute_value(counts: Words, start: jax.Array, span: jax.Array, share: Fraction) -> jax.Array:
     """Return numpy's percentile, in bins, where the elements of a bin are assumed to be spread evenly over it."""
     reached = uint64.sum_cumulatively(counts)
     total = jax.tree.map(lambda v: v[..., -1], reached)
     unit = jax.tree.map(lambda v, n: jnp.full_like(v, n), total, Words(1, 0))  # type: ignore[arg-type]
     # total - 1 wraps around for a slice without data, whose last rank is set to 0.
     last = jax.tree.map(lambda v: jnp.where(uint64.is_less(total, unit), 0, v), uint64.subtract(total, unit))
-    rank, rest = uint64.find_share(last, share)
+    rank, rest = uint64.multiply_by_share(last, share)
     # numpy interpolates between this rank and the next one, which must not exceed the last.
     next_rank = uint64.add(rank, unit)
     next_rank = jax.tree.map(lambda n, v: jnp.where(uint64.is_less(last, next_rank), v, n), next_rank, last)
-    first, second = (_find_element(counts, reached, start, span, r) for r in (rank, next_rank))
+    first, second = (_select_element(counts, reached, start, span, r) for r in (rank, next_rank))
     return first + rest * (second - first)
 
 
-def _find_element(counts: Words, reached: Words, start: jax.Array, span: jax.Array, rank: Words) -> jax.Array:
+def _select_element(counts: Words, reached: Words, start: jax.Array, span: jax.Array, rank: Words) -> jax.Array:
     """Return the position of the element of a rank, in bins; the least element has the rank 0."""
     # The element is in the first interval at whose end the cumulative count exceeds the rank.
     ranks = jax.tree.map(lambda v, like: jnp.broadcast_to(v[..., None], like.shape), rank, reached)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -184,7 +185,7 @@ def make_empty(shape: tuple[int, ...]) -> ExtremesState:
     return ExtremesState(jnp.full(shape, np.float32(np.inf)), jnp.full(shape, np.float32(-np.inf)))
 
 
-def find_batch_extremes(batch: jax.Array, shape: tuple[int, ...], block: int | None) -> ExtremesState:
+def compute_batch_extremes(batch: jax.Array, shape: tuple[int, ...], block: int | None) -> ExtremesState:
     """Return the extremes of one batch, replicated on every device as a state is."""
     low, high = min_max.find_extremes(batch, shape, block)
     return ExtremesState(sharding.place_whole(low), sharding.place_whole(high))
@@ -192,7 +193,7 @@ def find_batch_extremes(batch: jax.Array, shape: tuple[int, ...], block: int | N
 
 @functools.partial(jax.jit, inline=True, static_argnames=("block",))
 def _extend(state: ExtremesState, batch: jax.Array, *, block: int | None) -> ExtremesState:
-    return merge_extremes(state, find_batch_extremes(batch, state.low.shape, block))
+    return merge_extremes(state, compute_batch_extremes(batch, state.low.shape, block))
 
 
 def merge_extremes(a: Any, b: Any) -> ExtremesState:
@@ -207,7 +208,7 @@ def merge_extremes(a: Any, b: Any) -> ExtremesState:
 _merge_extremes_jitted = functools.partial(jax.jit, inline=True)(merge_extremes)
 
 
-def reduce_extremes(state: Any, axis_name: Any) -> ExtremesState:
+def reduce_extremes(state: Any, axis_name: Hashable) -> ExtremesState:
     """Return the extremes over a mapped axis, NaN for a slice that has a NaN in any state."""
     low = lax.pmin(min_max.encode_order(state.low), axis_name)
     high = lax.pmax(min_max.encode_order(state.high), axis_name)
@@ -240,7 +241,7 @@ def _make_empty_average(shape: tuple[int, ...]) -> AverageState:
 def _update_average(state: AverageState, batch: jax.Array, *, block: int | None, decay: float) -> AverageState:
     if batch.size == 0:
         return state
-    new = find_batch_extremes(batch, state.low.shape, block)
+    new = compute_batch_extremes(batch, state.low.shape, block)
     # Each product is rounded before the sum, so that the result does not depend on whether a backend fuses the two.
     share = np.float32(1 - decay)
     weight = barriers.round_result(np.float32(decay) * state.weight) + share
@@ -263,7 +264,7 @@ def _update_average(state: AverageState, batch: jax.Array, *, block: int | None,
 @functools.partial(jax.jit, inline=True)
 def _merge_averages(a: AverageState, b: AverageState) -> AverageState:
     weight = a.weight + b.weight
-    shares = [_find_share(state.weight, weight) for state in (a, b)]
+    shares = [_compute_share(state.weight, weight) for state in (a, b)]
 
     def average(first: jax.Array, second: jax.Array) -> jax.Array:
         # As in `_update_average`, no product may fuse with the sum.
@@ -272,14 +273,14 @@ def _merge_averages(a: AverageState, b: AverageState) -> AverageState:
     return AverageState(average(a.low, b.low), average(a.high, b.high), weight)
 
 
-def _find_share(weight: jax.Array, total: jax.Array) -> jax.Array:
+def _compute_share(weight: jax.Array, total: jax.Array) -> jax.Array:
     """Return weight / total, or 0 for a slice without data."""
     return division.divide(weight, jnp.where(total == 0, np.float32(1), total))
 
 
-def _reduce_averages(state: AverageState, axis_name: Any) -> AverageState:
+def _reduce_averages(state: AverageState, axis_name: Hashable) -> AverageState:
     weight = lax.psum(state.weight, axis_name)
-    share = _find_share(state.weight, weight)
+    share = _compute_share(state.weight, weight)
     low, high = (lax.psum(v * share, axis_name) for v in state[:2])
     return AverageState(low, high, weight)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -58,12 +59,12 @@ def sum_cumulatively(words: Words) -> Words:
     return _join_limbs([jnp.cumsum(limb, axis=-1, dtype=jnp.uint32) for limb in _split_limbs(words)])
 
 
-def sum_over_devices(words: Words, axis_name: str | tuple[str, ...]) -> Words:
+def sum_over_devices(words: Words, axis_name: Hashable) -> Words:
     """Return the sum over a mapped axis, which must have at most TERMS members."""
     return _join_limbs([lax.psum(limb, axis_name) for limb in _split_limbs(words)])
 
 
-def find_share(words: Words, share: Fraction) -> tuple[Words, jax.Array]:
+def multiply_by_share(words: Words, share: Fraction) -> tuple[Words, jax.Array]:
     """Return the whole part and the float32 fraction of words * share, where 0 <= share < 1.
 
     The share is rounded to 64 bits. For words up to 2**48 the error of the product is below 2**-16.

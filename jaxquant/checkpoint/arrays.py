@@ -65,7 +65,7 @@ export.register_pytree_node_serialization(
 # The stored form of a quantized array: plain arrays and a JSON description of them.
 
 
-def find_stored_type(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[np.dtype, tuple[int, ...]]:
+def derive_stored_type(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[np.dtype, tuple[int, ...]]:
     """Return the dtype and the shape in which an array is stored; every library supports the dtype."""
     if dtypes.find_width(dtype) < 8:
         return np.dtype(jnp.uint8), (-(-math.prod(shape) * dtypes.find_width(dtype) // 8),)
@@ -78,7 +78,7 @@ def find_stored_type(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[np.dtype,
 def store_part(part: Any) -> Any:
     """Return an array in its stored form: codes of less than 8 bits are packed, other special dtypes become bits."""
     part = jnp.asarray(part)
-    dtype, _ = find_stored_type(part.dtype, part.shape)
+    dtype, _ = derive_stored_type(part.dtype, part.shape)
     if dtypes.find_width(part.dtype) < 8:
         return pack(part)
     return part if dtype == part.dtype else lax.bitcast_convert_type(part, dtype)
@@ -89,7 +89,7 @@ def restore_part(function: str, argument: str, stored: Any, dtype: np.dtype, sha
     is_array = isinstance(stored, jax.Array | np.ndarray | np.generic)
     checks.require_type(is_array, function, argument, "an array", type(stored).__name__)
     is_packed = dtypes.find_width(dtype) < 8
-    expected, lengths = find_stored_type(dtype, shape)
+    expected, lengths = derive_stored_type(dtype, shape)
     # Some libraries restore bytes in another shape, which does not matter for packed codes.
     fits = stored.dtype == expected and (stored.size == lengths[0] if is_packed else stored.shape == lengths)
     if not fits:

@@ -15,7 +15,7 @@ from .._core import checks
 from .arrays import (
     KEY,
     StaticText,
-    find_stored_type,
+    derive_stored_type,
     import_library,
     is_stored_apart,
     list_parts,
@@ -145,7 +145,7 @@ def _make_target(q: QuantizedArray | StaticText) -> dict[str, Any]:
         return store_text(q)
     target: dict[str, Any] = {KEY: write_description(q)}
     for name, part in list_parts(q).items():
-        dtype, shape = find_stored_type(np.dtype(part.dtype), part.shape)
+        dtype, shape = derive_stored_type(np.dtype(part.dtype), part.shape)
         sharding = getattr(part, "sharding", None)
         # Packed codes have one dimension, which the partition of the codes does not describe.
         if isinstance(sharding, NamedSharding) and shape != part.shape:

@@ -1,4 +1,4 @@
-"""Collectives whose arrays travel as codes, layouts, checks of what devices share, and plans of large meshes.
+"""Collectives that send arrays as codes, layouts, checks of what devices share, and plans of large meshes.
 
 The collectives are those of `jax.lax`, for use inside `jax.shard_map`.
 """

@@ -36,7 +36,7 @@ Row = tuple[str, ModelSizes, dict[str, int], dict[str, MeshPlan]]
 
 
 class StoreOnce(argparse.Action):
-    """Store the value of an option, and report an option that is repeated, of which argparse keeps the last value."""
+    """Store the value of an option, and report a repeated option: argparse would keep its last value."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -119,7 +119,7 @@ def format_summary(rows: list[Row]) -> str:
 
 
 def _align_rows(rows: list[list[str]], texts: int) -> str:
-    """Return a table whose first columns are texts, and whose other columns are numbers."""
+    """Return a table with texts in the first columns and numbers in the others."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         [cell.ljust(n) if i < texts else cell.rjust(n) for i, (cell, n) in enumerate(zip(row, widths, strict=True))]

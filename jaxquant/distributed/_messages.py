@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ _Move = Callable[[jax.Array], jax.Array]
 # Checks of the names of mapped axes, and what JAX knows about them.
 
 
-def find_axis_size(function: str, axis_name: Any) -> int:
+def read_axis_size(function: str, axis_name: Hashable) -> int:
     """Return the number of devices along a mapped axis, or along several; raise if there is no such axis."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     checks.require(len(names) > 0, function, "axis_name", "the name of an axis", "an empty tuple")
@@ -50,7 +50,7 @@ def find_axis_size(function: str, axis_name: Any) -> int:
     return size
 
 
-def find_gathered_type(axis_name: Any) -> str:
+def choose_gathered_type(axis_name: Hashable) -> str:
     """Return the argument `to` of `lax.all_gather` with which every device holds the same result.
 
     Under `jax.shard_map` JAX then knows that the result does not vary over the axis, as it knows of `lax.psum`.
@@ -66,7 +66,7 @@ def is_quantized(node: Any) -> bool:
     return isinstance(node, QuantizedArray)
 
 
-def check_spec(function: str, spec: Any, key: Any = None, argument: str = "spec") -> None:
+def check_spec(function: str, spec: Any, key: jax.Array | None = None, argument: str = "spec") -> None:
     """Raise unless `spec` is a QuantSpec, and `key` None or a key of jax.random that such a spec can use."""
     checks.require_type(isinstance(spec, QuantSpec), function, argument, "a QuantSpec", checks.describe_value(spec))
     if key is None:
@@ -80,7 +80,7 @@ def check_spec(function: str, spec: Any, key: Any = None, argument: str = "spec"
     checks.require(spec.symmetric, function, "key", expected, "a key")
 
 
-def check_flat_spec(function: str, spec: Any, key: Any, argument: str = "spec") -> None:
+def check_flat_spec(function: str, spec: Any, key: jax.Array | None, argument: str = "spec") -> None:
     """Raise unless the spec is one for flat messages: PerTensor, or Blocked along the last axis."""
     check_spec(function, spec, key, argument)
     for attribute in ("granularity", "zero_point_granularity"):
@@ -98,7 +98,7 @@ def read_floats(function: str, argument: str, x: Any) -> jax.Array:
     return x
 
 
-def encode(x: jax.Array, spec: QuantSpec, key: Any) -> QuantizedArray:
+def encode(x: jax.Array, spec: QuantSpec, key: jax.Array | None) -> QuantizedArray:
     """Return x as codes, rounded to the nearest one without a key, and stochastically with one."""
     if key is None:
         return quantize(x, spec)
@@ -106,7 +106,7 @@ def encode(x: jax.Array, spec: QuantSpec, key: Any) -> QuantizedArray:
     return make_array(RoundingConfig(spec), x, scale, zero_point, key)
 
 
-def find_row_spec(spec: QuantSpec) -> QuantSpec:
+def derive_row_spec(spec: QuantSpec) -> QuantSpec:
     """Return the spec of a matrix of messages, one in each row: what a message shared, its row shares."""
     by_row = {
         name: PerToken() if isinstance(getattr(spec, name), PerTensor) else getattr(spec, name)
@@ -115,14 +115,14 @@ def find_row_spec(spec: QuantSpec) -> QuantSpec:
     return dataclasses.replace(spec, **by_row)
 
 
-def map_leaves(operation: Callable[[Any, Any], Any], x: Any, key: Any, axis_name: Any) -> Any:
+def map_leaves(operation: Callable[[Any, Any], Any], x: Any, key: jax.Array | None, axis_name: Hashable) -> Any:
     """Return the tree of `operation(leaf, key)`, with a key for each leaf and each device, or None."""
     leaves, structure = jax.tree.flatten(x, is_leaf=is_quantized)
     keys = list_keys(key, axis_name, len(leaves))
     return structure.unflatten([operation(leaf, own) for leaf, own in zip(leaves, keys, strict=True)])
 
 
-def list_keys(key: Any, axis_name: Any, count: int) -> list[Any]:
+def list_keys(key: jax.Array | None, axis_name: Hashable, count: int) -> list[Any]:
     """Return `count` keys that differ between devices, or as many times None if there is no key."""
     if key is None:
         return [None] * count

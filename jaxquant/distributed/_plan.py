@@ -165,7 +165,7 @@ def _make_shape(shape: tuple[int, ...], dtype: Any, spec: QuantSpec | None) -> A
 
 
 def _gather_weight(form: _Format, shard: jax.Array, axis: int) -> jax.Array:
-    """Return a matrix whose rows or columns the devices of the axis `data` share; the gradient is scattered."""
+    """Gather a matrix that is cut along `axis` over the mesh axis `data`; scatter its gradient."""
     shard = shard.astype(form.dtype)
     # The axis `data` leaves few elements along the axis that it cuts: the blocks are along the other one.
     spec = _make_weight_spec(form, 1 - axis)
@@ -181,7 +181,7 @@ def _add_over(form: _Format, x: jax.Array, axis_name: str) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_activations(form: _Format, x: jax.Array) -> jax.Array:
-    """Return the sum over the axis `model`, whose cotangent every device holds."""
+    """Return the sum over the axis `model`; every device holds its cotangent."""
     return _add_over(form, x, "model")
 
 
@@ -247,7 +247,7 @@ def _matmul_any(x: jax.Array, w: Any) -> jax.Array:
 
 
 def _look_up(form: _Format, table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Return the embeddings of tokens from a table whose rows the axis `model` cuts."""
+    """Return the embeddings of tokens from a table that is cut along its rows over the axis `model`."""
     first = lax.axis_index("model") * table.shape[0]
     local = tokens - first
     is_here = (local >= 0) & (local < table.shape[0])
@@ -258,7 +258,7 @@ def _look_up(form: _Format, table: jax.Array, tokens: jax.Array) -> jax.Array:
 # Training.
 
 
-def _find_loss(sizes: ModelSizes, form: _Format, params: _Tree, tokens: jax.Array) -> jax.Array:
+def _compute_loss(sizes: ModelSizes, form: _Format, params: _Tree, tokens: jax.Array) -> jax.Array:
     """Return the loss of this device's batch; the layers are recomputed in the backward pass."""
     x = _look_up(form, _gather_weight(form, params["embed"], 1), tokens)
     length = tokens.shape[1]
@@ -279,7 +279,7 @@ def _find_loss(sizes: ModelSizes, form: _Format, params: _Tree, tokens: jax.Arra
     x, _ = lax.scan(apply_layer, x, params["layers"])
 
     @jax.checkpoint
-    def find_token_losses(x: jax.Array, norm: jax.Array, shard: jax.Array) -> jax.Array:
+    def compute_token_losses(x: jax.Array, norm: jax.Array, shard: jax.Array) -> jax.Array:
         h: Any = _copy_activations(form, _normalize(x, norm))
         logits = jnp.matmul(h, _gather_weight(form, shard, 0), preferred_element_type=jnp.float32)
         top = lax.stop_gradient(lax.pmax(lax.stop_gradient(jnp.max(logits, axis=-1)), "model"))
@@ -289,7 +289,7 @@ def _find_loss(sizes: ModelSizes, form: _Format, params: _Tree, tokens: jax.Arra
         picked = jnp.take_along_axis(logits, jnp.where(is_here, local, 0)[..., None], axis=-1)[..., 0]
         return jnp.log(total) + top - _sum_over_model(jnp.where(is_here, picked, np.float32(0)))
 
-    return jnp.mean(find_token_losses(x, params["norm"], params["unembed"]))
+    return jnp.mean(compute_token_losses(x, params["norm"], params["unembed"]))
 
 
 def _sum_over_model(x: jax.Array) -> jax.Array:
@@ -299,7 +299,7 @@ def _sum_over_model(x: jax.Array) -> jax.Array:
 
 def _train(sizes: ModelSizes, form: _Format, params: _Tree, tokens: jax.Array) -> tuple[jax.Array, _Tree]:
     """Return the loss and the gradients of this device's parameters."""
-    loss, grads = jax.value_and_grad(functools.partial(_find_loss, sizes, form))(params, tokens)
+    loss, grads = jax.value_and_grad(functools.partial(_compute_loss, sizes, form))(params, tokens)
     # The gains are on every device; the gradients of matrices have been scattered.
     gains = [grads["norm"], grads["layers"]["norm1"], grads["layers"]["norm2"]]
     grads["norm"], grads["layers"]["norm1"], grads["layers"]["norm2"] = lax.psum(gains, "data")
@@ -468,7 +468,7 @@ def make_plan(
 
 
 def _list_arrays(step: _ShardedStep) -> dict[str, _StoredArray]:
-    """Return the arrays that a step stores; those of a quantized array are its codes and its scale."""
+    """Return the arrays that a step stores; of a quantized array, its codes and its scale."""
     arrays = {}
     for name, place in step.stored.items():
         specs, structure = jax.tree_util.tree_flatten_with_path(step.in_specs[place], is_leaf=_is_spec)

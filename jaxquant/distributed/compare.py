@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._training.quantizer import Quantizer
-from ._messages import find_axis_size
+from ._messages import read_axis_size
 
 _UINT32 = np.uint32
 # Odd constants of the finalizer of MurmurHash3, and 2**32 divided by the golden ratio.
@@ -24,7 +25,7 @@ _FIRST, _SECOND, _GOLDEN = _UINT32(0x85EBCA6B), _UINT32(0xC2B2AE35), _UINT32(0x9
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
-def compare_devices(tree: Any, axis_name: Any) -> jax.Array:
+def compare_devices(tree: Any, axis_name: Hashable) -> jax.Array:
     """Return whether all devices along a mapped axis hold the same arrays, bit for bit.
 
     Use it inside `jax.shard_map` on what must not differ: ranges, scales, the state of a calibrator, weights that are
@@ -52,12 +53,12 @@ def compare_devices(tree: Any, axis_name: Any) -> jax.Array:
     Source: the finalizer of MurmurHash3.
     """
     function = "distributed.compare_devices"
-    find_axis_size(function, axis_name)
+    read_axis_size(function, axis_name)
     sums = []
     for leaf in jax.tree.leaves(tree):
         leaf = jnp.asarray(leaf) if isinstance(leaf, bool | int | float | np.ndarray | np.generic) else leaf
         checks.require_type(isinstance(leaf, jax.Array), function, "tree", "arrays", checks.describe_value(leaf))
-        sums.append(_find_checksum(lax.stop_gradient(leaf)))
+        sums.append(_compute_checksum(lax.stop_gradient(leaf)))
     if not sums:
         return jnp.bool_(True)
     own = jnp.stack(sums)
@@ -65,7 +66,7 @@ def compare_devices(tree: Any, axis_name: Any) -> jax.Array:
     return jnp.all(lax.pmin(own, axis_name) == lax.pmax(own, axis_name))
 
 
-def _find_checksum(x: jax.Array) -> jax.Array:
+def _compute_checksum(x: jax.Array) -> jax.Array:
     """Return two uint32 numbers that depend on every bit of an array and on its place."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
@@ -80,7 +81,7 @@ def _find_checksum(x: jax.Array) -> jax.Array:
 
 
 def _read_words(x: jax.Array) -> jax.Array:
-    """Return the bits of each element in uint32, with another dimension for those of 64 bits."""
+    """Return the bits of each element in uint32, with another dimension for elements of 64 bits."""
     if x.dtype == jnp.bool_ or (x.dtype in dtypes.INTEGERS and dtypes.count_bits(x.dtype) < 8):
         return x.astype(jnp.int32).astype(jnp.uint32)
     if x.dtype in dtypes.FLOAT4:

@@ -1,8 +1,9 @@
-"""`psum_with_error_feedback`: a quantized sum whose errors enter the next one."""
+"""`psum_with_error_feedback`: a quantized sum; its errors enter the next one."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -13,12 +14,12 @@ from jax import lax
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from . import _messages
-from ._messages import find_axis_size
+from ._messages import read_axis_size
 from .reduce import Reduction, add_messages, share_sums
 
 
 def psum_with_error_feedback(
-    x: Any, residual: Any, axis_name: Any, *, spec: QuantSpec, key: Any = None
+    x: Any, residual: Any, axis_name: Hashable, *, spec: QuantSpec, key: jax.Array | None = None
 ) -> tuple[Any, Any]:
     """Return `psum(x + residual)`, and what its roundings have left out: the residual of the next call.
 
@@ -59,9 +60,9 @@ def psum_with_error_feedback(
     Source: Seide et al., Interspeech 2014, section 3.2; Karimireddy et al., arXiv 1901.09847, algorithm 2.
     """
     function = "distributed.psum_with_error_feedback"
-    size = find_axis_size(function, axis_name)
+    size = read_axis_size(function, axis_name)
     _messages.check_flat_spec(function, spec, key)
-    reduction = Reduction(axis_name, size, _messages.find_row_spec(spec))
+    reduction = Reduction(axis_name, size, _messages.derive_row_spec(spec))
     leaves, structure = jax.tree.flatten(x)
     residuals, got = jax.tree.flatten(residual)
     checks.require(got == structure, function, "residual", f"{structure}, the structure of x", got)
@@ -79,7 +80,9 @@ def psum_with_error_feedback(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _sum_with_error(reduction: Reduction, x: jax.Array, residual: jax.Array, key: Any) -> tuple[jax.Array, jax.Array]:
+def _sum_with_error(
+    reduction: Reduction, x: jax.Array, residual: jax.Array, key: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """Return the sum of x + residual over the devices, and the new residual."""
     if not x.size:
         return lax.psum(x, reduction.axis_name), residual

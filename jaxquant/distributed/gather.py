@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from .._arrays.scale_from_range import find_shapes
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity, sharding
 from . import _messages
-from ._messages import find_axis_size, join_stack, move_array, move_plain
+from ._messages import join_stack, move_array, move_plain, read_axis_size
 from .reduce import Reduction, Scatter, scatter_sums
 
 
@@ -38,7 +38,7 @@ class Transfer(NamedTuple):
 
 def all_gather(
     x: Any,
-    axis_name: Any,
+    axis_name: Hashable,
     *,
     spec: QuantSpec | None = None,
     axis: int = 0,
@@ -90,7 +90,7 @@ def all_gather(
     Source: jax.lax.all_gather; Wang et al. (ZeRO++), arXiv 2306.10209, section 3.1.
     """
     function = "distributed.all_gather"
-    size = find_axis_size(function, axis_name)
+    size = read_axis_size(function, axis_name)
     checks.check_flag(function, "tiled", tiled)
     if spec is not None:
         _messages.check_spec(function, spec)
@@ -107,7 +107,7 @@ def all_gather(
         if backward_spec is None or _messages.is_quantized(leaf):
             return _transfer(leaf, None, spec, gather, move)
         # The transpose of a gather adds the cotangents of all devices, and gives each its slice.
-        scatter = Scatter(Reduction(axis_name, size, _messages.find_row_spec(backward_spec)), place, bool(tiled))
+        scatter = Scatter(Reduction(axis_name, size, _messages.derive_row_spec(backward_spec)), place, bool(tiled))
         assert spec is not None  # _read_leaf has checked it
         # The cotangents of a device are its own. If x is the same on all devices, JAX adds them.
         leaf = sharding.vary_like(leaf, lax.axis_index(axis_name))
@@ -116,7 +116,7 @@ def all_gather(
     return jax.tree.map(gather_leaf, x, is_leaf=_messages.is_quantized)
 
 
-def gather_codes(q: QuantizedArray, *, axis_name: Any, size: int, axis: int, is_tiled: bool) -> QuantizedArray:
+def gather_codes(q: QuantizedArray, *, axis_name: Hashable, size: int, axis: int, is_tiled: bool) -> QuantizedArray:
     """Return the arrays of all devices as one; the arguments have been checked."""
     if is_tiled:
         q = cut_for_join(q, axis, size)
@@ -125,13 +125,13 @@ def gather_codes(q: QuantizedArray, *, axis_name: Any, size: int, axis: int, is_
 
 def all_to_all(
     x: Any,
-    axis_name: Any,
+    axis_name: Hashable,
     split_axis: int,
     concat_axis: int,
     *,
     spec: QuantSpec | None = None,
     tiled: bool = False,
-    key: Any = None,
+    key: jax.Array | None = None,
 ) -> Any:
     """Send each device its slice of x, and return the slices that arrive; they travel as codes and scales.
 
@@ -169,12 +169,12 @@ def all_to_all(
     Source: jax.lax.all_to_all; Wang et al. (ZeRO++), arXiv 2306.10209, section 3.3.
     """
     function = "distributed.all_to_all"
-    size = find_axis_size(function, axis_name)
+    size = read_axis_size(function, axis_name)
     checks.check_flag(function, "tiled", tiled)
     if spec is not None:
         _messages.check_spec(function, spec, key)
 
-    def exchange_leaf(leaf: Any, leaf_key: Any) -> Any:
+    def exchange_leaf(leaf: Any, leaf_key: jax.Array | None) -> Any:
         leaf = _read_leaf(function, leaf, spec)
         split = checks.check_axis(function, split_axis, leaf.ndim, "split_axis")
         concat = checks.check_axis(function, concat_axis, leaf.ndim, "concat_axis")
@@ -196,7 +196,7 @@ def all_to_all(
 
 
 def _exchange_codes(
-    q: QuantizedArray, *, axis_name: Any, size: int, split: int, concat: int, is_tiled: bool
+    q: QuantizedArray, *, axis_name: Hashable, size: int, split: int, concat: int, is_tiled: bool
 ) -> QuantizedArray:
     """Return the slices that arrive, joined; the arguments have been checked."""
     stack = _split_array(q.store_last(), split, size)
@@ -232,7 +232,12 @@ def _split_array(q: QuantizedArray, axis: int, count: int) -> QuantizedArray:
 
 
 def ppermute(
-    x: Any, axis_name: Any, perm: Sequence[tuple[int, int]], *, spec: QuantSpec | None = None, key: Any = None
+    x: Any,
+    axis_name: Hashable,
+    perm: Sequence[tuple[int, int]],
+    *,
+    spec: QuantSpec | None = None,
+    key: jax.Array | None = None,
 ) -> Any:
     """Send x from one device to another, for each pair of a permutation; it travels as codes and scales.
 
@@ -269,7 +274,7 @@ def ppermute(
     Source: jax.lax.ppermute.
     """
     function = "distributed.ppermute"
-    size = find_axis_size(function, axis_name)
+    size = read_axis_size(function, axis_name)
     if spec is not None:
         _messages.check_spec(function, spec, key)
     pairs = _check_permutation(function, perm, size)
@@ -279,14 +284,14 @@ def ppermute(
         received = move_array(q, move)
         return received if len(pairs) == size else _fill_unsent(received, axis_name, [pair[1] for pair in pairs])
 
-    def permute_leaf(leaf: Any, leaf_key: Any) -> Any:
+    def permute_leaf(leaf: Any, leaf_key: jax.Array | None) -> Any:
         leaf = _read_leaf(function, leaf, spec)
         return _transfer(leaf, leaf_key, spec, permute_codes, move) if _moves_codes(leaf) else move_plain(leaf, move)
 
     return _messages.map_leaves(permute_leaf, x, key, axis_name)
 
 
-def _fill_unsent(q: QuantizedArray, axis_name: Any, receivers: list[int]) -> QuantizedArray:
+def _fill_unsent(q: QuantizedArray, axis_name: Hashable, receivers: list[int]) -> QuantizedArray:
     """Return what a device has received, or an array of zeros on a device to which none has sent."""
     is_sent = jnp.isin(lax.axis_index(axis_name), np.array(receivers, np.int32))
     scale, codes = q.scale, q.codes
@@ -334,7 +339,7 @@ def _moves_codes(leaf: Any) -> bool:
     return _messages.is_quantized(leaf) or leaf.dtype in dtypes.FLOATS
 
 
-def _transfer(leaf: Any, key: Any, spec: Any, move_codes: Any, move_floats: Any) -> Any:
+def _transfer(leaf: Any, key: jax.Array | None, spec: Any, move_codes: Any, move_floats: Any) -> Any:
     """Return what arrives of a QuantizedArray, or of floats."""
     if _messages.is_quantized(leaf):
         return move_codes(leaf)
@@ -342,7 +347,7 @@ def _transfer(leaf: Any, key: Any, spec: Any, move_codes: Any, move_floats: Any)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _move_floats(transfer: Transfer, x: jax.Array, key: Any) -> jax.Array:
+def _move_floats(transfer: Transfer, x: jax.Array, key: jax.Array | None) -> jax.Array:
     """Return floats that have travelled as codes."""
     return dequantize_checked(transfer.move_codes(_messages.encode(x, transfer.spec, key)))
 
@@ -355,7 +360,7 @@ def _move_floats_jvp(transfer: Transfer, primals: tuple[Any, Any], tangents: tup
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather_floats(transfers: tuple[Transfer, Scatter], x: jax.Array) -> jax.Array:
-    """Return the arrays of all devices, whose cotangents travel as codes, too."""
+    """Return the arrays of all devices; their cotangents travel as codes, too."""
     return _move_floats(transfers[0], x, None)
 
 

@@ -67,7 +67,7 @@ def find_shardings(tree: Any, mesh: Mesh | AbstractMesh, partitions: Any, *, who
     checks.check_flag(_NAME, "whole_blocks", whole_blocks)
     cut_leaf = functools.partial(_cut_leaf, mesh, whole_blocks)
     if callable(partitions):
-        return _map_arrays(tree, (), lambda path, leaf: cut_leaf(partitions(path, _find_shape(leaf)), path, leaf))
+        return _map_arrays(tree, (), lambda path, leaf: cut_leaf(partitions(path, _derive_shape(leaf)), path, leaf))
     entries, structure = jax.tree_util.tree_flatten_with_path(partitions, is_leaf=_is_partition)
     try:
         parts = structure.flatten_up_to(tree)
@@ -97,7 +97,7 @@ def _map_arrays(tree: Any, place: tuple[Any, ...], function: Callable[[str, Any]
 
 def _cut_leaf(mesh: Mesh | AbstractMesh, whole_blocks: bool, partition: Any, path: str, leaf: Any) -> Any:
     """Return the sharding of an array, or a QuantizedArray of the shardings of its parts."""
-    shape, name = _find_shape(leaf), f"partitions of {path!r}" if path else "partitions"
+    shape, name = _derive_shape(leaf), f"partitions of {path!r}" if path else "partitions"
     checks.require_type(_is_partition(partition), _NAME, name, "a PartitionSpec", checks.describe_value(partition))
     expected = f"at most {len(shape)} entries, one for each dimension of {shape}"
     checks.require(len(partition) <= len(shape), _NAME, name, expected, partition)
@@ -121,7 +121,7 @@ def _cut_leaf(mesh: Mesh | AbstractMesh, whole_blocks: bool, partition: Any, pat
         return NamedSharding(mesh, PartitionSpec(*entries))
 
     (_, scale, zero_point), static = leaf.tree_flatten()
-    # JAX places the codes as they are stored, and a partition is that of the logical shape.
+    # JAX places the codes as they are stored, and a partition refers to the logical shape.
     order = PartitionSpec(*(axes[axis] for axis in find_permutation(leaf.stored_order, len(shape))))
     children = (NamedSharding(mesh, order), cut_part(scale), cut_part(zero_point))
     return QuantizedArray.tree_unflatten(static, children)
@@ -135,7 +135,7 @@ def _count_devices(mesh: Mesh | AbstractMesh, name: str, entry: Any) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def _find_shape(leaf: Any) -> tuple[int, ...]:
+def _derive_shape(leaf: Any) -> tuple[int, ...]:
     return tuple(leaf.shape) if hasattr(leaf, "shape") else np.shape(leaf)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +15,10 @@ from .._arrays.spec import QuantSpec
 from .._core import checks
 from .._kernels import division
 from . import _messages
-from ._messages import find_axis_size, find_gathered_type, move_array
+from ._messages import choose_gathered_type, move_array, read_axis_size
 
 
-def psum(x: Any, axis_name: Any, *, spec: QuantSpec, key: Any = None) -> Any:
+def psum(x: Any, axis_name: Hashable, *, spec: QuantSpec, key: jax.Array | None = None) -> Any:
     """Return the sum of the arrays of all devices along a mapped axis; they travel as codes and scales, in two hops.
 
     It is `jax.lax.psum` inside `jax.shard_map` (or under a named axis of `jax.vmap` or `jax.pmap`). Each array is
@@ -70,7 +71,7 @@ def psum(x: Any, axis_name: Any, *, spec: QuantSpec, key: Any = None) -> Any:
     return _reduce("distributed.psum", x, axis_name, spec, key, is_mean=False)
 
 
-def pmean(x: Any, axis_name: Any, *, spec: QuantSpec, key: Any = None) -> Any:
+def pmean(x: Any, axis_name: Hashable, *, spec: QuantSpec, key: jax.Array | None = None) -> Any:
     """Return the mean of the arrays of all devices along a mapped axis: `psum`, divided by the number of devices.
 
     All that is said of `psum` holds, and the error is divided as the sum is.
@@ -102,7 +103,13 @@ def pmean(x: Any, axis_name: Any, *, spec: QuantSpec, key: Any = None) -> Any:
 
 
 def psum_scatter(
-    x: Any, axis_name: Any, *, spec: QuantSpec, scatter_dimension: int = 0, tiled: bool = False, key: Any = None
+    x: Any,
+    axis_name: Hashable,
+    *,
+    spec: QuantSpec,
+    scatter_dimension: int = 0,
+    tiled: bool = False,
+    key: jax.Array | None = None,
 ) -> Any:
     """Return the slice of the sum over devices that belongs to this device; the slices travel as codes, in one hop.
 
@@ -139,12 +146,12 @@ def psum_scatter(
     Source: Wang et al. (ZeRO++), arXiv 2306.10209, section 3.3.
     """
     function = "distributed.psum_scatter"
-    size = find_axis_size(function, axis_name)
+    size = read_axis_size(function, axis_name)
     _messages.check_flat_spec(function, spec, key)
     checks.check_flag(function, "tiled", tiled)
-    reduction = Reduction(axis_name, size, _messages.find_row_spec(spec))
+    reduction = Reduction(axis_name, size, _messages.derive_row_spec(spec))
 
-    def scatter_leaf(leaf: Any, leaf_key: Any) -> jax.Array:
+    def scatter_leaf(leaf: Any, leaf_key: jax.Array | None) -> jax.Array:
         leaf = _messages.read_floats(function, "x", leaf)
         dimension = checks.check_axis(function, scatter_dimension, leaf.ndim, "scatter_dimension")
         length = leaf.shape[dimension]
@@ -157,19 +164,19 @@ def psum_scatter(
     return _messages.map_leaves(scatter_leaf, x, key, axis_name)
 
 
-def _reduce(function: str, x: Any, axis_name: Any, spec: Any, key: Any, *, is_mean: bool) -> Any:
-    size = find_axis_size(function, axis_name)
+def _reduce(function: str, x: Any, axis_name: Hashable, spec: Any, key: jax.Array | None, *, is_mean: bool) -> Any:
+    size = read_axis_size(function, axis_name)
     _messages.check_flat_spec(function, spec, key)
-    reduction = Reduction(axis_name, size, _messages.find_row_spec(spec), is_mean)
+    reduction = Reduction(axis_name, size, _messages.derive_row_spec(spec), is_mean)
 
-    def reduce_leaf(leaf: Any, leaf_key: Any) -> jax.Array:
+    def reduce_leaf(leaf: Any, leaf_key: jax.Array | None) -> jax.Array:
         return _sum_arrays(reduction, _messages.read_floats(function, "x", leaf), leaf_key)
 
     return _messages.map_leaves(reduce_leaf, x, key, axis_name)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _sum_arrays(reduction: Reduction, x: jax.Array, key: Any) -> jax.Array:
+def _sum_arrays(reduction: Reduction, x: jax.Array, key: jax.Array | None) -> jax.Array:
     """Return the sum or the mean of x over the devices."""
     if not x.size:  # an empty array takes no bytes
         return lax.psum(x, reduction.axis_name)
@@ -189,7 +196,7 @@ def _sum_arrays_jvp(reduction: Reduction, primals: tuple[Any, Any], tangents: tu
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _scatter_sums(scatter: Scatter, x: jax.Array, key: Any) -> jax.Array:
+def _scatter_sums(scatter: Scatter, x: jax.Array, key: jax.Array | None) -> jax.Array:
     """Return the slice of the sum of x over the devices that belongs to this device, differentiable."""
     return scatter_sums(scatter, x, key)
 
@@ -210,11 +217,11 @@ class Reduction(NamedTuple):
     Attributes:
         axis_name: the mapped axis or axes.
         size: the number of devices along them.
-        spec: how the messages are quantized; `find_row_spec` has adapted it.
+        spec: how the messages are quantized; `derive_row_spec` has adapted it.
         is_mean: whether the sum is divided by the number of devices.
     """
 
-    axis_name: Any
+    axis_name: Hashable
     size: int
     spec: QuantSpec
     is_mean: bool = False
@@ -234,7 +241,7 @@ class Scatter(NamedTuple):
     tiled: bool
 
 
-def add_messages(reduction: Reduction, rows: jax.Array, key: Any) -> tuple[jax.Array, jax.Array]:
+def add_messages(reduction: Reduction, rows: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Return the sum of the messages that all devices send to this one, and what they lose of those that it sends.
 
     Args:
@@ -251,7 +258,7 @@ def add_messages(reduction: Reduction, rows: jax.Array, key: Any) -> tuple[jax.A
     return jnp.sum(dequantize_checked(received), axis=0), dequantize_checked(q)
 
 
-def share_sums(reduction: Reduction, total: jax.Array, key: Any) -> tuple[jax.Array, jax.Array]:
+def share_sums(reduction: Reduction, total: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Return the sums of all devices, one in each row, and the values of the codes of this device's own.
 
     Args:
@@ -261,12 +268,12 @@ def share_sums(reduction: Reduction, total: jax.Array, key: Any) -> tuple[jax.Ar
     """
     # The own sum is read from its codes as well, or the devices would not hold the same bits.
     q = _messages.encode(total[None], reduction.spec, _derive_key(key, 1))
-    to = find_gathered_type(reduction.axis_name)
+    to = choose_gathered_type(reduction.axis_name)
     gathered = move_array(q, lambda part: lax.all_gather(part, reduction.axis_name, tiled=True, to=to), rows=1)
     return dequantize_checked(gathered), dequantize_checked(q)[0]
 
 
-def scatter_sums(scatter: Scatter, x: jax.Array, key: Any) -> jax.Array:
+def scatter_sums(scatter: Scatter, x: jax.Array, key: jax.Array | None) -> jax.Array:
     """Return the slice of the sum of x over the devices that belongs to this device; it has no derivative."""
     size, d = scatter.reduction.size, scatter.dimension
     # One row for each device: the slices along the dimension, flattened.
@@ -276,6 +283,6 @@ def scatter_sums(scatter: Scatter, x: jax.Array, key: Any) -> jax.Array:
     return part if scatter.tiled else jnp.squeeze(part, d)
 
 
-def _derive_key(key: Any, hop: int) -> Any:
+def _derive_key(key: jax.Array | None, hop: int) -> Any:
     # With one key for both hops, the sum would be rounded by the random numbers of its own terms.
     return None if key is None else jax.random.fold_in(key, hop)

@@ -125,12 +125,12 @@ def _read_collective(instruction: Instruction, kind: str, calls: int, world: int
     devices = _count_devices(instruction.rest, kind, world)
     for dtype, dimensions in arrays:
         shape = tuple(int(n) for n in dimensions.split(",") if n)
-        sent = count_sent(kind, math.prod(shape) * _find_bits(dtype), devices)
+        sent = count_sent(kind, math.prod(shape) * _read_bits(dtype), devices)
         yield Collective(kind, dtype, shape, devices, calls, calls * sent)
 
 
 def count_sent(kind: str, bits: int, devices: int) -> int:
-    """Return the bytes that a device sends in a collective whose result, on one device, has this many bits."""
+    """Return the bytes that a device sends in a collective with a result of this many bits on one device."""
     times, parts = {
         "all-gather": (devices - 1, devices),
         "all-to-all": (devices - 1, devices),
@@ -155,7 +155,7 @@ def _count_devices(rest: str, kind: str, world: int) -> int:
     return world  # an empty list of groups means all devices
 
 
-def _find_bits(dtype: str) -> int:
+def _read_bits(dtype: str) -> int:
     return 8 if dtype == "pred" else int(re.sub(r"\D*(\d+).*", r"\1", dtype))
 
 

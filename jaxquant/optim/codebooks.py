@@ -14,7 +14,7 @@ from jax import lax
 from .._arrays.codebook import Codebook
 
 _ONE = 127 << 23  # the bits of 1.0
-# The bits of the magnitudes of `dynamic` are twice those of the integers 1 to 128, less this number.
+# The bits of the magnitudes of `dynamic` are twice the bits of the integers 1 to 128, less this number.
 _OFFSET = 141 << 23
 _INFINITY = 255 << 23  # the bits of infinity
 _MAGNITUDE = 2**31 - 1  # the bits without the sign
@@ -97,7 +97,7 @@ def _decode_dynamic(codes: jax.Array) -> jax.Array:
 
 
 def _encode_logarithmic(value: jax.Array) -> jax.Array:
-    # The bits of negative numbers are negative integers, and those of a NaN without a sign are above infinity's.
+    # The bits of negative numbers are negative integers, and the bits of a NaN without a sign are above infinity's.
     bits = lax.bitcast_convert_type(value, jnp.int32)
     half = 1 << (_SHIFT - 1)
     # The number of midpoints above the least positive level that are below the value.

@@ -105,13 +105,13 @@ def _describe_leaf(path: Any, leaf: Any) -> LeafRow:
     float_nbytes = math.prod(shape) * dtype.itemsize
     if not isinstance(leaf, QuantizedArray):
         return LeafRow(name, shape, dtype, str(dtype), float_nbytes, float_nbytes)
-    block = "x".join(map(str, _find_block(leaf)))
+    block = "x".join(map(str, _derive_block(leaf)))
     stored = f"{leaf.codebook or leaf.codes.dtype}, {block}"
     nbytes = parts.count_all_bytes(leaf.stored_codes, leaf.scale, leaf.zero_point)
     return LeafRow(name, shape, dtype, stored, nbytes, float_nbytes)
 
 
-def _find_block(q: QuantizedArray) -> tuple[int, ...]:
+def _derive_block(q: QuantizedArray) -> tuple[int, ...]:
     """Return the lengths of the elements that share a scale."""
     sizes = Aligned(q.block_size).sizes(tuple(q.scale.shape), q.shape)
     return q.shape if sizes is None else sizes

@@ -52,7 +52,7 @@ _MOMENTS = {
     "MomoState": ("exp_avg",),
     "MomoAdamState": ("exp_avg",),
 }
-# Those that are never negative and by whose root an update is divided: averages and maxima of squares.
+# Moments that are never negative; an update is divided by their root: averages and maxima of squares.
 _SECOND_MOMENTS = {
     "ScaleByAdamState": ("nu",),
     "ScaleByAmsgradState": ("nu", "nu_max"),
@@ -99,7 +99,7 @@ def quantize_state(
     min_size: int = 4096,
     seed: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optax transformation whose state is kept in 8-bit blocks between updates.
+    """Return an optax transformation that keeps its state in 8-bit blocks between updates.
 
     An update dequantizes the state, calls the update of `tx`, and quantizes the new state. The updates themselves are
     computed from the new state before it is rounded. With Adam the state takes 0.26 of its bytes in float32.
@@ -217,7 +217,7 @@ class _Rules(NamedTuple):
 
 
 def _read_transformation(tx: Any) -> Any:
-    """Return a transformation whose update takes extra arguments."""
+    """Return a transformation with an update that takes extra arguments."""
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
     is_transformation = callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))
@@ -297,7 +297,7 @@ def _dequantize(leaf: Any) -> Any:
     return _dequantize_leaf(leaf) if isinstance(leaf, QuantizedArray) else leaf
 
 
-def _quantize_first(leaf: Any, named_spec: tuple[str, QuantSpec | None], key: Any) -> Any:
+def _quantize_first(leaf: Any, named_spec: tuple[str, QuantSpec | None], key: jax.Array | None) -> Any:
     name, spec = named_spec
     if spec is None:
         return leaf
@@ -305,7 +305,7 @@ def _quantize_first(leaf: Any, named_spec: tuple[str, QuantSpec | None], key: An
         return quantize_leaf(leaf, key, function=_NAME, spec=spec)
 
 
-def _quantize_again(leaf: Any, old: Any, key: Any) -> Any:
+def _quantize_again(leaf: Any, old: Any, key: jax.Array | None) -> Any:
     """Return a leaf of the new state in the form that it had in the old one."""
     if not isinstance(old, QuantizedArray):
         return leaf
@@ -391,7 +391,7 @@ def quantize_leaf(x: jax.Array, key: jax.Array | None, *, function: str, spec: Q
 @jax.jit
 def quantize_like(x: jax.Array, key: jax.Array | None, old: QuantizedArray) -> QuantizedArray:
     """Return an array as codes of the codebook and in the blocks of another array of its shape."""
-    # Under jax.vmap and jax.shard_map the shapes of the old array are those of its part, as that of x is.
+    # Under jax.vmap and jax.shard_map the old array and x have the shapes of their parts.
     spec = QuantSpec(old.codebook, scale_dtype=old.scale.dtype)
     return _quantize_blocks(x, key, spec, old.scale.shape, old.block_size)
 
@@ -411,7 +411,7 @@ def _quantize_blocks(
     assert spec.codebook is not None
     x = lax.stop_gradient(x)
     values = x.astype(jnp.float32)
-    largest = _find_largest(values, scale_shape, block_size)
+    largest = _compute_largest(values, scale_shape, block_size)
     scale, _ = scale_from_range.find_scale_and_zero_point(spec, -largest, largest, scale_shape, scale_shape, x.dtype)
     quotient = divide_by_scale(values, Aligned(block_size).expand(scale, values), dtypes.FLOAT32)
     round_quotient = round_to_levels if key is None else functools.partial(_round_stochastically, key=key)
@@ -423,7 +423,7 @@ def _quantize_blocks(
     return QuantizedArray(codes, scale, dtype=x.dtype, block_size=block_size, codebook=spec.codebook)
 
 
-def _find_largest(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> jax.Array:
+def _compute_largest(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> jax.Array:
     """Return the largest magnitude in each block; NaN where a block has a NaN, 0 where it has no elements."""
     sizes = Aligned(block_size).sizes(shape, x.shape)
     assert sizes is not None
@@ -481,10 +481,10 @@ def run_in_order(function: Callable[[list[Any]], Any], held: Sequence[Any]) -> A
     body, constants = _split_constants(jax.make_jaxpr(inline_calls)(*jax.tree.leaves(list(held))))
     values = dict(zip((*body.constvars, *body.invars), (*constants, *jax.tree.leaves(list(held))), strict=True))
     given, waiting, token = dict(values), list(body.eqns), []
-    for outputs in _find_parts(body, owners):
+    for outputs in _split_equations(body, owners):
         chosen, waiting = _select_equations(waiting, outputs)
         if token:
-            # Also what a part takes from outside, such as gradients, of which XLA would compute too much too early.
+            # Also what a part takes from outside, such as gradients: XLA would compute too much of them too early.
             own = [atom for atom in given if atom in chosen.free and _is_numeric(atom)]
             arrays, _ = lax.optimization_barrier(([given[atom] for atom in own], token))
             values |= given | dict(zip(own, arrays, strict=True))
@@ -533,15 +533,15 @@ def _run_with_inlined_calls(body: Any, constants: Sequence[Any], sources: list[s
     return [read_atom(atom) for atom in body.outvars]
 
 
-def _is_plain_call(equation: Any) -> bool:
+def _is_plain_call(equation: core.JaxprEqn) -> bool:
     """Return whether an equation is a call by `jax.jit` that asks for no sharding."""
     shardings = [*equation.params.get("in_shardings", ()), *equation.params.get("out_shardings", ())]
     is_call = equation.primitive.name in ("jit", "pjit")
     return is_call and not any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
 
 
-def _find_parts(body: Any, owners: list[int]) -> list[list[Any]]:
-    """Return the results that depend on pytrees, in parts of which no two depend on the same one.
+def _split_equations(body: Any, owners: list[int]) -> list[list[Any]]:
+    """Return the results that depend on pytrees, in parts such that no two depend on the same one.
 
     Args:
         body: the program.
@@ -599,7 +599,7 @@ def _select_equations(equations: Sequence[Any], outputs: list[Any] | None) -> tu
     return _Equations(chosen, free, results), others
 
 
-def _list_operands(equation: Any) -> list[Any]:
+def _list_operands(equation: core.JaxprEqn) -> list[Any]:
     """Return the variables that an equation reads."""
     return [atom for atom in equation.invars if not isinstance(atom, core.Literal)]
 

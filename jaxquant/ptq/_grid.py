@@ -115,7 +115,7 @@ def check_spec(function: str, spec: Any) -> None:
 
 
 def check_integer_spec(function: str, spec: Any) -> None:
-    """Raise unless spec is a QuantSpec whose codes are integers."""
+    """Raise unless spec is a QuantSpec with integer codes."""
     check_spec(function, spec)
     is_integer = spec.codebook is None and spec.dtype in dtypes.INTEGERS
     checks.require(is_integer, function, "spec", "codes of an integer dtype", spec.dtype)
@@ -160,8 +160,8 @@ def check_grid(function: str, grid: Any, w: Any, spec: QuantSpec) -> None:
     checks.require(is_same, function, "grid", f"codes of {spec.dtype}, as the spec has", name)
 
 
-def find_scales(function: str, w: jax.Array, spec: QuantSpec, grid: Scales | None) -> Scales:
-    """Return the scale and the zero point of a weight: those of a grid, or those that `jq.quantize` finds."""
+def compute_scales(function: str, w: jax.Array, spec: QuantSpec, grid: Scales | None) -> Scales:
+    """Return a weight's scale and zero point: from a grid, or else as `jq.quantize` computes them."""
     return Scales(*find_parameters(function, w, spec, None, None)[:2]) if grid is None else grid
 
 
@@ -175,7 +175,7 @@ def expand_scales(function: str, scales: Scales, spec: QuantSpec, like: jax.Arra
 
 
 def encode_values(x: jax.Array, grid: Grid, spec: QuantSpec) -> jax.Array:
-    """Return the codes of float32 values as `jq.quantize` rounds them; those of less than 8 bits as int8."""
+    """Return the codes of float32 values as `jq.quantize` rounds them; codes of less than 8 bits as int8."""
     if spec.codebook is not None:
         return spec.codebook.encode(divide_by_scale(x, grid.scale, dtypes.FLOAT32))
     if spec.dtype in dtypes.SMALL_FLOATS:

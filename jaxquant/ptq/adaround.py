@@ -121,7 +121,7 @@ def _adaround(
     hessian, layout = read_hessian(_NAME, w, hessian, axis)
     _grid.check_grid(_NAME, grid, w, spec)
     w, hessian, grid = lax.stop_gradient((w, hessian, grid))
-    scales = _grid.find_scales(_NAME, w, spec, _grid.read_grid(_NAME, grid))
+    scales = _grid.compute_scales(_NAME, w, spec, _grid.read_grid(_NAME, grid))
     wide = w.astype(jnp.float32)
     each = _grid.expand_scales(_NAME, scales, spec, wide, layout)
     learn = functools.partial(_learn_group, spec=spec, steps=steps, rate=rate, penalty=penalty, sweeps=sweeps)
@@ -156,7 +156,7 @@ def _learn_group(
         errors = w - grid.scale * (jnp.clip(low + share, *bounds) - point)
         # The magnitude has no derivative of a power at 0.
         distance = jnp.maximum(jnp.abs(2 * share - 1), np.float32(1e-6))
-        return jnp.sum(_find_costs(errors, hessian) / unit) + weight * jnp.sum(1 - distance**exponent)
+        return jnp.sum(_compute_costs(errors, hessian) / unit) + weight * jnp.sum(1 - distance**exponent)
 
     def move_downhill(state: _Adam, plan: tuple[jax.Array, ...]) -> tuple[_Adam, None]:
         index, exponent, weight = plan
@@ -187,9 +187,9 @@ def _refine_codes(
     starts = (learned.astype(nearest.dtype), nearest, _round_with_feedback(w, hessian, grid, spec))
     # `gptq` rounds values into which it has moved errors, so that its codes may not be among the two candidates.
     descents = [descend(w, jnp.clip(x, *limits), hessian, grid, spec, sweeps, limits) for x in starts]
-    best, least = nearest, _find_costs(w - _grid.decode_values(nearest, grid, spec), hessian)
+    best, least = nearest, _compute_costs(w - _grid.decode_values(nearest, grid, spec), hessian)
     for other in descents:
-        cost = _find_costs(w - _grid.decode_values(other, grid, spec), hessian)
+        cost = _compute_costs(w - _grid.decode_values(other, grid, spec), hessian)
         best, least = jnp.where(cost < least, other, best), jnp.minimum(cost, least)
     return best
 
@@ -200,7 +200,7 @@ def _round_with_feedback(w: jax.Array, hessian: jax.Array, grid: Grid, spec: Qua
     return quantize_group(w, hessian, grid, factors, spec=spec, sweeps=0)[0]
 
 
-def _find_costs(errors: jax.Array, hessian: jax.Array) -> jax.Array:
+def _compute_costs(errors: jax.Array, hessian: jax.Array) -> jax.Array:
     """Return the error of each output."""
     return jnp.sum(errors * jnp.matmul(hessian, errors, precision=_HIGHEST), 0, keepdims=True)
 

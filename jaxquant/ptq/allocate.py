@@ -15,11 +15,11 @@ import numpy as np
 from .._arrays import parts
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks
+from ..calibration import loop
 from ..transform import Prepared, Rule
 from ..transform._calls import Call, Signature, find_programs
 from ..transform._inspect import check_prepared
 from ..transform._plan import describe_site
-from .apply import _read_batches
 from .methods import Nearest
 
 _NAME = "ptq.allocate_bits"
@@ -110,7 +110,7 @@ def allocate_bits(
     expected = "a function with weights that its rules quantize"
     checks.require(bool(prepared.leaves), _NAME, "prepared", expected, "none")
     signature = prepared._read_parameters("convert", params)
-    split = _read_batches(_NAME, "batches", batches, arguments)
+    split = loop.read_batches(_NAME, batches, arguments, "batches")
     calls = [(args, {**kwargs, **arguments}) for args, kwargs in split]
     others = [Signature(call) for call in calls]
     measure = _make_measure(prepared, signature, others)
@@ -228,7 +228,7 @@ def solve_plan(
 
 
 def _solve_once(optimize: Any, goal: np.ndarray, rows: np.ndarray, is_allowed: np.ndarray) -> np.ndarray | None:
-    """Return the choice with the least goal of which the sum of the rows is at most 1, or None."""
+    """Return the choice with the least goal and a sum of the rows of at most 1, or None."""
     weights, candidates = goal.shape
     # The solver's tolerances are absolute, so that all numbers are at most 1.
     costs, rows = (np.where(is_allowed, x, 0).ravel() for x in (goal, rows))

@@ -29,7 +29,7 @@ from .notes import Note, Notes, Outcome
 _NAME = "ptq.apply"
 # What `match_floats` tries, of the mean square of the inputs.
 _DAMPINGS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
-_PART = 0.5  # of the moments of the inputs, beside those of gradients
+_PART = 0.5  # of the moments of the inputs, beside the moments of gradients
 _HIGHEST = jax.lax.Precision.HIGHEST
 _MEASURE = "the mean squared error of the outputs, with round-to-nearest and with the method"
 
@@ -147,7 +147,7 @@ def apply(
             for leaf in prepared.leaves:
                 quantize_leaf(leaf, _read_statistics(data, prepared.names[leaf], prepared.leaves[leaf].shape))
         elif data is not None:
-            split = _read_batches(_NAME, "data", data, arguments)
+            split = loop.read_batches(_NAME, data, arguments, "data")
             _run_layers(prepared, params, split, arguments, quantize_leaf, match_floats)
         for leaf in prepared.leaves:
             if leaf not in notes:
@@ -198,17 +198,6 @@ def _explain_missing(prepared: Prepared, leaf: int) -> str:
     return "a lookup has no inputs" if is_lookup else "a part of a parameter, or a contraction without data"
 
 
-def _read_batches(
-    function: str, name: str, batches: Any, arguments: Any
-) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Return the batches of an argument of a function as positional and keyword arguments."""
-    loop._check_batches(function, batches, name)
-    step = loop.BatchStep(function, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
-    split = [loop.split_arguments(step, index, batch, name) for index, batch in enumerate(batches)]
-    checks.require(bool(split), function, name, "at least one batch", "none")
-    return split
-
-
 def _read_statistics(stats: Statistics, path: str, shape: Any) -> tuple[inputs.Uses, Moments] | str:
     uses = stats.find_uses(path)
     is_known = path in dict(stats.uses) and all(use.name in stats.moments or use.reason for use in uses)
@@ -254,15 +243,15 @@ def _blend_moments(second: jax.Array, slopes: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("axis",))
 def _match_floats(w: jax.Array, drift: _Drift, axis: Any) -> jax.Array:
-    """Return the weight whose outputs, with what is added to them, are nearest to those that the float function has.
+    """Return the weight with which the outputs, plus what is added to them, are nearest to the float function's.
 
     The damping is the one whose correction, found in one half of the vectors, is best for the other half. Without a
     correction that is better than none, the weight is returned.
 
     Args:
         w: the weight.
-        drift: how the inputs of the quantized function, and what is added to the outputs, differ from those of the
-            float function.
+        drift: how the inputs of the quantized function, and what is added to the outputs, differ from the float
+            function's.
         axis: the axes that are kept.
     """
     layout = make_layout(_NAME, w.shape, axis, drift.second.shape[1])
@@ -271,13 +260,13 @@ def _match_floats(w: jax.Array, drift: _Drift, axis: Any) -> jax.Array:
     if drift.addend is not None:
         product += drift.addend
 
-    def find_error(damping: jax.Array) -> jax.Array:
+    def compute_error(damping: jax.Array) -> jax.Array:
         """Return by how much the corrections of both halves change the squared error of the other half."""
         shift = _solve_damped(drift.second, product, damping)
         return jnp.sum(shift * (jnp.matmul(drift.second[::-1], shift, precision=_HIGHEST) - 2 * product[::-1]))
 
     dampings = jnp.asarray(_DAMPINGS, jnp.float32)
-    errors = jax.lax.map(find_error, dampings)
+    errors = jax.lax.map(compute_error, dampings)
     best = jnp.argmin(jnp.where(jnp.isnan(errors), jnp.inf, errors))
     shift = _solve_damped(drift.second.sum(0), product.sum(0), dampings[best])
     return layout.restore(rows + jnp.where(errors[best] < 0, shift, jnp.zeros_like(shift))).astype(w.dtype)
@@ -318,9 +307,9 @@ class _Drift(NamedTuple):
 
     Attributes:
         second: the sum of x x^T, [2, groups, inputs, inputs].
-        inputs: that of x (z - x)^T, [2, groups, inputs, inputs], with the inputs z of the float function.
-        addend: that of x (s - r)^T, [2, groups, inputs, outputs], with the array r that is added to the outputs, and s
-            in the float function; None if there is no such array.
+        inputs: the sum of x (z - x)^T, [2, groups, inputs, inputs], with the inputs z of the float function.
+        addend: the sum of x (s - r)^T, [2, groups, inputs, outputs], with the array r that is added to the outputs, and
+            s in the float function; None if there is no such array.
     """
 
     second: jax.Array
@@ -349,7 +338,7 @@ class _UnreadParameter(NamedTuple):
 
 
 class _LayerMode(InspectMode):
-    """The float program, whose parameters are read when they are contracted."""
+    """The float program; a parameter is read when it is contracted."""
 
     updates_records = False
 
@@ -459,7 +448,7 @@ class _LayerInterpreter(Interpreter):
         addend = self.addends.pop(site.name, None)
         if all(view.leaf in self.quantized for view in site.views):
             return
-        x = inputs.find_operand(site, operands)
+        x = inputs.read_operand(site, operands)
         batches = x if isinstance(x, _Each) else (x,)
         vectors = [inputs.read_vectors(site, batch) for batch in batches]
         floats = self.floats if isinstance(x, _Each) else 0
@@ -512,7 +501,7 @@ class _LayerInterpreter(Interpreter):
 
 
 def _sum_changes(vectors: Sequence[jax.Array], arrays: Sequence[jax.Array], floats: int) -> Any:
-    """Return the sums of x (s - r)^T over all batches, with inputs x and arrays r; those of floats, s, come first."""
+    """Return the sums of x (s - r)^T over all batches, with inputs x and arrays r; the float arrays s come first."""
     return sum(
         _sum_halves(x, expected, array)
         for x, array, expected in zip(vectors[floats:], arrays[floats:], arrays[:floats], strict=True)

@@ -22,7 +22,7 @@ from ..transform._programs import jaxpr
 from ..transform._programs.interpret import Records
 from ..transform._programs.sites import Site
 from . import inputs
-from .moments import Moments, MomentsState, find_status, second_moments
+from .moments import Moments, MomentsState, compute_status, second_moments
 
 _NAME = "ptq.collect"
 MOMENTS = second_moments(groups=True)
@@ -66,15 +66,15 @@ def make_mode(plan: Any, names: Container[str]) -> InspectMode:
 
 def _accumulate(site: Site, operands: Any, records: Records) -> tuple[Any, Records]:
     """Return the float result, and the states updated by the inputs."""
-    vectors = inputs.read_vectors(site, lax.stop_gradient(inputs.find_operand(site, operands)))
+    vectors = inputs.read_vectors(site, lax.stop_gradient(inputs.read_operand(site, operands)))
     state = MOMENTS.update(records[site.name], vectors)
     (result,) = jaxpr.evaluate(site.equation, operands)
     return result, {**records, site.name: state}
 
 
 def has_statistics(plan: Any, site: Site) -> bool:
-    """Return whether a contraction has inputs whose statistics help to quantize its parameter."""
-    # The inputs of a lookup are indices, whose moments say nothing about the rows of its table.
+    """Return whether statistics of a contraction's inputs help to quantize its parameter."""
+    # The inputs of a lookup are indices: their moments say nothing about the rows of its table.
     return plan.sites[site.name].is_replaced and bool(site.views) and site.operation != "take"
 
 
@@ -160,7 +160,7 @@ def collect(
     # The parameters are arguments of the jitted function: arrays that it closes over would be copied into the program.
     step = loop.BatchStep(
         _NAME, lambda state, *batch: observe_batch(state, signature.arrays, Signature(batch)),
-        functools.cache(lambda: loop.find_fingerprint(dict(zip(signature.names, signature.arrays, strict=True)))),
+        functools.cache(lambda: loop.compute_fingerprint(dict(zip(signature.names, signature.arrays, strict=True)))),
         lambda state: "\n".join(f"{name} {x.largest.shape}" for name, x in state.items()), frozenset(arguments),
     )  # fmt: skip
     first, again = _take_first(step, batches)
@@ -191,7 +191,7 @@ def _check_contractions(call: Call, known: Container[str]) -> None:
 
 
 def _plan_passes(states: Mapping[str, Any], limit: int | None) -> list[list[str]]:
-    """Return the names of the contractions of each pass, whose states fit into a limit together."""
+    """Return the names of the contractions of each pass, such that their states fit into a limit together."""
     if limit is None:
         return [list(states)]
     checks.check_integer(_NAME, "limit", limit)
@@ -219,11 +219,11 @@ def _take_first(step: loop.BatchStep, batches: Any) -> tuple[Any, Any]:
     first = next(iterator := iter(batches), None)
     if iterator is batches:  # it cannot be started again
         batches = itertools.chain(() if first is None else (first,), iterator)
-    return (None if first is None else loop.split_arguments(step, 0, first)), batches
+    return (None if first is None else loop.split_arguments(step.function, 0, first, step.arguments)), batches
 
 
 def _are_finite(states: Any) -> dict[str, jax.Array]:
-    return {name: find_status(state) for name, state in states.items()}
+    return {name: compute_status(state) for name, state in states.items()}
 
 
 def finalize_moments(function: str, name: str, state: MomentsState) -> Moments:

@@ -31,7 +31,7 @@ _SETTLED = 1e-3  # of the mean errors before the correction
 
 
 class _Target(NamedTuple):
-    """A quantized weight whose contraction has a bias.
+    """A quantized weight of a contraction with a bias.
 
     Attributes:
         leaf: the place of the weight.
@@ -104,9 +104,9 @@ def correct_bias(
         is_analytic == (batch is not None), _NAME, "batch", "a batch with statistics, and none with batches",
         "none" if batch is None else "a batch",
     )  # fmt: skip
-    calls = _read_calls([batch] if is_analytic else data, arguments)
+    calls = _read_calls("batch", [batch], arguments) if is_analytic else _read_calls("data", data, arguments)
     call = prepared._trace("apply", params, *calls[0])
-    targets, notes = _find_targets(prepared, call, codes)
+    targets, notes = _match_targets(prepared, call, codes)
     if is_analytic:
         arrays = _correct_by_statistics(prepared, signature, codes, data, targets, notes)
     else:
@@ -114,28 +114,24 @@ def correct_bias(
         others = [Signature(arguments) for arguments in calls]
         for other in find_programs(others):
             again = prepared._trace("apply", params, *other.rebuild(other.arrays))
-            _check_targets(targets, _find_targets(prepared, again, codes)[0])
+            _check_targets(targets, _match_targets(prepared, again, codes)[0])
         measure = _make_measure(prepared, signature, targets, records, others)
         arrays = _correct_by_batches(prepared, call, targets, notes, list(codes.arrays), measure)
     return Outcome(codes.rebuild(arrays), Notes(tuple(notes[leaf] for leaf in prepared.leaves), _MEASURE))
 
 
-def _read_calls(batches: Any, arguments: Any) -> list[tuple[Any, Any]]:
-    """Return the positional and the keyword arguments of each call."""
-    loop._check_batches(_NAME, batches)
-    step = loop.BatchStep(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
-    calls = [loop.split_arguments(step, index, batch) for index, batch in enumerate(batches)]
-    checks.require(bool(calls), _NAME, "data", "at least one batch", "none")
-    return [(args, {**kwargs, **arguments}) for args, kwargs in calls]
+def _read_calls(name: str, batches: Any, arguments: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """Return the positional and the keyword arguments of each call, from the batches of an argument."""
+    return [(args, {**kwargs, **arguments}) for args, kwargs in loop.read_batches(_NAME, batches, arguments, name)]
 
 
-def _find_targets(prepared: Prepared, call: Call, codes: Signature) -> tuple[list[_Target], dict[int, Note]]:
-    """Return the weights whose contraction has a bias, and a note for each of the others."""
+def _match_targets(prepared: Prepared, call: Call, codes: Signature) -> tuple[list[_Target], dict[int, Note]]:
+    """Return the weights of contractions with a bias, and a note for each of the others."""
     graph, targets, notes = graphs.make_graph(call), [], {}
     for leaf in prepared.leaves:
         uses = inputs.list_uses(call, leaf)
         reason = next((use.reason for use in uses if use.reason), "" if uses else _explain_missing(prepared, leaf))
-        # One shift cannot make up for the errors of uses whose inputs have different means.
+        # One shift cannot make up for the errors of uses with different means of the inputs.
         reason = reason or ("a weight with several uses" if len(uses) > 1 else "")
         if not reason:
             use = next(iter(uses))
@@ -177,7 +173,7 @@ def _correct_by_statistics(
         w = jnp.asarray(signature.arrays[leaf])
         combined = inputs.combine_uses([use], stats.moments, w.shape)
         assert not isinstance(combined, str)
-        shift = find_mean_error(w, codes.arrays[leaf].dequantize(), combined[1].mean, use.axis)
+        shift = compute_mean_error(w, codes.arrays[leaf].dequantize(), combined[1].mean, use.axis)
         arrays[bias] = _add_shift(arrays[bias], shift)
         action = f"corrected in {prepared.names[bias]}"
         notes[leaf] = Note(prepared.names[leaf], action, "", float(jnp.abs(shift).max()), 0.0)
@@ -201,11 +197,11 @@ def _correct_by_batches(
     after: dict[str, float] = {}
     originals = [jnp.asarray(arrays[target.bias]) for target in targets]
     for level in sorted(set(levels.values())):
-        # The outputs are those before the bias is added, so that each error is that of the original bias.
+        # The outputs are read before the bias is added, so that each is the error with the original bias.
         actual = measure(arrays)
         errors = {name: expected[name] - actual[name] for name in expected}
-        before = before or _find_largest(errors)
-        after = _find_largest({name: errors[name] - taken[name] for name in errors})
+        before = before or _compute_largest(errors)
+        after = _compute_largest({name: errors[name] - taken[name] for name in errors})
         if all(after[name] <= _SETTLED * before[name] for name in before):
             break
         # Contractions of earlier levels have inputs that do not change any more. Those of later levels are corrected
@@ -216,14 +212,14 @@ def _correct_by_batches(
                 arrays[target.bias] = _add_shift(old, errors[name])
                 # A bias of few digits takes only a part.
                 taken[name] = np.asarray(arrays[target.bias].astype(jnp.float32) - old.astype(jnp.float32)).ravel()
-                after |= _find_largest({name: errors[name] - taken[name]})
+                after |= _compute_largest({name: errors[name] - taken[name]})
     for leaf, _, site, bias in targets:
         action = f"corrected in {prepared.names[bias]}"
         notes[leaf] = Note(prepared.names[leaf], action, "", before[site.name], after[site.name])
     return arrays
 
 
-def _find_largest(errors: dict[str, np.ndarray]) -> dict[str, float]:
+def _compute_largest(errors: dict[str, np.ndarray]) -> dict[str, float]:
     return {name: float(np.abs(error).max()) for name, error in errors.items()}
 
 
@@ -244,7 +240,7 @@ def _make_measure(
         for site in call.analysis.sites.values():
             if site.name in sites:
                 result = site.equation.outvars[0].aval
-                records[site.name] |= _find_mean(site, jnp.zeros(result.shape, jnp.float32))
+                records[site.name] |= _compute_mean(site, jnp.zeros(result.shape, jnp.float32))
         # Other quantized arrays are read by the function itself, and those of the float parameters are floats.
         parameters = [
             Twin(x.dequantize(), x) if leaf in prepared.leaves and is_quantized(x) else x
@@ -281,7 +277,7 @@ def _visit_outputs(plan: Any, site: Site, operands: Sequence[Any], records: Any)
     else:
         (result,) = jaxpr.evaluate(site.equation, operands)
     if "mean" in record:
-        record = {**record, **_find_mean(site, result.astype(jnp.float32))}
+        record = {**record, **_compute_mean(site, result.astype(jnp.float32))}
     return result, {**records, site.name: record}
 
 
@@ -289,7 +285,7 @@ def _is_replaced(plan: Any, site: Site) -> bool:
     return plan.sites[site.name].is_replaced
 
 
-def _find_mean(site: Site, result: jax.Array) -> dict[str, jax.Array]:
+def _compute_mean(site: Site, result: jax.Array) -> dict[str, jax.Array]:
     """Return the mean of each output of a contraction, and the number of results that it is the mean of."""
     outputs = inputs.list_output_dimensions(site)
     others = tuple(axis for axis in range(result.ndim) if axis not in outputs)
@@ -297,7 +293,7 @@ def _find_mean(site: Site, result: jax.Array) -> dict[str, jax.Array]:
     return {"mean": jnp.mean(result, others).ravel(), "count": jnp.float32(count)}
 
 
-def find_mean_error(w: jax.Array, values: jax.Array, mean: jax.Array, axis: Any) -> jax.Array:
+def compute_mean_error(w: jax.Array, values: jax.Array, mean: jax.Array, axis: Any) -> jax.Array:
     """Return the mean of x (W - W_q) of each output."""
     layout = make_layout(_NAME, w.shape, axis, mean.shape[0])
     errors = layout.arrange(w.astype(jnp.float32) - values.astype(jnp.float32))

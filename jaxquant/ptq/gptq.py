@@ -37,7 +37,7 @@ class Diagnostics(NamedTuple):
             than the argument if the float32 Cholesky factorization failed with less.
         dead: int32, the number of inputs that are 0 in all data.
         error: float32, the squared error of the output that remains, trace(E^T H E).
-        nearest_error: float32, that of round-to-nearest with the same scale.
+        nearest_error: float32, the error of round-to-nearest with the same scale.
     """
 
     damping: jax.Array
@@ -164,7 +164,7 @@ def _gptq(
     _grid.check_grid(_NAME, grid, w, spec)
     # The codes have no gradient. Without this `jax.grad` of a caller would fail at the while loop of `factor_hessian`.
     w, hessian, grid = lax.stop_gradient((w, hessian, grid))
-    scales = _grid.find_scales(_NAME, w, spec, _grid.read_grid(_NAME, grid))
+    scales = _grid.compute_scales(_NAME, w, spec, _grid.read_grid(_NAME, grid))
     wide = w.astype(jnp.float32)
     each = _grid.expand_scales(_NAME, scales, spec, wide, layout)
     factors = _factor_groups(hessian, damping, activation_order)
@@ -207,14 +207,14 @@ def round_on_grid(
     Args:
         w: the weight.
         hessian: [groups, inputs, inputs].
-        factors: those of the second moments.
+        factors: the factors of the second moments.
         grid: an array whose scale and zero point to use.
         spec: Static. The spec.
         axis: Static. The axes that are kept.
         sweeps: Static. As for `gptq`.
     """
     layout = make_layout(_NAME, w.shape, axis, hessian.shape[0])
-    scales = _grid.find_scales(_NAME, w, spec, _grid.read_grid(_NAME, grid))
+    scales = _grid.compute_scales(_NAME, w, spec, _grid.read_grid(_NAME, grid))
     wide = w.astype(jnp.float32)
     each = _grid.expand_scales(_NAME, scales, spec, wide, layout)
     step = functools.partial(quantize_group, spec=spec, sweeps=sweeps)
@@ -238,13 +238,13 @@ def quantize_group(
     report = Diagnostics(
         used,
         jnp.sum(jnp.diagonal(hessian) == 0, dtype=jnp.int32),
-        find_error(errors, hessian),
-        find_error(nearest, hessian),
+        compute_error(errors, hessian),
+        compute_error(nearest, hessian),
     )
     return codes, report
 
 
-def find_error(errors: jax.Array, hessian: jax.Array) -> jax.Array:
+def compute_error(errors: jax.Array, hessian: jax.Array) -> jax.Array:
     """Return trace(E^T H E), the squared error of the outputs."""
     return jnp.sum(errors * jnp.matmul(hessian, errors, precision=_HIGHEST))
 
@@ -340,11 +340,11 @@ def descend(
         grid: the scale and the zero point of each element.
         spec: Static. The spec.
         sweeps: Static. The number of sweeps.
-        bounds: the least and the largest code of each element, or None for those of the spec.
+        bounds: the least and the largest code of each element, or None for the spec's bounds.
     """
     count = w.shape[0]
     size = min(_BLOCK, max(count, 1))
-    # Rows of which the Hessian is 0, so that their errors neither count nor move, fill the last block.
+    # Rows with a Hessian of 0, so that their errors neither count nor move, fill the last block.
     filled = ((0, -count % size), (0, 0))
     w, codes = jnp.pad(w, filled), jnp.pad(codes, filled)
     limits = jax.tree.map(lambda x: jnp.pad(x, filled), bounds)

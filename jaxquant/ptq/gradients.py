@@ -68,17 +68,16 @@ def collect_gradients(
     check_prepared(_NAME, prepared)
     loop.check_progress(_NAME, progress)
     checks.require_type(checks.is_key(key), _NAME, "key", "one key of jax.random", checks.describe_value(key))
-    loop._check_batches(_NAME, batches)
+    loop.check_batches(_NAME, batches)
     signature = prepared._read_parameters("convert", params)
     run_function = make_function(_NAME, prepared, signature, arguments)
-    step = loop.BatchStep(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
     layouts: dict[int, MatrixLayout] = {}
     sums: dict[int, jax.Array] = {}
     add_batch, count = _make_step(run_function, layouts), 0
     bar = loop.Bar("gradients", operator.length_hint(batches) or None, progress)
     try:
         for index, batch in enumerate(batches):
-            args, kwargs = loop.split_arguments(step, index, batch)
+            args, kwargs = loop.split_arguments(_NAME, index, batch, arguments)
             if not index:
                 layouts |= _list_layouts(prepared, params, args, {**kwargs, **arguments})
                 sums = {leaf: jnp.zeros((x.groups, x.inputs, x.inputs)) for leaf, x in layouts.items()}

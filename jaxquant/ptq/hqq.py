@@ -93,19 +93,19 @@ def hqq(
     checks.check_flag(_NAME, "diagnostics", diagnostics)
     w = convert_number(w)
     _grid.check_finite(_NAME, w=w)
-    ends, sums = _find_range(w, spec=spec, p=float(p), beta=float(beta), growth=float(growth), steps=int(steps))
+    ends, sums = _search_range(w, spec=spec, p=float(p), beta=float(beta), growth=float(growth), steps=int(steps))
     q = quantize(w, spec, ends, stored_last=stored_last)
     return (q, sums) if diagnostics else q
 
 
 @compile_entry_point(_NAME)
-def _find_range(
+def _search_range(
     w: jax.Array, *, spec: QuantSpec, p: float, beta: float, growth: float, steps: int
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
     check_weight(_NAME, w)
     slices = make_slices(_NAME, lax.stop_gradient(w), spec)
     solve = functools.partial(_solve, p=p, weights=np.asarray(beta * growth ** np.arange(steps), np.float32))
-    axis, rows = _find_chunks(slices)
+    axis, rows = _choose_chunks(slices)
     # On a mesh with explicit axes, JAX refuses to split an axis that devices share.
     if rows == slices.w.shape[axis] or sharding.is_placed(slices.w):
         return solve(slices)
@@ -116,7 +116,7 @@ def _find_range(
     return choose_on_cpu(in_chunks, lambda w: solve(slices._replace(w=w)), slices.w)
 
 
-def _find_chunks(slices: Slices) -> tuple[int, int]:
+def _choose_chunks(slices: Slices) -> tuple[int, int]:
     """Return the longest axis along which each index has scales of its own, and how many indices make a chunk."""
     shape = slices.w.shape
     separate = [axis for axis, length in enumerate(shape) if slices.shape[axis] == length]
@@ -150,8 +150,8 @@ def _solve_in_chunks(
 
 def _solve(slices: Slices, p: float, weights: np.ndarray) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
     """Return the range of each slice, and the sum of all errors after each step."""
-    low, high = slices.find_extremes()
-    unit = slices.find_scales(low, high).scale
+    low, high = slices.compute_extremes()
+    unit = slices.compute_scales(low, high).scale
 
     def measure(low: jax.Array, high: jax.Array) -> jax.Array:
         errors = jnp.abs(slices.w - slices.round_to_range(low, high)) / slices.expand(unit)
@@ -178,7 +178,7 @@ def _improve(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the range of the scale and the zero point after one step."""
     spec, unit = slices.spec, slices.expand(unit)
-    scale, point = slices.find_scales(low, high)
+    scale, point = slices.compute_scales(low, high)
     grid = Grid(slices.expand(scale), None if point is None else slices.expand(point))
     codes = _grid.encode_values(slices.w, grid, spec)
     residual = (slices.w - _grid.decode_values(codes, grid, spec)) / unit
@@ -197,13 +197,13 @@ def _improve(
     square = slices.sum(steps * steps)
     scale = slices.sum(steps * target) / jnp.where(square > 0, square, np.float32(1))
     # `quantize` takes ranges, so that the new scale is returned as the range from which it finds that scale again.
-    ends = tuple(end * scale for end in _find_ends(spec, point))
+    ends = tuple(end * scale for end in _compute_ends(spec, point))
     # Codes that are all 0, or a fit with the wrong sign, say nothing about the scale.
     is_valid = (square > 0) & (scale > 0)
     return jnp.where(is_valid, ends[0], low), jnp.where(is_valid, ends[1], high)
 
 
-def _find_ends(spec: QuantSpec, point: jax.Array | None) -> tuple[Any, Any]:
+def _compute_ends(spec: QuantSpec, point: jax.Array | None) -> tuple[Any, Any]:
     """Return the lowest and the highest value in steps: numbers, or arrays if the zero point varies."""
     low, high = (np.float32(bound) for bound in spec.bounds)
     if spec.codebook is not None or spec.dtype in dtypes.SMALL_FLOATS:

@@ -23,7 +23,7 @@ from .._core import checks, dtypes
 from .._core.entry_point import compile_entry_point, convert_number, convert_numpy
 from . import _grid
 from ._grid import MatrixLayout, read_hessian
-from .gptq import find_error
+from .gptq import compute_error
 from .moments import Moments
 
 _SMOOTHQUANT, _AWQ = "ptq.smoothquant", "ptq.awq"
@@ -110,7 +110,7 @@ def _smoothquant(weights: tuple[jax.Array, ...], x_max: Any, alpha: Any, *, chan
     share = jnp.asarray(alpha, jnp.float32)
     # In logarithms neither power overflows, and the mean is the logarithm of the geometric mean.
     logarithm = share * _log_or_zero(x_max, is_live) - (1 - share) * _log_or_zero(w_max, is_live)
-    scale = jnp.where(is_live, jnp.exp(logarithm - _find_mean(logarithm, is_live)), np.float32(1))
+    scale = jnp.where(is_live, jnp.exp(logarithm - _compute_mean(logarithm, is_live)), np.float32(1))
     # A NaN is not greater than 0, and would get the scale 1 of inputs that are always 0.
     scale = jnp.where(jnp.isnan(x_max) | jnp.isnan(w_max), np.float32(np.nan), scale)
     return scale.reshape([-1 if a == axis else 1 for a in range(first.ndim)])
@@ -120,7 +120,7 @@ def _log_or_zero(x: jax.Array, is_live: jax.Array) -> jax.Array:
     return jnp.log(jnp.where(is_live, x, np.float32(1)))
 
 
-def _find_mean(x: jax.Array, is_live: jax.Array) -> jax.Array:
+def _compute_mean(x: jax.Array, is_live: jax.Array) -> jax.Array:
     """Return the mean of the entries that count, or 0."""
     return jnp.sum(jnp.where(is_live, x, 0)) / jnp.maximum(jnp.sum(is_live), 1).astype(jnp.float32)
 
@@ -198,7 +198,7 @@ def _awq(
     size = _pool_channels(layout, magnitude.reshape(layout.groups, layout.inputs), channel)
     is_live = size > 0
     logarithm = _log_or_zero(size, is_live)
-    logarithm = jnp.where(is_live, logarithm - _find_mean(logarithm, is_live), 0)
+    logarithm = jnp.where(is_live, logarithm - _compute_mean(logarithm, is_live), 0)
 
     def scale_inputs(exponent: Any) -> jax.Array:
         return jnp.clip(jnp.exp(exponent * logarithm), _LEAST, _LARGEST)
@@ -206,7 +206,7 @@ def _awq(
     def measure_exponent(exponent: jax.Array) -> jax.Array:
         scale = scale_inputs(exponent)
         errors = layout.arrange(w - _round_nearest(w * scale, spec) / scale)
-        return jnp.sum(jax.vmap(find_error)(errors, hessian))
+        return jnp.sum(jax.vmap(compute_error)(errors, hessian))
 
     exponents = np.arange(steps, dtype=np.float32) / np.float32(steps)
     # One candidate after the other: all at once would take `steps` copies of the weight.
@@ -217,7 +217,7 @@ def _awq(
 
 
 def _pool_channels(layout: MatrixLayout, values: jax.Array, channel: Any) -> jax.Array:
-    """Return the means of numbers of the inputs [groups, inputs] over those of one channel, of the weight's rank."""
+    """Return the means of numbers [groups, inputs] over the inputs of each channel, of the weight's rank."""
     rank = len(layout.shape)
     axes = layout.summed if channel is None else channel if isinstance(channel, tuple) else (channel,)
     channels = tuple(checks.check_axis(_AWQ, entry, rank, "channel") for entry in axes)

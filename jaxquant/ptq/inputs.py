@@ -22,10 +22,10 @@ class Uses(NamedTuple):
 
     Attributes:
         name: the name of the contraction.
-        axis: the axes of the parameter that it keeps: those of scans, those of groups, and the outputs.
+        axis: the axes of the parameter that it keeps: the axes of scans and of groups, and the outputs.
         summed: the axes of the parameter that it sums, in the order of the vectors of inputs.
         groups: the number of runs of outputs with different inputs, those of scans included.
-        channel: the axes of the parameter whose indices are inputs of their own, without those of a window.
+        channel: the axes of the parameter whose indices are inputs of their own, without the axes of a window.
         reason: why the statistics of its inputs cannot be used, or "".
     """
 
@@ -45,10 +45,10 @@ def describe_use(site: Site, view: View, shape: Sequence[int]) -> Uses:
         view: the view of the parameter that it contracts.
         shape: the shape of the parameter.
     """
-    batch, summed = _find_dimensions(site)
+    batch, summed = _split_dimensions(site)
     layers = tuple(range(len(site.lengths)))
     if any(step[0] == "rev" for step in view.history if isinstance(step, tuple)):
-        # The statistics have the order of the inputs, which is then not that of the axis.
+        # The statistics have the order of the inputs, which then differs from the order of the axis.
         return Uses(site.name, reason="a parameter in reverse order")
     if len(site.views) > 1:
         return Uses(site.name, reason="parameters that are joined in one array")
@@ -76,7 +76,7 @@ def describe_use(site: Site, view: View, shape: Sequence[int]) -> Uses:
     return Uses(site.name, kept, tuple(inputs), count, tuple(_list_whole_axes(view, [channel], shape) or ()))
 
 
-def _find_dimensions(site: Site) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _split_dimensions(site: Site) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the dimensions of the parameter operand that are groups, and those that are summed, in order."""
     assert site.weight is not None
     numbers = site.equation.params["dimension_numbers"]
@@ -95,7 +95,7 @@ def list_output_dimensions(site: Site) -> tuple[int, ...]:
     summed, batch = numbers
     count, rank = len(batch[0]), len(site.equation.outvars[0].aval.shape)
     free = len(site.equation.invars[site.weight].aval.shape) - count - len(summed[site.weight])
-    # The batch dimensions come first, then those of the first operand, then those of the second one.
+    # The batch dimensions come first, then the dimensions of the first operand, then of the second one.
     start = count if site.weight == 0 else rank - free
     return (*range(count), *range(start, start + free))
 
@@ -173,7 +173,7 @@ def _read_windows(site: Site, x: jax.Array) -> jax.Array:
 
 
 def order_inputs(use: Uses, x: jax.Array, shape: Sequence[int], count: int) -> jax.Array:
-    """Return an array whose last `count` axes count the inputs, with these in the order of the parameter's axes.
+    """Return an array with the inputs, along its last `count` axes, in the order of the parameter's axes.
 
     Args:
         use: how a contraction reads the parameter.
@@ -227,7 +227,7 @@ def _order_moments(use: Uses, moments: Moments, shape: Sequence[int]) -> Moments
     return Moments(second, mean, magnitude, largest, count)
 
 
-def find_operand(site: Site, operands: Sequence[Any]) -> Any:
+def read_operand(site: Site, operands: Sequence[Any]) -> Any:
     """Return the operand of a contraction that is not its parameter."""
     assert site.weight is not None
     return operands[1 - site.weight]

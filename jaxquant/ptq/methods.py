@@ -49,7 +49,7 @@ class Nearest:
 
     def quantize(self, w: jax.Array, hessian: jax.Array | None, spec: QuantSpec, axis: Any) -> QuantizedArray:
         """Return the quantized array of a weight; `hessian` is None if its inputs are not known."""
-        return find_grid(self.range, w, hessian, spec, axis)
+        return choose_grid(self.range, w, hessian, spec, axis)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ class GPTQ:
     def quantize(self, w: jax.Array, hessian: jax.Array | None, spec: QuantSpec, axis: Any) -> QuantizedArray:
         """Return the quantized array of a weight; rounded to nearest if its inputs are not known."""
         if hessian is None:
-            return find_grid(self.range, w, hessian, spec, axis)
+            return choose_grid(self.range, w, hessian, spec, axis)
         # `round_on_grid` checks nothing, so that the checks run once and not for each grid.
         _grid.check_finite("ptq.gptq", w=w, hessian=hessian)
         # The factorization takes most of the time, and all grids share it.
@@ -135,7 +135,7 @@ class AdaRound:
 
     def quantize(self, w: jax.Array, hessian: jax.Array | None, spec: QuantSpec, axis: Any) -> QuantizedArray:
         """Return the quantized array of a weight; rounded to nearest if its inputs are not known."""
-        grid = find_grid(self.range, w, hessian, spec, axis)
+        grid = choose_grid(self.range, w, hessian, spec, axis)
         if hessian is None:
             return grid
         return adaround(
@@ -147,7 +147,7 @@ class AdaRound:
 Method = Nearest | HQQ | GPTQ | AdaRound
 
 
-def find_grid(name: str, w: jax.Array, hessian: jax.Array | None, spec: QuantSpec, axis: Any) -> QuantizedArray:
+def choose_grid(name: str, w: jax.Array, hessian: jax.Array | None, spec: QuantSpec, axis: Any) -> QuantizedArray:
     """Return a weight rounded to nearest with the scale of a range of this name."""
     if name == "hqq":
         return hqq(w, spec)
@@ -170,7 +170,7 @@ def find_grid(name: str, w: jax.Array, hessian: jax.Array | None, spec: QuantSpe
 def list_grids(name: str, w: jax.Array, hessian: jax.Array, spec: QuantSpec, axis: Any) -> list[QuantizedArray]:
     """Return a weight rounded to nearest with the scale of each range of this name."""
     if name != "tried" or spec.zero_point_granularity != spec.granularity:
-        return [find_grid(name, w, hessian, spec, axis)]
+        return [choose_grid(name, w, hessian, spec, axis)]
     # With one candidate this is the whole range of each slice, in the shape of the scale.
     lo, hi = search_range(w, spec, least=1.0, steps=1)
     return [quantize(w, spec, range=(lo * part, hi * part)) for part in _PARTS]
@@ -261,7 +261,7 @@ def _solve_factors(matrix: jax.Array, product: jax.Array) -> jax.Array:
 
 
 def _choose_outputs(layout: MatrixLayout, mask: jax.Array, q: QuantizedArray, other: QuantizedArray) -> QuantizedArray:
-    """Return the outputs of one array where the mask [groups, outputs] is True, and those of another one elsewhere."""
+    """Return the outputs of one array where the mask [groups, outputs] is True, and another array's elsewhere."""
     wide, outputs = _spread_outputs(layout, mask)
 
     def choose(x: jax.Array, y: jax.Array, chosen: jax.Array) -> jax.Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -213,7 +213,7 @@ def _add_parts(a: jax.Array, a_rest: jax.Array, b: jax.Array, b_rest: jax.Array)
     return result, rest - (result - total)
 
 
-def find_status(state: MomentsState) -> jax.Array:
+def compute_status(state: MomentsState) -> jax.Array:
     """Return 1 for finite moments, 0 for data with a NaN or an infinity, and -1 for finite data that overflow."""
     is_finite = jnp.isfinite(state.second).all() & jnp.isfinite(state.sums).all()
     return jnp.where(is_finite, 1, jnp.where(jnp.isfinite(state.largest).all(), -1, 0))
@@ -224,7 +224,7 @@ def _finalize(state: MomentsState) -> Moments:
     _check_state(name, "state", state)
     if not checks.is_traced(state.count):
         checks.require(int(state.count) > 0, name, "state", "data", "none; update the state with a batch first")
-        status = int(find_status(state))
+        status = int(compute_status(state))
         checks.require(status != 0, name, "state", "finite numbers in all batches", "a NaN or an infinity")
         expected = "numbers whose products add up to less than the largest float32, 3.4e38"
         largest = float(state.largest.max(initial=0))
@@ -239,7 +239,7 @@ def _divide(state: MomentsState) -> Moments:
     return Moments(state.second / count, mean, magnitude, state.largest, count)
 
 
-def _all_reduce(state: MomentsState, axis_name: Any) -> MomentsState:
+def _all_reduce(state: MomentsState, axis_name: Hashable) -> MomentsState:
     _check_state(f"{_NAME}.all_reduce", "state", state)
     # Between devices the sums are rounded to float32, but only once for all batches.
     parts = MomentsState(*(lax.psum(part, axis_name) for part in state))

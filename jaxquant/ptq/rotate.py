@@ -84,8 +84,7 @@ def rotate(prepared: Prepared, params: Any, batch: Any, *, key: jax.Array | None
     """
     check_prepared(_NAME, prepared)
     signature = prepared._read_parameters("convert", params)
-    step = loop.BatchStep(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
-    args, kwargs = loop.split_arguments(step, 0, batch)
+    args, kwargs = loop.split_arguments(_NAME, 0, batch, arguments)
     kwargs = {**kwargs, **arguments}
     call = prepared._trace("apply", params, args, kwargs)
     graph, arrays = graphs.make_graph(call), list(signature.arrays)
@@ -113,7 +112,7 @@ def rotate(prepared: Prepared, params: Any, batch: Any, *, key: jax.Array | None
         Note(
             prepared.names[leaf], ", ".join(actions[leaf]) if leaf in actions else "unchanged",
             "" if leaf in actions else reasons.get(leaf, "no contraction"),
-            *([_find_peak(signature.arrays[leaf]), _find_peak(arrays[leaf])] if leaf in actions else []),
+            *([_compute_peak(signature.arrays[leaf]), _compute_peak(arrays[leaf])] if leaf in actions else []),
         )
         for leaf in prepared.leaves
     ]  # fmt: skip
@@ -122,7 +121,7 @@ def rotate(prepared: Prepared, params: Any, batch: Any, *, key: jax.Array | None
 
 def _make_rotation(run: int, key: jax.Array | None) -> jax.Array:
     """Return an orthogonal matrix for the blocks of a run."""
-    size = find_block(run)
+    size = choose_block(run)
     matrix = jnp.asarray(make_hadamard(size) / np.sqrt(size), jnp.float32)
     return matrix if key is None else jax.random.rademacher(key, (size, 1), jnp.float32) * matrix
 
@@ -146,7 +145,7 @@ def _rotate_paths(graph: graphs.Graph, paths: _Paths, arrays: Sequence[Any], mat
 
 
 def _rotate_axis(w: Any, axis: int, matrix: jax.Array) -> jax.Array:
-    """Return a parameter whose blocks of indices along an axis are multiplied by a matrix."""
+    """Return a parameter with each block of indices along an axis multiplied by a matrix."""
     w = jnp.asarray(w)
     rows = jnp.moveaxis(w, axis, -1)
     # These weights replace the user's own, so that no backend may round them to fewer digits than float32 has.
@@ -154,7 +153,7 @@ def _rotate_axis(w: Any, axis: int, matrix: jax.Array) -> jax.Array:
     return jnp.moveaxis(rotated.astype(w.dtype).reshape(rows.shape), -1, axis)
 
 
-def _find_peak(w: Any) -> float:
+def _compute_peak(w: Any) -> float:
     w = jnp.asarray(w).astype(jnp.float32)
     size = jnp.sqrt(jnp.mean(w**2))
     return float(jnp.max(jnp.abs(w)) / jnp.where(size > 0, size, 1))
@@ -169,7 +168,7 @@ class _Channels(NamedTuple):
     Attributes:
         array: the number of the array in the graph.
         dimension: the dimension.
-        run: the length of the runs, which divides that of the dimension.
+        run: the length of the runs, which divides the length of the dimension.
     """
 
     array: int
@@ -209,7 +208,7 @@ class _Paths(NamedTuple):
     """Where the outputs of a contraction go, if that is only into other contractions and in a linear way.
 
     Attributes:
-        leaf: the place of the parameter whose outputs the channels are.
+        leaf: the place of the parameter; the channels are its outputs.
         axis: the axis of the parameter with the channels.
         run: the length of runs of channels that stay together everywhere.
         offsets: what is added to the channels.
@@ -228,7 +227,7 @@ def _follow_outputs(graph: Graph, site: Site) -> _Paths | str:
     operation = graphs.find_operation(graph, site)
     if operation is None or site.lengths:
         return "a contraction in a loop"
-    start = _find_start(graph, site, operation)
+    start = _locate_start(graph, site, operation)
     if isinstance(start, str):
         return start
     channels, leaf, axis = start
@@ -253,7 +252,7 @@ def _follow_outputs(graph: Graph, site: Site) -> _Paths | str:
     return _Paths(leaf, axis, math.gcd(*runs, *lengths), tuple(offsets), tuple(readers))
 
 
-def _find_start(graph: Graph, site: Site, operation: Operation) -> tuple[_Channels, int, int] | str:
+def _locate_start(graph: Graph, site: Site, operation: Operation) -> tuple[_Channels, int, int] | str:
     """Return the channels of a contraction's result, and the parameter and its axis that they are."""
     assert site.weight is not None
     (result,) = operation.results
@@ -269,17 +268,17 @@ def _find_start(graph: Graph, site: Site, operation: Operation) -> tuple[_Channe
         free = [d for d in range(rank) if d not in (*summed[site.weight], *batch[site.weight])]
         if not free:
             return "a contraction without outputs of its own"
-        # Of several axes of outputs the innermost, whose channels stay neighbors when a reshape merges them.
+        # Of several axes of outputs the innermost: its channels stay neighbors when a reshape merges them.
         weight = free[-1]
         dimension = count + len(free) - 1 if site.weight == 0 else len(shape) - 1
-    axis = _find_axis(graph, site, weight)
+    axis = _locate_axis(graph, site, weight)
     if isinstance(axis, str):
         return axis
     leaf = site.views[0].leaf
     return _Channels(result, dimension, graph.call.parameters.arrays[leaf].shape[axis]), leaf, axis
 
 
-def _find_axis(graph: Graph, site: Site, dimension: int) -> int | str:
+def _locate_axis(graph: Graph, site: Site, dimension: int) -> int | str:
     """Return the innermost axis of the parameter in a dimension of a contraction's operand; or why there is none."""
     if len(site.views) != 1:
         return "parameters that are joined in one array"
@@ -326,7 +325,7 @@ def _follow(graph: Graph, channels: _Channels, operation: Operation) -> list[Any
 
 
 def _align(before: Sequence[int], channels: _Channels, result: int, after: Sequence[int]) -> list[Any] | str:
-    """Return the dimension of a reshaped array whose elements have the distance that those of the channels have."""
+    """Return the dimension of a reshaped array with the stride of the channels."""
     distance = math.prod(before[channels.dimension + 1 :])
     for dimension, size in enumerate(after):
         if size > 1 and math.prod(after[dimension + 1 :]) == distance:
@@ -398,7 +397,7 @@ def _contract(graph: Graph, channels: _Channels, operation: Operation, place: in
 
 def _read_with(graph: Graph, site: Site | None, dimension: int) -> list[Any] | str:
     assert site is not None
-    axis = _find_axis(graph, site, dimension)
+    axis = _locate_axis(graph, site, dimension)
     if isinstance(axis, str):
         return f"{site.name}: {axis}"
     return [_ChannelReader(site, site.views[0].leaf, axis)]
@@ -407,10 +406,10 @@ def _read_with(graph: Graph, site: Site | None, dimension: int) -> list[Any] | s
 # Hadamard matrices: orthogonal but for a factor, with entries of 1 and -1.
 
 
-def find_block(size: int) -> int:
+def choose_block(size: int) -> int:
     """Return the largest divisor of a size for which `make_hadamard` has a matrix."""
     # 1 divides every size and has a matrix, so that there is always a part.
-    return next(part for part in range(size, 0, -1) if size % part == 0 and _find_base(part) is not None)
+    return next(part for part in range(size, 0, -1) if size % part == 0 and _choose_base(part) is not None)
 
 
 @functools.cache
@@ -423,7 +422,7 @@ def make_hadamard(size: int) -> np.ndarray:
     Source: Sylvester, Philosophical Magazine 34 (1867); Paley, Journal of Mathematics and Physics 12 (1933), pages 311
     to 320.
     """
-    base = _find_base(size)
+    base = _choose_base(size)
     assert base is not None
     matrix = _make_paley(base) if base > 1 else np.ones((1, 1), np.int8)
     while len(matrix) < size:
@@ -431,11 +430,11 @@ def make_hadamard(size: int) -> np.ndarray:
     return matrix
 
 
-def _find_base(size: int) -> int | None:
+def _choose_base(size: int) -> int | None:
     """Return the size of Paley's matrix, or 1, that doublings make the size; or None."""
     base = size
     while base > 1:
-        if _find_prime(base) is not None:
+        if _choose_prime(base) is not None:
             return base
         if base % 2:
             return None
@@ -443,8 +442,8 @@ def _find_base(size: int) -> int | None:
     return base
 
 
-def _find_prime(size: int) -> int | None:
-    """Return the prime of which Paley's construction makes a matrix of a size that is not a power of 2, or None."""
+def _choose_prime(size: int) -> int | None:
+    """Return the prime from which Paley's construction makes a matrix of a size that is not a power of 2, or None."""
     # Powers of 2 are doublings of the matrix of size 1, which is cheaper than a table of residues.
     if size & (size - 1) == 0:
         return None
@@ -456,7 +455,7 @@ def _find_prime(size: int) -> int | None:
 
 
 def _make_paley(size: int) -> np.ndarray:
-    prime = _find_prime(size)
+    prime = _choose_prime(size)
     assert prime is not None
     residues = np.full(prime, -1, np.int8)
     residues[np.arange(1, prime) ** 2 % prime] = 1

@@ -88,7 +88,7 @@ def smooth(
     checks.check_option(name, "method", method, ("smoothquant", "awq"))
     checks.require_type(isinstance(stats, Statistics), name, "stats", "a ptq.Statistics", type(stats).__name__)
 
-    def find_factors(joint: _Joint, arrays: Sequence[Any]) -> jax.Array:
+    def compute_factors(joint: _Joint, arrays: Sequence[Any]) -> jax.Array:
         weights, moments = _read_weights(joint, arrays), _read_moments(joint, stats, arrays)
         if method == "smoothquant":
             largest = moments.largest.reshape(-1, weights[0].shape[0])
@@ -97,7 +97,7 @@ def smooth(
         spec = prepared.leaves[leaf].spec
         return input_scales.awq(arrays[leaf], moments, spec, axis=use.axis, channel=use.channel).ravel()
 
-    return _scale_joints(name, prepared, params, batch, arguments, find_factors)
+    return _scale_joints(name, prepared, params, batch, arguments, compute_factors)
 
 
 def equalize(prepared: Prepared, params: Any, batch: Any, **arguments: Any) -> Outcome:
@@ -139,10 +139,10 @@ def equalize(prepared: Prepared, params: Any, batch: Any, **arguments: Any) -> O
     Source: Nagel et al., arXiv 1906.04721, section 4.1, equations 10 and 11.
     """
 
-    def find_factors(joint: _Joint, arrays: Sequence[Any]) -> jax.Array | str:
+    def compute_factors(joint: _Joint, arrays: Sequence[Any]) -> jax.Array | str:
         if joint.source.site is None:
             return "a normalization, which has no weight to equalize with"
-        source = _find_source_weight(joint, prepared, arrays)
+        source = _read_source_weight(joint, prepared, arrays)
         if isinstance(source, str):
             return source
         first = jnp.max(jnp.abs(source), 0)
@@ -151,7 +151,7 @@ def equalize(prepared: Prepared, params: Any, batch: Any, **arguments: Any) -> O
         is_live = (first > 0) & (second > 0)
         return jnp.where(is_live, jnp.sqrt(jnp.where(is_live, first, 1) / jnp.where(is_live, second, 1)), 1)
 
-    return _scale_joints("ptq.equalize", prepared, params, batch, arguments, find_factors)
+    return _scale_joints("ptq.equalize", prepared, params, batch, arguments, compute_factors)
 
 
 def _read_weights(joint: _Joint, arrays: Sequence[Any]) -> list[jax.Array]:
@@ -164,7 +164,7 @@ def _read_weights(joint: _Joint, arrays: Sequence[Any]) -> list[jax.Array]:
 
 
 def _read_moments(joint: _Joint, stats: Statistics, arrays: Sequence[Any]) -> Moments:
-    """Return the moments of the first contraction, whose inputs are those of all; largest with channels last."""
+    """Return the moments of the first contraction: all have its inputs; largest with channels last."""
     leaf, use = joint.uses[0]
     checks.require(use.name in stats.moments, "ptq.smooth", "stats", f"statistics of {use.name}", "none")
     result = inputs.combine_uses([use], stats.moments, arrays[leaf].shape)
@@ -176,7 +176,7 @@ def _read_moments(joint: _Joint, stats: Statistics, arrays: Sequence[Any]) -> Mo
     return moments._replace(largest=largest)
 
 
-def _find_source_weight(joint: _Joint, prepared: Prepared, arrays: Sequence[Any]) -> jax.Array | str:
+def _read_source_weight(joint: _Joint, prepared: Prepared, arrays: Sequence[Any]) -> jax.Array | str:
     """Return the weight that makes the channels as [other, channels], or why there is none."""
     found = _locate_outputs(joint.source.site, arrays)
     if isinstance(found, str):
@@ -198,20 +198,19 @@ def _locate_outputs(site: Site | None, arrays: Sequence[Any]) -> tuple[int, int]
 
 def _scale_joints(
     name: str, prepared: Prepared, params: Any, batch: Any, arguments: Any,
-    find_factors: Callable[[_Joint, Sequence[Any]], jax.Array | str],
+    compute_factors: Callable[[_Joint, Sequence[Any]], jax.Array | str],
 ) -> Outcome:  # fmt: skip
     """Return parameters with factors between layers, wherever they can be put into parameters on both sides."""
     check_prepared(name, prepared)
     signature = prepared._read_parameters("convert", params)
-    step = loop.BatchStep(name, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
-    args, kwargs = loop.split_arguments(step, 0, batch)
+    args, kwargs = loop.split_arguments(name, 0, batch, arguments)
     call = prepared._trace("apply", params, args, {**kwargs, **arguments})
     compare = make_comparison(name, prepared, signature, args, {**kwargs, **arguments})
     arrays, notes = list(signature.arrays), {}
     before = arrays
     for joint in _list_joints(call, arrays):
-        reason = joint.source.reason or _find_obstacle(joint, arrays)
-        factors = reason or find_factors(joint, arrays)
+        reason = joint.source.reason or _explain_obstacle(joint, arrays)
+        factors = reason or compute_factors(joint, arrays)
         if not isinstance(factors, str):
             changed = _put_factors(joint, arrays, factors)
             if isinstance(changed, str):
@@ -225,13 +224,13 @@ def _scale_joints(
             if isinstance(factors, str):
                 notes[leaf] = Note(path, "unchanged", factors)
             else:
-                spread = [_find_spread(joint, x, leaf) for x in (before, arrays)]
+                spread = [_compute_spread(joint, x, leaf) for x in (before, arrays)]
                 notes[leaf] = Note(path, f"scaled, with {_describe_source(joint, prepared)}", "", *spread)
     rows = [notes.get(leaf, Note(prepared.names[leaf], "unchanged", "no inputs")) for leaf in prepared.leaves]
     return Outcome(signature.rebuild(arrays), Notes(tuple(rows), _EXACT))
 
 
-def _find_spread(joint: _Joint, arrays: Sequence[Any], leaf: int) -> float:
+def _compute_spread(joint: _Joint, arrays: Sequence[Any], leaf: int) -> float:
     (w,) = [w for w, (place, _) in zip(_read_weights(joint, arrays), joint.uses, strict=True) if place == leaf][:1]
     sizes = jnp.abs(w).max(1)
     return float(sizes.max() / jnp.maximum(sizes.min(), jnp.finfo(jnp.float32).tiny))
@@ -260,7 +259,7 @@ def _list_joints(call: Call, arrays: Sequence[Any]) -> list[_Joint]:
     ]
 
 
-def _find_obstacle(joint: _Joint, arrays: Sequence[Any]) -> str:
+def _explain_obstacle(joint: _Joint, arrays: Sequence[Any]) -> str:
     """Return why the weights of a joint cannot take factors, or ""."""
     for leaf, use in joint.uses:
         if use.reason:

@@ -84,7 +84,7 @@ def _search_range(w: jax.Array, importance: jax.Array | None, *, spec: QuantSpec
         expected = f"shape {w.shape}, in which any dimension may be 1"
         checks.require(fits, _NAME, "importance", expected, f"shape {importance.shape}")
         squares = jnp.broadcast_to(importance.astype(jnp.float32), w.shape)
-    low, high = slices.find_extremes()
+    low, high = slices.compute_extremes()
 
     def measure_factor(factor: jax.Array) -> jax.Array:
         return slices.sum(squares * (slices.w - slices.round_to_range(low * factor, high * factor)) ** 2)
@@ -129,7 +129,7 @@ class Slices(NamedTuple):
         """Return the sum of numbers of the elements in each slice."""
         return affine.sum_to_scale(granularity.Aligned(self.block_size), values, jnp.zeros(self.shape))
 
-    def find_extremes(self) -> tuple[jax.Array, jax.Array]:
+    def compute_extremes(self) -> tuple[jax.Array, jax.Array]:
         """Return the least and the largest element of each slice, widened to include 0."""
         low, high = min_max.find_extremes(self.w, self.shape, self.block_size)
         # As `jq.quantize` widens ranges, so that 0 is a code.
@@ -143,19 +143,19 @@ class Slices(NamedTuple):
             counts = counts[..., None] * np.minimum(size, length - size * np.arange(parts)).astype(np.float32)
         return counts
 
-    def find_scales(self, low: jax.Array, high: jax.Array) -> Grid:
+    def compute_scales(self, low: jax.Array, high: jax.Array) -> Grid:
         """Return the scale, float32, and the zero point, int32 or None, of each slice, for a range of each slice."""
         scale, point = scale_from_range.find_scale_and_zero_point(self.spec, low, high, self.shape, self.shape)
         return Grid(small_floats.scale_as_float32(scale), None if point is None else point.astype(jnp.int32))
 
-    def find_grid(self, low: jax.Array, high: jax.Array) -> Grid:
+    def compute_grid(self, low: jax.Array, high: jax.Array) -> Grid:
         """Return the scale and the zero point of each element, for a range of each slice."""
-        scale, point = self.find_scales(low, high)
+        scale, point = self.compute_scales(low, high)
         return Grid(self.expand(scale), None if point is None else self.expand(point))
 
     def round_to_range(self, low: jax.Array, high: jax.Array) -> jax.Array:
         """Return the values of the codes, for a range of each slice."""
-        grid = self.find_grid(low, high)
+        grid = self.compute_grid(low, high)
         return _grid.decode_values(_grid.encode_values(self.w, grid, self.spec), grid, self.spec)
 
 
@@ -170,7 +170,7 @@ def make_slices(function: str, w: jax.Array, spec: QuantSpec) -> Slices:
 
 
 def keep_better(best: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return, for each slice, the tuple of which the first entry, an error, is smaller."""
-    # False if an error is NaN: a range whose error is unknown never replaces another one.
+    """Return, for each slice, the tuple with the smaller error, its first entry."""
+    # False if an error is NaN: such a range never replaces another one.
     is_better = other[0] < best[0]
     return tuple(jnp.where(is_better, new, old) for old, new in zip(best, other, strict=True))

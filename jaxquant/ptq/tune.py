@@ -1,4 +1,4 @@
-"""`tune`: scales, parameters in floats, and codes, learned such that the results are those of floats."""
+"""`tune`: scales, parameters in floats, and codes, learned such that the results are near the float results."""
 
 from __future__ import annotations
 
@@ -175,10 +175,7 @@ def _read_calls(
         batches: the batches.
         arguments: keyword arguments of every call.
     """
-    loop._check_batches(_NAME, batches, name)
-    step = loop.BatchStep(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
-    others = [Signature(loop.split_arguments(step, index, batch, name)) for index, batch in enumerate(batches)]
-    checks.require(bool(others), _NAME, name, "at least one batch", "none")
+    others = [Signature(call) for call in loop.read_batches(_NAME, batches, arguments, name)]
     calls = [_TuningBatch(other, run_function(signature.arrays, other)) for other in others]
     for index, call in enumerate(calls):
         # Their error would be 0, and would lower the mean.
@@ -201,7 +198,7 @@ def _choose(prepared: Prepared, leaf: int, x: Any, codes: bool) -> _Choice:
     if rows and all(row.form == "lookup" for row in rows):
         return _Choice(False, False, "a lookup, of which a batch reads few rows")
     spec = prepared.leaves[leaf].spec
-    obstacle = _find_obstacle(x, spec) if codes else ""
+    obstacle = _explain_fixed_codes(x, spec) if codes else ""
     reasons = ["scales that are powers of two"] if spec.power_of_two else []
     reasons += [obstacle] if obstacle else []
     return _Choice(not spec.power_of_two, codes and not obstacle, "; ".join(reasons))
@@ -259,7 +256,7 @@ class _Changes(NamedTuple):
     """What is learned of each parameter, by its place.
 
     Attributes:
-        floats: of a parameter in floats, the change of each element; of codes, that of each scale.
+        floats: of a parameter in floats, the change of each element; of codes, the change of each scale.
         codes: the change of each code in steps, if codes are learned.
     """
 
@@ -268,7 +265,7 @@ class _Changes(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The variables, and the moving averages of Adam for those of floats."""
+    """The variables, and Adam's moving averages for the float ones."""
 
     variables: _Changes
     means: dict[int, jax.Array]
@@ -325,20 +322,20 @@ def _make_problem(
             changed[leaf] = _dequantize_change(q, specs[leaf], change, scale)
         return run_function(changed, call.arguments)
 
-    def find_size(call: _TuningBatch) -> jax.Array:
+    def compute_size(call: _TuningBatch) -> jax.Array:
         size = jnp.asarray(sum(jnp.sum(z**2) for z in call.expected))
         return jnp.where(size > 0, size, 1)
 
     def compute_error(variables: _Changes, values: Sequence[Any], call: _TuningBatch) -> jax.Array:
         results = run(variables, values, call)
-        return sum(jnp.sum((y - z) ** 2) for y, z in zip(results, call.expected, strict=True)) / find_size(call)
+        return sum(jnp.sum((y - z) ** 2) for y, z in zip(results, call.expected, strict=True)) / compute_size(call)
 
     def compute_sum(variables: _Changes, values: Sequence[Any], call: _TuningBatch, key: jax.Array) -> jax.Array:
         results = run(variables, values, call)
         keys = jax.random.split(key, len(results))
         signs = [jax.random.rademacher(k, y.shape, y.dtype) for k, y in zip(keys, results, strict=True)]
         total = sum(jnp.sum(y * sign) for y, sign in zip(results, signs, strict=True))
-        return total * jnp.sqrt(2 / find_size(call))
+        return total * jnp.sqrt(2 / compute_size(call))
 
     return _Problem(compute_error, compute_sum, specs, values)
 
@@ -388,7 +385,7 @@ def _minimize(
 
 
 def _measure_curvatures(problem: _Problem, start: _Changes, calls: Sequence[_TuningBatch]) -> dict[int, jax.Array]:
-    """Return the second derivative of the error for each code, without that of the function itself."""
+    """Return the second derivative of the error for each code, without the second derivative of the function itself."""
     curvatures = jax.tree.map(jnp.zeros_like, start.codes)
     if not curvatures:
         return curvatures
@@ -437,7 +434,7 @@ def _make_step(problem: _Problem) -> Callable[..., _State]:
 # Codes that are learned: a change of each value in steps, rounded in the forward pass, with its gradient unrounded.
 
 
-def _find_obstacle(q: QuantizedArray, spec: QuantSpec) -> str:
+def _explain_fixed_codes(q: QuantizedArray, spec: QuantSpec) -> str:
     """Return why the codes of an array cannot be learned, or ""."""
     if spec.dtype in dtypes.SMALL_FLOATS:
         return "codes of floats, whose steps differ"
@@ -456,7 +453,7 @@ def _move_change(
     A code is at the minimum where slope + curvature * (change - rounded change) = 0. The next code is better if this is
     nearer to it than to the present one.
     """
-    start, unit = _decode_steps(q), _find_unit(spec)
+    start, unit = _decode_steps(q), _compute_unit(spec)
     steps = start + unit * change
     rest = (steps - _round_steps(q, spec, steps)) / unit
     least = np.float32(1e-3) * jnp.mean(curvature) + np.finfo(np.float32).tiny
@@ -469,7 +466,7 @@ def _move_change(
 
 
 def _dequantize_change(q: QuantizedArray, spec: QuantSpec, change: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the floats of the array whose codes have changed, with the gradient of codes that are not rounded.
+    """Return the floats of the array after a change of its codes, with the gradient of codes that are not rounded.
 
     Args:
         q: the array with the codes of the start.
@@ -477,7 +474,7 @@ def _dequantize_change(q: QuantizedArray, spec: QuantSpec, change: jax.Array, sc
         change: the change of each value, in steps, float32.
         scale: the scale, which may have changed, too.
     """
-    steps = _decode_steps(q) + _find_unit(spec) * change
+    steps = _decode_steps(q) + _compute_unit(spec) * change
     rounded = _round_steps(q, spec, steps)
     scale = small_floats.scale_as_float32(scale).reshape(scale.shape or (1,) * q.ndim)
     return (rounded * granularity.Aligned(q.block_size).expand(scale, rounded)).astype(q.dtype)
@@ -486,7 +483,7 @@ def _dequantize_change(q: QuantizedArray, spec: QuantSpec, change: jax.Array, sc
 @functools.partial(jax.jit, static_argnames="spec")
 def _change_codes(q: QuantizedArray, spec: QuantSpec, change: jax.Array) -> tuple[QuantizedArray, jax.Array]:
     """Return the array with the codes that `_dequantize_change` has rounded to, and how many of them have changed."""
-    steps = _decode_steps(q) + _find_unit(spec) * change
+    steps = _decode_steps(q) + _compute_unit(spec) * change
     codes = encode_array(steps, jnp.ones((1,) * q.ndim), q.zero_point, spec)
     count = jnp.sum(codes.astype(jnp.int32) != q.codes.astype(jnp.int32))
     return q.replace(codes=codes), count
@@ -503,7 +500,7 @@ def _decode_steps(q: QuantizedArray) -> jax.Array:
     return q.replace(scale=jnp.ones((1,) * q.ndim), dtype=np.float32).dequantize()
 
 
-def _find_unit(spec: QuantSpec) -> Any:
+def _compute_unit(spec: QuantSpec) -> Any:
     """Return the length of a step: of a codebook, the mean distance of its levels."""
     if spec.codebook is None:
         return np.float32(1)

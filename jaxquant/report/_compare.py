@@ -136,10 +136,7 @@ def compare(
     check_prepared(_NAME, prepared)
     signature, codes = prepared._read_parameters("convert", params), read_converted(_NAME, prepared, qparams)
     records = prepared._read_records("apply", "ranges", ranges)
-    loop._check_batches(_NAME, batches)
-    step = loop.BatchStep(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
-    calls = [loop.split_arguments(step, index, batch) for index, batch in enumerate(batches)]
-    checks.require(bool(calls), _NAME, "batches", "at least one batch", "none")
+    calls = loop.read_batches(_NAME, batches, arguments)
     others = [Signature((args, {**kwargs, **arguments})) for args, kwargs in calls]
     measured, activations = _measure_calls(prepared, signature, codes, records, others)
     result = _measure_result(prepared, params, qparams, ranges, others)
@@ -180,7 +177,7 @@ def _measure_calls(
     first = run_all(unit)
     # A batch with other static arguments may be without some of the contractions.
     found = dict.fromkeys(name for result in first for name in result)
-    edges = {name: _find_edges([result[name]["extremes"] for result in first if name in result]) for name in found}
+    edges = {name: _compute_edges([result[name]["extremes"] for result in first if name in result]) for name in found}
     second = run_all(
         {**unit, **{name: jnp.asarray(edge, jnp.float32) for name, edge in edges.items() if edge is not None}}
     )
@@ -203,7 +200,7 @@ def _check_contractions(names: Iterable[str], known: Set[str]) -> None:
     checks.require(not added, _NAME, "batches", expected, got)
 
 
-def _find_edges(extremes: Sequence[np.ndarray]) -> np.ndarray | None:
+def _compute_edges(extremes: Sequence[np.ndarray]) -> np.ndarray | None:
     """Return the least and the largest activation, or None if no activations are quantized."""
     rows = np.concatenate([x.reshape(-1, 2) for x in extremes])
     low, high = rows[:, 0].min(), rows[:, 1].max()
@@ -264,10 +261,10 @@ def _measure_result(prepared: Prepared, params: Any, qparams: Any, ranges: Any, 
         is_empty = is_empty and bool(has_none)
     # Two sums of nothing would stand for an exact result.
     checks.require(not is_empty, _NAME, "batches", "batches with results", "results without elements")
-    return _find_ratio(*totals)
+    return _compute_ratio(*totals)
 
 
-def _find_ratio(signal: float, noise: float) -> float:
+def _compute_ratio(signal: float, noise: float) -> float:
     """Return the ratio in decibels; infinity without an error."""
     if math.isnan(signal):
         return float("nan")
@@ -301,8 +298,8 @@ def _make_row(prepared: Prepared, row: Any, sums: dict[str, float], signature: S
         row.name, row.operation, row.form, row.reason,
         # Of several parameters in one contraction the worst.
         min((float(error.sqnr_db) for error in errors), default=None),
-        _find_ratio(sums["activation"], sums["activation_error"]) if sums.get("elements") else None,
-        _find_ratio(sums["output"], sums["output_error"]) if sums.get("output") else None,
+        _compute_ratio(sums["activation"], sums["activation_error"]) if sums.get("elements") else None,
+        _compute_ratio(sums["output"], sums["output_error"]) if sums.get("output") else None,
         max((float(error.saturated) for error in errors), default=None),
         sums["saturated"] / sums["elements"] if sums.get("elements") else None,
         max((float(error.used_codes) for error in errors), default=None),

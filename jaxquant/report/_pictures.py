@@ -96,11 +96,11 @@ def plot_plan(plan: BitPlan, path: str | os.PathLike[str] | None = None) -> Any:
     is_plan = isinstance(plan, BitPlan)
     checks.require_type(is_plan, "report.plot_plan", "plan", "a ptq.BitPlan", type(plan).__name__)
     check_matplotlib()
-    figure = _draw_plan(find_front(plan), _list_uniform(plan), (plan.nbytes, plan.damage))
+    figure = _draw_plan(list_front(plan), _list_uniform(plan), (plan.nbytes, plan.damage))
     return _write(figure, path)
 
 
-def find_front(plan: BitPlan) -> list[tuple[int, float]]:
+def list_front(plan: BitPlan) -> list[tuple[int, float]]:
     """Return the bytes and the damage of the best plans for some budgets from the least to the most bytes."""
     names = list(next(iter(plan.table.values())))
     sizes, damages = (

@@ -159,10 +159,12 @@ class Prepared:
 
         # The parameters are arguments of the jitted function: arrays that it closes over would be copied into the
         # program.
+        compute_fingerprint = functools.cache(
+            lambda: loop.compute_fingerprint(dict(zip(signature.names, signature.arrays, strict=True)))
+        )
         step = loop.BatchStep(
             "Prepared.calibrate", lambda state, *batch: observe_batch(state, signature.arrays, Signature(batch)),
-            functools.cache(lambda: loop.find_fingerprint(dict(zip(signature.names, signature.arrays, strict=True)))),
-            lambda state: _ranges.describe(self.static_ranges), frozenset(arguments),
+            compute_fingerprint, lambda state: _ranges.describe(self.static_ranges), frozenset(arguments),
         )  # fmt: skip
         start = self.init() if state is None else state
         final = loop.run_loop(

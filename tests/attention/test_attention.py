@@ -12,7 +12,7 @@ import pytest
 
 import jaxquant as jq
 from jaxquant._attention import attention, scores_and_values
-from jaxquant._attention.scores_and_values import find_scores, find_weights, group_queries
+from jaxquant._attention.scores_and_values import compute_scores, compute_weights, group_queries
 
 from ..oracles.attention_text import (
     attend,
@@ -69,7 +69,7 @@ def test_codes_and_results(
         unit = cache.quantized_keys.replace(scale=jnp.ones((1,) * 4))
         codes = jq.quantize(q, INT8)
         grouped = group_queries(codes.replace(scale=jnp.ones((1,) * 4)), kv_heads, 1.0)
-        return find_scores("attention", grouped, unit), [jq.attention(q, cache, weight_digits=n) for n in (1, 2, 3)]
+        return compute_scores("attention", grouped, unit), [jq.attention(q, cache, weight_digits=n) for n in (1, 2, 3)]
 
     integers, results = run(q, k, v)
     q_codes = quantize_tokens(q, 127)
@@ -241,7 +241,7 @@ def test_exponentials_of_long_rows_are_those_of_short_ones(rng: np.random.Genera
     @jax.jit
     def run(scores: jax.Array) -> jax.Array:
         visible = jnp.arange(scores.shape[1])[None] < 96
-        return find_weights(scores, jnp.ones((1, 1)), visible, 2).exponentials
+        return compute_weights(scores, jnp.ones((1, 1)), visible, 2).exponentials
 
     np.testing.assert_array_equal(run(scores)[:, :96], run(scores[:, :96]))
 

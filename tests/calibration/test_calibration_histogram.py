@@ -205,7 +205,7 @@ def test_sixty_four_bits_in_two_words(rng: np.random.Generator) -> None:
     full = words([0xFFFF] * 2**16)
     assert number(uint64.sum_cumulatively(full))[-1] == 0xFFFF * 2**16
     for share in (Fraction(0), Fraction(1, 2), Fraction(99.99) / 100, 1 - Fraction(1, 2**60), Fraction(1, 3)):
-        whole, rest = uint64.find_share(words(numbers), share)
+        whole, rest = uint64.multiply_by_share(words(numbers), share)
         for n, quotient, part in zip(numbers, number(whole), np.asarray(rest), strict=True):
             error = Fraction(int(quotient)) + Fraction(float(part)) - n * share
             assert abs(error) < Fraction(1, 2**20) + Fraction(n, 2**64), (n, share)

@@ -11,7 +11,7 @@ import pytest
 
 import jaxquant as jq
 from jaxquant import ptq
-from jaxquant.report._pictures import find_front
+from jaxquant.report._pictures import list_front
 
 pytest.importorskip("matplotlib")
 DTYPES = ("int2", "int4", "int8", "float")
@@ -33,7 +33,7 @@ def make_plan(rng: np.random.Generator) -> ptq.BitPlan:
 def test_plan(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
     pytest.importorskip("scipy")
     plan = make_plan(rng)
-    front = find_front(plan)
+    front = list_front(plan)
     sizes, damages = np.array(front).T
     assert (np.diff(sizes) > 0).all()
     assert (np.diff(damages) <= 0).all()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxquant as jq
-from jaxquant._codes.bias import find_largest_sums
+from jaxquant._codes.bias import compute_largest_sums
 
 F32 = np.float32
 RULES = jq.recipes.onnx_runtime()
@@ -147,4 +147,4 @@ def test_training_has_the_larger_scales(function: Any, is_learned: bool, rng: np
 def test_the_sums_of_long_features_do_not_overflow() -> None:
     """255 times the sum of 70,000 codes exceeds int32; the product became negative, and no bias too large."""
     q = jq.quantize(np.ones((70_000, 1), F32), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
-    np.testing.assert_allclose(float(find_largest_sums(q, [1])[0]), 70_000 * 127 * 255, rtol=1e-6)
+    np.testing.assert_allclose(float(compute_largest_sums(q, [1])[0]), 70_000 * 127 * 255, rtol=1e-6)

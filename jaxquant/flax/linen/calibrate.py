@@ -97,7 +97,7 @@ def calibrate(
     step = loop.BatchStep(
         _CALIBRATE, lambda *rest: run_batch(fixed, *rest),
         # The weights do not change in the loop, so their fingerprint is computed once.
-        functools.cache(lambda: loop.find_fingerprint(fixed)), _describe_layers,
+        functools.cache(lambda: loop.compute_fingerprint(fixed)), _describe_layers,
         frozenset(arguments) | {"method", "rngs", *_RESERVED},
     )  # fmt: skip
     moving = loop.run_loop(

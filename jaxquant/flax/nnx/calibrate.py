@@ -98,7 +98,7 @@ def calibrate(
     step = loop.BatchStep(
         _CALIBRATE, lambda *rest: run_batch(fixed, *rest),
         # The weights do not change in the loop, so their fingerprint is computed once.
-        functools.cache(lambda: loop.find_fingerprint(fixed)), lambda state: "\n".join(layers),
+        functools.cache(lambda: loop.compute_fingerprint(fixed)), lambda state: "\n".join(layers),
         frozenset(arguments),
     )  # fmt: skip
     loop.run_loop(

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from ..._arrays.quantized_array import QuantizedArray
-from ..._codes.bias import find_free_steps, find_largest_sums, quantize_added_bias
+from ..._codes.bias import compute_largest_sums, derive_free_steps, quantize_added_bias
 from ..._core import checks, dtypes
 from ..._kernels import barriers, division
 from .folding import bind_parameters, find_factor_and_bias, find_feature_axes
@@ -66,13 +66,13 @@ def _find_ratio(
     product = jnp.reshape(x_scale, ()) * by_feature
     # `division.divide` has the same bits in a jitted function, as `fake_apply` may be.
     steps = division.divide(jnp.abs(bias), jnp.broadcast_to(product, bias.shape))
-    free = find_free_steps(q, places)
+    free = derive_free_steps(q, places)
     if free is not None:
         sums, most = steps, np.float32(float(free) / _MARGIN)
     else:
         # A code that is rounded again may grow by half a step.
         terms = math.prod(q.shape[axis] for axis in rest)
-        sums, most = steps + find_largest_sums(q, places), np.float32((_MOST - terms * 128) / _MARGIN)
+        sums, most = steps + compute_largest_sums(q, places), np.float32((_MOST - terms * 128) / _MARGIN)
     ratio = division.divide(sums, jnp.full_like(sums, most)) * np.float32(_MARGIN)
     ratio = jnp.where(sums > most, ratio, np.float32(1))
     order = sorted(range(len(places)), key=lambda i: places[i])

@@ -107,7 +107,7 @@ def _evaluate_move(equation: Any, x: jax.Array, zero: jax.Array) -> list[jax.Arr
     if name == "reduce_window_max":
         windows = find_windows(equation.params)
         assert windows is not None
-        return [pooling.find_maxima(x, windows=windows)]
+        return [pooling.compute_maxima(x, windows=windows)]
     return jaxpr.evaluate(equation, [x])
 
 
