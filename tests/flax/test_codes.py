@@ -354,3 +354,54 @@ def test_an_output_range_is_checked() -> None:
     for match, each in (("no data", variables), ("spec: expected what the variables were made", None)):
         with pytest.raises(ValueError, match=match):
             Sum(A8 if each else jq.QuantSpec("uint8", power_of_two=True)).apply(each or variables, q)
+
+
+class Coded(nn.Module):
+    """A residual block of layers that give codes."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        options: dict[str, Any] = {**jq.RUNTIME, **{f"{name}_range": Observed(jq.minmax) for name in ROLES}}
+        x = qnn.Conv(8, (3, 3), output_relu=True, **options)(x)
+        y = qnn.Conv(8, (1, 1), **options)(x)
+        x = jq.add(x, y, qnn.OutputRange(A8, Observed(jq.minmax), relu=True))
+        return qnn.Dense(10, **options)(jq.reshape(x, (x.shape[0], -1)))
+
+
+class Plain(nn.Module):
+    """The same network of Flax's own layers."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.relu(nn.Conv(8, (3, 3))(x))
+        x = nn.relu(x + nn.Conv(8, (1, 1))(x))
+        return nn.Dense(10)(x.reshape(x.shape[0], -1))
+
+
+ROLES = ("activation", "output")
+# The ranges of a prepared `Plain`, and where `Coded` has them.
+PLACES = {
+    ("params/Conv_0/kernel", "0"): ("Conv_0", "ConvGeneralDilated_0", "activation"),
+    ("params/Conv_0/kernel", "output"): ("Conv_0", "ConvGeneralDilated_0", "output"),
+    ("params/Conv_1/kernel", "output"): ("Conv_1", "ConvGeneralDilated_0", "output"),
+    ("add@Plain", "output"): ("OutputRange_0", "output"),
+    ("params/Dense_0/kernel", "output"): ("Dense_0", "DotGeneral_0", "output"),
+}
+
+
+def test_prepare_gives_the_same_codes(rng: np.random.Generator) -> None:
+    """In training and served: with the same ranges, a prepared network of Flax's layers has the layers' results."""
+    x = rng.normal(size=(4, 6, 6, 3)).astype(F)
+    variables = prepare(Coded(), x, rng)
+    served: Any = jax.jit(Coded().apply)(jq.flax.convert(Coded(), variables), x)
+    params = {"params": variables["params"]}
+    prepared = jq.prepare(Plain().apply, params, x, rules=jq.recipes.onnx_runtime(), strict=True)
+    ranges: dict[str, dict[str, jq.Range]] = {}
+    for (name, place), path in PLACES.items():
+        state = variables["ranges"]
+        for key in path:
+            state = state[key]
+        ranges.setdefault(name, {})[place] = jq.Range(*state["state"])
+    assert len(np.unique(served.codes)) > 20
+    for y in (prepared.apply(prepared.convert(params), ranges, x), prepared.fake_apply(params, ranges, x)):
+        np.testing.assert_array_equal(y, served.dequantize())
