@@ -24,7 +24,6 @@ from ._codes.bias import quantize_bias
 from ._codes.carrier import FakeQuantizedArray
 from ._codes.elementwise import add, multiply, relu
 from ._codes.pooling import average_pool, max_pool, mean
-from ._codes.preset import RUNTIME
 from ._contractions.conv import conv_general_dilated
 from ._contractions.dot import dot_general, matmul
 from ._contractions.einsum import einsum
@@ -122,7 +121,6 @@ __all__ = [  # noqa: RUF022 as grouped
     "pad",
     "quantize_bias",
     "FakeQuantizedArray",
-    "RUNTIME",
     # Ranges of streams of data.
     "Calibrator",
     "Range",

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .._arrays.spec import QuantSpec
-from .._contractions.output import check_output_spec
 from .._core import checks, dtypes
 from .._core.granularity import PerAxis, PerFeature, PerTensor, PerToken
 from .._training.backward import Backward, FloatBackward
@@ -28,7 +27,7 @@ class LayerOperand(NamedTuple):
     Attributes:
         spec: how to quantize the operand.
         source: the source of its range.
-        role: "weight", "activation" or "output".
+        role: "weight" or "activation".
     """
 
     spec: QuantSpec
@@ -76,10 +75,6 @@ class Quantization:
         weight_range: the source of the weights' range.
         activation_range: the source of the activations' range.
         backward: how to contract gradients.
-        output_spec: how to quantize the result, or None to leave it in floats.
-        output_range: the source of the result's range.
-        output_relu: whether a relu precedes the quantization of the result.
-        integer_bias: whether the bias is rounded to int32 and added to the sums, although the result is float.
     """
 
     weight_spec: QuantSpec
@@ -87,14 +82,6 @@ class Quantization:
     weight_range: Source = Dynamic()
     activation_range: Source = Observed()
     backward: Backward = FloatBackward()
-    output_spec: QuantSpec | None = None
-    output_range: Source = Observed()
-    output_relu: bool = False
-    integer_bias: bool = False
-
-    def find_output(self) -> LayerOperand | None:
-        """Return how the result is quantized, or None."""
-        return None if self.output_spec is None else LayerOperand(self.output_spec, self.output_range, "output")
 
 
 def check_layer(layer: str, quantization: Quantization) -> Operands:
@@ -112,7 +99,6 @@ def check_layer(layer: str, quantization: Quantization) -> Operands:
         ContractValueError: a spec contradicts the source of its range.
     """
     _check_types(layer, quantization)
-    check_output(layer, quantization)
     weight = LayerOperand(quantization.weight_spec, quantization.weight_range, "weight")
     if quantization.activation_spec is None:
         _check_source(layer, weight)
@@ -141,23 +127,6 @@ def _check_types(layer: str, quantization: Quantization) -> None:
     source = quantization.activation_range
     expected, got = "Observed(), Dynamic() or Learned()", checks.describe_value(source)
     checks.require_type(isinstance(source, Source), layer, "activation_range", expected, got)
-
-
-def check_output(layer: str, quantization: Quantization) -> None:
-    """Raise unless the result can be quantized as the arguments say."""
-    spec, source = quantization.output_spec, quantization.output_range
-    for name in ("output_relu", "integer_bias"):
-        checks.check_flag(layer, name, getattr(quantization, name))
-    expected, got = "Observed() or Learned()", checks.describe_value(source)
-    checks.require_type(isinstance(source, Observed | Learned), layer, "output_range", expected, got)
-    if spec is None:
-        expected = "False without an output_spec (apply jax.nn.relu to the result)"
-        checks.require(not quantization.output_relu, layer, "output_relu", expected, "True")
-        return
-    got = checks.describe_value(spec)
-    checks.require_type(isinstance(spec, QuantSpec), layer, "output_spec", "a QuantSpec, or None for floats", got)
-    check_output_spec(layer, "output_spec", spec)
-    _check_source(layer, LayerOperand(spec, source, "output"))
 
 
 def _check_integers(layer: str, operand: LayerOperand) -> None:

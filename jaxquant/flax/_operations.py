@@ -56,11 +56,6 @@ def _keep_order(_: Call) -> tuple[int, ...]:
     return ()
 
 
-def _read_scale(call: Call) -> jax.Array:
-    """Return the scale of a kernel whose features have the order of those of the result."""
-    return call.kernel.scale
-
-
 @dataclasses.dataclass(frozen=True)
 class Operation:
     """One row of the table.
@@ -71,22 +66,19 @@ class Operation:
             back, because `nn.scan` and `nnx.vmap` may stack other axes in front of them.
         train: takes a Call with float operands, their Quantizers (None leaves an operand in floats), and the backward
             rule and its key as keyword arguments. Returns floats.
-        serve: takes a Call with a quantized kernel, and returns floats; with `bias` and `output` as keyword arguments,
-            codes.
+        serve: takes a Call with a quantized kernel, and returns floats.
         find_stored_axes: takes a Call, and returns the axes of its kernel, counted from the back, that a converted
             kernel holds last in memory: those that an integer contraction sums, in the order of the axes of x.
         quantizes_x: whether x is quantized; the indices of a lookup are not.
-        arrange_scale: takes a Call with a quantized kernel, and returns its scale in the order of a bias.
         find_x_axes: takes a Call, and returns the axes of x that are contracted; None stands for the last one.
     """
 
     bind: Callable[..., Call]
     find_output_axes: Callable[[Call], tuple[int, ...]]
     train: Callable[[Call, Quantizers, dict[str, Any]], jax.Array]
-    serve: Callable[..., Any]
+    serve: Callable[[Call], jax.Array]
     find_stored_axes: Callable[[Call], tuple[int, ...]] = _keep_order
     quantizes_x: bool = True
-    arrange_scale: Callable[[Call], jax.Array] = _read_scale
     find_x_axes: Callable[[Call], Sequence[int]] | None = None
 
 
@@ -261,9 +253,9 @@ def _train_dot_general(call: Call, quantizers: Quantizers, gradients: dict[str, 
     return quantized_dot_general(call.x, call.kernel, **call.arguments, **specs, **gradients)
 
 
-def _serve_dot_general(call: Call, **epilogue: Any) -> Any:
+def _serve_dot_general(call: Call) -> jax.Array:
     """Return the dot_general with a converted kernel."""
-    return dot_general(call.x, call.kernel, **call.arguments, **epilogue)
+    return dot_general(call.x, call.kernel, **call.arguments)
 
 
 # conv_general_dilated.
@@ -290,9 +282,9 @@ def _train_conv_general_dilated(call: Call, quantizers: Quantizers, gradients: d
     return quantized_conv_general_dilated(call.x, call.kernel, **call.arguments, **specs, **gradients)
 
 
-def _serve_conv_general_dilated(call: Call, **epilogue: Any) -> Any:
+def _serve_conv_general_dilated(call: Call) -> jax.Array:
     """Return the convolution with a converted kernel."""
-    return conv_general_dilated(call.x, call.kernel, **call.arguments, **epilogue)
+    return conv_general_dilated(call.x, call.kernel, **call.arguments)
 
 
 # einsum.
@@ -316,15 +308,6 @@ def _find_einsum_summed_axes(call: Call) -> tuple[int, ...]:
     return find_summed_in_einsum(call.arguments["subscripts"], call.kernel.ndim)
 
 
-def _arrange_einsum_scale(call: Call) -> jax.Array:
-    """Return the scale of the second operand of an einsum, with its kept axes in the order of the result."""
-    subscripts, scale = call.arguments["subscripts"], call.kernel.scale
-    _, labels, result = _split_terms(subscripts, scale.ndim)
-    kept = [axis % scale.ndim for axis in find_kept_in_einsum(subscripts, scale.ndim)]
-    summed = [axis for axis in range(scale.ndim) if axis not in kept]
-    return jnp.transpose(scale, (*summed, *sorted(kept, key=lambda axis: result.index(labels[axis]))))
-
-
 def _split_subscripts(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional arguments of an einsum, and the arguments without the subscripts."""
     static = dict(call.arguments)
@@ -337,10 +320,10 @@ def _train_einsum(call: Call, quantizers: Quantizers, gradients: dict[str, Any])
     return quantized_einsum(*positional, specs=quantizers, **static, **gradients)
 
 
-def _serve_einsum(call: Call, **epilogue: Any) -> Any:
+def _serve_einsum(call: Call) -> jax.Array:
     """Return the einsum with a converted kernel."""
     positional, static = _split_subscripts(call)
-    return einsum(*positional, **static, **epilogue)
+    return einsum(*positional, **static)
 
 
 # Rows of a table.
@@ -382,8 +365,7 @@ CONV_GENERAL_DILATED = Operation(
     _serve_conv_general_dilated,
 )  # fmt: skip
 EINSUM = Operation(
-    _bind_einsum, _find_einsum_axes, _train_einsum, _serve_einsum, _find_einsum_summed_axes,
-    arrange_scale=_arrange_einsum_scale,
+    _bind_einsum, _find_einsum_axes, _train_einsum, _serve_einsum, _find_einsum_summed_axes
 )  # fmt: skip
 LOOKUP = Operation(_bind_lookup, _find_lookup_axes, _train_lookup, _serve_lookup, quantizes_x=False)
 TABLE_FEATURES = find_kept_axes(2, (1,))  # of `ATTEND` and `LOOKUP`

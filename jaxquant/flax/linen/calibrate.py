@@ -154,7 +154,7 @@ def check_calibrated(variables: Mapping[str, Any]) -> None:
     for path, state in layers.items():
         record = state[NAME]
         with checks.prefix_errors(join_path(path)):
-            for operand in (record.weight, record.activation, record.output):
+            for operand in (record.weight, record.activation):
                 if operand is not None and isinstance(operand.source, Observed):
                     values = state.get(operand.role)
                     _observed.check_observed(_CHECK, operand, values, "jq.flax.calibrate finds it")
@@ -200,7 +200,7 @@ def _check_layers(moving: Mapping[str, Any]) -> None:
     operands = []
     for state in layers.values():
         record = state[NAME]
-        every = (record.weight, record.activation, record.output)
+        every = (record.weight, record.activation)
         operands += [operand for operand in every if operand is not None]
     has_range = any(not isinstance(operand.source, Dynamic) for operand in operands)
     expected = "a module with a layer whose activation_range is Observed()"
@@ -217,8 +217,6 @@ def _describe_layers(moving: Mapping[str, Any]) -> str:
     # `jax.jit` returns sorted dicts, so only the first state may have another order.
     for path, state in sorted(find_layers(moving.get(RANGES)).items(), key=lambda item: item[0]):
         record = state[NAME]
-        # Calibrations that were saved before there were outputs have no text for them.
-        outputs = () if record.output is None else (record.output,)
-        operands = map(_layer_operand.describe_operand, (record.weight, record.activation, *outputs))
+        operands = map(_layer_operand.describe_operand, (record.weight, record.activation))
         lines.append(f"{'/'.join(path)}: {', '.join(operands)}")
     return "\n".join(lines)

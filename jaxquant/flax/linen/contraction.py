@@ -19,7 +19,6 @@ from ...checkpoint.static_text import StaticText
 from .. import _converted, _layer_operand, _learned, _observed, _operations
 from .._layer_operand import LayerOperand, Operands, Quantization
 from .._operations import Operation
-from .._run_to_codes import make_stand_in, run_lookup, run_to_codes
 from ..ranges import Dynamic, Observed
 from .record import NAME, Record
 
@@ -63,8 +62,30 @@ def promote_dtype(inputs: Any, kernel: Any, bias: Any = None, *, dtype: Any = No
     return inputs, kernel, bias
 
 
-class RangeModule(nn.Module):
-    """The base class of the modules that hold ranges in their variables."""
+class Contraction(nn.Module):
+    """The base class of the modules that contract.
+
+    Attributes:
+        quantization: how the operands are quantized.
+        kernel_name: the name of the weights in "params", in the module around this one.
+        operation: the row of the table that a subclass runs.
+    """
+
+    quantization: Quantization
+    kernel_name: str = "kernel"
+    operation: ClassVar[Operation]
+
+    @nn.compact
+    def __call__(self, *operands: Any, **arguments: Any) -> jax.Array:
+        """Return the contraction, from the arguments of the function of JAX that this module replaces."""
+        return self.run(self.operation, *operands, **arguments)
+
+    @nn.nowrap
+    def run(self, operation: Operation, *operands: Any, **arguments: Any) -> jax.Array:
+        """Return the result of an operation on this module's variables."""
+        # The methods of this class are marked `nn.nowrap`, so that flax adds no name scope for each of them.
+        call = operation.bind(*operands, **arguments)
+        return _operations.run_operation(operation, self, self.quantization.backward, call)
 
     @nn.nowrap
     def read_range(self, operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:
@@ -121,46 +142,9 @@ class RangeModule(nn.Module):
         checks.require(self.is_mutable_collection(collection), "flax", operand.role, expected, "neither")
 
     @nn.nowrap
-    def _box_scale(self, operand: LayerOperand, start: jax.Array) -> Any:
-        """Return a learned scale as it is stored."""
-        del operand
-        return start
-
-    @nn.nowrap
     def _read(self, collection: str, name: str) -> Any:
         """Return the value of a variable, or None if it is missing."""
         return self.get_variable(collection, name) if self.has_variable(collection, name) else None
-
-
-class Contraction(RangeModule):
-    """The base class of the modules that contract.
-
-    Attributes:
-        quantization: how the operands are quantized.
-        kernel_name: the name of the weights in "params", in the module around this one.
-        operation: the row of the table that a subclass runs.
-    """
-
-    quantization: Quantization
-    kernel_name: str = "kernel"
-    operation: ClassVar[Operation]
-
-    @nn.compact
-    def __call__(self, *operands: Any, **arguments: Any) -> jax.Array:
-        """Return the contraction, from the arguments of the function of JAX that this module replaces."""
-        return self.run(self.operation, *operands, **arguments)
-
-    @nn.nowrap
-    def run(self, operation: Operation, *operands: Any, **arguments: Any) -> jax.Array:
-        """Return the result of an operation on this module's variables."""
-        # The methods of this class are marked `nn.nowrap`, so that flax adds no name scope for each of them.
-        call = operation.bind(*operands, **arguments)
-        backward, relay = self.quantization.backward, getattr(self.parent, "_relay", None)
-        if relay is None:
-            return _operations.run_operation(operation, self, backward, call)
-        call = relay.insert_codes(call)
-        relay.result = run_to_codes(operation, self, self.quantization, backward, call, relay.bias)
-        return make_stand_in(relay.result).astype(call.arguments["preferred_element_type"])
 
     @nn.nowrap
     def find_place(self) -> str:
@@ -186,12 +170,7 @@ class Contraction(RangeModule):
     @nn.nowrap
     def check_converted(self, weight: LayerOperand, activation: LayerOperand | None, kernel: QuantizedArray) -> None:
         """Check that the variables were converted with this layer's specs and sources of ranges."""
-        operands = (
-            (weight, "weight_spec"),
-            (activation, "activation_spec"),
-            (self.quantization.find_output(), "output_spec"),
-        )
-        for operand, argument in operands:
+        for operand, argument in ((weight, "weight_spec"), (activation, "activation_spec")):
             text = _layer_operand.describe_converted(operand)
             # `convert` wrote these descriptions; `record_operands` does this for float variables.
             stored = self._read(RANGES, argument)
@@ -223,11 +202,7 @@ class Contraction(RangeModule):
             return
         # Variables of an older call may hold ranges of another spec, which would give wrong codes without an error.
         record = self._read(RANGES, NAME)
-        for operand, role in (
-            (weight, "weight"),
-            (activation, "activation"),
-            (self.quantization.find_output(), "output"),
-        ):
+        for operand, role in ((weight, "weight"), (activation, "activation")):
             recorded = getattr(record, role, operand)
             if _layer_operand.is_alike(operand, recorded):
                 continue
@@ -250,7 +225,7 @@ class Contraction(RangeModule):
         stored_axes = stored_axes if getattr(parent, "permits_stored_order", False) else ()
         shape = tuple(kernel.shape)
         names = (self.kernel_name, shape, kernel.dtype, is_ready, attention, stored_axes)
-        return Record(weight, activation, *names, self.quantization.find_output())
+        return Record(weight, activation, *names)
 
     @nn.nowrap
     def _box_scale(self, operand: LayerOperand, start: jax.Array) -> Any:
@@ -297,10 +272,7 @@ class Table(Contraction):
     @nn.compact
     def __call__(self, operation: Operation, *operands: Any) -> Any:
         """Return rows of the table, or the products of queries with all rows."""
-        if operation is not _operations.LOOKUP:
-            return self.run(operation, *operands)
-        call = operation.bind(*operands)
-        return run_lookup(operation, self, self.quantization, self.quantization.backward, call)
+        return self.run(operation, *operands)
 
 
 @dataclasses.dataclass(frozen=True)

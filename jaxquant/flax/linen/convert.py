@@ -127,9 +127,6 @@ def _convert_layer(
         scales: all learned scales by path and name.
     """
     record = state[NAME]
-    if record.weight is None:
-        text = StaticText(_layer_operand.describe_converted(record.output))
-        return {**_find_constants(record, record.output, path, state, scales, 0), "output_spec": text}
     # The record is in the submodule that contracts; the kernel is in the layer around it.
     kernel_path = (*path[:-1], record.kernel)
     kernel = params.get(kernel_path)
@@ -139,13 +136,8 @@ def _convert_layer(
     params[kernel_path], depth = _quantize_kernel(record, kernel, path, scales)
     # The layer compares these descriptions when it serves, so that it never reads the codes with another spec.
     texts = {"weight_spec": record.weight, "activation_spec": record.activation}
-    if record.output is not None:
-        texts["output_spec"] = record.output
     described = {name: StaticText(_layer_operand.describe_converted(operand)) for name, operand in texts.items()}
-    constants = {}
-    for operand in (record.activation, record.output):
-        constants |= _find_constants(record, operand, path, state, scales, depth)
-    return {**constants, **described}
+    return {**_find_constants(record, record.activation, path, state, scales, depth), **described}
 
 
 def _quantize_kernel(
@@ -153,7 +145,6 @@ def _quantize_kernel(
 ) -> tuple[QuantizedArray, int]:  # fmt: skip
     """Return a kernel as a QuantizedArray, partitioned like it, and the number of axes that stack layers."""
     kernel, weight, argument = meta.unbox(boxed), record.weight, f"params[{record.kernel!r}]"
-    assert weight is not None
     depth = _converted.count_leading_axes(_NAME, argument, kernel, record.shape, "nn.scan and nn.vmap")
     check_convertible(_NAME, record)
     parts = () if isinstance(weight.source, Dynamic) else _read_learned(weight, path, scales)
@@ -176,7 +167,7 @@ def _find_constants(
     record: Record, activation: LayerOperand | None, path: Path, state: Mapping[str, Any], scales: Mapping[Path, Any],
     depth: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the scale and the zero point of static activations, or of the result, as entries of "ranges"."""
+    """Return the scale and the zero point of static activations, as an entry of "ranges"."""
     if activation is None or isinstance(activation.source, Dynamic):
         return {}
     if isinstance(activation.source, Observed):

@@ -17,7 +17,6 @@ from ..._core import checks
 from ..._training.backward import Backward, FloatBackward
 from .. import _layer_operand, _operations
 from .._layer_operand import Quantization
-from .._run_to_codes import Relay, is_codes, make_stand_in, needs_codes
 from ..ranges import Dynamic, Observed, Source
 from .contraction import Contraction, ConvGeneralDilated, DotGeneral, Injected, Product, Table, promote_dtype
 
@@ -35,10 +34,6 @@ class _QuantizedLayer(nn.Module):
         weight_range: the source of the kernel's range.
         activation_range: the source of the inputs' range.
         backward: how to contract gradients.
-        output_spec: how to quantize the result, or None.
-        output_range: the source of the result's range.
-        output_relu: whether a relu precedes the quantization of the result.
-        integer_bias: whether the bias is rounded to int32, although the result is float.
         promote_dtype: flax's attribute, with another default.
     """
 
@@ -47,10 +42,6 @@ class _QuantizedLayer(nn.Module):
     weight_range: Source = Dynamic()
     activation_range: Source = Observed()
     backward: Backward = FloatBackward()
-    output_spec: QuantSpec | None = None
-    output_range: Source = Observed()
-    output_relu: bool = False
-    integer_bias: bool = False
     promote_dtype: Any = promote_dtype
     # The attribute through which flax's layer contracts, and the module for it; None if the layer calls its own module.
     _field: ClassVar[str | None] = None
@@ -65,11 +56,7 @@ class _QuantizedLayer(nn.Module):
         value = meta.unbox(self.get_variable("params", name)) if is_stored else None
         order = value.stored_order if isinstance(value, QuantizedArray) else None
         if order is None:
-            parameter = super().param(name, init_fn, *init_args, **options)
-            relay = getattr(self, "_relay", None)
-            if relay is not None and name == "bias":
-                relay.bias = parameter
-            return parameter
+            return super().param(name, init_fn, *init_args, **options)
 
         # flax compares the shape of the first array of a parameter, the stored codes, with that of an initial value.
         def init_stored(*arguments: Any, **keywords: Any) -> Any:
@@ -90,40 +77,11 @@ class _QuantizedLayer(nn.Module):
                 object.__setattr__(self, self._field, Injected(self._contraction, quantization))
 
 
-class _CodesLayer(_QuantizedLayer):
-    """A quantized layer that takes and gives codes. A base class in front of flax's layer."""
-
-    def __call__(self, inputs: Any) -> Any:
-        """Return the result of the layer.
-
-        Args:
-            inputs: Floats, or codes: a QuantizedArray or, in training, a FakeQuantizedArray.
-
-        Returns:
-            Floats; or, with an output_spec, a QuantizedArray if the kernel is converted, and otherwise a
-            FakeQuantizedArray.
-        """
-        layer: Any = super()
-        with checks.prefix_errors(_find_path(self)):
-            quantization = _check_quantization(self)
-        if not needs_codes(quantization, inputs):
-            return layer.__call__(inputs)
-        relay = Relay(inputs if is_codes(inputs) else None)
-        # flax's layer gets floats of the same shape. What it computes with its result is not used.
-        object.__setattr__(self, "_relay", relay)
-        try:
-            y = layer.__call__(make_stand_in(inputs))
-        finally:
-            object.__setattr__(self, "_relay", None)
-        return relay.find_result(y, quantization)
-
-
 def _check_quantization(layer: _QuantizedLayer) -> Quantization:
     """Check the specs of a layer, and return the arguments that say how to quantize it."""
     weight_spec: Any = layer.weight_spec  # None, the default, is an error
     sources = (layer.weight_range, layer.activation_range)
-    output = (layer.output_spec, layer.output_range, layer.output_relu, layer.integer_bias)
-    quantization = Quantization(weight_spec, layer.activation_spec, *sources, layer.backward, *output)
+    quantization = Quantization(weight_spec, layer.activation_spec, *sources, layer.backward)
     _layer_operand.check_layer(_NAME, quantization)
     return quantization
 
@@ -147,7 +105,7 @@ def _find_path(layer: nn.Module) -> str:
     return "/".join((*outer, layer.name or type(layer).__name__))
 
 
-class Dense(_CodesLayer, nn.Dense):
+class Dense(_QuantizedLayer, nn.Dense):
     """`flax.linen.Dense` with a quantized kernel and quantized inputs.
 
     y = dot_general(quantize(x), quantize(kernel)) + bias
@@ -168,13 +126,6 @@ class Dense(_CodesLayer, nn.Dense):
             ranges must be `PerTensor()` or `PerFeature()`, because other granularities depend on the batch size.
         backward: `jq.FloatBackward()` (the default) contracts gradients in floats. `jq.Int8Backward()` contracts them
             in integers, and with `stochastic_rounding=True` rounds them with keys from the rng "rounding".
-        output_spec: How to quantize the result, a QuantSpec of int8 or uint8 per tensor; None (the default) gives
-            floats. The layer then gives codes: a `QuantizedArray` if its kernel is converted, and in training a
-            `FakeQuantizedArray`, with the same codes and a gradient. A layer takes both as its inputs, and uses their
-            scale instead of its activation_spec. The bias is rounded to int32, in steps of the product of the scales.
-        output_range: `Observed()` (the default) or `Learned()`, as in activation_range.
-        output_relu: Whether a relu precedes the quantization of the result. Its range then begins at 0.
-        integer_bias: Whether the bias is rounded to int32 although the result is float.
 
     Raises:
         TypeError: At construction: weight_spec is not a QuantSpec, another argument has a wrong type, or a spec has a
@@ -208,7 +159,7 @@ class Dense(_CodesLayer, nn.Dense):
     _contraction = DotGeneral
 
 
-class DenseGeneral(_CodesLayer, nn.DenseGeneral):
+class DenseGeneral(_QuantizedLayer, nn.DenseGeneral):
     """`flax.linen.DenseGeneral`, a Dense layer over several axes, with a quantized kernel and quantized inputs.
 
     y = dot_general(quantize(x), quantize(kernel)) + bias
@@ -222,7 +173,7 @@ class DenseGeneral(_CodesLayer, nn.DenseGeneral):
     _contraction = DotGeneral
 
 
-class Conv(_CodesLayer, nn.Conv):
+class Conv(_QuantizedLayer, nn.Conv):
     """`flax.linen.Conv` with a quantized kernel and quantized inputs.
 
     y = conv_general_dilated(quantize(x), quantize(kernel)) + bias
@@ -255,11 +206,11 @@ class Einsum(_QuantizedLayer, nn.Einsum):
         """Return the contraction of the inputs with the kernel, plus the bias.
 
         Args:
-            inputs: The first operand, floats or codes.
+            inputs: The first operand, an array of floats.
             einsum_str: Static. The equation, if the layer was constructed without one.
 
         Returns:
-            An array with the axes that the equation names: floats; or, with an output_spec, codes as those of `Dense`.
+            A float array with the axes that the equation names.
         """
         equation: Any = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
         equation = equation.replace(" ", "")
@@ -267,9 +218,6 @@ class Einsum(_QuantizedLayer, nn.Einsum):
         with checks.prefix_errors(_find_path(self)):
             checks.require(is_explicit, _NAME, "einsum_str", 'two operands and an explicit "->"', repr(equation))
             quantization = _check_quantization(self)
-        has_codes = needs_codes(quantization, inputs)
-        relay = Relay(inputs if is_codes(inputs) else None) if has_codes else None
-        inputs = make_stand_in(inputs)
         kernel: Any = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
         bias, broadcast_shape = None, None
         if self.use_bias:
@@ -279,17 +227,7 @@ class Einsum(_QuantizedLayer, nn.Einsum):
             bias = self.param("bias", self.bias_init, bias_shape, self.param_dtype)
         inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
         bias = None if bias is None else jnp.reshape(bias, broadcast_shape)
-        product = Product(quantization)
-        if relay is not None:
-            relay.bias = bias
-            object.__setattr__(self, "_relay", relay)
-        try:
-            y = product(equation, inputs, kernel, self.precision, self.preferred_element_type)
-        finally:
-            object.__setattr__(self, "_relay", None)
-        if quantization.output_spec is not None or quantization.integer_bias:
-            assert relay is not None
-            return relay.find_result(y, quantization)
+        y = Product(quantization)(equation, inputs, kernel, self.precision, self.preferred_element_type)
         return y if bias is None else y + bias
 
 
@@ -298,14 +236,13 @@ class Embed(_QuantizedLayer, nn.Embed):
 
     y = take(quantize(embedding), indices)
 
-    The added attributes and the errors are those of `Dense`. A lookup in a converted table reads its codes. With an
-    output_spec, the rows are rounded to codes with one scale. `attend` contracts queries with the table, and returns
-    floats; `activation_spec` says how to quantize the queries, and their range is the only activation range of the
-    layer.
+    The added attributes and the errors are those of `Dense`. A lookup in a converted table reads its codes. `attend`
+    contracts queries with the table; `activation_spec` says how to quantize the queries, and their range is the only
+    activation range of the layer.
 
     Raises:
         TypeError: At a call: the indices are not integers.
-        ValueError: At construction: `promote_dtype` or `integer_bias` is set.
+        ValueError: At construction: `promote_dtype` is set.
     """
 
     def __post_init__(self) -> None:
@@ -315,7 +252,6 @@ class Embed(_QuantizedLayer, nn.Embed):
         with checks.prefix_errors(_find_path(self)):
             is_default = self.promote_dtype is promote_dtype
             checks.require(is_default, _NAME, "promote_dtype", expected, "another function")
-            checks.require(not self.integer_bias, _NAME, "integer_bias", "False, because a table has no bias", "True")
 
     def setup(self) -> None:
         """Make the table and the module that reads it."""
@@ -330,7 +266,7 @@ class Embed(_QuantizedLayer, nn.Embed):
 
         Returns:
             The rows in the layer's dtype, of the shape of the indices followed by the features. An index beyond the
-            table returns NaN. With an output_spec, codes as those of `Dense`.
+            table returns NaN.
         """
         is_integer = jnp.issubdtype(inputs.dtype, jnp.integer)
         with checks.prefix_errors(_find_path(self)):
@@ -339,7 +275,7 @@ class Embed(_QuantizedLayer, nn.Embed):
         if self.num_embeddings == 1:
             inputs = jnp.zeros_like(inputs)
         rows: Any = self.table(_operations.LOOKUP, self.embedding, inputs)
-        return rows if is_codes(rows) else rows.astype(self.dtype or rows.dtype)
+        return rows.astype(self.dtype or rows.dtype)
 
     def attend(self, query: jax.Array) -> jax.Array:
         """Return the products of queries with every row of the table.

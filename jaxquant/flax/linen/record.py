@@ -24,7 +24,7 @@ class Record:
     """How a layer quantizes: an entry of the collection "ranges" that holds no arrays.
 
     Attributes:
-        weight: how the weights are quantized, or None for a result that no layer computes.
+        weight: how the weights are quantized.
         activation: how the activations are quantized, or None.
         kernel: the name of the weights in "params", next to the submodule that holds this record.
         shape: the shape of the weights, without the axes of `nn.scan` and `nn.vmap`.
@@ -32,10 +32,9 @@ class Record:
         is_ready: whether the layer around the submodule takes converted weights.
         attention: the class name of flax's attention layer that made the layer, or None.
         stored_axes: the axes of the weights, counted from the back, that converted ones hold last in memory.
-        output: how the result is quantized, or None.
     """
 
-    weight: LayerOperand | None
+    weight: LayerOperand
     activation: LayerOperand | None
     kernel: str
     shape: tuple[int, ...]
@@ -43,7 +42,6 @@ class Record:
     is_ready: bool
     attention: str | None = None
     stored_axes: tuple[int, ...] = ()
-    output: LayerOperand | None = None
 
 
 Path = tuple[str, ...]

@@ -7,7 +7,6 @@ from .convert import convert, start
 from .fold_batch_norm import fold_batch_norm
 from .hooks import conv_general_dilated, dot_general
 from .layers import Conv, Einsum, Embed, Linear, LinearGeneral
-from .output_range import OutputRange
 from .variables import Codes, Ranges, Scale
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "Linear",
     "LinearGeneral",
     "MultiHeadAttention",
-    "OutputRange",
     "Ranges",
     "Scale",
     "calibrate",

@@ -81,9 +81,7 @@ def calibrate(
         contraction.layer = find_path(path, contraction)
         with checks.prefix_errors(contraction.layer):
             _check_learned(_CALIBRATE, contraction)
-        # Calibrations that were saved before there were outputs have no text for them.
-        output = contraction.quantization.find_output()
-        operands = map(_layer_operand.describe_operand, (*contraction.operands, *(() if output is None else (output,))))
+        operands = map(_layer_operand.describe_operand, contraction.operands)
         layers.append(f"{contraction.layer}: {', '.join(operands)}")
     graph, moving, fixed = nnx.split(view, Ranges, ...)
 
@@ -202,7 +200,7 @@ def _check_observed(contraction: Contraction) -> None:
 
 def _check_learned(function: str, contraction: Contraction) -> None:
     """Raise ContractValueError unless the scales and zero points of a layer are finite."""
-    for name in (f"{role}_{part}" for role in ("weight", "activation", "output") for part in ("scale", "zero_point")):
+    for name in (f"{role}_{part}" for role in ("weight", "activation") for part in ("scale", "zero_point")):
         variable = getattr(contraction, name)
         holds = variable is None or _learned.is_finite(variable[...])
         expected = "finite numbers: jaxquant.flax.nnx.start(model, batch) starts it"

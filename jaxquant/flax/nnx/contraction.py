@@ -19,7 +19,6 @@ from ...checkpoint.static_text import StaticText
 from .. import _converted, _layer_operand, _learned, _observed, _operations
 from .._layer_operand import LayerOperand, Operands, Quantization
 from .._operations import Operation
-from .._run_to_codes import is_codes, make_stand_in, run_lookup, run_to_codes
 from ..linen.contraction import ROUNDING
 from ..linen.contraction import promote_dtype as promote_linen_dtype
 from ..ranges import Dynamic, Observed
@@ -82,10 +81,6 @@ class Contraction(nnx.Module):
         weight_zero_point: the learned zero point of the weights, or None.
         activation_scale: the scale of the activations if it is learned or converted, or None.
         activation_zero_point: the zero point of the activations if it is learned or converted, or None.
-        output_range: the state of the calibrator of the result, or None.
-        output_batches: the number of batches that it has seen, or None.
-        output_scale: the scale of the result if it is learned or converted, or None.
-        output_zero_point: the zero point of the result if it is learned or converted, or None.
         converted_specs: a text of the specs with which the layer was converted, or None.
         quantization: Static. The arguments of the layer.
 
@@ -107,7 +102,6 @@ class Contraction(nnx.Module):
                 weight = _operations.resolve_features(weight, features)
             self.layer, self.operands = layer, (weight, activation)
             self.backward, self.quantization = quantization.backward, quantization
-            self._relay: Any = None
             self.kernel_shape = None if kernel_shape is None else tuple(kernel_shape)
             self.use_running_average, self.is_starting = bool(use_running_average), False
             self.calibrating = False
@@ -120,10 +114,6 @@ class Contraction(nnx.Module):
             self.weight_zero_point: Any = nnx.data(None)
             self.activation_scale: Any = nnx.data(None)
             self.activation_zero_point: Any = nnx.data(None)
-            self.output_range: Any = nnx.data(None)
-            self.output_batches: Any = nnx.data(None)
-            self.output_scale: Any = nnx.data(None)
-            self.output_zero_point: Any = nnx.data(None)
             self.converted_specs: Any = nnx.data(None)
             for operand in self.list_operands():
                 if not isinstance(operand.source, Dynamic):
@@ -136,16 +126,6 @@ class Contraction(nnx.Module):
     def run(self, operation: Operation, *operands: Any, out_sharding: Any = None, **arguments: Any) -> jax.Array:
         """Return the result of an operation on this module's variables, with the sharding that is given."""
         call = operation.bind(*operands, **arguments)
-        relay = self._relay
-        if relay is not None:
-            result = run_to_codes(
-                operation, self, self.quantization, self.backward, relay.insert_codes(call), relay.bias
-            )
-            relay.result = result
-            return make_stand_in(result).astype(call.arguments["preferred_element_type"])
-        if operation is _operations.LOOKUP:
-            y = run_lookup(operation, self, self.quantization, self.backward, call)
-            return y if is_codes(y) or out_sharding is None else reshard(y, out_sharding)
         y = _operations.run_operation(operation, self, self.backward, call)
         # Not every operation takes an out_sharding, so the result is resharded.
         return y if out_sharding is None else reshard(y, out_sharding)
@@ -164,13 +144,11 @@ class Contraction(nnx.Module):
 
     def describe_specs(self) -> StaticText:
         """Return a description of what must not change once the layer is converted."""
-        output = self.quantization.find_output()
-        operands = (*self.operands, *(() if output is None else (output,)))
-        return StaticText("; ".join(map(_layer_operand.describe_converted, operands)))
+        return StaticText("; ".join(map(_layer_operand.describe_converted, self.operands)))
 
     def list_operands(self) -> list[LayerOperand]:
-        """Return the weights, the activations and the result, as far as they are quantized."""
-        return [o for o in (*self.operands, self.quantization.find_output()) if o is not None]
+        """Return the weights, and the activations if they are quantized."""
+        return [operand for operand in self.operands if operand is not None]
 
     def find_place(self) -> str:
         """Return the name of the layer, for errors."""
@@ -187,16 +165,12 @@ class Contraction(nnx.Module):
 
     def check_converted(self, weight: LayerOperand, activation: LayerOperand | None, kernel: QuantizedArray) -> None:
         """Check that the state of this layer was converted with its specs and sources of ranges."""
-        self.check_description()
-        _converted.check_kernel(weight, kernel)
-
-    def check_description(self) -> None:
-        """Check that the description of the specs with which the state was converted is that of this layer."""
         # Variables written by another program may lack the description; their arrays are checked below.
         text = self.describe_specs().text
         converted = text if self.converted_specs is None else self.converted_specs.get_value().text
         expected = f"the weight_spec and activation_spec that the state was converted with: {converted}"
         checks.require(converted == text, _NAME, "specs", expected, text)
+        _converted.check_kernel(weight, kernel)
 
     def record_operands(
         self, weight: LayerOperand, activation: LayerOperand | None, kernel: jax.Array, stored_axes: tuple[int, ...]
@@ -208,7 +182,7 @@ class Contraction(nnx.Module):
         return self._observe_range(operand, x) if isinstance(operand.source, Observed) else self._learn(operand, x)
 
     def read_constants(self, operand: LayerOperand) -> tuple[jax.Array, Any]:
-        """Return the scale and the zero point that `convert` stored for the activations, or for the result."""
+        """Return the scale and the zero point that `convert` stored for the activations."""
         scale, zero_point = (getattr(self, f"{operand.role}_{name}") for name in ("scale", "zero_point"))
         expected = "its scale, which jaxquant.flax.nnx.convert makes of a range"
         checks.require(isinstance(scale, Ranges), _NAME, operand.role, expected, "none")

@@ -17,7 +17,6 @@ from .. import _converted, _learned, _observed, _operations
 from .._layer_operand import LayerOperand
 from ..ranges import Dynamic, Learned, Observed
 from .contraction import Contraction, Table, promote_dtype
-from .output_range import OutputRange
 from .variables import Codes, Partitioned, Ranges, Scale, find_partitioning
 
 _CONVERT, _START = "flax.nnx.convert", "flax.nnx.start"
@@ -155,7 +154,7 @@ def require_module(function: str, argument: str, value: Any) -> None:
 
 def find_path(path: tuple[Any, ...], module: Any) -> str:
     """Return the path of a layer, or of the layer around a contraction, for errors."""
-    is_inside = isinstance(module, Contraction) and not isinstance(module, OutputRange)
+    is_inside = isinstance(module, Contraction)
     name = module.layer if is_inside else type(module).__name__
     return "/".join(map(str, path[:-1] if is_inside else path)) or name
 
@@ -187,23 +186,16 @@ def _find_layers(model: nnx.Module) -> Iterator[_Layer]:
     """Yield the quantized layers, and check that each contraction is in a layer."""
     identities = set()
     for path, module in nnx.iter_modules(model):
-        for contraction in [value for value in vars(module).values() if _has_kernel(value)]:
+        for contraction in [value for value in vars(module).values() if isinstance(value, Contraction)]:
             kernel = "embedding" if isinstance(contraction, Table) else "kernel"
             if hasattr(module, kernel):
                 # A hook is an attribute of the layer that it contracts for.
                 identities.add(id(contraction))
                 yield _Layer(path, module, contraction, kernel)
     for path, contraction in find_contractions(model):
-        if not _has_kernel(contraction):
-            continue
         with checks.prefix_errors("/".join(map(str, path))):
             expected = 'a layer with a "kernel" around this module'
             checks.require(id(contraction) in identities, _CONVERT, "model", expected, "none")
-
-
-def _has_kernel(value: Any) -> bool:
-    """Return whether an attribute of a module contracts; an `OutputRange` only holds a range."""
-    return isinstance(value, Contraction) and not isinstance(value, OutputRange)
 
 
 def _check_kernel(layer: _Layer) -> nnx.Variable:
@@ -289,8 +281,7 @@ def _quantize_kernel(layer: _Layer, variable: nnx.Variable) -> Any:
     depth = _converted.count_leading_axes(_CONVERT, layer.kernel, kernel, shape, "nnx.vmap")
     weight = _find_weight(layer, len(shape))
     # As in `run_operation`: a float contraction keeps the layout that it has in training.
-    contraction = layer.contraction
-    is_integer = contraction.operands[1] is not None or contraction.quantization.output_spec is not None
+    is_integer = layer.contraction.operands[1] is not None
     stored_axes = _find_stored_axes(layer.module, len(shape)) if is_integer else ()
     parts = _read_learned(layer.contraction, weight)
     q = _converted.quantize_kernel(_CONVERT, weight, kernel, parts, depth, stored_axes)
@@ -315,8 +306,7 @@ def _freeze_ranges(contraction: Contraction) -> None:
             setattr(contraction, f"{operand.role}_zero_point", point)
     # The layer compares this description when it serves.
     contraction.converted_specs = Ranges(contraction.describe_specs())
-    ranges = ("activation_range", "activation_batches", "output_range", "output_batches")
-    for name in (*ranges, "weight_scale", "weight_zero_point", "rngs"):
+    for name in ("activation_range", "activation_batches", "weight_scale", "weight_zero_point", "rngs"):
         setattr(contraction, name, nnx.data(None))
 
 

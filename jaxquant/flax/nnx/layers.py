@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -16,7 +16,6 @@ from ..._core import checks
 from ..._training.backward import Backward, FloatBackward
 from .. import _operations
 from .._layer_operand import Quantization
-from .._run_to_codes import Relay, is_codes, make_stand_in, needs_codes
 from ..ranges import Dynamic, Observed, Source
 from .contraction import Contraction, ConvGeneralDilated, DotGeneral, Product, Table, promote_dtype
 from .convert import find_feature_axes
@@ -44,7 +43,7 @@ class _QuantizedLayer(nnx.Module):
         hidden = ("self", "mask", *_RESERVED)
         parameters = [p for p in inspect.signature(flax_layer.__init__).parameters.values() if p.name not in hidden]
         added = inspect.signature(_QuantizedLayer.__init__).parameters.values()
-        names = {p.name for p in parameters} | ({"integer_bias"} if cls._contraction is Table else set())
+        names = {p.name for p in parameters}
         parameters += [p for p in added if p.kind is p.KEYWORD_ONLY and p.name not in names]
         # Positional parameters come first, as Python requires, and rngs last, as in flax.
         parameters.sort(key=lambda p: (p.kind, p.kind is p.KEYWORD_ONLY and p.name == "rngs"))
@@ -53,19 +52,13 @@ class _QuantizedLayer(nnx.Module):
     def __init__(
         self, *sizes: Any, weight_spec: QuantSpec, activation_spec: QuantSpec | None = None,
         weight_range: Source = Dynamic(), activation_range: Source = Observed(), backward: Backward = FloatBackward(),
-        output_spec: QuantSpec | None = None, output_range: Source = Observed(), output_relu: bool = False,
-        integer_bias: bool = False, use_running_average: bool = False, rngs: nnx.Rngs, **arguments: Any,
+        use_running_average: bool = False, rngs: nnx.Rngs, **arguments: Any,
     ) -> None:  # fmt: skip
         _check_arguments(self, arguments)
         if self._contraction is not Table:
             arguments["promote_dtype"] = promote_dtype
         super().__init__(*sizes, rngs=rngs, **arguments)  # type: ignore[call-arg]
-        output = (output_spec, output_range, output_relu, integer_bias)
-        quantization = Quantization(weight_spec, activation_spec, weight_range, activation_range, backward, *output)
-        if self._contraction is Table:
-            with checks.prefix_errors(type(self).__name__):
-                expected = "no value, because a table has no bias"
-                checks.require(not integer_bias, _NAME, "integer_bias", expected, "one")
+        quantization = Quantization(weight_spec, activation_spec, weight_range, activation_range, backward)
         kernel = getattr(self, self._kernel)
         shape = tuple(kernel[...].shape)
         features = find_feature_axes(self, len(shape))
@@ -73,46 +66,6 @@ class _QuantizedLayer(nnx.Module):
         place = f"{type(self).__name__}{shape}"
         contraction = self._contraction(place, quantization, use_running_average, rngs, kernel, shape, features)
         setattr(self, self._field, nnx.data(contraction))
-
-    def _make_relay(self, inputs: Any) -> Relay | None:
-        """Return what the contraction gets past flax's layer, or None if nothing is codes."""
-        # A user may have replaced the contraction by another function.
-        quantization = getattr(getattr(self, self._field), "quantization", None)
-        if quantization is None or not needs_codes(quantization, inputs):
-            return None
-        variable: Any = self.bias  # type: ignore[attr-defined]
-        return Relay(inputs if is_codes(inputs) else None, None if variable is None else variable[...])
-
-    def _relay_call(self, relay: Relay, call: Callable[[], Any]) -> Any:
-        """Return the result of a layer on codes."""
-        contraction = getattr(self, self._field)
-        # flax's layer gets floats of the same shape. What it computes with its result is not used.
-        object.__setattr__(contraction, "_relay", relay)
-        try:
-            y = call()
-        finally:
-            object.__setattr__(contraction, "_relay", None)
-        return relay.find_result(y, contraction.quantization)
-
-
-class _CodesLayer(_QuantizedLayer):
-    """A quantized layer that takes and gives codes. A base class in front of flax's layer."""
-
-    def __call__(self, inputs: Any, out_sharding: Any = None) -> Any:
-        """Return the result of the layer.
-
-        Args:
-            inputs: Floats, or codes: a QuantizedArray or, in training, a FakeQuantizedArray.
-            out_sharding: Static. The sharding of a float result, or None.
-
-        Returns:
-            Floats; or, with an output_spec, a QuantizedArray if the kernel is converted, and otherwise a
-            FakeQuantizedArray.
-        """
-        layer, relay = super(), self._make_relay(inputs)
-        if relay is None:
-            return layer.__call__(inputs, out_sharding)  # type: ignore[misc]
-        return self._relay_call(relay, lambda: layer.__call__(make_stand_in(inputs)))  # type: ignore[misc]
 
 
 def _check_arguments(layer: nnx.Module, arguments: dict[str, Any]) -> None:
@@ -125,7 +78,7 @@ def _check_arguments(layer: nnx.Module, arguments: dict[str, Any]) -> None:
         checks.require(arguments.get("mask") is None, _NAME, "mask", expected, "an array")
 
 
-class Linear(_CodesLayer, nnx.Linear):
+class Linear(_QuantizedLayer, nnx.Linear):
     """`flax.nnx.Linear` with a quantized kernel and quantized inputs.
 
     y = dot_general(quantize(x), quantize(kernel)) + bias
@@ -150,13 +103,6 @@ class Linear(_CodesLayer, nnx.Linear):
             learned ranges must be `PerTensor()`, because an NNX variable has one shape for all inputs.
         backward: `jq.FloatBackward()` contracts gradients in floats. `jq.Int8Backward()` contracts them in integers,
             and with `stochastic_rounding=True` rounds them with keys from the stream "rounding" of rngs.
-        output_spec: How to quantize the result, a QuantSpec of int8 or uint8 per tensor; None gives floats. The layer
-            then gives codes: a `QuantizedArray` if its kernel is converted, and in training a `FakeQuantizedArray`,
-            with the same codes and a gradient. A layer with activation_spec=None takes both as its inputs. The bias is
-            rounded to int32, in steps of the product of the scales.
-        output_range: `Observed()` or `Learned()`, as in activation_range.
-        output_relu: Whether a relu precedes the quantization of the result. Its range then begins at 0.
-        integer_bias: Whether the bias is rounded to int32 although the result is float.
         use_running_average: Whether ranges are only read, not updated.
         rngs: Random keys, as in flax's layer.
         **arguments: Other arguments of flax's layer.
@@ -193,7 +139,7 @@ class Linear(_CodesLayer, nnx.Linear):
     _contraction = DotGeneral
 
 
-class LinearGeneral(_CodesLayer, nnx.LinearGeneral):
+class LinearGeneral(_QuantizedLayer, nnx.LinearGeneral):
     """`flax.nnx.LinearGeneral`, a Linear layer over several axes, with a quantized kernel and quantized inputs.
 
     y = dot_general(quantize(x), quantize(kernel)) + bias
@@ -235,30 +181,8 @@ class Einsum(_QuantizedLayer, nnx.Einsum):
         shapes = (tuple(kernel_shape), None if bias_shape is None else tuple(bias_shape))
         super().__init__(einsum_str, *shapes, **arguments)
 
-    def __call__(self, inputs: Any, einsum_str: str | None = None, out_sharding: Any = None) -> Any:
-        """Return the contraction of the inputs with the kernel, plus the bias.
 
-        Args:
-            inputs: Floats, or codes: a QuantizedArray or, in training, a FakeQuantizedArray.
-            einsum_str: Static. The equation, if the layer was constructed without one.
-            out_sharding: Static. The sharding of a float result, or None.
-
-        Returns:
-            Floats; or, with an output_spec, codes as those of `Linear`.
-        """
-        relay = self._make_relay(inputs)
-        if relay is None:
-            return super().__call__(inputs, einsum_str, out_sharding)
-        equation = (einsum_str or self.einsum_str).replace(" ", "")
-        x = make_stand_in(inputs)
-        if relay.bias is not None:
-            # flax reads only the shapes, and a converted kernel is not an array.
-            kernel = jnp.broadcast_to(jnp.zeros(()), self.kernel_shape)
-            relay.bias = relay.bias.reshape(self._infer_broadcasted_bias_shape(equation, x, kernel))
-        return self._relay_call(relay, lambda: super(Einsum, self).__call__(x, einsum_str))
-
-
-class Conv(_CodesLayer, nnx.Conv):
+class Conv(_QuantizedLayer, nnx.Conv):
     """`flax.nnx.Conv` with a quantized kernel and quantized inputs.
 
     y = conv_general_dilated(quantize(x), quantize(kernel)) + bias
@@ -283,10 +207,9 @@ class Embed(_QuantizedLayer, nnx.Embed):
 
     y = take(quantize(embedding), indices)
 
-    The added arguments and the errors are those of `Linear`. A lookup in a converted table reads its codes. With an
-    output_spec, the rows are rounded to codes with one scale. `attend` contracts queries with the table, and returns
-    floats; `activation_spec` says how to quantize the queries, and their range is the only activation range of the
-    layer.
+    The added arguments and the errors are those of `Linear`. A lookup in a converted table reads its codes. `attend`
+    contracts queries with the table; `activation_spec` says how to quantize the queries, and their range is the only
+    activation range of the layer.
 
     Args:
         *sizes: num_embeddings and features. They may be named.
@@ -310,7 +233,7 @@ class Embed(_QuantizedLayer, nnx.Embed):
 
         Returns:
             The rows in the layer's dtype, of the shape of the indices followed by the features. An index beyond the
-            table returns NaN. With an output_spec, codes as those of `Linear`.
+            table returns NaN.
         """
         is_integer = jnp.issubdtype(inputs.dtype, jnp.integer)
         with checks.prefix_errors(self.table.layer):
@@ -319,7 +242,7 @@ class Embed(_QuantizedLayer, nnx.Embed):
         if self.num_embeddings == 1:
             inputs = jnp.zeros_like(inputs)
         rows: Any = self.table(self.embedding[...], inputs, out_sharding=out_sharding)
-        return rows if is_codes(rows) else rows.astype(self.dtype)
+        return rows.astype(self.dtype)
 
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Return the products of queries with every row of the table.
