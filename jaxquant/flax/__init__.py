@@ -8,11 +8,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import linen
-from ._fold_batch_norm import fold_batch_norm
 from .linen.calibrate import calibrate, check_calibrated
-from .linen.contraction import promote_dtype
+from .linen.contraction import conv_general_dilated, dot_general, promote_dtype
 from .linen.convert import convert
-from .linen.hooks import conv_general_dilated, dot_general
+from .linen.fold_batch_norm import fold_batch_norm
 from .ranges import Dynamic, Learned, Observed
 
 __all__ = [

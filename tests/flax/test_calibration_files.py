@@ -14,7 +14,7 @@ from flax import nnx
 
 import jaxquant as jq
 from jaxquant import flax as qflax
-from jaxquant.flax import Dynamic, Learned, Observed, _layer_operand
+from jaxquant.flax import Dynamic, Learned, Observed, _quantization
 from jaxquant.flax import linen as qnn
 from jaxquant.flax import nnx as qnnx
 
@@ -175,7 +175,7 @@ def make_calibrator(spec: jq.QuantSpec, inner: Any) -> jq.Calibrator:
 @pytest.mark.slow
 def test_texts_are_equal_in_every_process() -> None:
     source = Dynamic(functools.partial(make_calibrator, inner=jq.mse))
-    text = _layer_operand.describe_converted(_layer_operand.LayerOperand(A, source, "activation"))
+    text = _quantization.describe_converted(_quantization.LayerOperand(A, source, "activation"))
     assert text.endswith("with Dynamic(partial(make_calibrator, inner=mse))")
 
 

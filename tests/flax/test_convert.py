@@ -23,7 +23,7 @@ from jaxquant import checkpoint
 from jaxquant import flax as qflax
 from jaxquant.flax import Learned
 from jaxquant.flax import linen as qnn
-from jaxquant.flax.linen.contraction import Contraction
+from jaxquant.flax.linen.contraction import LinenContraction
 
 from ..support.matrix import mark_others_full
 
@@ -115,7 +115,7 @@ def captured(module: Any, variables: Any, x: Any) -> tuple[Any, dict[str, Any]]:
     inputs: dict[str, Any] = {}
 
     def keep(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        if isinstance(context.module, Contraction) and context.method_name == "__call__":
+        if isinstance(context.module, LinenContraction) and context.method_name == "__call__":
             inputs["/".join(context.module.path)] = args[0]
         return call(*args, **kwargs)
 

@@ -12,8 +12,8 @@ from ..._arrays.spec import QuantSpec
 from ..._attention.kv_cache import INT8
 from ..._core import checks
 from ..._training.backward import Backward, FloatBackward
-from .. import _attention_call
-from .._attention_call import AttentionOptions
+from .. import _attention
+from .._attention import AttentionOptions
 from ..ranges import Dynamic, Observed, Source
 from .layers import DenseGeneral
 
@@ -26,7 +26,7 @@ _FIXED = (
 
 # This base class comes before flax's layer: dataclass fields are collected from the last base class to the first, so
 # flax's own attributes keep their positions.
-class _QuantizedAttention(nn.Module):
+class _LinenAttention(nn.Module):
     """The attributes that the attention layer adds to flax's, and their checks.
 
     Attributes:
@@ -58,10 +58,10 @@ class _QuantizedAttention(nn.Module):
         super().__post_init__()
         fixed = {name: (getattr(self, name), None) for name in _FIXED}
         fixed["attention_fn"] = (self.attention_fn, nn.dot_product_attention)  # type: ignore[attr-defined]
-        _attention_call.check_options(_NAME, fixed)
+        _attention.check_options(_NAME, fixed)
 
 
-class MultiHeadDotProductAttention(_QuantizedAttention, nn.MultiHeadDotProductAttention):
+class MultiHeadDotProductAttention(_LinenAttention, nn.MultiHeadDotProductAttention):
     """`flax.linen.MultiHeadDotProductAttention` whose projections and attention contract integers.
 
     y = out(quantized_dot_product_attention(query(x), key(x), value(x), mask))
@@ -138,9 +138,9 @@ class MultiHeadDotProductAttention(_QuantizedAttention, nn.MultiHeadDotProductAt
             A float array [batch..., queries, features].
         """
         checks.require(inputs_k is not None or inputs_v is None, _NAME, "inputs_k", "an array, as inputs_v", None)
-        _attention_call.check_options(_NAME, {"sow_weights": (sow_weights, False)})
+        _attention.check_options(_NAME, {"sow_weights": (sow_weights, False)})
         deterministic = self.deterministic if deterministic is None else deterministic
-        _attention_call.check_no_dropout(_NAME, self.dropout_rate, deterministic)
+        _attention.check_no_dropout(_NAME, self.dropout_rate, deterministic)
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
         features = self.qkv_features or inputs_q.shape[-1]
@@ -182,12 +182,12 @@ class MultiHeadDotProductAttention(_QuantizedAttention, nn.MultiHeadDotProductAt
         if self.decode:
             # `init` makes the cache, for the length of its inputs.
             is_initialized = self.has_variable("cache", "kv_cache")
-            make_cache = _attention_call.make_cache
+            make_cache = _attention.make_cache
             cache = self.variable("cache", "kv_cache", make_cache, options, key.shape, self.cache_window)
             if is_initialized:
-                y, cache.value = _attention_call.attend_to_cache(options, cache.value, query, key, value, mask)
+                y, cache.value = _attention.attend_to_cache(options, cache.value, query, key, value, mask)
                 return y
-        return _attention_call.attend_to_tokens(options, query, key, value, mask)
+        return _attention.attend_to_tokens(options, query, key, value, mask)
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):

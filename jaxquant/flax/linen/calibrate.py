@@ -14,12 +14,11 @@ from flax.core import FrozenDict, meta, unfreeze
 from ..._core import checks
 from ...calibration import loop
 from ...calibration.calibrator import is_finite_state
-from .. import _layer_operand, _learned, _observed
-from .._layer_operand import LayerOperand
+from .. import _operand_ranges, _quantization
+from .._quantization import LayerOperand
 from ..ranges import Dynamic, Learned, Observed
-from .contraction import RANGES, SCALES
+from .contraction import RANGES, RECORD, SCALES, VariablePath, join_path, list_layers, list_scales
 from .convert import check_convertible, has_codes
-from .record import NAME, Path, find_layers, find_scales, join_path
 
 _CALIBRATE, _CHECK = "flax.calibrate", "flax.check_calibrated"
 _RESERVED = ("mutable", "capture_intermediates")  # arguments of module.apply that calibrate sets itself
@@ -146,25 +145,25 @@ def check_calibrated(variables: Mapping[str, Any]) -> None:
     Source: none; this library defines it.
     """
     collections = _read_collections(_CHECK, variables)
-    ranges, scales = collections.get(RANGES, {}), find_scales(collections.get(SCALES))
-    layers = find_layers(ranges)
+    ranges, scales = collections.get(RANGES, {}), list_scales(collections.get(SCALES))
+    layers = list_layers(ranges)
     expected = f'variables of a quantized module, with the collection "{RANGES}"'
     holds = bool(layers) or has_codes(collections.get("params"))
     checks.require(holds, _CHECK, "variables", expected, sorted(collections) or "none")
     for path, state in layers.items():
-        record = state[NAME]
+        record = state[RECORD]
         with checks.prefix_errors(join_path(path)):
             for operand in (record.weight, record.activation):
                 if operand is not None and isinstance(operand.source, Observed):
                     values = state.get(operand.role)
-                    _observed.check_observed(_CHECK, operand, values, "jq.flax.calibrate finds it")
+                    _operand_ranges.check_state(_CHECK, operand, values, "jq.flax.calibrate finds it")
                 elif operand is not None and isinstance(operand.source, Learned):
                     _check_learned(operand, path, scales)
     # The constants of converted layers, which have no record.
     for path, value in jax.tree_util.tree_leaves_with_path(ranges):
         is_scale = bool(path) and getattr(path[-1], "key", None) == "scale"
         with checks.prefix_errors("/".join(str(getattr(key, "key", key)) for key in path[:-1])):
-            holds = not is_scale or _learned.is_finite(value)
+            holds = not is_scale or _operand_ranges.is_finite(value)
             checks.require(holds, _CHECK, "scale", "finite numbers", "NaN or an infinity")
 
 
@@ -175,13 +174,13 @@ def _read_collections(function: str, variables: Any) -> dict[str, Any]:
     return unfreeze(variables) if isinstance(variables, FrozenDict) else dict(variables)
 
 
-def _check_learned(operand: LayerOperand, path: Path, scales: Mapping[Path, Any]) -> None:
+def _check_learned(operand: LayerOperand, path: VariablePath, scales: Mapping[VariablePath, Any]) -> None:
     """Raise ContractValueError unless the learned scale and zero point of an operand are present and finite."""
-    for name in _learned.list_names(operand):
+    for name in _operand_ranges.list_learned_names(operand):
         value = scales.get((*path, name))
         expected = f'it in the collection "{SCALES}": jq.flax.calibrate or apply(..., mutable=["{SCALES}"]) starts it'
         checks.require(value is not None, _CHECK, name, expected, "none")
-        holds = _learned.is_finite(meta.unbox(value))
+        holds = _operand_ranges.is_finite(meta.unbox(value))
         checks.require(holds, _CHECK, name, "finite numbers", "NaN or an infinity")
 
 
@@ -196,10 +195,10 @@ def _check_float(collections: Mapping[str, Any]) -> None:
 
 def _check_layers(moving: Mapping[str, Any]) -> None:
     """Raise ContractValueError unless a layer has a range to find, and every layer can be converted."""
-    layers = find_layers(moving.get(RANGES))
+    layers = list_layers(moving.get(RANGES))
     operands = []
     for state in layers.values():
-        record = state[NAME]
+        record = state[RECORD]
         every = (record.weight, record.activation)
         operands += [operand for operand in every if operand is not None]
     has_range = any(not isinstance(operand.source, Dynamic) for operand in operands)
@@ -208,15 +207,15 @@ def _check_layers(moving: Mapping[str, Any]) -> None:
     checks.require(has_range, _CALIBRATE, "module", expected, got)
     for path, state in layers.items():
         with checks.prefix_errors(join_path(path)):
-            check_convertible(_CALIBRATE, state[NAME])
+            check_convertible(_CALIBRATE, state[RECORD])
 
 
 def _describe_layers(moving: Mapping[str, Any]) -> str:
     """Return a description of how the layers quantize, equal in every process."""
     lines = []
     # `jax.jit` returns sorted dicts, so only the first state may have another order.
-    for path, state in sorted(find_layers(moving.get(RANGES)).items(), key=lambda item: item[0]):
-        record = state[NAME]
-        operands = map(_layer_operand.describe_operand, (record.weight, record.activation))
+    for path, state in sorted(list_layers(moving.get(RANGES)).items(), key=lambda item: item[0]):
+        record = state[RECORD]
+        operands = map(_quantization.describe_operand, (record.weight, record.activation))
         lines.append(f"{'/'.join(path)}: {', '.join(operands)}")
     return "\n".join(lines)

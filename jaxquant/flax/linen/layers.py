@@ -15,17 +15,17 @@ from ..._arrays.quantized_array import QuantizedArray
 from ..._arrays.spec import QuantSpec
 from ..._core import checks
 from ..._training.backward import Backward, FloatBackward
-from .. import _layer_operand, _operations
-from .._layer_operand import Quantization
+from .. import _operations
+from .._quantization import Quantization, check_layer
 from ..ranges import Dynamic, Observed, Source
-from .contraction import Contraction, ConvGeneralDilated, DotGeneral, Injected, Product, Table, promote_dtype
+from .contraction import ConvGeneralDilated, DotGeneral, LinenContraction, LinenHook, Product, Table, promote_dtype
 
 _NAME = "flax.linen"
 
 
 # This base class comes before flax's layer: dataclass fields are collected from the last base class to the first, so
 # flax's own attributes keep their positions.
-class _QuantizedLayer(nn.Module):
+class _LinenLayer(nn.Module):
     """The attributes that all quantized layers add to flax's, and their checks. A base class in front of flax's layer.
 
     Attributes:
@@ -45,7 +45,7 @@ class _QuantizedLayer(nn.Module):
     promote_dtype: Any = promote_dtype
     # The attribute through which flax's layer contracts, and the module for it; None if the layer calls its own module.
     _field: ClassVar[str | None] = None
-    _contraction: ClassVar[type[Contraction] | None] = None
+    _contraction: ClassVar[type[LinenContraction] | None] = None
     # Read by the record of the layer's contraction.
     permits_stored_order: ClassVar[bool] = True
 
@@ -66,37 +66,31 @@ class _QuantizedLayer(nn.Module):
 
     def __post_init__(self) -> None:
         """Check the arguments, and set the factory with which flax's layer makes its contraction."""
+        field, given = self._field, {}
+        if field is not None and self._contraction is not None:
+            given = {name: getattr(self, name) for name in (field, field.removesuffix("_cls"))}
+            # Set before flax freezes the module, and checked below, once the module knows its path.
+            setattr(self, field, LinenHook(self._contraction, _read_quantization(self)))
         super().__post_init__()
-        with checks.prefix_errors(_find_path(self)):
+        with checks.prefix_errors(_describe_path(self)):
             expected = "None, because converted weights take no mask"
             checks.require(getattr(self, "mask", None) is None, _NAME, "mask", expected, "an array")
-            quantization = _check_quantization(self)
-            if self._field is not None and self._contraction is not None:
-                _check_not_set(self, self._field)
-                # A flax module is frozen once it is constructed.
-                object.__setattr__(self, self._field, Injected(self._contraction, quantization))
+            check_layer(_NAME, _read_quantization(self))
+            for name, value in given.items():
+                # A clone of a layer gets the factory of the original, which is not an error.
+                is_copied = name == field and isinstance(value, LinenHook)
+                expected = "None, because this layer has its own contraction"
+                checks.require(value is None or is_copied, _NAME, name, expected, checks.describe_value(value))
 
 
-def _check_quantization(layer: _QuantizedLayer) -> Quantization:
-    """Check the specs of a layer, and return the arguments that say how to quantize it."""
-    weight_spec: Any = layer.weight_spec  # None, the default, is an error
+def _read_quantization(layer: _LinenLayer) -> Quantization:
+    """Return the arguments of a layer that say how to quantize it."""
+    weight_spec: Any = layer.weight_spec  # None, the default, is an error of `check_layer`
     sources = (layer.weight_range, layer.activation_range)
-    quantization = Quantization(weight_spec, layer.activation_spec, *sources, layer.backward)
-    _layer_operand.check_layer(_NAME, quantization)
-    return quantization
+    return Quantization(weight_spec, layer.activation_spec, *sources, layer.backward)
 
 
-def _check_not_set(layer: nn.Module, field: str) -> None:
-    """Raise ContractValueError if the user gave the layer another contraction."""
-    for name in (field, field.removesuffix("_cls")):
-        value = getattr(layer, name)
-        # A clone of a layer gets the factory of the original, which is not an error.
-        is_copied = name == field and isinstance(value, Injected)
-        expected = "None, because this layer has its own contraction"
-        checks.require(value is None or is_copied, _NAME, name, expected, checks.describe_value(value))
-
-
-def _find_path(layer: nn.Module) -> str:
+def _describe_path(layer: nn.Module) -> str:
     """Return the path of a layer, for errors. A layer that is made in `setup` has no name yet."""
     if layer.scope is not None:
         return "/".join(layer.path) or type(layer).__name__
@@ -105,7 +99,7 @@ def _find_path(layer: nn.Module) -> str:
     return "/".join((*outer, layer.name or type(layer).__name__))
 
 
-class Dense(_QuantizedLayer, nn.Dense):
+class Dense(_LinenLayer, nn.Dense):
     """`flax.linen.Dense` with a quantized kernel and quantized inputs.
 
     y = dot_general(quantize(x), quantize(kernel)) + bias
@@ -159,7 +153,7 @@ class Dense(_QuantizedLayer, nn.Dense):
     _contraction = DotGeneral
 
 
-class DenseGeneral(_QuantizedLayer, nn.DenseGeneral):
+class DenseGeneral(_LinenLayer, nn.DenseGeneral):
     """`flax.linen.DenseGeneral`, a Dense layer over several axes, with a quantized kernel and quantized inputs.
 
     y = dot_general(quantize(x), quantize(kernel)) + bias
@@ -173,7 +167,7 @@ class DenseGeneral(_QuantizedLayer, nn.DenseGeneral):
     _contraction = DotGeneral
 
 
-class Conv(_QuantizedLayer, nn.Conv):
+class Conv(_LinenLayer, nn.Conv):
     """`flax.linen.Conv` with a quantized kernel and quantized inputs.
 
     y = conv_general_dilated(quantize(x), quantize(kernel)) + bias
@@ -189,7 +183,7 @@ class Conv(_QuantizedLayer, nn.Conv):
     _contraction = ConvGeneralDilated
 
 
-class Einsum(_QuantizedLayer, nn.Einsum):
+class Einsum(_LinenLayer, nn.Einsum):
     """`flax.linen.Einsum` with a quantized kernel and quantized inputs.
 
     y = einsum(einsum_str, quantize(x), quantize(kernel)) + bias
@@ -215,9 +209,8 @@ class Einsum(_QuantizedLayer, nn.Einsum):
         equation: Any = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
         equation = equation.replace(" ", "")
         is_explicit = "->" in equation and equation.count(",") == 1
-        with checks.prefix_errors(_find_path(self)):
+        with checks.prefix_errors(_describe_path(self)):
             checks.require(is_explicit, _NAME, "einsum_str", 'two operands and an explicit "->"', repr(equation))
-            quantization = _check_quantization(self)
         kernel: Any = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
         bias, broadcast_shape = None, None
         if self.use_bias:
@@ -227,11 +220,11 @@ class Einsum(_QuantizedLayer, nn.Einsum):
             bias = self.param("bias", self.bias_init, bias_shape, self.param_dtype)
         inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
         bias = None if bias is None else jnp.reshape(bias, broadcast_shape)
-        y = Product(quantization)(equation, inputs, kernel, self.precision, self.preferred_element_type)
+        y = Product(_read_quantization(self))(equation, inputs, kernel, self.precision, self.preferred_element_type)
         return y if bias is None else y + bias
 
 
-class Embed(_QuantizedLayer, nn.Embed):
+class Embed(_LinenLayer, nn.Embed):
     """`flax.linen.Embed` with a quantized table.
 
     y = take(quantize(embedding), indices)
@@ -249,14 +242,14 @@ class Embed(_QuantizedLayer, nn.Embed):
         """Check the arguments."""
         super().__post_init__()
         expected = "jq.flax.promote_dtype, because a table is quantized in the dtype in which it is stored"
-        with checks.prefix_errors(_find_path(self)):
+        with checks.prefix_errors(_describe_path(self)):
             is_default = self.promote_dtype is promote_dtype
             checks.require(is_default, _NAME, "promote_dtype", expected, "another function")
 
     def setup(self) -> None:
         """Make the table and the module that reads it."""
         super().setup()
-        self.table = Table(_check_quantization(self), kernel_name="embedding")
+        self.table = Table(_read_quantization(self), kernel_name="embedding")
 
     def __call__(self, inputs: jax.Array) -> Any:
         """Return rows of the table.
@@ -269,7 +262,7 @@ class Embed(_QuantizedLayer, nn.Embed):
             table returns NaN.
         """
         is_integer = jnp.issubdtype(inputs.dtype, jnp.integer)
-        with checks.prefix_errors(_find_path(self)):
+        with checks.prefix_errors(_describe_path(self)):
             checks.require_type(is_integer, _NAME, "inputs", "an integer dtype", inputs.dtype)
         # As in flax, a table of one row returns it for every index.
         if self.num_embeddings == 1:

@@ -2,12 +2,10 @@
 
 from .attention import MultiHeadAttention
 from .calibrate import calibrate, calibration_view, check_calibrated
-from .contraction import promote_dtype
+from .contraction import Codes, Ranges, Scale, conv_general_dilated, dot_general, promote_dtype
 from .convert import convert, start
 from .fold_batch_norm import fold_batch_norm
-from .hooks import conv_general_dilated, dot_general
 from .layers import Conv, Einsum, Embed, Linear, LinearGeneral
-from .variables import Codes, Ranges, Scale
 
 __all__ = [
     "Codes",

@@ -14,8 +14,8 @@ from ..._arrays.spec import QuantSpec
 from ..._attention.kv_cache import INT8
 from ..._core import checks
 from ..._training.backward import Backward, FloatBackward
-from .. import _attention_call
-from .._attention_call import AttentionOptions
+from .. import _attention
+from .._attention import AttentionOptions
 from ..ranges import Dynamic, Observed, Source
 from .layers import LinearGeneral
 
@@ -184,9 +184,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         """
         del rngs
         checks.require(inputs_k is not None or inputs_v is None, _NAME, "inputs_k", "an array, as inputs_v", None)
-        _attention_call.check_options(_NAME, {"sow_weights": (sow_weights, False)})
+        _attention.check_options(_NAME, {"sow_weights": (sow_weights, False)})
         deterministic = self.deterministic if deterministic is None else deterministic
-        _attention_call.check_no_dropout(_NAME, self.dropout_rate, deterministic)
+        _attention.check_no_dropout(_NAME, self.dropout_rate, deterministic)
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
         query, key, value = self.query(inputs_q), self.key(inputs_k), self.value(inputs_v)
@@ -198,10 +198,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         if decode:
             checks.require(self.kv_cache is not None, _NAME, "decode", "a cache: call init_cache first", "none")
             cache = self.kv_cache.get_value()
-            y, cache = _attention_call.attend_to_cache(self.options, cache, query, key, value, mask)
+            y, cache = _attention.attend_to_cache(self.options, cache, query, key, value, mask)
             self.kv_cache.set_value(cache)
         else:
-            y = _attention_call.attend_to_tokens(self.options, query, key, value, mask, is_causal)
+            y = _attention.attend_to_tokens(self.options, query, key, value, mask, is_causal)
         return self.out(y)
 
     def init_cache(  # type: ignore[override]
@@ -217,7 +217,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         """
         del dtype
         shape = (*input_shape[:-1], self.num_kv_heads, self.head_dim)
-        self.kv_cache = nnx.Cache(_attention_call.make_cache(self.options, shape, window))
+        self.kv_cache = nnx.Cache(_attention.make_cache(self.options, shape, window))
 
     def set_view(
         self, deterministic: bool | None = None, decode: bool | None = None, batch_size: Any = None,

@@ -13,11 +13,10 @@ from flax import nnx
 from ..._core import checks
 from ...calibration import loop
 from ...calibration.calibrator import is_finite_state
-from .. import _layer_operand, _learned, _observed
+from .. import _operand_ranges, _quantization
 from ..ranges import Observed
-from .contraction import Contraction
-from .convert import find_contractions, find_path, require_module
-from .variables import Ranges
+from .contraction import NnxContraction, Ranges
+from .convert import describe_path, require_module, walk_contractions
 
 _CALIBRATE, _VIEW, _CHECK = "flax.nnx.calibrate", "flax.nnx.calibration_view", "flax.nnx.check_calibrated"
 
@@ -70,18 +69,18 @@ def calibrate(
     Source: Jacob et al., arXiv 1712.05877, section 3; Nagel et al., arXiv 2106.08295, section 3.
     """
     require_module(_CALIBRATE, "model", model)
-    has_range = any(_is_observed(contraction) for _, contraction in find_contractions(model))
+    has_range = any(_is_observed(contraction) for _, contraction in walk_contractions(model))
     expected = "a model with a layer whose activation_range is Observed(), and that is not converted yet"
     checks.require(has_range, _CALIBRATE, "model", expected, "none")
     checks.require_type(isinstance(method, str), _CALIBRATE, "method", "the name of a method", type(method).__name__)
     view = calibration_view(model)
     layers = []
-    for path, contraction in find_contractions(view):
+    for path, contraction in walk_contractions(view):
         # The view has its own modules, so the names that the model's layers have in errors do not change.
-        contraction.layer = find_path(path, contraction)
+        contraction.layer = describe_path(path, contraction)
         with checks.prefix_errors(contraction.layer):
             _check_learned(_CALIBRATE, contraction)
-        operands = map(_layer_operand.describe_operand, contraction.operands)
+        operands = map(_quantization.describe_operand, contraction.operands)
         layers.append(f"{contraction.layer}: {', '.join(operands)}")
     graph, moving, fixed = nnx.split(view, Ranges, ...)
 
@@ -136,7 +135,7 @@ def calibration_view(model: Model) -> Model:
     Source: flax.nnx.view.
     """
     require_module(_VIEW, "model", model)
-    is_quantized = any(True for _ in find_contractions(model))
+    is_quantized = any(True for _ in walk_contractions(model))
     checks.require(is_quantized, _VIEW, "model", "a model with quantized layers", "none")
     view = nnx.view(model, raise_if_not_found=False, calibrating=True)
     # `eval` also reaches the modules without a `set_view`, which nnx.view does not change.
@@ -173,16 +172,16 @@ def check_calibrated(model: nnx.Module) -> None:
     Source: none; this library defines it.
     """
     require_module(_CHECK, "model", model)
-    contractions = list(find_contractions(model))
+    contractions = list(walk_contractions(model))
     checks.require(bool(contractions), _CHECK, "model", "a model with quantized layers", "none")
     for path, contraction in contractions:
-        with checks.prefix_errors(find_path(path, contraction)):
+        with checks.prefix_errors(describe_path(path, contraction)):
             if _is_observed(contraction):
                 _check_observed(contraction)
             _check_learned(_CHECK, contraction)
 
 
-def _is_observed(contraction: Contraction) -> bool:
+def _is_observed(contraction: NnxContraction) -> bool:
     """Return whether a layer has a calibrator. A converted layer has none."""
     return any(
         isinstance(operand.source, Observed) and getattr(contraction, f"{operand.role}_range") is not None
@@ -190,18 +189,18 @@ def _is_observed(contraction: Contraction) -> bool:
     )
 
 
-def _check_observed(contraction: Contraction) -> None:
+def _check_observed(contraction: NnxContraction) -> None:
     """Raise ContractValueError unless the observed ranges of a layer have seen data, all of it finite."""
     remedy = "jaxquant.flax.nnx.calibrate(model, batches) finds it"
     for operand in contraction.list_operands():
         if isinstance(operand.source, Observed):
-            _observed.check_observed(_CHECK, operand, contraction.read_state(operand.role), remedy)
+            _operand_ranges.check_state(_CHECK, operand, contraction.read_state(operand.role), remedy)
 
 
-def _check_learned(function: str, contraction: Contraction) -> None:
+def _check_learned(function: str, contraction: NnxContraction) -> None:
     """Raise ContractValueError unless the scales and zero points of a layer are finite."""
     for name in (f"{role}_{part}" for role in ("weight", "activation") for part in ("scale", "zero_point")):
         variable = getattr(contraction, name)
-        holds = variable is None or _learned.is_finite(variable[...])
+        holds = variable is None or _operand_ranges.is_finite(variable[...])
         expected = "finite numbers: jaxquant.flax.nnx.start(model, batch) starts it"
         checks.require(holds, function, name, expected, "NaN or an infinity")

@@ -14,35 +14,42 @@ from flax.nnx.nn import dtypes
 from ..._arrays.spec import QuantSpec
 from ..._core import checks
 from ..._training.backward import Backward, FloatBackward
-from .. import _operations
-from .._layer_operand import Quantization
+from .._quantization import Quantization
 from ..ranges import Dynamic, Observed, Source
-from .contraction import Contraction, ConvGeneralDilated, DotGeneral, Product, Table, promote_dtype
-from .convert import find_feature_axes
+from .contraction import (
+    NnxContraction,
+    NnxConvGeneralDilated,
+    NnxDotGeneral,
+    NnxEinsum,
+    NnxTable,
+    OutSharding,
+    promote_dtype,
+)
+from .convert import read_feature_axes
 
 _NAME = "flax.nnx"
 # Arguments of flax's layers that a quantized layer sets itself.
 _RESERVED = ("dot_general", "dot_general_cls", "conv_general_dilated", "einsum_op", "promote_dtype")
 
 
-class _QuantizedLayer(nnx.Module):
+class _NnxLayer(nnx.Module):
     """The arguments that all quantized layers add to flax's. A base class in front of flax's layer."""
 
     # The attribute that holds the module that contracts, its class, and the name of the weights.
     _field: ClassVar[str]
-    _contraction: ClassVar[type[Contraction]]
+    _contraction: ClassVar[type[NnxContraction]]
     _kernel: ClassVar[str] = "kernel"
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Give a layer the signature of flax's layer with the added arguments, for `help` and completion."""
         super().__init_subclass__(**options)
-        bases = [base for base in cls.__bases__ if base in _QuantizedLayer.__subclasses__() or base is _QuantizedLayer]
+        bases = [base for base in cls.__bases__ if base in _NnxLayer.__subclasses__() or base is _NnxLayer]
         if not bases or len(cls.__bases__) < 2:  # a user's subclass has its own
             return
         flax_layer = cls.__bases__[cls.__bases__.index(bases[0]) + 1]
         hidden = ("self", "mask", *_RESERVED)
         parameters = [p for p in inspect.signature(flax_layer.__init__).parameters.values() if p.name not in hidden]
-        added = inspect.signature(_QuantizedLayer.__init__).parameters.values()
+        added = inspect.signature(_NnxLayer.__init__).parameters.values()
         names = {p.name for p in parameters}
         parameters += [p for p in added if p.kind is p.KEYWORD_ONLY and p.name not in names]
         # Positional parameters come first, as Python requires, and rngs last, as in flax.
@@ -55,13 +62,13 @@ class _QuantizedLayer(nnx.Module):
         use_running_average: bool = False, rngs: nnx.Rngs, **arguments: Any,
     ) -> None:  # fmt: skip
         _check_arguments(self, arguments)
-        if self._contraction is not Table:
+        if self._contraction is not NnxTable:
             arguments["promote_dtype"] = promote_dtype
         super().__init__(*sizes, rngs=rngs, **arguments)  # type: ignore[call-arg]
         quantization = Quantization(weight_spec, activation_spec, weight_range, activation_range, backward)
         kernel = getattr(self, self._kernel)
         shape = tuple(kernel[...].shape)
-        features = find_feature_axes(self, len(shape))
+        features = read_feature_axes(self, len(shape))
         # A layer does not know its path: errors name its class and the shape of its kernel.
         place = f"{type(self).__name__}{shape}"
         contraction = self._contraction(place, quantization, use_running_average, rngs, kernel, shape, features)
@@ -78,7 +85,7 @@ def _check_arguments(layer: nnx.Module, arguments: dict[str, Any]) -> None:
         checks.require(arguments.get("mask") is None, _NAME, "mask", expected, "an array")
 
 
-class Linear(_QuantizedLayer, nnx.Linear):
+class Linear(_NnxLayer, nnx.Linear):
     """`flax.nnx.Linear` with a quantized kernel and quantized inputs.
 
     y = dot_general(quantize(x), quantize(kernel)) + bias
@@ -136,10 +143,10 @@ class Linear(_QuantizedLayer, nnx.Linear):
     """
 
     _field = "dot_general"
-    _contraction = DotGeneral
+    _contraction = NnxDotGeneral
 
 
-class LinearGeneral(_QuantizedLayer, nnx.LinearGeneral):
+class LinearGeneral(_NnxLayer, nnx.LinearGeneral):
     """`flax.nnx.LinearGeneral`, a Linear layer over several axes, with a quantized kernel and quantized inputs.
 
     y = dot_general(quantize(x), quantize(kernel)) + bias
@@ -154,10 +161,10 @@ class LinearGeneral(_QuantizedLayer, nnx.LinearGeneral):
     """
 
     _field = "dot_general"
-    _contraction = DotGeneral
+    _contraction = NnxDotGeneral
 
 
-class Einsum(_QuantizedLayer, nnx.Einsum):
+class Einsum(_NnxLayer, nnx.Einsum):
     """`flax.nnx.Einsum` with a quantized kernel and quantized inputs.
 
     y = einsum(einsum_str, quantize(x), quantize(kernel)) + bias
@@ -172,7 +179,7 @@ class Einsum(_QuantizedLayer, nnx.Einsum):
     """
 
     _field = "einsum_op"
-    _contraction = Product
+    _contraction = NnxEinsum
 
     def __init__(
         self, einsum_str: str, kernel_shape: Sequence[int], bias_shape: Sequence[int] | None = None, **arguments: Any
@@ -182,7 +189,7 @@ class Einsum(_QuantizedLayer, nnx.Einsum):
         super().__init__(einsum_str, *shapes, **arguments)
 
 
-class Conv(_QuantizedLayer, nnx.Conv):
+class Conv(_NnxLayer, nnx.Conv):
     """`flax.nnx.Conv` with a quantized kernel and quantized inputs.
 
     y = conv_general_dilated(quantize(x), quantize(kernel)) + bias
@@ -199,10 +206,10 @@ class Conv(_QuantizedLayer, nnx.Conv):
     """
 
     _field = "conv_general_dilated"
-    _contraction = ConvGeneralDilated
+    _contraction = NnxConvGeneralDilated
 
 
-class Embed(_QuantizedLayer, nnx.Embed):
+class Embed(_NnxLayer, nnx.Embed):
     """`flax.nnx.Embed` with a quantized table.
 
     y = take(quantize(embedding), indices)
@@ -220,11 +227,11 @@ class Embed(_QuantizedLayer, nnx.Embed):
     """
 
     _field = "table"
-    _contraction = Table
+    _contraction = NnxTable
     _kernel = "embedding"
-    table: Table
+    table: NnxTable
 
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> Any:
+    def __call__(self, inputs: jax.Array, out_sharding: OutSharding | None = None) -> Any:
         """Return rows of the table.
 
         Args:
@@ -244,7 +251,7 @@ class Embed(_QuantizedLayer, nnx.Embed):
         rows: Any = self.table(self.embedding[...], inputs, out_sharding=out_sharding)
         return rows.astype(self.dtype)
 
-    def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
+    def attend(self, query: jax.Array, out_sharding: OutSharding | None = None) -> jax.Array:
         """Return the products of queries with every row of the table.
 
         Args:
@@ -256,4 +263,4 @@ class Embed(_QuantizedLayer, nnx.Embed):
         """
         table = self.embedding[...]
         dtype = dtypes.canonicalize_dtype(query, jnp.zeros((), table.dtype), dtype=self.dtype)
-        return self.table.run(_operations.ATTEND, query.astype(dtype), table, out_sharding=out_sharding)
+        return self.table.attend(query.astype(dtype), table, out_sharding)

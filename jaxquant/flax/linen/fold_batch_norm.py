@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core import meta
 
-from .._core import checks, dtypes
+from ..._core import checks, dtypes
 
 _NAME = "flax.fold_batch_norm"
 
