@@ -59,6 +59,7 @@ from ._training.estimators import LSQ, PACT, LSQPlus, StochasticRounding, Straig
 from ._training.fake_quantize import fake_quantize
 from ._training.fake_quantize_linear import fake_quantize_linear
 from ._training.quantizer import Quantizer
+from ._training.range_sources import Dynamic, Learned, Static
 from .calibration import Calibrator, Range, absmax, entropy, minmax, moving_average, mse, percentile
 from .onednn import dynamic_dequantize
 
@@ -121,7 +122,10 @@ __all__ = [  # noqa: RUF022 as grouped
     "pad",
     "quantize_bias",
     "FakeQuantizedArray",
-    # Ranges of streams of data.
+    # Where a range comes from, in layers and in rules, and the calibrators of static ones.
+    "Dynamic",
+    "Static",
+    "Learned",
     "Calibrator",
     "Range",
     "minmax",

@@ -12,12 +12,8 @@ from .linen.calibrate import calibrate, check_calibrated
 from .linen.contraction import conv_general_dilated, dot_general, promote_dtype
 from .linen.convert import convert
 from .linen.fold_batch_norm import fold_batch_norm
-from .ranges import Dynamic, Learned, Observed
 
 __all__ = [
-    "Dynamic",
-    "Learned",
-    "Observed",
     "calibrate",
     "check_calibrated",
     "conv_general_dilated",

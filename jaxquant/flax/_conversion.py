@@ -12,10 +12,10 @@ from .._arrays import quantize_padded, scale_from_range
 from .._arrays.parts import StoredOrder, find_permutation
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, small_floats
+from .._training.range_sources import Dynamic, Learned, Static
 from . import _operand_ranges
 from ._operand_ranges import quantize_operand
 from ._quantization import LayerOperand
-from .ranges import Dynamic, Learned, Observed
 
 
 def check_kernel(weight: LayerOperand, kernel: QuantizedArray) -> None:
@@ -100,7 +100,7 @@ def compute_constants(
 
     Args:
         function: the name of the public function, for errors.
-        activation: how to quantize the activations; its range is observed or learned.
+        activation: how to quantize the activations; its range is static or learned.
         values: the calibrator's state with its batch count, or the learned scale and zero point.
         depth: the number of axes that stack layers.
         shape: as in `_operand_ranges.finalize_state`.
@@ -110,7 +110,7 @@ def compute_constants(
     """
 
     def compute_one(values: Any) -> tuple[jax.Array, jax.Array | None]:
-        if isinstance(activation.source, Observed):
+        if isinstance(activation.source, Static):
             return _operand_ranges.finalize_state(activation, values, shape)
         return _operand_ranges.read_learned(activation, values)
 

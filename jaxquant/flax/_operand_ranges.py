@@ -28,11 +28,11 @@ from .._training import learned_parts
 from .._training.estimators import LSQ, LSQPlus, StraightThrough
 from .._training.fake_quantize import read_parts
 from .._training.quantizer import Quantizer
+from .._training.range_sources import Dynamic, Learned, Static
 from .._training.rounding_vjp import Config, make_array, round_zero_point
 from ..calibration import Calibrator
 from ..calibration.calibrator import is_finite_state
 from ._quantization import UNSIGNED_AT_ZERO, LayerOperand, describe_calibrator, is_unsigned_at_zero
-from .ranges import Dynamic, Learned, Observed
 
 # A scale, and a zero point or None.
 Parameters = tuple[jax.Array, jax.Array | None]
@@ -51,19 +51,19 @@ class RangeState(TypedDict):
 
 def make_state(operand: LayerOperand, x: jax.Array) -> RangeState:
     """Return the state of a calibrator that has seen no data, and a batch count of 0."""
-    assert isinstance(operand.source, Observed)
-    like = jax.ShapeDtypeStruct(_compute_observed_shape(operand, x.shape), x.dtype)
+    assert isinstance(operand.source, Static)
+    like = jax.ShapeDtypeStruct(_compute_seen_shape(operand, x.shape), x.dtype)
     return {"state": _make_calibrator(operand).init(like), "batches": jnp.zeros((), jnp.int32)}
 
 
 def update_state(operand: LayerOperand, state: RangeState, x: jax.Array) -> RangeState:
     """Return the state updated by one batch; an empty batch and a frozen range leave it unchanged."""
     source = operand.source
-    assert isinstance(source, Observed)
+    assert isinstance(source, Static)
     # An empty batch has no least value.
     if x.size == 0:
         return state
-    shape = _compute_observed_shape(operand, x.shape)
+    shape = _compute_seen_shape(operand, x.shape)
     # With explicit sharding, JAX cannot merge dimensions that are sharded, so the array is gathered first.
     rows = x if shape == x.shape else sharding.place_whole(x).reshape(shape)
     updated = _make_calibrator(operand).update(state["state"], jax.lax.stop_gradient(rows))
@@ -87,7 +87,7 @@ def finalize_state(operand: LayerOperand, state: RangeState, shape: tuple[int, .
     Returns:
         The scale, and the zero point or None.
     """
-    assert isinstance(operand.source, Observed)
+    assert isinstance(operand.source, Static)
     # Features that are always 0, as after a ReLU, have the range (0, 0), which gives scale 1.
     lo, hi = _make_calibrator(operand).finalize(state["state"], allow_zero=True)
     if shape is None:
@@ -145,7 +145,7 @@ def is_per_tensor(operand: LayerOperand) -> bool:
     return operand.spec.granularity == operand.spec.zero_point_granularity == PerTensor()
 
 
-def _compute_observed_shape(operand: LayerOperand, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _compute_seen_shape(operand: LayerOperand, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape in which a calibrator sees activations: rows of features, so that every rank has one state."""
     if is_per_tensor(operand) or len(shape) == 0:
         return shape
@@ -155,7 +155,7 @@ def _compute_observed_shape(operand: LayerOperand, shape: tuple[int, ...]) -> tu
 def _make_calibrator(operand: LayerOperand) -> Calibrator:
     """Return the calibrator of an operand, and check that its factory returned one.
 
-    The constructors of `Observed` and `Dynamic` have checked that the factory takes a spec alone.
+    The constructors of `Static` and `Dynamic` have checked that the factory takes a spec alone.
     """
     assert not isinstance(operand.source, Learned)
     factory = operand.source.calibrator

@@ -26,9 +26,9 @@ from .._training.conv_general_dilated import quantized_conv_general_dilated
 from .._training.dot_general import quantized_dot_general
 from .._training.einsum import quantized_einsum
 from .._training.quantizer import Quantizer
+from .._training.range_sources import Dynamic
 from ._operand_ranges import Parameters, make_quantizer, quantize_operand
 from ._quantization import LayerOperand, Operands, resolve_tokens
-from .ranges import Dynamic
 
 # The arguments of `jax.lax.conv_general_dilated` after its operands, in its order.
 _CONV_ARGUMENTS = (

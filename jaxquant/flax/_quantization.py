@@ -12,9 +12,9 @@ from .._core import checks, dtypes
 from .._core.granularity import PerAxis, PerFeature, PerTensor, PerToken
 from .._training.backward import Backward, FloatBackward
 from .._training.estimators import LSQPlus
+from .._training.range_sources import Dynamic, Learned, RangeSource
 from ..calibration.factory import describe_factory
 from ..integer import _operands
-from .ranges import Dynamic, Learned, Observed, Source
 
 # Granularities of activations whose ranges have the same shape for every batch.
 _STORABLE = {PerTensor(), PerFeature(), PerAxis(-1)}
@@ -31,7 +31,7 @@ class LayerOperand(NamedTuple):
     """
 
     spec: QuantSpec
-    source: Source
+    source: RangeSource
     role: str
 
     @property
@@ -79,8 +79,8 @@ class Quantization:
 
     weight_spec: QuantSpec
     activation_spec: QuantSpec | None = None
-    weight_range: Source = Dynamic()
-    activation_range: Source = Observed()
+    weight_range: RangeSource = Dynamic()
+    activation_range: RangeSource = Dynamic()
     backward: Backward = FloatBackward()
 
 
@@ -125,8 +125,8 @@ def _check_types(layer: str, quantization: Quantization) -> None:
     expected, got = "Dynamic() or Learned()", checks.describe_value(source)
     checks.require_type(isinstance(source, Dynamic | Learned), layer, "weight_range", expected, got)
     source = quantization.activation_range
-    expected, got = "Observed(), Dynamic() or Learned()", checks.describe_value(source)
-    checks.require_type(isinstance(source, Source), layer, "activation_range", expected, got)
+    expected, got = "Dynamic(), Static(...) or Learned()", checks.describe_value(source)
+    checks.require_type(isinstance(source, RangeSource), layer, "activation_range", expected, got)
 
 
 def _check_integers(layer: str, operand: LayerOperand) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .._training.range_sources import Static
 from ..calibration import minmax
 from ..calibration.factory import Factory
 from .rules import Activation, Rule, Weight
@@ -59,7 +60,7 @@ def w8a8_static(calibrator: Factory = minmax, *, reduce_range: bool = False) -> 
     """
     return (
         Rule(operation="take", weight=Weight("int8")),
-        Rule(weight=_make_weight(reduce_range), activation=Activation("uint8", range=calibrator)),
+        Rule(weight=_make_weight(reduce_range), activation=Activation("uint8", range=Static(calibrator))),
     )
 
 
@@ -85,7 +86,7 @@ def onednn(*, reduce_range: bool = False) -> tuple[Rule, ...]:
     """
     return (
         Rule(operation="take", keep="float"),
-        Rule(weight=_make_weight(reduce_range), activation=Activation("uint8", range=minmax)),
+        Rule(weight=_make_weight(reduce_range), activation=Activation("uint8", range=Static(minmax))),
     )
 
 
@@ -120,7 +121,7 @@ def onnx_runtime(calibrator: Factory = minmax, *, reduce_range: bool = True) -> 
 
     Source: Jacob et al., arXiv 1712.05877, section 2; ONNX Runtime's QLinearConv, QGemm and QLinearAdd.
     """
-    activation = Activation("uint8", range=calibrator)
+    activation = Activation("uint8", range=Static(calibrator))
     return (
         Rule(operation="take", keep="float"),
         Rule(weight=_make_weight(reduce_range), activation=activation, output=activation),

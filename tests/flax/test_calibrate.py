@@ -14,14 +14,14 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxquant as jq
+from jaxquant import Dynamic, Learned, Static
 from jaxquant import flax as qflax
-from jaxquant.flax import Dynamic, Learned, Observed
 from jaxquant.flax import linen as qnn
 from jaxquant.flax import nnx as qnnx
 
 F32 = np.float32
 W, A = jq.QuantSpec("int8", jq.PerFeature()), jq.QuantSpec("uint8")
-MINMAX = Observed(jq.minmax)
+MINMAX = Static(jq.minmax)
 
 
 class Net(nn.Module):
@@ -234,10 +234,10 @@ def test_what_cannot_be_calibrated() -> None:
         qnnx.calibrate(module, [batch])  # type: ignore[arg-type]
     dynamic = Net(activation_range=Dynamic())
     with pytest.raises(
-        ValueError, match=r"expected a module with a layer whose activation_range is Observed\(\), got on"
+        ValueError, match=r"expected a module with a layer whose activation_range is Static\(\.\.\.\), got on"
     ):
         qflax.calibrate(dynamic, dynamic.init(jax.random.key(0), batch), [batch])
-    with pytest.raises(ValueError, match=r"expected a model with a layer whose activation_range is Observed\(\)"):
+    with pytest.raises(ValueError, match=r"expected a model with a layer whose activation_range is Static\(\.\.\.\)"):
         qnnx.calibrate(Model(Dynamic()), [batch])
     with pytest.raises(ValueError, match=r"model: expected a model with quantized layers, got none"):
         qnnx.calibration_view(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
@@ -252,7 +252,7 @@ def test_what_cannot_be_calibrated() -> None:
         ValueError, match=r"^layer: .*model: expected a model with float kernels, got one .* already conv"
     ):
         qnnx.convert(converted)
-    with pytest.raises(ValueError, match=r"Observed\(\), and that is not converted yet, got none"):
+    with pytest.raises(ValueError, match=r"Static\(\.\.\.\), and that is not converted yet, got none"):
         qnnx.calibrate(converted, [batch])
 
 

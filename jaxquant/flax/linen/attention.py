@@ -12,9 +12,9 @@ from ..._arrays.spec import QuantSpec
 from ..._attention.kv_cache import INT8
 from ..._core import checks
 from ..._training.backward import Backward, FloatBackward
+from ..._training.range_sources import Dynamic, RangeSource
 from .. import _attention
 from .._attention import AttentionOptions
-from ..ranges import Dynamic, Observed, Source
 from .layers import DenseGeneral
 
 _NAME = "flax.linen"
@@ -44,8 +44,8 @@ class _LinenAttention(nn.Module):
 
     weight_spec: QuantSpec | None = None
     activation_spec: QuantSpec | None = None
-    weight_range: Source = Dynamic()
-    activation_range: Source = Observed()
+    weight_range: RangeSource = Dynamic()
+    activation_range: RangeSource = Dynamic()
     backward: Backward = FloatBackward()
     query_spec: QuantSpec = INT8
     key_spec: QuantSpec = INT8

@@ -12,11 +12,11 @@ from flax import linen as nn
 from flax.core import FrozenDict, meta, unfreeze
 
 from ..._core import checks
+from ..._training.range_sources import Dynamic, Learned, Static
 from ...calibration import loop
 from ...calibration.calibrator import is_finite_state
 from .. import _operand_ranges, _quantization
 from .._quantization import LayerOperand
-from ..ranges import Dynamic, Learned, Observed
 from .contraction import RANGES, RECORD, SCALES, VariablePath, join_path, list_layers, list_scales
 from .convert import check_convertible, has_codes
 
@@ -31,7 +31,7 @@ def calibrate(
 ) -> dict[str, Any]:  # fmt: skip
     """Find the static ranges of a Linen module from batches, and return its variables with them.
 
-    Each layer with `Observed()` gets a range. The module is called on each batch as it will be when it is served, and
+    Each layer with a `Static` range gets it. The module is called on each batch as it will be when it is served, and
     only the collection "ranges" changes; learned scales that are missing are initialized in "scales". Batch statistics
     are read, not updated, and dropout is on only if `arguments` turn it on. The first call starts from no data, or from
     the ranges in `variables`. A second call with the returned variables continues.
@@ -62,7 +62,8 @@ def calibrate(
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
         >>> from jaxquant.flax import linen as qnn
-        >>> layer = qnn.Dense(2, weight_spec=jq.QuantSpec(jnp.int8), activation_spec=jq.QuantSpec(jnp.uint8))
+        >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8), "activation_spec": jq.QuantSpec(jnp.uint8)}
+        >>> layer = qnn.Dense(2, **specs, activation_range=jq.Static(jq.minmax))
         >>> batches = [jnp.array([[-1.0, 0.5, 1.55]]), jnp.array([[0.0, 0.0, 1.55]])]
         >>> variables = layer.init(jax.random.key(0), batches[0])
         >>> calibrated = jq.flax.calibrate(layer, variables, batches)
@@ -134,7 +135,8 @@ def check_calibrated(variables: Mapping[str, Any]) -> None:
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
         >>> from jaxquant.flax import linen as qnn
-        >>> layer = qnn.Dense(2, weight_spec=jq.QuantSpec(jnp.int8), activation_spec=jq.QuantSpec(jnp.uint8))
+        >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8), "activation_spec": jq.QuantSpec(jnp.uint8)}
+        >>> layer = qnn.Dense(2, **specs, activation_range=jq.Static(jq.minmax))
         >>> variables = layer.init(jax.random.key(0), jnp.ones((1, 3)))
         >>> try:
         ...     jq.flax.check_calibrated(variables)
@@ -154,7 +156,7 @@ def check_calibrated(variables: Mapping[str, Any]) -> None:
         record = state[RECORD]
         with checks.prefix_errors(join_path(path)):
             for operand in (record.weight, record.activation):
-                if operand is not None and isinstance(operand.source, Observed):
+                if operand is not None and isinstance(operand.source, Static):
                     values = state.get(operand.role)
                     _operand_ranges.check_state(_CHECK, operand, values, "jq.flax.calibrate finds it")
                 elif operand is not None and isinstance(operand.source, Learned):
@@ -202,7 +204,7 @@ def _check_layers(moving: Mapping[str, Any]) -> None:
         every = (record.weight, record.activation)
         operands += [operand for operand in every if operand is not None]
     has_range = any(not isinstance(operand.source, Dynamic) for operand in operands)
-    expected = "a module with a layer whose activation_range is Observed()"
+    expected = "a module with a layer whose activation_range is Static(...)"
     got = "only Dynamic() ranges" if operands else "no quantized layer"
     checks.require(has_range, _CALIBRATE, "module", expected, got)
     for path, state in layers.items():

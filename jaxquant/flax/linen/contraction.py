@@ -23,12 +23,12 @@ from ..._arrays.quantized_array import QuantizedArray
 from ..._arrays.spec import QuantSpec
 from ..._core import checks
 from ..._training.backward import Backward, FloatBackward, Int8Backward
+from ..._training.range_sources import Dynamic, RangeSource, Static
 from ...checkpoint.static_text import StaticText
 from .. import _conversion, _operand_ranges, _operations, _quantization
 from .._operand_ranges import Parameters
 from .._operations import LayerOperation
 from .._quantization import LayerOperand, Operands, Quantization, check_layer
-from ..ranges import Dynamic, Observed, Source
 
 # The collections, the rng, and the name of the record in the collection "ranges".
 RANGES, SCALES, ROUNDING, RECORD = "ranges", "scales", "rounding", "layer"
@@ -185,12 +185,12 @@ class LinenContraction(nn.Module):
 
     @nn.nowrap
     def read_range(self, operand: LayerOperand, x: jax.Array) -> Parameters:
-        """Return the scale and the zero point of an observed or learned range.
+        """Return the scale and the zero point of a static or learned range.
 
-        An observed range is updated by x while its collection is mutable. A learned one starts from x if it is missing.
+        An static range is updated by x while its collection is mutable. A learned one starts from x if it is missing.
         """
-        if isinstance(operand.source, Observed):
-            return self._observe_range(operand, x)
+        if isinstance(operand.source, Static):
+            return self._read_static(operand, x)
         names = _operand_ranges.list_learned_names(operand)
         if not all(self.has_variable(SCALES, name) for name in names):
             self._require_mutable(SCALES, operand)
@@ -210,8 +210,8 @@ class LinenContraction(nn.Module):
         return stored["scale"], stored.get("zero_point")
 
     @nn.nowrap
-    def _observe_range(self, operand: LayerOperand, x: jax.Array) -> Parameters:
-        """Return the scale and the zero point of an observed range, updated by x where the collection is mutable."""
+    def _read_static(self, operand: LayerOperand, x: jax.Array) -> Parameters:
+        """Return the scale and the zero point of a static range, updated by x where the collection is mutable."""
         is_mutable = self.is_mutable_collection(RANGES)
         if not self.has_variable(RANGES, operand.role):
             self._require_mutable(RANGES, operand)
@@ -277,7 +277,7 @@ class LinenContraction(nn.Module):
         # Variables written by another program may lack the descriptions. Then only their arrays can be compared.
         is_stored = self.has_variable(RANGES, "activation")
         is_static = activation is not None and not isinstance(activation.source, Dynamic)
-        expected = "a spec with activation_range=Observed() or Learned(), because the variables hold a static range"
+        expected = "a spec with activation_range=Static(...) or Learned(), because the variables hold a static range"
         got = "None" if activation is None else "Dynamic()"
         checks.require(is_static or not is_stored, "flax", "activation_spec", expected, got)
 
@@ -398,8 +398,8 @@ def dot_general(
     weight_spec: QuantSpec,
     activation_spec: QuantSpec | None = None,
     *,
-    weight_range: Source = Dynamic(),
-    activation_range: Source = Observed(),
+    weight_range: RangeSource = Dynamic(),
+    activation_range: RangeSource = Dynamic(),
     backward: Backward = FloatBackward(),
 ) -> LinenHook:
     """Return a function that any flax Linen layer with a `dot_general` attribute can contract with.
@@ -414,7 +414,7 @@ def dot_general(
         weight_spec: How to quantize the kernel, the right operand.
         activation_spec: How to quantize the left operand; None leaves it in floats.
         weight_range: Static. The source of the kernel's range: `Dynamic()` or `Learned()`.
-        activation_range: Static. The source of the left operand's range: `Observed()`, `Dynamic()` or `Learned()`.
+        activation_range: Static. The source of the left operand's range: `Dynamic()`, `Static(...)` or `Learned()`.
         backward: Static. How to contract gradients: `jq.FloatBackward()` or `jq.Int8Backward()`.
 
     Returns:
@@ -447,8 +447,8 @@ def conv_general_dilated(
     weight_spec: QuantSpec,
     activation_spec: QuantSpec | None = None,
     *,
-    weight_range: Source = Dynamic(),
-    activation_range: Source = Observed(),
+    weight_range: RangeSource = Dynamic(),
+    activation_range: RangeSource = Dynamic(),
     backward: Backward = FloatBackward(),
 ) -> LinenHook:
     """Return a function that flax's Linen convolutions can convolve with.
@@ -462,7 +462,7 @@ def conv_general_dilated(
         weight_spec: How to quantize the kernel.
         activation_spec: How to quantize the images; None leaves them in floats.
         weight_range: Static. The source of the kernel's range: `Dynamic()` or `Learned()`.
-        activation_range: Static. The source of the images' range: `Observed()`, `Dynamic()` or `Learned()`.
+        activation_range: Static. The source of the images' range: `Dynamic()`, `Static(...)` or `Learned()`.
         backward: Static. How to contract gradients: `jq.FloatBackward()` or `jq.Int8Backward()`.
 
     Returns:
@@ -475,7 +475,8 @@ def conv_general_dilated(
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq, jaxquant.flax
         >>> from flax import linen as nn
-        >>> conv = jq.flax.conv_general_dilated(jq.QuantSpec(jnp.int8, jq.PerAxis(-1)), jq.QuantSpec(jnp.uint8))
+        >>> specs = jq.QuantSpec(jnp.int8, jq.PerAxis(-1)), jq.QuantSpec(jnp.uint8)
+        >>> conv = jq.flax.conv_general_dilated(*specs, activation_range=jq.Static(jq.minmax))
         >>> layer = nn.Conv(2, (3,), conv_general_dilated=conv, promote_dtype=jq.flax.promote_dtype)
         >>> variables = layer.init(jax.random.key(0), jnp.ones((1, 4, 1)))
         >>> layer.apply(variables, jnp.ones((1, 4, 1)), mutable=["ranges"])[0].shape

@@ -12,10 +12,10 @@ from flax.core import FrozenDict, meta, unfreeze
 
 from ..._arrays.quantized_array import QuantizedArray
 from ..._core import checks
+from ..._training.range_sources import Dynamic, Static
 from ...checkpoint.static_text import StaticText
 from .. import _conversion, _operand_ranges, _quantization
 from .._quantization import LayerOperand
-from ..ranges import Dynamic, Observed
 from .contraction import RANGES, RECORD, SCALES, LayerRecord, VariablePath, list_layers, list_scales
 
 _NAME = "flax.convert"
@@ -59,7 +59,7 @@ def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
         >>> from jaxquant.flax import linen as qnn
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int4, jq.PerFeature()), "activation_spec": jq.QuantSpec(jnp.uint8)}
-        >>> layer = qnn.Conv(4, (3, 3), **specs)
+        >>> layer = qnn.Conv(4, (3, 3), **specs, activation_range=jq.Static(jq.minmax))
         >>> x = jnp.linspace(-1.0, 1.55, 98).reshape(1, 7, 7, 2)
         >>> variables = jq.flax.calibrate(layer, layer.init(jax.random.key(0), x), [x])
         >>> serving = jq.flax.convert(layer, variables)
@@ -169,7 +169,7 @@ def _compute_constants(
     """Return the scale and the zero point of static activations, as an entry of "ranges"."""
     if activation is None or isinstance(activation.source, Dynamic):
         return {}
-    if isinstance(activation.source, Observed):
+    if isinstance(activation.source, Static):
         values = state.get(activation.role)
         expected = 'a range: call apply(..., mutable=["ranges"]) with data like the data to serve'
         if record.kernel == "embedding":

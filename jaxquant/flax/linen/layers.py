@@ -15,9 +15,9 @@ from ..._arrays.quantized_array import QuantizedArray
 from ..._arrays.spec import QuantSpec
 from ..._core import checks
 from ..._training.backward import Backward, FloatBackward
+from ..._training.range_sources import Dynamic, RangeSource
 from .. import _operations
 from .._quantization import Quantization, check_layer
-from ..ranges import Dynamic, Observed, Source
 from .contraction import ConvGeneralDilated, DotGeneral, LinenContraction, LinenHook, Product, Table, promote_dtype
 
 _NAME = "flax.linen"
@@ -39,8 +39,8 @@ class _LinenLayer(nn.Module):
 
     weight_spec: QuantSpec | None = None
     activation_spec: QuantSpec | None = None
-    weight_range: Source = Dynamic()
-    activation_range: Source = Observed()
+    weight_range: RangeSource = Dynamic()
+    activation_range: RangeSource = Dynamic()
     backward: Backward = FloatBackward()
     promote_dtype: Any = promote_dtype
     # The attribute through which flax's layer contracts, and the module for it; None if the layer calls its own module.
@@ -112,12 +112,13 @@ class Dense(_LinenLayer, nn.Dense):
         weight_spec: How to quantize the kernel, a QuantSpec. Required. `QuantSpec(jnp.int8, PerFeature())` has one
             scale for each output feature, whatever the shape of the kernel.
         activation_spec: How to quantize the inputs, a QuantSpec; None (the default) leaves them in floats. The default
-            granularity, `PerTensor()`, has one scale. `PerToken()` with `Dynamic()` has one scale for each token, at
-            any rank.
-        weight_range: `Dynamic()` (the default) finds the range in the kernel at each call; `Learned()` trains it.
-        activation_range: `Observed()` (the default) is a static range, which `jq.flax.calibrate` finds; `Dynamic()`
-            finds the range in the inputs at each call; `Learned()` trains it. The granularity of observed and learned
-            ranges must be `PerTensor()` or `PerFeature()`, because other granularities depend on the batch size.
+            granularity, `PerTensor()`, has one scale. `PerToken()` has one scale for each token, at any rank, and
+            needs a dynamic range.
+        weight_range: `jq.Dynamic()` (the default) finds the range in the kernel at each call; `jq.Learned()` trains it.
+        activation_range: `jq.Dynamic()` (the default) finds the range in the inputs at each call. For a static range,
+            `jq.Static(jq.minmax)`, `jq.flax.calibrate` finds it. `jq.Learned()` trains it. The granularity of static
+            and learned ranges must be `PerTensor()` or `PerFeature()`, because other granularities depend on the batch
+            size.
         backward: `jq.FloatBackward()` (the default) contracts gradients in floats. `jq.Int8Backward()` contracts them
             in integers, and with `stochastic_rounding=True` rounds them with keys from the rng "rounding".
 
@@ -138,8 +139,8 @@ class Dense(_LinenLayer, nn.Dense):
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
         >>> from jaxquant.flax import linen as qnn
-        >>> weight_spec, activation_spec = jq.QuantSpec(jnp.int8, jq.PerFeature()), jq.QuantSpec(jnp.uint8)
-        >>> layer = qnn.Dense(2, weight_spec=weight_spec, activation_spec=activation_spec)
+        >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8, jq.PerFeature()), "activation_spec": jq.QuantSpec(jnp.uint8)}
+        >>> layer = qnn.Dense(2, **specs, activation_range=jq.Static(jq.minmax))
         >>> x = jnp.array([[-1.0, 0.0, 1.55]])
         >>> variables = jq.flax.calibrate(layer, layer.init(jax.random.key(0), x), [x])
         >>> serving = jq.flax.convert(layer, variables)

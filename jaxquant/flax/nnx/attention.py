@@ -14,9 +14,9 @@ from ..._arrays.spec import QuantSpec
 from ..._attention.kv_cache import INT8
 from ..._core import checks
 from ..._training.backward import Backward, FloatBackward
+from ..._training.range_sources import Dynamic, RangeSource
 from .. import _attention
 from .._attention import AttentionOptions
-from ..ranges import Dynamic, Observed, Source
 from .layers import LinearGeneral
 
 _NAME = "flax.nnx"
@@ -96,9 +96,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     def __init__(
         self, num_heads: int, in_features: int, qkv_features: int | None = None, out_features: int | None = None,
         num_kv_heads: int | None = None, in_kv_features: int | None = None, *, weight_spec: QuantSpec,
-        activation_spec: QuantSpec | None = None, weight_range: Source = Dynamic(),
-        activation_range: Source = Observed(), backward: Backward = FloatBackward(), use_running_average: bool = False,
-        query_spec: QuantSpec = INT8, key_spec: QuantSpec = INT8, value_spec: QuantSpec = INT8, weight_digits: int = 2,
+        activation_spec: QuantSpec | None = None, weight_range: RangeSource = Dynamic(),
+        activation_range: RangeSource = Dynamic(), backward: Backward = FloatBackward(),
+        use_running_average: bool = False, query_spec: QuantSpec = INT8, key_spec: QuantSpec = INT8,
+        value_spec: QuantSpec = INT8, weight_digits: int = 2,
         dtype: Any = None, param_dtype: Any = jnp.float32, dropout_rate: float = 0.0,
         deterministic: bool | None = None, precision: Any = None, kernel_init: Any = default_kernel_init,
         out_kernel_init: Any = None, bias_init: Any = _ZEROS, out_bias_init: Any = None,

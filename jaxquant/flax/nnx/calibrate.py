@@ -11,10 +11,10 @@ import jax
 from flax import nnx
 
 from ..._core import checks
+from ..._training.range_sources import Static
 from ...calibration import loop
 from ...calibration.calibrator import is_finite_state
 from .. import _operand_ranges, _quantization
-from ..ranges import Observed
 from .contraction import NnxContraction, Ranges
 from .convert import describe_path, require_module, walk_contractions
 
@@ -29,7 +29,7 @@ def calibrate(
 ) -> None:  # fmt: skip
     """Find the static ranges of an NNX model from batches, in place.
 
-    Each layer with `Observed()` gets a range. The model is called on each batch in evaluation mode, whatever its own
+    Each layer with a `Static` range gets it. The model is called on each batch in evaluation mode, whatever its own
     mode: dropout is off, and batch statistics are read, not updated. Only the `Ranges` variables change, and the model
     keeps its mode. A second call continues where the first ended.
 
@@ -50,16 +50,17 @@ def calibrate(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the model has no layer with `Observed()`, or is converted already; there is no batch; a batch has a
-            NaN or an infinity (the ranges are then those before that batch); a learned scale was not initialized by
-            `start`; a layer saw no data; or the checkpoint was written for other weights or layers, counts more batches
-            than there are, or is damaged.
+        ValueError: the model has no layer with a `Static` range, or is converted already; there is no batch; a batch
+            has a NaN or an infinity (the ranges are then those before that batch); a learned scale was not initialized
+            by `start`; a layer saw no data; or the checkpoint was written for other weights or layers, counts more
+            batches than there are, or is damaged.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8), "activation_spec": jq.QuantSpec(jnp.uint8)}
+        >>> specs["activation_range"] = jq.Static(jq.minmax)
         >>> model = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), qnnx.Linear(3, 2, **specs, rngs=nnx.Rngs(1)))
         >>> qnnx.calibrate(model, [jnp.array([[-1.0, 0.5, 1.55]])])
         >>> serving = qnnx.convert(model)
@@ -69,8 +70,8 @@ def calibrate(
     Source: Jacob et al., arXiv 1712.05877, section 3; Nagel et al., arXiv 2106.08295, section 3.
     """
     require_module(_CALIBRATE, "model", model)
-    has_range = any(_is_observed(contraction) for _, contraction in walk_contractions(model))
-    expected = "a model with a layer whose activation_range is Observed(), and that is not converted yet"
+    has_range = any(_has_static(contraction) for _, contraction in walk_contractions(model))
+    expected = "a model with a layer whose activation_range is Static(...), and that is not converted yet"
     checks.require(has_range, _CALIBRATE, "model", expected, "none")
     checks.require_type(isinstance(method, str), _CALIBRATE, "method", "the name of a method", type(method).__name__)
     view = calibration_view(model)
@@ -127,6 +128,7 @@ def calibration_view(model: Model) -> Model:
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8), "activation_spec": jq.QuantSpec(jnp.uint8)}
+        >>> specs["activation_range"] = jq.Static(jq.minmax)
         >>> layer = qnnx.Linear(3, 2, **specs, rngs=nnx.Rngs(0))
         >>> y = qnnx.calibration_view(layer)(jnp.array([[-1.0, 0.5, 1.55]]))
         >>> int(layer.dot_general.activation_batches[...])
@@ -165,6 +167,7 @@ def check_calibrated(model: nnx.Module) -> None:
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8), "activation_spec": jq.QuantSpec(jnp.uint8)}
+        >>> specs["activation_range"] = jq.Static(jq.minmax)
         >>> layer = qnnx.Linear(3, 2, **specs, rngs=nnx.Rngs(0))
         >>> qnnx.calibrate(layer, [jnp.ones((1, 3))])
         >>> qnnx.check_calibrated(layer)
@@ -176,24 +179,24 @@ def check_calibrated(model: nnx.Module) -> None:
     checks.require(bool(contractions), _CHECK, "model", "a model with quantized layers", "none")
     for path, contraction in contractions:
         with checks.prefix_errors(describe_path(path, contraction)):
-            if _is_observed(contraction):
-                _check_observed(contraction)
+            if _has_static(contraction):
+                _check_static(contraction)
             _check_learned(_CHECK, contraction)
 
 
-def _is_observed(contraction: NnxContraction) -> bool:
+def _has_static(contraction: NnxContraction) -> bool:
     """Return whether a layer has a calibrator. A converted layer has none."""
     return any(
-        isinstance(operand.source, Observed) and getattr(contraction, f"{operand.role}_range") is not None
+        isinstance(operand.source, Static) and getattr(contraction, f"{operand.role}_range") is not None
         for operand in contraction.list_operands()
     )
 
 
-def _check_observed(contraction: NnxContraction) -> None:
-    """Raise ContractValueError unless the observed ranges of a layer have seen data, all of it finite."""
+def _check_static(contraction: NnxContraction) -> None:
+    """Raise ContractValueError unless the static ranges of a layer have seen data, all of it finite."""
     remedy = "jaxquant.flax.nnx.calibrate(model, batches) finds it"
     for operand in contraction.list_operands():
-        if isinstance(operand.source, Observed):
+        if isinstance(operand.source, Static):
             _operand_ranges.check_state(_CHECK, operand, contraction.read_state(operand.role), remedy)
 
 

@@ -21,6 +21,7 @@ from ..._arrays.spec import QuantSpec
 from ..._core import checks, sharding
 from ..._core.granularity import PerFeature
 from ..._training.backward import Backward, FloatBackward, Int8Backward
+from ..._training.range_sources import Dynamic, RangeSource, Static
 from ...checkpoint.static_text import StaticText
 from .. import _conversion, _operand_ranges, _operations, _quantization
 from .._operand_ranges import Parameters, RangeState
@@ -28,7 +29,6 @@ from .._operations import Kernel, LayerOperation
 from .._quantization import LayerOperand, Operands, Quantization
 from ..linen.contraction import ROUNDING
 from ..linen.contraction import promote_dtype as promote_linen_dtype
-from ..ranges import Dynamic, Observed, Source
 
 _NAME = "flax.nnx"
 _Operands = TypeVar("_Operands", bound=tuple[Any, ...])
@@ -251,8 +251,8 @@ class NnxContraction(nnx.Module):
         """Do nothing, because `convert` can read the operands from the NNX module itself."""
 
     def read_range(self, operand: LayerOperand, x: jax.Array) -> Parameters:
-        """Return the scale and the zero point of an observed or learned range, after an update by x if it is due."""
-        return self._observe_range(operand, x) if isinstance(operand.source, Observed) else self._learn(operand, x)
+        """Return the scale and the zero point of a static or learned range, after an update by x if it is due."""
+        return self._read_static(operand, x) if isinstance(operand.source, Static) else self._learn(operand, x)
 
     def read_constants(self, operand: LayerOperand) -> Parameters:
         """Return the scale and the zero point that `convert` stored for the activations."""
@@ -275,9 +275,9 @@ class NnxContraction(nnx.Module):
         return rngs[ROUNDING].fork()
 
     def _make_variables(self, operand: LayerOperand, kernel: nnx.Variable | None) -> None:
-        """Make the variables of an observed or learned range."""
+        """Make the variables of a static or learned range."""
         shape, dtype = self._check_shape(operand), np.dtype(np.float32)
-        if isinstance(operand.source, Observed):
+        if isinstance(operand.source, Static):
             # One range for the whole array has the same state for every shape.
             like = jax.ShapeDtypeStruct((1, 1), dtype)
             state = _operand_ranges.make_state(operand, like)  # type: ignore[arg-type]
@@ -312,8 +312,8 @@ class NnxContraction(nnx.Module):
         checks.require(PerFeature() != operand.spec.granularity, _NAME, operand.argument, expected, operand.spec)
         return self.kernel_shape
 
-    def _observe_range(self, operand: LayerOperand, x: jax.Array) -> Parameters:
-        """Return the scale and the zero point of an observed range, updated by x unless it is only read."""
+    def _read_static(self, operand: LayerOperand, x: jax.Array) -> Parameters:
+        """Return the scale and the zero point of a static range, updated by x unless it is only read."""
         state = self.read_state(operand.role)
         if self.calibrating or not self.use_running_average:
             # A range for the whole array does not depend on the rank of x, so its variables have a fixed shape.
@@ -373,11 +373,11 @@ class NnxEinsum(NnxContraction):
 
 
 class NnxTable(NnxContraction):
-    """The two operations of an `Embed` on its table, lookups and `attend`, which share one range."""
+    """The two operations of an `Embed` on its table, lookups and products with queries, which share one range."""
 
     operation = _operations.LOOKUP
 
-    def attend(self, query: jax.Array, table: Kernel, out_sharding: OutSharding | None = None) -> jax.Array:
+    def contract_rows(self, query: jax.Array, table: Kernel, out_sharding: OutSharding | None = None) -> jax.Array:
         """Return the products of queries with all rows."""
         call = _operations.ATTEND.bind(query, table)
         y = _operations.run_operation(_operations.ATTEND, self, self.backward, call)
@@ -392,8 +392,8 @@ def dot_general(
     activation_spec: QuantSpec | None = None,
     rngs: nnx.Rngs | None = None,
     *,
-    weight_range: Source = Dynamic(),
-    activation_range: Source = Observed(),
+    weight_range: RangeSource = Dynamic(),
+    activation_range: RangeSource = Dynamic(),
     backward: Backward = FloatBackward(),
     use_running_average: bool = False,
     kernel_shape: Sequence[int] | None = None,
@@ -411,7 +411,7 @@ def dot_general(
         rngs: Random keys for `Int8Backward(stochastic_rounding=True)`, which samples from the stream "rounding" in
             training mode. Otherwise None.
         weight_range: Static. The source of the kernel's range: `Dynamic()` or `Learned()`.
-        activation_range: Static. The source of the left operand's range: `Observed()`, `Dynamic()` or `Learned()`.
+        activation_range: Static. The source of the left operand's range: `Dynamic()`, `Static(...)` or `Learned()`.
         backward: Static. How to contract gradients: `jq.FloatBackward()` or `jq.Int8Backward()`.
         use_running_average: Static. Whether ranges are only read, not updated; `model.train()` and `model.eval()` set
             it.
@@ -445,8 +445,8 @@ def conv_general_dilated(
     activation_spec: QuantSpec | None = None,
     rngs: nnx.Rngs | None = None,
     *,
-    weight_range: Source = Dynamic(),
-    activation_range: Source = Observed(),
+    weight_range: RangeSource = Dynamic(),
+    activation_range: RangeSource = Dynamic(),
     backward: Backward = FloatBackward(),
     use_running_average: bool = False,
     kernel_shape: Sequence[int] | None = None,
@@ -463,7 +463,7 @@ def conv_general_dilated(
         activation_spec: How to quantize the images; None leaves them in floats.
         rngs: Random keys for `Int8Backward(stochastic_rounding=True)`. Otherwise None.
         weight_range: Static. The source of the kernel's range: `Dynamic()` or `Learned()`.
-        activation_range: Static. The source of the images' range: `Observed()`, `Dynamic()` or `Learned()`.
+        activation_range: Static. The source of the images' range: `Dynamic()`, `Static(...)` or `Learned()`.
         backward: Static. How to contract gradients: `jq.FloatBackward()` or `jq.Int8Backward()`.
         use_running_average: Static. Whether ranges are only read, not updated; `model.train()` and `model.eval()` set
             it.
@@ -480,7 +480,8 @@ def conv_general_dilated(
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
-        >>> conv = qnnx.conv_general_dilated(jq.QuantSpec(jnp.int8, jq.PerFeature()), jq.QuantSpec(jnp.uint8))
+        >>> specs = jq.QuantSpec(jnp.int8, jq.PerFeature()), jq.QuantSpec(jnp.uint8)
+        >>> conv = qnnx.conv_general_dilated(*specs, activation_range=jq.Static(jq.minmax))
         >>> given = {"conv_general_dilated": conv, "promote_dtype": qnnx.promote_dtype}
         >>> layer = nnx.Conv(1, 2, (3,), **given, rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((1, 4, 1))).shape, int(conv.activation_batches[...])

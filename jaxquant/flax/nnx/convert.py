@@ -13,9 +13,9 @@ from flax import nnx
 from ..._arrays.parts import StoredOrder
 from ..._core import checks
 from ..._core.granularity import PerFeature
+from ..._training.range_sources import Dynamic, Learned, Static
 from .. import _conversion, _operand_ranges, _operations
 from .._quantization import LayerOperand
-from ..ranges import Dynamic, Learned, Observed
 from .contraction import (
     Codes,
     NnxContraction,
@@ -59,7 +59,7 @@ def start(model: nnx.Module, *inputs: Any, method: str = "__call__") -> None:
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int4), "activation_spec": jq.QuantSpec(jnp.int8)}
-        >>> layer = qnnx.Linear(2, 1, **specs, activation_range=jq.flax.Learned(jq.PACT()), rngs=nnx.Rngs(0))
+        >>> layer = qnnx.Linear(2, 1, **specs, activation_range=jq.Learned(jq.PACT()), rngs=nnx.Rngs(0))
         >>> qnnx.start(layer, jnp.array([[-127.0, 63.5]]))  # 63.5 is half a step
         >>> layer.dot_general.activation_scale[...]
         Array([1.], dtype=float32)
@@ -120,7 +120,7 @@ def convert(model: Model) -> Model:
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int4, jq.PerAxis(-1)), "activation_spec": jq.QuantSpec(jnp.uint8)}
-        >>> layer = qnnx.Conv(2, 4, (3, 3), **specs, rngs=nnx.Rngs(0))
+        >>> layer = qnnx.Conv(2, 4, (3, 3), **specs, activation_range=jq.Static(jq.minmax), rngs=nnx.Rngs(0))
         >>> y = layer(jnp.linspace(-1.0, 1.55, 98).reshape(1, 7, 7, 2))
         >>> serving = qnnx.convert(layer)
         >>> serving.kernel.get_value().codes.dtype, serving.bias.dtype
@@ -319,8 +319,8 @@ def _freeze_ranges(contraction: NnxContraction) -> None:
 
 
 def _compute_constants(contraction: NnxContraction, activation: LayerOperand) -> tuple[jax.Array, jax.Array | None]:
-    """Return the scale and the zero point of the activations, from an observed or learned range."""
-    if not isinstance(activation.source, Observed):
+    """Return the scale and the zero point of the activations, from a static or learned range."""
+    if not isinstance(activation.source, Static):
         parts = _read_learned(contraction, activation)
         return _conversion.compute_constants(_CONVERT, activation, parts, parts[0].ndim - 1)
     state = contraction.read_state(activation.role)

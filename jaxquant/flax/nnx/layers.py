@@ -14,8 +14,8 @@ from flax.nnx.nn import dtypes
 from ..._arrays.spec import QuantSpec
 from ..._core import checks
 from ..._training.backward import Backward, FloatBackward
+from ..._training.range_sources import Dynamic, RangeSource
 from .._quantization import Quantization
-from ..ranges import Dynamic, Observed, Source
 from .contraction import (
     NnxContraction,
     NnxConvGeneralDilated,
@@ -58,8 +58,8 @@ class _NnxLayer(nnx.Module):
 
     def __init__(
         self, *sizes: Any, weight_spec: QuantSpec, activation_spec: QuantSpec | None = None,
-        weight_range: Source = Dynamic(), activation_range: Source = Observed(), backward: Backward = FloatBackward(),
-        use_running_average: bool = False, rngs: nnx.Rngs, **arguments: Any,
+        weight_range: RangeSource = Dynamic(), activation_range: RangeSource = Dynamic(),
+        backward: Backward = FloatBackward(), use_running_average: bool = False, rngs: nnx.Rngs, **arguments: Any,
     ) -> None:  # fmt: skip
         _check_arguments(self, arguments)
         if self._contraction is not NnxTable:
@@ -93,7 +93,7 @@ class Linear(_NnxLayer, nnx.Linear):
     A float kernel is trained: each call quantizes it, and gradients pass through the rounding. A kernel that `convert`
     made is served: the call contracts its integer codes. Both return the same numbers, and so does the Linen layer with
     the same parameters. The layer takes all arguments of flax's layer, and its `nnx.Param` variables have the same
-    names and shapes. Learned scales are in `Scale` variables, observed ranges in `Ranges` variables.
+    names and shapes. Learned scales are in `Scale` variables, static ranges in `Ranges` variables.
 
     `calibrate(model, batches)` finds static ranges and changes nothing else. Ranges are also updated by each call while
     `use_running_average` is False, like the statistics of BatchNorm: `model.train()` and `model.eval()` set it. Learned
@@ -103,10 +103,11 @@ class Linear(_NnxLayer, nnx.Linear):
         *sizes: The positional arguments of flax's layer: in_features and out_features. They may be named.
         weight_spec: How to quantize the kernel, a QuantSpec. `QuantSpec(jnp.int8, PerFeature())` has one scale for each
             output feature, whatever the shape of the kernel.
-        activation_spec: How to quantize the inputs, a QuantSpec; None leaves them in floats.
-        weight_range: `Dynamic()` finds the range in the kernel at each call; `Learned()` trains it.
-        activation_range: `Observed()` is a static range, which `calibrate` finds; `Dynamic()` finds the range in the
-            inputs at each call, for example with `PerToken()`; `Learned()` trains it. The granularity of observed and
+        activation_spec: How to quantize the inputs, a QuantSpec; None leaves them in floats. `PerToken()` has one scale
+            for each token, and needs a dynamic range.
+        weight_range: `jq.Dynamic()` finds the range in the kernel at each call; `jq.Learned()` trains it.
+        activation_range: `jq.Dynamic()` finds the range in the inputs at each call. For a static range,
+            `jq.Static(jq.minmax)`, `calibrate` finds it. `jq.Learned()` trains it. The granularity of static and
             learned ranges must be `PerTensor()`, because an NNX variable has one shape for all inputs.
         backward: `jq.FloatBackward()` contracts gradients in floats. `jq.Int8Backward()` contracts them in integers,
             and with `stochastic_rounding=True` rounds them with keys from the stream "rounding" of rngs.
@@ -131,7 +132,7 @@ class Linear(_NnxLayer, nnx.Linear):
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8, jq.PerFeature()), "activation_spec": jq.QuantSpec(jnp.uint8)}
-        >>> layer = qnnx.Linear(3, 2, **specs, rngs=nnx.Rngs(0))
+        >>> layer = qnnx.Linear(3, 2, **specs, activation_range=jq.Static(jq.minmax), rngs=nnx.Rngs(0))
         >>> x = jnp.array([[-1.0, 0.0, 1.55]])
         >>> qnnx.calibrate(layer, [x])
         >>> serving = qnnx.convert(layer)
@@ -263,4 +264,4 @@ class Embed(_NnxLayer, nnx.Embed):
         """
         table = self.embedding[...]
         dtype = dtypes.canonicalize_dtype(query, jnp.zeros((), table.dtype), dtype=self.dtype)
-        return self.table.attend(query.astype(dtype), table, out_sharding)
+        return self.table.contract_rows(query.astype(dtype), table, out_sharding)
