@@ -14,8 +14,11 @@ from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, small_floats
 from .._training.range_sources import Dynamic, Learned, Static
 from . import _operand_ranges
-from ._operand_ranges import quantize_operand
+from ._operand_ranges import RangeState, quantize_operand
 from ._quantization import LayerOperand
+
+# The names of the mesh axes along which one axis of an array is partitioned.
+MeshAxes = str | tuple[str, ...] | None
 
 
 def check_kernel(weight: LayerOperand, kernel: QuantizedArray) -> None:
@@ -94,7 +97,11 @@ def quantize_kernel(
 
 
 def compute_constants(
-    function: str, activation: LayerOperand, values: Any, depth: int, shape: tuple[int, ...] | None = None
+    function: str,
+    activation: LayerOperand,
+    values: RangeState | tuple[jax.Array, ...],
+    depth: int,
+    shape: tuple[int, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the scale and the zero point that a converted layer quantizes its activations with.
 
@@ -123,8 +130,8 @@ def compute_constants(
 
 
 def match_part_names(
-    names: Sequence[Any], shape: tuple[int, ...], depth: int = 0, order: StoredOrder = None
-) -> tuple[Any, ...]:
+    names: Sequence[MeshAxes], shape: tuple[int, ...], depth: int = 0, order: StoredOrder = None
+) -> tuple[MeshAxes, ...]:
     """Return the mesh axes along which the codes, the scale or the zero point of a kernel are partitioned.
 
     Args:

@@ -219,7 +219,7 @@ def round_learned_zero_point(operand: LayerOperand, zero_point: jax.Array) -> ja
 
 
 def is_finite(value: ArrayLike) -> bool:
-    """Return whether all known elements are finite; traced elements and those of other hosts are not known."""
+    """Return whether all known elements are finite; traced elements and elements on other hosts are not known."""
     if checks.is_traced(value):
         return True
     parts = [shard.data for shard in value.addressable_shards] if isinstance(value, jax.Array) else [value]
@@ -238,7 +238,7 @@ def make_quantizer(operand: LayerOperand, x: jax.Array, parameters: Parameters |
         parameters: the scale, and the zero point or None; None where the range is found in x.
 
     Returns:
-        A Quantizer, whose scale is None where it is the default range of x.
+        A Quantizer; its scale is None where it is the default range of x.
     """
     spec, gradient = operand.spec, operand.source.gradient
     if parameters is None:
@@ -249,7 +249,7 @@ def make_quantizer(operand: LayerOperand, x: jax.Array, parameters: Parameters |
     scale, zero_point = parameters
     if operand.role != "weight":
         scale, zero_point = align_rank(operand, scale, x.ndim), align_rank(operand, zero_point, x.ndim)
-        # LSQ divides its gradient by a number of elements: those of one example, whatever the batch size.
+        # LSQ divides its gradient by the number of elements of one example, whatever the batch size.
         if isinstance(gradient, LSQ | LSQPlus) and gradient.elements is None:
             gradient = dataclasses.replace(gradient, elements=_count_elements(x.shape, scale.shape))
     return Quantizer(spec, scale, zero_point, gradient)

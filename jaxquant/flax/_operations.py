@@ -234,7 +234,7 @@ def _bind_dot_general(
     lhs: jax.Array, rhs: Kernel, dimension_numbers: DotDimensionNumbers, precision: Precision = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> LayerCall:  # fmt: skip
-    """Return the call of a dot_general, whose result has the dtype of the activations unless another is given."""
+    """Return the call of a dot_general; the result has the dtype of the activations unless another is given."""
     dtype = preferred_element_type or lhs.dtype
     numbers = {"dimension_numbers": dimension_numbers}
     return LayerCall(lhs, rhs, {**numbers, "precision": precision, "preferred_element_type": dtype})
@@ -261,7 +261,7 @@ def _list_dot_general_summed(call: LayerCall) -> tuple[int, ...]:
 
 
 def _bind_conv_general_dilated(lhs: jax.Array, rhs: Kernel, *positional: Any, **arguments: Any) -> LayerCall:
-    """Return the call of a convolution, whose result has the dtype of the images unless another is given."""
+    """Return the call of a convolution; the result has the dtype of the images unless another is given."""
     arguments = {**dict(zip(_CONV_ARGUMENTS, positional, strict=False)), **arguments}
     dtype = arguments.get("preferred_element_type") or lhs.dtype
     return LayerCall(lhs, rhs, {**arguments, "preferred_element_type": dtype})
@@ -282,7 +282,7 @@ def _bind_einsum(
     subscripts: str, lhs: jax.Array, rhs: Kernel, precision: Precision = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> LayerCall:  # fmt: skip
-    """Return the call of an einsum, whose result has the dtype of the activations unless another is given."""
+    """Return the call of an einsum; the result has the dtype of the activations unless another is given."""
     dtype = preferred_element_type or lhs.dtype
     return LayerCall(lhs, rhs, {"subscripts": subscripts, "precision": precision, "preferred_element_type": dtype})
 

@@ -16,7 +16,7 @@ from .._training.range_sources import Dynamic, Learned, RangeSource
 from ..calibration.factory import describe_factory
 from ..integer import _operands
 
-# Granularities of activations whose ranges have the same shape for every batch.
+# Granularities of activations that give ranges of one shape for every batch.
 _STORABLE = {PerTensor(), PerFeature(), PerAxis(-1)}
 UNSIGNED_AT_ZERO = "otherwise the zero point of unsigned codes is 0, and negative values become 0"
 
@@ -158,7 +158,7 @@ def _check_source(layer: str, operand: LayerOperand) -> None:
 
 
 def is_unsigned_at_zero(operand: LayerOperand) -> bool:
-    """Return whether an operand has unsigned codes and a learned scale whose zero point stays 0."""
+    """Return whether an operand has unsigned codes and a learned scale, and keeps the zero point 0."""
     source, spec = operand.source, operand.spec
     is_zero = isinstance(source, Learned) and not isinstance(source.gradient, LSQPlus) and not spec.symmetric
     return is_zero and spec.bounds[0] == 0

@@ -147,11 +147,11 @@ class Rule:
             A contraction of activations has no parameter, and its name is matched instead.
         operation: "dot_general", "conv_general_dilated" or "take". None matches each.
         where: a function from a `SiteView` to a bool. None matches each.
-        weight: how parameters are quantized. None leaves them in floats. A parameter whose uses have rules with
-            different Weights gets the finest: the one with more bits, or as many bits and more scales.
+        weight: how parameters are quantized. None leaves them in floats. A parameter gets the finest of the Weights
+            that the rules of its uses name: the one with more bits, or with as many bits and more scales.
         activation: how activations are quantized. None leaves them in floats (weight-only).
         operands: "weight" to match contractions of activations with parameters, and lookups of parameters;
-            "activations" to match contractions of two activations, both of which are then quantized.
+            "activations" to match contractions of two activations, and to quantize both.
         shared: whether all uses of a parameter share one static range. It is needed if the number of uses differs
             between calls, as in a Python loop over time. Each layer of a scan over stacked layers has a range of its
             own, unless another use of the parameter is outside of such a scan.

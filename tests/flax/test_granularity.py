@@ -151,7 +151,7 @@ def test_static_ranges_fit_every_batch() -> None:
     serving = qflax.convert(layer, variables)
     for batch in (x, x[0], draw(7, 3, 4)):
         np.testing.assert_array_equal(layer.apply(serving, batch), layer.apply(variables, batch))
-    constants = serving["ranges"]["Product_0"]["activation"]
+    constants = serving["ranges"]["EinsumProduct_0"]["activation"]
     largest = np.abs(np.concatenate([np.asarray(v).reshape(-1, 4) for v in (x, draw(5, 3, 4))])).max(0)
     np.testing.assert_allclose(np.asarray(constants["scale"]).reshape(-1), largest / 127, rtol=1e-6)
 

@@ -220,7 +220,7 @@ def raise_static() -> jq.Activation:
         (lambda: UNTYPED.Activation("int8", range=jq.Learned()), TypeError, r"range: .*\(Prepared.learned trains"),
         (lambda: UNTYPED.Activation("int8", range=jq.Dynamic(jq.mse)), ValueError, r"range: expected no freeze_after"),
         (lambda: UNTYPED.Activation("int8", range=jq.Static(jq.minmax, freeze_after=2)), ValueError, r"range: expected no freeze_after"),
-        (lambda: UNTYPED.Activation("int8", range=jq.Static(jq.percentile)), TypeError, r"functools.partial\(percentile, q=...\)"),
+        (lambda: UNTYPED.Activation("int8", range=UNTYPED.Static(jq.percentile)), TypeError, r"functools.partial\(percentile, q=...\)"),
         (lambda: UNTYPED.Rule(3, weight=W), TypeError, r"Rule: path: expected a pattern, a compiled regular expression or None"),
         (lambda: UNTYPED.Rule(), ValueError, r"Rule: weight: expected a Weight, or keep="),
         (lambda: UNTYPED.Rule(weight="int8"), TypeError, r"Rule: weight: expected a Weight or None"),

@@ -62,7 +62,7 @@ class _LinenAttention(nn.Module):
 
 
 class MultiHeadDotProductAttention(_LinenAttention, nn.MultiHeadDotProductAttention):
-    """`flax.linen.MultiHeadDotProductAttention` whose projections and attention contract integers.
+    """`flax.linen.MultiHeadDotProductAttention` with projections and attention in integers.
 
     y = out(quantized_dot_product_attention(query(x), key(x), value(x), mask))
 
@@ -72,7 +72,7 @@ class MultiHeadDotProductAttention(_LinenAttention, nn.MultiHeadDotProductAttent
 
     With `decode=True` the collection "cache" holds a `jq.KVCache`. As in flax, `init` makes it, for as many tokens as
     its inputs have, and each later call appends its tokens and attends to all tokens so far. Unlike in flax a call may
-    have several tokens, for example those of a prompt. A mask then refers to the places of the cache.
+    have several tokens, for example a prompt. A mask then refers to the places of the cache.
 
     Attributes:
         weight_spec: How to quantize the kernels of the projections, a QuantSpec, as in `Dense`. Required.
@@ -88,7 +88,7 @@ class MultiHeadDotProductAttention(_LinenAttention, nn.MultiHeadDotProductAttent
         value_spec: The same for values.
         weight_digits: The number of digits of 7 bits of the weights of the attention, 1, 2 or 3.
         cache_window: The number of tokens that a query attends to in decode mode, itself included. The cache is then a
-            ring for as many tokens as the inputs of `init` have, as that of `jq.KVCache.create`. None keeps all
+            ring for as many tokens as the inputs of `init` have, as in `jq.KVCache.create`. None keeps all
             tokens. Without decode mode it has no effect: pass the band of the window as the mask.
 
     Raises:
@@ -176,7 +176,7 @@ class MultiHeadDotProductAttention(_LinenAttention, nn.MultiHeadDotProductAttent
         return nn.LayerNorm(name=name, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype)
 
     @nn.nowrap
-    def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any) -> jax.Array:
+    def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> jax.Array:
         """Return the attention, in decode mode to the cache."""
         options = AttentionOptions(self.query_spec, self.key_spec, self.value_spec, self.weight_digits)
         if self.decode:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax.core import FrozenDict, meta, unfreeze
+from flax.typing import VariableDict
 
 from ..._core import checks
 from ..._training.range_sources import Dynamic, Learned, Static
@@ -17,7 +18,7 @@ from ...calibration import loop
 from ...calibration.calibrator import is_finite_state
 from .. import _operand_ranges, _quantization
 from .._quantization import LayerOperand
-from .contraction import RANGES, RECORD, SCALES, VariablePath, join_path, list_layers, list_scales
+from .contraction import RANGES, RECORD, SCALES, LearnedPart, VariablePath, join_path, list_layers, list_scales
 from .convert import check_convertible, has_codes
 
 _CALIBRATE, _CHECK = "flax.calibrate", "flax.check_calibrated"
@@ -25,7 +26,7 @@ _RESERVED = ("mutable", "capture_intermediates")  # arguments of module.apply th
 
 
 def calibrate(
-    module: nn.Module, variables: Mapping[str, Any], batches: Iterable[Any], *,
+    module: nn.Module, variables: VariableDict, batches: Iterable[Any], *,
     method: str | Callable[..., Any] | None = None, rngs: Any = None,
     checkpoint: str | os.PathLike[str] | None = None, progress: bool | None = None, **arguments: Any,
 ) -> dict[str, Any]:  # fmt: skip
@@ -88,7 +89,9 @@ def calibrate(
 
     # The weights are arguments, not constants, so that XLA does not copy them into the program.
     @jax.jit
-    def run_batch(fixed: Any, moving: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, jax.Array]:
+    def run_batch(
+        fixed: VariableDict, moving: VariableDict, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[VariableDict, jax.Array]:
         settings = {**kwargs, **arguments, "method": method, "rngs": rngs, "mutable": [RANGES, SCALES]}
         _, updates = module.apply({**fixed, **moving}, *args, **settings)
         updated = {**moving, **updates}  # type: ignore[dict-item]
@@ -114,7 +117,7 @@ def calibrate(
     return calibrated
 
 
-def check_calibrated(variables: Mapping[str, Any]) -> None:
+def check_calibrated(variables: VariableDict) -> None:
     """Check that a Linen module's variables have every static range and every learned scale, all finite.
 
     A layer without its range raises an error when it is called, but under `jax.jit`, where no error can depend on a
@@ -169,14 +172,14 @@ def check_calibrated(variables: Mapping[str, Any]) -> None:
             checks.require(holds, _CHECK, "scale", "finite numbers", "NaN or an infinity")
 
 
-def _read_collections(function: str, variables: Any) -> dict[str, Any]:
+def _read_collections(function: str, variables: VariableDict) -> dict[str, Any]:
     """Return variables as a dict of collections."""
     is_mapping = isinstance(variables, Mapping)
     checks.require_type(is_mapping, function, "variables", "a mapping of collections", type(variables).__name__)
     return unfreeze(variables) if isinstance(variables, FrozenDict) else dict(variables)
 
 
-def _check_learned(operand: LayerOperand, path: VariablePath, scales: Mapping[VariablePath, Any]) -> None:
+def _check_learned(operand: LayerOperand, path: VariablePath, scales: Mapping[VariablePath, LearnedPart]) -> None:
     """Raise ContractValueError unless the learned scale and zero point of an operand are present and finite."""
     for name in _operand_ranges.list_learned_names(operand):
         value = scales.get((*path, name))
@@ -186,7 +189,7 @@ def _check_learned(operand: LayerOperand, path: VariablePath, scales: Mapping[Va
         checks.require(holds, _CHECK, name, "finite numbers", "NaN or an infinity")
 
 
-def _check_float(collections: Mapping[str, Any]) -> None:
+def _check_float(collections: VariableDict) -> None:
     """Raise ContractValueError for variables without weights and for converted ones, before anything is computed."""
     expected = 'the variables that init returns, with "params"'
     checks.require("params" in collections, _CALIBRATE, "variables", expected, sorted(collections) or "none")
@@ -195,7 +198,7 @@ def _check_float(collections: Mapping[str, Any]) -> None:
     checks.require(is_float, _CALIBRATE, "variables", "variables with float kernels", got)
 
 
-def _check_layers(moving: Mapping[str, Any]) -> None:
+def _check_layers(moving: VariableDict) -> None:
     """Raise ContractValueError unless a layer has a range to find, and every layer can be converted."""
     layers = list_layers(moving.get(RANGES))
     operands = []
@@ -204,7 +207,7 @@ def _check_layers(moving: Mapping[str, Any]) -> None:
         every = (record.weight, record.activation)
         operands += [operand for operand in every if operand is not None]
     has_range = any(not isinstance(operand.source, Dynamic) for operand in operands)
-    expected = "a module with a layer whose activation_range is Static(...)"
+    expected = "a module with activation_range=Static(...) in a layer"
     got = "only Dynamic() ranges" if operands else "no quantized layer"
     checks.require(has_range, _CALIBRATE, "module", expected, got)
     for path, state in layers.items():
@@ -212,7 +215,7 @@ def _check_layers(moving: Mapping[str, Any]) -> None:
             check_convertible(_CALIBRATE, state[RECORD])
 
 
-def _describe_layers(moving: Mapping[str, Any]) -> str:
+def _describe_layers(moving: VariableDict) -> str:
     """Return a description of how the layers quantize, equal in every process."""
     lines = []
     # `jax.jit` returns sorted dicts, so only the first state may have another order.

@@ -105,6 +105,8 @@ class LayerRecord:
 
 
 VariablePath = tuple[str, ...]
+# A learned scale or zero point, in a box if its kernel is partitioned.
+LearnedPart = jax.Array | meta.AxisMetadata
 
 
 def list_layers(ranges: object) -> dict[VariablePath, Mapping[str, Any]]:
@@ -121,9 +123,10 @@ def _has_record(node: object) -> bool:
     return isinstance(node, Mapping) and isinstance(node.get(RECORD), LayerRecord)
 
 
-def list_scales(scales: object) -> dict[VariablePath, Any]:
+def list_scales(scales: object) -> dict[VariablePath, LearnedPart]:
     """Return the variables in the collection "scales", by path and name."""
-    return traverse_util.flatten_dict(scales) if isinstance(scales, dict | FrozenDict) else {}
+    flat: dict[VariablePath, Any] = traverse_util.flatten_dict(scales) if isinstance(scales, dict | FrozenDict) else {}
+    return flat
 
 
 def join_path(path: VariablePath) -> str:
@@ -316,7 +319,7 @@ class LinenContraction(nn.Module):
         # Attention layers of flax pass no promote_dtype on: the error of `convert` names them.
         outer = getattr(parent, "parent", None)
         attention = type(outer).__name__ if isinstance(outer, nn.MultiHeadDotProductAttention) else None
-        # flax compares the shape of a parameter with that of its stored codes. The layers of this package permit a
+        # flax compares the shapes of a parameter and of its stored codes. The layers of this package permit a
         # stored order; flax's own layers do not.
         stored_axes = stored_axes if getattr(parent, "permits_stored_order", False) else ()
         shape = tuple(kernel.shape)
@@ -356,7 +359,7 @@ class ConvGeneralDilated(LinenContraction):
     operation = _operations.CONV_GENERAL_DILATED
 
 
-class Product(LinenContraction):
+class EinsumProduct(LinenContraction):
     """`jax.numpy.einsum(subscripts, activations, weights)` in integers."""
 
     operation = _operations.EINSUM

@@ -9,19 +9,21 @@ import jax
 from flax import linen as nn
 from flax import traverse_util
 from flax.core import FrozenDict, meta, unfreeze
+from flax.typing import VariableDict
 
 from ..._arrays.quantized_array import QuantizedArray
 from ..._core import checks
 from ..._training.range_sources import Dynamic, Static
 from ...checkpoint.static_text import StaticText
 from .. import _conversion, _operand_ranges, _quantization
+from .._conversion import MeshAxes
 from .._quantization import LayerOperand
-from .contraction import RANGES, RECORD, SCALES, LayerRecord, VariablePath, list_layers, list_scales
+from .contraction import RANGES, RECORD, SCALES, LayerRecord, LearnedPart, VariablePath, list_layers, list_scales
 
 _NAME = "flax.convert"
 
 
-def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
+def convert(module: nn.Module, variables: VariableDict) -> dict[str, Any]:
     """Return the variables with which a trained Linen module contracts integers.
 
     serving["params"][...]["kernel"] = quantize(kernel, weight_spec), for the kernel of each quantized layer
@@ -32,7 +34,7 @@ def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
     Partitioned kernels get partitioned codes and scales.
 
     If both operands are quantized, the codes of dense layers and of `Einsum` are stored with the contracted axes last,
-    which is faster on a CPU for few rows; their `shape` stays that of the kernel. See `QuantizedArray.stored_order`.
+    which is faster on a CPU for few rows; their `shape` does not change. See `QuantizedArray.stored_order`.
     flax's own layers, into which `jq.flax.dot_general` was injected, keep the order, because flax compares the shapes
     of parameters.
 
@@ -94,7 +96,7 @@ def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def has_codes(params: Any) -> bool:
+def has_codes(params: object) -> bool:
     """Return whether a tree of parameters has a QuantizedArray."""
     leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, QuantizedArray))
     return any(isinstance(leaf, QuantizedArray) for leaf in leaves)
@@ -115,7 +117,8 @@ def check_convertible(function: str, record: LayerRecord) -> None:
 
 
 def _convert_layer(
-    path: VariablePath, state: Mapping[str, Any], params: dict[VariablePath, Any], scales: Mapping[VariablePath, Any]
+    path: VariablePath, state: Mapping[str, Any], params: dict[VariablePath, Any],
+    scales: Mapping[VariablePath, LearnedPart],
 ) -> dict[str, Any]:  # fmt: skip
     """Convert the kernel of one layer in `params`, and return what the collection "ranges" holds for the layer.
 
@@ -140,7 +143,7 @@ def _convert_layer(
 
 
 def _quantize_kernel(
-    record: LayerRecord, boxed: Any, path: VariablePath, scales: Mapping[VariablePath, Any]
+    record: LayerRecord, boxed: Any, path: VariablePath, scales: Mapping[VariablePath, LearnedPart]
 ) -> tuple[QuantizedArray, int]:  # fmt: skip
     """Return a kernel as a QuantizedArray, partitioned like it, and the number of axes that stack layers."""
     kernel, weight, argument = meta.unbox(boxed), record.weight, f"params[{record.kernel!r}]"
@@ -153,7 +156,7 @@ def _quantize_kernel(
         return q, depth
 
     # A box of flax holds one array with its mesh axes, so each part of the kernel gets a box.
-    def box_part(part: Any, part_names: Any) -> Any:
+    def box_part(part: jax.Array, part_names: tuple[MeshAxes, ...]) -> Any:
         return meta.replace_boxed(boxed, part).replace(names=part_names)  # type: ignore[attr-defined]
 
     (codes, *parameters), static = q.tree_flatten()
@@ -164,7 +167,7 @@ def _quantize_kernel(
 
 def _compute_constants(
     record: LayerRecord, activation: LayerOperand | None, path: VariablePath, state: Mapping[str, Any],
-    scales: Mapping[VariablePath, Any], depth: int,
+    scales: Mapping[VariablePath, LearnedPart], depth: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the scale and the zero point of static activations, as an entry of "ranges"."""
     if activation is None or isinstance(activation.source, Dynamic):
@@ -176,6 +179,7 @@ def _compute_constants(
             expected += ", by a method that calls attend; or set activation_spec=None if none does"
         batches = None if values is None else values["batches"]
         checks.require(_operand_ranges.has_data(batches), _NAME, activation.role, expected, "no data")
+        assert values is not None
         assert batches is not None
         # The depth of the range itself: layers that share a kernel may each have a range.
         depth = batches.ndim
@@ -188,7 +192,7 @@ def _compute_constants(
 
 
 def _read_learned(
-    operand: LayerOperand, path: VariablePath, scales: Mapping[VariablePath, Any]
+    operand: LayerOperand, path: VariablePath, scales: Mapping[VariablePath, LearnedPart]
 ) -> tuple[jax.Array, ...]:
     """Return the learned scale of an operand, and its zero point if that is learned."""
     parts = []

@@ -16,7 +16,7 @@ _NAME = "flax.fold_batch_norm"
 
 
 def fold_batch_norm(
-    layer: Mapping[str, Any], norm: Mapping[str, Any], stats: Mapping[str, Any], *, epsilon: float = 1e-5,
+    layer: Mapping[str, object], norm: Mapping[str, object], stats: Mapping[str, object], *, epsilon: float = 1e-5,
     axis: int = -1,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the parameters of a Linen layer that includes the batch normalization after it.
@@ -90,7 +90,7 @@ def fold_batch_norm(
 
 
 def _broadcast_features(part: jax.Array, bias: jax.Array) -> jax.Array:
-    """Return an array with one element for each feature, broadcast to the shape of a bias whose last axis they are."""
+    """Return an array [features] broadcast to the shape of a bias [..., features]."""
     return jnp.broadcast_to(part.reshape(*(1,) * (bias.ndim - 1), part.size), bias.shape)
 
 
@@ -111,7 +111,7 @@ def _check_variance(var: jax.Array, epsilon: float) -> None:
 
 def _read_entry(
     argument: str,
-    mapping: Mapping[str, Any],
+    mapping: Mapping[str, object],
     name: str,
     shape: tuple[int, ...] | None = None,
     default: float | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -18,7 +19,15 @@ from ..._training.backward import Backward, FloatBackward
 from ..._training.range_sources import Dynamic, RangeSource
 from .. import _operations
 from .._quantization import Quantization, check_layer
-from .contraction import ConvGeneralDilated, DotGeneral, LinenContraction, LinenHook, Product, Table, promote_dtype
+from .contraction import (
+    ConvGeneralDilated,
+    DotGeneral,
+    EinsumProduct,
+    LinenContraction,
+    LinenHook,
+    Table,
+    promote_dtype,
+)
 
 _NAME = "flax.linen"
 
@@ -50,7 +59,7 @@ class _LinenLayer(nn.Module):
     permits_stored_order: ClassVar[bool] = True
 
     @nn.nowrap
-    def param(self, name: str, init_fn: Any, *init_args: Any, **options: Any) -> Any:
+    def param(self, name: str, init_fn: Callable[..., Any], *init_args: Any, **options: Any) -> Any:
         """Return a parameter as flax does; the codes of a converted kernel may have a stored order."""
         is_stored = self.scope is not None and self.has_variable("params", name)
         value = meta.unbox(self.get_variable("params", name)) if is_stored else None
@@ -58,7 +67,7 @@ class _LinenLayer(nn.Module):
         if order is None:
             return super().param(name, init_fn, *init_args, **options)
 
-        # flax compares the shape of the first array of a parameter, the stored codes, with that of an initial value.
+        # flax compares the shape of the first array of a parameter, here the stored codes, with its initial value.
         def init_stored(*arguments: Any, **keywords: Any) -> Any:
             return parts.store_codes(meta.unbox(init_fn(*arguments, **keywords)), order)
 
@@ -132,7 +141,7 @@ class Dense(_LinenLayer, nn.Dense):
             sums over.
 
     Note:
-        Under `jax.jit` no error can depend on a value. There a layer whose static range was never found returns NaN.
+        Under `jax.jit` no error can depend on a value. There a layer returns NaN if its static range was never found.
         Call `jq.flax.check_calibrated(variables)` once, outside of `jit`, to find such layers. This holds for all
         layers here.
 
@@ -159,7 +168,7 @@ class DenseGeneral(_LinenLayer, nn.DenseGeneral):
 
     y = dot_general(quantize(x), quantize(kernel)) + bias
 
-    The added attributes and the errors are those of `Dense`. The kernel has the batch dimensions, the contracted
+    The layer adds the attributes of `Dense`, and raises its errors. The kernel has the batch dimensions, the contracted
     dimensions and the features, in this order. `PerFeature()` has one scale for each index of all axes that are not
     contracted, and so has `PerToken()` in the activations.
     """
@@ -173,8 +182,8 @@ class Conv(_LinenLayer, nn.Conv):
 
     y = conv_general_dilated(quantize(x), quantize(kernel)) + bias
 
-    The added attributes and the errors are those of `Dense`. Grouped and depthwise convolutions, every padding and
-    every dilation are supported. The output features are the last axis of the kernel.
+    The layer adds the attributes of `Dense`, and raises its errors. Grouped and depthwise convolutions, every padding
+    and every dilation are supported. The output features are the last axis of the kernel.
 
     Raises:
         ValueError: At construction: `mask` is set. Multiply the kernel by the mask once instead.
@@ -189,7 +198,7 @@ class Einsum(_LinenLayer, nn.Einsum):
 
     y = einsum(einsum_str, quantize(x), quantize(kernel)) + bias
 
-    The added attributes and the errors are those of `Dense`.
+    The layer adds the attributes of `Dense`, and raises its errors.
 
     Raises:
         ValueError: At a call: einsum_str does not have two operands and an explicit "->".
@@ -197,7 +206,7 @@ class Einsum(_LinenLayer, nn.Einsum):
 
     # flax's Einsum has no attribute for its contraction, so this method repeats its steps.
     @nn.compact
-    def __call__(self, inputs: Any, einsum_str: str | None = None) -> Any:
+    def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> Any:
         """Return the contraction of the inputs with the kernel, plus the bias.
 
         Args:
@@ -221,7 +230,8 @@ class Einsum(_LinenLayer, nn.Einsum):
             bias = self.param("bias", self.bias_init, bias_shape, self.param_dtype)
         inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
         bias = None if bias is None else jnp.reshape(bias, broadcast_shape)
-        y = Product(_read_quantization(self))(equation, inputs, kernel, self.precision, self.preferred_element_type)
+        product = EinsumProduct(_read_quantization(self))
+        y = product(equation, inputs, kernel, self.precision, self.preferred_element_type)
         return y if bias is None else y + bias
 
 
@@ -230,9 +240,9 @@ class Embed(_LinenLayer, nn.Embed):
 
     y = take(quantize(embedding), indices)
 
-    The added attributes and the errors are those of `Dense`. A lookup in a converted table reads its codes. `attend`
-    contracts queries with the table; `activation_spec` says how to quantize the queries, and their range is the only
-    activation range of the layer.
+    The layer adds the attributes of `Dense`, and raises its errors. A lookup in a converted table reads its codes.
+    `attend` contracts queries with the table; `activation_spec` says how to quantize the queries, and their range is
+    the only activation range of the layer.
 
     Raises:
         TypeError: At a call: the indices are not integers.
@@ -275,7 +285,7 @@ class Embed(_LinenLayer, nn.Embed):
         """Return the products of queries with every row of the table.
 
         Args:
-            query: A float array whose last axis has the length of a row.
+            query: A float array [..., features], with the features of the table.
 
         Returns:
             A float array; its last axis has one entry for each row.

@@ -71,7 +71,7 @@ def calibrate(
     """
     require_module(_CALIBRATE, "model", model)
     has_range = any(_has_static(contraction) for _, contraction in walk_contractions(model))
-    expected = "a model with a layer whose activation_range is Static(...), and that is not converted yet"
+    expected = "a model that is not converted yet, with activation_range=Static(...) in a layer"
     checks.require(has_range, _CALIBRATE, "model", expected, "none")
     checks.require_type(isinstance(method, str), _CALIBRATE, "method", "the name of a method", type(method).__name__)
     view = calibration_view(model)
@@ -87,7 +87,9 @@ def calibrate(
 
     # The weights are arguments, not constants, so that XLA does not copy them into the program.
     @jax.jit
-    def run_batch(fixed: Any, moving: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, jax.Array]:
+    def run_batch(
+        fixed: nnx.State, moving: nnx.State, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[nnx.State, jax.Array]:
         merged = nnx.merge(graph, moving, fixed)
         getattr(merged, method)(*args, **kwargs, **arguments)
         updated = nnx.state(merged, Ranges)
@@ -108,7 +110,7 @@ def calibrate(
 
 
 def calibration_view(model: Model) -> Model:
-    """Return a view of an NNX model in evaluation mode whose calls update the static ranges.
+    """Return a view of an NNX model in evaluation mode; its calls update the static ranges.
 
     The view shares the variables of the model, which keeps its own mode. Call the view in a calibration loop of your
     own, and the model gets the ranges; `calibrate` is such a loop.

@@ -128,7 +128,7 @@ def match_partitioning(
     part_sharding: Any = PartitionSpec(*part_names)
     if isinstance(out_sharding, NamedSharding):
         part_sharding = NamedSharding(out_sharding.mesh, part_sharding)
-    # Do not test for tuple, of which PartitionSpec may be a subclass. A plain tuple stays a plain tuple.
+    # Do not test for tuple: PartitionSpec may be a subclass of it. A plain tuple stays a plain tuple.
     elif not isinstance(names, PartitionSpec):
         part_sharding = part_names
     metadata = {name: kernel.get_metadata(name, None) for name in ("mesh", "sharding_rules")}
@@ -298,7 +298,7 @@ class NnxContraction(nnx.Module):
             setattr(self, name, Scale(value, **metadata))
 
     def _check_shape(self, operand: LayerOperand) -> tuple[int, ...]:
-        """Return a shape whose range has the shape of an operand's range, and check that it is known."""
+        """Return a shape of x that gives the range of an operand its shape, and check that it is known."""
         is_single = _operand_ranges.is_per_tensor(operand)
         if operand.role != "weight":
             expected = "PerTensor(), or activation_range=Dynamic(): an NNX variable has one shape for all inputs"

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.typing import PathParts
 
 from ..._arrays.parts import StoredOrder
 from ..._core import checks
@@ -43,7 +44,7 @@ def start(model: nnx.Module, *inputs: Any, method: str = "__call__") -> None:
 
     Args:
         model: An NNX module with quantized layers, updated in place.
-        inputs: The arguments of the call: a batch like those of training.
+        inputs: The arguments of the call: a batch as in training.
         method: Static. The name of the method to call.
 
     Returns:
@@ -57,6 +58,7 @@ def start(model: nnx.Module, *inputs: Any, method: str = "__call__") -> None:
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq, jaxquant.flax
         >>> from flax import nnx
+    from flax.typing import PathParts
         >>> from jaxquant.flax import nnx as qnnx
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int4), "activation_spec": jq.QuantSpec(jnp.int8)}
         >>> layer = qnnx.Linear(2, 1, **specs, activation_range=jq.Learned(jq.PACT()), rngs=nnx.Rngs(0))
@@ -75,7 +77,7 @@ def start(model: nnx.Module, *inputs: Any, method: str = "__call__") -> None:
         if _list_learned(contraction):
             contraction.is_starting = True
             learning.append((path, contraction))
-    checks.require(bool(learning), _START, "model", "a model with a layer whose range is Learned()", "none")
+    checks.require(bool(learning), _START, "model", "a model with a Learned() range", "none")
     getattr(copy, method)(*inputs)
     for path, contraction in learning:
         with checks.prefix_errors(describe_path(path, contraction)):
@@ -101,7 +103,7 @@ def convert(model: Model) -> Model:
     variable each, partitioned like the kernel.
 
     If both operands are quantized, the codes of dense layers and of `Einsum` are stored with the contracted axes last,
-    which is faster on a CPU for few rows; their `shape` stays that of the kernel. See `QuantizedArray.stored_order`.
+    which is faster on a CPU for few rows; their `shape` does not change. See `QuantizedArray.stored_order`.
 
     Args:
         model: An NNX module that contains layers of this package, or is such a layer.
@@ -118,6 +120,7 @@ def convert(model: Model) -> Model:
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> from flax import nnx
+    from flax.typing import PathParts
         >>> from jaxquant.flax import nnx as qnnx
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int4, jq.PerAxis(-1)), "activation_spec": jq.QuantSpec(jnp.uint8)}
         >>> layer = qnnx.Conv(2, 4, (3, 3), **specs, activation_range=jq.Static(jq.minmax), rngs=nnx.Rngs(0))
@@ -154,13 +157,13 @@ def convert(model: Model) -> Model:
     return serving
 
 
-def require_module(function: str, argument: str, value: Any) -> None:
+def require_module(function: str, argument: str, value: object) -> None:
     """Raise ContractTypeError unless a value is an NNX module."""
     expected = "a flax.nnx.Module (jaxquant.flax has this function for Linen)"
     checks.require_type(isinstance(value, nnx.Module), function, argument, expected, type(value).__name__)
 
 
-def describe_path(path: tuple[Any, ...], module: Any) -> str:
+def describe_path(path: PathParts, module: nnx.Module) -> str:
     """Return the path of a layer, or of the layer around a contraction, for errors."""
     is_inside = isinstance(module, NnxContraction)
     name = module.layer if is_inside else type(module).__name__
@@ -237,7 +240,7 @@ def _read_kernel_shape(layer: _KernelLayer) -> tuple[int, ...] | None:
     return tuple(module.kernel_shape) if isinstance(module, nnx.Conv | nnx.Einsum) else None
 
 
-def read_feature_axes(module: Any, rank: int) -> tuple[int, ...] | None:
+def read_feature_axes(module: nnx.Module, rank: int) -> tuple[int, ...] | None:
     """Return the axes of a layer's kernel that are output features, counted from the back; None if unknown.
 
     Args:
@@ -257,7 +260,7 @@ def read_feature_axes(module: Any, rank: int) -> tuple[int, ...] | None:
     return (-1,) if isinstance(module, nnx.Linear | nnx.Conv) else None
 
 
-def _read_stored_axes(module: Any, rank: int) -> tuple[int, ...]:
+def _read_stored_axes(module: nnx.Module, rank: int) -> tuple[int, ...]:
     """Return the axes of a layer's kernel, counted from the back, that the converted codes hold last in memory.
 
     They are those that the layer contracts, in the order of the axes of its input.

@@ -93,6 +93,6 @@ def _read_last_output_axis(layer: nnx.Module, rank: int) -> int:
     last = labels.rfind(result[-1:]) if result[-1:].isalpha() else -1
     # If the inputs have the label too, it is a batch axis. An ellipsis after the label would hide its position.
     is_feature = last >= 0 and "..." not in labels[last:] and result[-1] not in inputs
-    expected = "an einsum_str whose last output axis is an axis of the kernel alone"
+    expected = "an einsum_str with an axis of the kernel alone as the last output axis"
     checks.require(is_feature, _NAME, "layer", expected, repr(layer.einsum_str))
     return last - len(labels)

@@ -124,7 +124,7 @@ class Linear(_NnxLayer, nnx.Linear):
             a dimension that the contraction sums over.
 
     Note:
-        Under `nnx.jit` no error can depend on a value. There a layer whose static range was never found returns NaN.
+        Under `nnx.jit` no error can depend on a value. There a layer returns NaN if its static range was never found.
         Call `check_calibrated(model)` once, outside of `jit`, to find such layers. This holds for all layers here.
 
     Example:
@@ -152,7 +152,7 @@ class LinearGeneral(_NnxLayer, nnx.LinearGeneral):
 
     y = dot_general(quantize(x), quantize(kernel)) + bias
 
-    The added arguments and the errors are those of `Linear`. The kernel has the batch dimensions, the contracted
+    The layer adds the arguments of `Linear`, and raises its errors. The kernel has the batch dimensions, the contracted
     dimensions and the features, in this order. `PerFeature()` has one scale for each index of all axes that are not
     contracted.
 
@@ -170,7 +170,7 @@ class Einsum(_NnxLayer, nnx.Einsum):
 
     y = einsum(einsum_str, quantize(x), quantize(kernel)) + bias
 
-    The added arguments and the errors are those of `Linear`.
+    The layer adds the arguments of `Linear`, and raises its errors.
 
     Args:
         einsum_str: The equation of two operands, the inputs and the kernel.
@@ -195,8 +195,8 @@ class Conv(_NnxLayer, nnx.Conv):
 
     y = conv_general_dilated(quantize(x), quantize(kernel)) + bias
 
-    The added arguments and the errors are those of `Linear`. Grouped and depthwise convolutions, every padding and
-    every dilation are supported. The output features are the last axis of the kernel.
+    The layer adds the arguments of `Linear`, and raises its errors. Grouped and depthwise convolutions, every padding
+    and every dilation are supported. The output features are the last axis of the kernel.
 
     Args:
         *sizes: in_features, out_features, kernel_size and strides (1 by default). They may be named.
@@ -215,9 +215,9 @@ class Embed(_NnxLayer, nnx.Embed):
 
     y = take(quantize(embedding), indices)
 
-    The added arguments and the errors are those of `Linear`. A lookup in a converted table reads its codes. `attend`
-    contracts queries with the table; `activation_spec` says how to quantize the queries, and their range is the only
-    activation range of the layer.
+    The layer adds the arguments of `Linear`, and raises its errors. A lookup in a converted table reads its codes.
+    `attend` contracts queries with the table; `activation_spec` says how to quantize the queries, and their range is
+    the only activation range of the layer.
 
     Args:
         *sizes: num_embeddings and features. They may be named.
@@ -256,7 +256,7 @@ class Embed(_NnxLayer, nnx.Embed):
         """Return the products of queries with every row of the table.
 
         Args:
-            query: A float array whose last axis has the length of a row.
+            query: A float array [..., features], with the features of the table.
             out_sharding: Static. The sharding of the result, or None.
 
         Returns:
