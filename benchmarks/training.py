@@ -284,13 +284,13 @@ TRAINING = Table(
     (FLOAT32, QWIX, AQT),
     [
         *_rows("train", _training, {
-            "int8 activations, observed": _INT8,
-            "uint8 activations, observed": _UINT8,
+            "int8 activations, static": _INT8,
+            "uint8 activations, static": _UINT8,
             "int8 activations, dynamic": _DYNAMIC,
             "int8, learned scales": {**_INT8, "weight_range": _LEARNED, "activation_range": _LEARNED},
-            "int8 activations, observed, Int8Backward": {**_INT8, "backward": jq.Int8Backward()},
+            "int8 activations, static, Int8Backward": {**_INT8, "backward": jq.Int8Backward()},
         }, ("mlp",)),
-        *_rows("train", _training, {"int8 activations, observed": _INT8}, ("cnn",)),
+        *_rows("train", _training, {"int8 activations, static": _INT8}, ("cnn",)),
     ],
 )  # fmt: skip
 SERVING = Table(

@@ -26,7 +26,7 @@ def fold_batch_norm(
 
     In inference, a layer with these parameters returns what the normalization returned. The layer needs
     `use_bias=True`, and the normalization must be left out of the module that is served. Fold before ranges are
-    observed and before training continues, because the folded weights are quantized.
+    found and before training continues, because the folded weights are quantized.
 
     Args:
         layer: The parameters of a layer such as `Dense` or `Conv`, a mapping: "kernel", a float32, float16 or bfloat16

@@ -24,7 +24,7 @@ def fold_batch_norm(layer: Model, norm: nnx.BatchNorm) -> Model:
     bias = (bias - mean) * scale / sqrt(var + epsilon) + norm's bias
 
     In inference, the folded layer returns what the normalization returned; remove the normalization from the model.
-    Fold before ranges are observed, scales are started and training continues, because the folded weights are
+    Fold before ranges are found, scales are started and training continues, because the folded weights are
     quantized.
 
     Args:
