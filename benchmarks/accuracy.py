@@ -39,8 +39,8 @@ from jaxquant.flax import linen as qnn
 _SEEDS, _FIRST_SEED = 5, 100  # learning rates and widths were chosen with other seeds
 _FLOAT, _TRAINED = "float32", "trained on"
 _POST_TRAINING = {
-    "minmax": (jq.Dynamic(), jq.Static(jq.minmax)),
-    "mse": (jq.Dynamic(jq.mse), jq.Static(jq.mse)),
+    "minmax": (jq.Dynamic(), jq.Static(jq.calibration.minmax)),
+    "mse": (jq.Dynamic(jq.calibration.mse), jq.Static(jq.calibration.mse)),
 }
 _LEARNED = (jq.Learned(jq.LSQPlus()), jq.Learned(jq.LSQPlus()))
 _WEIGHTS = {name: jq.QuantSpec(name, jq.PerAxis(-1)) for name in ("int8", "int4", "int2")}

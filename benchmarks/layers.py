@@ -28,7 +28,7 @@ from jaxquant.flax import nnx as qnnx
 from .contest import FLOAT32, Call, Contest, Missing, Row, Table
 
 _TOLERANCE = 1e-5  # of the largest magnitude: the sums of trained and of served layers have other orders
-_UINT8, _AVERAGE = jq.QuantSpec(jnp.uint8), jq.Static(jq.moving_average)
+_UINT8, _AVERAGE = jq.QuantSpec(jnp.uint8), jq.Static(jq.calibration.moving_average)
 _FEATURES = {name: jq.QuantSpec(name, jq.PerFeature()) for name in ("int8", "int4")}
 
 

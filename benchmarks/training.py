@@ -260,7 +260,7 @@ def _aqt_serving(network: str, shape: tuple[int, ...], params: Any, x: jax.Array
     return _try_call(make) if network == "mlp" else Missing("dense layers only")
 
 
-_AVERAGE = jq.Static(jq.moving_average)
+_AVERAGE = jq.Static(jq.calibration.moving_average)
 _INT8 = {"weight_spec": _WEIGHTS, "activation_spec": _SIGNED, "activation_range": _AVERAGE}
 _UINT8 = {"weight_spec": _WEIGHTS, "activation_spec": _UNSIGNED, "activation_range": _AVERAGE}
 _DYNAMIC = {**_INT8, "activation_range": jq.Dynamic()}

@@ -13,7 +13,8 @@ from jaxquant.flax import linen as qnn
 
 SPECS = {
     "weight_spec": jq.QuantSpec(jnp.int4, jq.PerFeature()), "weight_range": jq.Learned(jq.LSQ()),
-    "activation_spec": jq.QuantSpec(jnp.uint8), "activation_range": jq.Static(jq.moving_average, freeze_after=200),
+    "activation_spec": jq.QuantSpec(jnp.uint8),
+    "activation_range": jq.Static(jq.calibration.moving_average, freeze_after=200),
 }  # fmt: skip
 OPTIMIZER = optax.adam(2e-3)
 

@@ -18,9 +18,9 @@ class Dynamic:
     It is the default of layers and of rules.
 
     Attributes:
-        calibrator: A function from a spec to a calibrator, such as `jq.mse`, which finds the range through its `init`,
-            `update` and `finalize`. None (the default) takes the least and the largest value of x, and is the only
-            choice in a rule.
+        calibrator: A function from a spec to a calibrator, such as `jq.calibration.mse`, which finds the range through
+            its `init`, `update` and `finalize`. None (the default) takes the least and the largest value of x, and is
+            the only choice in a rule.
         gradient: The gradient rule of the rounding in a layer, `jq.StraightThrough()` or
             `jq.StraightThrough(clip=False)`.
 
@@ -31,7 +31,7 @@ class Dynamic:
         >>> import jaxquant as jq
         >>> jq.Activation("uint8", per="row") == jq.Activation("uint8", per="row", range=jq.Dynamic())
         True
-        >>> jq.Dynamic(jq.mse) == jq.Dynamic(jq.mse)
+        >>> jq.Dynamic(jq.calibration.mse) == jq.Dynamic(jq.calibration.mse)
         True
     """
 
@@ -61,9 +61,10 @@ class Static:
     a value, so the layer returns NaN there; `check_calibrated` raises the error outside of `jit`.
 
     Attributes:
-        calibrator: A function from a spec to a calibrator: `jq.minmax` for the range of all data, `jq.moving_average`
-            for that of the last batches of a training, `jq.mse`, or a `functools.partial` of one. It is static and
-            compared by identity, so do not define it inside a function that is called often.
+        calibrator: A function from a spec to a calibrator: `jq.calibration.minmax` for the range of all data,
+            `jq.calibration.moving_average` for the range of the last batches of a training, another of
+            `jq.calibration`, or a `functools.partial` of one. It is static and compared by identity, so do not define
+            it inside a function that is called often.
         freeze_after: The number of batches after which the range of a layer no longer changes. None (the default) means
             that every batch changes it. In a rule it is None.
         gradient: The gradient rule of the rounding in a layer, `jq.StraightThrough()` or
@@ -76,10 +77,10 @@ class Static:
 
     Example:
         >>> import functools, jaxquant as jq
-        >>> jq.Activation("uint8", range=jq.Static(jq.minmax)).range
+        >>> jq.Activation("uint8", range=jq.Static(jq.calibration.minmax)).range
         Static(calibrator=<function minmax at ...>, freeze_after=None, gradient=StraightThrough(clip=True))
-        >>> source = jq.Static(functools.partial(jq.moving_average, decay=0.9), freeze_after=1000)
-        >>> source == jq.Static(functools.partial(jq.moving_average, decay=0.9), freeze_after=1000)
+        >>> source = jq.Static(functools.partial(jq.calibration.moving_average, decay=0.9), freeze_after=1000)
+        >>> source == jq.Static(functools.partial(jq.calibration.moving_average, decay=0.9), freeze_after=1000)
         True
     """
 

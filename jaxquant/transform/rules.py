@@ -58,7 +58,8 @@ class Activation:
             sum over, such as each token; "image" for one scale for each image of a convolution. Only dynamic ranges
             can differ between rows and images.
         range: `Dynamic()`, which finds the range in each array that is quantized, or `Static(calibrator)`, such as
-            `Static(jq.minmax)`, for a range that calibration finds. The other attributes of the two are for layers.
+            `Static(jq.calibration.minmax)`, for a range that calibration finds. The other attributes of the two are
+            for layers.
         options: further attributes of `QuantSpec`.
 
     Raises:
@@ -91,7 +92,7 @@ class Activation:
 
 def _check_range(source: object) -> None:
     """Raise unless a prepared function can find a range in this way."""
-    expected = "Dynamic(), or Static(calibrator) such as Static(jq.minmax)"
+    expected = "Dynamic(), or Static(calibrator) such as Static(jq.calibration.minmax)"
     if isinstance(source, Learned):
         expected += " (Prepared.learned trains the scales of weights and of static ranges)"
     is_known = isinstance(source, Dynamic | Static)
@@ -219,7 +220,7 @@ class Rule:
     def _check_output(self, output: Activation) -> None:
         """Check that integer kernels return such codes, for such operands."""
         check_output_spec("Rule", "output", output.make_spec())
-        expected = "Static(calibrator), such as Static(jq.minmax), because a result has a static range"
+        expected = "Static(calibrator), such as Static(jq.calibration.minmax), because a result has a static range"
         checks.require(isinstance(output.range, Static), "Rule", "output.range", expected, output.range)
         expected = 'a Weight without blocks and an Activation with per="tensor", because of the output'
         holds = self.weight is not None and self.weight.block is None

@@ -16,7 +16,7 @@ from jaxquant import flax as jqf
 from jaxquant.flax import linen as qnn
 from jaxquant.flax import nnx as qnnx
 
-AVERAGE = jq.Static(jq.moving_average)
+AVERAGE = jq.Static(jq.calibration.moving_average)
 W, A = jq.QuantSpec("int8", jq.PerFeature()), jq.QuantSpec("uint8")
 SPECS: Any = {"weight_spec": W}
 DYNAMIC: Any = {"weight_spec": W, "activation_spec": A, "activation_range": jq.Dynamic()}

@@ -18,7 +18,7 @@ from jaxquant import Dynamic, Learned, Static
 from jaxquant import flax as qflax
 from jaxquant.flax import linen as qnn
 
-AVERAGE = jq.Static(jq.moving_average)
+AVERAGE = jq.Static(jq.calibration.moving_average)
 W = jq.QuantSpec("int8", jq.PerAxis(-1))
 A = jq.QuantSpec("uint8")
 X = jnp.linspace(-1, 2, 24, dtype=jnp.float32).reshape(1, 4, 6)
@@ -83,7 +83,7 @@ SPECS: dict[str, tuple[Callable[..., nn.Module], type[Exception], str]] = {
     "nf4": (dense(weight_spec=jq.QuantSpec(jq.nf4), activation_spec=A), TypeError, r"weight_spec: expected codes of int8.*, got nf4"),
     "int16": (conv(weight_spec=jq.QuantSpec("int16"), activation_spec=A), TypeError, r"weight_spec: expected codes of .*, got int16"),
     "float8": (dense(weight_spec=W, activation_spec=jq.QuantSpec("float8_e5m2")), TypeError, r"activation_spec: .*, got float8_e5m2"),
-    "observed weights": (dense(weight_spec=W, weight_range=Static(jq.moving_average)), TypeError, r"weight_range: expected Dynamic\(\) or L"),
+    "observed weights": (dense(weight_spec=W, weight_range=Static(jq.calibration.moving_average)), TypeError, r"weight_range: expected Dynamic\(\) or L"),
     "no range": (conv(weight_spec=W, activation_range="minmax"), TypeError, r"activation_range: expected Dynamic\(\), S"),
     "unsigned weights": (dense(weight_spec=A, weight_range=Learned()), ValueError, r"weight_spec: expected a signed dtype, sym"),
     "powers": (dense(weight_spec=ROUNDED, weight_range=Learned()), ValueError, r"weight_spec: expected a spec without power_of"),
@@ -139,9 +139,9 @@ def test_unknown_and_bad_arguments() -> None:
     ):
         Static(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"jaxquant\.Static: freeze_after: expected a positive int, got 0"):
-        Static(jq.moving_average, freeze_after=0)
+        Static(jq.calibration.moving_average, freeze_after=0)
     with pytest.raises(TypeError, match=r"jaxquant\.Static: gradient: expected StraightThrough\(\), got LSQ"):
-        Static(jq.moving_average, gradient=jq.LSQ())  # type: ignore[arg-type]
+        Static(jq.calibration.moving_average, gradient=jq.LSQ())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"jaxquant\.Learned: gradient: expected LSQ\(\) or LSQPlus\(\) or PACT\(\)"):
         Learned(jq.StraightThrough())  # type: ignore[arg-type]
     with pytest.raises(
@@ -334,8 +334,8 @@ def test_variables_of_another_spec() -> None:
     _, variables, serving = trained()
     whole, narrow = jq.QuantSpec("int8"), jq.QuantSpec("int8", jq.PerAxis(-1), narrow_range=False)
     others: list[tuple[str, Any]] = [
-        ("weight_spec", {"weight_spec": whole}), ("weight_spec", {"weight_spec": narrow}), ("weight_spec", {"weight_range": Dynamic(jq.mse)}),
-        ("activation_spec", {"activation_spec": jq.QuantSpec("int8")}), ("activation_spec", {"activation_range": Static(jq.minmax)}),
+        ("weight_spec", {"weight_spec": whole}), ("weight_spec", {"weight_spec": narrow}), ("weight_spec", {"weight_range": Dynamic(jq.calibration.mse)}),
+        ("activation_spec", {"activation_spec": jq.QuantSpec("int8")}), ("activation_spec", {"activation_range": Static(jq.calibration.minmax)}),
         ("activation_spec", {"activation_spec": None}), ("activation_spec", {"activation_range": Dynamic()}),
     ]  # fmt: skip
     for name, way in others:
@@ -364,7 +364,7 @@ def test_variables_of_another_spec() -> None:
         dense(
             weight_spec=W,
             activation_spec=A,
-            activation_range=Static(jq.moving_average, freeze_after=9),
+            activation_range=Static(jq.calibration.moving_average, freeze_after=9),
             backward=jq.Int8Backward(),
         )
     )
@@ -419,7 +419,7 @@ class Stacked(nn.Module):
 @pytest.mark.slow
 def test_an_empty_batch_is_not_counted() -> None:
     layer = qnn.Dense(
-        4, weight_spec=W, activation_spec=A, activation_range=jq.Static(jq.moving_average, freeze_after=1)
+        4, weight_spec=W, activation_spec=A, activation_range=jq.Static(jq.calibration.moving_average, freeze_after=1)
     )
     x = jnp.ones((3, 6))
     variables = layer.init(jax.random.key(0), x[:0])

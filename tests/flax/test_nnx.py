@@ -20,7 +20,7 @@ from jaxquant.flax import convert as linen_convert
 from jaxquant.flax import linen as qnn
 from jaxquant.flax import nnx as qnnx
 
-AVERAGE = jq.Static(jq.moving_average)
+AVERAGE = jq.Static(jq.calibration.moving_average)
 F32, BF16 = np.float32, jnp.bfloat16
 W = jq.QuantSpec("int8", jq.PerAxis(-1))
 A = jq.QuantSpec("uint8")
@@ -175,7 +175,8 @@ def test_ranges_move_as_those_of_batch_norm(rng: np.random.Generator) -> None:
 
 @pytest.mark.slow
 def test_the_range_is_the_calibrator_s(rng: np.random.Generator) -> None:
-    for calibrator in (functools.partial(jq.mse, bins=64), functools.partial(jq.moving_average, decay=0.5)):
+    average = functools.partial(jq.calibration.moving_average, decay=0.5)
+    for calibrator in (functools.partial(jq.calibration.mse, bins=64), average):
         layer = qnnx.Linear(6, 5, **{**SPECS, "activation_range": Static(calibrator)}, rngs=rngs(rng))
         alone = calibrator(A)
         state = alone.init(jnp.zeros((1, 1, 6)))
@@ -184,7 +185,7 @@ def test_the_range_is_the_calibrator_s(rng: np.random.Generator) -> None:
             layer(x)
             state = alone.update(state, x)
         lo, hi = alone.finalize(state)
-        expected = jq.quantize(x, A, lo, hi)
+        expected = jq.quantize(x, A, range=(lo, hi))
         served = qnnx.convert(layer).dot_general
         check_equal(served.activation_scale[...].reshape(1, 1, 1), expected.scale)
         check_equal(served.activation_zero_point[...].reshape(1, 1, 1), expected.zero_point)
@@ -210,7 +211,7 @@ def test_a_range_is_found_over_rows(rng: np.random.Generator) -> None:
 @pytest.mark.slow
 def test_ranges_freeze(rng: np.random.Generator) -> None:
     layer = qnnx.Linear(
-        6, 5, **{**SPECS, "activation_range": Static(jq.moving_average, freeze_after=2)}, rngs=rngs(rng)
+        6, 5, **{**SPECS, "activation_range": Static(jq.calibration.moving_average, freeze_after=2)}, rngs=rngs(rng)
     )
     step = nnx.jit(lambda layer, x: layer(x))
     x = draw_inputs(rng, (4, 6))

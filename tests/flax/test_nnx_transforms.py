@@ -16,7 +16,7 @@ import jaxquant as jq
 from jaxquant import Learned
 from jaxquant.flax import nnx as qnnx
 
-AVERAGE = jq.Static(jq.moving_average)
+AVERAGE = jq.Static(jq.calibration.moving_average)
 F32 = np.float32
 W = jq.QuantSpec("int8", jq.PerAxis(-1))
 A = jq.QuantSpec("uint8")

@@ -21,7 +21,7 @@ from jaxquant.flax import linen as qnn
 
 from ..support.matrix import mark_others_full
 
-AVERAGE = jq.Static(jq.moving_average)
+AVERAGE = jq.Static(jq.calibration.moving_average)
 F32, BF16 = np.float32, jnp.bfloat16
 W = jq.QuantSpec("int8", jq.PerAxis(-1))
 A = jq.QuantSpec("uint8")

@@ -26,7 +26,7 @@ _RESERVED = ("mutable", "capture_intermediates")  # arguments of module.apply th
 
 
 def calibrate(
-    module: nn.Module, variables: VariableDict, batches: Iterable[Any], *,
+    module: nn.Module, variables: Mapping[str, object], batches: Iterable[Any], *,
     method: str | Callable[..., Any] | None = None, rngs: Any = None,
     checkpoint: str | os.PathLike[str] | None = None, progress: bool | None = None, **arguments: Any,
 ) -> dict[str, Any]:  # fmt: skip
@@ -64,7 +64,7 @@ def calibrate(
         >>> import jax, jax.numpy as jnp, jaxquant as jq
         >>> from jaxquant.flax import linen as qnn
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8), "activation_spec": jq.QuantSpec(jnp.uint8)}
-        >>> layer = qnn.Dense(2, **specs, activation_range=jq.Static(jq.minmax))
+        >>> layer = qnn.Dense(2, **specs, activation_range=jq.Static(jq.calibration.minmax))
         >>> batches = [jnp.array([[-1.0, 0.5, 1.55]]), jnp.array([[0.0, 0.0, 1.55]])]
         >>> variables = layer.init(jax.random.key(0), batches[0])
         >>> calibrated = jq.flax.calibrate(layer, variables, batches)
@@ -117,7 +117,7 @@ def calibrate(
     return calibrated
 
 
-def check_calibrated(variables: VariableDict) -> None:
+def check_calibrated(variables: Mapping[str, object]) -> None:
     """Check that a Linen module's variables have every static range and every learned scale, all finite.
 
     A layer without its range raises an error when it is called, but under `jax.jit`, where no error can depend on a
@@ -139,7 +139,7 @@ def check_calibrated(variables: VariableDict) -> None:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
         >>> from jaxquant.flax import linen as qnn
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8), "activation_spec": jq.QuantSpec(jnp.uint8)}
-        >>> layer = qnn.Dense(2, **specs, activation_range=jq.Static(jq.minmax))
+        >>> layer = qnn.Dense(2, **specs, activation_range=jq.Static(jq.calibration.minmax))
         >>> variables = layer.init(jax.random.key(0), jnp.ones((1, 3)))
         >>> try:
         ...     jq.flax.check_calibrated(variables)
@@ -172,7 +172,7 @@ def check_calibrated(variables: VariableDict) -> None:
             checks.require(holds, _CHECK, "scale", "finite numbers", "NaN or an infinity")
 
 
-def _read_collections(function: str, variables: VariableDict) -> dict[str, Any]:
+def _read_collections(function: str, variables: Mapping[str, object]) -> dict[str, Any]:
     """Return variables as a dict of collections."""
     is_mapping = isinstance(variables, Mapping)
     checks.require_type(is_mapping, function, "variables", "a mapping of collections", type(variables).__name__)

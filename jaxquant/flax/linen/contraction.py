@@ -479,7 +479,7 @@ def conv_general_dilated(
         >>> import jax, jax.numpy as jnp, jaxquant as jq, jaxquant.flax
         >>> from flax import linen as nn
         >>> specs = jq.QuantSpec(jnp.int8, jq.PerAxis(-1)), jq.QuantSpec(jnp.uint8)
-        >>> conv = jq.flax.conv_general_dilated(*specs, activation_range=jq.Static(jq.minmax))
+        >>> conv = jq.flax.conv_general_dilated(*specs, activation_range=jq.Static(jq.calibration.minmax))
         >>> layer = nn.Conv(2, (3,), conv_general_dilated=conv, promote_dtype=jq.flax.promote_dtype)
         >>> variables = layer.init(jax.random.key(0), jnp.ones((1, 4, 1)))
         >>> layer.apply(variables, jnp.ones((1, 4, 1)), mutable=["ranges"])[0].shape

@@ -9,7 +9,6 @@ import jax
 from flax import linen as nn
 from flax import traverse_util
 from flax.core import FrozenDict, meta, unfreeze
-from flax.typing import VariableDict
 
 from ..._arrays.quantized_array import QuantizedArray
 from ..._core import checks
@@ -23,7 +22,7 @@ from .contraction import RANGES, RECORD, SCALES, LayerRecord, LearnedPart, Varia
 _NAME = "flax.convert"
 
 
-def convert(module: nn.Module, variables: VariableDict) -> dict[str, Any]:
+def convert(module: nn.Module, variables: Mapping[str, object]) -> dict[str, Any]:
     """Return the variables with which a trained Linen module contracts integers.
 
     serving["params"][...]["kernel"] = quantize(kernel, weight_spec), for the kernel of each quantized layer
@@ -61,7 +60,7 @@ def convert(module: nn.Module, variables: VariableDict) -> dict[str, Any]:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
         >>> from jaxquant.flax import linen as qnn
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int4, jq.PerFeature()), "activation_spec": jq.QuantSpec(jnp.uint8)}
-        >>> layer = qnn.Conv(4, (3, 3), **specs, activation_range=jq.Static(jq.minmax))
+        >>> layer = qnn.Conv(4, (3, 3), **specs, activation_range=jq.Static(jq.calibration.minmax))
         >>> x = jnp.linspace(-1.0, 1.55, 98).reshape(1, 7, 7, 2)
         >>> variables = jq.flax.calibrate(layer, layer.init(jax.random.key(0), x), [x])
         >>> serving = jq.flax.convert(layer, variables)

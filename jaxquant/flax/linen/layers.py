@@ -125,9 +125,9 @@ class Dense(_LinenLayer, nn.Dense):
             needs a dynamic range.
         weight_range: `jq.Dynamic()` (the default) finds the range in the kernel at each call; `jq.Learned()` trains it.
         activation_range: `jq.Dynamic()` (the default) finds the range in the inputs at each call. For a static range,
-            `jq.Static(jq.minmax)`, `jq.flax.calibrate` finds it. `jq.Learned()` trains it. The granularity of static
-            and learned ranges must be `PerTensor()` or `PerFeature()`, because other granularities depend on the batch
-            size.
+            `jq.Static(jq.calibration.minmax)`, `jq.flax.calibrate` finds it. `jq.Learned()` trains it. The granularity
+            of static and learned ranges must be `PerTensor()` or `PerFeature()`, because other granularities depend on
+            the batch size.
         backward: `jq.FloatBackward()` (the default) contracts gradients in floats. `jq.Int8Backward()` contracts them
             in integers, and with `stochastic_rounding=True` rounds them with keys from the rng "rounding".
 
@@ -149,7 +149,7 @@ class Dense(_LinenLayer, nn.Dense):
         >>> import jax, jax.numpy as jnp, jaxquant as jq
         >>> from jaxquant.flax import linen as qnn
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8, jq.PerFeature()), "activation_spec": jq.QuantSpec(jnp.uint8)}
-        >>> layer = qnn.Dense(2, **specs, activation_range=jq.Static(jq.minmax))
+        >>> layer = qnn.Dense(2, **specs, activation_range=jq.Static(jq.calibration.minmax))
         >>> x = jnp.array([[-1.0, 0.0, 1.55]])
         >>> variables = jq.flax.calibrate(layer, layer.init(jax.random.key(0), x), [x])
         >>> serving = jq.flax.convert(layer, variables)

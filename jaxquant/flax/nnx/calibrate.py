@@ -60,7 +60,7 @@ def calibrate(
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8), "activation_spec": jq.QuantSpec(jnp.uint8)}
-        >>> specs["activation_range"] = jq.Static(jq.minmax)
+        >>> specs["activation_range"] = jq.Static(jq.calibration.minmax)
         >>> model = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), qnnx.Linear(3, 2, **specs, rngs=nnx.Rngs(1)))
         >>> qnnx.calibrate(model, [jnp.array([[-1.0, 0.5, 1.55]])])
         >>> serving = qnnx.convert(model)
@@ -130,7 +130,7 @@ def calibration_view(model: Model) -> Model:
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8), "activation_spec": jq.QuantSpec(jnp.uint8)}
-        >>> specs["activation_range"] = jq.Static(jq.minmax)
+        >>> specs["activation_range"] = jq.Static(jq.calibration.minmax)
         >>> layer = qnnx.Linear(3, 2, **specs, rngs=nnx.Rngs(0))
         >>> y = qnnx.calibration_view(layer)(jnp.array([[-1.0, 0.5, 1.55]]))
         >>> int(layer.dot_general.activation_batches[...])
@@ -169,7 +169,7 @@ def check_calibrated(model: nnx.Module) -> None:
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8), "activation_spec": jq.QuantSpec(jnp.uint8)}
-        >>> specs["activation_range"] = jq.Static(jq.minmax)
+        >>> specs["activation_range"] = jq.Static(jq.calibration.minmax)
         >>> layer = qnnx.Linear(3, 2, **specs, rngs=nnx.Rngs(0))
         >>> qnnx.calibrate(layer, [jnp.ones((1, 3))])
         >>> qnnx.check_calibrated(layer)

@@ -481,7 +481,7 @@ def conv_general_dilated(
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
         >>> specs = jq.QuantSpec(jnp.int8, jq.PerFeature()), jq.QuantSpec(jnp.uint8)
-        >>> conv = qnnx.conv_general_dilated(*specs, activation_range=jq.Static(jq.minmax))
+        >>> conv = qnnx.conv_general_dilated(*specs, activation_range=jq.Static(jq.calibration.minmax))
         >>> given = {"conv_general_dilated": conv, "promote_dtype": qnnx.promote_dtype}
         >>> layer = nnx.Conv(1, 2, (3,), **given, rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((1, 4, 1))).shape, int(conv.activation_batches[...])

@@ -56,9 +56,8 @@ def start(model: nnx.Module, *inputs: Any, method: str = "__call__") -> None:
             reach the layer, or its inputs are not finite.
 
     Example:
-        >>> import jax.numpy as jnp, jaxquant as jq, jaxquant.flax
+        >>> import jax.numpy as jnp, jaxquant as jq
         >>> from flax import nnx
-    from flax.typing import PathParts
         >>> from jaxquant.flax import nnx as qnnx
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int4), "activation_spec": jq.QuantSpec(jnp.int8)}
         >>> layer = qnnx.Linear(2, 1, **specs, activation_range=jq.Learned(jq.PACT()), rngs=nnx.Rngs(0))
@@ -120,10 +119,10 @@ def convert(model: Model) -> Model:
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> from flax import nnx
-    from flax.typing import PathParts
         >>> from jaxquant.flax import nnx as qnnx
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int4, jq.PerAxis(-1)), "activation_spec": jq.QuantSpec(jnp.uint8)}
-        >>> layer = qnnx.Conv(2, 4, (3, 3), **specs, activation_range=jq.Static(jq.minmax), rngs=nnx.Rngs(0))
+        >>> static = jq.Static(jq.calibration.minmax)
+        >>> layer = qnnx.Conv(2, 4, (3, 3), **specs, activation_range=static, rngs=nnx.Rngs(0))
         >>> y = layer(jnp.linspace(-1.0, 1.55, 98).reshape(1, 7, 7, 2))
         >>> serving = qnnx.convert(layer)
         >>> serving.kernel.get_value().codes.dtype, serving.bias.dtype

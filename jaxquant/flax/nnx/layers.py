@@ -107,8 +107,8 @@ class Linear(_NnxLayer, nnx.Linear):
             for each token, and needs a dynamic range.
         weight_range: `jq.Dynamic()` finds the range in the kernel at each call; `jq.Learned()` trains it.
         activation_range: `jq.Dynamic()` finds the range in the inputs at each call. For a static range,
-            `jq.Static(jq.minmax)`, `calibrate` finds it. `jq.Learned()` trains it. The granularity of static and
-            learned ranges must be `PerTensor()`, because an NNX variable has one shape for all inputs.
+            `jq.Static(jq.calibration.minmax)`, `calibrate` finds it. `jq.Learned()` trains it. The granularity of
+            static and learned ranges must be `PerTensor()`, because an NNX variable has one shape for all inputs.
         backward: `jq.FloatBackward()` contracts gradients in floats. `jq.Int8Backward()` contracts them in integers,
             and with `stochastic_rounding=True` rounds them with keys from the stream "rounding" of rngs.
         use_running_average: Whether ranges are only read, not updated.
@@ -132,7 +132,7 @@ class Linear(_NnxLayer, nnx.Linear):
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8, jq.PerFeature()), "activation_spec": jq.QuantSpec(jnp.uint8)}
-        >>> layer = qnnx.Linear(3, 2, **specs, activation_range=jq.Static(jq.minmax), rngs=nnx.Rngs(0))
+        >>> layer = qnnx.Linear(3, 2, **specs, activation_range=jq.Static(jq.calibration.minmax), rngs=nnx.Rngs(0))
         >>> x = jnp.array([[-1.0, 0.0, 1.55]])
         >>> qnnx.calibrate(layer, [x])
         >>> serving = qnnx.convert(layer)
