@@ -357,7 +357,7 @@ def test_a_normalisation_that_cannot_be_folded() -> None:
         fold(norm={**stats, "var": jnp.full(5, np.inf)})
     with pytest.raises(ValueError, match=r"axis: expected an integer in \[-2, 1\]"):
         fold(axis=2)
-    with pytest.raises(ValueError, match=r"an einsum_str whose last output axis is an axis of the kernel alone"):
+    with pytest.raises(ValueError, match=r"an einsum_str with an axis of the kernel alone as the last output axis"):
         qnnx.fold_batch_norm(nnx.Einsum("btd,ts->bsd", (4, 4), rngs=R), normalization(4))
     with pytest.raises(TypeError, match=r"layer: expected a Linear, LinearGeneral, Einsum, Conv or ConvTranspose"):
         qnnx.fold_batch_norm(Unknown(), normalization(4))
