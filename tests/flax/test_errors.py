@@ -187,7 +187,7 @@ def test_a_layer_that_saw_no_data() -> None:
     assert np.isnan(jax.jit(module.apply)(unseen, X)).all(), "where it cannot raise"
     for x, problem in ((X[:0], "no data"), (X * np.nan, "a NaN"), (X * np.inf, "a NaN|an infinity")):
         _, updates = jax.jit(functools.partial(module.apply, mutable=["ranges"]))(unseen, x)
-        function = r"(moving_average\.finalize: state|flax\.convert: activation)"
+        function = r"(calibration\.moving_average\.finalize: state|flax\.convert: activation)"
         with pytest.raises(ValueError, match=rf"^block/head: jaxquant\.{function}: .*got ({problem})"):
             qflax.convert(module, {**unseen, **updates})
 

@@ -59,8 +59,8 @@ KERNELS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[int, ...]]] =
     "einsum, dots": (lambda: qnn.Einsum((4, 3), "...d,dh->...h", use_bias=False, **SPECS), (2, 5, 4),
                      (1, 3)),
     "conv": (lambda: qnn.Conv(6, (3,), feature_group_count=2, **SPECS), (2, 5, 4), (1, 1, 6)),
-    "flax's": (lambda: nn.Dense(3, dot_general=qflax.dot_general(W, A), promote_dtype=PROMOTE), (2, 4),
-               (1, 3)),
+    "flax's": (lambda: nn.Dense(3, dot_general=qflax.dot_general(W, A, activation_range=AVERAGE),
+                               promote_dtype=PROMOTE), (2, 4), (1, 3)),
 }  # fmt: skip
 
 
@@ -85,8 +85,8 @@ NNX_KERNELS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[int, ...]
                          (2, 4, 5), (2, 1, 3)),
     "einsum": (lambda: qnnx.Einsum("bd,hd->bh", (3, 4), **SPECS, rngs=R), (2, 4), (3, 1)),
     "conv": (lambda: qnnx.Conv(4, 6, (3,), **SPECS, rngs=R), (2, 5, 4), (1, 1, 6)),
-    "flax's": (lambda: nnx.Linear(4, 3, dot_general=qnnx.dot_general(W, A), promote_dtype=qnnx.promote_dtype, rngs=R),
-               (2, 4), (1, 3)),
+    "flax's": (lambda: nnx.Linear(4, 3, dot_general=qnnx.dot_general(W, A, activation_range=AVERAGE),
+                                    promote_dtype=qnnx.promote_dtype, rngs=R), (2, 4), (1, 3)),
 }  # fmt: skip
 
 

@@ -131,7 +131,7 @@ def test_embed_and_attend(rng: np.random.Generator) -> None:
         serving = qnnx.convert(layer)
         check_equal(serving(indices), embedded)
         check_equal(serving.attend(query), products)
-    layer = qnnx.Embed(7, 6, **specs, activation_range=Learned(jq.PACT()), rngs=rngs(rng))
+    layer = qnnx.Embed(7, 6, **{**specs, "activation_range": Learned(jq.PACT())}, rngs=rngs(rng))
     qnnx.start(layer, query, method="attend")
     check_equal(layer.table.activation_scale[...], jnp.abs(query).max().reshape(1) / F32(255))
 
@@ -348,7 +348,7 @@ def test_refusals(rng: np.random.Generator) -> None:
     with pytest.raises(
         ValueError, match=r"Linear\(6, 5\).* activation_spec: expected PerTensor\(\), PerFeature\(\), or act"
     ):
-        qnnx.Linear(6, 5, weight_spec=W, activation_spec=rows, rngs=streams)
+        qnnx.Linear(6, 5, weight_spec=W, activation_spec=rows, activation_range=AVERAGE, rngs=streams)
     with pytest.raises(TypeError, match=r"use_running_average: expected True or False, got 'yes'"):
         qnnx.Linear(6, 5, weight_spec=W, use_running_average="yes", rngs=streams)  # type: ignore[arg-type]
     with pytest.raises(
