@@ -6,7 +6,7 @@ import dataclasses
 
 from .._core import checks
 from ..calibration.factory import Factory, check_factory
-from .estimators import LSQ, PACT, LSQPlus, Rule, StraightThrough
+from .estimators import LSQ, PACT, Estimator, LSQPlus, StraightThrough
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Learned:
 RangeSource = Dynamic | Static | Learned
 
 
-def _check_gradient(name: str, gradient: object, rules: tuple[type[Rule], ...]) -> None:
+def _check_gradient(name: str, gradient: object, rules: tuple[type[Estimator], ...]) -> None:
     """Raise ContractTypeError unless a gradient is one of these rules."""
     expected = " or ".join(f"{rule.__name__}()" for rule in rules)
     checks.require_type(isinstance(gradient, rules), name, "gradient", expected, checks.describe_value(gradient))

@@ -24,12 +24,11 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks, sharding
 from .._core.granularity import PerTensor
-from .._training import learned_parts
-from .._training.estimators import LSQ, LSQPlus, StraightThrough
+from .._training.estimators import LSQ, LSQPlus, StraightThrough, read_learned_scale, read_learned_zero_point
 from .._training.fake_quantize import read_parts
 from .._training.quantizer import Quantizer
 from .._training.range_sources import Dynamic, Learned, Static
-from .._training.rounding_vjp import Config, make_array, round_zero_point
+from .._training.rounding_vjp import RoundingConfig, make_array, round_zero_point
 from ..calibration import Calibrator
 from ..calibration.calibrator import is_finite_state
 from ._quantization import UNSIGNED_AT_ZERO, LayerOperand, describe_calibrator, is_unsigned_at_zero
@@ -201,9 +200,9 @@ def compute_initial(operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, ...
 def read_learned(operand: LayerOperand, parts: tuple[jax.Array, ...]) -> Parameters:
     """Return the scale and the zero point that a layer quantizes with, from the variables that are learned."""
     spec = operand.spec
-    scale = learned_parts.read_scale(spec, parts[0])
+    scale = read_learned_scale(spec, parts[0])
     if len(parts) == 2:
-        return scale, learned_parts.read_zero_point(spec, parts[1])
+        return scale, read_learned_zero_point(spec, parts[1])
     if spec.symmetric:
         return scale, None
     # The zero point gets the shape of the scale, so that nn.scan can slice both in the same way.
@@ -284,4 +283,4 @@ def _encode_operand(role: str, quantizer: Quantizer, x: jax.Array) -> QuantizedA
     # `check_servable` rejects a scale that cannot be served.
     labels = (role, f"{role}.scale", f"{role}.zero_point")
     x, scale, zero_point = read_parts("quantize", labels, x, quantizer.scale, quantizer.zero_point, spec)
-    return jax.lax.stop_gradient(make_array(Config(spec, StraightThrough()), x, scale, zero_point, None))
+    return jax.lax.stop_gradient(make_array(RoundingConfig(spec, StraightThrough()), x, scale, zero_point, None))

@@ -137,7 +137,7 @@ def compare(
     signature, codes = prepared._read_parameters("convert", params), read_converted(_NAME, prepared, qparams)
     records = prepared._read_records("apply", "ranges", ranges)
     loop._check_batches(_NAME, batches)
-    step = loop.Step(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
+    step = loop.BatchStep(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
     calls = [loop.split_arguments(step, index, batch) for index, batch in enumerate(batches)]
     checks.require(bool(calls), _NAME, "batches", "at least one batch", "none")
     others = [Signature((args, {**kwargs, **arguments})) for args, kwargs in calls]

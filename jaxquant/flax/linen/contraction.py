@@ -24,7 +24,7 @@ from ..._arrays.spec import QuantSpec
 from ..._core import checks
 from ..._training.backward import Backward, FloatBackward, Int8Backward
 from ..._training.range_sources import Dynamic, RangeSource, Static
-from ...checkpoint.static_text import StaticText
+from ...checkpoint.arrays import StaticText
 from .. import _conversion, _operand_ranges, _operations, _quantization
 from .._operand_ranges import Parameters
 from .._operations import LayerOperation

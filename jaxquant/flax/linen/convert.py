@@ -13,7 +13,7 @@ from flax.core import FrozenDict, meta, unfreeze
 from ..._arrays.quantized_array import QuantizedArray
 from ..._core import checks
 from ..._training.range_sources import Dynamic, Static
-from ...checkpoint.static_text import StaticText
+from ...checkpoint.arrays import StaticText
 from .. import _conversion, _operand_ranges, _quantization
 from .._conversion import MeshAxes
 from .._quantization import LayerOperand

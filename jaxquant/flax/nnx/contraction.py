@@ -22,7 +22,7 @@ from ..._core import checks, sharding
 from ..._core.granularity import PerFeature
 from ..._training.backward import Backward, FloatBackward, Int8Backward
 from ..._training.range_sources import Dynamic, RangeSource, Static
-from ...checkpoint.static_text import StaticText
+from ...checkpoint.arrays import StaticText
 from .. import _conversion, _operand_ranges, _operations, _quantization
 from .._operand_ranges import Parameters, RangeState
 from .._operations import Kernel, LayerOperation
