@@ -39,10 +39,10 @@ from jaxquant.flax import linen as qnn
 _SEEDS, _FIRST_SEED = 5, 100  # learning rates and widths were chosen with other seeds
 _FLOAT, _TRAINED = "float32", "trained on"
 _POST_TRAINING = {
-    "minmax": (jqf.Dynamic(), jqf.Observed(jq.calibration.minmax)),
-    "mse": (jqf.Dynamic(jq.calibration.mse), jqf.Observed(jq.calibration.mse)),
+    "minmax": (jq.Dynamic(), jq.Static(jq.calibration.minmax)),
+    "mse": (jq.Dynamic(jq.calibration.mse), jq.Static(jq.calibration.mse)),
 }
-_LEARNED = (jqf.Learned(jq.LSQPlus()), jqf.Learned(jq.LSQPlus()))
+_LEARNED = (jq.Learned(jq.LSQPlus()), jq.Learned(jq.LSQPlus()))
 _WEIGHTS = {name: jq.QuantSpec(name, jq.PerAxis(-1)) for name in ("int8", "int4", "int2")}
 _RATES = {"int8": 0.1, "int4": 0.5, "int2": 1.0}  # times the plan's rate: a smaller loss needs smaller steps
 _TARGETS = {"int4": 0.9, "int2": 0.7}

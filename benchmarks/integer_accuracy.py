@@ -1,18 +1,15 @@
-"""How accurate an integer-only network is: one on handwritten digits, made by layers and by `jq.prepare`.
+"""How accurate an integer-only network is: one on handwritten digits, made by `jq.prepare`.
 
 Run `python -m benchmarks.integer_accuracy` from the repository root, with the extra "examples".
 
 The network consists of Flax's own layers: convolutions with batch normalization, a residual sum, both poolings, a
-concatenation, a mean and a dense layer. It is trained in float32. Then it becomes integer-only in two ways:
+concatenation, a mean and a dense layer. It is trained in float32. Then `jq.prepare` with `jq.recipes.onnx_runtime`
+makes it integer-only, and it is calibrated and converted.
 
-- layers: the same network of jaxquant's layers with `jq.flax.RUNTIME`, with the batch normalizations folded into the
-  convolutions, calibrated and converted
-- prepare: `jq.prepare` with `jq.recipes.onnx_runtime`, calibrated and converted
-
-Both have a form for training, whose results are floats, and one that serves codes. A seed determines the split, the
-initial weights and the order of the batches. The accuracy is that of the test images, 450 for each seed. The exit
-status is 1 if codes lose more than half a point of accuracy in the mean over the seeds, or if a logit differs between
-the form for training and the codes.
+The prepared network has a form for training, whose results are floats, and one that serves codes. A seed determines the
+split, the initial weights and the order of the batches. The accuracy is that of the test images, 450 for each seed. The
+exit status is 1 if codes lose more than half a point of accuracy in the mean over the seeds, or if a logit differs
+between the form for training and the codes.
 """
 
 from __future__ import annotations
@@ -32,15 +29,14 @@ import numpy as np
 from flax import linen as nn
 
 import jaxquant as jq
-import jaxquant.flax
-from jaxquant.flax import linen as qnn
 
 from .recipes import _print_line, _split_digits, _train
 
 _SEEDS, _CLASSES = 5, 10
 _ALLOWED_LOSS = 0.5
 _FLOAT = "float32"
-_FORMS = (_FLOAT, "layers, training", "layers, codes", "prepare, training", "prepare, codes")
+_TRAINING, _CODES = "training", "codes"
+_FORMS = (_FLOAT, _TRAINING, _CODES)
 # What computes the logits of some images, by the name of its form.
 Calls = dict[str, Callable[[jax.Array], jax.Array]]
 
@@ -58,23 +54,6 @@ class Network(nn.Module):
         return nn.Dense(_CLASSES)(x.mean((1, 2)))
 
 
-class IntegerNetwork(nn.Module):
-    """`Network` of layers that return codes."""
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        spec = jq.flax.RUNTIME["output_spec"]
-        x = qnn.Conv(16, (3, 3), output_relu=True, **jq.flax.RUNTIME)(x)
-        x = jq.codes.add(x, qnn.Conv(16, (3, 3), **jq.flax.RUNTIME)(x), output=qnn.OutputRange(spec, relu=True))
-        pools = [
-            jq.codes.max_pool(x, (2, 2), (2, 2)),
-            jq.codes.average_pool(x, (2, 2), (2, 2), output=qnn.OutputRange(spec)),
-        ]
-        x = jq.concatenate(pools, -1, output=qnn.OutputRange(spec))
-        x = qnn.Conv(32, (3, 3), output_relu=True, **jq.flax.RUNTIME)(x)
-        return qnn.Dense(_CLASSES, **jq.flax.RUNTIME)(jq.codes.mean(x, (1, 2), output=qnn.OutputRange(spec)))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("benchmarks.integer_accuracy", description=__doc__)
     parser.add_argument("--seeds", type=int, default=_SEEDS, metavar="N", help=f"number of seeds; default {_SEEDS}")
@@ -87,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _print_line(["seed", *_FORMS, "logits that differ"])
     _print_line(["---", *["--:"] * (len(_FORMS) + 1)])
     accuracies, changes = [], []
-    make_calls = (_make_layers(), _make_prepared())
+    make_calls = _make_prepared()
     for seed in range(options.seeds):
         accuracy, changed = _measure_seed(seed, make_calls)
         accuracies.append(accuracy)
@@ -107,40 +86,20 @@ def _normalize(train: bool, x: jax.Array) -> jax.Array:
     return nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
 
 
-def _measure_seed(seed: int, make_calls: Sequence[Callable[[Any, jax.Array], Calls]]) -> tuple[dict[str, float], int]:
+def _measure_seed(seed: int, make_calls: Callable[[Any, jax.Array], Calls]) -> tuple[dict[str, float], int]:
     """Return the accuracy of each form in percent, and the number of logits in which training and codes differ."""
     train, (images, digits) = _split_digits(seed)
     variables = _train(Network(), train, jax.random.key(seed))
-    calls: Calls = {_FLOAT: functools.partial(_run_floats, variables)}
-    for make in make_calls:
-        calls.update(make(variables, train[0][:1024]))
+    calls: Calls = {_FLOAT: functools.partial(_run_floats, variables), **make_calls(variables, train[0][:1024])}
     logits = {form: call(images) for form, call in calls.items()}
     accuracies = {form: 100 * float((y.argmax(1) == digits).mean()) for form, y in logits.items()}
-    pairs = [(logits[f"{name}, training"], logits[f"{name}, codes"]) for name in ("layers", "prepare")]
-    return accuracies, sum(int((a != b).sum()) for a, b in pairs)
+    return accuracies, int((logits[_TRAINING] != logits[_CODES]).sum())
 
 
 @jax.jit
 def _run_floats(variables: Any, x: jax.Array) -> jax.Array:
     network: Any = Network()
     return network.apply(variables, x)
-
-
-def _make_layers() -> Callable[[Any, jax.Array], Calls]:
-    """Return what makes the calls of the network of layers; its programs are compiled once for all seeds."""
-    network: Any = IntegerNetwork()
-    serve = jax.jit(lambda variables, x: network.apply(variables, x).dequantize())
-    train = jax.jit(lambda variables, x: network.apply(variables, x).values)
-
-    def make(variables: Any, images: jax.Array) -> Calls:
-        calibrated = jq.flax.calibrate(network, {"params": _fold(variables)}, [images], progress=False)
-        serving = jq.flax.convert(network, calibrated)
-        return {
-            "layers, training": functools.partial(train, calibrated),
-            "layers, codes": functools.partial(serve, serving),
-        }
-
-    return make
 
 
 def _make_prepared() -> Callable[[Any, jax.Array], Calls]:
@@ -154,25 +113,11 @@ def _make_prepared() -> Callable[[Any, jax.Array], Calls]:
     def make(variables: Any, images: jax.Array) -> Calls:
         ranges = prepared.calibrate(variables, [images], progress=False)
         return {
-            "prepare, training": functools.partial(train, variables, ranges),
-            "prepare, codes": functools.partial(serve, prepared.convert(variables, ranges), ranges),
+            _TRAINING: functools.partial(train, variables, ranges),
+            _CODES: functools.partial(serve, prepared.convert(variables, ranges), ranges),
         }
 
     return make
-
-
-def _fold(variables: Any) -> Any:
-    """Return the parameters with each batch normalization folded into the convolution before it."""
-    params, stats = variables["params"], variables["batch_stats"]
-    folded = {}
-    for name, layer in params.items():
-        kind, _, place = name.partition("_")
-        norm = f"BatchNorm_{place}"
-        if kind == "Conv":
-            folded[name] = jq.flax.fold_batch_norm(layer, params[norm], stats[norm])
-        elif kind != "BatchNorm":
-            folded[name] = layer
-    return folded
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from jaxquant.flax import nnx as qnnx
 from .contest import FLOAT32, Call, Contest, Missing, Row, Table
 
 _TOLERANCE = 1e-5  # of the largest magnitude: the sums of trained and of served layers have other orders
-_UINT8 = jq.QuantSpec(jnp.uint8)
+_UINT8, _AVERAGE = jq.QuantSpec(jnp.uint8), jq.Static(jq.calibration.moving_average)
 _FEATURES = {name: jq.QuantSpec(name, jq.PerFeature()) for name in ("int8", "int4")}
 
 
@@ -37,16 +37,14 @@ def _block_inputs(dtype: Any, size: int) -> jq.QuantSpec:
 
 
 _SCHEMES: dict[str, dict[str, Any]] = {
-    "static": {"weight_spec": _FEATURES["int8"], "activation_spec": _UINT8},
-    "dynamic": {
-        "weight_spec": _FEATURES["int8"], "activation_spec": _UINT8, "activation_range": jqf.Dynamic(),
-    },
+    "static": {"weight_spec": _FEATURES["int8"], "activation_spec": _UINT8, "activation_range": _AVERAGE},
+    "dynamic": {"weight_spec": _FEATURES["int8"], "activation_spec": _UINT8},
     "w8": {"weight_spec": _FEATURES["int8"]},
     "w4": {"weight_spec": _FEATURES["int4"]},
     "w4/128": {"weight_spec": _block_inputs("int4", 128)},
     "w4/32": {"weight_spec": _block_inputs("int4", 32)},
     "nf4/64": {"weight_spec": _block_inputs(jq.nf4, 64)},
-    "w4a8": {"weight_spec": _FEATURES["int4"], "activation_spec": _UINT8},
+    "w4a8": {"weight_spec": _FEATURES["int4"], "activation_spec": _UINT8, "activation_range": _AVERAGE},
 }  # fmt: skip
 _ALL = ("static", "dynamic", "w8", "w4", "w4a8")
 _DENSE = (*_ALL, "w4/128", "w4/32", "nf4/64")

@@ -95,8 +95,8 @@ def _print_deep() -> float:
     everything = jax.checkpoint_policies.everything_saveable
     rows = [
         ("float32", "none", None, None), ("float32", "of each layer, everything saveable", None, everything),
-        ("int8, observed", "none", training._INT8, None),
-        ("int8, observed", "of each layer, save_codes", training._INT8, jq.save_codes),
+        ("int8, static", "none", training._INT8, None),
+        ("int8, static", "of each layer, save_codes", training._INT8, jq.save_codes),
         ("int8, dynamic", "of each layer, save_codes", training._DYNAMIC, jq.save_codes),
     ]  # fmt: skip
     sizes = [_per_layer(specs, policy) for _, _, specs, policy in rows]
@@ -116,7 +116,7 @@ def main() -> int:
         x = training.batch(network, shape)
         params = training._params(network, shape, x)
         plain = _bytes(training.plain(network, shape[-1]), {"params": params}, shape, None)
-        for label, specs in (("int8, observed", training._INT8), ("int8, dynamic", training._DYNAMIC)):
+        for label, specs in (("int8, static", training._INT8), ("int8, dynamic", training._DYNAMIC)):
             model = training.quantized(network, shape[-1], **specs)
             variables = training._start_ranges(model, params, x)
             sizes = [_bytes(model, variables, shape, policy) for policy in (None, jq.save_codes)]

@@ -32,7 +32,7 @@ _NOT_INSTALLED = Missing("not installed")
 _OPTIMIZER = optax.sgd(1e-3)
 _WEIGHTS = jq.QuantSpec(jnp.int8, jq.PerAxis(-1))
 _SIGNED, _UNSIGNED = jq.QuantSpec(jnp.int8), jq.QuantSpec(jnp.uint8)
-_LEARNED = jqf.Learned(jq.LSQ())
+_LEARNED = jq.Learned(jq.LSQ())
 _Layers = dict[str, Any]
 
 
@@ -260,9 +260,10 @@ def _aqt_serving(network: str, shape: tuple[int, ...], params: Any, x: jax.Array
     return _try_call(make) if network == "mlp" else Missing("dense layers only")
 
 
-_INT8 = {"weight_spec": _WEIGHTS, "activation_spec": _SIGNED}
-_UINT8 = {"weight_spec": _WEIGHTS, "activation_spec": _UNSIGNED}
-_DYNAMIC = {**_INT8, "activation_range": jqf.Dynamic()}
+_AVERAGE = jq.Static(jq.calibration.moving_average)
+_INT8 = {"weight_spec": _WEIGHTS, "activation_spec": _SIGNED, "activation_range": _AVERAGE}
+_UINT8 = {"weight_spec": _WEIGHTS, "activation_spec": _UNSIGNED, "activation_range": _AVERAGE}
+_DYNAMIC = {**_INT8, "activation_range": jq.Dynamic()}
 _SHAPES = {
     "mlp": ((_BATCH, _WIDTH, 3), (_BATCH - 24, _WIDTH, 3), (_SMALL, _SMALL, 3)),
     "cnn": ((16, 32, 32, 64), (2, 8, 8, 32)),
@@ -283,13 +284,13 @@ TRAINING = Table(
     (FLOAT32, QWIX, AQT),
     [
         *_rows("train", _training, {
-            "int8 activations, observed": _INT8,
-            "uint8 activations, observed": _UINT8,
+            "int8 activations, static": _INT8,
+            "uint8 activations, static": _UINT8,
             "int8 activations, dynamic": _DYNAMIC,
             "int8, learned scales": {**_INT8, "weight_range": _LEARNED, "activation_range": _LEARNED},
-            "int8 activations, observed, Int8Backward": {**_INT8, "backward": jq.Int8Backward()},
+            "int8 activations, static, Int8Backward": {**_INT8, "backward": jq.Int8Backward()},
         }, ("mlp",)),
-        *_rows("train", _training, {"int8 activations, observed": _INT8}, ("cnn",)),
+        *_rows("train", _training, {"int8 activations, static": _INT8}, ("cnn",)),
     ],
 )  # fmt: skip
 SERVING = Table(

@@ -12,8 +12,8 @@ from jaxquant import flax as jqf
 from jaxquant.flax import linen as qnn
 
 SPECS = {
-    "weight_spec": jq.QuantSpec(jnp.int4, jq.PerFeature()), "weight_range": jqf.Learned(jq.LSQ()),
-    "activation_spec": jq.QuantSpec(jnp.uint8), "activation_range": jqf.Observed(freeze_after=200),
+    "weight_spec": jq.QuantSpec(jnp.int4, jq.PerFeature()), "activation_spec": jq.QuantSpec(jnp.uint8),
+    "activation_range": jq.Static(jq.calibration.moving_average, freeze_after=200), "weight_range": jq.Learned(),
 }  # fmt: skip
 OPTIMIZER = optax.adam(2e-3)
 

@@ -9,51 +9,52 @@ from flax import linen as nn
 from sklearn.datasets import load_digits
 
 import jaxquant as jq
-from jaxquant.flax import linen as qnn
 
 OPTIMIZER = optax.adam(2e-3)
 
 
 class CNN(nn.Module):
-    """Floats are only in the first quantization and in the scales: between the layers there are codes."""
+    """Flax's own layers. Prepared, floats are only in the first quantization and in the scales."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        x = qnn.Conv(16, (3, 3), output_relu=True, **jq.flax.RUNTIME)(x)
-        y: Any = qnn.Conv(16, (3, 3), output_relu=True, **jq.flax.RUNTIME)(x)
-        y = qnn.Conv(16, (3, 3), **jq.flax.RUNTIME)(y)
-        x = jq.codes.add(x, y, output=qnn.OutputRange(jq.flax.RUNTIME["output_spec"], relu=True))
-        x = qnn.Conv(32, (1, 1), output_relu=True, **jq.flax.RUNTIME)(jq.codes.max_pool(x, (2, 2), (2, 2)))
-        return qnn.Dense(10, **jq.flax.RUNTIME)(jq.codes.reshape(x, (x.shape[0], -1)))
+        x = nn.relu(nn.Conv(16, (3, 3))(x))
+        y = nn.relu(nn.Conv(16, (3, 3))(x))
+        x = nn.relu(x + nn.Conv(16, (3, 3))(y))
+        x = nn.relu(nn.Conv(32, (1, 1))(nn.max_pool(x, (2, 2), (2, 2))))
+        return nn.Dense(10)(x.reshape(x.shape[0], -1))
 
 
-def compute_loss(params, ranges, x, y):
-    logits: Any
-    logits, ranges = CNN().apply({"params": params, **ranges}, x, mutable=["ranges"])
-    return optax.softmax_cross_entropy_with_integer_labels(logits.values, y).mean(), ranges
+def train(apply, variables, batches):
+    """Return the variables after a step for each batch."""
 
+    @jax.jit
+    def step(variables, state, x, y):
+        def compute_loss(variables):
+            return optax.softmax_cross_entropy_with_integer_labels(apply(variables, x), y).mean()
 
-@jax.jit
-def step(carry, batch):
-    params, ranges, optimizer_state = carry
-    (loss, ranges), gradient = jax.value_and_grad(compute_loss, has_aux=True)(params, ranges, *batch)
-    updates, optimizer_state = OPTIMIZER.update(gradient, optimizer_state)
-    return (optax.apply_updates(params, updates), ranges, optimizer_state), loss
+        updates, state = OPTIMIZER.update(jax.grad(compute_loss)(variables), state)
+        return optax.apply_updates(variables, updates), state
+
+    state = OPTIMIZER.init(variables)
+    for batch in batches:  # not jax.lax.scan, in which XLA:CPU takes 20 times as long for gradients
+        variables, state = step(variables, state, *batch)
+    return variables
 
 
 images, digits = load_digits(return_X_y=True)
 order = jax.random.permutation(jax.random.key(1), len(digits))
 x, y = jnp.asarray(images, jnp.float32).reshape(-1, 8, 8, 1)[order] / 16, jnp.asarray(digits)[order]
 batches, (test_x, test_y) = [(x[i : i + 64], y[i : i + 64]) for i in range(0, 1408, 64)], (x[1408:], y[1408:])
-start = jax.jit(CNN().init)(jax.random.key(0), x[:64])
-carry = (start["params"], {"ranges": start["ranges"]}, OPTIMIZER.init(start["params"]))
-for batch in 15 * batches:  # not jax.lax.scan, in which XLA:CPU takes 20 times as long for gradients
-    carry, loss = step(carry, batch)
-trained = {"params": carry[0], **carry[1]}
-serving = jq.flax.convert(CNN(), trained)
-served: Any = jax.jit(CNN().apply)(serving, test_x)
-fake: Any = jax.jit(CNN().apply)(trained, test_x)
-differences = int((fake.quantize().codes != served.codes).sum())
-accuracy = 100 * float((jnp.argmax(served.codes, -1) == test_y).mean())
+network: Any = CNN()
+variables = train(network.apply, jax.jit(network.init)(jax.random.key(0), x[:64]), 10 * batches)
+prepared = jq.prepare(network.apply, variables, x[:64], rules=jq.recipes.onnx_runtime(), strict=True)
+print(prepared.coverage.outputs)
+ranges = prepared.calibrate(variables, [batch for batch, _ in batches])
+variables = train(lambda variables, x: prepared.fake_apply(variables, ranges, x), variables, 2 * batches)
+served = jax.jit(prepared.apply)(prepared.convert(variables, ranges), ranges, test_x)
+trained = jax.jit(prepared.fake_apply)(variables, ranges, test_x)
+accuracy = 100 * float((jnp.argmax(served, -1) == test_y).mean())
 print(f"{accuracy:.1f} % of the test images are recognized by integers")
-print(f"Codes that differ between the trained and the converted network: {differences} of {served.codes.size}")
+differences = int((served != trained).sum())
+print(f"Codes that differ between the trained and the converted network: {differences} of {served.size}")

@@ -17,7 +17,8 @@ from jaxquant.flax import linen as qnn
 
 SPECS = {
     "weight_spec": jq.QuantSpec(jnp.int8, jq.PerFeature()),  # one scale per output feature
-    "activation_spec": jq.QuantSpec(jnp.uint8),  # one scale and zero point, from the observed range
+    "activation_spec": jq.QuantSpec(jnp.uint8),  # one scale and zero point,
+    "activation_range": jq.Static(jq.calibration.minmax),  # from the range of the calibration data
 }
 
 

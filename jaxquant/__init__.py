@@ -45,6 +45,7 @@ from ._training.estimators import LSQ, PACT, LSQPlus, StochasticRounding, Straig
 from ._training.fake_quantize import fake_quantize
 from ._training.fake_quantize_linear import dynamic_fake_quantize_linear, fake_quantize_linear
 from ._training.quantizer import Quantizer
+from ._training.range_sources import Dynamic, Learned, Static
 from .calibration import Range
 from .onednn import dynamic_dequantize
 
@@ -82,7 +83,10 @@ __all__ = [  # noqa: RUF022 as grouped
     "quantization_error",
     "QuantizationError",
     "count_saturating_pairs",
-    # A range of values, as a calibrator finds it.
+    # Where a range comes from, in layers and in rules; and a range, as a calibrator finds it.
+    "Dynamic",
+    "Static",
+    "Learned",
     "Range",
     # Floats in, floats out, with a gradient.
     "fake_quantize",

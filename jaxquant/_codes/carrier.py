@@ -135,15 +135,11 @@ def train_codes(
         compute: the operation, of QuantizedArrays and of the output.
         differentiate: the operation on floats.
         arrays: the operands; QuantizedArrays among them have no gradient.
-        output: a Quantizer, a QuantizedArray or a FakeQuantizedArray; or an object with a method `find_quantizer`,
-            which takes the result in floats.
+        output: a Quantizer, a QuantizedArray or a FakeQuantizedArray.
     """
     fakes = [read_fake(array) for array in arrays]
     y = differentiate(*(fake.values for fake in fakes))
-    if hasattr(output, "find_quantizer"):
-        quantizer = output.find_quantizer(y)
-    else:
-        quantizer = output if hasattr(output, "spec") else read_fake(output).make_quantizer()
+    quantizer = output if hasattr(output, "spec") else read_fake(output).make_quantizer()
     # The gradient goes through `differentiate` and the rounding of its result; the kernels of codes have none.
     fixed = jax.tree.map(lambda part: jax.lax.stop_gradient(part) if isinstance(part, jax.Array) else part, quantizer)
     exact = compute(*(fake.quantize() for fake in fakes), fixed)

@@ -33,17 +33,16 @@ class Partial:
         return self.function(*self.arguments, spec, **dict(self.keywords))
 
 
-def check_factory(name: str, calibrator: Any, alternative: str = "", *, argument: str = "calibrator") -> Any:
+def check_factory(name: str, calibrator: Any, alternative: str = "") -> Any:
     """Check that a calibrator is a function of a spec, and return it in a form that compares by its arguments.
 
     Args:
         name: the name of the class, for errors.
         calibrator: the argument.
         alternative: " or None" where None is allowed.
-        argument: the name of the argument, for errors.
     """
     if not callable(calibrator) and not (alternative and calibrator is None):
-        checks.refuse_type(name, argument, f"{_FACTORY}{alternative}", _describe_rejected(calibrator))
+        checks.refuse_type(name, "calibrator", f"{_FACTORY}{alternative}", _describe_rejected(calibrator))
     fault = None if calibrator is None else _read_unexpected_argument(calibrator)
     # Compare with None, because "" is a fault, too: it means that the function takes no spec.
     if fault is not None:
@@ -53,7 +52,7 @@ def check_factory(name: str, calibrator: Any, alternative: str = "", *, argument
         if fault:
             expected += f", or functools.partial({function}, {fault}=...)"
             got = f"{function}, which needs {fault}= besides a spec"
-        checks.refuse_type(name, argument, expected, got)
+        checks.refuse_type(name, "calibrator", expected, got)
     if not isinstance(calibrator, functools.partial):
         return calibrator
     # Sort the keywords, so that the order in which they were passed does not make two partials different.

@@ -8,19 +8,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import linen
-from ._fold_batch_norm import fold_batch_norm
 from .linen.calibrate import calibrate, check_calibrated
-from .linen.contraction import promote_dtype
+from .linen.contraction import conv_general_dilated, dot_general, promote_dtype
 from .linen.convert import convert
-from .linen.hooks import conv_general_dilated, dot_general
-from .preset import RUNTIME
-from .ranges import Dynamic, Learned, Observed
+from .linen.fold_batch_norm import fold_batch_norm
 
 __all__ = [
-    "RUNTIME",
-    "Dynamic",
-    "Learned",
-    "Observed",
     "calibrate",
     "check_calibrated",
     "conv_general_dilated",

@@ -1,7 +1,7 @@
 """The table of operations: how each kind of layer trains and serves, and which axes of its kernel are output features.
 
 A layer of Linen or NNX uses a row of the table. The layers of the two differ only in how they hold variables, which the
-protocol `Variables` describes.
+protocol `LayerVariables` describes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .._arrays.quantized_array import QuantizedArray
 from .._contractions.conv import conv_general_dilated
@@ -25,79 +26,77 @@ from .._training.conv_general_dilated import quantized_conv_general_dilated
 from .._training.dot_general import quantized_dot_general
 from .._training.einsum import quantized_einsum
 from .._training.quantizer import Quantizer
-from ._layer_operand import LayerOperand, Operands, resolve_tokens
-from ._operand_quantizer import Parameters, make_quantizer, quantize_operand
-from .ranges import Dynamic
+from .._training.range_sources import Dynamic
+from ._operand_ranges import Parameters, make_quantizer, quantize_operand
+from ._quantization import LayerOperand, Operands, resolve_tokens
 
 # The arguments of `jax.lax.conv_general_dilated` after its operands, in its order.
 _CONV_ARGUMENTS = (
     *("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count"),
     *("batch_group_count", "precision", "preferred_element_type"),
 )
-Quantizers = tuple[Quantizer | None, Quantizer | None]
+Kernel = jax.Array | QuantizedArray
+# The two operands' contracted dimensions, and their batch dimensions.
+DotDimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+Precision = jax.lax.PrecisionLike
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """The arguments of one call of an operation.
 
     Attributes:
         x: the activations, or the indices of a lookup.
         kernel: float weights, or a QuantizedArray.
-        arguments: the static arguments, by name.
+        arguments: the static arguments of the function that contracts, by name.
     """
 
-    x: Any
-    kernel: Any
+    x: jax.Array
+    kernel: Kernel
     arguments: dict[str, Any]
 
 
-def _keep_order(_: Call) -> tuple[int, ...]:
+def _list_no_axes(_: LayerCall) -> tuple[int, ...]:
     """Return no axes, for operations that are fastest with a kernel in its logical order."""
     return ()
 
 
-def _read_scale(call: Call) -> jax.Array:
-    """Return the scale of a kernel whose features have the order of those of the result."""
-    return call.kernel.scale
-
-
 @dataclasses.dataclass(frozen=True)
-class Operation:
+class LayerOperation:
     """One row of the table.
 
+    `train` and `serve` are called with x, the kernel, and the static arguments of the call by name. They are the
+    functions of this package themselves where that is possible, so that few frames are between a layer and its codes.
+
     Attributes:
-        bind: takes the arguments that flax's layer passes, and returns a Call.
-        find_output_axes: takes a Call, and returns the axes of its kernel that are output features, counted from the
-            back, because `nn.scan` and `nnx.vmap` may stack other axes in front of them.
-        train: takes a Call with float operands, their Quantizers (None leaves an operand in floats), and the backward
-            rule and its key as keyword arguments. Returns floats.
-        serve: takes a Call with a quantized kernel, and returns floats; with `bias` and `output` as keyword arguments,
-            codes.
-        find_stored_axes: takes a Call, and returns the axes of its kernel, counted from the back, that a converted
+        bind: takes the arguments that flax's layer passes, and returns a LayerCall.
+        list_feature_axes: takes a LayerCall, and returns the axes of its kernel that are output features, counted from
+            the back, because `nn.scan` and `nnx.vmap` may stack other axes in front of them.
+        train: takes a float kernel, and `lhs_spec` and `rhs_spec`, the Quantizers of x and of the kernel (None leaves
+            an operand in floats), `backward` and `key`, as in `quantized_dot_general`. Returns floats.
+        serve: takes a quantized kernel, and returns floats.
+        list_stored_axes: takes a LayerCall, and returns the axes of its kernel, counted from the back, that a converted
             kernel holds last in memory: those that an integer contraction sums, in the order of the axes of x.
         quantizes_x: whether x is quantized; the indices of a lookup are not.
-        arrange_scale: takes a Call with a quantized kernel, and returns its scale in the order of a bias.
-        find_x_axes: takes a Call, and returns the axes of x that are contracted; None stands for the last one.
+        list_x_axes: takes a LayerCall, and returns the axes of x that are contracted; None stands for the last one.
     """
 
-    bind: Callable[..., Call]
-    find_output_axes: Callable[[Call], tuple[int, ...]]
-    train: Callable[[Call, Quantizers, dict[str, Any]], jax.Array]
-    serve: Callable[..., Any]
-    find_stored_axes: Callable[[Call], tuple[int, ...]] = _keep_order
+    bind: Callable[..., LayerCall]
+    list_feature_axes: Callable[[LayerCall], tuple[int, ...]]
+    train: Callable[..., jax.Array]
+    serve: Callable[..., jax.Array]
+    list_stored_axes: Callable[[LayerCall], tuple[int, ...]] = _list_no_axes
     quantizes_x: bool = True
-    arrange_scale: Callable[[Call], jax.Array] = _read_scale
-    find_x_axes: Callable[[Call], Sequence[int]] | None = None
+    list_x_axes: Callable[[LayerCall], Sequence[int]] | None = None
 
 
-class Variables(Protocol):
+class LayerVariables(Protocol):
     """How a layer holds its variables: the part in which Linen and NNX differ."""
 
-    def find_place(self) -> str:
+    def describe_layer(self) -> str:
         """Return the path of the layer, for errors."""
         ...
 
-    def find_operands(self) -> Operands:
+    def read_operands(self) -> Operands:
         """Return how the layer quantizes its weights and its activations."""
         ...
 
@@ -112,7 +111,7 @@ class Variables(Protocol):
         ...
 
     def read_range(self, operand: LayerOperand, x: jax.Array) -> Parameters:
-        """Return the scale and the zero point of an observed or learned range, and update the range by x."""
+        """Return the scale and the zero point of a static or learned range, and update the range by x."""
         ...
 
     def read_constants(self, operand: LayerOperand) -> Parameters:
@@ -124,7 +123,9 @@ class Variables(Protocol):
         ...
 
 
-def run_operation(operation: Operation, variables: Variables, backward: Backward, call: Call) -> jax.Array:
+def run_operation(
+    operation: LayerOperation, variables: LayerVariables, backward: Backward, call: LayerCall
+) -> jax.Array:  # fmt: skip
     """Return the result of an operation: trained where the kernel is float, served in integers where it is converted.
 
     Args:
@@ -137,32 +138,33 @@ def run_operation(operation: Operation, variables: Variables, backward: Backward
         ContractValueError: after the path of the layer: a range is missing, or the variables do not fit its specs.
         ContractTypeError: after the path of the layer: an operand has a dtype that its specs do not fit.
     """
-    with checks.prefix_errors(variables.find_place()):
-        weight, activation = variables.find_operands()
+    x, kernel, arguments = call
+    with checks.prefix_errors(variables.describe_layer()):
+        weight, activation = variables.read_operands()
         # The features depend on the dimension numbers of the call, so they are not resolved at construction.
-        weight = resolve_features(weight, operation.find_output_axes(call))
+        weight = resolve_features(weight, operation.list_feature_axes(call))
         quantized = activation if operation.quantizes_x else None
-        if quantized is not None and operation.find_x_axes is not None:
-            quantized = resolve_tokens(quantized, call.x.ndim, operation.find_x_axes(call))
-        if isinstance(call.kernel, QuantizedArray):
-            variables.check_converted(weight, activation, call.kernel)
-            if quantized is not None:
-                is_dynamic = isinstance(quantized.source, Dynamic)
-                constants = None if is_dynamic else variables.read_constants(quantized)
-                call = call._replace(x=quantize_operand(quantized, call.x, constants))
-            return operation.serve(call)
+        if quantized is not None and operation.list_x_axes is not None:
+            quantized = resolve_tokens(quantized, x.ndim, operation.list_x_axes(call))
+        if isinstance(kernel, QuantizedArray):
+            variables.check_converted(weight, activation, kernel)
+            if quantized is None:
+                return operation.serve(x, kernel, **arguments)
+            is_dynamic = isinstance(quantized.source, Dynamic)
+            constants = None if is_dynamic else variables.read_constants(quantized)
+            return operation.serve(quantize_operand(quantized, x, constants), kernel, **arguments)
         # A float contraction may round differently in another layout, and a converted layer must return the numbers of
         # its training. Integers are exact in every layout.
-        stored_axes = () if quantized is None else operation.find_stored_axes(call)
-        variables.record_operands(weight, activation, call.kernel, stored_axes)
+        stored_axes = () if quantized is None else operation.list_stored_axes(call)
+        variables.record_operands(weight, activation, kernel, stored_axes)
         # The activations come first: calibrators and learned scales are created in this order.
-        x_quantizer = make_layer_quantizer(variables, quantized, call.x)
-        quantizers = (x_quantizer, make_layer_quantizer(variables, weight, call.kernel))
+        x_quantizer = _make_quantizer(variables, quantized, x)
+        quantizers = {"lhs_spec": x_quantizer, "rhs_spec": _make_quantizer(variables, weight, kernel)}
         key = variables.make_key() if operation.quantizes_x else None
-        return operation.train(call, quantizers, {"backward": backward, "key": key})
+        return operation.train(x, kernel, **arguments, **quantizers, backward=backward, key=key)
 
 
-def make_layer_quantizer(variables: Variables, operand: LayerOperand | None, x: jax.Array) -> Quantizer | None:
+def _make_quantizer(variables: LayerVariables, operand: LayerOperand | None, x: jax.Array) -> Quantizer | None:
     """Return the Quantizer of one operand of a layer that trains, or None for floats."""
     if operand is None:
         return None
@@ -192,13 +194,13 @@ def resolve_features(weight: LayerOperand, axes: Sequence[int]) -> LayerOperand:
     return weight._replace(spec=dataclasses.replace(spec, **granularities))
 
 
-def find_kept_axes(rank: int, contracted: Sequence[int]) -> tuple[int, ...]:
+def list_kept_axes(rank: int, contracted: Sequence[int]) -> tuple[int, ...]:
     """Return the axes of a kernel that a contraction keeps, counted from the back."""
     summed = {axis % rank for axis in contracted}
     return tuple(axis - rank for axis in range(rank) if axis not in summed)
 
 
-def find_kept_in_einsum(subscripts: str, rank: int) -> tuple[int, ...]:
+def match_kept_axes(subscripts: str, rank: int) -> tuple[int, ...]:
     """Return the axes of the second operand of "x,kernel->y" that y keeps, counted from the back.
 
     Args:
@@ -209,7 +211,7 @@ def find_kept_in_einsum(subscripts: str, rank: int) -> tuple[int, ...]:
     return tuple(axis - rank for axis, label in enumerate(labels) if label in result)
 
 
-def find_summed_in_einsum(subscripts: str, rank: int) -> tuple[int, ...]:
+def match_summed_axes(subscripts: str, rank: int) -> tuple[int, ...]:
     """Return the axes of the second operand of "x,kernel->y" that x has and y lacks, in the order of x."""
     x, labels, result = _split_terms(subscripts, rank)
     return tuple(labels.index(label) - rank for label in x.replace(".", "") if label in labels and label not in result)
@@ -229,53 +231,43 @@ def _split_terms(subscripts: str, rank: int) -> tuple[str, list[str], str]:
 
 
 def _bind_dot_general(
-    lhs: jax.Array, rhs: Any, dimension_numbers: Any, precision: Any = None, preferred_element_type: Any = None
-) -> Call:  # fmt: skip
-    """Return the call of a dot_general, whose result has the dtype of the activations unless another is given."""
+    lhs: jax.Array, rhs: Kernel, dimension_numbers: DotDimensionNumbers, precision: Precision = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> LayerCall:  # fmt: skip
+    """Return the call of a dot_general; the result has the dtype of the activations unless another is given."""
     dtype = preferred_element_type or lhs.dtype
     numbers = {"dimension_numbers": dimension_numbers}
-    return Call(lhs, rhs, {**numbers, "precision": precision, "preferred_element_type": dtype})
+    return LayerCall(lhs, rhs, {**numbers, "precision": precision, "preferred_element_type": dtype})
 
 
-def _bind_attend(query: jax.Array, table: Any) -> Call:
+def _bind_attend(query: jax.Array, table: Kernel) -> LayerCall:
     """Return the dot_general of queries with the rows of a table."""
     return _bind_dot_general(query, table, (((query.ndim - 1,), (1,)), ((), ())))
 
 
-def _find_dot_general_axes(call: Call) -> tuple[int, ...]:
+def _list_dot_general_features(call: LayerCall) -> tuple[int, ...]:
     """Return the axes of the right operand that a dot_general keeps."""
     (_, contracted), _ = call.arguments["dimension_numbers"]
-    return find_kept_axes(call.kernel.ndim, contracted)
+    return list_kept_axes(call.kernel.ndim, contracted)
 
 
-def _find_summed_axes(call: Call) -> tuple[int, ...]:
+def _list_dot_general_summed(call: LayerCall) -> tuple[int, ...]:
     """Return the axes of the right operand that a dot_general sums, in the order of the left operand."""
     contracted, _ = call.arguments["dimension_numbers"]
     return tuple(axis - call.kernel.ndim for _, axis in sorted(zip(*contracted, strict=True)))
 
 
-def _train_dot_general(call: Call, quantizers: Quantizers, gradients: dict[str, Any]) -> jax.Array:
-    """Return the dot_general of the quantized operands, with a gradient."""
-    lhs_spec, rhs_spec = quantizers
-    specs = {"lhs_spec": lhs_spec, "rhs_spec": rhs_spec}
-    return quantized_dot_general(call.x, call.kernel, **call.arguments, **specs, **gradients)
-
-
-def _serve_dot_general(call: Call, **epilogue: Any) -> Any:
-    """Return the dot_general with a converted kernel."""
-    return dot_general(call.x, call.kernel, **call.arguments, **epilogue)
-
-
 # conv_general_dilated.
 
 
-def _bind_conv_general_dilated(lhs: jax.Array, rhs: Any, *positional: Any, **arguments: Any) -> Call:
-    """Return the call of a convolution, whose result has the dtype of the images unless another is given."""
+def _bind_conv_general_dilated(lhs: jax.Array, rhs: Kernel, *positional: Any, **arguments: Any) -> LayerCall:
+    """Return the call of a convolution; the result has the dtype of the images unless another is given."""
     arguments = {**dict(zip(_CONV_ARGUMENTS, positional, strict=False)), **arguments}
-    return Call(lhs, rhs, {**arguments, "preferred_element_type": arguments.get("preferred_element_type") or lhs.dtype})
+    dtype = arguments.get("preferred_element_type") or lhs.dtype
+    return LayerCall(lhs, rhs, {**arguments, "preferred_element_type": dtype})
 
 
-def _find_conv_general_dilated_axes(call: Call) -> tuple[int, ...]:
+def _list_convolution_features(call: LayerCall) -> tuple[int, ...]:
     """Return the axis of a convolution's kernel that holds output features."""
     shapes = (call.x.shape, call.kernel.shape)
     # The rank decides what None and the layout strings mean.
@@ -283,107 +275,79 @@ def _find_conv_general_dilated_axes(call: Call) -> tuple[int, ...]:
     return (numbers.rhs_spec[0] - call.kernel.ndim,)
 
 
-def _train_conv_general_dilated(call: Call, quantizers: Quantizers, gradients: dict[str, Any]) -> jax.Array:
-    """Return the convolution of the quantized operands, with a gradient."""
-    lhs_spec, rhs_spec = quantizers
-    specs = {"lhs_spec": lhs_spec, "rhs_spec": rhs_spec}
-    return quantized_conv_general_dilated(call.x, call.kernel, **call.arguments, **specs, **gradients)
-
-
-def _serve_conv_general_dilated(call: Call, **epilogue: Any) -> Any:
-    """Return the convolution with a converted kernel."""
-    return conv_general_dilated(call.x, call.kernel, **call.arguments, **epilogue)
-
-
 # einsum.
 
 
 def _bind_einsum(
-    subscripts: str, lhs: jax.Array, rhs: Any, precision: Any = None, preferred_element_type: Any = None
-) -> Call:  # fmt: skip
-    """Return the call of an einsum, whose result has the dtype of the activations unless another is given."""
+    subscripts: str, lhs: jax.Array, rhs: Kernel, precision: Precision = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> LayerCall:  # fmt: skip
+    """Return the call of an einsum; the result has the dtype of the activations unless another is given."""
     dtype = preferred_element_type or lhs.dtype
-    return Call(lhs, rhs, {"subscripts": subscripts, "precision": precision, "preferred_element_type": dtype})
+    return LayerCall(lhs, rhs, {"subscripts": subscripts, "precision": precision, "preferred_element_type": dtype})
 
 
-def _find_einsum_axes(call: Call) -> tuple[int, ...]:
+def _list_einsum_features(call: LayerCall) -> tuple[int, ...]:
     """Return the axes of the second operand that an einsum keeps."""
-    return find_kept_in_einsum(call.arguments["subscripts"], call.kernel.ndim)
+    return match_kept_axes(call.arguments["subscripts"], call.kernel.ndim)
 
 
-def _find_einsum_summed_axes(call: Call) -> tuple[int, ...]:
+def _list_einsum_summed(call: LayerCall) -> tuple[int, ...]:
     """Return the axes of the second operand that an einsum contracts, in the order of the first operand."""
-    return find_summed_in_einsum(call.arguments["subscripts"], call.kernel.ndim)
+    return match_summed_axes(call.arguments["subscripts"], call.kernel.ndim)
 
 
-def _arrange_einsum_scale(call: Call) -> jax.Array:
-    """Return the scale of the second operand of an einsum, with its kept axes in the order of the result."""
-    subscripts, scale = call.arguments["subscripts"], call.kernel.scale
-    _, labels, result = _split_terms(subscripts, scale.ndim)
-    kept = [axis % scale.ndim for axis in find_kept_in_einsum(subscripts, scale.ndim)]
-    summed = [axis for axis in range(scale.ndim) if axis not in kept]
-    return jnp.transpose(scale, (*summed, *sorted(kept, key=lambda axis: result.index(labels[axis]))))
-
-
-def _split_subscripts(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional arguments of an einsum, and the arguments without the subscripts."""
-    static = dict(call.arguments)
-    return (static.pop("subscripts"), call.x, call.kernel), static
-
-
-def _train_einsum(call: Call, quantizers: Quantizers, gradients: dict[str, Any]) -> jax.Array:
+def _train_einsum(
+    x: jax.Array, kernel: jax.Array, *, subscripts: str, lhs_spec: Quantizer | None, rhs_spec: Quantizer | None,
+    **arguments: Any,
+) -> jax.Array:  # fmt: skip
     """Return the einsum of the quantized operands, with a gradient."""
-    positional, static = _split_subscripts(call)
-    return quantized_einsum(*positional, specs=quantizers, **static, **gradients)
+    return quantized_einsum(subscripts, x, kernel, specs=(lhs_spec, rhs_spec), **arguments)
 
 
-def _serve_einsum(call: Call, **epilogue: Any) -> Any:
+def _serve_einsum(x: jax.Array | QuantizedArray, kernel: QuantizedArray, *, subscripts: str, **arguments: Any) -> Any:
     """Return the einsum with a converted kernel."""
-    positional, static = _split_subscripts(call)
-    return einsum(*positional, **static, **epilogue)
+    return einsum(subscripts, x, kernel, **arguments)
 
 
 # Rows of a table.
 
 
-def _bind_lookup(table: Any, indices: jax.Array) -> Call:
+def _bind_lookup(table: Kernel, indices: jax.Array) -> LayerCall:
     """Return the lookup of rows of a table."""
-    return Call(indices, table, {})
+    return LayerCall(indices, table, {})
 
 
-def _find_lookup_axes(call: Call) -> tuple[int, ...]:
+def _list_lookup_features(call: LayerCall) -> tuple[int, ...]:
     """Return the rows as the output features: `attend` has an output for each row, and both share one range."""
-    return find_kept_axes(call.kernel.ndim, (call.kernel.ndim - 1,))
+    return list_kept_axes(call.kernel.ndim, (call.kernel.ndim - 1,))
 
 
-def _train_lookup(call: Call, quantizers: Quantizers, gradients: dict[str, Any]) -> jax.Array:
+def _train_lookup(
+    indices: jax.Array, table: jax.Array, *, lhs_spec: None, rhs_spec: Quantizer, backward: Backward, key: None
+) -> jax.Array:
     """Return rows of the quantized table, NaN for an index beyond it."""
-    quantizer = quantizers[1]
-    assert quantizer is not None
-    return jnp.take(quantizer(call.kernel), call.x, axis=0)
+    del lhs_spec, backward, key  # a lookup quantizes no activations, and its gradient is a sum
+    return jnp.take(rhs_spec(table), indices, axis=0)
 
 
-def _serve_lookup(call: Call) -> jax.Array:
+def _serve_lookup(indices: jax.Array, table: QuantizedArray) -> Any:
     """Return rows of a converted table, NaN for an index beyond it."""
     # `jnp.take`, which trains, fills with NaN by default.
-    return take(call.kernel, call.x, axis=0, mode="fill")
+    return take(table, indices, axis=0, mode="fill")
 
 
 # The table.
 
-DOT_GENERAL = Operation(
-    _bind_dot_general, _find_dot_general_axes, _train_dot_general, _serve_dot_general, _find_summed_axes,
-    find_x_axes=lambda call: call.arguments["dimension_numbers"][0][0],
+DOT_GENERAL = LayerOperation(
+    _bind_dot_general, _list_dot_general_features, quantized_dot_general, dot_general, _list_dot_general_summed,
+    list_x_axes=lambda call: call.arguments["dimension_numbers"][0][0],
 )  # fmt: skip
 # The rows of a table are contiguous for lookups, and so its last axis, which `attend` contracts, is already the last.
-ATTEND = Operation(_bind_attend, _find_dot_general_axes, _train_dot_general, _serve_dot_general)
-CONV_GENERAL_DILATED = Operation(
-    _bind_conv_general_dilated, _find_conv_general_dilated_axes, _train_conv_general_dilated,
-    _serve_conv_general_dilated,
-)  # fmt: skip
-EINSUM = Operation(
-    _bind_einsum, _find_einsum_axes, _train_einsum, _serve_einsum, _find_einsum_summed_axes,
-    arrange_scale=_arrange_einsum_scale,
-)  # fmt: skip
-LOOKUP = Operation(_bind_lookup, _find_lookup_axes, _train_lookup, _serve_lookup, quantizes_x=False)
-TABLE_FEATURES = find_kept_axes(2, (1,))  # of `ATTEND` and `LOOKUP`
+ATTEND = LayerOperation(_bind_attend, _list_dot_general_features, quantized_dot_general, dot_general)
+CONV_GENERAL_DILATED = LayerOperation(
+    _bind_conv_general_dilated, _list_convolution_features, quantized_conv_general_dilated, conv_general_dilated
+)
+EINSUM = LayerOperation(_bind_einsum, _list_einsum_features, _train_einsum, _serve_einsum, _list_einsum_summed)
+LOOKUP = LayerOperation(_bind_lookup, _list_lookup_features, _train_lookup, _serve_lookup, quantizes_x=False)
+TABLE_FEATURES = list_kept_axes(2, (1,))  # of `ATTEND` and `LOOKUP`

@@ -293,10 +293,10 @@ def _plan_site(
         for place in range(2):
             if place != site.weight:
                 spec = _make_activation_spec(site, place, rule.activation)
-                activations.append(OperandPlan(place, spec, rule.activation.range))
+                activations.append(OperandPlan(place, spec, rule.activation.calibrator))
     output = None
-    if rule.output is not None and rule.output.range is not None and site.operation != "take":
-        output = OutputPlan(rule.output.make_spec(), rule.output.range)
+    if rule.output is not None and rule.output.calibrator is not None and site.operation != "take":
+        output = OutputPlan(rule.output.make_spec(), rule.output.calibrator)
     conflicts = dict.fromkeys(leaves[view.leaf].conflict for view in site.views if leaves[view.leaf].conflict)
     return SitePlan(True, weight, tuple(activations), record, layers, "; ".join(conflicts), True, output)
 

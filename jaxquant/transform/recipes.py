@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .._training.range_sources import Static
 from ..calibration import minmax
 from ..calibration.factory import Factory
 from .rules import Activation, Rule, Weight
@@ -30,7 +31,7 @@ def weight_only_int4(block: int = 32) -> tuple[Rule, ...]:
 
 
 def w8a8_dynamic(*, reduce_range: bool = False) -> tuple[Rule, ...]:
-    """Return rules for int8 weights and uint8 activations whose range is found at each call.
+    """Return rules for int8 weights and uint8 activations with a range that each call finds.
 
     Each row of a matrix product and each image of a convolution has its own scale and zero point, so the result for one
     example does not depend on the others of its batch. Unsigned codes follow the range of values that are not centered
@@ -51,7 +52,7 @@ def w8a8_dynamic(*, reduce_range: bool = False) -> tuple[Rule, ...]:
 
 
 def w8a8_static(calibrator: Factory = minmax, *, reduce_range: bool = False) -> tuple[Rule, ...]:
-    """Return rules for int8 weights and uint8 activations whose range is found by calibration.
+    """Return rules for int8 weights and uint8 activations with a range that calibration finds.
 
     Args:
         calibrator: a function from a spec to a calibrator.
@@ -59,7 +60,7 @@ def w8a8_static(calibrator: Factory = minmax, *, reduce_range: bool = False) -> 
     """
     return (
         Rule(operation="take", weight=Weight("int8")),
-        Rule(weight=_make_weight(reduce_range), activation=Activation("uint8", range=calibrator)),
+        Rule(weight=_make_weight(reduce_range), activation=Activation("uint8", range=Static(calibrator))),
     )
 
 
@@ -85,7 +86,7 @@ def onednn(*, reduce_range: bool = False) -> tuple[Rule, ...]:
     """
     return (
         Rule(operation="take", keep="float"),
-        Rule(weight=_make_weight(reduce_range), activation=Activation("uint8", range=minmax)),
+        Rule(weight=_make_weight(reduce_range), activation=Activation("uint8", range=Static(minmax))),
     )
 
 
@@ -101,8 +102,8 @@ def onnx_runtime(calibrator: Factory = minmax, *, reduce_range: bool = True) -> 
 
     Args:
         calibrator: a function from a spec to a calibrator, for the inputs and for all results.
-        reduce_range: False for weights of 8 bits, whose steps are half as wide. Choose it if the exported model runs
-            only on processors whose sums do not saturate, or in a session of `jaxquant.onnx.make_session`.
+        reduce_range: False for weights of 8 bits, with steps half as wide. Choose it if the exported model runs
+            only on processors with exact sums, or in a session of `jaxquant.onnx.make_session`.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -120,7 +121,7 @@ def onnx_runtime(calibrator: Factory = minmax, *, reduce_range: bool = True) -> 
 
     Source: Jacob et al., arXiv 1712.05877, section 2; ONNX Runtime's QLinearConv, QGemm and QLinearAdd.
     """
-    activation = Activation("uint8", range=calibrator)
+    activation = Activation("uint8", range=Static(calibrator))
     return (
         Rule(operation="take", keep="float"),
         Rule(weight=_make_weight(reduce_range), activation=activation, output=activation),

@@ -12,7 +12,8 @@ from .._arrays.spec import QuantSpec
 from .._contractions.output import check_output_spec
 from .._core import checks
 from .._core.granularity import PerTensor
-from ..calibration.factory import Factory, check_factory
+from .._training.range_sources import Dynamic, Learned, Static
+from ..calibration.factory import Factory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +57,9 @@ class Activation:
         per: "tensor" for one scale; "row" for one scale for each index of the dimensions that the contraction does not
             sum over, such as each token; "image" for one scale for each image of a convolution. Only dynamic ranges
             can differ between rows and images.
-        range: a function from a spec to a calibrator, such as `jq.calibration.minmax`, which finds a static range; or
-            None, which finds the range in each array that is quantized (a dynamic range).
+        range: `Dynamic()`, which finds the range in each array that is quantized, or `Static(calibrator)`, such as
+            `Static(jq.calibration.minmax)`, for a range that calibration finds. The other attributes of the two are
+            for layers.
         options: further attributes of `QuantSpec`.
 
     Raises:
@@ -67,8 +69,13 @@ class Activation:
 
     dtype: Any
     per: str = "tensor"
-    range: Factory | None = None
+    range: Dynamic | Static = Dynamic()
     options: Any = ()
+
+    @property
+    def calibrator(self) -> Factory | None:
+        """The function that makes the calibrator of a static range; None for a dynamic range."""
+        return self.range.calibrator
 
     def make_spec(self) -> QuantSpec:
         """Return the spec of activations with one scale."""
@@ -77,10 +84,22 @@ class Activation:
     def __post_init__(self) -> None:
         """Check the arguments, and store the options in a form that can be hashed."""
         checks.check_option("Activation", "per", self.per, ("tensor", "row", "image"))
-        object.__setattr__(self, "range", check_factory("Activation", self.range, " or None", argument="range"))
+        _check_range(self.range)
         expected = '"tensor", because a static range is found before the rows are known'
-        checks.require(self.range is None or self.per == "tensor", "Activation", "per", expected, self.per)
+        checks.require(self.range == Dynamic() or self.per == "tensor", "Activation", "per", expected, self.per)
         object.__setattr__(self, "options", _freeze_options("Activation", self.dtype, self.options))
+
+
+def _check_range(source: object) -> None:
+    """Raise unless a prepared function can find a range in this way."""
+    expected = "Dynamic(), or Static(calibrator) such as Static(jq.calibration.minmax)"
+    if isinstance(source, Learned):
+        expected += " (Prepared.learned trains the scales of weights and of static ranges)"
+    is_known = isinstance(source, Dynamic | Static)
+    checks.require_type(is_known, "Activation", "range", expected, checks.describe_value(source))
+    expected = "no freeze_after, no gradient, and no calibrator of Dynamic(), which only layers take"
+    is_plain = source == (Static(source.calibrator) if isinstance(source, Static) else Dynamic())
+    checks.require(is_plain, "Activation", "range", expected, source)
 
 
 def _freeze_options(function: str, dtype: Any, options: Any) -> tuple[tuple[str, Any], ...]:
@@ -129,11 +148,11 @@ class Rule:
             A contraction of activations has no parameter, and its name is matched instead.
         operation: "dot_general", "conv_general_dilated" or "take". None matches each.
         where: a function from a `SiteView` to a bool. None matches each.
-        weight: how parameters are quantized. None leaves them in floats. A parameter whose uses have rules with
-            different Weights gets the finest: the one with more bits, or as many bits and more scales.
+        weight: how parameters are quantized. None leaves them in floats. A parameter gets the finest of the Weights
+            that the rules of its uses name: the one with more bits, or with as many bits and more scales.
         activation: how activations are quantized. None leaves them in floats (weight-only).
         operands: "weight" to match contractions of activations with parameters, and lookups of parameters;
-            "activations" to match contractions of two activations, both of which are then quantized.
+            "activations" to match contractions of two activations, and to quantize both.
         shared: whether all uses of a parameter share one static range. It is needed if the number of uses differs
             between calls, as in a Python loop over time. Each layer of a scan over stacked layers has a range of its
             own, unless another use of the parameter is outside of such a scan.
@@ -201,10 +220,8 @@ class Rule:
     def _check_output(self, output: Activation) -> None:
         """Check that integer kernels return such codes, for such operands."""
         check_output_spec("Rule", "output", output.make_spec())
-        expected = (
-            "a function that makes a calibrator, such as jq.calibration.minmax, because a result has a static range"
-        )
-        checks.require(output.range is not None, "Rule", "output.range", expected, "None")
+        expected = "Static(calibrator), such as Static(jq.calibration.minmax), because a result has a static range"
+        checks.require(isinstance(output.range, Static), "Rule", "output.range", expected, output.range)
         expected = 'a Weight without blocks and an Activation with per="tensor", because of the output'
         holds = self.weight is not None and self.weight.block is None
         holds = holds and self.activation is not None and self.activation.per == "tensor"

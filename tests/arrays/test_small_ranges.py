@@ -157,9 +157,8 @@ def test_learned_scales_start_above_zero() -> None:
 @pytest.mark.slow
 def test_a_learned_scale_that_float16_rounds_to_zero() -> None:
     """It is the least number of float16, which a product with codes survives."""
-    flax = pytest.importorskip("jaxquant.flax")
     linen = pytest.importorskip("jaxquant.flax.linen")
-    layer = linen.Dense(2, weight_spec=QuantSpec("int8", scale_dtype="float16"), weight_range=flax.Learned())
+    layer = linen.Dense(2, weight_spec=QuantSpec("int8", scale_dtype="float16"), weight_range=jq.Learned())
     x = jnp.ones((1, 3))
     variables = layer.init(jax.random.key(0), x)
     kernel = jnp.array([[1.0, -1.0], [1.0, 0.0], [0.5, 0.0]])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxquant as jq
-from jaxquant.flax import Observed
+from jaxquant import Static
 from jaxquant.flax import linen as qnn
 
 F32 = np.float32
@@ -135,7 +135,7 @@ def test_the_time_steps_of_a_recurrent_layer(fixed_rng: np.random.Generator) -> 
     params = jax.jit(plain.init)(jax.random.key(0), x[0])
     want = jax.jit(plain.apply)(params, x[-1])
 
-    def find_error(source: Observed) -> float:
+    def find_error(source: Static) -> float:
         dense = functools.partial(
             qnn.Dense, weight_spec=COLUMNS, activation_spec=jq.QuantSpec(jnp.int8), activation_range=source
         )
@@ -149,6 +149,8 @@ def test_the_time_steps_of_a_recurrent_layer(fixed_rng: np.random.Generator) -> 
         y = jax.jit(nn.RNN(cell, variable_broadcast=("params", "ranges")).apply)(variables, x[-1])
         return float(jnp.linalg.norm(y - want) / jnp.linalg.norm(want))
 
-    errors = {source: find_error(source) for source in (Observed(), Observed(jq.calibration.minmax))}
-    assert errors[Observed(jq.calibration.minmax)] < 0.03, errors
-    assert errors[Observed()] < 0.06, errors  # the mean of the largest values of the steps lies below the largest
+    average, minmax = Static(jq.calibration.moving_average), Static(jq.calibration.minmax)
+    errors = {source: find_error(source) for source in (average, minmax)}
+    assert errors[minmax] < 0.03, errors
+    # The mean of the largest values of the steps lies below the largest.
+    assert errors[average] < 0.06, errors

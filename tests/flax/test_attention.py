@@ -16,9 +16,10 @@ from jaxquant import flax as jqf
 from jaxquant.flax import linen as qnn
 from jaxquant.flax import nnx as qnnx
 
+AVERAGE = jq.Static(jq.calibration.moving_average)
 W, A = jq.QuantSpec("int8", jq.PerFeature()), jq.QuantSpec("uint8")
 SPECS: Any = {"weight_spec": W}
-DYNAMIC: Any = {"weight_spec": W, "activation_spec": A, "activation_range": jqf.Dynamic()}
+DYNAMIC: Any = {"weight_spec": W, "activation_spec": A, "activation_range": jq.Dynamic()}
 
 
 def sample(rng: np.random.Generator, *shape: int) -> jax.Array:
@@ -31,7 +32,9 @@ def test_linen_is_close_to_flax_and_converts(rng: np.random.Generator) -> None:
     x, mask = sample(rng, 2, 3, 5, 12), nn.make_causal_mask(jnp.ones((2, 3, 5)))
     arguments: Any = {"num_heads": 3, "out_features": 7, "normalize_qk": True}
     plain: Any = nn.MultiHeadDotProductAttention(**arguments)
-    layer: Any = qnn.MultiHeadDotProductAttention(**arguments, weight_spec=W, activation_spec=A)
+    layer: Any = qnn.MultiHeadDotProductAttention(
+        **arguments, weight_spec=W, activation_spec=A, activation_range=AVERAGE
+    )
     theirs = plain.init(jax.random.key(0), x, mask=mask)
     mine = jax.jit(layer.init)(jax.random.key(0), x, mask=mask)
     check_equal(mine["params"], theirs["params"])

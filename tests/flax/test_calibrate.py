@@ -14,14 +14,14 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxquant as jq
+from jaxquant import Dynamic, Learned, Static
 from jaxquant import flax as qflax
-from jaxquant.flax import Dynamic, Learned, Observed
 from jaxquant.flax import linen as qnn
 from jaxquant.flax import nnx as qnnx
 
 F32 = np.float32
 W, A = jq.QuantSpec("int8", jq.PerFeature()), jq.QuantSpec("uint8")
-MINMAX = Observed(jq.calibration.minmax)
+MINMAX = Static(jq.calibration.minmax)
 
 
 class Net(nn.Module):
@@ -234,10 +234,10 @@ def test_what_cannot_be_calibrated() -> None:
         qnnx.calibrate(module, [batch])  # type: ignore[arg-type]
     dynamic = Net(activation_range=Dynamic())
     with pytest.raises(
-        ValueError, match=r"expected a module with a layer whose activation_range is Observed\(\), got on"
+        ValueError, match=r"expected a module with activation_range=Static\(\.\.\.\) in a layer, got on"
     ):
         qflax.calibrate(dynamic, dynamic.init(jax.random.key(0), batch), [batch])
-    with pytest.raises(ValueError, match=r"expected a model with a layer whose activation_range is Observed\(\)"):
+    with pytest.raises(ValueError, match=r"expected a model that is not converted yet, with activation_range"):
         qnnx.calibrate(Model(Dynamic()), [batch])
     with pytest.raises(ValueError, match=r"model: expected a model with quantized layers, got none"):
         qnnx.calibration_view(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
@@ -252,14 +252,14 @@ def test_what_cannot_be_calibrated() -> None:
         ValueError, match=r"^layer: .*model: expected a model with float kernels, got one .* already conv"
     ):
         qnnx.convert(converted)
-    with pytest.raises(ValueError, match=r"Observed\(\), and that is not converted yet, got none"):
+    with pytest.raises(ValueError, match=r"not converted yet, with activation_range=Static.*, got none"):
         qnnx.calibrate(converted, [batch])
 
 
 @pytest.mark.slow
 def test_attention_that_cannot_be_converted_is_refused_first() -> None:
     x = jnp.ones((1, 2, 4))
-    dot = qflax.dot_general(W, A)
+    dot = qflax.dot_general(W, A, activation_range=MINMAX)
     attention: Any = nn.MultiHeadDotProductAttention(2, qkv_dot_general=dot, out_dot_general=dot)
     variables = attention.init(jax.random.key(0), x)
     text = r"module: expected attention made of jaxquant\.flax\.linen\.DenseGeneral and .*, got MultiHeadDotProductAtt"

@@ -13,14 +13,15 @@ import pytest
 from flax import nnx
 
 import jaxquant as jq
+from jaxquant import Dynamic, Learned, Static
 from jaxquant import flax as qflax
-from jaxquant.flax import Dynamic, Learned, Observed, _layer_operand
+from jaxquant.flax import _quantization
 from jaxquant.flax import linen as qnn
 from jaxquant.flax import nnx as qnnx
 
 F32 = np.float32
 W, A = jq.QuantSpec("int8", jq.PerFeature()), jq.QuantSpec("uint8")
-MINMAX = Observed(jq.calibration.minmax)
+MINMAX = Static(jq.calibration.minmax)
 BATCHES = list(np.random.default_rng(5).normal(0.2, 1, (3, 2, 4)).astype(F32))
 
 
@@ -38,8 +39,8 @@ def linear(features: int = 4, **options: Any) -> Any:
 OTHERS: list[dict[str, Any]] = [
     {"weight_spec": jq.QuantSpec("int4", jq.PerFeature())},
     {"activation_spec": jq.QuantSpec("uint4")},
-    {"activation_range": Observed(jq.calibration.absmax)},
-    {"activation_range": Observed(jq.calibration.minmax, freeze_after=2)},
+    {"activation_range": Static(jq.calibration.absmax)},
+    {"activation_range": Static(jq.calibration.minmax, freeze_after=2)},
 ]
 
 
@@ -154,7 +155,7 @@ def test_batches_without_a_length_have_a_progress_bar(capsys: Any, monkeypatch: 
 
 
 def test_a_factory_that_makes_no_calibrator() -> None:
-    for source in (Observed, Dynamic):
+    for source in (Static, Dynamic):
         with pytest.raises(TypeError, match=r"calibrator: .*, got <lambda>, which does not take a spec$"):
             source(lambda: jq.calibration.minmax(A))  # type: ignore[misc,arg-type]
         with pytest.raises(TypeError, match=r"or functools\.partial\(percentile, q=\.\.\.\), got percentile, which"):
@@ -163,8 +164,8 @@ def test_a_factory_that_makes_no_calibrator() -> None:
         text = rf"^Dense: jaxquant\.{source.__name__}: calibrator: expected a function .*lambda>, which returns int"
         with pytest.raises(TypeError, match=text):
             jax.eval_shape(layer.init, jax.random.key(0), BATCHES[0])
-    with pytest.raises(TypeError, match=r"^Linear\(4, 4\): jaxquant\.Observed: calibrator: expected a function"):
-        linear(activation_range=Observed(lambda spec: 3))  # type: ignore[arg-type,return-value]
+    with pytest.raises(TypeError, match=r"^Linear\(4, 4\): jaxquant\.Static: calibrator: expected a function"):
+        linear(activation_range=Static(lambda spec: 3))  # type: ignore[arg-type,return-value]
 
 
 def make_calibrator(spec: jq.QuantSpec, inner: Any) -> jq.calibration.Calibrator:
@@ -175,7 +176,7 @@ def make_calibrator(spec: jq.QuantSpec, inner: Any) -> jq.calibration.Calibrator
 @pytest.mark.slow
 def test_texts_are_equal_in_every_process() -> None:
     source = Dynamic(functools.partial(make_calibrator, inner=jq.calibration.mse))
-    text = _layer_operand.describe_converted(_layer_operand.LayerOperand(A, source, "activation"))
+    text = _quantization.describe_converted(_quantization.LayerOperand(A, source, "activation"))
     assert text.endswith("with Dynamic(partial(make_calibrator, inner=mse))")
 
 

@@ -19,14 +19,14 @@ from jax import export
 from sklearn.datasets import load_digits
 
 import jaxquant as jq
-from jaxquant import checkpoint
+from jaxquant import Learned, checkpoint
 from jaxquant import flax as qflax
-from jaxquant.flax import Learned
 from jaxquant.flax import linen as qnn
-from jaxquant.flax.linen.contraction import Contraction
+from jaxquant.flax.linen.contraction import LinenContraction
 
 from ..support.matrix import mark_others_full
 
+AVERAGE = jq.Static(jq.calibration.moving_average)
 F32 = np.float32
 A = jq.QuantSpec("uint8")
 
@@ -37,7 +37,7 @@ def weights(dtype: str) -> jq.QuantSpec:
 
 # how the layers of a model are quantized
 WAYS: dict[str, dict[str, Any]] = {
-    "int8": {"weight_spec": weights("int8"), "activation_spec": A},
+    "int8": {"weight_spec": weights("int8"), "activation_spec": A, "activation_range": AVERAGE},
     "int4, learned": {
         "weight_spec": weights("int4"),
         "activation_spec": A,
@@ -115,7 +115,7 @@ def captured(module: Any, variables: Any, x: Any) -> tuple[Any, dict[str, Any]]:
     inputs: dict[str, Any] = {}
 
     def keep(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        if isinstance(context.module, Contraction) and context.method_name == "__call__":
+        if isinstance(context.module, LinenContraction) and context.method_name == "__call__":
             inputs["/".join(context.module.path)] = args[0]
         return call(*args, **kwargs)
 

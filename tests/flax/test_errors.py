@@ -14,10 +14,11 @@ from flax import linen as nn
 from flax.errors import ScopeParamShapeError
 
 import jaxquant as jq
+from jaxquant import Dynamic, Learned, Static
 from jaxquant import flax as qflax
-from jaxquant.flax import Dynamic, Learned, Observed
 from jaxquant.flax import linen as qnn
 
+AVERAGE = jq.Static(jq.calibration.moving_average)
 W = jq.QuantSpec("int8", jq.PerAxis(-1))
 A = jq.QuantSpec("uint8")
 X = jnp.linspace(-1, 2, 24, dtype=jnp.float32).reshape(1, 4, 6)
@@ -82,8 +83,8 @@ SPECS: dict[str, tuple[Callable[..., nn.Module], type[Exception], str]] = {
     "nf4": (dense(weight_spec=jq.QuantSpec(jq.nf4), activation_spec=A), TypeError, r"weight_spec: expected codes of int8.*, got nf4"),
     "int16": (conv(weight_spec=jq.QuantSpec("int16"), activation_spec=A), TypeError, r"weight_spec: expected codes of .*, got int16"),
     "float8": (dense(weight_spec=W, activation_spec=jq.QuantSpec("float8_e5m2")), TypeError, r"activation_spec: .*, got float8_e5m2"),
-    "observed weights": (dense(weight_spec=W, weight_range=Observed()), TypeError, r"weight_range: expected Dynamic\(\) or L"),
-    "no range": (conv(weight_spec=W, activation_range="minmax"), TypeError, r"activation_range: expected Observed\(\), D"),
+    "observed weights": (dense(weight_spec=W, weight_range=Static(jq.calibration.moving_average)), TypeError, r"weight_range: expected Dynamic\(\) or L"),
+    "no range": (conv(weight_spec=W, activation_range="minmax"), TypeError, r"activation_range: expected Dynamic\(\), S"),
     "unsigned weights": (dense(weight_spec=A, weight_range=Learned()), ValueError, r"weight_spec: expected a signed dtype, sym"),
     "powers": (dense(weight_spec=ROUNDED, weight_range=Learned()), ValueError, r"weight_spec: expected a spec without power_of"),
     "promoted": (embed(weight_spec=W, promote_dtype=jnp.asarray), ValueError, r"promote_dtype: expected jq\.flax"),
@@ -134,13 +135,13 @@ def test_unknown_and_bad_arguments() -> None:
     with pytest.raises(TypeError, match=r"jaxquant\.flax\.conv_general_dilated: activation_spec: expected codes of"):
         qflax.conv_general_dilated(W, jq.QuantSpec("int16"))
     with pytest.raises(
-        TypeError, match=r"jaxquant\.Observed: calibrator: expected a function from a spec to a calibrator.*, got None"
+        TypeError, match=r"jaxquant\.Static: calibrator: expected a function from a spec to a calibrator.*, got None"
     ):
-        Observed(None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"jaxquant\.Observed: freeze_after: expected a positive int, got 0"):
-        Observed(freeze_after=0)
-    with pytest.raises(TypeError, match=r"jaxquant\.Observed: gradient: expected StraightThrough\(\), got LSQ"):
-        Observed(gradient=jq.LSQ())  # type: ignore[arg-type]
+        Static(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"jaxquant\.Static: freeze_after: expected a positive int, got 0"):
+        Static(jq.calibration.moving_average, freeze_after=0)
+    with pytest.raises(TypeError, match=r"jaxquant\.Static: gradient: expected StraightThrough\(\), got LSQ"):
+        Static(jq.calibration.moving_average, gradient=jq.LSQ())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"jaxquant\.Learned: gradient: expected LSQ\(\) or LSQPlus\(\) or PACT\(\)"):
         Learned(jq.StraightThrough())  # type: ignore[arg-type]
     with pytest.raises(
@@ -158,7 +159,7 @@ def test_unknown_and_bad_arguments() -> None:
 @functools.cache
 def trained(**way: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """(module, its variables, these converted)."""
-    module = Net(dense(weight_spec=W, activation_spec=A, **way))
+    module = Net(dense(**{"weight_spec": W, "activation_spec": A, "activation_range": AVERAGE, **way}))
     variables = module.init(jax.random.key(0), X)
     _, updates = module.apply(variables, X, mutable=["ranges"])
     variables = {**variables, **updates}
@@ -186,7 +187,7 @@ def test_a_layer_that_saw_no_data() -> None:
     assert np.isnan(jax.jit(module.apply)(unseen, X)).all(), "where it cannot raise"
     for x, problem in ((X[:0], "no data"), (X * np.nan, "a NaN"), (X * np.inf, "a NaN|an infinity")):
         _, updates = jax.jit(functools.partial(module.apply, mutable=["ranges"]))(unseen, x)
-        function = r"(moving_average\.finalize: state|flax\.convert: activation)"
+        function = r"(calibration\.moving_average\.finalize: state|flax\.convert: activation)"
         with pytest.raises(ValueError, match=rf"^block/head: jaxquant\.{function}: .*got ({problem})"):
             qflax.convert(module, {**unseen, **updates})
 
@@ -265,7 +266,14 @@ def test_checkpoints_of_other_shapes() -> None:
 @pytest.mark.slow
 def test_a_draw_without_a_key() -> None:
     _, variables, serving = trained()
-    module = Net(dense(weight_spec=W, activation_spec=A, backward=jq.Int8Backward(stochastic_rounding=True)))
+    module = Net(
+        dense(
+            weight_spec=W,
+            activation_spec=A,
+            activation_range=AVERAGE,
+            backward=jq.Int8Backward(stochastic_rounding=True),
+        )
+    )
     assert "params" in module.init(jax.random.key(0), X)
     y = module.apply(variables, X)  # nothing is drawn on the way forward
     np.testing.assert_array_equal(module.apply(serving, X), y)
@@ -301,7 +309,7 @@ def test_a_normalisation_that_does_not_fit() -> None:
 @pytest.mark.slow
 def test_variables_that_cannot_be_converted() -> None:
     """A kernel that training lost, a learned scale that it brought to 0, and constants that a module does not take."""
-    layer = qnn.Dense(4, weight_spec=W, activation_spec=A, weight_range=qflax.Learned())
+    layer = qnn.Dense(4, weight_spec=W, activation_spec=A, weight_range=jq.Learned())
     x = jnp.ones((3, 6))
     variables = layer.init(jax.random.key(0), x)
     variables = {**variables, **layer.apply(variables, x, mutable=["ranges"])[1]}
@@ -327,11 +335,11 @@ def test_variables_of_another_spec() -> None:
     whole, narrow = jq.QuantSpec("int8"), jq.QuantSpec("int8", jq.PerAxis(-1), narrow_range=False)
     others: list[tuple[str, Any]] = [
         ("weight_spec", {"weight_spec": whole}), ("weight_spec", {"weight_spec": narrow}), ("weight_spec", {"weight_range": Dynamic(jq.calibration.mse)}),
-        ("activation_spec", {"activation_spec": jq.QuantSpec("int8")}), ("activation_spec", {"activation_range": Observed(jq.calibration.minmax)}),
+        ("activation_spec", {"activation_spec": jq.QuantSpec("int8")}), ("activation_spec", {"activation_range": Static(jq.calibration.minmax)}),
         ("activation_spec", {"activation_spec": None}), ("activation_spec", {"activation_range": Dynamic()}),
     ]  # fmt: skip
     for name, way in others:
-        other = Net(dense(**{"weight_spec": W, "activation_spec": A, **way}))
+        other = Net(dense(**{"weight_spec": W, "activation_spec": A, "activation_range": AVERAGE, **way}))
         for run in (other.apply, jax.jit(other.apply)):
             with pytest.raises(ValueError, match=rf"^block/head: .*{name}: expected what the variables were made with"):
                 run(variables, X)
@@ -353,7 +361,12 @@ def test_variables_of_another_spec() -> None:
     with pytest.raises(ValueError, match=r"weight_spec: expected block_size=4, got 3"):
         qnn.Dense(5, weight_spec=jq.QuantSpec("int4", jq.Blocked(0, 4))).apply({"params": served["params"]}, X)
     equivalent = Net(
-        dense(weight_spec=W, activation_spec=A, activation_range=Observed(freeze_after=9), backward=jq.Int8Backward())
+        dense(
+            weight_spec=W,
+            activation_spec=A,
+            activation_range=Static(jq.calibration.moving_average, freeze_after=9),
+            backward=jq.Int8Backward(),
+        )
     )
     np.testing.assert_array_equal(equivalent.apply(variables, X), trained()[0].apply(variables, X))
 
@@ -382,7 +395,7 @@ def test_what_a_user_mixes_up() -> None:
         ValueError, match=r"DotGeneral: expected a call by a Linen layer .*jaxquant\.flax\.nnx\.dot_general"
     ):
         qflax.dot_general(W)(X[0], jnp.ones((6, 5)), (((1,), (0,)), ((), ())))
-    table = qnn.Embed(5, 6, weight_spec=W, activation_spec=A)
+    table = qnn.Embed(5, 6, weight_spec=W, activation_spec=A, activation_range=AVERAGE)
     variables = table.init(jax.random.key(0), jnp.arange(3))
     _, updates = table.apply(variables, jnp.arange(3), mutable=["ranges"])
     with pytest.raises(
@@ -400,12 +413,14 @@ class Stacked(nn.Module):
     @nn.compact
     def __call__(self, x: Any, _: Any = None) -> Any:
         """Returns the layer of x, as a carry."""
-        return qnn.Dense(6, weight_spec=W, activation_spec=A)(x), None
+        return qnn.Dense(6, weight_spec=W, activation_spec=A, activation_range=AVERAGE)(x), None
 
 
 @pytest.mark.slow
 def test_an_empty_batch_is_not_counted() -> None:
-    layer = qnn.Dense(4, weight_spec=W, activation_spec=A, activation_range=qflax.Observed(freeze_after=1))
+    layer = qnn.Dense(
+        4, weight_spec=W, activation_spec=A, activation_range=jq.Static(jq.calibration.moving_average, freeze_after=1)
+    )
     x = jnp.ones((3, 6))
     variables = layer.init(jax.random.key(0), x[:0])
     for batch in (x[:0], x):

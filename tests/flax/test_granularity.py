@@ -14,13 +14,13 @@ from flax import linen as nn
 from flax import nnx, serialization
 
 import jaxquant as jq
-from jaxquant import checkpoint
+from jaxquant import Dynamic, Learned, Static, checkpoint
 from jaxquant import flax as qflax
 from jaxquant.checkpoint.arrays import StaticText
-from jaxquant.flax import Dynamic, Learned, Observed
 from jaxquant.flax import linen as qnn
 from jaxquant.flax import nnx as qnnx
 
+AVERAGE, MINMAX = jq.Static(jq.calibration.moving_average), jq.Static(jq.calibration.minmax)
 F32 = np.float32
 W, A = jq.QuantSpec("int8", jq.PerFeature()), jq.QuantSpec("uint8")
 PROMOTE: Any = qflax.promote_dtype
@@ -48,7 +48,7 @@ def test_per_token_and_per_feature_fit_every_rank() -> None:
         jq.quantize(1.0, TOKENS)
 
 
-SPECS: Any = {"weight_spec": W, "activation_spec": A}
+SPECS: Any = {"weight_spec": W, "activation_spec": A, "activation_range": AVERAGE}
 # what is made, its inputs, and the shape of the scale of its kernel
 KERNELS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[int, ...]]] = {
     "dense": (lambda: qnn.Dense(3, **SPECS), (2, 4), (1, 3)),
@@ -59,8 +59,8 @@ KERNELS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[int, ...]]] =
     "einsum, dots": (lambda: qnn.Einsum((4, 3), "...d,dh->...h", use_bias=False, **SPECS), (2, 5, 4),
                      (1, 3)),
     "conv": (lambda: qnn.Conv(6, (3,), feature_group_count=2, **SPECS), (2, 5, 4), (1, 1, 6)),
-    "flax's": (lambda: nn.Dense(3, dot_general=qflax.dot_general(W, A), promote_dtype=PROMOTE), (2, 4),
-               (1, 3)),
+    "flax's": (lambda: nn.Dense(3, dot_general=qflax.dot_general(W, A, activation_range=AVERAGE),
+                               promote_dtype=PROMOTE), (2, 4), (1, 3)),
 }  # fmt: skip
 
 
@@ -85,8 +85,8 @@ NNX_KERNELS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[int, ...]
                          (2, 4, 5), (2, 1, 3)),
     "einsum": (lambda: qnnx.Einsum("bd,hd->bh", (3, 4), **SPECS, rngs=R), (2, 4), (3, 1)),
     "conv": (lambda: qnnx.Conv(4, 6, (3,), **SPECS, rngs=R), (2, 5, 4), (1, 1, 6)),
-    "flax's": (lambda: nnx.Linear(4, 3, dot_general=qnnx.dot_general(W, A), promote_dtype=qnnx.promote_dtype, rngs=R),
-               (2, 4), (1, 3)),
+    "flax's": (lambda: nnx.Linear(4, 3, dot_general=qnnx.dot_general(W, A, activation_range=AVERAGE),
+                                    promote_dtype=qnnx.promote_dtype, rngs=R), (2, 4), (1, 3)),
 }  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def test_nnx_weights_have_a_scale_for_each_output_feature(case: str) -> None:
 @pytest.mark.slow
 def test_tables_have_a_scale_for_each_row() -> None:
     tokens, query = jnp.arange(6), draw(2, 4)
-    layer = qnn.Embed(6, 4, weight_spec=W, activation_spec=A)
+    layer = qnn.Embed(6, 4, weight_spec=W, activation_spec=A, activation_range=AVERAGE)
     variables = layer.init(jax.random.key(0), tokens)
     variables = qflax.calibrate(layer, variables, [query], method="attend")
     serving = qflax.convert(layer, variables)
@@ -115,7 +115,7 @@ def test_tables_have_a_scale_for_each_row() -> None:
     for method, inputs in (("attend", query), (None, tokens)):
         np.testing.assert_array_equal(layer.apply(serving, inputs, method=method),
                                       layer.apply(variables, inputs, method=method))  # fmt: skip
-    model = qnnx.Embed(6, 4, weight_spec=W, activation_spec=A, rngs=nnx.Rngs(0))
+    model = qnnx.Embed(6, 4, weight_spec=W, activation_spec=A, activation_range=AVERAGE, rngs=nnx.Rngs(0))
     qnnx.calibrate(model, [query], method="attend")
     table: Any = qnnx.convert(model).embedding.get_value()
     assert table.scale.shape == (6, 1)
@@ -136,7 +136,7 @@ def test_static_ranges_fit_every_batch() -> None:
     text = r"activation_spec: expected PerTensor\(\), PerFeature\(\), or activation_range=Dynamic\(\)"
     for granularity in (jq.PerAxis(0), jq.PerAxis((0, 1)), jq.PerToken(), jq.Blocked(-1, 2)):
         spec = jq.QuantSpec("uint8", granularity)
-        for source in (Observed(), Learned(jq.LSQPlus())):
+        for source in (Static(jq.calibration.moving_average), Learned(jq.LSQPlus())):
             with pytest.raises(ValueError, match=rf"^Dense: jaxquant\.flax\.linen: {text}"):
                 qnn.Dense(3, weight_spec=W, activation_spec=spec, activation_range=source)
             with pytest.raises(ValueError, match=rf"^Linear.*: jaxquant\.flax\.nnx: {text}"):
@@ -145,22 +145,20 @@ def test_static_ranges_fit_every_batch() -> None:
     # A range per feature, of an axis that is not contracted, at another batch size and another rank.
     spec = jq.QuantSpec("int8", jq.PerFeature())
     specs: Any = {"weight_spec": jq.QuantSpec("int8"), "activation_spec": spec}
-    layer = qnn.Einsum(
-        (3, 2), "...td,ts->...sd", use_bias=False, **specs, activation_range=Observed(jq.calibration.minmax)
-    )
+    layer = qnn.Einsum((3, 2), "...td,ts->...sd", use_bias=False, **specs, activation_range=MINMAX)
     x = draw(2, 3, 4)
     variables = qflax.calibrate(layer, layer.init(jax.random.key(0), x), [x, x[0], draw(5, 3, 4)])
     serving = qflax.convert(layer, variables)
     for batch in (x, x[0], draw(7, 3, 4)):
         np.testing.assert_array_equal(layer.apply(serving, batch), layer.apply(variables, batch))
-    constants = serving["ranges"]["Product_0"]["activation"]
+    constants = serving["ranges"]["EinsumProduct_0"]["activation"]
     largest = np.abs(np.concatenate([np.asarray(v).reshape(-1, 4) for v in (x, draw(5, 3, 4))])).max(0)
     np.testing.assert_allclose(np.asarray(constants["scale"]).reshape(-1), largest / 127, rtol=1e-6)
 
 
 # kernels of which a block is as long as the axis, or longer
 SHORT: dict[str, tuple[Callable[[jq.QuantSpec], Any], tuple[int, ...], int]] = {
-    "dense": (lambda spec: qnn.Dense(3, weight_spec=spec, activation_spec=A), (2, 4), 0),
+    "dense": (lambda spec: qnn.Dense(3, weight_spec=spec, activation_spec=A, activation_range=AVERAGE), (2, 4), 0),
     "attention's out": (lambda spec: qnn.DenseGeneral(3, axis=(-2, -1), weight_spec=spec), (2, 4, 8), 1),
 }
 
@@ -187,9 +185,7 @@ def test_a_block_as_long_as_its_axis(case: str, size: int) -> None:
 def test_converted_variables_belong_to_their_specs(tmp_path: Any) -> None:
     """Another activation spec or range source: a different number, which no array would tell."""
     x = draw(2, 4)
-    layer = qnn.Dense(
-        3, weight_spec=W, activation_spec=jq.QuantSpec("int8"), activation_range=Observed(jq.calibration.minmax)
-    )
+    layer = qnn.Dense(3, weight_spec=W, activation_spec=jq.QuantSpec("int8"), activation_range=MINMAX)
     serving = qflax.convert(layer, qflax.calibrate(layer, layer.init(jax.random.key(0), x), [x]))
     others: list[tuple[str, dict[str, Any]]] = [
         ("activation_spec", {"activation_spec": jq.QuantSpec("int4")}),
@@ -202,7 +198,7 @@ def test_converted_variables_belong_to_their_specs(tmp_path: Any) -> None:
     for name, way in others:
         other = layer.clone(**way)
         fresh = other.init(jax.random.key(0), x)
-        if isinstance(other.activation_range, Observed) and other.activation_spec is not None:
+        if isinstance(other.activation_range, Static) and other.activation_spec is not None:
             fresh = qflax.calibrate(other, fresh, [x])
         target = qflax.convert(other, fresh)
         loaded = [serving, checkpoint.load_safetensors(tmp_path / "a"), pickle.loads(pickle.dumps(serving))]
@@ -214,7 +210,7 @@ def test_converted_variables_belong_to_their_specs(tmp_path: Any) -> None:
                     ValueError, match=rf"Dense: .*{name}: expected what the variables were converted with"
                 ):
                     run(variables, x)
-    # Observed and learned ranges are the same constants once converted.
+    # Static and learned ranges are the same constants once converted.
     equivalent = layer.clone(activation_range=Learned(), weight_spec=jq.QuantSpec("int8", jq.PerAxis(-1)))
     np.testing.assert_array_equal(equivalent.apply(serving, x), layer.apply(serving, x))
     # Variables without the texts: the arrays still tell a static range.
@@ -222,7 +218,7 @@ def test_converted_variables_belong_to_their_specs(tmp_path: Any) -> None:
                         is_leaf=lambda v: isinstance(v, StaticText))  # fmt: skip
     np.testing.assert_array_equal(layer.apply(bare, x), layer.apply(serving, x))
     with pytest.raises(
-        ValueError, match=r"activation_spec: expected a spec with activation_range=Observed\(\).*, got Dynamic"
+        ValueError, match=r"activation_spec: expected a spec with activation_range=Static\(\.\.\.\).*, got Dynamic"
     ):
         layer.clone(activation_range=Dynamic()).apply(bare, x)
 
@@ -244,12 +240,7 @@ def test_a_converted_state_belongs_to_its_specs(tmp_path: Any) -> None:
     x = draw(2, 4)
 
     def make(**keywords: Any) -> Any:
-        arguments = {
-            "weight_spec": W,
-            "activation_spec": A,
-            "activation_range": Observed(jq.calibration.minmax),
-            **keywords,
-        }
+        arguments = {"weight_spec": W, "activation_spec": A, "activation_range": MINMAX, **keywords}
         model = Around(qnnx.Linear(4, 3, rngs=nnx.Rngs(0), **arguments))
         if isinstance(arguments["activation_range"], Learned):
             qnnx.start(model, x)
@@ -366,7 +357,7 @@ def test_a_normalisation_that_cannot_be_folded() -> None:
         fold(norm={**stats, "var": jnp.full(5, np.inf)})
     with pytest.raises(ValueError, match=r"axis: expected an integer in \[-2, 1\]"):
         fold(axis=2)
-    with pytest.raises(ValueError, match=r"an einsum_str whose last output axis is an axis of the kernel alone"):
+    with pytest.raises(ValueError, match=r"an einsum_str with an axis of the kernel alone as the last output axis"):
         qnnx.fold_batch_norm(nnx.Einsum("btd,ts->bsd", (4, 4), rngs=R), normalization(4))
     with pytest.raises(TypeError, match=r"layer: expected a Linear, LinearGeneral, Einsum, Conv or ConvTranspose"):
         qnnx.fold_batch_norm(Unknown(), normalization(4))
@@ -374,7 +365,7 @@ def test_a_normalisation_that_cannot_be_folded() -> None:
 
 @pytest.mark.slow
 def test_a_calibrator_is_a_function_of_a_spec() -> None:
-    for source in (Observed, Dynamic):
+    for source in (Static, Dynamic):
         with pytest.raises(
             TypeError, match=r"calibrator: expected a function .*, got the string 'mse': pass the function "
         ):

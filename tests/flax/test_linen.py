@@ -13,13 +13,14 @@ import pytest
 from flax import linen as nn
 
 import jaxquant as jq
+from jaxquant import Dynamic, Learned, Static
 from jaxquant import flax as qflax
-from jaxquant.flax import Dynamic, Learned, Observed
 from jaxquant.flax import linen as qnn
 
 from ..oracles import array_text
 from ..support.matrix import mark_others_full
 
+AVERAGE = jq.Static(jq.calibration.moving_average)
 F32, BF16 = np.float32, jnp.bfloat16
 W = jq.QuantSpec("int8", jq.PerAxis(-1))
 A = jq.QuantSpec("uint8")
@@ -93,7 +94,9 @@ def test_a_layer_is_flax_s_on_what_the_codes_stand_for(fixed_rng: np.random.Gene
     layer, arguments, shape = CASES[case]
     x = draw_inputs(fixed_rng, layer, shape)
     plain = getattr(nn, layer)(**arguments)
-    module = getattr(qnn, layer)(**arguments, weight_spec=W, activation_spec=None if layer == "Embed" else A)
+    module = getattr(qnn, layer)(
+        **arguments, weight_spec=W, activation_spec=None if layer == "Embed" else A, activation_range=AVERAGE
+    )
 
     @jax.jit
     def trained(key: Any, x: Any) -> Any:
@@ -138,7 +141,7 @@ def test_ranges_move_while_they_are_mutable(rng: np.random.Generator, name: str)
         CALIBRATORS[name],
         jnp.asarray(rng.normal(0.5, [[[1.0]], [[3.0]], [[2.0]], [[9.0]]], (4, 5, 6)), F32),
     )
-    module = qnn.Dense(3, weight_spec=W, activation_spec=A, activation_range=Observed(factory, freeze_after=3))
+    module = qnn.Dense(3, weight_spec=W, activation_spec=A, activation_range=Static(factory, freeze_after=3))
     variables = module.init(jax.random.key(0), 100 * batches[0])
     assert variables["ranges"]["DotGeneral_0"]["activation"]["batches"] == 0, "init is no batch"
     step = jax.jit(functools.partial(module.apply, mutable=["ranges"]))
@@ -164,7 +167,7 @@ class Anew(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
         """Returns the layer of x."""
-        source = Observed(functools.partial(jq.calibration.moving_average, decay=0.5))
+        source = Static(functools.partial(jq.calibration.moving_average, decay=0.5))
         return qnn.Dense(3, weight_spec=W, activation_spec=A, activation_range=source)(x)
 
 
@@ -186,7 +189,7 @@ DYNAMIC = {
     "per tensor": (A, Dynamic(), W, Dynamic()),
     "for each row": (jq.QuantSpec("uint8", jq.PerAxis(0)), Dynamic(), W, Dynamic(jq.calibration.mse)),
     "blocks": (A, Dynamic(jq.calibration.minmax), jq.QuantSpec("int4", jq.Blocked(0, 4)), Dynamic()),
-    "weights alone": (None, Observed(), jq.QuantSpec(jq.nf4, jq.Blocked(0, 4)), Dynamic()),
+    "weights alone": (None, Static(jq.calibration.moving_average), jq.QuantSpec(jq.nf4, jq.Blocked(0, 4)), Dynamic()),
 }
 
 
@@ -250,8 +253,10 @@ class Tied(nn.Module):
     @nn.compact
     def __call__(self, tokens: Any) -> Any:
         """Returns logits."""
-        table = qnn.Embed(11, 6, weight_spec=jq.QuantSpec("int4", jq.PerAxis(0)), activation_spec=A)
-        layer = qnn.Dense(6, weight_spec=W, activation_spec=A)
+        table = qnn.Embed(
+            11, 6, weight_spec=jq.QuantSpec("int4", jq.PerAxis(0)), activation_spec=A, activation_range=AVERAGE
+        )
+        layer = qnn.Dense(6, weight_spec=W, activation_spec=A, activation_range=AVERAGE)
         return table.attend(layer(nn.relu(layer(table(tokens)))))
 
 
@@ -280,6 +285,7 @@ CONVOLUTIONS: dict[str, dict[str, Any]] = {
     "both asymmetric": {
         "weight_spec": jq.QuantSpec("uint4", jq.PerAxis(-1)),
         "activation_spec": jq.QuantSpec("int8", symmetric=False),
+        "activation_range": AVERAGE,
     },
 }
 

@@ -15,15 +15,16 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxquant as jq
-from jaxquant.flax import Dynamic, Learned, Observed
+from jaxquant import Dynamic, Learned, Static
 from jaxquant.flax import convert as linen_convert
 from jaxquant.flax import linen as qnn
 from jaxquant.flax import nnx as qnnx
 
+AVERAGE = jq.Static(jq.calibration.moving_average)
 F32, BF16 = np.float32, jnp.bfloat16
 W = jq.QuantSpec("int8", jq.PerAxis(-1))
 A = jq.QuantSpec("uint8")
-SPECS: Any = {"weight_spec": W, "activation_spec": A}
+SPECS: Any = {"weight_spec": W, "activation_spec": A, "activation_range": AVERAGE}
 # layer, its arguments, Linen's layer, what Linen's is told, the shape of what they are called on
 CASES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str, dict[str, Any], tuple[int, ...]]] = {
     "linear": ("Linear", (6, 5), {}, "Dense", {"features": 5}, (4, 6)),
@@ -108,7 +109,11 @@ def test_flax_s_parameters_and_linen_s_bits(rng: np.random.Generator, case: str)
 
 @pytest.mark.slow
 def test_embed_and_attend(rng: np.random.Generator) -> None:
-    specs: Any = {"weight_spec": jq.QuantSpec("int8", jq.PerAxis(0)), "activation_spec": A}  # a scale for each row
+    specs: Any = {
+        "weight_spec": jq.QuantSpec("int8", jq.PerAxis(0)),
+        "activation_spec": A,
+        "activation_range": AVERAGE,
+    }  # a scale for each row
     for rows, dtype in ((7, None), (1, BF16)):
         layer = qnnx.Embed(rows, 6, **specs, dtype=dtype, rngs=rngs(rng))
         assert jax.tree.structure(nnx.state(layer, nnx.Param)) == jax.tree.structure(
@@ -126,7 +131,7 @@ def test_embed_and_attend(rng: np.random.Generator) -> None:
         serving = qnnx.convert(layer)
         check_equal(serving(indices), embedded)
         check_equal(serving.attend(query), products)
-    layer = qnnx.Embed(7, 6, **specs, activation_range=Learned(jq.PACT()), rngs=rngs(rng))
+    layer = qnnx.Embed(7, 6, **{**specs, "activation_range": Learned(jq.PACT())}, rngs=rngs(rng))
     qnnx.start(layer, query, method="attend")
     check_equal(layer.table.activation_scale[...], jnp.abs(query).max().reshape(1) / F32(255))
 
@@ -170,11 +175,9 @@ def test_ranges_move_as_those_of_batch_norm(rng: np.random.Generator) -> None:
 
 @pytest.mark.slow
 def test_the_range_is_the_calibrator_s(rng: np.random.Generator) -> None:
-    for calibrator in (
-        functools.partial(jq.calibration.mse, bins=64),
-        functools.partial(jq.calibration.moving_average, decay=0.5),
-    ):
-        layer = qnnx.Linear(6, 5, **SPECS, activation_range=Observed(calibrator), rngs=rngs(rng))
+    average = functools.partial(jq.calibration.moving_average, decay=0.5)
+    for calibrator in (functools.partial(jq.calibration.mse, bins=64), average):
+        layer = qnnx.Linear(6, 5, **{**SPECS, "activation_range": Static(calibrator)}, rngs=rngs(rng))
         alone = calibrator(A)
         state = alone.init(jnp.zeros((1, 1, 6)))
         for _ in range(2):
@@ -191,7 +194,7 @@ def test_the_range_is_the_calibrator_s(rng: np.random.Generator) -> None:
 @pytest.mark.slow
 def test_a_range_is_found_over_rows(rng: np.random.Generator) -> None:
     """Not over a flat activation, which XLA:CPU reduces element by element: none is in the program."""
-    layer = qnnx.Linear(64, 8, weight_spec=W, activation_spec=A, rngs=nnx.Rngs(0))
+    layer = qnnx.Linear(64, 8, weight_spec=W, activation_spec=A, activation_range=AVERAGE, rngs=nnx.Rngs(0))
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
 
     @jax.jit
@@ -207,7 +210,9 @@ def test_a_range_is_found_over_rows(rng: np.random.Generator) -> None:
 
 @pytest.mark.slow
 def test_ranges_freeze(rng: np.random.Generator) -> None:
-    layer = qnnx.Linear(6, 5, **SPECS, activation_range=Observed(freeze_after=2), rngs=rngs(rng))
+    layer = qnnx.Linear(
+        6, 5, **{**SPECS, "activation_range": Static(jq.calibration.moving_average, freeze_after=2)}, rngs=rngs(rng)
+    )
     step = nnx.jit(lambda layer, x: layer(x))
     x = draw_inputs(rng, (4, 6))
     for _ in range(2):
@@ -236,7 +241,7 @@ def test_learned_scales_start_when_they_are_told(rng: np.random.Generator) -> No
     class Net(nnx.Module):
         def __init__(self) -> None:
             streams = rngs(rng)
-            self.first = qnnx.Linear(6, 5, **SPECS, **learned, rngs=streams)
+            self.first = qnnx.Linear(6, 5, **{**SPECS, **learned}, rngs=streams)
             self.norm = nnx.BatchNorm(5, rngs=streams)
             self.second = qnnx.Linear(5, 3, **SPECS, weight_range=Learned(jq.LSQPlus()), rngs=streams)
 
@@ -261,7 +266,7 @@ def test_learned_scales_start_when_they_are_told(rng: np.random.Generator) -> No
     check_equal((first.activation_scale[...], first.activation_zero_point[...]), (scale.reshape(1), point.reshape(1)))  # type: ignore[union-attr]
     assert net.second.dot_general.weight_scale[...].shape == (1, 3)
     assert np.isfinite(net(x)).all()
-    twin = qnn.Dense(5, **SPECS, **learned)
+    twin = qnn.Dense(5, **{**SPECS, **learned})
     params = nnx.to_pure_dict(nnx.state(net.first, nnx.Param))
     scales = {name: getattr(first, name)[...] for name in ("weight_scale", "activation_scale", "activation_zero_point")}
     shaped = {name: scale.reshape(1, -1) for name, scale in scales.items()}
@@ -271,7 +276,7 @@ def test_learned_scales_start_when_they_are_told(rng: np.random.Generator) -> No
 @pytest.mark.slow
 def test_flax_s_own_layers_take_a_contraction(rng: np.random.Generator) -> None:
     streams = rngs(rng)
-    dot, out_dot = (qnnx.dot_general(W, A) for _ in range(2))
+    dot, out_dot = (qnnx.dot_general(W, A, activation_range=AVERAGE) for _ in range(2))
     attention = nnx.MultiHeadAttention(
         2, 4, 4, qkv_dot_general=dot, out_dot_general=out_dot, qkv_promote_dtype=qnnx.promote_dtype,
         out_promote_dtype=qnnx.promote_dtype, decode=False, rngs=streams,
@@ -283,7 +288,7 @@ def test_flax_s_own_layers_take_a_contraction(rng: np.random.Generator) -> None:
     serving = qnnx.convert(attention)
     assert isinstance(serving.query.kernel, qnnx.Codes)
     check_equal(serving(x), attention(x))
-    conv = qnnx.conv_general_dilated(W, A)
+    conv = qnnx.conv_general_dilated(W, A, activation_range=AVERAGE)
     layer = nnx.Conv(3, 4, (3,), conv_general_dilated=conv, promote_dtype=qnnx.promote_dtype, rngs=streams)
     image = draw_inputs(rng, (2, 6, 3))
     y = layer(image)
@@ -302,7 +307,7 @@ def test_an_evaluated_model_may_be_a_constant(rng: np.random.Generator, way: str
         "observed": {}, "learned": {"weight_range": Learned(), "activation_range": Learned(jq.LSQPlus())},
         "draws": {"backward": jq.Int8Backward(stochastic_rounding=True)},
     }[way]  # fmt: skip
-    layer = qnnx.Linear(6, 5, **SPECS, **keywords, rngs=rngs(rng))
+    layer = qnnx.Linear(6, 5, **{**SPECS, **keywords}, rngs=rngs(rng))
     x = draw_inputs(rng, (3, 2, 6))
     if way == "learned":
         qnnx.start(layer, x)
@@ -343,7 +348,7 @@ def test_refusals(rng: np.random.Generator) -> None:
     with pytest.raises(
         ValueError, match=r"Linear\(6, 5\).* activation_spec: expected PerTensor\(\), PerFeature\(\), or act"
     ):
-        qnnx.Linear(6, 5, weight_spec=W, activation_spec=rows, rngs=streams)
+        qnnx.Linear(6, 5, weight_spec=W, activation_spec=rows, activation_range=AVERAGE, rngs=streams)
     with pytest.raises(TypeError, match=r"use_running_average: expected True or False, got 'yes'"):
         qnnx.Linear(6, 5, weight_spec=W, use_running_average="yes", rngs=streams)  # type: ignore[arg-type]
     with pytest.raises(
@@ -356,14 +361,17 @@ def test_refusals(rng: np.random.Generator) -> None:
         ValueError, match=r"weight: expected scales of shape \(1, 6\) \(is kernel_shape the shape of the kernel"
     ):
         qnnx.start(layer, draw_inputs(rng, (2, 6)))
-    draws: Any = {"weight_spec": W, "activation_spec": A, "backward": jq.Int8Backward(stochastic_rounding=True)}
+    draws: Any = {
+        "weight_spec": W,
+        "activation_spec": A,
+        "activation_range": AVERAGE,
+        "backward": jq.Int8Backward(stochastic_rounding=True),
+    }
     with pytest.raises(ValueError, match=r'Linear\(6, 5\): .*rngs: expected rngs with a stream "rounding"'):
         qnnx.Linear(6, 5, **draws, rngs=nnx.Rngs(params=0))
     started = qnnx.Linear(6, 5, weight_spec=W, weight_range=Learned(), rngs=streams)
     qnnx.start(started, draw_inputs(rng, (2, 6)))
-    with pytest.raises(
-        ValueError, match=r"start: model: expected a model with a layer whose range is Learned\(\), got none"
-    ):
+    with pytest.raises(ValueError, match=r"start: model: expected a model with a Learned\(\) range, got none"):
         qnnx.start(qnnx.convert(started), draw_inputs(rng, (2, 6)))
     with pytest.raises(TypeError, match='rngs: expected rngs with a stream "rounding"'):
         qnnx.dot_general(W, A, backward=jq.Int8Backward(stochastic_rounding=True))
@@ -372,9 +380,7 @@ def test_refusals(rng: np.random.Generator) -> None:
     layer = qnnx.Linear(6, 5, **SPECS, rngs=streams)
     with pytest.raises(ValueError, match=r"^Linear\(6, 5\): jaxquant.quantized_dot_general"):
         layer(jnp.ones((2, 7)))
-    with pytest.raises(
-        ValueError, match=r"flax.nnx.start: model: expected a model with a layer whose range is Learned\(\)"
-    ):
+    with pytest.raises(ValueError, match=r"flax.nnx.start: model: expected a model with a Learned\(\) range"):
         qnnx.start(layer, jnp.ones((2, 6)))
     with pytest.raises(TypeError, match=r"flax.nnx.start: model: expected a flax.nnx.Module"):
         qnnx.start(nn.Dense(5), jnp.ones((2, 6)))  # type: ignore[arg-type]
@@ -384,7 +390,9 @@ def test_refusals(rng: np.random.Generator) -> None:
 
 
 def test_start_says_what_it_did_not_reach(rng: np.random.Generator) -> None:
-    net = nnx.Sequential(qnnx.Linear(4, 4, **SPECS, activation_range=Learned(jq.PACT()), rngs=rngs(rng)), lambda x: x)
+    net = nnx.Sequential(
+        qnnx.Linear(4, 4, **{**SPECS, "activation_range": Learned(jq.PACT())}, rngs=rngs(rng)), lambda x: x
+    )
     with pytest.raises(ValueError, match=r"layers/0: jaxquant.flax.nnx: activation_scale: expected finite"):
         qnnx.start(net, jnp.full((2, 4), jnp.nan))
     unused: Any = nnx.Sequential(lambda x: x)
@@ -398,10 +406,9 @@ def test_start_says_what_it_did_not_reach(rng: np.random.Generator) -> None:
 @pytest.mark.slow
 def test_a_layer_has_the_signature_of_flax_s_with_the_added_arguments() -> None:
     added = {"weight_spec", "activation_spec", "weight_range", "activation_range", "backward", "use_running_average"}
-    outputs = {"output_spec", "output_range", "output_relu", "integer_bias"}
     ours = {"dot_general", "dot_general_cls", "conv_general_dilated", "einsum_op", "promote_dtype", "mask", "self"}
     for name in ("Linear", "LinearGeneral", "Einsum", "Conv", "Embed"):
         signature = inspect.signature(getattr(qnnx, name)).parameters
         expected = set(inspect.signature(getattr(nnx, name).__init__).parameters) - ours | added
-        assert set(signature) == expected | (outputs - {"integer_bias"} if name == "Embed" else outputs), name
+        assert set(signature) == expected, name
     assert next(iter(inspect.signature(qnnx.Conv).parameters)) == "in_features"

@@ -18,12 +18,12 @@ from jax import export
 from sklearn.datasets import load_digits
 
 import jaxquant as jq
-from jaxquant import checkpoint
-from jaxquant.flax import Learned
+from jaxquant import Learned, checkpoint
 from jaxquant.flax import nnx as qnnx
 
 from ..support.matrix import mark_others_full
 
+AVERAGE = jq.Static(jq.calibration.moving_average)
 F32 = np.float32
 A = jq.QuantSpec("uint8")
 
@@ -34,7 +34,7 @@ def weights(dtype: str) -> jq.QuantSpec:
 
 LEARNED: Any = {"activation_spec": A, "weight_range": Learned(), "activation_range": Learned(jq.LSQPlus())}
 WAYS: dict[str, Any] = {
-    "int8": {"weight_spec": weights("int8"), "activation_spec": A},
+    "int8": {"weight_spec": weights("int8"), "activation_spec": A, "activation_range": AVERAGE},
     "int4, learned": {"weight_spec": weights("int4"), **LEARNED},
     "int4, clipped": {"weight_spec": weights("int4"), **LEARNED, "activation_range": Learned(jq.PACT())},
     "int2, learned": {"weight_spec": weights("int2"), **LEARNED, "activation_range": Learned()},

@@ -13,9 +13,10 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxquant as jq
-from jaxquant.flax import Learned
+from jaxquant import Learned
 from jaxquant.flax import nnx as qnnx
 
+AVERAGE = jq.Static(jq.calibration.moving_average)
 F32 = np.float32
 W = jq.QuantSpec("int8", jq.PerAxis(-1))
 A = jq.QuantSpec("uint8")
@@ -23,8 +24,8 @@ LEARNED: Any = {
     "weight_spec": jq.QuantSpec("int4", jq.PerAxis(-1)), "activation_spec": A, "weight_range": Learned(),
     "activation_range": Learned(jq.LSQPlus()),
 }  # fmt: skip
-BOTH: Any = {"weight_spec": W, "activation_spec": A, "weight_range": Learned()}
-OBSERVED: Any = {"weight_spec": W, "activation_spec": A}
+BOTH: Any = {"weight_spec": W, "activation_spec": A, "activation_range": AVERAGE, "weight_range": Learned()}
+OBSERVED: Any = {"weight_spec": W, "activation_spec": A, "activation_range": AVERAGE}
 TRAINED = nnx.Any(nnx.Param, qnnx.Scale)
 
 

@@ -27,7 +27,7 @@ F32 = np.float32
 WAY: Any = {
     "weight_spec": jq.QuantSpec("int8", jq.PerFeature()),
     "activation_spec": jq.QuantSpec("uint8"),
-    "activation_range": qflax.Dynamic(),
+    "activation_range": jq.Dynamic(),
 }
 PROMOTE: Any = qflax.promote_dtype
 LINEN: dict[str, tuple[Any, tuple[int, ...], Any]] = {

@@ -15,16 +15,17 @@ from flax.core import meta
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxquant as jq
+from jaxquant import Dynamic, Learned
 from jaxquant import flax as qflax
-from jaxquant.flax import Dynamic, Learned
 from jaxquant.flax import linen as qnn
 
 from ..support.matrix import mark_others_full
 
+AVERAGE = jq.Static(jq.calibration.moving_average)
 F32, BF16 = np.float32, jnp.bfloat16
 W = jq.QuantSpec("int8", jq.PerAxis(-1))
 A = jq.QuantSpec("uint8")
-STATIC: dict[str, Any] = {"weight_spec": W, "activation_spec": A}
+STATIC: dict[str, Any] = {"weight_spec": W, "activation_spec": A, "activation_range": AVERAGE}
 LEARNED: dict[str, Any] = {**STATIC, "weight_range": Learned(), "activation_range": Learned(jq.LSQPlus())}
 OWN: Any = {"params": 0, "ranges": 0, "scales": 0}
 
@@ -231,7 +232,10 @@ WAYS: dict[str, Any] = {
     "bfloat16, learned": ({**LEARNED, "dtype": BF16}, BF16),
     "int8 back": ({**STATIC, "backward": jq.Int8Backward()}, F32),
     "int8 back, by chance": ({**STATIC, "backward": jq.Int8Backward(stochastic_rounding=True)}, F32),
-    "both asymmetric": ({"weight_spec": jq.QuantSpec("uint4", jq.PerAxis(-1)), "activation_spec": A}, F32),
+    "both asymmetric": (
+        {"weight_spec": jq.QuantSpec("uint4", jq.PerAxis(-1)), "activation_spec": A, "activation_range": AVERAGE},
+        F32,
+    ),
     "rows": (
         {"weight_spec": W, "activation_spec": jq.QuantSpec("int8", jq.PerAxis(0)), "activation_range": Dynamic()},
         F32,

@@ -155,7 +155,11 @@ def test_weights_stay_codes(rng: np.random.Generator) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("frozen", [True, False], ids=["converted", "training"])
 def test_flax_layers(rng: np.random.Generator, frozen: bool) -> None:
-    specs: Any = {"weight_spec": jq.QuantSpec(jnp.int8, jq.PerFeature()), "activation_spec": UINT8}
+    specs: Any = {
+        "weight_spec": jq.QuantSpec(jnp.int8, jq.PerFeature()),
+        "activation_spec": UINT8,
+        "activation_range": jq.Static(jq.calibration.minmax),
+    }
     layer, x = qnn.Conv(4, (3, 3), **specs), jnp.asarray(rng.normal(0, 1, (2, 5, 5, 3)), jnp.float32)
     variables = jq.flax.calibrate(layer, layer.init(jax.random.key(0), x), [x])
     variables = jq.flax.convert(layer, variables) if frozen else variables
@@ -170,7 +174,11 @@ def test_flax_layers(rng: np.random.Generator, frozen: bool) -> None:
 
 @pytest.mark.slow
 def test_nnx_modules(rng: np.random.Generator) -> None:
-    specs: Any = {"weight_spec": jq.QuantSpec(jnp.int8, jq.PerFeature()), "activation_spec": UINT8}
+    specs: Any = {
+        "weight_spec": jq.QuantSpec(jnp.int8, jq.PerFeature()),
+        "activation_spec": UINT8,
+        "activation_range": jq.Static(jq.calibration.minmax),
+    }
     layer, x = qnnx.Linear(8, 4, rngs=nnx.Rngs(0), **specs), jnp.asarray(rng.normal(0, 1, (3, 8)), jnp.float32)
     layer.train()
     layer(x)

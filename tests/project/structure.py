@@ -342,13 +342,12 @@ def trace_walks() -> dict[str, Walk]:
     import numpy as np
 
     import jaxquant as jq
-    from jaxquant import flax as jqf
     from jaxquant.flax import linen as qnn
 
     spec = jq.QuantSpec("int8")
     x = jnp.ones((5, 1031))
     q, codes = jq.quantize(jnp.ones((1031, 7)), spec), jq.quantize(jnp.ones((3, 1031)), spec)
-    layer = qnn.Dense(11, weight_spec=spec, activation_spec=spec, activation_range=jqf.Dynamic())
+    layer = qnn.Dense(11, weight_spec=spec, activation_spec=spec)
     kernel = {"params": {"kernel": jnp.ones((1031, 11)), "bias": jnp.ones(11)}}
     return {
         "jq.matmul(a, q), a float": walk(lambda: jq.matmul(x, q), "dot_general"),

@@ -97,12 +97,12 @@ def test_dir_lists_only_names_that_resolve() -> None:
 def test_the_error_names_another_missing_module() -> None:
     run("""
         import sys
-        sys.modules["jaxquant.flax.ranges"] = None
+        sys.modules["jaxquant.flax.linen"] = None
         import jaxquant as jq
         try:
             jq.flax
         except ModuleNotFoundError as error:
-            assert error.name == "jaxquant.flax.ranges", error
+            assert error.name == "jaxquant.flax.linen", error
         else:
             raise AssertionError
     """)

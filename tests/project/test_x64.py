@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 import jaxquant as jq
-from jaxquant.flax import Learned, Observed
+from jaxquant import Learned, Static
 from jaxquant.flax import linen as qnn
 from jaxquant.flax import nnx as qnnx
 
@@ -153,7 +153,9 @@ def test_same_bits_and_dtypes(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", [Observed(jq.calibration.mse), Observed(), Learned(jq.LSQPlus())], ids=["mse", "average", "lsq+"]
+    "source",
+    [Static(jq.calibration.mse), Static(jq.calibration.moving_average), Learned(jq.LSQPlus())],
+    ids=["mse", "average", "lsq+"],
 )
 def test_layers_train_and_serve(source: Any) -> None:
     with jax.enable_x64(True):

@@ -21,7 +21,7 @@ from ..support.prepared import find_ranges, find_sqnr
 
 F = np.float32
 RULES = jq.recipes.onnx_runtime()
-ACTIVATIONS = jq.Rule(operands="activations", activation=jq.Activation("uint8", range=jq.calibration.minmax))
+ACTIVATIONS = jq.Rule(operands="activations", activation=jq.Activation("uint8", range=jq.Static(jq.calibration.minmax)))
 NHWC = ("NHWC", "HWIO", "NHWC")
 
 
@@ -360,21 +360,21 @@ def test_another_program_is_refused(rng: np.random.Generator) -> None:
         prepared.check(variables, x, True)
 
 
-A = jq.Activation("uint8", range=jq.calibration.minmax)
+S = jq.Static(jq.calibration.absmax)
+A = jq.Activation("uint8", range=jq.Static(jq.calibration.minmax))
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "type": ({"output": "uint8"}, "Rule: output: expected an Activation or None"),
-    "range": ({"output": jq.Activation("uint8")}, "Rule: output.range: expected a function that makes a calibrator"),
-    "dtype": ({"output": jq.Activation("int4", range=jq.calibration.minmax)}, "Rule: output: expected a spec of int8"),
+    "range": ({"output": jq.Activation("uint8")}, r"Rule: output.range: expected Static\(calibrator\)"),
+    "dtype": (
+        {"output": jq.Activation("int4", range=jq.Static(jq.calibration.minmax))},
+        "Rule: output: expected a spec of int8 or uint8",
+    ),
     "blocks": ({"weight": jq.Weight("int8", block=4)}, "Rule: weight, activation: expected a Weight without blocks"),
     "rows": ({"activation": jq.Activation("uint8", per="row")}, "Rule: weight, activation: expected a Weight without"),
     "floats": ({"activation": None}, "Rule: weight, activation: expected a Weight without blocks"),
     "keep": ({"weight": None, "activation": None, "keep": "float"}, "Rule: output: expected None"),
     "narrow": (
-        {
-            "output": jq.Activation(
-                "int8", range=jq.calibration.absmax, options={"symmetric": True, "narrow_range": True}
-            )
-        },
+        {"output": jq.Activation("int8", range=S, options={"symmetric": True, "narrow_range": True})},
         "Rule: output: expected narrow_range=False",
     ),
 }  # fmt: skip

@@ -26,7 +26,9 @@ SIGNED = (
 )
 STATIC = (
     jq.Rule(
-        operation="dot_general", weight=jq.Weight("int8"), activation=jq.Activation("int8", range=jq.calibration.absmax)
+        operation="dot_general",
+        weight=jq.Weight("int8"),
+        activation=jq.Activation("int8", range=jq.Static(jq.calibration.absmax)),
     ),
     jq.Rule(operation="take", weight=jq.Weight("int8")),
 )

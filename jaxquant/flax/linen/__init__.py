@@ -2,7 +2,6 @@
 
 from .attention import MultiHeadAttention, MultiHeadDotProductAttention
 from .layers import Conv, Dense, DenseGeneral, Einsum, Embed
-from .output_range import OutputRange
 
 __all__ = [
     "Conv",
@@ -12,7 +11,6 @@ __all__ = [
     "Embed",
     "MultiHeadAttention",
     "MultiHeadDotProductAttention",
-    "OutputRange",
 ]
 
 

@@ -12,9 +12,9 @@ from ..._arrays.spec import QuantSpec
 from ..._attention.kv_cache import INT8
 from ..._core import checks
 from ..._training.backward import Backward, FloatBackward
-from .. import _attention_call
-from .._attention_call import AttentionOptions
-from ..ranges import Dynamic, Observed, Source
+from ..._training.range_sources import Dynamic, RangeSource
+from .. import _attention
+from .._attention import AttentionOptions
 from .layers import DenseGeneral
 
 _NAME = "flax.linen"
@@ -26,7 +26,7 @@ _FIXED = (
 
 # This base class comes before flax's layer: dataclass fields are collected from the last base class to the first, so
 # flax's own attributes keep their positions.
-class _QuantizedAttention(nn.Module):
+class _LinenAttention(nn.Module):
     """The attributes that the attention layer adds to flax's, and their checks.
 
     Attributes:
@@ -44,8 +44,8 @@ class _QuantizedAttention(nn.Module):
 
     weight_spec: QuantSpec | None = None
     activation_spec: QuantSpec | None = None
-    weight_range: Source = Dynamic()
-    activation_range: Source = Observed()
+    weight_range: RangeSource = Dynamic()
+    activation_range: RangeSource = Dynamic()
     backward: Backward = FloatBackward()
     query_spec: QuantSpec = INT8
     key_spec: QuantSpec = INT8
@@ -58,11 +58,11 @@ class _QuantizedAttention(nn.Module):
         super().__post_init__()
         fixed = {name: (getattr(self, name), None) for name in _FIXED}
         fixed["attention_fn"] = (self.attention_fn, nn.dot_product_attention)  # type: ignore[attr-defined]
-        _attention_call.check_options(_NAME, fixed)
+        _attention.check_options(_NAME, fixed)
 
 
-class MultiHeadDotProductAttention(_QuantizedAttention, nn.MultiHeadDotProductAttention):
-    """`flax.linen.MultiHeadDotProductAttention` whose projections and attention contract integers.
+class MultiHeadDotProductAttention(_LinenAttention, nn.MultiHeadDotProductAttention):
+    """`flax.linen.MultiHeadDotProductAttention` with projections and attention in integers.
 
     y = out(quantized_dot_product_attention(query(x), key(x), value(x), mask))
 
@@ -72,7 +72,7 @@ class MultiHeadDotProductAttention(_QuantizedAttention, nn.MultiHeadDotProductAt
 
     With `decode=True` the collection "cache" holds a `jq.KVCache`. As in flax, `init` makes it, for as many tokens as
     its inputs have, and each later call appends its tokens and attends to all tokens so far. Unlike in flax a call may
-    have several tokens, for example those of a prompt. A mask then refers to the places of the cache.
+    have several tokens, for example a prompt. A mask then refers to the places of the cache.
 
     Attributes:
         weight_spec: How to quantize the kernels of the projections, a QuantSpec, as in `Dense`. Required.
@@ -88,7 +88,7 @@ class MultiHeadDotProductAttention(_QuantizedAttention, nn.MultiHeadDotProductAt
         value_spec: The same for values.
         weight_digits: The number of digits of 7 bits of the weights of the attention, 1, 2 or 3.
         cache_window: The number of tokens that a query attends to in decode mode, itself included. The cache is then a
-            ring for as many tokens as the inputs of `init` have, as that of `jq.KVCache.create`. None keeps all
+            ring for as many tokens as the inputs of `init` have, as in `jq.KVCache.create`. None keeps all
             tokens. Without decode mode it has no effect: pass the band of the window as the mask.
 
     Raises:
@@ -138,9 +138,9 @@ class MultiHeadDotProductAttention(_QuantizedAttention, nn.MultiHeadDotProductAt
             A float array [batch..., queries, features].
         """
         checks.require(inputs_k is not None or inputs_v is None, _NAME, "inputs_k", "an array, as inputs_v", None)
-        _attention_call.check_options(_NAME, {"sow_weights": (sow_weights, False)})
+        _attention.check_options(_NAME, {"sow_weights": (sow_weights, False)})
         deterministic = self.deterministic if deterministic is None else deterministic
-        _attention_call.check_no_dropout(_NAME, self.dropout_rate, deterministic)
+        _attention.check_no_dropout(_NAME, self.dropout_rate, deterministic)
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
         features = self.qkv_features or inputs_q.shape[-1]
@@ -176,18 +176,18 @@ class MultiHeadDotProductAttention(_QuantizedAttention, nn.MultiHeadDotProductAt
         return nn.LayerNorm(name=name, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype)
 
     @nn.nowrap
-    def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any) -> jax.Array:
+    def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> jax.Array:
         """Return the attention, in decode mode to the cache."""
         options = AttentionOptions(self.query_spec, self.key_spec, self.value_spec, self.weight_digits)
         if self.decode:
             # `init` makes the cache, for the length of its inputs.
             is_initialized = self.has_variable("cache", "kv_cache")
-            make_cache = _attention_call.make_cache
+            make_cache = _attention.make_cache
             cache = self.variable("cache", "kv_cache", make_cache, options, key.shape, self.cache_window)
             if is_initialized:
-                y, cache.value = _attention_call.attend_to_cache(options, cache.value, query, key, value, mask)
+                y, cache.value = _attention.attend_to_cache(options, cache.value, query, key, value, mask)
                 return y
-        return _attention_call.attend_to_tokens(options, query, key, value, mask)
+        return _attention.attend_to_tokens(options, query, key, value, mask)
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):

@@ -10,29 +10,29 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax.core import FrozenDict, meta, unfreeze
+from flax.typing import VariableDict
 
 from ..._core import checks
+from ..._training.range_sources import Dynamic, Learned, Static
 from ...calibration import loop
 from ...calibration.calibrator import is_finite_state
-from .. import _layer_operand, _learned, _observed
-from .._layer_operand import LayerOperand
-from ..ranges import Dynamic, Learned, Observed
-from .contraction import RANGES, SCALES
+from .. import _operand_ranges, _quantization
+from .._quantization import LayerOperand
+from .contraction import RANGES, RECORD, SCALES, LearnedPart, VariablePath, join_path, list_layers, list_scales
 from .convert import check_convertible, has_codes
-from .record import NAME, Path, find_layers, find_scales, join_path
 
 _CALIBRATE, _CHECK = "flax.calibrate", "flax.check_calibrated"
 _RESERVED = ("mutable", "capture_intermediates")  # arguments of module.apply that calibrate sets itself
 
 
 def calibrate(
-    module: nn.Module, variables: Mapping[str, Any], batches: Iterable[Any], *,
+    module: nn.Module, variables: Mapping[str, object], batches: Iterable[Any], *,
     method: str | Callable[..., Any] | None = None, rngs: Any = None,
     checkpoint: str | os.PathLike[str] | None = None, progress: bool | None = None, **arguments: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Find the static ranges of a Linen module from batches, and return its variables with them.
 
-    Each layer with `Observed()` gets a range. The module is called on each batch as it will be when it is served, and
+    Each layer with a `Static` range gets it. The module is called on each batch as it will be when it is served, and
     only the collection "ranges" changes; learned scales that are missing are initialized in "scales". Batch statistics
     are read, not updated, and dropout is on only if `arguments` turn it on. The first call starts from no data, or from
     the ranges in `variables`. A second call with the returned variables continues.
@@ -63,7 +63,8 @@ def calibrate(
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
         >>> from jaxquant.flax import linen as qnn
-        >>> layer = qnn.Dense(2, weight_spec=jq.QuantSpec(jnp.int8), activation_spec=jq.QuantSpec(jnp.uint8))
+        >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8), "activation_spec": jq.QuantSpec(jnp.uint8)}
+        >>> layer = qnn.Dense(2, **specs, activation_range=jq.Static(jq.calibration.minmax))
         >>> batches = [jnp.array([[-1.0, 0.5, 1.55]]), jnp.array([[0.0, 0.0, 1.55]])]
         >>> variables = layer.init(jax.random.key(0), batches[0])
         >>> calibrated = jq.flax.calibrate(layer, variables, batches)
@@ -88,7 +89,9 @@ def calibrate(
 
     # The weights are arguments, not constants, so that XLA does not copy them into the program.
     @jax.jit
-    def run_batch(fixed: Any, moving: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, jax.Array]:
+    def run_batch(
+        fixed: VariableDict, moving: VariableDict, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[VariableDict, jax.Array]:
         settings = {**kwargs, **arguments, "method": method, "rngs": rngs, "mutable": [RANGES, SCALES]}
         _, updates = module.apply({**fixed, **moving}, *args, **settings)
         updated = {**moving, **updates}  # type: ignore[dict-item]
@@ -114,7 +117,7 @@ def calibrate(
     return calibrated
 
 
-def check_calibrated(variables: Mapping[str, Any]) -> None:
+def check_calibrated(variables: Mapping[str, object]) -> None:
     """Check that a Linen module's variables have every static range and every learned scale, all finite.
 
     A layer without its range raises an error when it is called, but under `jax.jit`, where no error can depend on a
@@ -135,7 +138,8 @@ def check_calibrated(variables: Mapping[str, Any]) -> None:
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
         >>> from jaxquant.flax import linen as qnn
-        >>> layer = qnn.Dense(2, weight_spec=jq.QuantSpec(jnp.int8), activation_spec=jq.QuantSpec(jnp.uint8))
+        >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8), "activation_spec": jq.QuantSpec(jnp.uint8)}
+        >>> layer = qnn.Dense(2, **specs, activation_range=jq.Static(jq.calibration.minmax))
         >>> variables = layer.init(jax.random.key(0), jnp.ones((1, 3)))
         >>> try:
         ...     jq.flax.check_calibrated(variables)
@@ -146,46 +150,46 @@ def check_calibrated(variables: Mapping[str, Any]) -> None:
     Source: none; this library defines it.
     """
     collections = _read_collections(_CHECK, variables)
-    ranges, scales = collections.get(RANGES, {}), find_scales(collections.get(SCALES))
-    layers = find_layers(ranges)
+    ranges, scales = collections.get(RANGES, {}), list_scales(collections.get(SCALES))
+    layers = list_layers(ranges)
     expected = f'variables of a quantized module, with the collection "{RANGES}"'
     holds = bool(layers) or has_codes(collections.get("params"))
     checks.require(holds, _CHECK, "variables", expected, sorted(collections) or "none")
     for path, state in layers.items():
-        record = state[NAME]
+        record = state[RECORD]
         with checks.prefix_errors(join_path(path)):
-            for operand in (record.weight, record.activation, record.output):
-                if operand is not None and isinstance(operand.source, Observed):
+            for operand in (record.weight, record.activation):
+                if operand is not None and isinstance(operand.source, Static):
                     values = state.get(operand.role)
-                    _observed.check_observed(_CHECK, operand, values, "jq.flax.calibrate finds it")
+                    _operand_ranges.check_state(_CHECK, operand, values, "jq.flax.calibrate finds it")
                 elif operand is not None and isinstance(operand.source, Learned):
                     _check_learned(operand, path, scales)
     # The constants of converted layers, which have no record.
     for path, value in jax.tree_util.tree_leaves_with_path(ranges):
         is_scale = bool(path) and getattr(path[-1], "key", None) == "scale"
         with checks.prefix_errors("/".join(str(getattr(key, "key", key)) for key in path[:-1])):
-            holds = not is_scale or _learned.is_finite(value)
+            holds = not is_scale or _operand_ranges.is_finite(value)
             checks.require(holds, _CHECK, "scale", "finite numbers", "NaN or an infinity")
 
 
-def _read_collections(function: str, variables: Any) -> dict[str, Any]:
+def _read_collections(function: str, variables: Mapping[str, object]) -> dict[str, Any]:
     """Return variables as a dict of collections."""
     is_mapping = isinstance(variables, Mapping)
     checks.require_type(is_mapping, function, "variables", "a mapping of collections", type(variables).__name__)
     return unfreeze(variables) if isinstance(variables, FrozenDict) else dict(variables)
 
 
-def _check_learned(operand: LayerOperand, path: Path, scales: Mapping[Path, Any]) -> None:
+def _check_learned(operand: LayerOperand, path: VariablePath, scales: Mapping[VariablePath, LearnedPart]) -> None:
     """Raise ContractValueError unless the learned scale and zero point of an operand are present and finite."""
-    for name in _learned.list_names(operand):
+    for name in _operand_ranges.list_learned_names(operand):
         value = scales.get((*path, name))
         expected = f'it in the collection "{SCALES}": jq.flax.calibrate or apply(..., mutable=["{SCALES}"]) starts it'
         checks.require(value is not None, _CHECK, name, expected, "none")
-        holds = _learned.is_finite(meta.unbox(value))
+        holds = _operand_ranges.is_finite(meta.unbox(value))
         checks.require(holds, _CHECK, name, "finite numbers", "NaN or an infinity")
 
 
-def _check_float(collections: Mapping[str, Any]) -> None:
+def _check_float(collections: VariableDict) -> None:
     """Raise ContractValueError for variables without weights and for converted ones, before anything is computed."""
     expected = 'the variables that init returns, with "params"'
     checks.require("params" in collections, _CALIBRATE, "variables", expected, sorted(collections) or "none")
@@ -194,31 +198,29 @@ def _check_float(collections: Mapping[str, Any]) -> None:
     checks.require(is_float, _CALIBRATE, "variables", "variables with float kernels", got)
 
 
-def _check_layers(moving: Mapping[str, Any]) -> None:
+def _check_layers(moving: VariableDict) -> None:
     """Raise ContractValueError unless a layer has a range to find, and every layer can be converted."""
-    layers = find_layers(moving.get(RANGES))
+    layers = list_layers(moving.get(RANGES))
     operands = []
     for state in layers.values():
-        record = state[NAME]
-        every = (record.weight, record.activation, record.output)
+        record = state[RECORD]
+        every = (record.weight, record.activation)
         operands += [operand for operand in every if operand is not None]
     has_range = any(not isinstance(operand.source, Dynamic) for operand in operands)
-    expected = "a module with a layer whose activation_range is Observed()"
+    expected = "a module with activation_range=Static(...) in a layer"
     got = "only Dynamic() ranges" if operands else "no quantized layer"
     checks.require(has_range, _CALIBRATE, "module", expected, got)
     for path, state in layers.items():
         with checks.prefix_errors(join_path(path)):
-            check_convertible(_CALIBRATE, state[NAME])
+            check_convertible(_CALIBRATE, state[RECORD])
 
 
-def _describe_layers(moving: Mapping[str, Any]) -> str:
+def _describe_layers(moving: VariableDict) -> str:
     """Return a description of how the layers quantize, equal in every process."""
     lines = []
     # `jax.jit` returns sorted dicts, so only the first state may have another order.
-    for path, state in sorted(find_layers(moving.get(RANGES)).items(), key=lambda item: item[0]):
-        record = state[NAME]
-        # Calibrations that were saved before there were outputs have no text for them.
-        outputs = () if record.output is None else (record.output,)
-        operands = map(_layer_operand.describe_operand, (record.weight, record.activation, *outputs))
+    for path, state in sorted(list_layers(moving.get(RANGES)).items(), key=lambda item: item[0]):
+        record = state[RECORD]
+        operands = map(_quantization.describe_operand, (record.weight, record.activation))
         lines.append(f"{'/'.join(path)}: {', '.join(operands)}")
     return "\n".join(lines)

@@ -1,32 +1,44 @@
-"""The Linen modules that contract: each runs a row of the table of operations and holds the variables of its ranges."""
+"""The Linen modules that contract: each runs a row of the table of operations and holds the variables of its ranges.
+
+Here are also the record that a module leaves in its variables for `convert`, and the functions that put such a module
+into flax's own layers.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
+import numpy as np
 from flax import linen as nn
-from flax.core import meta
+from flax import serialization, traverse_util
+from flax.core import FrozenDict, meta
 from flax.linen import dtypes
+from jax.typing import DTypeLike
 
 from ..._arrays.quantize import find_parameters
 from ..._arrays.quantized_array import QuantizedArray
+from ..._arrays.spec import QuantSpec
 from ..._core import checks
-from ..._training.backward import Int8Backward
+from ..._training.backward import Backward, FloatBackward, Int8Backward
+from ..._training.range_sources import Dynamic, RangeSource, Static
 from ...checkpoint.arrays import StaticText
-from .. import _converted, _layer_operand, _learned, _observed, _operations
-from .._layer_operand import LayerOperand, Operands, Quantization
-from .._operations import Operation
-from .._run_to_codes import make_stand_in, run_lookup, run_to_codes
-from ..ranges import Dynamic, Observed
-from .record import NAME, Record
+from .. import _conversion, _operand_ranges, _operations, _quantization
+from .._operand_ranges import Parameters
+from .._operations import LayerOperation
+from .._quantization import LayerOperand, Operands, Quantization, check_layer
 
-RANGES, SCALES, ROUNDING = "ranges", "scales", "rounding"
+# The collections, the rng, and the name of the record in the collection "ranges".
+RANGES, SCALES, ROUNDING, RECORD = "ranges", "scales", "rounding", "layer"
+_Kernel = TypeVar("_Kernel", jax.Array, QuantizedArray)
 
 
-def promote_dtype(inputs: Any, kernel: Any, bias: Any = None, *, dtype: Any = None, inexact: bool = True) -> Any:
+def promote_dtype(
+    inputs: jax.Array | None, kernel: _Kernel, bias: jax.Array | None = None, *, dtype: DTypeLike | None = None,
+    inexact: bool = True,
+) -> tuple[Any, _Kernel, Any]:  # fmt: skip
     """Promote the inputs and the bias of a layer as flax's `promote_dtype` does; the kernel keeps its dtype.
 
     A kernel is quantized in the dtype in which it is stored, so that training and serving use the same codes. A
@@ -63,27 +75,135 @@ def promote_dtype(inputs: Any, kernel: Any, bias: Any = None, *, dtype: Any = No
     return inputs, kernel, bias
 
 
-class RangeModule(nn.Module):
-    """The base class of the modules that hold ranges in their variables."""
+# What a layer leaves in its variables, from which `convert` finds it without running the module.
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class LayerRecord:
+    """How a layer quantizes: an entry of the collection "ranges" that holds no arrays.
+
+    Attributes:
+        weight: how the weights are quantized.
+        activation: how the activations are quantized, or None.
+        kernel: the name of the weights in "params", next to the submodule that holds this record.
+        shape: the shape of the weights, without the axes of `nn.scan` and `nn.vmap`.
+        dtype: the dtype of the weights.
+        is_ready: whether the layer around the submodule takes converted weights.
+        attention: the class name of flax's attention layer that made the layer, or None.
+        stored_axes: the axes of the weights, counted from the back, that converted ones hold last in memory.
+    """
+
+    weight: LayerOperand
+    activation: LayerOperand | None
+    kernel: str
+    shape: tuple[int, ...]
+    dtype: Any
+    is_ready: bool
+    attention: str | None = None
+    stored_axes: tuple[int, ...] = ()
+
+
+VariablePath = tuple[str, ...]
+# A learned scale or zero point, in a box if its kernel is partitioned.
+LearnedPart = jax.Array | meta.AxisMetadata
+
+
+def list_layers(ranges: object) -> dict[VariablePath, Mapping[str, Any]]:
+    """Return the variables of each quantized layer in the collection "ranges", by path. Each has a LayerRecord."""
+    if not isinstance(ranges, dict | FrozenDict):
+        return {}
+    # Only the modules above a layer are flattened; the entries of the layer stay together.
+    nodes: dict[VariablePath, Any] = traverse_util.flatten_dict(ranges, is_leaf=lambda _, node: _has_record(node))
+    return {path: node for path, node in nodes.items() if _has_record(node)}
+
+
+def _has_record(node: object) -> bool:
+    """Return whether a node of the collection "ranges" belongs to a quantized layer."""
+    return isinstance(node, Mapping) and isinstance(node.get(RECORD), LayerRecord)
+
+
+def list_scales(scales: object) -> dict[VariablePath, LearnedPart]:
+    """Return the variables in the collection "scales", by path and name."""
+    flat: dict[VariablePath, Any] = traverse_util.flatten_dict(scales) if isinstance(scales, dict | FrozenDict) else {}
+    return flat
+
+
+def join_path(path: VariablePath) -> str:
+    """Return the path of the layer around a submodule with a record, for errors."""
+    return "/".join(path[:-1]) or path[-1]
+
+
+def _get_array_state(q: QuantizedArray) -> dict[str, Any]:
+    """Return the arrays of a QuantizedArray as a state dict."""
+    parts = {"codes": q.stored_codes, "scale": q.scale, "zero_point": q.zero_point}
+    state = {name: serialization.to_state_dict(part) for name, part in parts.items() if part is not None}
+    # A state dict has no static attributes. Without the order, codes could be restored in another one.
+    return state if q.stored_order is None else {**state, "stored_order": np.asarray(q.stored_order, np.int8)}
+
+
+def _restore_array(q: QuantizedArray, state: dict[str, Any]) -> QuantizedArray:
+    """Return a QuantizedArray with the arrays of a state dict."""
+    children, static = q.tree_flatten()
+    restored = []
+    for name, part in zip(("codes", "scale", "zero_point"), children, strict=True):
+        restored.append(None if part is None else serialization.from_state_dict(part, state[name], name=name))
+    # States that were saved before there were stored orders have none: their codes are in the logical order.
+    saved = state.get("stored_order")
+    order = None if saved is None else tuple(int(axis) for axis in saved)
+    new = QuantizedArray.tree_unflatten((*static[:3], order), tuple(restored))
+    return new if order == q.stored_order else new.replace(stored_order=q.stored_order)
+
+
+# flax.serialization knows nested dicts of arrays; every other type must be registered.
+serialization.register_serialization_state(QuantizedArray, _get_array_state, _restore_array)
+serialization.register_serialization_state(LayerRecord, lambda _: {}, lambda record, _: record)
+serialization.register_serialization_state(
+    StaticText, lambda node: {"text": node.text}, lambda node, state: StaticText(state.get("text", node.text))
+)
+
+
+# The modules.
+
+
+class LinenContraction(nn.Module):
+    """The base class of the modules that contract.
+
+    Attributes:
+        quantization: how the operands are quantized.
+        kernel_name: the name of the weights in "params", in the module around this one.
+        operation: the row of the table that a subclass runs.
+    """
+
+    quantization: Quantization
+    kernel_name: str = "kernel"
+    operation: ClassVar[LayerOperation]
+
+    # The methods below are marked `nn.nowrap`, so that flax adds no name scope for each of them.
+    @nn.compact
+    def __call__(self, *operands: Any, **arguments: Any) -> jax.Array:
+        """Return the contraction, from the arguments of the function of JAX that this module replaces."""
+        call = self.operation.bind(*operands, **arguments)
+        return _operations.run_operation(self.operation, self, self.quantization.backward, call)
 
     @nn.nowrap
-    def read_range(self, operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:
-        """Return the scale and the zero point of an observed or learned range.
+    def read_range(self, operand: LayerOperand, x: jax.Array) -> Parameters:
+        """Return the scale and the zero point of a static or learned range.
 
-        An observed range is updated by x while its collection is mutable. A learned one starts from x if it is missing.
+        An static range is updated by x while its collection is mutable. A learned one starts from x if it is missing.
         """
-        if isinstance(operand.source, Observed):
-            return self._observe_range(operand, x)
-        names = _learned.list_names(operand)
+        if isinstance(operand.source, Static):
+            return self._read_static(operand, x)
+        names = _operand_ranges.list_learned_names(operand)
         if not all(self.has_variable(SCALES, name) for name in names):
             self._require_mutable(SCALES, operand)
-            for name, start in zip(names, _learned.find_initial(operand, x), strict=True):
+            for name, start in zip(names, _operand_ranges.compute_initial(operand, x), strict=True):
                 self.variable(SCALES, name, self._box_scale, operand, start)
         parts = [meta.unbox(self.get_variable(SCALES, name)) for name in names]
-        return _learned.read_learned(operand, tuple(parts))
+        return _operand_ranges.read_learned(operand, tuple(parts))
 
     @nn.nowrap
-    def read_constants(self, operand: LayerOperand) -> tuple[jax.Array, Any]:
+    def read_constants(self, operand: LayerOperand) -> Parameters:
         """Return the scale and the zero point that `convert` stored for the activations."""
         stored = self._read(RANGES, operand.role)
         expected = 'its range in the collection "ranges", which jq.flax.convert stores there'
@@ -93,12 +213,12 @@ class RangeModule(nn.Module):
         return stored["scale"], stored.get("zero_point")
 
     @nn.nowrap
-    def _observe_range(self, operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:
-        """Return the scale and the zero point of an observed range, updated by x where the collection is mutable."""
+    def _read_static(self, operand: LayerOperand, x: jax.Array) -> Parameters:
+        """Return the scale and the zero point of a static range, updated by x where the collection is mutable."""
         is_mutable = self.is_mutable_collection(RANGES)
         if not self.has_variable(RANGES, operand.role):
             self._require_mutable(RANGES, operand)
-        state = self.variable(RANGES, operand.role, _observed.make_state, operand, x)
+        state = self.variable(RANGES, operand.role, _operand_ranges.make_state, operand, x)
         is_state = isinstance(state.value, Mapping) and "state" in state.value
         expected = "the state of a calibrator, which init makes for a float kernel"
         checks.require(is_state, "flax", operand.role, expected, "the constants of a converted one")
@@ -106,10 +226,10 @@ class RangeModule(nn.Module):
         if self.is_initializing():
             return find_parameters("quantize", x, operand.spec, None, None)[:2]
         if is_mutable:
-            state.value = _observed.update_state(operand, state.value, x)
+            state.value = _operand_ranges.update_state(operand, state.value, x)
         expected = f'a range: call apply(..., mutable=["{RANGES}"]) with data, and use the "{RANGES}" that it returns'
-        checks.require(_observed.has_data(state.value["batches"]), "flax", operand.role, expected, "no data")
-        return _observed.finalize_state(operand, state.value, x.shape)
+        checks.require(_operand_ranges.has_data(state.value["batches"]), "flax", operand.role, expected, "no data")
+        return _operand_ranges.finalize_state(operand, state.value, x.shape)
 
     @nn.nowrap
     def _require_mutable(self, collection: str, operand: LayerOperand) -> None:
@@ -121,56 +241,19 @@ class RangeModule(nn.Module):
         checks.require(self.is_mutable_collection(collection), "flax", operand.role, expected, "neither")
 
     @nn.nowrap
-    def _box_scale(self, operand: LayerOperand, start: jax.Array) -> Any:
-        """Return a learned scale as it is stored."""
-        del operand
-        return start
-
-    @nn.nowrap
     def _read(self, collection: str, name: str) -> Any:
         """Return the value of a variable, or None if it is missing."""
         return self.get_variable(collection, name) if self.has_variable(collection, name) else None
 
-
-class Contraction(RangeModule):
-    """The base class of the modules that contract.
-
-    Attributes:
-        quantization: how the operands are quantized.
-        kernel_name: the name of the weights in "params", in the module around this one.
-        operation: the row of the table that a subclass runs.
-    """
-
-    quantization: Quantization
-    kernel_name: str = "kernel"
-    operation: ClassVar[Operation]
-
-    @nn.compact
-    def __call__(self, *operands: Any, **arguments: Any) -> jax.Array:
-        """Return the contraction, from the arguments of the function of JAX that this module replaces."""
-        return self.run(self.operation, *operands, **arguments)
-
     @nn.nowrap
-    def run(self, operation: Operation, *operands: Any, **arguments: Any) -> jax.Array:
-        """Return the result of an operation on this module's variables."""
-        # The methods of this class are marked `nn.nowrap`, so that flax adds no name scope for each of them.
-        call = operation.bind(*operands, **arguments)
-        backward, relay = self.quantization.backward, getattr(self.parent, "_relay", None)
-        if relay is None:
-            return _operations.run_operation(operation, self, backward, call)
-        call = relay.insert_codes(call)
-        relay.result = run_to_codes(operation, self, self.quantization, backward, call, relay.bias)
-        return make_stand_in(relay.result).astype(call.arguments["preferred_element_type"])
-
-    @nn.nowrap
-    def find_place(self) -> str:
+    def describe_layer(self) -> str:
         """Return the path of the layer around this module, for errors."""
         return "/".join(self.path[:-1]) or type(self.parent if isinstance(self.parent, nn.Module) else self).__name__
 
     @nn.nowrap
-    def find_operands(self) -> Operands:
+    def read_operands(self) -> Operands:
         """Return how the weights and the activations are quantized."""
-        return _layer_operand.check_layer("flax", self.quantization)
+        return check_layer("flax", self.quantization)
 
     @nn.nowrap
     def make_key(self) -> jax.Array | None:
@@ -186,23 +269,18 @@ class Contraction(RangeModule):
     @nn.nowrap
     def check_converted(self, weight: LayerOperand, activation: LayerOperand | None, kernel: QuantizedArray) -> None:
         """Check that the variables were converted with this layer's specs and sources of ranges."""
-        operands = (
-            (weight, "weight_spec"),
-            (activation, "activation_spec"),
-            (self.quantization.find_output(), "output_spec"),
-        )
-        for operand, argument in operands:
-            text = _layer_operand.describe_converted(operand)
+        for operand, argument in ((weight, "weight_spec"), (activation, "activation_spec")):
+            text = _quantization.describe_converted(operand)
             # `convert` wrote these descriptions; `record_operands` does this for float variables.
             stored = self._read(RANGES, argument)
             converted = stored.text if isinstance(stored, StaticText) else text
             expected = f"what the variables were converted with: {converted}"
             checks.require(converted == text, "flax", argument, expected, text)
-        _converted.check_kernel(weight, kernel)
+        _conversion.check_kernel(weight, kernel)
         # Variables written by another program may lack the descriptions. Then only their arrays can be compared.
         is_stored = self.has_variable(RANGES, "activation")
         is_static = activation is not None and not isinstance(activation.source, Dynamic)
-        expected = "a spec with activation_range=Observed() or Learned(), because the variables hold a static range"
+        expected = "a spec with activation_range=Static(...) or Learned(), because the variables hold a static range"
         got = "None" if activation is None else "Dynamic()"
         checks.require(is_static or not is_stored, "flax", "activation_spec", expected, got)
 
@@ -219,17 +297,13 @@ class Contraction(RangeModule):
         got = f"{kernel.dtype} of {getattr(stored, 'dtype', None)}"
         checks.require_type(is_same, "flax", "kernel", expected, got)
         if self.is_mutable_collection(RANGES):
-            self.put_variable(RANGES, NAME, self._make_record(weight, activation, kernel, stored_axes))
+            self.put_variable(RANGES, RECORD, self._make_record(weight, activation, kernel, stored_axes))
             return
         # Variables of an older call may hold ranges of another spec, which would give wrong codes without an error.
-        record = self._read(RANGES, NAME)
-        for operand, role in (
-            (weight, "weight"),
-            (activation, "activation"),
-            (self.quantization.find_output(), "output"),
-        ):
+        record = self._read(RANGES, RECORD)
+        for operand, role in ((weight, "weight"), (activation, "activation")):
             recorded = getattr(record, role, operand)
-            if _layer_operand.is_alike(operand, recorded):
+            if _quantization.is_alike(operand, recorded):
                 continue
             # The repr of a spec is slow, so the text is built only for the error.
             expected = f'what the variables were made with (a call with mutable=["{RANGES}"] updates them): {recorded}'
@@ -238,19 +312,19 @@ class Contraction(RangeModule):
     @nn.nowrap
     def _make_record(
         self, weight: LayerOperand, activation: LayerOperand | None, kernel: jax.Array, stored_axes: tuple[int, ...]
-    ) -> Record:
+    ) -> LayerRecord:
         """Return the record from which `convert` finds this layer."""
         parent = self.parent
         is_ready = getattr(parent, "promote_dtype", promote_dtype) is promote_dtype
         # Attention layers of flax pass no promote_dtype on: the error of `convert` names them.
         outer = getattr(parent, "parent", None)
         attention = type(outer).__name__ if isinstance(outer, nn.MultiHeadDotProductAttention) else None
-        # flax compares the shape of a parameter with that of its stored codes. The layers of this package permit a
+        # flax compares the shapes of a parameter and of its stored codes. The layers of this package permit a
         # stored order; flax's own layers do not.
         stored_axes = stored_axes if getattr(parent, "permits_stored_order", False) else ()
         shape = tuple(kernel.shape)
         names = (self.kernel_name, shape, kernel.dtype, is_ready, attention, stored_axes)
-        return Record(weight, activation, *names, self.quantization.find_output())
+        return LayerRecord(weight, activation, *names)
 
     @nn.nowrap
     def _box_scale(self, operand: LayerOperand, start: jax.Array) -> Any:
@@ -259,7 +333,7 @@ class Contraction(RangeModule):
         names = getattr(box, "names", None)
         if operand.role != "weight" or not isinstance(box, meta.AxisMetadata) or names is None:
             return start
-        part_names = _converted.find_part_names(names, start.shape)
+        part_names = _conversion.match_part_names(names, start.shape)
         return dataclasses.replace(box, value=start, names=part_names)  # type: ignore[call-arg]
 
     @nn.nowrap
@@ -273,45 +347,42 @@ class Contraction(RangeModule):
 # The names of these classes are in the paths of users' variables: "DotGeneral_0", for example.
 
 
-class DotGeneral(Contraction):
+class DotGeneral(LinenContraction):
     """`jax.lax.dot_general(activations, weights, ...)` in integers."""
 
     operation = _operations.DOT_GENERAL
 
 
-class ConvGeneralDilated(Contraction):
+class ConvGeneralDilated(LinenContraction):
     """`jax.lax.conv_general_dilated(activations, weights, ...)` in integers."""
 
     operation = _operations.CONV_GENERAL_DILATED
 
 
-class Product(Contraction):
+class EinsumProduct(LinenContraction):
     """`jax.numpy.einsum(subscripts, activations, weights)` in integers."""
 
     operation = _operations.EINSUM
 
 
-class Table(Contraction):
+class Table(LinenContraction):
     """The two operations of an `Embed` on its table, which share one range."""
 
     @nn.compact
-    def __call__(self, operation: Operation, *operands: Any) -> Any:
+    def __call__(self, operation: LayerOperation, *operands: Any) -> jax.Array:
         """Return rows of the table, or the products of queries with all rows."""
-        if operation is not _operations.LOOKUP:
-            return self.run(operation, *operands)
-        call = operation.bind(*operands)
-        return run_lookup(operation, self, self.quantization, self.quantization.backward, call)
+        return _operations.run_operation(operation, self, self.quantization.backward, operation.bind(*operands))
 
 
 @dataclasses.dataclass(frozen=True)
-class Injected:
+class LinenHook:
     """A function that flax's layers take as `dot_general`, or that makes the module for `dot_general_cls`.
 
     It is no module, but makes one in each layer that calls it, so that many layers can be given the same one. Two of
     them are equal if their arguments are.
     """
 
-    module: type[Contraction]
+    module: type[LinenContraction]
     quantization: Quantization
 
     def __call__(self, *operands: Any, **arguments: Any) -> Any:
@@ -321,3 +392,101 @@ class Injected:
         checks.require(module.scope is not None or not operands, "flax", self.module.__name__, expected, "no layer")
         # `dot_general_cls` is called without operands, `dot_general` with them.
         return module(*operands, **arguments) if operands else module
+
+
+# What flax's own layers take to contract in integers.
+
+
+def dot_general(
+    weight_spec: QuantSpec,
+    activation_spec: QuantSpec | None = None,
+    *,
+    weight_range: RangeSource = Dynamic(),
+    activation_range: RangeSource = Dynamic(),
+    backward: Backward = FloatBackward(),
+) -> LinenHook:
+    """Return a function that any flax Linen layer with a `dot_general` attribute can contract with.
+
+    layer(x) = quantized_dot_general(x, kernel, ...) + bias, where layer = nn.Dense(..., dot_general=this)
+
+    The layer also needs `promote_dtype=jq.flax.promote_dtype`: flax's own `promote_dtype` does not accept a converted
+    kernel, and in bfloat16 it rounds the kernel before it is quantized. `nn.MultiHeadDotProductAttention` does not pass
+    `promote_dtype` to its layers: with this function it can be trained, but not converted.
+
+    Args:
+        weight_spec: How to quantize the kernel, the right operand.
+        activation_spec: How to quantize the left operand; None leaves it in floats.
+        weight_range: Static. The source of the kernel's range: `Dynamic()` or `Learned()`.
+        activation_range: Static. The source of the left operand's range: `Dynamic()`, `Static(...)` or `Learned()`.
+        backward: Static. How to contract gradients: `jq.FloatBackward()` or `jq.Int8Backward()`.
+
+    Returns:
+        A function for any number of layers. In each layer it makes a module, and the ranges of that module are in the
+        variables of the layer.
+
+    Raises:
+        TypeError: An argument has a wrong type, or a spec has a dtype that cannot be contracted in integers.
+        ValueError: A spec is not supported with the source of its range.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq, jaxquant.flax
+        >>> from flax import linen as nn
+        >>> dot_general = jq.flax.dot_general(jq.QuantSpec(jnp.int8, jq.PerAxis(-1)))
+        >>> layer = nn.Dense(2, dot_general=dot_general, promote_dtype=jq.flax.promote_dtype)
+        >>> x = jnp.ones((1, 3))
+        >>> variables = layer.init(jax.random.key(0), x)
+        >>> serving = jq.flax.convert(layer, variables)
+        >>> bool((layer.apply(serving, x) == layer.apply(variables, x)).all())
+        True
+
+    Source: flax.linen.Dense, `dot_general`.
+    """
+    quantization = Quantization(weight_spec, activation_spec, weight_range, activation_range, backward)
+    check_layer("flax.dot_general", quantization)
+    return LinenHook(DotGeneral, quantization)
+
+
+def conv_general_dilated(
+    weight_spec: QuantSpec,
+    activation_spec: QuantSpec | None = None,
+    *,
+    weight_range: RangeSource = Dynamic(),
+    activation_range: RangeSource = Dynamic(),
+    backward: Backward = FloatBackward(),
+) -> LinenHook:
+    """Return a function that flax's Linen convolutions can convolve with.
+
+    layer(x) = quantized_conv_general_dilated(x, kernel, ...) + bias, where
+    layer = nn.Conv(..., conv_general_dilated=this)
+
+    The layer also needs `promote_dtype=jq.flax.promote_dtype`, for the reasons that `dot_general` gives.
+
+    Args:
+        weight_spec: How to quantize the kernel.
+        activation_spec: How to quantize the images; None leaves them in floats.
+        weight_range: Static. The source of the kernel's range: `Dynamic()` or `Learned()`.
+        activation_range: Static. The source of the images' range: `Dynamic()`, `Static(...)` or `Learned()`.
+        backward: Static. How to contract gradients: `jq.FloatBackward()` or `jq.Int8Backward()`.
+
+    Returns:
+        A function for any number of layers.
+
+    Raises:
+        TypeError: An argument has a wrong type, or a spec has a dtype that cannot be contracted in integers.
+        ValueError: A spec is not supported with the source of its range.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq, jaxquant.flax
+        >>> from flax import linen as nn
+        >>> specs = jq.QuantSpec(jnp.int8, jq.PerAxis(-1)), jq.QuantSpec(jnp.uint8)
+        >>> conv = jq.flax.conv_general_dilated(*specs, activation_range=jq.Static(jq.calibration.minmax))
+        >>> layer = nn.Conv(2, (3,), conv_general_dilated=conv, promote_dtype=jq.flax.promote_dtype)
+        >>> variables = layer.init(jax.random.key(0), jnp.ones((1, 4, 1)))
+        >>> layer.apply(variables, jnp.ones((1, 4, 1)), mutable=["ranges"])[0].shape
+        (1, 4, 2)
+
+    Source: flax.linen.Conv, `conv_general_dilated`.
+    """
+    quantization = Quantization(weight_spec, activation_spec, weight_range, activation_range, backward)
+    check_layer("flax.conv_general_dilated", quantization)
+    return LinenHook(ConvGeneralDilated, quantization)

@@ -12,17 +12,17 @@ from flax.core import FrozenDict, meta, unfreeze
 
 from ..._arrays.quantized_array import QuantizedArray
 from ..._core import checks
+from ..._training.range_sources import Dynamic, Static
 from ...checkpoint.arrays import StaticText
-from .. import _converted, _layer_operand, _learned, _observed
-from .._layer_operand import LayerOperand
-from ..ranges import Dynamic, Observed
-from .contraction import RANGES, SCALES
-from .record import NAME, Path, Record, find_layers, find_scales
+from .. import _conversion, _operand_ranges, _quantization
+from .._conversion import MeshAxes
+from .._quantization import LayerOperand
+from .contraction import RANGES, RECORD, SCALES, LayerRecord, LearnedPart, VariablePath, list_layers, list_scales
 
 _NAME = "flax.convert"
 
 
-def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
+def convert(module: nn.Module, variables: Mapping[str, object]) -> dict[str, Any]:
     """Return the variables with which a trained Linen module contracts integers.
 
     serving["params"][...]["kernel"] = quantize(kernel, weight_spec), for the kernel of each quantized layer
@@ -33,7 +33,7 @@ def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
     Partitioned kernels get partitioned codes and scales.
 
     If both operands are quantized, the codes of dense layers and of `Einsum` are stored with the contracted axes last,
-    which is faster on a CPU for few rows; their `shape` stays that of the kernel. See `QuantizedArray.stored_order`.
+    which is faster on a CPU for few rows; their `shape` does not change. See `QuantizedArray.stored_order`.
     flax's own layers, into which `jq.flax.dot_general` was injected, keep the order, because flax compares the shapes
     of parameters.
 
@@ -60,7 +60,7 @@ def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
         >>> from jaxquant.flax import linen as qnn
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int4, jq.PerFeature()), "activation_spec": jq.QuantSpec(jnp.uint8)}
-        >>> layer = qnn.Conv(4, (3, 3), **specs)
+        >>> layer = qnn.Conv(4, (3, 3), **specs, activation_range=jq.Static(jq.calibration.minmax))
         >>> x = jnp.linspace(-1.0, 1.55, 98).reshape(1, 7, 7, 2)
         >>> variables = jq.flax.calibrate(layer, layer.init(jax.random.key(0), x), [x])
         >>> serving = jq.flax.convert(layer, variables)
@@ -74,7 +74,7 @@ def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
     expected = "a flax.linen.Module (jaxquant.flax.nnx.convert is for NNX)"
     checks.require_type(isinstance(module, nn.Module), _NAME, "module", expected, type(module).__name__)
     collections: Any = unfreeze(variables) if isinstance(variables, dict | FrozenDict) else {}
-    layers = find_layers(collections.get(RANGES))
+    layers = list_layers(collections.get(RANGES))
     got = "variables that are already converted: module.apply serves them as they are"
     is_float = bool(layers) or not has_codes(collections.get("params"))
     checks.require(is_float, _NAME, "variables", "variables with float kernels", got)
@@ -84,7 +84,7 @@ def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
     params = collections["params"]
     # Modules without parameters keep their empty entries.
     params = traverse_util.flatten_dict(params, keep_empty_nodes=True) if isinstance(params, dict) else {}
-    scales = find_scales(collections.get(SCALES))
+    scales = list_scales(collections.get(SCALES))
     ranges = {}
     for path, state in layers.items():
         with checks.prefix_errors("/".join(path[:-1]) or type(module).__name__):
@@ -95,13 +95,13 @@ def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def has_codes(params: Any) -> bool:
+def has_codes(params: object) -> bool:
     """Return whether a tree of parameters has a QuantizedArray."""
     leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, QuantizedArray))
     return any(isinstance(leaf, QuantizedArray) for leaf in leaves)
 
 
-def check_convertible(function: str, record: Record) -> None:
+def check_convertible(function: str, record: LayerRecord) -> None:
     """Raise ContractValueError unless a layer takes converted weights.
 
     `calibrate` calls this too, so that the error is raised before hours of work.
@@ -116,7 +116,8 @@ def check_convertible(function: str, record: Record) -> None:
 
 
 def _convert_layer(
-    path: Path, state: Mapping[str, Any], params: dict[Path, Any], scales: Mapping[Path, Any]
+    path: VariablePath, state: Mapping[str, Any], params: dict[VariablePath, Any],
+    scales: Mapping[VariablePath, LearnedPart],
 ) -> dict[str, Any]:  # fmt: skip
     """Convert the kernel of one layer in `params`, and return what the collection "ranges" holds for the layer.
 
@@ -126,10 +127,7 @@ def _convert_layer(
         params: all parameters by path, changed in place.
         scales: all learned scales by path and name.
     """
-    record = state[NAME]
-    if record.weight is None:
-        text = StaticText(_layer_operand.describe_converted(record.output))
-        return {**_find_constants(record, record.output, path, state, scales, 0), "output_spec": text}
+    record = state[RECORD]
     # The record is in the submodule that contracts; the kernel is in the layer around it.
     kernel_path = (*path[:-1], record.kernel)
     kernel = params.get(kernel_path)
@@ -139,68 +137,65 @@ def _convert_layer(
     params[kernel_path], depth = _quantize_kernel(record, kernel, path, scales)
     # The layer compares these descriptions when it serves, so that it never reads the codes with another spec.
     texts = {"weight_spec": record.weight, "activation_spec": record.activation}
-    if record.output is not None:
-        texts["output_spec"] = record.output
-    described = {name: StaticText(_layer_operand.describe_converted(operand)) for name, operand in texts.items()}
-    constants = {}
-    for operand in (record.activation, record.output):
-        constants |= _find_constants(record, operand, path, state, scales, depth)
-    return {**constants, **described}
+    described = {name: StaticText(_quantization.describe_converted(operand)) for name, operand in texts.items()}
+    return {**_compute_constants(record, record.activation, path, state, scales, depth), **described}
 
 
 def _quantize_kernel(
-    record: Record, boxed: Any, path: Path, scales: Mapping[Path, Any]
+    record: LayerRecord, boxed: Any, path: VariablePath, scales: Mapping[VariablePath, LearnedPart]
 ) -> tuple[QuantizedArray, int]:  # fmt: skip
     """Return a kernel as a QuantizedArray, partitioned like it, and the number of axes that stack layers."""
     kernel, weight, argument = meta.unbox(boxed), record.weight, f"params[{record.kernel!r}]"
-    assert weight is not None
-    depth = _converted.count_leading_axes(_NAME, argument, kernel, record.shape, "nn.scan and nn.vmap")
+    depth = _conversion.count_leading_axes(_NAME, argument, kernel, record.shape, "nn.scan and nn.vmap")
     check_convertible(_NAME, record)
     parts = () if isinstance(weight.source, Dynamic) else _read_learned(weight, path, scales)
-    q = _converted.quantize_kernel(_NAME, weight, kernel, parts, depth, record.stored_axes)
+    q = _conversion.quantize_kernel(_NAME, weight, kernel, parts, depth, record.stored_axes)
     names = getattr(boxed, "names", None)
     if not isinstance(boxed, meta.AxisMetadata) or names is None:
         return q, depth
 
     # A box of flax holds one array with its mesh axes, so each part of the kernel gets a box.
-    def box_part(part: Any, part_names: Any) -> Any:
+    def box_part(part: jax.Array, part_names: tuple[MeshAxes, ...]) -> Any:
         return meta.replace_boxed(boxed, part).replace(names=part_names)  # type: ignore[attr-defined]
 
     (codes, *parameters), static = q.tree_flatten()
-    boxes = [None if p is None else box_part(p, _converted.find_part_names(names, p.shape)) for p in parameters]
-    codes = box_part(codes, _converted.find_part_names(names, codes.shape, order=q.stored_order))
+    boxes = [None if p is None else box_part(p, _conversion.match_part_names(names, p.shape)) for p in parameters]
+    codes = box_part(codes, _conversion.match_part_names(names, codes.shape, order=q.stored_order))
     return QuantizedArray.tree_unflatten(static, (codes, *boxes)), depth
 
 
-def _find_constants(
-    record: Record, activation: LayerOperand | None, path: Path, state: Mapping[str, Any], scales: Mapping[Path, Any],
-    depth: int,
+def _compute_constants(
+    record: LayerRecord, activation: LayerOperand | None, path: VariablePath, state: Mapping[str, Any],
+    scales: Mapping[VariablePath, LearnedPart], depth: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the scale and the zero point of static activations, or of the result, as entries of "ranges"."""
+    """Return the scale and the zero point of static activations, as an entry of "ranges"."""
     if activation is None or isinstance(activation.source, Dynamic):
         return {}
-    if isinstance(activation.source, Observed):
+    if isinstance(activation.source, Static):
         values = state.get(activation.role)
         expected = 'a range: call apply(..., mutable=["ranges"]) with data like the data to serve'
         if record.kernel == "embedding":
             expected += ", by a method that calls attend; or set activation_spec=None if none does"
         batches = None if values is None else values["batches"]
-        checks.require(_observed.has_data(batches), _NAME, activation.role, expected, "no data")
+        checks.require(_operand_ranges.has_data(batches), _NAME, activation.role, expected, "no data")
+        assert values is not None
         assert batches is not None
         # The depth of the range itself: layers that share a kernel may each have a range.
         depth = batches.ndim
     else:
         values = _read_learned(activation, path, scales)
-    scale, zero_point = _converted.find_constants(_NAME, activation, values, depth)
+    scale, zero_point = _conversion.compute_constants(_NAME, activation, values, depth)
     if zero_point is None:
         return {activation.role: {"scale": scale}}
     return {activation.role: {"scale": scale, "zero_point": zero_point}}
 
 
-def _read_learned(operand: LayerOperand, path: Path, scales: Mapping[Path, Any]) -> tuple[jax.Array, ...]:
+def _read_learned(
+    operand: LayerOperand, path: VariablePath, scales: Mapping[VariablePath, LearnedPart]
+) -> tuple[jax.Array, ...]:
     """Return the learned scale of an operand, and its zero point if that is learned."""
     parts = []
-    for name in _learned.list_names(operand):
+    for name in _operand_ranges.list_learned_names(operand):
         expected = f'it in the collection "{SCALES}": apply(..., mutable=["{SCALES}"]) starts it'
         checks.require((*path, name) in scales, _NAME, name, expected, "none")
         parts.append(meta.unbox(scales[(*path, name)]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -15,18 +16,25 @@ from ..._arrays.quantized_array import QuantizedArray
 from ..._arrays.spec import QuantSpec
 from ..._core import checks
 from ..._training.backward import Backward, FloatBackward
-from .. import _layer_operand, _operations
-from .._layer_operand import Quantization
-from .._run_to_codes import Relay, is_codes, make_stand_in, needs_codes
-from ..ranges import Dynamic, Observed, Source
-from .contraction import Contraction, ConvGeneralDilated, DotGeneral, Injected, Product, Table, promote_dtype
+from ..._training.range_sources import Dynamic, RangeSource
+from .. import _operations
+from .._quantization import Quantization, check_layer
+from .contraction import (
+    ConvGeneralDilated,
+    DotGeneral,
+    EinsumProduct,
+    LinenContraction,
+    LinenHook,
+    Table,
+    promote_dtype,
+)
 
 _NAME = "flax.linen"
 
 
 # This base class comes before flax's layer: dataclass fields are collected from the last base class to the first, so
 # flax's own attributes keep their positions.
-class _QuantizedLayer(nn.Module):
+class _LinenLayer(nn.Module):
     """The attributes that all quantized layers add to flax's, and their checks. A base class in front of flax's layer.
 
     Attributes:
@@ -35,43 +43,31 @@ class _QuantizedLayer(nn.Module):
         weight_range: the source of the kernel's range.
         activation_range: the source of the inputs' range.
         backward: how to contract gradients.
-        output_spec: how to quantize the result, or None.
-        output_range: the source of the result's range.
-        output_relu: whether a relu precedes the quantization of the result.
-        integer_bias: whether the bias is rounded to int32, although the result is float.
         promote_dtype: flax's attribute, with another default.
     """
 
     weight_spec: QuantSpec | None = None
     activation_spec: QuantSpec | None = None
-    weight_range: Source = Dynamic()
-    activation_range: Source = Observed()
+    weight_range: RangeSource = Dynamic()
+    activation_range: RangeSource = Dynamic()
     backward: Backward = FloatBackward()
-    output_spec: QuantSpec | None = None
-    output_range: Source = Observed()
-    output_relu: bool = False
-    integer_bias: bool = False
     promote_dtype: Any = promote_dtype
     # The attribute through which flax's layer contracts, and the module for it; None if the layer calls its own module.
     _field: ClassVar[str | None] = None
-    _contraction: ClassVar[type[Contraction] | None] = None
+    _contraction: ClassVar[type[LinenContraction] | None] = None
     # Read by the record of the layer's contraction.
     permits_stored_order: ClassVar[bool] = True
 
     @nn.nowrap
-    def param(self, name: str, init_fn: Any, *init_args: Any, **options: Any) -> Any:
+    def param(self, name: str, init_fn: Callable[..., Any], *init_args: Any, **options: Any) -> Any:
         """Return a parameter as flax does; the codes of a converted kernel may have a stored order."""
         is_stored = self.scope is not None and self.has_variable("params", name)
         value = meta.unbox(self.get_variable("params", name)) if is_stored else None
         order = value.stored_order if isinstance(value, QuantizedArray) else None
         if order is None:
-            parameter = super().param(name, init_fn, *init_args, **options)
-            relay = getattr(self, "_relay", None)
-            if relay is not None and name == "bias":
-                relay.bias = parameter
-            return parameter
+            return super().param(name, init_fn, *init_args, **options)
 
-        # flax compares the shape of the first array of a parameter, the stored codes, with that of an initial value.
+        # flax compares the shape of the first array of a parameter, here the stored codes, with its initial value.
         def init_stored(*arguments: Any, **keywords: Any) -> Any:
             return parts.store_codes(meta.unbox(init_fn(*arguments, **keywords)), order)
 
@@ -79,66 +75,31 @@ class _QuantizedLayer(nn.Module):
 
     def __post_init__(self) -> None:
         """Check the arguments, and set the factory with which flax's layer makes its contraction."""
+        field, given = self._field, {}
+        if field is not None and self._contraction is not None:
+            given = {name: getattr(self, name) for name in (field, field.removesuffix("_cls"))}
+            # Set before flax freezes the module, and checked below, once the module knows its path.
+            setattr(self, field, LinenHook(self._contraction, _read_quantization(self)))
         super().__post_init__()
-        with checks.prefix_errors(_find_path(self)):
+        with checks.prefix_errors(_describe_path(self)):
             expected = "None, because converted weights take no mask"
             checks.require(getattr(self, "mask", None) is None, _NAME, "mask", expected, "an array")
-            quantization = _check_quantization(self)
-            if self._field is not None and self._contraction is not None:
-                _check_not_set(self, self._field)
-                # A flax module is frozen once it is constructed.
-                object.__setattr__(self, self._field, Injected(self._contraction, quantization))
+            check_layer(_NAME, _read_quantization(self))
+            for name, value in given.items():
+                # A clone of a layer gets the factory of the original, which is not an error.
+                is_copied = name == field and isinstance(value, LinenHook)
+                expected = "None, because this layer has its own contraction"
+                checks.require(value is None or is_copied, _NAME, name, expected, checks.describe_value(value))
 
 
-class _CodesLayer(_QuantizedLayer):
-    """A quantized layer that takes and gives codes. A base class in front of flax's layer."""
-
-    def __call__(self, inputs: Any) -> Any:
-        """Return the result of the layer.
-
-        Args:
-            inputs: Floats, or codes: a QuantizedArray or, in training, a FakeQuantizedArray.
-
-        Returns:
-            Floats; or, with an output_spec, a QuantizedArray if the kernel is converted, and otherwise a
-            FakeQuantizedArray.
-        """
-        layer: Any = super()
-        with checks.prefix_errors(_find_path(self)):
-            quantization = _check_quantization(self)
-        if not needs_codes(quantization, inputs):
-            return layer.__call__(inputs)
-        relay = Relay(inputs if is_codes(inputs) else None)
-        # flax's layer gets floats of the same shape. What it computes with its result is not used.
-        object.__setattr__(self, "_relay", relay)
-        try:
-            y = layer.__call__(make_stand_in(inputs))
-        finally:
-            object.__setattr__(self, "_relay", None)
-        return relay.find_result(y, quantization)
-
-
-def _check_quantization(layer: _QuantizedLayer) -> Quantization:
-    """Check the specs of a layer, and return the arguments that say how to quantize it."""
-    weight_spec: Any = layer.weight_spec  # None, the default, is an error
+def _read_quantization(layer: _LinenLayer) -> Quantization:
+    """Return the arguments of a layer that say how to quantize it."""
+    weight_spec: Any = layer.weight_spec  # None, the default, is an error of `check_layer`
     sources = (layer.weight_range, layer.activation_range)
-    output = (layer.output_spec, layer.output_range, layer.output_relu, layer.integer_bias)
-    quantization = Quantization(weight_spec, layer.activation_spec, *sources, layer.backward, *output)
-    _layer_operand.check_layer(_NAME, quantization)
-    return quantization
+    return Quantization(weight_spec, layer.activation_spec, *sources, layer.backward)
 
 
-def _check_not_set(layer: nn.Module, field: str) -> None:
-    """Raise ContractValueError if the user gave the layer another contraction."""
-    for name in (field, field.removesuffix("_cls")):
-        value = getattr(layer, name)
-        # A clone of a layer gets the factory of the original, which is not an error.
-        is_copied = name == field and isinstance(value, Injected)
-        expected = "None, because this layer has its own contraction"
-        checks.require(value is None or is_copied, _NAME, name, expected, checks.describe_value(value))
-
-
-def _find_path(layer: nn.Module) -> str:
+def _describe_path(layer: nn.Module) -> str:
     """Return the path of a layer, for errors. A layer that is made in `setup` has no name yet."""
     if layer.scope is not None:
         return "/".join(layer.path) or type(layer).__name__
@@ -147,7 +108,7 @@ def _find_path(layer: nn.Module) -> str:
     return "/".join((*outer, layer.name or type(layer).__name__))
 
 
-class Dense(_CodesLayer, nn.Dense):
+class Dense(_LinenLayer, nn.Dense):
     """`flax.linen.Dense` with a quantized kernel and quantized inputs.
 
     y = dot_general(quantize(x), quantize(kernel)) + bias
@@ -160,21 +121,15 @@ class Dense(_CodesLayer, nn.Dense):
         weight_spec: How to quantize the kernel, a QuantSpec. Required. `QuantSpec(jnp.int8, PerFeature())` has one
             scale for each output feature, whatever the shape of the kernel.
         activation_spec: How to quantize the inputs, a QuantSpec; None (the default) leaves them in floats. The default
-            granularity, `PerTensor()`, has one scale. `PerToken()` with `Dynamic()` has one scale for each token, at
-            any rank.
-        weight_range: `Dynamic()` (the default) finds the range in the kernel at each call; `Learned()` trains it.
-        activation_range: `Observed()` (the default) is a static range, which `jq.flax.calibrate` finds; `Dynamic()`
-            finds the range in the inputs at each call; `Learned()` trains it. The granularity of observed and learned
-            ranges must be `PerTensor()` or `PerFeature()`, because other granularities depend on the batch size.
+            granularity, `PerTensor()`, has one scale. `PerToken()` has one scale for each token, at any rank, and
+            needs a dynamic range.
+        weight_range: `jq.Dynamic()` (the default) finds the range in the kernel at each call; `jq.Learned()` trains it.
+        activation_range: `jq.Dynamic()` (the default) finds the range in the inputs at each call. For a static range,
+            `jq.Static(jq.calibration.minmax)`, `jq.flax.calibrate` finds it. `jq.Learned()` trains it. The granularity
+            of static and learned ranges must be `PerTensor()` or `PerFeature()`, because other granularities depend on
+            the batch size.
         backward: `jq.FloatBackward()` (the default) contracts gradients in floats. `jq.Int8Backward()` contracts them
             in integers, and with `stochastic_rounding=True` rounds them with keys from the rng "rounding".
-        output_spec: How to quantize the result, a QuantSpec of int8 or uint8 per tensor; None (the default) gives
-            floats. The layer then gives codes: a `QuantizedArray` if its kernel is converted, and in training a
-            `FakeQuantizedArray`, with the same codes and a gradient. A layer takes both as its inputs, and uses their
-            scale instead of its activation_spec. The bias is rounded to int32, in steps of the product of the scales.
-        output_range: `Observed()` (the default) or `Learned()`, as in activation_range.
-        output_relu: Whether a relu precedes the quantization of the result. Its range then begins at 0.
-        integer_bias: Whether the bias is rounded to int32 although the result is float.
 
     Raises:
         TypeError: At construction: weight_spec is not a QuantSpec, another argument has a wrong type, or a spec has a
@@ -186,15 +141,15 @@ class Dense(_CodesLayer, nn.Dense):
             sums over.
 
     Note:
-        Under `jax.jit` no error can depend on a value. There a layer whose static range was never found returns NaN.
+        Under `jax.jit` no error can depend on a value. There a layer returns NaN if its static range was never found.
         Call `jq.flax.check_calibrated(variables)` once, outside of `jit`, to find such layers. This holds for all
         layers here.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
         >>> from jaxquant.flax import linen as qnn
-        >>> weight_spec, activation_spec = jq.QuantSpec(jnp.int8, jq.PerFeature()), jq.QuantSpec(jnp.uint8)
-        >>> layer = qnn.Dense(2, weight_spec=weight_spec, activation_spec=activation_spec)
+        >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8, jq.PerFeature()), "activation_spec": jq.QuantSpec(jnp.uint8)}
+        >>> layer = qnn.Dense(2, **specs, activation_range=jq.Static(jq.calibration.minmax))
         >>> x = jnp.array([[-1.0, 0.0, 1.55]])
         >>> variables = jq.flax.calibrate(layer, layer.init(jax.random.key(0), x), [x])
         >>> serving = jq.flax.convert(layer, variables)
@@ -208,12 +163,12 @@ class Dense(_CodesLayer, nn.Dense):
     _contraction = DotGeneral
 
 
-class DenseGeneral(_CodesLayer, nn.DenseGeneral):
+class DenseGeneral(_LinenLayer, nn.DenseGeneral):
     """`flax.linen.DenseGeneral`, a Dense layer over several axes, with a quantized kernel and quantized inputs.
 
     y = dot_general(quantize(x), quantize(kernel)) + bias
 
-    The added attributes and the errors are those of `Dense`. The kernel has the batch dimensions, the contracted
+    The layer adds the attributes of `Dense`, and raises its errors. The kernel has the batch dimensions, the contracted
     dimensions and the features, in this order. `PerFeature()` has one scale for each index of all axes that are not
     contracted, and so has `PerToken()` in the activations.
     """
@@ -222,13 +177,13 @@ class DenseGeneral(_CodesLayer, nn.DenseGeneral):
     _contraction = DotGeneral
 
 
-class Conv(_CodesLayer, nn.Conv):
+class Conv(_LinenLayer, nn.Conv):
     """`flax.linen.Conv` with a quantized kernel and quantized inputs.
 
     y = conv_general_dilated(quantize(x), quantize(kernel)) + bias
 
-    The added attributes and the errors are those of `Dense`. Grouped and depthwise convolutions, every padding and
-    every dilation are supported. The output features are the last axis of the kernel.
+    The layer adds the attributes of `Dense`, and raises its errors. Grouped and depthwise convolutions, every padding
+    and every dilation are supported. The output features are the last axis of the kernel.
 
     Raises:
         ValueError: At construction: `mask` is set. Multiply the kernel by the mask once instead.
@@ -238,12 +193,12 @@ class Conv(_CodesLayer, nn.Conv):
     _contraction = ConvGeneralDilated
 
 
-class Einsum(_QuantizedLayer, nn.Einsum):
+class Einsum(_LinenLayer, nn.Einsum):
     """`flax.linen.Einsum` with a quantized kernel and quantized inputs.
 
     y = einsum(einsum_str, quantize(x), quantize(kernel)) + bias
 
-    The added attributes and the errors are those of `Dense`.
+    The layer adds the attributes of `Dense`, and raises its errors.
 
     Raises:
         ValueError: At a call: einsum_str does not have two operands and an explicit "->".
@@ -251,25 +206,21 @@ class Einsum(_QuantizedLayer, nn.Einsum):
 
     # flax's Einsum has no attribute for its contraction, so this method repeats its steps.
     @nn.compact
-    def __call__(self, inputs: Any, einsum_str: str | None = None) -> Any:
+    def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> Any:
         """Return the contraction of the inputs with the kernel, plus the bias.
 
         Args:
-            inputs: The first operand, floats or codes.
+            inputs: The first operand, an array of floats.
             einsum_str: Static. The equation, if the layer was constructed without one.
 
         Returns:
-            An array with the axes that the equation names: floats; or, with an output_spec, codes as those of `Dense`.
+            A float array with the axes that the equation names.
         """
         equation: Any = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
         equation = equation.replace(" ", "")
         is_explicit = "->" in equation and equation.count(",") == 1
-        with checks.prefix_errors(_find_path(self)):
+        with checks.prefix_errors(_describe_path(self)):
             checks.require(is_explicit, _NAME, "einsum_str", 'two operands and an explicit "->"', repr(equation))
-            quantization = _check_quantization(self)
-        has_codes = needs_codes(quantization, inputs)
-        relay = Relay(inputs if is_codes(inputs) else None) if has_codes else None
-        inputs = make_stand_in(inputs)
         kernel: Any = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
         bias, broadcast_shape = None, None
         if self.use_bias:
@@ -279,48 +230,37 @@ class Einsum(_QuantizedLayer, nn.Einsum):
             bias = self.param("bias", self.bias_init, bias_shape, self.param_dtype)
         inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
         bias = None if bias is None else jnp.reshape(bias, broadcast_shape)
-        product = Product(quantization)
-        if relay is not None:
-            relay.bias = bias
-            object.__setattr__(self, "_relay", relay)
-        try:
-            y = product(equation, inputs, kernel, self.precision, self.preferred_element_type)
-        finally:
-            object.__setattr__(self, "_relay", None)
-        if quantization.output_spec is not None or quantization.integer_bias:
-            assert relay is not None
-            return relay.find_result(y, quantization)
+        product = EinsumProduct(_read_quantization(self))
+        y = product(equation, inputs, kernel, self.precision, self.preferred_element_type)
         return y if bias is None else y + bias
 
 
-class Embed(_QuantizedLayer, nn.Embed):
+class Embed(_LinenLayer, nn.Embed):
     """`flax.linen.Embed` with a quantized table.
 
     y = take(quantize(embedding), indices)
 
-    The added attributes and the errors are those of `Dense`. A lookup in a converted table reads its codes. With an
-    output_spec, the rows are rounded to codes with one scale. `attend` contracts queries with the table, and returns
-    floats; `activation_spec` says how to quantize the queries, and their range is the only activation range of the
-    layer.
+    The layer adds the attributes of `Dense`, and raises its errors. A lookup in a converted table reads its codes.
+    `attend` contracts queries with the table; `activation_spec` says how to quantize the queries, and their range is
+    the only activation range of the layer.
 
     Raises:
         TypeError: At a call: the indices are not integers.
-        ValueError: At construction: `promote_dtype` or `integer_bias` is set.
+        ValueError: At construction: `promote_dtype` is set.
     """
 
     def __post_init__(self) -> None:
         """Check the arguments."""
         super().__post_init__()
         expected = "jq.flax.promote_dtype, because a table is quantized in the dtype in which it is stored"
-        with checks.prefix_errors(_find_path(self)):
+        with checks.prefix_errors(_describe_path(self)):
             is_default = self.promote_dtype is promote_dtype
             checks.require(is_default, _NAME, "promote_dtype", expected, "another function")
-            checks.require(not self.integer_bias, _NAME, "integer_bias", "False, because a table has no bias", "True")
 
     def setup(self) -> None:
         """Make the table and the module that reads it."""
         super().setup()
-        self.table = Table(_check_quantization(self), kernel_name="embedding")
+        self.table = Table(_read_quantization(self), kernel_name="embedding")
 
     def __call__(self, inputs: jax.Array) -> Any:
         """Return rows of the table.
@@ -330,22 +270,22 @@ class Embed(_QuantizedLayer, nn.Embed):
 
         Returns:
             The rows in the layer's dtype, of the shape of the indices followed by the features. An index beyond the
-            table returns NaN. With an output_spec, codes as those of `Dense`.
+            table returns NaN.
         """
         is_integer = jnp.issubdtype(inputs.dtype, jnp.integer)
-        with checks.prefix_errors(_find_path(self)):
+        with checks.prefix_errors(_describe_path(self)):
             checks.require_type(is_integer, _NAME, "inputs", "an integer dtype", inputs.dtype)
         # As in flax, a table of one row returns it for every index.
         if self.num_embeddings == 1:
             inputs = jnp.zeros_like(inputs)
         rows: Any = self.table(_operations.LOOKUP, self.embedding, inputs)
-        return rows if is_codes(rows) else rows.astype(self.dtype or rows.dtype)
+        return rows.astype(self.dtype or rows.dtype)
 
     def attend(self, query: jax.Array) -> jax.Array:
         """Return the products of queries with every row of the table.
 
         Args:
-            query: A float array whose last axis has the length of a row.
+            query: A float array [..., features], with the features of the table.
 
         Returns:
             A float array; its last axis has one entry for each row.

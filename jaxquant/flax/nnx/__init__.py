@@ -2,13 +2,10 @@
 
 from .attention import MultiHeadAttention
 from .calibrate import calibrate, calibration_view, check_calibrated
-from .contraction import promote_dtype
+from .contraction import Codes, Ranges, Scale, conv_general_dilated, dot_general, promote_dtype
 from .convert import convert, start
 from .fold_batch_norm import fold_batch_norm
-from .hooks import conv_general_dilated, dot_general
 from .layers import Conv, Einsum, Embed, Linear, LinearGeneral
-from .output_range import OutputRange
-from .variables import Codes, Ranges, Scale
 
 __all__ = [
     "Codes",
@@ -18,7 +15,6 @@ __all__ = [
     "Linear",
     "LinearGeneral",
     "MultiHeadAttention",
-    "OutputRange",
     "Ranges",
     "Scale",
     "calibrate",

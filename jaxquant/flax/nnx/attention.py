@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.linear import default_kernel_init
+from flax.typing import Initializer, PrecisionLike
+from jax.typing import DTypeLike
 
 from ..._arrays.spec import QuantSpec
 from ..._attention.kv_cache import INT8
 from ..._core import checks
 from ..._training.backward import Backward, FloatBackward
-from .. import _attention_call
-from .._attention_call import AttentionOptions
-from ..ranges import Dynamic, Observed, Source
+from ..._training.range_sources import Dynamic, RangeSource
+from .. import _attention
+from .._attention import AttentionOptions
 from .layers import LinearGeneral
 
 _NAME = "flax.nnx"
 _ZEROS = nnx.initializers.zeros_init()
+# What a variable is made with besides its value, for example {"sharding_names": (None, "model")}.
+Metadata = Mapping[str, Any] | None
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
-    """`flax.nnx.MultiHeadAttention` whose projections and attention contract integers.
+    """`flax.nnx.MultiHeadAttention` with projections and attention in integers.
 
     y = out(quantized_dot_product_attention(query(x), key(x), value(x), mask))
 
@@ -34,7 +39,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
     With `decode=True` the layer appends the tokens of a call to `kv_cache`, an `nnx.Cache` with a `jq.KVCache`, and
     attends to all tokens so far. As in flax, `init_cache` makes the cache. Unlike in flax a call may have several
-    tokens, for example those of a prompt. A mask then refers to the places of the cache.
+    tokens, for example a prompt. A mask then refers to the places of the cache.
 
     Args:
         num_heads: The number of heads of the queries.
@@ -96,15 +101,18 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     def __init__(
         self, num_heads: int, in_features: int, qkv_features: int | None = None, out_features: int | None = None,
         num_kv_heads: int | None = None, in_kv_features: int | None = None, *, weight_spec: QuantSpec,
-        activation_spec: QuantSpec | None = None, weight_range: Source = Dynamic(),
-        activation_range: Source = Observed(), backward: Backward = FloatBackward(), use_running_average: bool = False,
-        query_spec: QuantSpec = INT8, key_spec: QuantSpec = INT8, value_spec: QuantSpec = INT8, weight_digits: int = 2,
-        dtype: Any = None, param_dtype: Any = jnp.float32, dropout_rate: float = 0.0,
-        deterministic: bool | None = None, precision: Any = None, kernel_init: Any = default_kernel_init,
-        out_kernel_init: Any = None, bias_init: Any = _ZEROS, out_bias_init: Any = None,
+        activation_spec: QuantSpec | None = None, weight_range: RangeSource = Dynamic(),
+        activation_range: RangeSource = Dynamic(), backward: Backward = FloatBackward(),
+        use_running_average: bool = False, query_spec: QuantSpec = INT8, key_spec: QuantSpec = INT8,
+        value_spec: QuantSpec = INT8, weight_digits: int = 2,
+        dtype: DTypeLike | None = None, param_dtype: DTypeLike = jnp.float32, dropout_rate: float = 0.0,
+        deterministic: bool | None = None, precision: PrecisionLike = None,
+        kernel_init: Initializer = default_kernel_init, out_kernel_init: Initializer | None = None,
+        bias_init: Initializer = _ZEROS, out_bias_init: Initializer | None = None,
         use_bias: bool = True, decode: bool | None = None, normalize_qk: bool = False, rngs: nnx.Rngs,
-        kernel_metadata: Any = None, out_kernel_metadata: Any = None, bias_metadata: Any = None,
-        out_bias_metadata: Any = None, query_ln_scale_metadata: Any = None, key_ln_scale_metadata: Any = None,
+        kernel_metadata: Metadata = None, out_kernel_metadata: Metadata = None, bias_metadata: Metadata = None,
+        out_bias_metadata: Metadata = None, query_ln_scale_metadata: Metadata = None,
+        key_ln_scale_metadata: Metadata = None,
     ) -> None:  # fmt: skip
         self.num_heads, self.in_features = num_heads, in_features
         self.qkv_features = in_features if qkv_features is None else qkv_features
@@ -135,7 +143,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         self.value = project(self.in_kv_features, kv_heads, **inner)
         norms = (query_ln_scale_metadata, key_ln_scale_metadata)
         self.query_ln, self.key_ln = (self._make_norm(rngs, metadata) for metadata in norms)
-        # As in flax, what is not set for the output is that of the other projections.
+        # As in flax, the output takes what is not set for it from the other projections.
         outer = {
             "kernel_init": out_kernel_init or kernel_init, "bias_init": out_bias_init or bias_init,
             "kernel_metadata": out_kernel_metadata or kernel_metadata or {},
@@ -144,7 +152,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         self.out = project(heads, self.out_features, axis=(-2, -1), **outer)
         self.kv_cache: Any = nnx.data(None)
 
-    def _make_norm(self, rngs: nnx.Rngs, metadata: Any) -> Any:
+    def _make_norm(self, rngs: nnx.Rngs, metadata: Metadata) -> Any:
         """Return the norm of queries or keys, or None."""
         if not self.normalize_qk:
             return nnx.data(None)
@@ -160,7 +168,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         *,
         mask: jax.Array | None = None,
         deterministic: bool | None = None,
-        rngs: Any = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
         sow_weights: bool = False,
         decode: bool | None = None,
         is_causal: bool = False,
@@ -173,10 +181,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             inputs_v: The same for values; None stands for inputs_k.
             mask: An array that broadcasts against [batch..., heads, queries, tokens]; its zeros hide a token. In decode
                 mode the tokens are the places of the cache.
-            deterministic: Static. Whether dropout is off; None takes that of the layer.
+            deterministic: Static. Whether dropout is off; None takes the layer's attribute.
             rngs: Not used, because the weights are not dropped.
             sow_weights: Static. False, because the weights are integers.
-            decode: Static. Whether to use the cache; None takes that of the layer.
+            decode: Static. Whether to use the cache; None takes the layer's attribute.
             is_causal: Static. Whether a query attends to no later token. In decode mode it always does not.
 
         Returns:
@@ -184,9 +192,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         """
         del rngs
         checks.require(inputs_k is not None or inputs_v is None, _NAME, "inputs_k", "an array, as inputs_v", None)
-        _attention_call.check_options(_NAME, {"sow_weights": (sow_weights, False)})
+        _attention.check_options(_NAME, {"sow_weights": (sow_weights, False)})
         deterministic = self.deterministic if deterministic is None else deterministic
-        _attention_call.check_no_dropout(_NAME, self.dropout_rate, deterministic)
+        _attention.check_no_dropout(_NAME, self.dropout_rate, deterministic)
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
         query, key, value = self.query(inputs_q), self.key(inputs_k), self.value(inputs_v)
@@ -198,14 +206,14 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         if decode:
             checks.require(self.kv_cache is not None, _NAME, "decode", "a cache: call init_cache first", "none")
             cache = self.kv_cache.get_value()
-            y, cache = _attention_call.attend_to_cache(self.options, cache, query, key, value, mask)
+            y, cache = _attention.attend_to_cache(self.options, cache, query, key, value, mask)
             self.kv_cache.set_value(cache)
         else:
-            y = _attention_call.attend_to_tokens(self.options, query, key, value, mask, is_causal)
+            y = _attention.attend_to_tokens(self.options, query, key, value, mask, is_causal)
         return self.out(y)
 
     def init_cache(  # type: ignore[override]
-        self, input_shape: tuple[int, ...], dtype: Any = None, *, window: int | None = None
+        self, input_shape: tuple[int, ...], dtype: DTypeLike | None = None, *, window: int | None = None
     ) -> None:
         """Make an empty cache.
 
@@ -213,15 +221,15 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             input_shape: Static. (batch..., length, features), with the number of tokens that the cache holds.
             dtype: Not used: the codes have the dtypes of key_spec and value_spec.
             window: Static. The number of tokens that a query attends to in decode mode, itself included. The cache is
-                then a ring, as that of `jq.KVCache.create`. None keeps all tokens.
+                then a ring, as in `jq.KVCache.create`. None keeps all tokens.
         """
         del dtype
         shape = (*input_shape[:-1], self.num_kv_heads, self.head_dim)
-        self.kv_cache = nnx.Cache(_attention_call.make_cache(self.options, shape, window))
+        self.kv_cache = nnx.Cache(_attention.make_cache(self.options, shape, window))
 
     def set_view(
-        self, deterministic: bool | None = None, decode: bool | None = None, batch_size: Any = None,
-        max_length: int | None = None, window: int | None = None,
+        self, deterministic: bool | None = None, decode: bool | None = None,
+        batch_size: int | tuple[int, ...] | None = None, max_length: int | None = None, window: int | None = None,
     ) -> None:  # fmt: skip
         """Set the modes of the layer, for `nnx.view`.
 

@@ -11,13 +11,12 @@ import jax
 from flax import nnx
 
 from ..._core import checks
+from ..._training.range_sources import Static
 from ...calibration import loop
 from ...calibration.calibrator import is_finite_state
-from .. import _layer_operand, _learned, _observed
-from ..ranges import Observed
-from .contraction import Contraction
-from .convert import find_contractions, find_path, require_module
-from .variables import Ranges
+from .. import _operand_ranges, _quantization
+from .contraction import NnxContraction, Ranges
+from .convert import describe_path, require_module, walk_contractions
 
 _CALIBRATE, _VIEW, _CHECK = "flax.nnx.calibrate", "flax.nnx.calibration_view", "flax.nnx.check_calibrated"
 
@@ -30,7 +29,7 @@ def calibrate(
 ) -> None:  # fmt: skip
     """Find the static ranges of an NNX model from batches, in place.
 
-    Each layer with `Observed()` gets a range. The model is called on each batch in evaluation mode, whatever its own
+    Each layer with a `Static` range gets it. The model is called on each batch in evaluation mode, whatever its own
     mode: dropout is off, and batch statistics are read, not updated. Only the `Ranges` variables change, and the model
     keeps its mode. A second call continues where the first ended.
 
@@ -51,16 +50,17 @@ def calibrate(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the model has no layer with `Observed()`, or is converted already; there is no batch; a batch has a
-            NaN or an infinity (the ranges are then those before that batch); a learned scale was not initialized by
-            `start`; a layer saw no data; or the checkpoint was written for other weights or layers, counts more batches
-            than there are, or is damaged.
+        ValueError: the model has no layer with a `Static` range, or is converted already; there is no batch; a batch
+            has a NaN or an infinity (the ranges are then those before that batch); a learned scale was not initialized
+            by `start`; a layer saw no data; or the checkpoint was written for other weights or layers, counts more
+            batches than there are, or is damaged.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8), "activation_spec": jq.QuantSpec(jnp.uint8)}
+        >>> specs["activation_range"] = jq.Static(jq.calibration.minmax)
         >>> model = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), qnnx.Linear(3, 2, **specs, rngs=nnx.Rngs(1)))
         >>> qnnx.calibrate(model, [jnp.array([[-1.0, 0.5, 1.55]])])
         >>> serving = qnnx.convert(model)
@@ -70,26 +70,26 @@ def calibrate(
     Source: Jacob et al., arXiv 1712.05877, section 3; Nagel et al., arXiv 2106.08295, section 3.
     """
     require_module(_CALIBRATE, "model", model)
-    has_range = any(_is_observed(contraction) for _, contraction in find_contractions(model))
-    expected = "a model with a layer whose activation_range is Observed(), and that is not converted yet"
+    has_range = any(_has_static(contraction) for _, contraction in walk_contractions(model))
+    expected = "a model that is not converted yet, with activation_range=Static(...) in a layer"
     checks.require(has_range, _CALIBRATE, "model", expected, "none")
     checks.require_type(isinstance(method, str), _CALIBRATE, "method", "the name of a method", type(method).__name__)
     view = calibration_view(model)
     layers = []
-    for path, contraction in find_contractions(view):
+    for path, contraction in walk_contractions(view):
         # The view has its own modules, so the names that the model's layers have in errors do not change.
-        contraction.layer = find_path(path, contraction)
+        contraction.layer = describe_path(path, contraction)
         with checks.prefix_errors(contraction.layer):
             _check_learned(_CALIBRATE, contraction)
-        # Calibrations that were saved before there were outputs have no text for them.
-        output = contraction.quantization.find_output()
-        operands = map(_layer_operand.describe_operand, (*contraction.operands, *(() if output is None else (output,))))
+        operands = map(_quantization.describe_operand, contraction.operands)
         layers.append(f"{contraction.layer}: {', '.join(operands)}")
     graph, moving, fixed = nnx.split(view, Ranges, ...)
 
     # The weights are arguments, not constants, so that XLA does not copy them into the program.
     @jax.jit
-    def run_batch(fixed: Any, moving: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, jax.Array]:
+    def run_batch(
+        fixed: nnx.State, moving: nnx.State, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[nnx.State, jax.Array]:
         merged = nnx.merge(graph, moving, fixed)
         getattr(merged, method)(*args, **kwargs, **arguments)
         updated = nnx.state(merged, Ranges)
@@ -110,7 +110,7 @@ def calibrate(
 
 
 def calibration_view(model: Model) -> Model:
-    """Return a view of an NNX model in evaluation mode whose calls update the static ranges.
+    """Return a view of an NNX model in evaluation mode; its calls update the static ranges.
 
     The view shares the variables of the model, which keeps its own mode. Call the view in a calibration loop of your
     own, and the model gets the ranges; `calibrate` is such a loop.
@@ -130,6 +130,7 @@ def calibration_view(model: Model) -> Model:
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8), "activation_spec": jq.QuantSpec(jnp.uint8)}
+        >>> specs["activation_range"] = jq.Static(jq.calibration.minmax)
         >>> layer = qnnx.Linear(3, 2, **specs, rngs=nnx.Rngs(0))
         >>> y = qnnx.calibration_view(layer)(jnp.array([[-1.0, 0.5, 1.55]]))
         >>> int(layer.dot_general.activation_batches[...])
@@ -138,7 +139,7 @@ def calibration_view(model: Model) -> Model:
     Source: flax.nnx.view.
     """
     require_module(_VIEW, "model", model)
-    is_quantized = any(True for _ in find_contractions(model))
+    is_quantized = any(True for _ in walk_contractions(model))
     checks.require(is_quantized, _VIEW, "model", "a model with quantized layers", "none")
     view = nnx.view(model, raise_if_not_found=False, calibrating=True)
     # `eval` also reaches the modules without a `set_view`, which nnx.view does not change.
@@ -168,6 +169,7 @@ def check_calibrated(model: nnx.Module) -> None:
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8), "activation_spec": jq.QuantSpec(jnp.uint8)}
+        >>> specs["activation_range"] = jq.Static(jq.calibration.minmax)
         >>> layer = qnnx.Linear(3, 2, **specs, rngs=nnx.Rngs(0))
         >>> qnnx.calibrate(layer, [jnp.ones((1, 3))])
         >>> qnnx.check_calibrated(layer)
@@ -175,35 +177,35 @@ def check_calibrated(model: nnx.Module) -> None:
     Source: none; this library defines it.
     """
     require_module(_CHECK, "model", model)
-    contractions = list(find_contractions(model))
+    contractions = list(walk_contractions(model))
     checks.require(bool(contractions), _CHECK, "model", "a model with quantized layers", "none")
     for path, contraction in contractions:
-        with checks.prefix_errors(find_path(path, contraction)):
-            if _is_observed(contraction):
-                _check_observed(contraction)
+        with checks.prefix_errors(describe_path(path, contraction)):
+            if _has_static(contraction):
+                _check_static(contraction)
             _check_learned(_CHECK, contraction)
 
 
-def _is_observed(contraction: Contraction) -> bool:
+def _has_static(contraction: NnxContraction) -> bool:
     """Return whether a layer has a calibrator. A converted layer has none."""
     return any(
-        isinstance(operand.source, Observed) and getattr(contraction, f"{operand.role}_range") is not None
+        isinstance(operand.source, Static) and getattr(contraction, f"{operand.role}_range") is not None
         for operand in contraction.list_operands()
     )
 
 
-def _check_observed(contraction: Contraction) -> None:
-    """Raise ContractValueError unless the observed ranges of a layer have seen data, all of it finite."""
+def _check_static(contraction: NnxContraction) -> None:
+    """Raise ContractValueError unless the static ranges of a layer have seen data, all of it finite."""
     remedy = "jaxquant.flax.nnx.calibrate(model, batches) finds it"
     for operand in contraction.list_operands():
-        if isinstance(operand.source, Observed):
-            _observed.check_observed(_CHECK, operand, contraction.read_state(operand.role), remedy)
+        if isinstance(operand.source, Static):
+            _operand_ranges.check_state(_CHECK, operand, contraction.read_state(operand.role), remedy)
 
 
-def _check_learned(function: str, contraction: Contraction) -> None:
+def _check_learned(function: str, contraction: NnxContraction) -> None:
     """Raise ContractValueError unless the scales and zero points of a layer are finite."""
-    for name in (f"{role}_{part}" for role in ("weight", "activation", "output") for part in ("scale", "zero_point")):
+    for name in (f"{role}_{part}" for role in ("weight", "activation") for part in ("scale", "zero_point")):
         variable = getattr(contraction, name)
-        holds = variable is None or _learned.is_finite(variable[...])
+        holds = variable is None or _operand_ranges.is_finite(variable[...])
         expected = "finite numbers: jaxquant.flax.nnx.start(model, batch) starts it"
         checks.require(holds, function, name, expected, "NaN or an infinity")

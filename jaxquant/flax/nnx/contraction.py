@@ -1,35 +1,41 @@
-"""The NNX modules that contract: each runs a row of the table of operations and holds the variables of its ranges."""
+"""The NNX modules that contract, each with a row of the table of operations, and their variables.
+
+Here are also the functions that make such a module for flax's own layers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import reshard
+from jax.sharding import NamedSharding, PartitionSpec, reshard
+from jax.typing import DTypeLike
 
+from ..._arrays.parts import StoredOrder
 from ..._arrays.quantized_array import QuantizedArray
+from ..._arrays.spec import QuantSpec
 from ..._core import checks, sharding
 from ..._core.granularity import PerFeature
-from ..._training.backward import Int8Backward
+from ..._training.backward import Backward, FloatBackward, Int8Backward
+from ..._training.range_sources import Dynamic, RangeSource, Static
 from ...checkpoint.arrays import StaticText
-from .. import _converted, _layer_operand, _learned, _observed, _operations
-from .._layer_operand import LayerOperand, Operands, Quantization
-from .._operations import Operation
-from .._run_to_codes import is_codes, make_stand_in, run_lookup, run_to_codes
+from .. import _conversion, _operand_ranges, _operations, _quantization
+from .._operand_ranges import Parameters, RangeState
+from .._operations import Kernel, LayerOperation
+from .._quantization import LayerOperand, Operands, Quantization
 from ..linen.contraction import ROUNDING
 from ..linen.contraction import promote_dtype as promote_linen_dtype
-from ..ranges import Dynamic, Observed
-from .variables import Ranges, Scale, find_partitioning
 
 _NAME = "flax.nnx"
 _Operands = TypeVar("_Operands", bound=tuple[Any, ...])
+OutSharding = NamedSharding | PartitionSpec
 
 
-def promote_dtype(operands: _Operands, *, dtype: Any = None, inexact: bool = True) -> _Operands:
+def promote_dtype(operands: _Operands, *, dtype: DTypeLike | None = None, inexact: bool = True) -> _Operands:
     """Promote the inputs and the bias of a layer as flax's `promote_dtype` does; the kernel keeps its dtype.
 
     This is `jq.flax.promote_dtype` for the layers of NNX, which pass a tuple.
@@ -62,7 +68,77 @@ def promote_dtype(operands: _Operands, *, dtype: Any = None, inexact: bool = Tru
     return promote_linen_dtype(inputs, kernel, bias, dtype=dtype, inexact=inexact)  # type: ignore[return-value]
 
 
-class Contraction(nnx.Module):
+# The variables of quantized layers.
+
+
+class Ranges(nnx.Variable):
+    """The state of the calibrator of a layer's activations; in a converted layer, their scale or zero point."""
+
+
+class Scale(nnx.Variable):
+    """A learned scale or zero point. To train it, make the optimizer with `wrt=nnx.Any(nnx.Param, qnnx.Scale)`."""
+
+
+class Codes(nnx.Variable):
+    """A converted kernel, which is a QuantizedArray; if the kernel is partitioned, one of its arrays."""
+
+
+class PartitionedCodes(nnx.Pytree):
+    """A converted kernel that is partitioned: its codes and its scale are variables, each with its own sharding.
+
+    Attributes:
+        codes: a `Codes` variable with an array, the codes in their stored order.
+        scale: a `Codes` variable with an array.
+        zero_point: a `Codes` variable with an array, or None.
+        static: Static. The attributes of the QuantizedArray that are not arrays.
+    """
+
+    def __init__(self, q: QuantizedArray, box: Callable[[jax.Array, StoredOrder], nnx.Variable]) -> None:
+        (codes, scale, zero_point), self.static = q.tree_flatten()
+        self.codes, self.scale = box(codes, q.stored_order), box(scale, None)
+        # `nnx.data` marks None as a missing variable and not as a static value.
+        self.zero_point = nnx.data(None if zero_point is None else box(zero_point, None))
+
+    def get_value(self) -> QuantizedArray:
+        """Return the QuantizedArray."""
+        zero_point = None if self.zero_point is None else self.zero_point[...]
+        return QuantizedArray.tree_unflatten(self.static, (self.codes[...], self.scale[...], zero_point))
+
+    def __getitem__(self, index: Any) -> QuantizedArray:
+        """Return the QuantizedArray at an index; `...` returns all of it, as for a variable."""
+        return self.get_value()[index]
+
+
+def match_partitioning(
+    kernel: nnx.Variable, shape: tuple[int, ...], depth: int, order: StoredOrder = None
+) -> dict[str, Any]:
+    """Return the metadata that partitions a part of a kernel like the kernel, or {} if the kernel is not partitioned.
+
+    Args:
+        kernel: a variable with perhaps an `out_sharding`.
+        shape: the shape of the stored codes, of the scale or of the zero point.
+        depth: the number of leading axes that stack layers.
+        order: the stored order of the codes; None for the others.
+    """
+    out_sharding = kernel.get_metadata("out_sharding", None)
+    names = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
+    if not isinstance(names, tuple | PartitionSpec) or not len(names):
+        return {}
+    part_names = _conversion.match_part_names(tuple(names), shape, depth, order)
+    part_sharding: Any = PartitionSpec(*part_names)
+    if isinstance(out_sharding, NamedSharding):
+        part_sharding = NamedSharding(out_sharding.mesh, part_sharding)
+    # Do not test for tuple: PartitionSpec may be a subclass of it. A plain tuple stays a plain tuple.
+    elif not isinstance(names, PartitionSpec):
+        part_sharding = part_names
+    metadata = {name: kernel.get_metadata(name, None) for name in ("mesh", "sharding_rules")}
+    return {"out_sharding": part_sharding, **{name: value for name, value in metadata.items() if value is not None}}
+
+
+# The modules.
+
+
+class NnxContraction(nnx.Module):
     """The base class of the modules that contract. Its variables have their shapes from the start, for any inputs.
 
     Attributes:
@@ -82,10 +158,6 @@ class Contraction(nnx.Module):
         weight_zero_point: the learned zero point of the weights, or None.
         activation_scale: the scale of the activations if it is learned or converted, or None.
         activation_zero_point: the zero point of the activations if it is learned or converted, or None.
-        output_range: the state of the calibrator of the result, or None.
-        output_batches: the number of batches that it has seen, or None.
-        output_scale: the scale of the result if it is learned or converted, or None.
-        output_zero_point: the zero point of the result if it is learned or converted, or None.
         converted_specs: a text of the specs with which the layer was converted, or None.
         quantization: Static. The arguments of the layer.
 
@@ -94,20 +166,19 @@ class Contraction(nnx.Module):
         ValueError: At construction: a spec contradicts the source of its range, or a variable's shape is unknown.
     """
 
-    operation: ClassVar[Operation]
+    operation: ClassVar[LayerOperation]
 
     def __init__(
-        self, layer: str, quantization: Quantization, use_running_average: bool, rngs: Any,
+        self, layer: str, quantization: Quantization, use_running_average: bool, rngs: nnx.Rngs | nnx.RngStream | None,
         kernel: nnx.Variable | None, kernel_shape: Sequence[int] | None, features: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         with checks.prefix_errors(layer):
             checks.check_flag(_NAME, "use_running_average", use_running_average)
-            weight, activation = _layer_operand.check_layer(_NAME, quantization)
+            weight, activation = _quantization.check_layer(_NAME, quantization)
             if features is not None:
                 weight = _operations.resolve_features(weight, features)
             self.layer, self.operands = layer, (weight, activation)
             self.backward, self.quantization = quantization.backward, quantization
-            self._relay: Any = None
             self.kernel_shape = None if kernel_shape is None else tuple(kernel_shape)
             self.use_running_average, self.is_starting = bool(use_running_average), False
             self.calibrating = False
@@ -120,33 +191,15 @@ class Contraction(nnx.Module):
             self.weight_zero_point: Any = nnx.data(None)
             self.activation_scale: Any = nnx.data(None)
             self.activation_zero_point: Any = nnx.data(None)
-            self.output_range: Any = nnx.data(None)
-            self.output_batches: Any = nnx.data(None)
-            self.output_scale: Any = nnx.data(None)
-            self.output_zero_point: Any = nnx.data(None)
             self.converted_specs: Any = nnx.data(None)
             for operand in self.list_operands():
                 if not isinstance(operand.source, Dynamic):
                     self._make_variables(operand, kernel)
 
-    def __call__(self, *operands: Any, out_sharding: Any = None, **arguments: Any) -> jax.Array:
+    def __call__(self, *operands: Any, out_sharding: OutSharding | None = None, **arguments: Any) -> jax.Array:
         """Return the contraction, from the arguments of the function of JAX that this module replaces."""
-        return self.run(self.operation, *operands, out_sharding=out_sharding, **arguments)
-
-    def run(self, operation: Operation, *operands: Any, out_sharding: Any = None, **arguments: Any) -> jax.Array:
-        """Return the result of an operation on this module's variables, with the sharding that is given."""
-        call = operation.bind(*operands, **arguments)
-        relay = self._relay
-        if relay is not None:
-            result = run_to_codes(
-                operation, self, self.quantization, self.backward, relay.insert_codes(call), relay.bias
-            )
-            relay.result = result
-            return make_stand_in(result).astype(call.arguments["preferred_element_type"])
-        if operation is _operations.LOOKUP:
-            y = run_lookup(operation, self, self.quantization, self.backward, call)
-            return y if is_codes(y) or out_sharding is None else reshard(y, out_sharding)
-        y = _operations.run_operation(operation, self, self.backward, call)
+        call = self.operation.bind(*operands, **arguments)
+        y = _operations.run_operation(self.operation, self, self.backward, call)
         # Not every operation takes an out_sharding, so the result is resharded.
         return y if out_sharding is None else reshard(y, out_sharding)
 
@@ -164,19 +217,17 @@ class Contraction(nnx.Module):
 
     def describe_specs(self) -> StaticText:
         """Return a description of what must not change once the layer is converted."""
-        output = self.quantization.find_output()
-        operands = (*self.operands, *(() if output is None else (output,)))
-        return StaticText("; ".join(map(_layer_operand.describe_converted, operands)))
+        return StaticText("; ".join(map(_quantization.describe_converted, self.operands)))
 
     def list_operands(self) -> list[LayerOperand]:
-        """Return the weights, the activations and the result, as far as they are quantized."""
-        return [o for o in (*self.operands, self.quantization.find_output()) if o is not None]
+        """Return the weights, and the activations if they are quantized."""
+        return [operand for operand in self.operands if operand is not None]
 
-    def find_place(self) -> str:
+    def describe_layer(self) -> str:
         """Return the name of the layer, for errors."""
         return self.layer
 
-    def find_operands(self) -> Operands:
+    def read_operands(self) -> Operands:
         """Return how the weights and the activations are quantized."""
         return self.operands
 
@@ -187,34 +238,30 @@ class Contraction(nnx.Module):
 
     def check_converted(self, weight: LayerOperand, activation: LayerOperand | None, kernel: QuantizedArray) -> None:
         """Check that the state of this layer was converted with its specs and sources of ranges."""
-        self.check_description()
-        _converted.check_kernel(weight, kernel)
-
-    def check_description(self) -> None:
-        """Check that the description of the specs with which the state was converted is that of this layer."""
         # Variables written by another program may lack the description; their arrays are checked below.
         text = self.describe_specs().text
         converted = text if self.converted_specs is None else self.converted_specs.get_value().text
         expected = f"the weight_spec and activation_spec that the state was converted with: {converted}"
         checks.require(converted == text, _NAME, "specs", expected, text)
+        _conversion.check_kernel(weight, kernel)
 
     def record_operands(
         self, weight: LayerOperand, activation: LayerOperand | None, kernel: jax.Array, stored_axes: tuple[int, ...]
     ) -> None:
         """Do nothing, because `convert` can read the operands from the NNX module itself."""
 
-    def read_range(self, operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:
-        """Return the scale and the zero point of an observed or learned range, after an update by x if it is due."""
-        return self._observe_range(operand, x) if isinstance(operand.source, Observed) else self._learn(operand, x)
+    def read_range(self, operand: LayerOperand, x: jax.Array) -> Parameters:
+        """Return the scale and the zero point of a static or learned range, after an update by x if it is due."""
+        return self._read_static(operand, x) if isinstance(operand.source, Static) else self._learn(operand, x)
 
-    def read_constants(self, operand: LayerOperand) -> tuple[jax.Array, Any]:
-        """Return the scale and the zero point that `convert` stored for the activations, or for the result."""
+    def read_constants(self, operand: LayerOperand) -> Parameters:
+        """Return the scale and the zero point that `convert` stored for the activations."""
         scale, zero_point = (getattr(self, f"{operand.role}_{name}") for name in ("scale", "zero_point"))
         expected = "its scale, which jaxquant.flax.nnx.convert makes of a range"
         checks.require(isinstance(scale, Ranges), _NAME, operand.role, expected, "none")
         return scale[...], None if zero_point is None else zero_point[...]
 
-    def _fork_stream(self, rngs: Any) -> Any:
+    def _fork_stream(self, rngs: nnx.Rngs | nnx.RngStream | None) -> Any:
         """Return a stream of keys of this module, or None where nothing is rounded stochastically."""
         if not isinstance(self.backward, Int8Backward) or not self.backward.stochastic_rounding:
             return None
@@ -222,17 +269,18 @@ class Contraction(nnx.Module):
             return rngs.fork()
         expected = f'rngs with a stream "{ROUNDING}", which Int8Backward(stochastic_rounding=True) samples from'
         checks.require_type(isinstance(rngs, nnx.Rngs), _NAME, "rngs", expected, type(rngs).__name__)
+        assert isinstance(rngs, nnx.Rngs)
         has_stream = ROUNDING in rngs or "default" in rngs
         checks.require(has_stream, _NAME, "rngs", expected, "neither that stream nor a default one")
         return rngs[ROUNDING].fork()
 
     def _make_variables(self, operand: LayerOperand, kernel: nnx.Variable | None) -> None:
-        """Make the variables of an observed or learned range."""
-        shape, dtype = self._find_shape(operand), np.dtype(np.float32)
-        if isinstance(operand.source, Observed):
+        """Make the variables of a static or learned range."""
+        shape, dtype = self._check_shape(operand), np.dtype(np.float32)
+        if isinstance(operand.source, Static):
             # One range for the whole array has the same state for every shape.
             like = jax.ShapeDtypeStruct((1, 1), dtype)
-            state = _observed.make_state(operand, like)  # type: ignore[arg-type]
+            state = _operand_ranges.make_state(operand, like)  # type: ignore[arg-type]
             setattr(self, f"{operand.role}_range", Ranges(state["state"]))
             setattr(self, f"{operand.role}_batches", Ranges(state["batches"]))
             return
@@ -240,18 +288,18 @@ class Contraction(nnx.Module):
             dtype = kernel[...].dtype
         like = jax.ShapeDtypeStruct(shape, dtype)
         # Only the shapes are needed here; `start` finds the values.
-        parts = jax.eval_shape(lambda x: _learned.find_initial(operand, x), like)
-        for name, part in zip(_learned.list_names(operand), parts, strict=True):
+        parts = jax.eval_shape(lambda x: _operand_ranges.compute_initial(operand, x), like)
+        for name, part in zip(_operand_ranges.list_learned_names(operand), parts, strict=True):
             # NaN shows in every result until `start` sets the scale.
             value = jnp.full(part.shape, np.float32(np.nan))
             metadata = {}
             if kernel is not None and operand.role == "weight":
-                metadata = find_partitioning(kernel, part.shape, 0)
+                metadata = match_partitioning(kernel, part.shape, 0)
             setattr(self, name, Scale(value, **metadata))
 
-    def _find_shape(self, operand: LayerOperand) -> tuple[int, ...]:
-        """Return a shape whose range has the shape of an operand's range, and check that it is known."""
-        is_single = _observed.is_per_tensor(operand)
+    def _check_shape(self, operand: LayerOperand) -> tuple[int, ...]:
+        """Return a shape of x that gives the range of an operand its shape, and check that it is known."""
+        is_single = _operand_ranges.is_per_tensor(operand)
         if operand.role != "weight":
             expected = "PerTensor(), or activation_range=Dynamic(): an NNX variable has one shape for all inputs"
             checks.require(is_single, _NAME, operand.argument, expected, operand.spec)
@@ -264,28 +312,28 @@ class Contraction(nnx.Module):
         checks.require(PerFeature() != operand.spec.granularity, _NAME, operand.argument, expected, operand.spec)
         return self.kernel_shape
 
-    def _observe_range(self, operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:
-        """Return the scale and the zero point of an observed range, updated by x unless it is only read."""
+    def _read_static(self, operand: LayerOperand, x: jax.Array) -> Parameters:
+        """Return the scale and the zero point of a static range, updated by x unless it is only read."""
         state = self.read_state(operand.role)
         if self.calibrating or not self.use_running_average:
             # A range for the whole array does not depend on the rank of x, so its variables have a fixed shape.
-            state = _observed.update_state(operand, state, _flatten_rows(sharding.place_whole(x)))
+            state = _operand_ranges.update_state(operand, state, _flatten_rows(sharding.place_whole(x)))
             getattr(self, f"{operand.role}_range").set_value(state["state"])
             getattr(self, f"{operand.role}_batches").set_value(state["batches"])
         expected = "a range: call jaxquant.flax.nnx.calibrate(model, batches), or the model after model.train()"
-        checks.require(_observed.has_data(state["batches"]), _NAME, operand.role, expected, "no data")
-        return _observed.finalize_state(operand, state, x.shape)
+        checks.require(_operand_ranges.has_data(state["batches"]), _NAME, operand.role, expected, "no data")
+        return _operand_ranges.finalize_state(operand, state, x.shape)
 
-    def read_state(self, role: str) -> dict[str, Any]:
+    def read_state(self, role: str) -> RangeState:
         """Return the state of a calibrator and the number of its batches."""
         return {"state": getattr(self, f"{role}_range").get_value(), "batches": getattr(self, f"{role}_batches")[...]}
 
-    def _learn(self, operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:
+    def _learn(self, operand: LayerOperand, x: jax.Array) -> Parameters:
         """Return a learned scale and zero point; under `start`, set them from x first."""
-        variables = [getattr(self, name) for name in _learned.list_names(operand)]
+        variables = [getattr(self, name) for name in _operand_ranges.list_learned_names(operand)]
         if self.is_starting:
             # The variables keep the shapes with which they were made, whatever the rank of x.
-            for variable, start in zip(variables, _learned.find_initial(operand, x), strict=True):
+            for variable, start in zip(variables, _operand_ranges.compute_initial(operand, x), strict=True):
                 shape = variable[...].shape
                 expected = f"scales of shape {shape} (is kernel_shape the shape of the kernel?)"
                 has_size = start.size == variable[...].size
@@ -293,9 +341,9 @@ class Contraction(nnx.Module):
                 variable.set_value(start.astype(jnp.float32).reshape(shape))
         parts = tuple(variable[...] for variable in variables)
         expected = "finite numbers: jaxquant.flax.nnx.start(model, batch) starts it"
-        is_finite = all(map(_learned.is_finite, parts))
+        is_finite = all(map(_operand_ranges.is_finite, parts))
         checks.require(is_finite, _NAME, f"{operand.role}_scale", expected, "NaN or an infinity")
-        return _learned.read_learned(operand, parts)
+        return _operand_ranges.read_learned(operand, parts)
 
 
 def _flatten_rows(x: jax.Array) -> jax.Array:
@@ -306,25 +354,142 @@ def _flatten_rows(x: jax.Array) -> jax.Array:
     return x.reshape(-1, last) if last else x.reshape(0, 0)
 
 
-class DotGeneral(Contraction):
+class NnxDotGeneral(NnxContraction):
     """`jax.lax.dot_general(activations, weights, ...)` in integers."""
 
     operation = _operations.DOT_GENERAL
 
 
-class ConvGeneralDilated(Contraction):
+class NnxConvGeneralDilated(NnxContraction):
     """`jax.lax.conv_general_dilated(activations, weights, ...)` in integers."""
 
     operation = _operations.CONV_GENERAL_DILATED
 
 
-class Product(Contraction):
+class NnxEinsum(NnxContraction):
     """`jax.numpy.einsum(subscripts, activations, weights)` in integers."""
 
     operation = _operations.EINSUM
 
 
-class Table(Contraction):
-    """The two operations of an `Embed` on its table, `LOOKUP` and `ATTEND`, which share one range."""
+class NnxTable(NnxContraction):
+    """The two operations of an `Embed` on its table, lookups and products with queries, which share one range."""
 
     operation = _operations.LOOKUP
+
+    def contract_rows(self, query: jax.Array, table: Kernel, out_sharding: OutSharding | None = None) -> jax.Array:
+        """Return the products of queries with all rows."""
+        call = _operations.ATTEND.bind(query, table)
+        y = _operations.run_operation(_operations.ATTEND, self, self.backward, call)
+        return y if out_sharding is None else reshard(y, out_sharding)
+
+
+# What flax's own layers take to contract in integers.
+
+
+def dot_general(
+    weight_spec: QuantSpec,
+    activation_spec: QuantSpec | None = None,
+    rngs: nnx.Rngs | None = None,
+    *,
+    weight_range: RangeSource = Dynamic(),
+    activation_range: RangeSource = Dynamic(),
+    backward: Backward = FloatBackward(),
+    use_running_average: bool = False,
+    kernel_shape: Sequence[int] | None = None,
+) -> NnxDotGeneral:
+    """Return a module that any flax NNX layer with a `dot_general` argument can contract with.
+
+    layer(x) = quantized_dot_general(x, kernel, ...) + bias, where layer = nnx.Linear(..., dot_general=this)
+
+    The layer also needs `promote_dtype=qnnx.promote_dtype`: flax's own `promote_dtype` does not accept a converted
+    kernel, and in bfloat16 it rounds the kernel before it is quantized.
+
+    Args:
+        weight_spec: How to quantize the kernel, the right operand.
+        activation_spec: How to quantize the left operand; None leaves it in floats.
+        rngs: Random keys for `Int8Backward(stochastic_rounding=True)`, which samples from the stream "rounding" in
+            training mode. Otherwise None.
+        weight_range: Static. The source of the kernel's range: `Dynamic()` or `Learned()`.
+        activation_range: Static. The source of the left operand's range: `Dynamic()`, `Static(...)` or `Learned()`.
+        backward: Static. How to contract gradients: `jq.FloatBackward()` or `jq.Int8Backward()`.
+        use_running_average: Static. Whether ranges are only read, not updated; `model.train()` and `model.eval()` set
+            it.
+        kernel_shape: Static. The shape of the kernel, needed only if it has several scales and they are learned.
+
+    Returns:
+        A module with variables, for one layer. Layers that share it share their ranges.
+
+    Raises:
+        TypeError: An argument has a wrong type, or a spec has a dtype that cannot be contracted in integers.
+        ValueError: A spec is not supported with the source of its range, or kernel_shape is needed and missing.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> from flax import nnx
+        >>> from jaxquant.flax import nnx as qnnx
+        >>> dot_general = qnnx.dot_general(jq.QuantSpec(jnp.int8, jq.PerFeature()))
+        >>> layer = nnx.Linear(3, 2, dot_general=dot_general, promote_dtype=qnnx.promote_dtype, rngs=nnx.Rngs(0))
+        >>> x = jnp.ones((1, 3))
+        >>> bool((qnnx.convert(layer)(x) == layer(x)).all())
+        True
+
+    Source: flax.nnx.Linear, `dot_general`.
+    """
+    quantization = Quantization(weight_spec, activation_spec, weight_range, activation_range, backward)
+    return NnxDotGeneral("flax.nnx.dot_general", quantization, use_running_average, rngs, None, kernel_shape)
+
+
+def conv_general_dilated(
+    weight_spec: QuantSpec,
+    activation_spec: QuantSpec | None = None,
+    rngs: nnx.Rngs | None = None,
+    *,
+    weight_range: RangeSource = Dynamic(),
+    activation_range: RangeSource = Dynamic(),
+    backward: Backward = FloatBackward(),
+    use_running_average: bool = False,
+    kernel_shape: Sequence[int] | None = None,
+) -> NnxConvGeneralDilated:
+    """Return a module that flax's NNX convolutions can convolve with.
+
+    layer(x) = quantized_conv_general_dilated(x, kernel, ...) + bias, where
+    layer = nnx.Conv(..., conv_general_dilated=this)
+
+    The layer also needs `promote_dtype=qnnx.promote_dtype`, for the reasons that `dot_general` gives.
+
+    Args:
+        weight_spec: How to quantize the kernel.
+        activation_spec: How to quantize the images; None leaves them in floats.
+        rngs: Random keys for `Int8Backward(stochastic_rounding=True)`. Otherwise None.
+        weight_range: Static. The source of the kernel's range: `Dynamic()` or `Learned()`.
+        activation_range: Static. The source of the images' range: `Dynamic()`, `Static(...)` or `Learned()`.
+        backward: Static. How to contract gradients: `jq.FloatBackward()` or `jq.Int8Backward()`.
+        use_running_average: Static. Whether ranges are only read, not updated; `model.train()` and `model.eval()` set
+            it.
+        kernel_shape: Static. The shape of the kernel, needed only if it has several scales and they are learned.
+
+    Returns:
+        A module with variables, for one layer. Layers that share it share their ranges.
+
+    Raises:
+        TypeError: An argument has a wrong type, or a spec has a dtype that cannot be contracted in integers.
+        ValueError: A spec is not supported with the source of its range, or kernel_shape is needed and missing.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> from flax import nnx
+        >>> from jaxquant.flax import nnx as qnnx
+        >>> specs = jq.QuantSpec(jnp.int8, jq.PerFeature()), jq.QuantSpec(jnp.uint8)
+        >>> conv = qnnx.conv_general_dilated(*specs, activation_range=jq.Static(jq.calibration.minmax))
+        >>> given = {"conv_general_dilated": conv, "promote_dtype": qnnx.promote_dtype}
+        >>> layer = nnx.Conv(1, 2, (3,), **given, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((1, 4, 1))).shape, int(conv.activation_batches[...])
+        ((1, 4, 2), 1)
+
+    Source: flax.nnx.Conv, `conv_general_dilated`.
+    """
+    quantization = Quantization(weight_spec, activation_spec, weight_range, activation_range, backward)
+    return NnxConvGeneralDilated(
+        "flax.nnx.conv_general_dilated", quantization, use_running_average, rngs, None, kernel_shape
+    )

@@ -9,16 +9,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.typing import PathParts
 
 from ..._arrays.parts import StoredOrder
 from ..._core import checks
 from ..._core.granularity import PerFeature
-from .. import _converted, _learned, _observed, _operations
-from .._layer_operand import LayerOperand
-from ..ranges import Dynamic, Learned, Observed
-from .contraction import Contraction, Table, promote_dtype
-from .output_range import OutputRange
-from .variables import Codes, Partitioned, Ranges, Scale, find_partitioning
+from ..._training.range_sources import Dynamic, Learned, Static
+from .. import _conversion, _operand_ranges, _operations
+from .._quantization import LayerOperand
+from .contraction import (
+    Codes,
+    NnxContraction,
+    NnxTable,
+    PartitionedCodes,
+    Ranges,
+    Scale,
+    match_partitioning,
+    promote_dtype,
+)
 
 _CONVERT, _START = "flax.nnx.convert", "flax.nnx.start"
 
@@ -36,7 +44,7 @@ def start(model: nnx.Module, *inputs: Any, method: str = "__call__") -> None:
 
     Args:
         model: An NNX module with quantized layers, updated in place.
-        inputs: The arguments of the call: a batch like those of training.
+        inputs: The arguments of the call: a batch as in training.
         method: Static. The name of the method to call.
 
     Returns:
@@ -48,11 +56,11 @@ def start(model: nnx.Module, *inputs: Any, method: str = "__call__") -> None:
             reach the layer, or its inputs are not finite.
 
     Example:
-        >>> import jax.numpy as jnp, jaxquant as jq, jaxquant.flax
+        >>> import jax.numpy as jnp, jaxquant as jq
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int4), "activation_spec": jq.QuantSpec(jnp.int8)}
-        >>> layer = qnnx.Linear(2, 1, **specs, activation_range=jq.flax.Learned(jq.PACT()), rngs=nnx.Rngs(0))
+        >>> layer = qnnx.Linear(2, 1, **specs, activation_range=jq.Learned(jq.PACT()), rngs=nnx.Rngs(0))
         >>> qnnx.start(layer, jnp.array([[-127.0, 63.5]]))  # 63.5 is half a step
         >>> layer.dot_general.activation_scale[...]
         Array([1.], dtype=float32)
@@ -63,17 +71,17 @@ def start(model: nnx.Module, *inputs: Any, method: str = "__call__") -> None:
     # Call a copy, because the call may also update ranges, batch statistics and random streams.
     copy = nnx.clone(model)
     learning = []
-    for path, contraction in find_contractions(copy):
-        contraction.layer = find_path(path, contraction)
+    for path, contraction in walk_contractions(copy):
+        contraction.layer = describe_path(path, contraction)
         if _list_learned(contraction):
             contraction.is_starting = True
             learning.append((path, contraction))
-    checks.require(bool(learning), _START, "model", "a model with a layer whose range is Learned()", "none")
+    checks.require(bool(learning), _START, "model", "a model with a Learned() range", "none")
     getattr(copy, method)(*inputs)
     for path, contraction in learning:
-        with checks.prefix_errors(find_path(path, contraction)):
+        with checks.prefix_errors(describe_path(path, contraction)):
             for name in _list_learned(contraction):
-                is_started = _learned.is_finite(getattr(contraction, name)[...])
+                is_started = _operand_ranges.is_finite(getattr(contraction, name)[...])
                 expected = "the call to reach this layer with finite inputs"
                 checks.require(is_started, _START, name, expected, "NaN")
     nnx.update(model, nnx.state(copy, Scale))
@@ -94,7 +102,7 @@ def convert(model: Model) -> Model:
     variable each, partitioned like the kernel.
 
     If both operands are quantized, the codes of dense layers and of `Einsum` are stored with the contracted axes last,
-    which is faster on a CPU for few rows; their `shape` stays that of the kernel. See `QuantizedArray.stored_order`.
+    which is faster on a CPU for few rows; their `shape` does not change. See `QuantizedArray.stored_order`.
 
     Args:
         model: An NNX module that contains layers of this package, or is such a layer.
@@ -113,7 +121,8 @@ def convert(model: Model) -> Model:
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int4, jq.PerAxis(-1)), "activation_spec": jq.QuantSpec(jnp.uint8)}
-        >>> layer = qnnx.Conv(2, 4, (3, 3), **specs, rngs=nnx.Rngs(0))
+        >>> static = jq.Static(jq.calibration.minmax)
+        >>> layer = qnnx.Conv(2, 4, (3, 3), **specs, activation_range=static, rngs=nnx.Rngs(0))
         >>> y = layer(jnp.linspace(-1.0, 1.55, 98).reshape(1, 7, 7, 2))
         >>> serving = qnnx.convert(layer)
         >>> serving.kernel.get_value().codes.dtype, serving.bias.dtype
@@ -126,13 +135,13 @@ def convert(model: Model) -> Model:
     """
     require_module(_CONVERT, "model", model)
     serving = nnx.clone(model)
-    layers = list(_find_layers(serving))
-    has_range = any(True for _ in find_contractions(serving))
+    layers = list(_walk_layers(serving))
+    has_range = any(True for _ in walk_contractions(serving))
     checks.require(has_range, _CONVERT, "model", "a model with quantized layers", "none")
     # The float variable is kept next to its codes, so that Python does not reuse its id for another variable.
     converted: dict[Any, Any] = {}
     for layer in layers:
-        with checks.prefix_errors(find_path(layer.path, layer.module)):
+        with checks.prefix_errors(describe_path(layer.path, layer.module)):
             # Layers that share a kernel share its codes; learned scales differ from layer to layer.
             variable, weight = _check_kernel(layer), layer.contraction.operands[0]
             # Variables compare by value, so a shared one is recognized by its id.
@@ -140,34 +149,34 @@ def convert(model: Model) -> Model:
             if key not in converted:
                 converted[key] = variable, _quantize_kernel(layer, variable)
             setattr(layer.module, layer.kernel, nnx.data(converted[key][1]))
-    for path, contraction in find_contractions(serving):
-        contraction.layer = find_path(path, contraction)
+    for path, contraction in walk_contractions(serving):
+        contraction.layer = describe_path(path, contraction)
         with checks.prefix_errors(contraction.layer):
             _freeze_ranges(contraction)
     return serving
 
 
-def require_module(function: str, argument: str, value: Any) -> None:
+def require_module(function: str, argument: str, value: object) -> None:
     """Raise ContractTypeError unless a value is an NNX module."""
     expected = "a flax.nnx.Module (jaxquant.flax has this function for Linen)"
     checks.require_type(isinstance(value, nnx.Module), function, argument, expected, type(value).__name__)
 
 
-def find_path(path: tuple[Any, ...], module: Any) -> str:
+def describe_path(path: PathParts, module: nnx.Module) -> str:
     """Return the path of a layer, or of the layer around a contraction, for errors."""
-    is_inside = isinstance(module, Contraction) and not isinstance(module, OutputRange)
+    is_inside = isinstance(module, NnxContraction)
     name = module.layer if is_inside else type(module).__name__
     return "/".join(map(str, path[:-1] if is_inside else path)) or name
 
 
-def find_contractions(model: nnx.Module) -> Iterator[tuple[tuple[Any, ...], Contraction]]:
+def walk_contractions(model: nnx.Module) -> Iterator[tuple[tuple[Any, ...], NnxContraction]]:
     """Yield the modules that contract, each with its path."""
     for path, module in nnx.iter_modules(model):
-        if isinstance(module, Contraction):
+        if isinstance(module, NnxContraction):
             yield path, module
 
 
-class _Layer(NamedTuple):
+class _KernelLayer(NamedTuple):
     """A module that contracts its inputs with its kernel.
 
     Attributes:
@@ -179,52 +188,45 @@ class _Layer(NamedTuple):
 
     path: tuple[Any, ...]
     module: nnx.Module
-    contraction: Contraction
+    contraction: NnxContraction
     kernel: str
 
 
-def _find_layers(model: nnx.Module) -> Iterator[_Layer]:
+def _walk_layers(model: nnx.Module) -> Iterator[_KernelLayer]:
     """Yield the quantized layers, and check that each contraction is in a layer."""
     identities = set()
     for path, module in nnx.iter_modules(model):
-        for contraction in [value for value in vars(module).values() if _has_kernel(value)]:
-            kernel = "embedding" if isinstance(contraction, Table) else "kernel"
+        for contraction in [value for value in vars(module).values() if isinstance(value, NnxContraction)]:
+            kernel = "embedding" if isinstance(contraction, NnxTable) else "kernel"
             if hasattr(module, kernel):
                 # A hook is an attribute of the layer that it contracts for.
                 identities.add(id(contraction))
-                yield _Layer(path, module, contraction, kernel)
-    for path, contraction in find_contractions(model):
-        if not _has_kernel(contraction):
-            continue
+                yield _KernelLayer(path, module, contraction, kernel)
+    for path, contraction in walk_contractions(model):
         with checks.prefix_errors("/".join(map(str, path))):
             expected = 'a layer with a "kernel" around this module'
             checks.require(id(contraction) in identities, _CONVERT, "model", expected, "none")
 
 
-def _has_kernel(value: Any) -> bool:
-    """Return whether an attribute of a module contracts; an `OutputRange` only holds a range."""
-    return isinstance(value, Contraction) and not isinstance(value, OutputRange)
-
-
-def _check_kernel(layer: _Layer) -> nnx.Variable:
+def _check_kernel(layer: _KernelLayer) -> nnx.Variable:
     """Return the variable of a float kernel, and check that the layer takes a converted one."""
     variable = getattr(layer.module, layer.kernel)
     value = variable.get_value() if isinstance(variable, nnx.Variable) else variable
     got = "one that is already converted: call it as it is"
-    is_converted = isinstance(variable, Codes | Partitioned)
+    is_converted = isinstance(variable, Codes | PartitionedCodes)
     checks.require(not is_converted, _CONVERT, "model", "a model with float kernels", got)
     # A checkpoint may have put a numpy array into the model.
     is_array = isinstance(value, jax.Array | np.ndarray)
     is_float = is_array and jnp.issubdtype(value.dtype, jnp.floating)
     checks.require(is_float, _CONVERT, layer.kernel, "a float kernel", type(value).__name__)
     # An Embed reads its table itself and promotes nothing.
-    is_ready = isinstance(layer.contraction, Table) or getattr(layer.module, "promote_dtype", None) is promote_dtype
+    is_ready = isinstance(layer.contraction, NnxTable) or getattr(layer.module, "promote_dtype", None) is promote_dtype
     expected = "promote_dtype=jaxquant.flax.nnx.promote_dtype in this layer, because flax's own takes no converted "
     checks.require(is_ready, _CONVERT, "model", f"{expected}kernel", "another function")
     return variable
 
 
-def _find_kernel_shape(layer: _Layer) -> tuple[int, ...] | None:
+def _read_kernel_shape(layer: _KernelLayer) -> tuple[int, ...] | None:
     """Return the shape of a kernel without the axes that stack layers, or None if it is unknown."""
     module: Any = layer.module
     # The shape of the kernel itself is used last, because it may include axes that stack layers.
@@ -237,7 +239,7 @@ def _find_kernel_shape(layer: _Layer) -> tuple[int, ...] | None:
     return tuple(module.kernel_shape) if isinstance(module, nnx.Conv | nnx.Einsum) else None
 
 
-def find_feature_axes(module: Any, rank: int) -> tuple[int, ...] | None:
+def read_feature_axes(module: nnx.Module, rank: int) -> tuple[int, ...] | None:
     """Return the axes of a layer's kernel that are output features, counted from the back; None if unknown.
 
     Args:
@@ -249,15 +251,15 @@ def find_feature_axes(module: Any, rank: int) -> tuple[int, ...] | None:
     if isinstance(module, nnx.LinearGeneral):
         # The kernel has the batch axes first, then those that are contracted.
         contracted = range(len(module.batch_axis), len(module.batch_axis) + len(module.axis))
-        return _operations.find_kept_axes(rank, tuple(contracted))
+        return _operations.list_kept_axes(rank, tuple(contracted))
     if isinstance(module, nnx.Einsum):
-        return _operations.find_kept_in_einsum(module.einsum_str, rank) if "->" in module.einsum_str else None
+        return _operations.match_kept_axes(module.einsum_str, rank) if "->" in module.einsum_str else None
     if isinstance(module, nnx.ConvTranspose):
         return (-2,) if module.transpose_kernel else (-1,)
     return (-1,) if isinstance(module, nnx.Linear | nnx.Conv) else None
 
 
-def _find_stored_axes(module: Any, rank: int) -> tuple[int, ...]:
+def _read_stored_axes(module: nnx.Module, rank: int) -> tuple[int, ...]:
     """Return the axes of a layer's kernel, counted from the back, that the converted codes hold last in memory.
 
     They are those that the layer contracts, in the order of the axes of its input.
@@ -267,14 +269,14 @@ def _find_stored_axes(module: Any, rank: int) -> tuple[int, ...]:
         first = len(module.batch_axis) - rank
         return tuple(range(first, first + len(module.axis)))
     if isinstance(module, nnx.Einsum):
-        return _operations.find_summed_in_einsum(module.einsum_str, rank) if "->" in module.einsum_str else ()
+        return _operations.match_summed_axes(module.einsum_str, rank) if "->" in module.einsum_str else ()
     return (-2,) if isinstance(module, nnx.Linear) else ()
 
 
-def _find_weight(layer: _Layer, rank: int) -> LayerOperand:
+def _resolve_weight(layer: _KernelLayer, rank: int) -> LayerOperand:
     """Return how a layer's kernel is quantized, with `PerFeature()` replaced by axes."""
     weight = layer.contraction.operands[0]
-    axes = find_feature_axes(layer.module, rank)
+    axes = read_feature_axes(layer.module, rank)
     if axes is not None:
         return _operations.resolve_features(weight, axes)
     expected = f"PerAxis(...), because the feature axes of the kernel of {type(layer.module).__name__} are unknown"
@@ -282,71 +284,69 @@ def _find_weight(layer: _Layer, rank: int) -> LayerOperand:
     return weight
 
 
-def _quantize_kernel(layer: _Layer, variable: nnx.Variable) -> Any:
+def _quantize_kernel(layer: _KernelLayer, variable: nnx.Variable) -> Any:
     """Return a converted kernel as a variable, or as one variable for each array if it is partitioned."""
     kernel = jnp.asarray(variable.get_value())
-    shape = tuple(_find_kernel_shape(layer) or kernel.shape)
-    depth = _converted.count_leading_axes(_CONVERT, layer.kernel, kernel, shape, "nnx.vmap")
-    weight = _find_weight(layer, len(shape))
+    shape = tuple(_read_kernel_shape(layer) or kernel.shape)
+    depth = _conversion.count_leading_axes(_CONVERT, layer.kernel, kernel, shape, "nnx.vmap")
+    weight = _resolve_weight(layer, len(shape))
     # As in `run_operation`: a float contraction keeps the layout that it has in training.
-    contraction = layer.contraction
-    is_integer = contraction.operands[1] is not None or contraction.quantization.output_spec is not None
-    stored_axes = _find_stored_axes(layer.module, len(shape)) if is_integer else ()
+    is_integer = layer.contraction.operands[1] is not None
+    stored_axes = _read_stored_axes(layer.module, len(shape)) if is_integer else ()
     parts = _read_learned(layer.contraction, weight)
-    q = _converted.quantize_kernel(_CONVERT, weight, kernel, parts, depth, stored_axes)
+    q = _conversion.quantize_kernel(_CONVERT, weight, kernel, parts, depth, stored_axes)
     # Metadata, such as the sharding, stays with the converted kernel.
     metadata = variable.get_metadata()
-    if not find_partitioning(variable, kernel.shape, depth):
+    if not match_partitioning(variable, kernel.shape, depth):
         return Codes.from_metadata(q, metadata)
 
     def box_part(part: jax.Array, order: StoredOrder) -> nnx.Variable:
-        return Codes.from_metadata(part, {**metadata, **find_partitioning(variable, part.shape, depth, order)})
+        return Codes.from_metadata(part, {**metadata, **match_partitioning(variable, part.shape, depth, order)})
 
-    return Partitioned(q, box_part)
+    return PartitionedCodes(q, box_part)
 
 
-def _freeze_ranges(contraction: Contraction) -> None:
+def _freeze_ranges(contraction: NnxContraction) -> None:
     """Replace the variables that find ranges by the constants that they found."""
     for operand in contraction.list_operands():
         if operand.role != "weight" and not isinstance(operand.source, Dynamic):
-            scale, zero_point = _find_constants(contraction, operand)
+            scale, zero_point = _compute_constants(contraction, operand)
             setattr(contraction, f"{operand.role}_scale", Ranges(scale))
             point = nnx.data(None if zero_point is None else Ranges(zero_point))
             setattr(contraction, f"{operand.role}_zero_point", point)
     # The layer compares this description when it serves.
     contraction.converted_specs = Ranges(contraction.describe_specs())
-    ranges = ("activation_range", "activation_batches", "output_range", "output_batches")
-    for name in (*ranges, "weight_scale", "weight_zero_point", "rngs"):
+    for name in ("activation_range", "activation_batches", "weight_scale", "weight_zero_point", "rngs"):
         setattr(contraction, name, nnx.data(None))
 
 
-def _find_constants(contraction: Contraction, activation: LayerOperand) -> tuple[jax.Array, jax.Array | None]:
-    """Return the scale and the zero point of the activations, from an observed or learned range."""
-    if not isinstance(activation.source, Observed):
+def _compute_constants(contraction: NnxContraction, activation: LayerOperand) -> tuple[jax.Array, jax.Array | None]:
+    """Return the scale and the zero point of the activations, from a static or learned range."""
+    if not isinstance(activation.source, Static):
         parts = _read_learned(contraction, activation)
-        return _converted.find_constants(_CONVERT, activation, parts, parts[0].ndim - 1)
+        return _conversion.compute_constants(_CONVERT, activation, parts, parts[0].ndim - 1)
     state = contraction.read_state(activation.role)
     batches = state["batches"]
     expected = "a range: call jaxquant.flax.nnx.calibrate(model, batches), or the model after model.train()"
-    checks.require(_observed.has_data(batches), _CONVERT, activation.role, expected, "no data")
-    return _converted.find_constants(_CONVERT, activation, state, batches.ndim, (1,))
+    checks.require(_operand_ranges.has_data(batches), _CONVERT, activation.role, expected, "no data")
+    return _conversion.compute_constants(_CONVERT, activation, state, batches.ndim, (1,))
 
 
-def _read_learned(contraction: Contraction, operand: LayerOperand) -> tuple[jax.Array, ...]:
+def _read_learned(contraction: NnxContraction, operand: LayerOperand) -> tuple[jax.Array, ...]:
     """Return the learned scale of an operand, and its zero point if that is learned; () if nothing is."""
     if not isinstance(operand.source, Learned):
         return ()
     parts = []
-    for name in _learned.list_names(operand):
+    for name in _operand_ranges.list_learned_names(operand):
         part = getattr(contraction, name)[...]
         expected = "finite numbers: jaxquant.flax.nnx.start(model, batch) starts it"
-        checks.require(_learned.is_finite(part), _CONVERT, name, expected, "NaN")
+        checks.require(_operand_ranges.is_finite(part), _CONVERT, name, expected, "NaN")
         parts.append(part)
     return tuple(parts)
 
 
-def _list_learned(contraction: Contraction) -> list[str]:
+def _list_learned(contraction: NnxContraction) -> list[str]:
     """Return the names of the variables that a layer learns. A converted layer learns none."""
     operands = [operand for operand in contraction.list_operands() if isinstance(operand.source, Learned)]
-    names = [name for operand in operands for name in _learned.list_names(operand)]
+    names = [name for operand in operands for name in _operand_ranges.list_learned_names(operand)]
     return [name for name in names if getattr(contraction, name) is not None]

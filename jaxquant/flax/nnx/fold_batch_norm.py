@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..._core import checks
-from .. import _fold_batch_norm
-from .convert import find_feature_axes, require_module
+from ..linen import fold_batch_norm as linen_folding
+from .convert import read_feature_axes, require_module
 
 _NAME = "flax.nnx.fold_batch_norm"
 
@@ -24,7 +24,7 @@ def fold_batch_norm(layer: Model, norm: nnx.BatchNorm) -> Model:
     bias = (bias - mean) * scale / sqrt(var + epsilon) + norm's bias
 
     In inference, the folded layer returns what the normalization returned; remove the normalization from the model.
-    Fold before ranges are observed, scales are started and training continues, because the folded weights are
+    Fold before ranges are found, scales are started and training continues, because the folded weights are
     quantized.
 
     Args:
@@ -61,15 +61,15 @@ def fold_batch_norm(layer: Model, norm: nnx.BatchNorm) -> Model:
     checks.require(is_float, _NAME, "layer", "a layer with a float kernel", type(layer).__name__)
     assert kernel is not None
     weights = kernel[...]
-    axis = _find_last_output_axis(layer, weights.ndim)
+    axis = _read_last_output_axis(layer, weights.ndim)
     checks.require(norm.axis in (-1, (-1,)), _NAME, "norm.axis", "-1, the axis of the features", norm.axis)
     # A bias has all feature axes, not only the one that is normalized.
-    axes = find_feature_axes(layer, weights.ndim) or (axis,)
+    axes = read_feature_axes(layer, weights.ndim) or (axis,)
     zeros = jnp.zeros([weights.shape[a] for a in axes], weights.dtype)
     params = {"kernel": weights, "bias": zeros if bias is None else bias[...]}
     learned = {name: v[...] for name in ("scale", "bias") if (v := getattr(norm, name)) is not None}
     stats = {"mean": norm.mean[...], "var": norm.var[...]}
-    params = _fold_batch_norm.fold_batch_norm(params, learned, stats, epsilon=norm.epsilon, axis=axis)
+    params = linen_folding.fold_batch_norm(params, learned, stats, epsilon=norm.epsilon, axis=axis)
     kernel.set_value(params["kernel"])
     if bias is not None:
         bias.set_value(params["bias"])
@@ -79,13 +79,13 @@ def fold_batch_norm(layer: Model, norm: nnx.BatchNorm) -> Model:
     return folded
 
 
-def _find_last_output_axis(layer: nnx.Module, rank: int) -> int:
+def _read_last_output_axis(layer: nnx.Module, rank: int) -> int:
     """Return the axis of a layer's kernel that is the last axis of its outputs, counted from the back."""
     classes = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.ConvTranspose)
     expected = "a Linear, LinearGeneral, Einsum, Conv or ConvTranspose"
     checks.require_type(isinstance(layer, classes), _NAME, "layer", expected, type(layer).__name__)
     if not isinstance(layer, nnx.Einsum):
-        axes = find_feature_axes(layer, rank)
+        axes = read_feature_axes(layer, rank)
         assert axes
         return axes[-1]
     operands, _, result = layer.einsum_str.replace(" ", "").partition("->")
@@ -93,6 +93,6 @@ def _find_last_output_axis(layer: nnx.Module, rank: int) -> int:
     last = labels.rfind(result[-1:]) if result[-1:].isalpha() else -1
     # If the inputs have the label too, it is a batch axis. An ellipsis after the label would hide its position.
     is_feature = last >= 0 and "..." not in labels[last:] and result[-1] not in inputs
-    expected = "an einsum_str whose last output axis is an axis of the kernel alone"
+    expected = "an einsum_str with an axis of the kernel alone as the last output axis"
     checks.require(is_feature, _NAME, "layer", expected, repr(layer.einsum_str))
     return last - len(labels)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -14,37 +14,43 @@ from flax.nnx.nn import dtypes
 from ..._arrays.spec import QuantSpec
 from ..._core import checks
 from ..._training.backward import Backward, FloatBackward
-from .. import _operations
-from .._layer_operand import Quantization
-from .._run_to_codes import Relay, is_codes, make_stand_in, needs_codes
-from ..ranges import Dynamic, Observed, Source
-from .contraction import Contraction, ConvGeneralDilated, DotGeneral, Product, Table, promote_dtype
-from .convert import find_feature_axes
+from ..._training.range_sources import Dynamic, RangeSource
+from .._quantization import Quantization
+from .contraction import (
+    NnxContraction,
+    NnxConvGeneralDilated,
+    NnxDotGeneral,
+    NnxEinsum,
+    NnxTable,
+    OutSharding,
+    promote_dtype,
+)
+from .convert import read_feature_axes
 
 _NAME = "flax.nnx"
 # Arguments of flax's layers that a quantized layer sets itself.
 _RESERVED = ("dot_general", "dot_general_cls", "conv_general_dilated", "einsum_op", "promote_dtype")
 
 
-class _QuantizedLayer(nnx.Module):
+class _NnxLayer(nnx.Module):
     """The arguments that all quantized layers add to flax's. A base class in front of flax's layer."""
 
     # The attribute that holds the module that contracts, its class, and the name of the weights.
     _field: ClassVar[str]
-    _contraction: ClassVar[type[Contraction]]
+    _contraction: ClassVar[type[NnxContraction]]
     _kernel: ClassVar[str] = "kernel"
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Give a layer the signature of flax's layer with the added arguments, for `help` and completion."""
         super().__init_subclass__(**options)
-        bases = [base for base in cls.__bases__ if base in _QuantizedLayer.__subclasses__() or base is _QuantizedLayer]
+        bases = [base for base in cls.__bases__ if base in _NnxLayer.__subclasses__() or base is _NnxLayer]
         if not bases or len(cls.__bases__) < 2:  # a user's subclass has its own
             return
         flax_layer = cls.__bases__[cls.__bases__.index(bases[0]) + 1]
         hidden = ("self", "mask", *_RESERVED)
         parameters = [p for p in inspect.signature(flax_layer.__init__).parameters.values() if p.name not in hidden]
-        added = inspect.signature(_QuantizedLayer.__init__).parameters.values()
-        names = {p.name for p in parameters} | ({"integer_bias"} if cls._contraction is Table else set())
+        added = inspect.signature(_NnxLayer.__init__).parameters.values()
+        names = {p.name for p in parameters}
         parameters += [p for p in added if p.kind is p.KEYWORD_ONLY and p.name not in names]
         # Positional parameters come first, as Python requires, and rngs last, as in flax.
         parameters.sort(key=lambda p: (p.kind, p.kind is p.KEYWORD_ONLY and p.name == "rngs"))
@@ -52,67 +58,21 @@ class _QuantizedLayer(nnx.Module):
 
     def __init__(
         self, *sizes: Any, weight_spec: QuantSpec, activation_spec: QuantSpec | None = None,
-        weight_range: Source = Dynamic(), activation_range: Source = Observed(), backward: Backward = FloatBackward(),
-        output_spec: QuantSpec | None = None, output_range: Source = Observed(), output_relu: bool = False,
-        integer_bias: bool = False, use_running_average: bool = False, rngs: nnx.Rngs, **arguments: Any,
+        weight_range: RangeSource = Dynamic(), activation_range: RangeSource = Dynamic(),
+        backward: Backward = FloatBackward(), use_running_average: bool = False, rngs: nnx.Rngs, **arguments: Any,
     ) -> None:  # fmt: skip
         _check_arguments(self, arguments)
-        if self._contraction is not Table:
+        if self._contraction is not NnxTable:
             arguments["promote_dtype"] = promote_dtype
         super().__init__(*sizes, rngs=rngs, **arguments)  # type: ignore[call-arg]
-        output = (output_spec, output_range, output_relu, integer_bias)
-        quantization = Quantization(weight_spec, activation_spec, weight_range, activation_range, backward, *output)
-        if self._contraction is Table:
-            with checks.prefix_errors(type(self).__name__):
-                expected = "no value, because a table has no bias"
-                checks.require(not integer_bias, _NAME, "integer_bias", expected, "one")
+        quantization = Quantization(weight_spec, activation_spec, weight_range, activation_range, backward)
         kernel = getattr(self, self._kernel)
         shape = tuple(kernel[...].shape)
-        features = find_feature_axes(self, len(shape))
+        features = read_feature_axes(self, len(shape))
         # A layer does not know its path: errors name its class and the shape of its kernel.
         place = f"{type(self).__name__}{shape}"
         contraction = self._contraction(place, quantization, use_running_average, rngs, kernel, shape, features)
         setattr(self, self._field, nnx.data(contraction))
-
-    def _make_relay(self, inputs: Any) -> Relay | None:
-        """Return what the contraction gets past flax's layer, or None if nothing is codes."""
-        # A user may have replaced the contraction by another function.
-        quantization = getattr(getattr(self, self._field), "quantization", None)
-        if quantization is None or not needs_codes(quantization, inputs):
-            return None
-        variable: Any = self.bias  # type: ignore[attr-defined]
-        return Relay(inputs if is_codes(inputs) else None, None if variable is None else variable[...])
-
-    def _relay_call(self, relay: Relay, call: Callable[[], Any]) -> Any:
-        """Return the result of a layer on codes."""
-        contraction = getattr(self, self._field)
-        # flax's layer gets floats of the same shape. What it computes with its result is not used.
-        object.__setattr__(contraction, "_relay", relay)
-        try:
-            y = call()
-        finally:
-            object.__setattr__(contraction, "_relay", None)
-        return relay.find_result(y, contraction.quantization)
-
-
-class _CodesLayer(_QuantizedLayer):
-    """A quantized layer that takes and gives codes. A base class in front of flax's layer."""
-
-    def __call__(self, inputs: Any, out_sharding: Any = None) -> Any:
-        """Return the result of the layer.
-
-        Args:
-            inputs: Floats, or codes: a QuantizedArray or, in training, a FakeQuantizedArray.
-            out_sharding: Static. The sharding of a float result, or None.
-
-        Returns:
-            Floats; or, with an output_spec, a QuantizedArray if the kernel is converted, and otherwise a
-            FakeQuantizedArray.
-        """
-        layer, relay = super(), self._make_relay(inputs)
-        if relay is None:
-            return layer.__call__(inputs, out_sharding)  # type: ignore[misc]
-        return self._relay_call(relay, lambda: layer.__call__(make_stand_in(inputs)))  # type: ignore[misc]
 
 
 def _check_arguments(layer: nnx.Module, arguments: dict[str, Any]) -> None:
@@ -125,7 +85,7 @@ def _check_arguments(layer: nnx.Module, arguments: dict[str, Any]) -> None:
         checks.require(arguments.get("mask") is None, _NAME, "mask", expected, "an array")
 
 
-class Linear(_CodesLayer, nnx.Linear):
+class Linear(_NnxLayer, nnx.Linear):
     """`flax.nnx.Linear` with a quantized kernel and quantized inputs.
 
     y = dot_general(quantize(x), quantize(kernel)) + bias
@@ -133,7 +93,7 @@ class Linear(_CodesLayer, nnx.Linear):
     A float kernel is trained: each call quantizes it, and gradients pass through the rounding. A kernel that `convert`
     made is served: the call contracts its integer codes. Both return the same numbers, and so does the Linen layer with
     the same parameters. The layer takes all arguments of flax's layer, and its `nnx.Param` variables have the same
-    names and shapes. Learned scales are in `Scale` variables, observed ranges in `Ranges` variables.
+    names and shapes. Learned scales are in `Scale` variables, static ranges in `Ranges` variables.
 
     `calibrate(model, batches)` finds static ranges and changes nothing else. Ranges are also updated by each call while
     `use_running_average` is False, like the statistics of BatchNorm: `model.train()` and `model.eval()` set it. Learned
@@ -143,20 +103,14 @@ class Linear(_CodesLayer, nnx.Linear):
         *sizes: The positional arguments of flax's layer: in_features and out_features. They may be named.
         weight_spec: How to quantize the kernel, a QuantSpec. `QuantSpec(jnp.int8, PerFeature())` has one scale for each
             output feature, whatever the shape of the kernel.
-        activation_spec: How to quantize the inputs, a QuantSpec; None leaves them in floats.
-        weight_range: `Dynamic()` finds the range in the kernel at each call; `Learned()` trains it.
-        activation_range: `Observed()` is a static range, which `calibrate` finds; `Dynamic()` finds the range in the
-            inputs at each call, for example with `PerToken()`; `Learned()` trains it. The granularity of observed and
-            learned ranges must be `PerTensor()`, because an NNX variable has one shape for all inputs.
+        activation_spec: How to quantize the inputs, a QuantSpec; None leaves them in floats. `PerToken()` has one scale
+            for each token, and needs a dynamic range.
+        weight_range: `jq.Dynamic()` finds the range in the kernel at each call; `jq.Learned()` trains it.
+        activation_range: `jq.Dynamic()` finds the range in the inputs at each call. For a static range,
+            `jq.Static(jq.calibration.minmax)`, `calibrate` finds it. `jq.Learned()` trains it. The granularity of
+            static and learned ranges must be `PerTensor()`, because an NNX variable has one shape for all inputs.
         backward: `jq.FloatBackward()` contracts gradients in floats. `jq.Int8Backward()` contracts them in integers,
             and with `stochastic_rounding=True` rounds them with keys from the stream "rounding" of rngs.
-        output_spec: How to quantize the result, a QuantSpec of int8 or uint8 per tensor; None gives floats. The layer
-            then gives codes: a `QuantizedArray` if its kernel is converted, and in training a `FakeQuantizedArray`,
-            with the same codes and a gradient. A layer with activation_spec=None takes both as its inputs. The bias is
-            rounded to int32, in steps of the product of the scales.
-        output_range: `Observed()` or `Learned()`, as in activation_range.
-        output_relu: Whether a relu precedes the quantization of the result. Its range then begins at 0.
-        integer_bias: Whether the bias is rounded to int32 although the result is float.
         use_running_average: Whether ranges are only read, not updated.
         rngs: Random keys, as in flax's layer.
         **arguments: Other arguments of flax's layer.
@@ -170,7 +124,7 @@ class Linear(_CodesLayer, nnx.Linear):
             a dimension that the contraction sums over.
 
     Note:
-        Under `nnx.jit` no error can depend on a value. There a layer whose static range was never found returns NaN.
+        Under `nnx.jit` no error can depend on a value. There a layer returns NaN if its static range was never found.
         Call `check_calibrated(model)` once, outside of `jit`, to find such layers. This holds for all layers here.
 
     Example:
@@ -178,7 +132,7 @@ class Linear(_CodesLayer, nnx.Linear):
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
         >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8, jq.PerFeature()), "activation_spec": jq.QuantSpec(jnp.uint8)}
-        >>> layer = qnnx.Linear(3, 2, **specs, rngs=nnx.Rngs(0))
+        >>> layer = qnnx.Linear(3, 2, **specs, activation_range=jq.Static(jq.calibration.minmax), rngs=nnx.Rngs(0))
         >>> x = jnp.array([[-1.0, 0.0, 1.55]])
         >>> qnnx.calibrate(layer, [x])
         >>> serving = qnnx.convert(layer)
@@ -190,15 +144,15 @@ class Linear(_CodesLayer, nnx.Linear):
     """
 
     _field = "dot_general"
-    _contraction = DotGeneral
+    _contraction = NnxDotGeneral
 
 
-class LinearGeneral(_CodesLayer, nnx.LinearGeneral):
+class LinearGeneral(_NnxLayer, nnx.LinearGeneral):
     """`flax.nnx.LinearGeneral`, a Linear layer over several axes, with a quantized kernel and quantized inputs.
 
     y = dot_general(quantize(x), quantize(kernel)) + bias
 
-    The added arguments and the errors are those of `Linear`. The kernel has the batch dimensions, the contracted
+    The layer adds the arguments of `Linear`, and raises its errors. The kernel has the batch dimensions, the contracted
     dimensions and the features, in this order. `PerFeature()` has one scale for each index of all axes that are not
     contracted.
 
@@ -208,15 +162,15 @@ class LinearGeneral(_CodesLayer, nnx.LinearGeneral):
     """
 
     _field = "dot_general"
-    _contraction = DotGeneral
+    _contraction = NnxDotGeneral
 
 
-class Einsum(_QuantizedLayer, nnx.Einsum):
+class Einsum(_NnxLayer, nnx.Einsum):
     """`flax.nnx.Einsum` with a quantized kernel and quantized inputs.
 
     y = einsum(einsum_str, quantize(x), quantize(kernel)) + bias
 
-    The added arguments and the errors are those of `Linear`.
+    The layer adds the arguments of `Linear`, and raises its errors.
 
     Args:
         einsum_str: The equation of two operands, the inputs and the kernel.
@@ -226,7 +180,7 @@ class Einsum(_QuantizedLayer, nnx.Einsum):
     """
 
     _field = "einsum_op"
-    _contraction = Product
+    _contraction = NnxEinsum
 
     def __init__(
         self, einsum_str: str, kernel_shape: Sequence[int], bias_shape: Sequence[int] | None = None, **arguments: Any
@@ -235,36 +189,14 @@ class Einsum(_QuantizedLayer, nnx.Einsum):
         shapes = (tuple(kernel_shape), None if bias_shape is None else tuple(bias_shape))
         super().__init__(einsum_str, *shapes, **arguments)
 
-    def __call__(self, inputs: Any, einsum_str: str | None = None, out_sharding: Any = None) -> Any:
-        """Return the contraction of the inputs with the kernel, plus the bias.
 
-        Args:
-            inputs: Floats, or codes: a QuantizedArray or, in training, a FakeQuantizedArray.
-            einsum_str: Static. The equation, if the layer was constructed without one.
-            out_sharding: Static. The sharding of a float result, or None.
-
-        Returns:
-            Floats; or, with an output_spec, codes as those of `Linear`.
-        """
-        relay = self._make_relay(inputs)
-        if relay is None:
-            return super().__call__(inputs, einsum_str, out_sharding)
-        equation = (einsum_str or self.einsum_str).replace(" ", "")
-        x = make_stand_in(inputs)
-        if relay.bias is not None:
-            # flax reads only the shapes, and a converted kernel is not an array.
-            kernel = jnp.broadcast_to(jnp.zeros(()), self.kernel_shape)
-            relay.bias = relay.bias.reshape(self._infer_broadcasted_bias_shape(equation, x, kernel))
-        return self._relay_call(relay, lambda: super(Einsum, self).__call__(x, einsum_str))
-
-
-class Conv(_CodesLayer, nnx.Conv):
+class Conv(_NnxLayer, nnx.Conv):
     """`flax.nnx.Conv` with a quantized kernel and quantized inputs.
 
     y = conv_general_dilated(quantize(x), quantize(kernel)) + bias
 
-    The added arguments and the errors are those of `Linear`. Grouped and depthwise convolutions, every padding and
-    every dilation are supported. The output features are the last axis of the kernel.
+    The layer adds the arguments of `Linear`, and raises its errors. Grouped and depthwise convolutions, every padding
+    and every dilation are supported. The output features are the last axis of the kernel.
 
     Args:
         *sizes: in_features, out_features, kernel_size and strides (1 by default). They may be named.
@@ -275,18 +207,17 @@ class Conv(_CodesLayer, nnx.Conv):
     """
 
     _field = "conv_general_dilated"
-    _contraction = ConvGeneralDilated
+    _contraction = NnxConvGeneralDilated
 
 
-class Embed(_QuantizedLayer, nnx.Embed):
+class Embed(_NnxLayer, nnx.Embed):
     """`flax.nnx.Embed` with a quantized table.
 
     y = take(quantize(embedding), indices)
 
-    The added arguments and the errors are those of `Linear`. A lookup in a converted table reads its codes. With an
-    output_spec, the rows are rounded to codes with one scale. `attend` contracts queries with the table, and returns
-    floats; `activation_spec` says how to quantize the queries, and their range is the only activation range of the
-    layer.
+    The layer adds the arguments of `Linear`, and raises its errors. A lookup in a converted table reads its codes.
+    `attend` contracts queries with the table; `activation_spec` says how to quantize the queries, and their range is
+    the only activation range of the layer.
 
     Args:
         *sizes: num_embeddings and features. They may be named.
@@ -297,11 +228,11 @@ class Embed(_QuantizedLayer, nnx.Embed):
     """
 
     _field = "table"
-    _contraction = Table
+    _contraction = NnxTable
     _kernel = "embedding"
-    table: Table
+    table: NnxTable
 
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> Any:
+    def __call__(self, inputs: jax.Array, out_sharding: OutSharding | None = None) -> Any:
         """Return rows of the table.
 
         Args:
@@ -310,7 +241,7 @@ class Embed(_QuantizedLayer, nnx.Embed):
 
         Returns:
             The rows in the layer's dtype, of the shape of the indices followed by the features. An index beyond the
-            table returns NaN. With an output_spec, codes as those of `Linear`.
+            table returns NaN.
         """
         is_integer = jnp.issubdtype(inputs.dtype, jnp.integer)
         with checks.prefix_errors(self.table.layer):
@@ -319,13 +250,13 @@ class Embed(_QuantizedLayer, nnx.Embed):
         if self.num_embeddings == 1:
             inputs = jnp.zeros_like(inputs)
         rows: Any = self.table(self.embedding[...], inputs, out_sharding=out_sharding)
-        return rows if is_codes(rows) else rows.astype(self.dtype)
+        return rows.astype(self.dtype)
 
-    def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
+    def attend(self, query: jax.Array, out_sharding: OutSharding | None = None) -> jax.Array:
         """Return the products of queries with every row of the table.
 
         Args:
-            query: A float array whose last axis has the length of a row.
+            query: A float array [..., features], with the features of the table.
             out_sharding: Static. The sharding of the result, or None.
 
         Returns:
@@ -333,4 +264,4 @@ class Embed(_QuantizedLayer, nnx.Embed):
         """
         table = self.embedding[...]
         dtype = dtypes.canonicalize_dtype(query, jnp.zeros((), table.dtype), dtype=self.dtype)
-        return self.table.run(_operations.ATTEND, query.astype(dtype), table, out_sharding=out_sharding)
+        return self.table.contract_rows(query.astype(dtype), table, out_sharding)

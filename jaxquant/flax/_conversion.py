@@ -12,10 +12,13 @@ from .._arrays import quantize, scale_from_range
 from .._arrays.parts import StoredOrder, find_permutation
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, small_floats
-from . import _learned, _observed
-from ._layer_operand import LayerOperand
-from ._operand_quantizer import quantize_operand
-from .ranges import Dynamic, Learned, Observed
+from .._training.range_sources import Dynamic, Learned, Static
+from . import _operand_ranges
+from ._operand_ranges import RangeState, quantize_operand
+from ._quantization import LayerOperand
+
+# The names of the mesh axes along which one axis of an array is partitioned.
+MeshAxes = str | tuple[str, ...] | None
 
 
 def check_kernel(weight: LayerOperand, kernel: QuantizedArray) -> None:
@@ -85,7 +88,7 @@ def quantize_kernel(
     def quantize_one(kernel: jax.Array, parts: tuple[jax.Array, ...]) -> QuantizedArray:
         if isinstance(weight.source, Dynamic) and weight.source.calibrator is None:
             return quantize.quantize_kernel(kernel, weight.spec, stored_axes)
-        learned = _learned.read_learned(weight, parts) if parts else None
+        learned = _operand_ranges.read_learned(weight, parts) if parts else None
         return quantize_operand(weight, kernel, learned, stored_axes)
 
     q = _map_leading_axes(quantize_one, depth)(kernel, parts)
@@ -93,38 +96,42 @@ def quantize_kernel(
     return q
 
 
-def find_constants(
-    function: str, activation: LayerOperand, values: Any, depth: int, shape: tuple[int, ...] | None = None
+def compute_constants(
+    function: str,
+    activation: LayerOperand,
+    values: RangeState | tuple[jax.Array, ...],
+    depth: int,
+    shape: tuple[int, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the scale and the zero point that a converted layer quantizes its activations with.
 
     Args:
         function: the name of the public function, for errors.
-        activation: how to quantize the activations; its range is observed or learned.
+        activation: how to quantize the activations; its range is static or learned.
         values: the calibrator's state with its batch count, or the learned scale and zero point.
         depth: the number of axes that stack layers.
-        shape: as in `_observed.finalize_state`.
+        shape: as in `_operand_ranges.finalize_state`.
 
     Returns:
         The scale, and the zero point as a code or None.
     """
 
-    def find_one(values: Any) -> tuple[jax.Array, jax.Array | None]:
-        if isinstance(activation.source, Observed):
-            return _observed.finalize_state(activation, values, shape)
-        return _learned.read_learned(activation, values)
+    def compute_one(values: Any) -> tuple[jax.Array, jax.Array | None]:
+        if isinstance(activation.source, Static):
+            return _operand_ranges.finalize_state(activation, values, shape)
+        return _operand_ranges.read_learned(activation, values)
 
-    scale, zero_point = _map_leading_axes(find_one, depth)(values)
+    scale, zero_point = _map_leading_axes(compute_one, depth)(values)
     check_servable(function, activation, scale)
     # A zero point is learned as a float; the converted layer adds it to codes.
     if zero_point is not None and zero_point.dtype != activation.spec.carrier:
-        zero_point = _learned.find_code(activation, zero_point)
+        zero_point = _operand_ranges.round_learned_zero_point(activation, zero_point)
     return scale, zero_point
 
 
-def find_part_names(
-    names: Sequence[Any], shape: tuple[int, ...], depth: int = 0, order: StoredOrder = None
-) -> tuple[Any, ...]:
+def match_part_names(
+    names: Sequence[MeshAxes], shape: tuple[int, ...], depth: int = 0, order: StoredOrder = None
+) -> tuple[MeshAxes, ...]:
     """Return the mesh axes along which the codes, the scale or the zero point of a kernel are partitioned.
 
     Args:

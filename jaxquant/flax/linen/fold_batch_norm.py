@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core import meta
 
-from .._core import checks, dtypes
+from ..._core import checks, dtypes
 
 _NAME = "flax.fold_batch_norm"
 
 
 def fold_batch_norm(
-    layer: Mapping[str, Any], norm: Mapping[str, Any], stats: Mapping[str, Any], *, epsilon: float = 1e-5,
+    layer: Mapping[str, object], norm: Mapping[str, object], stats: Mapping[str, object], *, epsilon: float = 1e-5,
     axis: int = -1,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the parameters of a Linen layer that includes the batch normalization after it.
@@ -26,7 +26,7 @@ def fold_batch_norm(
 
     In inference, a layer with these parameters returns what the normalization returned. The layer needs
     `use_bias=True`, and the normalization must be left out of the module that is served. Fold before ranges are
-    observed and before training continues, because the folded weights are quantized.
+    found and before training continues, because the folded weights are quantized.
 
     Args:
         layer: The parameters of a layer such as `Dense` or `Conv`, a mapping: "kernel", a float32, float16 or bfloat16
@@ -90,7 +90,7 @@ def fold_batch_norm(
 
 
 def _broadcast_features(part: jax.Array, bias: jax.Array) -> jax.Array:
-    """Return an array with one element for each feature, broadcast to the shape of a bias whose last axis they are."""
+    """Return an array [features] broadcast to the shape of a bias [..., features]."""
     return jnp.broadcast_to(part.reshape(*(1,) * (bias.ndim - 1), part.size), bias.shape)
 
 
@@ -111,7 +111,7 @@ def _check_variance(var: jax.Array, epsilon: float) -> None:
 
 def _read_entry(
     argument: str,
-    mapping: Mapping[str, Any],
+    mapping: Mapping[str, object],
     name: str,
     shape: tuple[int, ...] | None = None,
     default: float | None = None,

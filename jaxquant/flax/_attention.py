@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +32,7 @@ class AttentionOptions(NamedTuple):
     weight_digits: int
 
 
-def check_options(layer: str, fixed: dict[str, tuple[Any, Any]]) -> None:
+def check_options(layer: str, fixed: Mapping[str, tuple[object, object]]) -> None:
     """Raise ContractValueError if an argument of flax's layer is set that this layer cannot take.
 
     Args:
@@ -43,15 +44,16 @@ def check_options(layer: str, fixed: dict[str, tuple[Any, Any]]) -> None:
         checks.require(value is only or value == only, layer, name, expected, checks.describe_value(value))
 
 
-def check_no_dropout(layer: str, rate: float, deterministic: Any) -> None:
+def check_no_dropout(layer: str, rate: float, deterministic: bool | None) -> None:
     """Raise ContractValueError if the weights are to be dropped, which integer weights do not support."""
     expected = "0.0 in training, because the weights are contracted as integers (deterministic=True ignores the rate)"
     checks.require(rate == 0.0 or bool(deterministic), layer, "dropout_rate", expected, rate)
 
 
 def attend_to_tokens(
-    options: AttentionOptions, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, is_causal: bool = False
-) -> jax.Array:
+    options: AttentionOptions, query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None,
+    is_causal: bool = False,
+) -> jax.Array:  # fmt: skip
     """Return the attention of arrays [batch..., tokens, heads, features].
 
     Args:
@@ -59,7 +61,7 @@ def attend_to_tokens(
         query: the queries.
         key: the keys.
         value: the values.
-        mask: an array that broadcasts against [batch..., heads, queries, tokens] and whose zeros hide, or None.
+        mask: an array that broadcasts against [batch..., heads, queries, tokens], where 0 hides a token, or None.
         is_causal: whether a query attends to no later token.
     """
     batch = query.shape[:-3]
@@ -72,8 +74,9 @@ def attend_to_tokens(
 
 
 def attend_to_cache(
-    options: AttentionOptions, cache: KVCache, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any
-) -> tuple[jax.Array, KVCache]:
+    options: AttentionOptions, cache: KVCache, query: jax.Array, key: jax.Array, value: jax.Array,
+    mask: jax.Array | None,
+) -> tuple[jax.Array, KVCache]:  # fmt: skip
     """Return the attention to a cache after the tokens were appended to it, and the cache; the shapes are as above."""
     batch = query.shape[:-3]
     cache = cache.append(_merge_batch(key), _merge_batch(value))
@@ -94,7 +97,7 @@ def _merge_batch(x: jax.Array) -> jax.Array:
     return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
 
 
-def _merge_mask(mask: Any, batch: tuple[int, ...]) -> Any:
+def _merge_mask(mask: jax.Array | None, batch: tuple[int, ...]) -> Any:
     """Return a mask as bool with at most one batch dimension."""
     if mask is None:
         return None

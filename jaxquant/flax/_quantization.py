@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .._arrays.spec import QuantSpec
-from .._contractions.output import check_output_spec
 from .._core import checks, dtypes
 from .._core.granularity import PerAxis, PerFeature, PerTensor, PerToken
 from .._training.backward import Backward, FloatBackward
 from .._training.estimators import LSQPlus
+from .._training.range_sources import Dynamic, Learned, RangeSource
 from ..calibration.factory import describe_factory
-from .ranges import Dynamic, Learned, Observed, Source
 
-# Granularities of activations whose ranges have the same shape for every batch.
+# Granularities of activations that give ranges of one shape for every batch.
 _STORABLE = {PerTensor(), PerFeature(), PerAxis(-1)}
 UNSIGNED_AT_ZERO = "otherwise the zero point of unsigned codes is 0, and negative values become 0"
 
@@ -27,11 +26,11 @@ class LayerOperand(NamedTuple):
     Attributes:
         spec: how to quantize the operand.
         source: the source of its range.
-        role: "weight", "activation" or "output".
+        role: "weight" or "activation".
     """
 
     spec: QuantSpec
-    source: Source
+    source: RangeSource
     role: str
 
     @property
@@ -75,25 +74,13 @@ class Quantization:
         weight_range: the source of the weights' range.
         activation_range: the source of the activations' range.
         backward: how to contract gradients.
-        output_spec: how to quantize the result, or None to leave it in floats.
-        output_range: the source of the result's range.
-        output_relu: whether a relu precedes the quantization of the result.
-        integer_bias: whether the bias is rounded to int32 and added to the sums, although the result is float.
     """
 
     weight_spec: QuantSpec
     activation_spec: QuantSpec | None = None
-    weight_range: Source = Dynamic()
-    activation_range: Source = Observed()
+    weight_range: RangeSource = Dynamic()
+    activation_range: RangeSource = Dynamic()
     backward: Backward = FloatBackward()
-    output_spec: QuantSpec | None = None
-    output_range: Source = Observed()
-    output_relu: bool = False
-    integer_bias: bool = False
-
-    def find_output(self) -> LayerOperand | None:
-        """Return how the result is quantized, or None."""
-        return None if self.output_spec is None else LayerOperand(self.output_spec, self.output_range, "output")
 
 
 def check_layer(layer: str, quantization: Quantization) -> Operands:
@@ -111,7 +98,6 @@ def check_layer(layer: str, quantization: Quantization) -> Operands:
         ContractValueError: a spec contradicts the source of its range.
     """
     _check_types(layer, quantization)
-    check_output(layer, quantization)
     weight = LayerOperand(quantization.weight_spec, quantization.weight_range, "weight")
     if quantization.activation_spec is None:
         _check_source(layer, weight)
@@ -138,25 +124,8 @@ def _check_types(layer: str, quantization: Quantization) -> None:
     expected, got = "Dynamic() or Learned()", checks.describe_value(source)
     checks.require_type(isinstance(source, Dynamic | Learned), layer, "weight_range", expected, got)
     source = quantization.activation_range
-    expected, got = "Observed(), Dynamic() or Learned()", checks.describe_value(source)
-    checks.require_type(isinstance(source, Source), layer, "activation_range", expected, got)
-
-
-def check_output(layer: str, quantization: Quantization) -> None:
-    """Raise unless the result can be quantized as the arguments say."""
-    spec, source = quantization.output_spec, quantization.output_range
-    for name in ("output_relu", "integer_bias"):
-        checks.check_flag(layer, name, getattr(quantization, name))
-    expected, got = "Observed() or Learned()", checks.describe_value(source)
-    checks.require_type(isinstance(source, Observed | Learned), layer, "output_range", expected, got)
-    if spec is None:
-        expected = "False without an output_spec (apply jax.nn.relu to the result)"
-        checks.require(not quantization.output_relu, layer, "output_relu", expected, "True")
-        return
-    got = checks.describe_value(spec)
-    checks.require_type(isinstance(spec, QuantSpec), layer, "output_spec", "a QuantSpec, or None for floats", got)
-    check_output_spec(layer, "output_spec", spec)
-    _check_source(layer, LayerOperand(spec, source, "output"))
+    expected, got = "Dynamic(), Static(...) or Learned()", checks.describe_value(source)
+    checks.require_type(isinstance(source, RangeSource), layer, "activation_range", expected, got)
 
 
 def _check_integers(layer: str, operand: LayerOperand) -> None:
@@ -190,7 +159,7 @@ def _check_source(layer: str, operand: LayerOperand) -> None:
 
 
 def is_unsigned_at_zero(operand: LayerOperand) -> bool:
-    """Return whether an operand has unsigned codes and a learned scale whose zero point stays 0."""
+    """Return whether an operand has unsigned codes and a learned scale, and keeps the zero point 0."""
     source, spec = operand.source, operand.spec
     is_zero = isinstance(source, Learned) and not isinstance(source.gradient, LSQPlus) and not spec.symmetric
     return is_zero and spec.bounds[0] == 0
