@@ -465,8 +465,10 @@ def _walk(model: ModelProto) -> Iterator[_Scope]:
 
 
 def _read_scope(graph: Any, parent: _Scope | None) -> _Scope:
-    outer = ({}, {}, {}) if parent is None else (parent.types, parent.constants, parent.producers)
-    scope = _Scope(graph, parent, *(dict(entries) for entries in outer))
+    if parent is None:
+        scope = _Scope(graph, parent, {}, {}, {})
+    else:
+        scope = _Scope(graph, parent, dict(parent.types), dict(parent.constants), dict(parent.producers))
     scope.constants.update({tensor.name: tensor for tensor in graph.initializer})
     scope.types.update(_read_types((*graph.input, *graph.value_info, *graph.output)))
     scope.types.update({tensor.name: tensor.data_type for tensor in graph.initializer})

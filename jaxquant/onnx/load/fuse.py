@@ -14,9 +14,8 @@ import numpy as np
 from .deviations import Deviation
 from .fuse_rules import find_added_bias, fits_int32, select_operator
 from .graph import ROUNDED, WINDOW_SUM, Graph, Node, find_small_powers, select_live
-from .scales import allows_scale, drops_clip, is_clip_redundant
+from .scales import EIGHT_BITS, allows_scale, drops_clip, is_clip_redundant
 
-_EIGHT_BITS = (np.dtype(np.uint8), np.dtype(np.int8))
 _PAIR = "DequantizeLinear"
 # Operators that ONNX Runtime moves quantization past; each moves or selects elements of its first input.
 _MOVING = ("MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice")
@@ -235,7 +234,7 @@ class _Fuser:
             if node.op not in ("Relu", "Clip"):
                 continue
             sink = self.find_sink(node)
-            if sink is None or not self.is_per_tensor(sink) or self.find_codes_dtype(sink) not in _EIGHT_BITS:
+            if sink is None or not self.is_per_tensor(sink) or self.find_codes_dtype(sink) not in EIGHT_BITS:
                 continue
             bounds = self._find_bounds(node)
             scale, point = (np.asarray(self.constants[name]).reshape(()) for name in self.read_affine(sink))
@@ -369,7 +368,7 @@ class _Fuser:
             return None
         for end in (node, readers[0]):
             has_parts = len(end.inputs) == 3 and all(part in self.constants for part in end.inputs[1:])
-            if not has_parts or self.find_codes_dtype(end) not in _EIGHT_BITS:
+            if not has_parts or self.find_codes_dtype(end) not in EIGHT_BITS:
                 return None
         return readers[0] if self.have_same_affine(node, readers[0]) else None
 
@@ -727,4 +726,4 @@ def _moves(node: Node) -> bool:
 def _allows_codes(node: Node, dtype: Any) -> bool:
     """Return whether an operator runs on codes of this dtype."""
     # MaxPool has kernels for codes of 8 bits only, and int32 is no dtype of codes.
-    return dtype in _EIGHT_BITS or (node.op != "MaxPool" and dtype is not None and dtype != jnp.int32)
+    return dtype in EIGHT_BITS or (node.op != "MaxPool" and dtype is not None and dtype != jnp.int32)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .graph import Node
+from .scales import EIGHT_BITS
 
 if TYPE_CHECKING:
     from .fuse import _Fuser
 
-_EIGHT_BITS = (np.dtype(np.uint8), np.dtype(np.int8))
 _INT8, _INT32 = np.dtype(np.int8), np.dtype(np.int32)
 _MICROSOFT = "com.microsoft"
 _LIMIT = 2.0**31
@@ -51,7 +51,7 @@ def select_operator(fuser: _Fuser, node: Node) -> Match | None:
 def _find_sources(fuser: _Fuser, names: Any) -> list[Node] | None:
     """Return the DequantizeLinear of each input, or None if one has none or not 8 bits."""
     sources = [fuser.find_source(name) for name in names]
-    if any(source is None or fuser.find_codes_dtype(source) not in _EIGHT_BITS for source in sources):
+    if any(source is None or fuser.find_codes_dtype(source) not in EIGHT_BITS for source in sources):
         return None
     return sources  # type: ignore[return-value]
 

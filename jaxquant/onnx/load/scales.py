@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-_EIGHT_BITS = (np.dtype(np.uint8), np.dtype(np.int8))
+# The dtypes of codes for which ONNX Runtime has integer kernels.
+EIGHT_BITS = (np.dtype(np.uint8), np.dtype(np.int8))
 
 
 class Need(enum.Enum):
@@ -66,7 +67,7 @@ def drops_clip(op: str, bounds: tuple[float, float], scale: Any, point: np.ndarr
 
     It never looks at the sign of the scale, and compares bounds with an absolute tolerance.
     """
-    if point.dtype not in _EIGHT_BITS:
+    if point.dtype not in EIGHT_BITS:
         return False
     info = np.iinfo(point.dtype)
     if op == "Relu":
