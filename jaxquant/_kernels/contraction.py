@@ -88,7 +88,7 @@ def _batch_contraction(
 
 @recording.mark(
     "contract",
-    lambda lhs, rhs, left, right, **_: (_find_result_shape(lhs, rhs, left, right), jnp.int32),
+    lambda lhs, rhs, left, right, **_: (_derive_result_shape(lhs, rhs, left, right), jnp.int32),
     _batch_contraction,
 )
 def _contract_recorded(
@@ -132,14 +132,14 @@ def _contract_signed(
     a_steps, b_steps = _reshape_steps(lhs_steps, lhs, left), _reshape_steps(rhs_steps, rhs, right)
     contract = matrix_product.make_contraction(transposed, is_unpacked)
     acc = contract(a, b, a_steps, b_steps)
-    return acc.reshape(_find_result_shape(lhs, rhs, left, right))
+    return acc.reshape(_derive_result_shape(lhs, rhs, left, right))
 
 
 def _count_elements(x: jax.Array, axes: Sequence[int]) -> int:
     return math.prod(x.shape[a] for a in axes)
 
 
-def _find_result_shape(lhs: jax.Array, rhs: jax.Array, left: Role, right: Role) -> tuple[int, ...]:
+def _derive_result_shape(lhs: jax.Array, rhs: jax.Array, left: Role, right: Role) -> tuple[int, ...]:
     lhs_dimensions = (lhs.shape[axis] for axis in (*left.batch, *left.free))
     return (*lhs_dimensions, *(rhs.shape[axis] for axis in right.free))
 

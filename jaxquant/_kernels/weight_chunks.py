@@ -137,7 +137,7 @@ def contract_in_chunks(
 ) -> jax.Array:
     """Return the float32 contraction of x with the codes, dequantized in chunks that stay in the cache of a CPU."""
     cut = config.plan_cut(codes, scale, zero_point)
-    length, axis, rows = cut.length, cut.axis, _find_chunk_length(cut, x.size)
+    length, axis, rows = cut.length, cut.axis, _choose_chunk_length(cut, x.size)
     # Every chunk reads the float operand. The barrier makes XLA arrange it only once, before the first chunk.
     operand = lax.optimization_barrier(config.arrange_operand(x))
     products: list[jax.Array] = []
@@ -154,7 +154,7 @@ def contract_in_chunks(
     return products[0] if axis is None else jnp.concatenate(products, axis=axis)
 
 
-def _find_chunk_length(cut: Cut, x_size: Any) -> int:
+def _choose_chunk_length(cut: Cut, x_size: Any) -> int:
     """Return the length of the chunks but the last, from the cut and the number of elements of the float operand."""
     size = min(max(cut.length * cut.width // _FEW_CHUNKS, _FEWEST), _MANY)
     length = max(size // cut.width, -(-cut.length // _CHUNKS), 1)

@@ -77,7 +77,7 @@ def _find_parameters(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the scale and the zero point of a range, as `finalize_state` does."""
     if shape is None:
-        return scale_from_range.find_scale_and_zero_point(spec, lo, hi, lo.shape, lo.shape)
+        return scale_from_range.compute_scale_and_zero_point(spec, lo, hi, lo.shape, lo.shape)
     # Only the shape counts here, because the range is known.
     like = jax.ShapeDtypeStruct(shape, jnp.float32)
     return find_parameters("quantize", like, spec, lo, hi)[:2]
