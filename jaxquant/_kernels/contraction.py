@@ -1,4 +1,16 @@
-"""The integer contraction of any dimensions, as products of matrices that each backend runs fast."""
+"""The integer contraction of any dimensions, as products of matrices that each backend runs fast.
+
+An operand's dimensions have roles: batch, free, contracted. The free dimensions are merged into rows and columns, and
+the contracted ones into one, after a transpose in memory where they are not neighbors already: XLA:CPU would fold a
+transpose into the contraction, which would then lose its vector kernel. Of rhs the kernel takes [K, N] and [N, K], so
+weights that are stored either way are read as they are.
+
+Codes of 2 or 4 bits are contracted in planes, every second or fourth column after the other, if the other operand has
+few rows: then the conversion takes longer than the contraction, and XLA:CPU vectorizes that of a plane only.
+
+Arrays with explicit shardings are contracted by `jax.lax` as they are, because JAX cannot infer the shardings of the
+reshapes.
+"""
 
 from __future__ import annotations
 
