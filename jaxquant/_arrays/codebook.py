@@ -86,7 +86,7 @@ class Codebook:
             return _encode_by_lookup(value, buckets).astype(self.carrier)
         # A code is the number of midpoints below the value.
         code = jnp.zeros(value.shape, jnp.int32)
-        for middle in _find_midpoints(self.levels):
+        for middle in _compute_midpoints(self.levels):
             code = code + (value > middle).astype(jnp.int32)
         return code.astype(self.carrier)
 
@@ -111,7 +111,7 @@ class Codebook:
         return jnp.asarray(entries[0])
 
 
-def _find_midpoints(levels: tuple[float, ...]) -> list[np.float32]:
+def _compute_midpoints(levels: tuple[float, ...]) -> list[np.float32]:
     """Return the largest float32 numbers that are as near to each level, or nearer, as to the next one."""
     midpoints = []
     for low, high in itertools.pairwise(levels):
@@ -142,7 +142,7 @@ class _Buckets(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def _build_buckets(levels: tuple[float, ...]) -> _Buckets | None:
     """Return the buckets of a codebook of 256 levels, or None if two midpoints are too close for a small table."""
-    middle = np.asarray(_find_midpoints(levels), np.float32)
+    middle = np.asarray(_compute_midpoints(levels), np.float32)
     middle[np.abs(middle) < np.finfo(np.float32).tiny] = 0  # as the values are flushed
     bits = middle.view(np.int32)
     keys = np.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits).astype(np.int64)

@@ -112,7 +112,7 @@ def _join_arrays(arrays: list[QuantizedArray], *, axis: int) -> QuantizedArray:
     parts = {name: [_read_part(q, getattr(q, name)) for q in arrays] for name in names}
     codes, order = _concatenate_codes(arrays, axis)
     # The scale and the zero point may need different block sizes, but an array stores only one.
-    sizes = {name: _find_sizes(each, axis) for name, each in parts.items()}
+    sizes = {name: _match_block_sizes(each, axis) for name, each in parts.items()}
     length = sum(q.shape[axis] for q in arrays)
     sizes, block_size = _unify_sizes(sizes, (*arrays[0].shape[:axis], length, *arrays[0].shape[axis + 1 :]))
     joined = {
@@ -130,7 +130,7 @@ def cut_for_join(q: QuantizedArray, axis: int, count: int) -> QuantizedArray:
     if not q.shape[axis]:
         return q
     parts = {name: _read_part(q, getattr(q, name)) for name in ("scale", "zero_point") if getattr(q, name) is not None}
-    sizes = {name: _find_sizes([part] * count, axis) for name, part in parts.items()}
+    sizes = {name: _match_block_sizes([part] * count, axis) for name, part in parts.items()}
     joined = (*q.shape[:axis], q.shape[axis] * count, *q.shape[axis + 1 :])
     sizes, block_size = _unify_sizes(sizes, joined)
     entries = {name: part.cut_blocks(sizes[name]) for name, part in parts.items()}
@@ -162,7 +162,7 @@ def _read_part(q: QuantizedArray, entries: jax.Array) -> _Part:
     return _Part(entries, sizes, q.shape)
 
 
-def _find_sizes(parts: list[_Part], axis: int) -> tuple[int, ...]:
+def _match_block_sizes(parts: list[_Part], axis: int) -> tuple[int, ...]:
     """Return, for each dimension, the longest block size that divides the blocks of all parts evenly.
 
     It is 0 for a dimension that all parts share. Along `axis` a part begins where the previous one ends, so the block

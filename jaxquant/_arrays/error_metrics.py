@@ -94,23 +94,23 @@ def _quantization_error(
     q = QuantizedArray.tree_unflatten(static, (codes, scale, zero_point))
     checks.check_shape(_NAME, "x", x, q.shape, "that of q")
     x, y = x.astype(jnp.float32), quantized_array.dequantize_checked(q).astype(jnp.float32)
-    largest = _find_largest(x - y)
-    (x_near, x_power), (y_near, _) = (_scale_near_one(v, _find_largest(v)) for v in (x, y))
+    largest = _compute_largest(x - y)
+    (x_near, x_power), (y_near, _) = (_scale_near_one(v, _compute_largest(v)) for v in (x, y))
     error, power = _scale_near_one(x - y, largest)
     # The sums are of scaled values. The scaling factors cancel in the cosine and are added back to the decibels.
     signal, size, noise = (jnp.sum(v * v) for v in (x_near, y_near, error))
     decibels = jnp.log(signal / noise) * _DECIBELS + (x_power - power).astype(jnp.float32) * _OCTAVE
     sqnr = jnp.where(noise == 0, np.float32(np.inf), decibels)
     is_finite = jnp.isfinite(signal) & jnp.isfinite(size) & jnp.isfinite(noise)
-    measures = (sqnr, _find_cosine(jnp.sum(x_near * y_near), signal, size))
+    measures = (sqnr, _compute_cosine(jnp.sum(x_near * y_near), signal, size))
     sqnr, cosine = (jnp.where(is_finite, v, np.float32(np.nan)) for v in measures)
     saturated = jnp.sum(_is_saturated(x, q), dtype=jnp.float32) / np.float32(max(x.size, 1))
     return sqnr, largest, cosine, saturated, _measure_used_codes(q)
 
 
-def _find_largest(value: jax.Array) -> jax.Array:
+def _compute_largest(value: jax.Array) -> jax.Array:
     """Return the largest magnitude, or NaN if the array contains one."""
-    return min_max.find_min_max(lax.abs(value), tuple(range(value.ndim)))[1]
+    return min_max.compute_min_max(lax.abs(value), tuple(range(value.ndim)))[1]
 
 
 def _scale_near_one(value: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -121,7 +121,7 @@ def _scale_near_one(value: jax.Array, largest: jax.Array) -> tuple[jax.Array, ja
     return value * granularity.PerTensor().expand(factor, value), power
 
 
-def _find_cosine(product: jax.Array, x_square: jax.Array, y_square: jax.Array) -> jax.Array:
+def _compute_cosine(product: jax.Array, x_square: jax.Array, y_square: jax.Array) -> jax.Array:
     """Return the cosine of the angle between x and y from the sums of their product and of their squares."""
     is_zero = (x_square == 0) | (y_square == 0)
     both_zero = (x_square == y_square).astype(jnp.float32)
@@ -140,7 +140,7 @@ def _is_saturated(x: jax.Array, q: QuantizedArray) -> jax.Array:
         slack = q.codebook.largest * 2.0**-22
         return (value < np.float32(first - slack)) | (value > np.float32(last + slack))
     if q.codes.dtype in dtypes.SMALL_FLOATS:
-        return small_floats.find_overflow(value, q.codes.dtype)
+        return small_floats.mark_overflow(value, q.codes.dtype)
     low, high = dtypes.find_bounds(q.codes.dtype)
     codes = q.codes.astype(jnp.int32)
     if dtypes.count_bits(q.codes.dtype) == 8:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core import checks, entry_point, granularity, sharding
-from .parts import StoredOrder, find_transposed_order
+from .parts import StoredOrder, derive_transposed_order
 
 if TYPE_CHECKING:
     from .quantized_array import QuantizedArray
@@ -22,14 +22,14 @@ _PER_INDEX = "QuantizedArray.per_index"
 _TRANSPOSE = "QuantizedArray.transpose"
 
 
-def _find_run_lengths(q: QuantizedArray, part: Any) -> tuple[int, ...]:
+def _derive_run_lengths(q: QuantizedArray, part: Any) -> tuple[int, ...]:
     """Return how many indices of each dimension share an entry of a scale or zero point."""
     sizes = granularity.Aligned(q.block_size).sizes(part.shape, q.shape)
     assert sizes is not None
     return sizes
 
 
-def _find_block_dims(part: Any, shape: tuple[int, ...]) -> list[int]:
+def _list_block_dims(part: Any, shape: tuple[int, ...]) -> list[int]:
     """Return the dimensions in which a scale or zero point has one entry per block."""
     return [a for a, (n, length) in enumerate(zip(part.shape, shape, strict=True)) if n not in (1, length)]
 
@@ -43,7 +43,7 @@ def index_array(q: QuantizedArray, index: Any, out_sharding: Any = None) -> Quan
     parts = [p for p in (q.scale, q.zero_point) if p is not None]
     # If the blocks divide their dimension evenly, q stores no block size. The result needs one, because its last block
     # may be short.
-    sizes = {_find_run_lengths(q, p)[a] for p in parts for a in _find_block_dims(p, q.shape)}
+    sizes = {_derive_run_lengths(q, p)[a] for p in parts for a in _list_block_dims(p, q.shape)}
     block_size = q.block_size or (sizes.pop() if len(sizes) == 1 else None)
     codes, order = _index_codes(q, items, out_sharding)
     replicated = None if out_sharding is None else sharding.set_partition(out_sharding, ())
@@ -51,7 +51,7 @@ def index_array(q: QuantizedArray, index: Any, out_sharding: Any = None) -> Quan
         None if p is None else _index_entries(q, p, items, block_size, replicated) for p in (q.scale, q.zero_point)
     )
     new = q.replace(scale=scale, zero_point=zero_point)._with_stored(codes, order, is_lazy=q._is_lazy)
-    has_blocks = any(_find_block_dims(p, new.shape) for p in (scale, zero_point) if p is not None)
+    has_blocks = any(_list_block_dims(p, new.shape) for p in (scale, zero_point) if p is not None)
     return new.replace(block_size=block_size if has_blocks else q.block_size)
 
 
@@ -165,7 +165,7 @@ def _convert_index(item: Any) -> Any:
 
 def _index_entries(q: QuantizedArray, part: Any, items: list[Any], block_size: int | None, out_sharding: Any) -> Any:
     """Return the entries of a scale or zero point that belong to the codes an index selects."""
-    sizes, axis, part_items = _find_run_lengths(q, part), 0, []
+    sizes, axis, part_items = _derive_run_lengths(q, part), 0, []
     for item in items:
         if item is None:
             part_items.append(None)
@@ -202,7 +202,7 @@ def per_index(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
         if part is not None:
             for axis in axes:
                 axis = checks.check_axis(_PER_INDEX, axis, q.ndim)
-                size, length = _find_run_lengths(q, part)[axis], q.shape[axis]
+                size, length = _derive_run_lengths(q, part)[axis], q.shape[axis]
                 if part.shape[axis] != length:
                     part = granularity.expand_blocks(part, axis, size, length)
             parts[name] = part
@@ -239,7 +239,7 @@ def transpose_array(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
     new = q.replace(scale=scale, zero_point=zero_point)
     # The codes stay in memory as they are. Others see the order that the user has chosen, or else the logical one.
     is_lazy = q._is_lazy or q._order is None
-    return new._with_stored(q._stored, find_transposed_order(q._order, order), is_lazy=is_lazy)
+    return new._with_stored(q._stored, derive_transposed_order(q._order, order), is_lazy=is_lazy)
 
 
 def reshape_array(q: QuantizedArray, shape: tuple[Any, ...]) -> QuantizedArray:
@@ -252,7 +252,7 @@ def reshape_array(q: QuantizedArray, shape: tuple[Any, ...]) -> QuantizedArray:
         part = getattr(q, name)
         if part is None:
             continue
-        plan = _plan_reshape(part.shape, _find_run_lengths(q, part), q.shape, new)
+        plan = _plan_reshape(part.shape, _derive_run_lengths(q, part), q.shape, new)
         expected = "a shape in which elements that share an entry stay adjacent, or q.dequantize().reshape"
         got = f"{new} for a {name} of shape {part.shape} and codes of shape {q.shape}"
         checks.require(plan is not None, _RESHAPE, "shape", expected, got)
@@ -318,13 +318,13 @@ def _plan_long_reshape(
 ) -> list[tuple[int, int]] | None:
     """Return what `_plan_reshape` returns, for shapes without dimensions of length 1."""
     plan: list[tuple[int, int]] = []
-    for olds, news in _find_groups(old, new):
+    for olds, news in _match_groups(old, new):
         lengths = [new[j] for j in news]
         if len(olds) == len(news) == 1:  # an unchanged dimension keeps its blocks, even with a short last one
             plan.append((entries[olds[0]], sizes[olds[0]]))
             continue
         # The elements of a group are consecutive, so the scale fits if each of its runs is consecutive, too.
-        run = _find_run([(old[i], entries[i], sizes[i]) for i in olds])
+        run = _count_run([(old[i], entries[i], sizes[i]) for i in olds])
         group_plan = None if run is None else _spread_run(run, lengths)
         if group_plan is None:
             return None
@@ -332,7 +332,7 @@ def _plan_long_reshape(
     return plan
 
 
-def _find_groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+def _match_groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
     """Return the shortest groups of consecutive old and new dimensions that have the same number of elements."""
     groups, i, j = [], 0, 0
     while i < len(old) or j < len(new):
@@ -347,7 +347,7 @@ def _find_groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[
     return groups
 
 
-def _find_run(dims: list[tuple[int, int, int]]) -> int | None:
+def _count_run(dims: list[tuple[int, int, int]]) -> int | None:
     """Return how many consecutive elements in row-major order share an entry, or None if the number varies.
 
     Args:

@@ -66,7 +66,7 @@ def onnx_view(q: QuantizedArray) -> OnnxView:
     """
     q = quantized_array.check_array(_NAME, "q", q)
     checks.require(q.codebook is None, _NAME, "q", "an array without a codebook, because ONNX has none", q.codebook)
-    sizes = _find_common_sizes(q)
+    sizes = _match_common_sizes(q)
     # A dimension of length 0 has size 0, but it still has an entry.
     entries = tuple(-(-n // size) if size else 1 for n, size in zip(q.shape, sizes, strict=True))
     scale, zero_point = (None if p is None else _pick_entries(p, q, entries, sizes) for p in (q.scale, q.zero_point))
@@ -85,7 +85,7 @@ def onnx_view(q: QuantizedArray) -> OnnxView:
     return OnnxView(q.codes, *view, axis, block_size, q.dtype)  # type: ignore[arg-type]
 
 
-def _find_common_sizes(q: QuantizedArray) -> tuple[int, ...]:
+def _match_common_sizes(q: QuantizedArray) -> tuple[int, ...]:
     """Return how many indices of each dimension share an entry in ONNX's form, which has blocks along one axis only."""
     aligned = Aligned(q.block_size)
     part_sizes = [aligned.sizes(p.shape, q.shape) for p in (q.scale, q.zero_point) if p is not None]

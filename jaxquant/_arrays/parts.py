@@ -157,7 +157,7 @@ def move_axes_last(function: str, argument: str, axes: Any, rank: int) -> Stored
     return _shorten_order([axis - rank for axis in order])
 
 
-def find_permutation(order: StoredOrder, rank: int) -> tuple[int, ...]:
+def derive_permutation(order: StoredOrder, rank: int) -> tuple[int, ...]:
     """Return the logical axis that each dimension of the stored codes holds."""
     moved = order or ()
     return (*range(rank - len(moved)), *(axis + rank for axis in moved))
@@ -165,14 +165,14 @@ def find_permutation(order: StoredOrder, rank: int) -> tuple[int, ...]:
 
 def find_places(order: StoredOrder, rank: int) -> tuple[int, ...]:
     """Return the dimension of the stored codes that holds each logical axis."""
-    permutation = find_permutation(order, rank)
+    permutation = derive_permutation(order, rank)
     return tuple(permutation.index(axis) for axis in range(rank))
 
 
-def find_transposed_order(order: StoredOrder, axes: Sequence[int]) -> StoredOrder:
+def derive_transposed_order(order: StoredOrder, axes: Sequence[int]) -> StoredOrder:
     """Return the stored order with which stored codes represent their array with its axes transposed."""
     rank = len(axes)
-    return _shorten_order([tuple(axes).index(axis) - rank for axis in find_permutation(order, rank)])
+    return _shorten_order([tuple(axes).index(axis) - rank for axis in derive_permutation(order, rank)])
 
 
 def find_logical_shape(function: str, argument: str, shape: tuple[int, ...], order: StoredOrder) -> tuple[int, ...]:
@@ -191,7 +191,7 @@ def store_codes(codes: Any, order: StoredOrder) -> Any:
     if order is None or not hasattr(codes, "ndim"):
         return codes
     find_logical_shape("QuantizedArray", "self", tuple(codes.shape), order)  # raises if the rank is too low
-    return _transpose_any(codes, find_permutation(order, codes.ndim))
+    return _transpose_any(codes, derive_permutation(order, codes.ndim))
 
 
 def restore_codes(stored: Any, order: StoredOrder) -> Any:

@@ -192,7 +192,7 @@ def _quantize(
     x, lo, hi = jax.lax.stop_gradient((x, lo, hi))
     scale, zero_point, _ = find_parameters(_NAME, x, spec, lo, hi)
     codes = encode_array(x, scale, zero_point, spec)
-    block_size = scale_from_range.find_stored_block_size(_NAME, spec, x.shape)
+    block_size = scale_from_range.derive_stored_block_size(_NAME, spec, x.shape)
     return QuantizedArray(
         codes, scale, zero_point, dtype=x.dtype, block_size=block_size, codebook=spec.codebook, stored_order=order
     )
@@ -203,19 +203,19 @@ def find_parameters(
 ) -> tuple[jax.Array, jax.Array | None, tuple[int, ...]]:
     """Return the scale and the zero point, for the given range or that of x, and the shape of the ranges."""
     scale_shape, point_shape = scale_from_range.find_shapes(function, spec, x.shape)
-    shape = scale_from_range.find_range_shape(function, spec, x.shape)
+    shape = scale_from_range.derive_range_shape(function, spec, x.shape)
     if lo is None or hi is None:
         block_size = scale_from_range.check_one_block_size(function, spec)
         # A symmetric range is recorded as extremes, for which an exporter has operators.
         is_symmetric = scale_from_range.has_equal_reach(spec) and not recording.is_recording()
         if spec.fixed_zero_point is None or is_symmetric:
-            return *_find_own_parameters(x, spec, shape, block_size, scale_shape, point_shape), shape
+            return *_compute_own_parameters(x, spec, shape, block_size, scale_shape, point_shape), shape
         low, high = min_max.find_extremes(x, shape, block_size)
     else:
         low, high = (
             _broadcast_end(function, argument, end, shape) for argument, end in zip(_ENDS, (lo, hi), strict=True)
         )
-    found = scale_from_range.find_scale_and_zero_point(spec, low, high, scale_shape, point_shape, x.dtype)
+    found = scale_from_range.compute_scale_and_zero_point(spec, low, high, scale_shape, point_shape, x.dtype)
     return *found, shape
 
 
@@ -226,12 +226,12 @@ def _list_parameters(spec: QuantSpec, scale_shape: Any, point_shape: Any, **_: A
 # A jit whose trace JAX keeps, as for `quantize_affine`.
 @recording.mark("own_range", _list_parameters)
 @functools.partial(jax.jit, static_argnames=("spec", "shape", "block_size", "scale_shape", "point_shape"))
-def _find_own_parameters(
+def _compute_own_parameters(
     x: jax.Array, spec: QuantSpec, shape: tuple[int, ...], block_size: int | None, scale_shape: tuple[int, ...],
     point_shape: tuple[int, ...],
 ) -> tuple[jax.Array, Any]:  # fmt: skip
     """Return the scale and the zero point for the range of x."""
-    return scale_from_range.find_own_scale_and_zero_point(spec, x, shape, block_size, scale_shape, point_shape)
+    return scale_from_range.compute_own_scale_and_zero_point(spec, x, shape, block_size, scale_shape, point_shape)
 
 
 def _broadcast_end(function: str, argument: str, end: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -273,7 +273,7 @@ def quantize_kernel(kernel: Any, spec: QuantSpec, stored_axes: Sequence[int]) ->
     matrix whose sides are powers of two. Every range is widened to include 0, so the zeros change no scale. The
     programs of a network are compiled one after another, and a network has many shapes of kernels.
     """
-    table = _find_table(kernel, spec)
+    table = _match_table(kernel, spec)
     if table is None:
         return quantize(kernel, spec, stored_last=tuple(stored_axes) or None)
     rows, columns = table
@@ -297,7 +297,7 @@ def quantize_kernel(kernel: Any, spec: QuantSpec, stored_axes: Sequence[int]) ->
     return QuantizedArray.tree_unflatten((q.dtype, None, q.codebook, order), (stored, scale, zero_point))
 
 
-def _find_table(kernel: Any, spec: QuantSpec) -> tuple[int, int] | None:
+def _match_table(kernel: Any, spec: QuantSpec) -> tuple[int, int] | None:
     """Return the rows and the columns of a kernel that `quantize_kernel` can pad; None for any other kernel."""
     granularity = spec.granularity
     if spec.zero_point_granularity != granularity or not isinstance(granularity, PerTensor | PerAxis):

@@ -31,7 +31,7 @@ def find_shapes(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple
     )
 
 
-def find_finest_shape(scale: tuple[int, ...], zero_point: tuple[int, ...]) -> tuple[int, ...] | None:
+def choose_finest_shape(scale: tuple[int, ...], zero_point: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the finer of the shapes of a scale and a zero point, which is that of their ranges, or None.
 
     The result is None if neither shape is finer in all dimensions.
@@ -45,9 +45,9 @@ def find_finest_shape(scale: tuple[int, ...], zero_point: tuple[int, ...]) -> tu
     return tuple(z if s == 1 else s for s, z in pairs)
 
 
-def find_range_shape(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
+def derive_range_shape(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of the ranges of an x of this shape: that of the scale or the zero point, whichever is finer."""
-    range_shape = find_finest_shape(*find_shapes(function, spec, shape))
+    range_shape = choose_finest_shape(*find_shapes(function, spec, shape))
     if range_shape is None:
         expected = "granularities of scale and zero point of which one is at least as fine as the other"
         got = f"{spec.granularity} and {spec.zero_point_granularity}"
@@ -69,12 +69,12 @@ def check_one_block_size(function: str, spec: QuantSpec) -> int | None:
     return find_block_size(spec)
 
 
-def find_stored_block_size(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> int | None:
+def derive_stored_block_size(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> int | None:
     """Return the `block_size` that an array of this shape stores: None if no dimension is divided into blocks.
 
     A dimension that is not longer than a block has a single entry, which already shows that all of it shares a scale.
     """
-    pairs = zip(find_range_shape(function, spec, shape), shape, strict=True)
+    pairs = zip(derive_range_shape(function, spec, shape), shape, strict=True)
     has_blocks = any(entries not in (1, length) for entries, length in pairs)
     return check_one_block_size(function, spec) if has_blocks else None
 
@@ -85,7 +85,7 @@ def _list_block_sizes(spec: QuantSpec) -> list[int]:
     return [granularity.size for granularity in pair if isinstance(granularity, granularities.Blocked)]
 
 
-def find_scale_and_zero_point(
+def compute_scale_and_zero_point(
     spec: QuantSpec, low: jax.Array, high: jax.Array, scale_shape: tuple[int, ...], point_shape: tuple[int, ...],
     dtype: np.dtype = dtypes.FLOAT32,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
@@ -110,24 +110,24 @@ def find_scale_and_zero_point(
     Returns:
         The scale in `spec.scale_dtype`, and the zero point in `spec.carrier`, or None if the spec fixes it to 0.
     """
-    return barriers.compute_once(_find_scale_and_zero_point(spec, low, high, scale_shape, point_shape, dtype))
+    return barriers.compute_once(_compute_from_ranges(spec, low, high, scale_shape, point_shape, dtype))
 
 
-def _find_scale_and_zero_point(
+def _compute_from_ranges(
     spec: QuantSpec, low: jax.Array, high: jax.Array, scale_shape: tuple[int, ...], point_shape: tuple[int, ...],
     dtype: np.dtype,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     # A code must represent 0 exactly, so that padding and ReLU stay exact.
     low, high = _widen_to_zero(low, -1), _widen_to_zero(high, 1)
     if spec.fixed_zero_point is not None:
-        scale = _round_scale_up(spec, _find_symmetric_scale(spec, low, high, float(spec.fixed_zero_point), dtype))
+        scale = _round_scale_up(spec, _compute_symmetric_scale(spec, low, high, float(spec.fixed_zero_point), dtype))
         return scale, _fill_zero_point(spec, point_shape, low)
     # From here on the zero point depends on the range.
     qmin, qmax = spec.bounds
     if scale_shape == low.shape != point_shape:  # several scales share a zero point
         pooled_low, pooled_high = _pool(low, point_shape, jnp.min), _pool(high, point_shape, jnp.max)
         # The zero point is that of the union of the ranges. Each scale must then reach both ends of its own range.
-        point = _find_zero_point(spec, pooled_low, _find_asymmetric_scale(pooled_low, pooled_high, qmax - qmin))
+        point = _compute_zero_point(spec, pooled_low, _compute_asymmetric_scale(pooled_low, pooled_high, qmax - qmin))
         # If an end is not 0, there must be a code on its side of the zero point, or no scale would reach it.
         least = (pooled_low < 0).astype(jnp.int32) + np.int32(qmin)
         largest = np.int32(qmax) - (pooled_high > 0).astype(jnp.int32)
@@ -137,24 +137,24 @@ def _find_scale_and_zero_point(
         scale = _round_scale_up(spec, _guard_scale(scale, low, high))
         scale, _ = _keep_finite(spec, scale, _spread_like(point, low), low, high, None, dtype)
         return scale, point
-    own = wide = _find_asymmetric_scale(low, high, qmax - qmin)
+    own = wide = _compute_asymmetric_scale(low, high, qmax - qmin)
     if scale_shape != low.shape:  # several zero points share a scale, which must span the widest range
         # The scale 1 of an empty range must not count in the maximum over the other ranges.
         wide = _pool(jnp.where(is_empty(low, high), _ZERO, wide), scale_shape, jnp.max)
         wide = jnp.where(wide == 0, _ONE, wide)
     # The zero point must be computed with the rounded scale that is stored.
     scale = _round_scale_up(spec, wide)
-    point = _find_zero_point(spec, low, _spread_like(small_floats.scale_as_float32(scale), low))
+    point = _compute_zero_point(spec, low, _spread_like(small_floats.scale_as_float32(scale), low))
     return _keep_finite(spec, scale, point, low, high, own, dtype)
 
 
-def find_own_scale_and_zero_point(
+def compute_own_scale_and_zero_point(
     spec: QuantSpec, x: jax.Array, shape: tuple[int, ...], block_size: int | None, scale_shape: tuple[int, ...],
     point_shape: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Return the scale and the zero point of the ranges of x; the arguments have been checked.
 
-    The result is that of `find_scale_and_zero_point` for `min_max.find_extremes` and the dtype of x.
+    The result is that of `compute_scale_and_zero_point` for `min_max.find_extremes` and the dtype of x.
 
     Args:
         spec: Static. The spec of the scale and the zero point.
@@ -169,23 +169,23 @@ def find_own_scale_and_zero_point(
     is_pair = spec.fixed_zero_point is None and point_shape == shape
     if scale_shape != shape or not (is_symmetric or is_pair) or recording.is_recording():
         low, high = min_max.find_extremes(x, shape, block_size)
-        return find_scale_and_zero_point(spec, low, high, scale_shape, point_shape, x.dtype)
+        return compute_scale_and_zero_point(spec, low, high, scale_shape, point_shape, x.dtype)
     # The comparisons are made on the bits of the larger magnitude: with floats they take more operations. XLA compiles
     # these loops, without dimensions of 1, once for all arrays with as many ranges, whatever their rank.
     if is_symmetric:
-        bits = min_max.find_magnitudes(x, shape, block_size)
+        bits = min_max.compute_magnitudes(x, shape, block_size)
         largest = lax.bitcast_convert_type(bits, jnp.float32)
-        scale = _limit_scale(spec, _divide_by_number(largest, _find_reach(spec)), largest, largest, x.dtype)
+        scale = _limit_scale(spec, _divide_by_number(largest, _compute_reach(spec)), largest, largest, x.dtype)
         scale = _guard_scale_by_bits(scale, bits)
         scale = barriers.compute_once(_round_scale_up(spec, scale)).reshape(shape)
         return scale, _fill_zero_point(spec, point_shape, scale)
-    low, high, bits = min_max.find_signed_extremes(x, shape, block_size)
+    low, high, bits = min_max.compute_signed_extremes(x, shape, block_size)
     qmin, qmax = spec.bounds
     half = np.float32(0.5)
     scale = _divide_by_number(lax.sub(lax.mul(high, half), lax.mul(low, half)), (qmax - qmin) / 2)
     own = _guard_scale_by_bits(scale, bits)
     scale = _round_scale_up(spec, own)
-    point = _find_zero_point(spec, low, small_floats.scale_as_float32(scale))
+    point = _compute_zero_point(spec, low, small_floats.scale_as_float32(scale))
     parts = _keep_finite(spec, scale, point, low, high, own, x.dtype)
     scale, point = barriers.compute_once(parts)
     return scale.reshape(shape), point.reshape(shape)
@@ -194,10 +194,10 @@ def find_own_scale_and_zero_point(
 def has_equal_reach(spec: QuantSpec) -> bool:
     """Return whether the codes of a spec with a fixed zero point reach equally far on both sides of it."""
     fixed = spec.fixed_zero_point
-    return fixed is not None and (spec.codebook is not None or spec.bounds[0] - fixed == -_find_reach(spec))
+    return fixed is not None and (spec.codebook is not None or spec.bounds[0] - fixed == -_compute_reach(spec))
 
 
-def _find_reach(spec: QuantSpec) -> float:
+def _compute_reach(spec: QuantSpec) -> float:
     """Return the largest value that a spec with a fixed zero point represents, for a scale of 1."""
     return spec.codebook.largest if spec.codebook else spec.bounds[1] - float(spec.fixed_zero_point or 0)
 
@@ -245,9 +245,11 @@ def _divide_bound(bound: jax.Array, steps: jax.Array) -> jax.Array:
     return jnp.where(is_zero, _ZERO, division.divide(bound, jnp.where(is_zero, _ONE, steps)))
 
 
-def _find_symmetric_scale(spec: QuantSpec, low: jax.Array, high: jax.Array, fixed: float, dtype: np.dtype) -> jax.Array:
+def _compute_symmetric_scale(
+    spec: QuantSpec, low: jax.Array, high: jax.Array, fixed: float, dtype: np.dtype
+) -> jax.Array:
     """Return the scale of a spec whose zero point is fixed."""
-    reach, largest = _find_reach(spec), lax.max(lax.neg(low), high)
+    reach, largest = _compute_reach(spec), lax.max(lax.neg(low), high)
     # One division suffices if the codes reach equally far on both sides of the zero point.
     if has_equal_reach(spec):
         scale = _divide_by_number(largest, reach)
@@ -272,12 +274,12 @@ def _limit_scale(spec: QuantSpec, scale: jax.Array, below: jax.Array, above: jax
     """
     is_finite = lax.bitwise_and(lax.lt(below, _INFINITY), lax.lt(above, _INFINITY))
     if not spec.power_of_two:
-        return lax.select(is_finite, lax.min(scale, _find_largest_scale(spec, dtype)), scale)
+        return lax.select(is_finite, lax.min(scale, _compute_largest_scale(spec, dtype)), scale)
     # The scale may be almost twice as large as the range needs, so that not every code is used.
-    ends = zip((below, above), _find_first_overflows(spec, dtype), strict=True)
+    ends = zip((below, above), _compute_first_overflows(spec, dtype), strict=True)
     overflows = functools.reduce(lax.bitwise_or, [lax.ge(end, first) for end, first in ends])
     overflows = lax.bitwise_and(overflows, is_finite)
-    return lax.select(overflows, lax.full_like(scale, _find_largest_scale(spec, dtype)), scale)
+    return lax.select(overflows, lax.full_like(scale, _compute_largest_scale(spec, dtype)), scale)
 
 
 def _keep_finite(
@@ -307,11 +309,11 @@ def _keep_finite(
         used = lax.max(below, above)
     # A scale that is too large for its dtype is infinite already, and stays so.
     is_finite = lax.bitwise_and(lax.lt(largest, _INFINITY), lax.lt(step, _INFINITY))
-    overflows = lax.bitwise_and(lax.ge(lax.mul(used, step), _find_least_overflow(dtype)), is_finite)
+    overflows = lax.bitwise_and(lax.ge(lax.mul(used, step), _compute_least_overflow(dtype)), is_finite)
     moved, most = point, used
     if own is not None and (is_power or (spec.scale_dtype != dtypes.FLOAT32 and not is_shared)):
         # With the zero point of a scale that was rounded up, one end would have too few codes.
-        moved = _find_zero_point(spec, low, own)
+        moved = _compute_zero_point(spec, low, own)
     if is_power:
         most = lax.max(*_count_steps(spec, moved))
         # The zero point of a range that is narrower than another one with its scale may be one step away.
@@ -322,11 +324,11 @@ def _keep_finite(
         most = lax.max(down, up)
     elif moved is not point:
         most = lax.max(*_count_steps(spec, moved))
-    limit = division.divide(lax.full_like(most, _find_largest_product(dtype)), lax.max(most, _ONE))
+    limit = division.divide(lax.full_like(most, _compute_largest_product(dtype)), lax.max(most, _ONE))
     limit = _round_down(spec, limit)
     if is_shared:
         # Only ranges that reach this far can overflow with a smaller scale, too.
-        is_far = lax.ge(largest, np.float32(_find_largest_product(dtype) / 2))
+        is_far = lax.ge(largest, np.float32(_compute_largest_product(dtype) / 2))
         limit = _pool(jnp.where(is_far, limit, _INFINITY), scale.shape, jnp.min)
         overflows = _pool(overflows.astype(jnp.float32), scale.shape, jnp.max) > 0
     result = jnp.where(overflows, _encode_scale(spec, limit), scale)
@@ -334,7 +336,7 @@ def _keep_finite(
         return result, point
     if is_shared:
         overflows, limit = _spread_like(overflows, low), _spread_like(limit, low)
-        moved = _find_zero_point(spec, low, lax.max(limit, own))
+        moved = _compute_zero_point(spec, low, lax.max(limit, own))
     return result, jnp.where(overflows, moved, point)
 
 
@@ -345,13 +347,13 @@ def _count_steps(spec: QuantSpec, point: jax.Array) -> tuple[jax.Array, jax.Arra
     return lax.sub(steps, qmin), lax.sub(qmax, steps)
 
 
-def _find_largest_product(dtype: np.dtype) -> np.float32:
+def _compute_largest_product(dtype: np.dtype) -> np.float32:
     """Return a float32 that is finite in the dtype, even after the errors of a quotient and a product."""
     # Only float32 has no margin between its largest number and those that round to infinity.
     return np.float32(float(jnp.finfo(dtype).max) * (1 - 2.0**-22 if dtype == dtypes.FLOAT32 else 1))
 
 
-def _find_least_overflow(dtype: np.dtype) -> np.float32:
+def _compute_least_overflow(dtype: np.dtype) -> np.float32:
     """Return the least float32 that rounds to infinity in the dtype."""
     info = jnp.finfo(dtype)
     # Halfway between the largest number and the next power of two, which counts as even.
@@ -359,37 +361,37 @@ def _find_least_overflow(dtype: np.dtype) -> np.float32:
 
 
 @functools.cache
-def _find_largest_scale(spec: QuantSpec, dtype: np.dtype) -> np.float32:
+def _compute_largest_scale(spec: QuantSpec, dtype: np.dtype) -> np.float32:
     """Return the largest scale, for a fixed zero point, at which every code is a finite number of the dtype."""
-    fixed, reach = spec.fixed_zero_point, _find_reach(spec)
+    fixed, reach = spec.fixed_zero_point, _compute_reach(spec)
     assert fixed is not None
     most = reach if has_equal_reach(spec) else max(reach, fixed - spec.bounds[0])
     largest = float(np.finfo(np.float32).max)
-    start = np.float32(min(float(_find_largest_product(dtype)) * (1 + 2.0**-20) / most, largest))
+    start = np.float32(min(float(_compute_largest_product(dtype)) * (1 + 2.0**-20) / most, largest))
     unit = 1 << _count_dropped_bits(spec)
     bits = int(start.view(np.int32)) // unit * unit
     with np.errstate(over="ignore"):
-        while np.float32(float(np.int32(bits).view(np.float32)) * most) >= _find_least_overflow(dtype):
+        while np.float32(float(np.int32(bits).view(np.float32)) * most) >= _compute_least_overflow(dtype):
             bits -= unit
     return np.int32(bits).view(np.float32)
 
 
 @functools.cache
-def _find_first_overflows(spec: QuantSpec, dtype: np.dtype) -> tuple[np.float32, np.float32]:
+def _compute_first_overflows(spec: QuantSpec, dtype: np.dtype) -> tuple[np.float32, np.float32]:
     """Return the least magnitudes of a lower and of an upper end that become infinite with powers of two as scales.
 
     The spec has a fixed zero point. The largest scale is the power of two for the largest number of the dtype.
     """
-    below, above = (_find_first_overflow(levels, tie_up, dtype) for levels, tie_up in _list_sides(spec))
+    below, above = (_compute_first_overflow(levels, tie_up, dtype) for levels, tie_up in _list_sides(spec))
     if has_equal_reach(spec):  # the ends are not told apart
         below = above = min(below, above)
     return below, above
 
 
-def _find_first_overflow(levels: np.ndarray, ties_up: np.ndarray, dtype: np.dtype) -> np.float32:
+def _compute_first_overflow(levels: np.ndarray, ties_up: np.ndarray, dtype: np.dtype) -> np.float32:
     """Return the least end that becomes infinite, for the values of the codes on its side of 0, in ascending order."""
     reach = levels[-1]
-    least = float(_find_least_overflow(dtype))
+    least = float(_compute_least_overflow(dtype))
     least = 2.0**128 - 2.0**103 if np.isinf(least) else least  # the float64 that float32 rounds to infinity
     # 2**127 is the largest power of two in float32.
     exponent = min(int(np.ceil(np.log2(float(jnp.finfo(dtype).max) / reach))), 127)
@@ -443,7 +445,7 @@ def _encode_scale(spec: QuantSpec, scale: jax.Array) -> jax.Array:
     return _encode_e8m0(scale) if spec.scale_dtype == dtypes.E8M0 else scale.astype(spec.scale_dtype)
 
 
-def _find_asymmetric_scale(low: jax.Array, high: jax.Array, steps: float) -> jax.Array:
+def _compute_asymmetric_scale(low: jax.Array, high: jax.Array, steps: float) -> jax.Array:
     """Return the scale at which the given number of steps spans the range."""
     # The difference of the ends may overflow float32, so it is computed from their halves, which are exact.
     half = np.float32(0.5)
@@ -471,12 +473,12 @@ def is_empty(low: jax.Array, high: jax.Array) -> jax.Array:
     return lax.bitwise_and(lax.lt(lax.abs(low), _TINY), lax.lt(lax.abs(high), _TINY))
 
 
-def find_least_scale(dtype: np.dtype) -> np.float32:
+def read_least_scale(dtype: np.dtype) -> np.float32:
     """Return the least positive scale of a dtype that is a normal float32, because XLA:CPU treats smaller ones as 0."""
     return np.float32(max(float(jnp.finfo(dtype).smallest_subnormal), float(_TINY)))
 
 
-def _find_zero_point(spec: QuantSpec, low: jax.Array, scale: jax.Array) -> jax.Array:
+def _compute_zero_point(spec: QuantSpec, low: jax.Array, scale: jax.Array) -> jax.Array:
     """Return the code of 0.0 for ranges whose lower end is `low`."""
     qmin, qmax = (int(b) for b in spec.bounds)
     start = lax.sub(np.float32(qmin), division.divide(low, scale))

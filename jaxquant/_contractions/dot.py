@@ -17,7 +17,7 @@ from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes, entry_point, sharding
 from .._kernels import rounding
 from .._kernels.contraction import Role
-from ..integer.dot_general import DotDimensionNumbers, MatrixShapes, check_placement, find_roles, match_matrices
+from ..integer.dot_general import DotDimensionNumbers, MatrixShapes, check_placement, match_matrices, match_roles
 from . import dot_integer
 from .dot_integer import Axes
 from .dot_weight_only import choose_contraction
@@ -148,7 +148,7 @@ def _contract_dimensions(
     lhs: Any, rhs: Any, epilogue: Epilogue | None, *, function: str, numbers: Any, precision: Any, preferred: Any,
     out_sharding: Any, caller_axes: Axes | None,
 ) -> Any:  # fmt: skip
-    left, right = find_roles(function, lhs, rhs, numbers)
+    left, right = match_roles(function, lhs, rhs, numbers)
     a, b = (x.codes if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
     check_placement(function, a, b, left, right, out_sharding)
     if caller_axes is None:
@@ -180,7 +180,7 @@ def _read_as_stored(x: Any, role: Role) -> tuple[Any, Role]:
     # `jax.lax.dot_general` returns the free dimensions in the order of its operand.
     if free != tuple(sorted(free)):
         return x.replace(stored_order=None), role
-    permutation = parts.find_permutation(x.stored_order, x.ndim)
+    permutation = parts.derive_permutation(x.stored_order, x.ndim)
     scale, zero_point = (None if p is None else jnp.transpose(p, permutation) for p in (x.scale, x.zero_point))
     stored = x.replace(scale=scale, zero_point=zero_point)._with_stored(x.stored_codes, None)
     return stored, Role(batch, free, contracted)

@@ -65,7 +65,7 @@ def plan_contraction(
         out_sharding: the sharding of the result, or None.
         caller_axes: the contracted dimensions of the caller's arrays, for errors, if the arrays were reshaped.
     """
-    axes, length = _find_cut(function, lhs, rhs, left, right, caller_axes)
+    axes, length = _choose_cut(function, lhs, rhs, left, right, caller_axes)
     if axes is not None and out_sharding is None:
         for q, axis in zip((lhs, rhs), axes, strict=True):
             if sharding.find_partition(q.codes)[axis] is not None:
@@ -78,7 +78,7 @@ def plan_contraction(
     return IntegerPlan(left, right, axes, length, out_sharding)
 
 
-def _find_cut(
+def _choose_cut(
     function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role, caller_axes: Axes | None
 ) -> tuple[tuple[int, int] | None, int]:
     """Return the contracted dimension that is cut into blocks, if there is one, and the length of its blocks."""
@@ -88,8 +88,8 @@ def _find_cut(
     for axes, named_axes in zip(pairs, pairs if caller_axes is None else caller_axes, strict=True):
         n = lhs.shape[axes[0]]
         runs = {
-            *_find_runs(function, "lhs", lhs, axes[0], named_axes[0]),
-            *_find_runs(function, "rhs", rhs, axes[1], named_axes[1]),
+            *_read_runs(function, "lhs", lhs, axes[0], named_axes[0]),
+            *_read_runs(function, "rhs", rhs, axes[1], named_axes[1]),
         }
         shortest = min(runs)
         # The contraction is cut into the shortest blocks. Each longer block must consist of whole ones, so that a block
@@ -128,7 +128,7 @@ def fill_empty_entries(q: QuantizedArray, role: Role) -> QuantizedArray:
     return q.replace(**filled) if filled else q
 
 
-def _find_runs(function: str, argument: str, q: QuantizedArray, axis: int, named_axis: int) -> list[int]:
+def _read_runs(function: str, argument: str, q: QuantizedArray, axis: int, named_axis: int) -> list[int]:
     """Return how many indices of a contracted dimension share a scale, and how many share a zero point.
 
     Args:

@@ -72,7 +72,7 @@ class _WeightOnlyProduct(NamedTuple):
     def contract_dequantized(self, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
         """Return the float32 product of x and dequantized codes."""
         is_small = not _is_static(codes.shape) or codes.size <= weight_chunks.WHOLE
-        is_whole = is_small or self.has_many_rows(x, codes) or self.find_axis(codes) is None
+        is_whole = is_small or self.has_many_rows(x, codes) or self.choose_axis(codes) is None
         contract = weight_chunks.contract_at_once if is_whole else weight_chunks.contract_in_chunks
         return contract(self, x, codes, scale, zero_point)
 
@@ -82,7 +82,7 @@ class _WeightOnlyProduct(NamedTuple):
         is_static = isinstance(rows, int) and _is_static(codes.shape)
         return is_static and rows >= weight_chunks.MANY_ROWS and codes.size <= weight_chunks.WHOLE_OF_MANY_ROWS
 
-    def find_axis(self, codes: jax.Array) -> int | None:
+    def choose_axis(self, codes: jax.Array) -> int | None:
         """Return the dimension of the codes that is cut: the contracted one, or the longest other one."""
         if self.cuts_contracted:
             return 0
@@ -90,11 +90,11 @@ class _WeightOnlyProduct(NamedTuple):
 
     def plan_cut(self, codes: jax.Array, scale: jax.Array, zero_point: Any) -> Cut:
         """Return how the codes are cut into chunks, which end where blocks end."""
-        axis = self.find_axis(codes)
+        axis = self.choose_axis(codes)
         assert axis is not None
         length, width = codes.shape[axis], codes.size // codes.shape[axis]
         q = self.unflatten(codes, scale, zero_point)
-        runs = [_find_run(q, part, axis) for part in (scale, zero_point) if part is not None and part.shape[axis] != 1]
+        runs = [_count_run(q, part, axis) for part in (scale, zero_point) if part is not None and part.shape[axis] != 1]
         divisor = math.lcm(*runs)
         if self.cuts_contracted:
             return Cut(length, width, divisor, None)
@@ -117,14 +117,14 @@ class _WeightOnlyProduct(NamedTuple):
     ) -> jax.Array:
         """Return the dequantized weights of one chunk, with `wait` applied to its scale; None is all of them."""
         if chunk is not None:
-            axis = self.find_axis(codes)
+            axis = self.choose_axis(codes)
             assert axis is not None
             q = self.unflatten(codes, scale, zero_point)
             # Chunks end where blocks end, so an entry belongs to one chunk.
             if scale.shape[axis] != 1:
-                scale = chunk.take(scale, axis, _find_run(q, scale, axis))
+                scale = chunk.take(scale, axis, _count_run(q, scale, axis))
             if zero_point is not None and zero_point.shape[axis] != 1:
-                zero_point = chunk.take(zero_point, axis, _find_run(q, zero_point, axis))
+                zero_point = chunk.take(zero_point, axis, _count_run(q, zero_point, axis))
             codes, scale = chunk.take(codes, axis), wait(scale)
         use = "any" if math.prod(codes.shape[axis] for axis in self.role.contracted) == 1 else "operand"
         return quantized_array.dequantize_checked(self.unflatten(codes, scale, zero_point), use=use)
@@ -153,7 +153,7 @@ class _WeightOnlyProduct(NamedTuple):
         wider = Role(batch, (0, *free), contracted)
         return self._replace(**{"right" if self.quantized == 0 else "left": wider})
 
-    def find_first_row_axis(self) -> int:
+    def derive_row_axis(self) -> int:
         """Return the place of the first free dimension of the float side in the product."""
         return len(self.x_role.batch) + (len(self.left.free) if self.quantized == 0 else 0)
 
@@ -209,7 +209,7 @@ def _contract_by_size(
             shape = (*(x.shape[axis] for axis in x_role.free), *(codes.shape[axis] for axis in role.free))
             y = y.reshape(shape)
             return config.swap_sides(lax.cond(is_exact, lambda: y, contract_swapped))
-    few_rows = _find_few_rows(q, role) if few_rows is None else few_rows
+    few_rows = _choose_few_rows(q, role) if few_rows is None else few_rows
     # To cut the codes into planes costs a second contraction, which is of less use the more rows there are.
     if packed_codes.count_column_planes(codes, scale, zero_point) > 1 and not config.has_many_rows(x, codes):
         return _contract_planes(config, x, codes, scale, zero_point, few_rows)
@@ -259,7 +259,7 @@ def _has_digits(q: QuantizedArray, role: Role) -> bool:
     return is_shared and math.prod(q.shape[axis] for axis in role.contracted) <= digits.LIMIT
 
 
-def _find_few_rows(q: QuantizedArray, role: Role) -> int:
+def _choose_few_rows(q: QuantizedArray, role: Role) -> int:
     """Return the largest number of rows that are contracted as digits."""
     is_last = not barriers.is_moving((*role.free, *role.contracted), q.shape)
     if is_last:
@@ -267,7 +267,7 @@ def _find_few_rows(q: QuantizedArray, role: Role) -> int:
     return _FEW_ROWS if dtypes.find_width(q.codes.dtype) == 8 else _FEW_ROWS_PACKED
 
 
-def _find_run(q: QuantizedArray, part: jax.Array, axis: int) -> int:
+def _count_run(q: QuantizedArray, part: jax.Array, axis: int) -> int:
     """Return how many indices of a dimension share an entry of the scale or the zero point."""
     sizes = granularity.Aligned(q.block_size).sizes(part.shape, q.shape)
     assert sizes is not None
@@ -291,6 +291,6 @@ def _contract_under_vmap(config: _WeightOnlyProduct, size: int, batched: Any, *o
     """Return the contraction of operands under vmap. If only x has the mapped axis, the axis becomes more rows."""
     if batched[0] and not any(batched[1:]):
         wider = config.add_rows()
-        return jnp.moveaxis(wider.make_cpu_form()(*operands), wider.find_first_row_axis(), 0), True
+        return jnp.moveaxis(wider.make_cpu_form()(*operands), wider.derive_row_axis(), 0), True
     axes = [0 if is_batched else None for is_batched in batched]
     return jax.vmap(config.contract_dequantized, axes, axis_size=size)(*operands), True

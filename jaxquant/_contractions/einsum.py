@@ -128,7 +128,7 @@ def contract_operands(
     dtype = preferred or (dtypes.pop() if len(dtypes) == 1 else FLOAT32)
     labels_of_operands, out = parse_subscripts(function, subscripts, [x.ndim for x in operands])
     sharding.find_out_partition(function, out_sharding, len(out))
-    sizes = _find_sizes(function, subscripts, operands, labels_of_operands)
+    sizes = _match_sizes(function, subscripts, operands, labels_of_operands)
     terms = []
     for i, (x, labels) in enumerate(zip(operands, labels_of_operands, strict=True)):
         terms.append(_remove_repeats(function, i, x, labels, sizes))
@@ -138,7 +138,7 @@ def contract_operands(
         result = _Term(values, labels).sum_over([label for label in labels if label not in out])
     else:
         statics = _Statics(function, out, precision, dtype, out_sharding)
-        result = _contract_path(statics, terms, _find_path(terms, out, sizes))
+        result = _contract_path(statics, terms, _choose_path(terms, out, sizes))
     y = lax.transpose(result.x, [result.labels.index(label) for label in out])
     # A single operand has no contraction that could take an out_sharding.
     if len(terms) == 1 and out_sharding is not None:
@@ -156,7 +156,7 @@ def _contract_to_codes(subscripts: str, operands: Sequence[Any], epilogue: Epilo
     precision, preferred, out_sharding = statics
     labels_of_operands, out = parse_subscripts(_NAME, subscripts, [x.ndim for x in operands])
     sharding.find_out_partition(_NAME, out_sharding, len(out))
-    sizes = _find_sizes(_NAME, subscripts, operands, labels_of_operands)
+    sizes = _match_sizes(_NAME, subscripts, operands, labels_of_operands)
     pairs = zip(operands, labels_of_operands, strict=True)
     lhs, rhs = (_remove_repeats(_NAME, i, x, labels, sizes) for i, (x, labels) in enumerate(pairs))
     single = [
@@ -243,7 +243,7 @@ def _check_terms(function: str, text: str, ranks: Sequence[int], subscripts: str
     checks.require(holds, function, "subscripts", expected, repr(subscripts))
 
 
-def _find_sizes(
+def _match_sizes(
     function: str, subscripts: str, operands: Sequence[Any], labels_of_operands: Sequence[_Labels]
 ) -> dict[str, int]:
     """Return the size of each label; under "..." a size of 1 broadcasts."""
@@ -284,7 +284,7 @@ def _remove_repeats(function: str, i: int, x: Any, labels: _Labels, sizes: dict[
     return _Term(squeezed, kept, axes)
 
 
-def _find_path(terms: Sequence[_Term], out: _Labels, sizes: dict[str, int]) -> list[tuple[int, ...]]:
+def _choose_path(terms: Sequence[_Term], out: _Labels, sizes: dict[str, int]) -> list[tuple[int, ...]]:
     """Return which terms are contracted at each step, as indices into a list to which each result is appended.
 
     The order is that of numpy. opt_einsum may choose another one of several that are about equally good, and the order
@@ -361,13 +361,13 @@ def _contract_pair(
         product = lax.dot_general(x, y, numbers, precision=statics.precision, out_sharding=out_sharding)
     else:
         dtype = FLOAT32 if summed else statics.dtype
-        caller_axes = _find_caller_axes(lhs, rhs, contracted)
+        caller_axes = _list_caller_axes(lhs, rhs, contracted)
         arguments = (numbers, statics.precision, dtype, out_sharding, caller_axes, epilogue)
         product = contract_checked(statics.function, x, y, *arguments)
     return _Term(product, (*batch, *free)).sum_over(summed)
 
 
-def _find_caller_axes(lhs: _Term, rhs: _Term, contracted: Sequence[str]) -> Axes | None:
+def _list_caller_axes(lhs: _Term, rhs: _Term, contracted: Sequence[str]) -> Axes | None:
     """Return the places of the contracted dimensions in the caller's arrays."""
     # An intermediate result has no places in the caller's arrays. It is a float array, for which no error names a
     # dimension.

@@ -100,7 +100,7 @@ def _take_floats(q: jax.Array, indices: jax.Array, *, axis: int, mode: str, out_
     _check_placement(q, q, indices, axis, out_sharding)
     if out_sharding is None:
         return jnp.take(q, indices, axis, mode=mode)
-    index, is_inside = _find_index(indices, length, mode)
+    index, is_inside = _normalize_index(indices, length, mode)
     return _fill_outside(q.at[(*(slice(None),) * axis, index)].get(out_sharding=out_sharding), is_inside, axis)
 
 
@@ -111,7 +111,7 @@ def _take(
 ) -> jax.Array:  # fmt: skip
     q = QuantizedArray.tree_unflatten(static, (codes, scale, zero_point))
     length = _check_index(q, indices, axis)
-    index, is_inside = _find_index(indices, length, mode)
+    index, is_inside = _normalize_index(indices, length, mode)
     _check_placement(q, q.codes, indices, axis, out_sharding)
     # Index first, then dequantize: only the selected entries become floats.
     entries = quantized_array.dequantize_checked(indexing.index_array(q, (*(slice(None),) * axis, index), out_sharding))
@@ -157,7 +157,7 @@ def _check_placement(q: Any, table: jax.Array, indices: jax.Array, axis: int, ou
     checks.refuse(_NAME, "out_sharding", expected, None)
 
 
-def _find_index(indices: jax.Array, length: int, mode: str) -> tuple[jax.Array, jax.Array | None]:
+def _normalize_index(indices: jax.Array, length: int, mode: str) -> tuple[jax.Array, jax.Array | None]:
     """Return indices in [0, length) and, for "fill", a mask of the indices that were in range."""
     # A narrow dtype could wrap around when the length is added to a negative index.
     wide = indices if indices.dtype.itemsize >= 4 else indices.astype(jnp.int32)

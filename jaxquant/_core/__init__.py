@@ -1,1 +1,1 @@
-"""Private foundations of all other packages: dtypes, checks of arguments, granularity and exact arithmetic."""
+"""Foundations of all other packages: dtypes, checks of arguments, granularity, shardings, recording of operations."""

@@ -165,7 +165,7 @@ class Groups:
             repeated = lax.broadcast_in_dim(sharding.place_whole(scale), interleaved, places).reshape(merged)
             return lax.slice(repeated, (0,) * like.ndim, like.shape)
         # JAX cannot infer the sharding of the reshape. Where each device has whole boxes, it stays that of `like`.
-        mesh, kept = jax.typeof(like).sharding.mesh, sharding.find_whole_runs(like, scale.shape, sizes)
+        mesh, kept = jax.typeof(like).sharding.mesh, sharding.match_whole_runs(like, scale.shape, sizes)
         scale = reshard(scale, NamedSharding(mesh, PartitionSpec(*kept)))
         repeated = lax.broadcast_in_dim(scale, interleaved, places)
         repeated = lax.reshape(repeated, merged, out_sharding=NamedSharding(mesh, PartitionSpec(*kept)))
@@ -255,7 +255,7 @@ def find_slices(function: str, axis: int | None, shape: tuple[int, ...]) -> Gran
     return PerTensor() if axis is None else PerAxis(checks.check_axis(function, axis, len(shape)))
 
 
-def find_reduced_axes(granularity: Granularity, rank: int) -> tuple[int, ...]:
+def list_reduced_axes(granularity: Granularity, rank: int) -> tuple[int, ...]:
     """Return the axes that share one scale under a per-tensor or per-axis granularity."""
     indexed_axes = _list_axes(granularity.axis) if isinstance(granularity, PerAxis) else ()
     return tuple(axis for axis in range(rank) if axis not in indexed_axes)

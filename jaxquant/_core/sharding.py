@@ -63,13 +63,13 @@ def split_into_runs(value: jax.Array, counts: Sequence[int], sizes: Sequence[int
     shape = tuple(n for pair in zip(counts, sizes, strict=True) for n in pair)
     if not is_placed(value):
         return value.reshape(shape)
-    kept = find_whole_runs(value, counts, sizes)
+    kept = match_whole_runs(value, counts, sizes)
     value = gather_axes(value, [axis for axis, place in enumerate(kept) if place is None])
     spec = PartitionSpec(*(entry for place in kept for entry in (place, None)))
     return lax.reshape(value, shape, out_sharding=NamedSharding(jax.typeof(value).sharding.mesh, spec))
 
 
-def find_whole_runs(like: jax.Array, counts: Sequence[int], sizes: Sequence[int]) -> tuple[Any, ...]:
+def match_whole_runs(like: jax.Array, counts: Sequence[int], sizes: Sequence[int]) -> tuple[Any, ...]:
     """Return the mesh axes of each dimension of a placed array; None where a device does not have whole runs of it."""
     lengths = jax.typeof(like).sharding.mesh.shape
     kept = []

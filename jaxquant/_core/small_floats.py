@@ -37,9 +37,9 @@ def encode_magnitude(value: jax.Array, dtype: np.dtype) -> jax.Array:
     return ((exponent - least) << digits) + units
 
 
-def find_overflow(value: jax.Array, dtype: np.dtype) -> jax.Array:
+def mark_overflow(value: jax.Array, dtype: np.dtype) -> jax.Array:
     """Return a mask of the values that round beyond the largest finite one; True for infinities, False for NaN."""
-    return (encode_magnitude(value, dtype) > _find_largest_code(dtype)) & ~jnp.isnan(value)
+    return (encode_magnitude(value, dtype) > _read_largest_code(dtype)) & ~jnp.isnan(value)
 
 
 @recording.mark("encode_small_float", lambda value, dtype, **_: (value.shape, dtype), recording.map_elements)
@@ -52,7 +52,7 @@ def encode_small_float(value: jax.Array, dtype: np.dtype, saturate: bool) -> jax
         saturate: whether an overflow, including an infinity, becomes the largest finite value. If not, it becomes an
             infinity in float8_e5m2 and NaN in the other float8 dtypes. float4 always saturates.
     """
-    largest, is_float4 = _find_largest_code(dtype), dtype in dtypes.FLOAT4
+    largest, is_float4 = _read_largest_code(dtype), dtype in dtypes.FLOAT4
     sign_bit = 8 if is_float4 else 128
     code = encode_magnitude(value, dtype)
     overflow = largest if saturate or is_float4 else largest + 1  # the code after the largest is infinity or NaN
@@ -61,7 +61,7 @@ def encode_small_float(value: jax.Array, dtype: np.dtype, saturate: bool) -> jax
     signed = code + jnp.where(negative, sign_bit, 0)
     if _is_fnuz(dtype):  # the code of -0 means NaN, so a zero gets the code of +0 and an overflow the code of -0
         signed = jnp.where(code == 0, 0, jnp.where(code > largest, sign_bit, signed))
-    nan = sign_bit if is_float4 or _is_fnuz(dtype) else _find_nan_code(dtype)
+    nan = sign_bit if is_float4 or _is_fnuz(dtype) else _read_nan_code(dtype)
     signed = jnp.where(jnp.isnan(value), nan, signed)
     return lax.bitcast_convert_type(signed.astype(_view_unsigned(dtype)), dtype)
 
@@ -83,7 +83,7 @@ def decode_small_float(value: jax.Array) -> jax.Array:
         bits = jnp.where(code == 0, 1 << 22, code << 23)
         return jnp.where(code == 255, nan, lax.bitcast_convert_type(bits, jnp.float32))
     info = jnp.finfo(dtype)
-    digits, least, largest = int(info.nmant), int(info.minexp), _find_largest_code(dtype)
+    digits, least, largest = int(info.nmant), int(info.minexp), _read_largest_code(dtype)
     size = code & 127
     # The digits of a normal code are shifted to the place they have in a float32, and its exponent is rebiased. A
     # subnormal code is a multiple of the smallest unit.
@@ -112,11 +112,11 @@ def _view_unsigned(dtype: np.dtype) -> np.dtype:
     return np.dtype(jnp.uint4) if dtype in dtypes.FLOAT4 else np.dtype(jnp.uint8)
 
 
-def _find_largest_code(dtype: np.dtype) -> int:
+def _read_largest_code(dtype: np.dtype) -> int:
     return int(np.asarray(jnp.finfo(dtype).max, dtype).view(np.uint8))
 
 
-def _find_nan_code(dtype: np.dtype) -> int:
+def _read_nan_code(dtype: np.dtype) -> int:
     return int(np.asarray(np.nan, dtype).view(np.uint8)) & 0x7F
 
 

@@ -29,7 +29,7 @@ def divide_by_scale(x: jax.Array, scale: jax.Array, precision: np.dtype) -> jax.
     return division.divide_in_precision(x.astype(jnp.float32), values, precision)
 
 
-def _find_batched_scale(
+def _match_batched_scale(
     mapped: dict[str, bool], x: jax.Array, scale: Any, zero_point: Any, granularity: Granularity
 ) -> tuple[Any, Any, Granularity] | None:
     """Return the scale, the zero point and the granularity of an x with one more dimension, its first; or None."""
@@ -54,12 +54,12 @@ def _find_batched_scale(
 
 
 def _batch_quantize(mapped: Any, x: Any, scale: Any, zero_point: Any, granularity: Any, **statics: Any) -> Any:
-    parts = _find_batched_scale(mapped, x, scale, zero_point, granularity)
+    parts = _match_batched_scale(mapped, x, scale, zero_point, granularity)
     return None if parts is None else quantize_affine(x, *parts, **statics)
 
 
 def _batch_dequantize(mapped: Any, x: Any, scale: Any, zero_point: Any, granularity: Any, **statics: Any) -> Any:
-    parts = _find_batched_scale(mapped, x, scale, zero_point, granularity)
+    parts = _match_batched_scale(mapped, x, scale, zero_point, granularity)
     return None if parts is None else dequantize_affine(x, *parts, **statics)
 
 

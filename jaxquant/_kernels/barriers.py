@@ -81,7 +81,7 @@ def _make_false(like: jax.Array, axes: list[int]) -> jax.Array:
     return sharding.place_like(lax.lt(total, zero), like)
 
 
-def _find_same(value: jax.Array, **_: Any) -> tuple[tuple[int, ...], np.dtype]:
+def _derive_same(value: jax.Array, **_: Any) -> tuple[tuple[int, ...], np.dtype]:
     return value.shape, value.dtype
 
 
@@ -96,7 +96,7 @@ def round_result(result: jax.Array, most: int = MOST_SPLIT) -> jax.Array:
     return _hide_rounding(result, most)
 
 
-@recording.mark("keep", _find_same, recording.map_elements)
+@recording.mark("keep", _derive_same, recording.map_elements)
 def _hide_rounding(value: jax.Array, most: int) -> jax.Array:
     # The bits of every float, read as a signed integer, are at most those of the default NaN (0x7FC00000); only NaNs
     # with other payloads are larger. The minimum therefore changes no number and keeps every NaN a NaN. The compiler
@@ -111,7 +111,7 @@ def _round_result_jvp(most: int, primals: tuple[jax.Array], tangents: tuple[jax.
     return round_result(*primals, most), tangents[0]
 
 
-@recording.mark("keep", _find_same, recording.map_elements)
+@recording.mark("keep", _derive_same, recording.map_elements)
 def split_small_fusion(value: jax.Array, most: int = MOST_SPLIT) -> jax.Array:
     """Return an array unchanged, and end a fusion of XLA:CPU with it if it has few elements.
 
@@ -175,7 +175,7 @@ def compute_once(values: Any) -> Any:
     return lax.platform_dependent(values, cpu=lax.optimization_barrier, default=lambda same: same)
 
 
-@recording.mark("keep", _find_same)
+@recording.mark("keep", _derive_same)
 def wait_for(value: jax.Array, predecessor: jax.Array) -> jax.Array:
     """Return an integer array unchanged, and make XLA:CPU compute `predecessor` before it.
 
@@ -197,7 +197,7 @@ def _wait_for(value: jax.Array, predecessor: jax.Array) -> jax.Array:
     return value ^ jnp.broadcast_to(zero, value.shape)
 
 
-@recording.mark("keep", _find_same, recording.map_elements)
+@recording.mark("keep", _derive_same, recording.map_elements)
 def pin_layout(value: jax.Array) -> jax.Array:
     """Return an array unchanged, and make XLA:CPU write it to memory in its layout before any operation reads it."""
     return lax.platform_dependent(value, cpu=_pin_layout, default=lambda x: x)

@@ -1,4 +1,16 @@
-"""The integer contraction of any dimensions, as products of matrices that each backend runs fast."""
+"""The integer contraction of any dimensions, as products of matrices that each backend runs fast.
+
+An operand's dimensions have roles: batch, free, contracted. The free dimensions are merged into rows and columns, and
+the contracted ones into one, after a transpose in memory where they are not neighbors already: XLA:CPU would fold a
+transpose into the contraction, which would then lose its vector kernel. Of rhs the kernel takes [K, N] and [N, K], so
+weights that are stored either way are read as they are.
+
+Codes of 2 or 4 bits are contracted in planes, every second or fourth column after the other, if the other operand has
+few rows: then the conversion takes longer than the contraction, and XLA:CPU vectorizes that of a plane only.
+
+Arrays with explicit shardings are contracted by `jax.lax` as they are, because JAX cannot infer the shardings of the
+reshapes.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +100,7 @@ def _batch_contraction(
 
 @recording.mark(
     "contract",
-    lambda lhs, rhs, left, right, **_: (_find_result_shape(lhs, rhs, left, right), jnp.int32),
+    lambda lhs, rhs, left, right, **_: (_derive_result_shape(lhs, rhs, left, right), jnp.int32),
     _batch_contraction,
 )
 def _contract_recorded(
@@ -132,14 +144,14 @@ def _contract_signed(
     a_steps, b_steps = _reshape_steps(lhs_steps, lhs, left), _reshape_steps(rhs_steps, rhs, right)
     contract = matrix_product.make_contraction(transposed, is_unpacked)
     acc = contract(a, b, a_steps, b_steps)
-    return acc.reshape(_find_result_shape(lhs, rhs, left, right))
+    return acc.reshape(_derive_result_shape(lhs, rhs, left, right))
 
 
 def _count_elements(x: jax.Array, axes: Sequence[int]) -> int:
     return math.prod(x.shape[a] for a in axes)
 
 
-def _find_result_shape(lhs: jax.Array, rhs: jax.Array, left: Role, right: Role) -> tuple[int, ...]:
+def _derive_result_shape(lhs: jax.Array, rhs: jax.Array, left: Role, right: Role) -> tuple[int, ...]:
     lhs_dimensions = (lhs.shape[axis] for axis in (*left.batch, *left.free))
     return (*lhs_dimensions, *(rhs.shape[axis] for axis in right.free))
 

@@ -172,13 +172,13 @@ def convolve_planned(
         x = lax.pad(x, fill, config)
     window = Window(channels_last, "", geometry.strides, geometry.rhs_dilation, geometry.groups, features_last)
     if 0 in x.shape or 0 in w.shape:  # the sums have no terms
-        positions = find_out_shape(x.shape[2:], w.shape[2:], window)
+        positions = derive_out_shape(x.shape[2:], w.shape[2:], window)
         acc = epilogue(jnp.zeros((x.shape[0], w.shape[0], *positions), jnp.int32), 1)
         return acc if out is None else lax.transpose(acc, tuple(out))
     if sharding.is_placed(x) or sharding.is_placed(w):
         acc = epilogue(_place_output(x, w, x_steps, w_steps, geometry), 1)
         return acc if out is None else lax.transpose(acc, tuple(out))
-    window = find_window(x.shape, w.shape, window, channels_last=channels_last)
+    window = choose_window(x.shape, w.shape, window, channels_last=channels_last)
     rank = x.ndim
     to_back = (0, *range(2, rank), 1)
     if window.channels_last:
@@ -200,7 +200,7 @@ def convolve_planned(
     return _restore_layout(result, permutation)
 
 
-def _find_recorded_shape(x: jax.Array, w: jax.Array, geometry: Geometry, **_: Any) -> tuple[tuple[int, ...], Any]:
+def _derive_recorded_shape(x: jax.Array, w: jax.Array, geometry: Geometry, **_: Any) -> tuple[tuple[int, ...], Any]:
     lengths = []
     for n, kernel, stride, pads, x_step, w_step in zip(x.shape[2:], w.shape[2:], *geometry[:4], strict=True):
         padded = (n - 1) * x_step + 1 + sum(pads)
@@ -218,7 +218,7 @@ def _batch_convolution(
     return y.reshape(*x.shape[:2], *y.shape[1:])
 
 
-@recording.mark("convolve", _find_recorded_shape, _batch_convolution)
+@recording.mark("convolve", _derive_recorded_shape, _batch_convolution)
 def _convolve_recorded(x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geometry: Geometry) -> jax.Array:
     """Return the int32 convolution of codes of any dtype, with their zero points."""
     with recording.pause():
@@ -281,7 +281,7 @@ def has_positions(x: jax.Array, w: jax.Array, geometry: Geometry) -> bool:
 # Forms.
 
 
-def find_window(x_shape: tuple[int, ...], w_shape: tuple[int, ...], window: Window, *, channels_last: bool) -> Window:
+def choose_window(x_shape: tuple[int, ...], w_shape: tuple[int, ...], window: Window, *, channels_last: bool) -> Window:
     """Return the window with the fastest form and layout.
 
     Args:
@@ -295,12 +295,12 @@ def find_window(x_shape: tuple[int, ...], w_shape: tuple[int, ...], window: Wind
         return window._replace(form="products", channels_last=channels_last)
     narrow = depth <= _FEW_CHANNELS or max(depth, w_shape[0]) <= _NARROW
     if positions == 1 or narrow or window.groups > 1:
-        pixels = find_out_shape(x_shape[2:], w_shape[2:], window)
+        pixels = derive_out_shape(x_shape[2:], w_shape[2:], window)
         # A symbolic size is assumed to be large.
         has_few_pixels = all(isinstance(size, int) for size in pixels) and math.prod(pixels) < _FEW_PIXELS
         is_last = window.groups == 1 and (channels_last or has_few_pixels)
         return window._replace(form="patches", channels_last=is_last)
-    sizes = (x_shape[0], *find_out_shape(x_shape[2:], w_shape[2:], window))
+    sizes = (x_shape[0], *derive_out_shape(x_shape[2:], w_shape[2:], window))
     has_few_pixels = all(isinstance(n, int) for n in sizes) and _MANY_FEATURES * math.prod(sizes) <= w_shape[0]
     if has_few_pixels and not (channels_last or window.features_last):
         return window._replace(form="rows", channels_last=False)
@@ -350,7 +350,7 @@ def _sum_shifted_products(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: S
     product of two int8 needs up to 16 bits, which would leave no bits for the sum.
     """
     axes, features, channels = list_spatial(x, window), w.shape[0], window.groups
-    out = find_out_shape(tuple(x.shape[a] for a in axes), w.shape[2:], window)
+    out = derive_out_shape(tuple(x.shape[a] for a in axes), w.shape[2:], window)
     steps = lax.platform_dependent(w, w_steps, cpu=_center_kernel_by_contraction, default=_center_kernel)
     multiplier = features // channels
     acc: Any = None
@@ -363,7 +363,7 @@ def _sum_shifted_products(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: S
     if x_steps is None:
         return acc
     sums = jnp.sum(steps, axis=tuple(range(steps.ndim - 1)), dtype=jnp.int32)
-    return acc - _find_correction(x_steps, sums, acc.shape, window)
+    return acc - _compute_correction(x_steps, sums, acc.shape, window)
 
 
 def _center_kernel(w: jax.Array, w_steps: Steps) -> jax.Array:
@@ -405,7 +405,7 @@ def _align_features(value: jax.Array, shape: tuple[int, ...], window: Window) ->
     return lax.broadcast_in_dim(value, shape, (axis,))
 
 
-def _find_correction(x_steps: jax.Array, sums: jax.Array, shape: tuple[int, ...], window: Window) -> jax.Array:
+def _compute_correction(x_steps: jax.Array, sums: jax.Array, shape: tuple[int, ...], window: Window) -> jax.Array:
     """Return x_steps times the sum over each feature's kernel, in the accumulator's shape."""
     axis = len(shape) - 1 if window.channels_last else 1
     features, images = shape[axis], x_steps.shape[0]
@@ -500,7 +500,7 @@ def _convolve_direct(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps,
         patch_sums = lax.slice_in_dim(_convolve_planes(flat, ones, planar), 0, None, copies, 3)
         repeated = _repeat_channels(patch_sums, 3, acc.shape[3] // window.groups)
         acc = acc - repeated * _align_features(w_steps, acc.shape, planar)
-    out = find_out_shape(tuple(x.shape[a] for a in list_spatial(x, window)), w.shape[2:], window)
+    out = derive_out_shape(tuple(x.shape[a] for a in list_spatial(x, window)), w.shape[2:], window)
     acc = acc.reshape(x.shape[0], *out, features)
     if x_steps is None:
         return acc
@@ -514,7 +514,7 @@ def _convolve_direct(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps,
     ones = make_ones(1, length)
     sums = contract_integers(ones, kernels, None, None, transposed=not window.features_last)[0, 0]
     sums = sums if w_steps is None else sums - np.int32(length) * w_steps
-    return acc - _find_correction(x_steps, sums, acc.shape, window)
+    return acc - _compute_correction(x_steps, sums, acc.shape, window)
 
 
 def _make_planar(x: jax.Array, w: jax.Array, window: Window) -> tuple[jax.Array, jax.Array, Window]:
@@ -532,7 +532,7 @@ def _make_planar(x: jax.Array, w: jax.Array, window: Window) -> tuple[jax.Array,
     if rank == 2:
         return x, w, planar
     axes, kernel = list_spatial(x, window)[: rank - 2], w.shape[2:rank]
-    out = find_out_shape(x.shape[1 : rank - 1], kernel, window._replace(
+    out = derive_out_shape(x.shape[1 : rank - 1], kernel, window._replace(
         strides=window.strides[: rank - 2], dilations=window.dilations[: rank - 2]
     ))  # fmt: skip
     grouped = x.reshape(*x.shape[:-1], window.groups, x.shape[-1] // window.groups)
@@ -571,7 +571,7 @@ def _convolve_under_vmap(window: Window, size: int, batched: Any, *operands: Any
     wider = window._replace(groups=window.groups * size)
     filters = w.reshape(-1, *w.shape[2:])
     spatial = merged.shape[1:-1] if window.channels_last else merged.shape[2:]
-    wider = find_window((merged.shape[0], 0, *spatial), filters.shape, wider, channels_last=window.channels_last)
+    wider = choose_window((merged.shape[0], 0, *spatial), filters.shape, wider, channels_last=window.channels_last)
     # With more groups another form may be the fastest, which may have another layout.
     arranged = _swap_between(merged, window.channels_last, wider.channels_last)
     acc = convolve(arranged, filters, x_steps, w_steps, wider)
@@ -604,7 +604,7 @@ def _swap_between(x: jax.Array, from_last: bool, to_last: bool) -> jax.Array:
 # Patches.
 
 
-def find_out_shape(spatial: tuple[int, ...], kernel: tuple[int, ...], window: Window) -> tuple[int, ...]:
+def derive_out_shape(spatial: tuple[int, ...], kernel: tuple[int, ...], window: Window) -> tuple[int, ...]:
     """Return the number of positions of the kernel along each spatial dimension of a padded x."""
     dimensions = zip(spatial, kernel, window.strides, window.dilations, strict=True)
     return tuple((size - (width - 1) * step - 1) // stride + 1 for size, width, stride, step in dimensions)
@@ -640,7 +640,7 @@ def gather_patches(x: jax.Array, kernel: tuple[int, ...], window: Window) -> tup
     form "rows", [N, groups, C / groups, positions, *out].
     """
     axes = list_spatial(x, window)
-    out = find_out_shape(tuple(x.shape[a] for a in axes), kernel, window)
+    out = derive_out_shape(tuple(x.shape[a] for a in axes), kernel, window)
     if not window.channels_last:
         spatial = x.shape[2:]
         x = x.reshape(x.shape[0], window.groups, -1, *spatial)

@@ -63,20 +63,20 @@ def find_extremes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) 
     Returns:
         Two float32 arrays of the given shape.
     """
-    return decode_ends(*_find_slice_keys(x, shape, block_size, _ENDS))
+    return decode_ends(*_reduce_slices(x, shape, block_size, _ENDS))
 
 
-def find_magnitudes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> jax.Array:
+def compute_magnitudes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> jax.Array:
     """Return the bits of the largest magnitude of each slice, as int32, without the dimensions of 1 of the given shape.
 
     They are those of a NaN if the slice has one, and 0 for a slice without elements. The arguments are those of
     `find_extremes`.
     """
-    (bits,) = _find_slice_keys(x, shape, block_size, _MAGNITUDES)
+    (bits,) = _reduce_slices(x, shape, block_size, _MAGNITUDES)
     return bits.reshape(_drop_units(shape))
 
 
-def find_signed_extremes(
+def compute_signed_extremes(
     x: jax.Array, shape: tuple[int, ...], block_size: int | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (min(x, -0), max(x, 0), bits) of each slice, in the given shape without its dimensions of 1.
@@ -86,38 +86,38 @@ def find_signed_extremes(
     `find_extremes`.
     """
     kept = _drop_units(shape)
-    low, high, bits = _include_zero(*(end.reshape(kept) for end in _find_slice_keys(x, shape, block_size, _ENDS)))
+    low, high, bits = _include_zero(*(end.reshape(kept) for end in _reduce_slices(x, shape, block_size, _ENDS)))
     low, high = (lax.bitcast_convert_type(end, jnp.float32) for end in (lax.bitwise_xor(low, _MAGNITUDE), high))
     return low, high, bits
 
 
-def _find_kept_lengths(x: jax.Array, axes: tuple[int, ...]) -> list[Any]:
+def _list_kept_lengths(x: jax.Array, axes: tuple[int, ...]) -> list[Any]:
     return [(tuple(n for axis, n in enumerate(x.shape) if axis not in axes), jnp.float32)] * 2
 
 
 def _batch_min_max(_: Any, x: jax.Array, axes: tuple[int, ...]) -> Any:
-    return find_min_max(x, tuple(axis + 1 for axis in axes))
+    return compute_min_max(x, tuple(axis + 1 for axis in axes))
 
 
-@recording.mark("min_max", _find_kept_lengths, _batch_min_max)
-def find_min_max(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+@recording.mark("min_max", _list_kept_lengths, _batch_min_max)
+def compute_min_max(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """Return (min(x, 0), max(x, 0)) over `axes` as float32 arrays: NaN where x has a NaN, 0 where x has no elements."""
     shape = tuple(1 if axis in axes else length for axis, length in enumerate(x.shape))
     lengths = tuple(length for axis, length in enumerate(x.shape) if axis not in axes)
-    low, high = (keys.reshape(lengths) for keys in _find_slice_keys(x, shape, None, _ENDS))
+    low, high = (keys.reshape(lengths) for keys in _reduce_slices(x, shape, None, _ENDS))
     return decode_ends(lax.min(low, _ZERO), lax.max(high, _ZERO))
 
 
 def count_members(x: Any, shape: tuple[int, ...], block_size: int | None) -> np.ndarray:
     """Return how many elements each slice has, as int64 of the given shape; the last blocks may be short."""
     counts = np.ones(shape, np.int64)
-    for axis, (size, length) in enumerate(zip(find_slice_sizes(x, shape, block_size), x.shape, strict=True)):
+    for axis, (size, length) in enumerate(zip(derive_slice_sizes(x, shape, block_size), x.shape, strict=True)):
         members = np.minimum(size, length - size * np.arange(shape[axis], dtype=np.int64))
         counts *= members.reshape([-1 if a == axis else 1 for a in range(len(shape))])
     return counts
 
 
-def find_slice_sizes(x: Any, shape: tuple[int, ...], block_size: int | None) -> tuple[int, ...]:
+def derive_slice_sizes(x: Any, shape: tuple[int, ...], block_size: int | None) -> tuple[int, ...]:
     """Return how many indices of each dimension of x share an entry of an array of the given shape."""
     sizes = granularity.Aligned(block_size).sizes(shape, x.shape)
     assert sizes is not None
@@ -178,13 +178,13 @@ def _drop_units(shape: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(length for length in shape if not isinstance(length, int) or length != 1)
 
 
-def _find_slice_keys(x: jax.Array, shape: tuple[int, ...], block_size: int | None, measure: _Measure) -> _Keys:
+def _reduce_slices(x: jax.Array, shape: tuple[int, ...], block_size: int | None, measure: _Measure) -> _Keys:
     """Return the results of a measure for each slice, in the given shape."""
     if x.size == 0:
         return tuple(jnp.full(shape, start) for start in measure.starts)
-    for axis, size in enumerate(find_slice_sizes(x, shape, block_size)):
+    for axis, size in enumerate(derive_slice_sizes(x, shape, block_size)):
         if size not in (1, x.shape[axis]):
-            return _find_block_keys(x, shape, block_size, axis, size, measure)
+            return _reduce_blocks(x, shape, block_size, axis, size, measure)
     units = tuple(axis for axis, length in enumerate(x.shape) if length == 1)
     # Without dimensions of 1, an entry of 1 always means that the dimension is reduced.
     x, entries = lax.squeeze(x, units), [n for axis, n in enumerate(shape) if axis not in units]
@@ -192,7 +192,7 @@ def _find_slice_keys(x: jax.Array, shape: tuple[int, ...], block_size: int | Non
     return tuple(key.reshape(shape) for key in keys)
 
 
-def _find_block_keys(
+def _reduce_blocks(
     x: jax.Array, shape: tuple[int, ...], block_size: int | None, axis: int, size: int, measure: _Measure
 ) -> _Keys:
     """Return the keys of an x whose `axis` is cut into blocks.
@@ -209,7 +209,7 @@ def _find_block_keys(
             continue
         part = lax.slice_in_dim(x, start, start + blocks * width, axis=axis)
         part = part.reshape(*x.shape[:axis], blocks, width, *x.shape[axis + 1 :])
-        keys = _find_slice_keys(part, (*shape[:axis], blocks, 1, *shape[axis + 1 :]), block_size, measure)
+        keys = _reduce_slices(part, (*shape[:axis], blocks, 1, *shape[axis + 1 :]), block_size, measure)
         parts.append([key.reshape(*shape[:axis], blocks, *shape[axis + 1 :]) for key in keys])
     return tuple(lax.concatenate(keys, axis) for keys in zip(*parts, strict=True))
 

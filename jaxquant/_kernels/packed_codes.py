@@ -1,7 +1,14 @@
 """Conversion between codes of 2 or 4 bits and bytes, in forms that XLA:CPU vectorizes.
 
 Current jaxlib stores several such codes in a byte on a CPU. XLA's own conversion to or from int8 handles one code after
-the other. The functions here read or write whole bytes by `lax.bitcast_convert_type`, and shift.
+the other if the result has them in the same order. There are two ways around it:
+
+- Whole bytes, or words of eight codes, are read or written by `lax.bitcast_convert_type`, and shifted. For this the
+  reader must shift itself, as `scaled_rows` does; arrays of less than 2**16 codes are converted by XLA, because the
+  bytes need a loop of their own.
+- The even and the odd columns, or every fourth column, are converted as planes: XLA vectorizes the conversion of every
+  second code. A contraction of each plane takes less time than one of all codes, if the planes are joined, or added,
+  cheaply: that is, if the other operand has at most half as many rows as terms.
 """
 
 from __future__ import annotations

@@ -92,12 +92,12 @@ def encode_steps(
     return lax.convert_element_type(code, dtype)
 
 
-def find_in_range(
+def mark_in_range(
     value: jax.Array, zero_point: jax.Array | None, dtype: np.dtype, bounds: tuple[int, int] | None
 ) -> jax.Array:
     """Return a mask of the quotients that round to a code of `dtype` without saturation; False for NaN."""
     if dtype in dtypes.SMALL_FLOATS:
-        return ~(small_floats.find_overflow(value, dtype) | jnp.isnan(value))
+        return ~(small_floats.mark_overflow(value, dtype) | jnp.isnan(value))
     low, high = dtypes.find_bounds(dtype) if bounds is None else bounds
     # The division before this, and the comparisons after it, are one fusion each if there are few elements.
     code = barriers.split_small_fusion(lax.round(value, lax.RoundingMethod.TO_NEAREST_EVEN))

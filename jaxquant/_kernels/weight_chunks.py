@@ -1,4 +1,13 @@
-"""The contraction of a float array with dequantized codes: its gradient, and its form in chunks for a CPU."""
+"""The contraction of a float array with dequantized codes: its gradient, and its form in chunks for a CPU.
+
+Dequantized at once, the weights of a large layer are written to memory and read again, which takes as long as reading
+float weights. On a CPU they are therefore dequantized a chunk at a time, and a chunk is contracted while it is in the
+second-level caches. The chunks wait for each other, because XLA:CPU would dequantize all of them first. They are
+written out one by one instead of in a loop: XLA:CPU runs element-wise work in the body of a loop on one thread.
+
+Few weights are dequantized at once, because each chunk has a cost of its own; so are more weights if there are so many
+rows that the contraction takes most of the time. Other backends dequantize all weights at once.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +146,7 @@ def contract_in_chunks(
 ) -> jax.Array:
     """Return the float32 contraction of x with the codes, dequantized in chunks that stay in the cache of a CPU."""
     cut = config.plan_cut(codes, scale, zero_point)
-    length, axis, rows = cut.length, cut.axis, _find_chunk_length(cut, x.size)
+    length, axis, rows = cut.length, cut.axis, _choose_chunk_length(cut, x.size)
     # Every chunk reads the float operand. The barrier makes XLA arrange it only once, before the first chunk.
     operand = lax.optimization_barrier(config.arrange_operand(x))
     products: list[jax.Array] = []
@@ -154,7 +163,7 @@ def contract_in_chunks(
     return products[0] if axis is None else jnp.concatenate(products, axis=axis)
 
 
-def _find_chunk_length(cut: Cut, x_size: Any) -> int:
+def _choose_chunk_length(cut: Cut, x_size: Any) -> int:
     """Return the length of the chunks but the last, from the cut and the number of elements of the float operand."""
     size = min(max(cut.length * cut.width // _FEW_CHUNKS, _FEWEST), _MANY)
     length = max(size // cut.width, -(-cut.length // _CHUNKS), 1)

@@ -83,7 +83,7 @@ def _qlinear_sigmoid(
     dtype = check_eight_bits(_QLINEAR_SIGMOID, "x", x)
     x_encoding = read_encoding(_QLINEAR_SIGMOID, "x", x_scale, x_zero_point, dtype)
     y_encoding = read_encoding(_QLINEAR_SIGMOID, "y", y_scale, y_zero_point, dtype)
-    return look_up_stored(encode_values(_find_logistic(list_values(x_encoding)), y_encoding), x)
+    return look_up_stored(encode_values(_compute_logistic(list_values(x_encoding)), y_encoding), x)
 
 
 # The coefficients of x**11 ... x**1 in the dividend and of x**10 ... x**0 in the divisor.
@@ -103,7 +103,7 @@ _COEFFICIENTS = np.array(
 _RANGE = np.float32(18)
 
 
-def _find_logistic(x: jax.Array) -> jax.Array:
+def _compute_logistic(x: jax.Array) -> jax.Array:
     """Return ONNX Runtime's approximation of 1 / (1 + exp(-x)) in float32."""
     x = jnp.clip(x, -_RANGE, _RANGE)
     square = jnp.broadcast_to(barriers.round_result(x * x), (2, *x.shape))

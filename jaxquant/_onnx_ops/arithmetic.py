@@ -144,9 +144,9 @@ def _qlinear_add(
     # The operand whose product comes first is rounded once more than the other, so the order changes codes.
     if is_exchanged:
         a, b, left, right = b, a, right, left
-    terms = _find_terms(left, right, result)
+    terms = _compute_terms(left, right, result)
     if is_aligned:
-        return rounding.encode_steps(_add_aligned(a, b, *terms, _find_top(*terms[:2])), None, result.dtype)
+        return rounding.encode_steps(_add_aligned(a, b, *terms, _compute_top(*terms[:2])), None, result.dtype)
     return _add_codes(a, b, *terms, result.dtype)
 
 
@@ -165,7 +165,7 @@ def has_scalar_first(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     return True
 
 
-def _find_terms(left: Encoding, right: Encoding, result: Encoding) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _compute_terms(left: Encoding, right: Encoding, result: Encoding) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the factor of a, the factor of b, and the constant."""
     p = barriers.round_result(division.divide(left.scale, result.scale))
     q = barriers.round_result(division.divide(right.scale, result.scale))
@@ -177,8 +177,8 @@ def _find_terms(left: Encoding, right: Encoding, result: Encoding) -> tuple[jax.
 
 def _add_codes(a: jax.Array, b: jax.Array, p: jax.Array, q: jax.Array, r: jax.Array, dtype: np.dtype) -> jax.Array:
     """Return saturate(round_half_even(fma(a, p, fma(b, q, r)))), by seven float operations if these are exact."""
-    top = _find_top(p, q)
-    least = _find_power(lax.min(lax.abs(p), lax.abs(q)))
+    top = _compute_top(p, q)
+    least = _round_to_power(lax.min(lax.abs(p), lax.abs(q)))
     is_aligned = (least * np.float32(2**15) >= top) & (top <= np.float32(2.0**38))
     # The branch below reads a and b from memory. Without a barrier the fast form would compute them once more, together
     # with everything that they are fused with.
@@ -204,9 +204,9 @@ def _are_aligned(a_scale: Any, b_scale: Any, c_scale: Any) -> bool:
     return 0 < c < np.inf and min(a, b) / c * 2**13 >= 257 * (1 + (a + b) / c) and a + b < c * 2.0**24
 
 
-def _find_top(p: jax.Array, q: jax.Array) -> jax.Array:
+def _compute_top(p: jax.Array, q: jax.Array) -> jax.Array:
     """Return the power of two that `_add_aligned` takes."""
-    return _find_power(np.float32(257) * (1 + lax.abs(p) + lax.abs(q)))
+    return _round_to_power(np.float32(257) * (1 + lax.abs(p) + lax.abs(q)))
 
 
 def _add_any(a: jax.Array, b: jax.Array, p: jax.Array, q: jax.Array, r: jax.Array) -> jax.Array:
@@ -241,7 +241,7 @@ def _split_at_grid(value: jax.Array, grid: jax.Array) -> tuple[jax.Array, jax.Ar
     return high, barriers.round_result(value - high)
 
 
-def _find_power(value: jax.Array) -> jax.Array:
+def _round_to_power(value: jax.Array) -> jax.Array:
     """Return the largest power of two that is not larger than a positive normal float."""
     bits = lax.bitcast_convert_type(value, jnp.int32)
     return lax.bitcast_convert_type(lax.bitwise_and(bits, np.int32(0x7F800000)), jnp.float32)

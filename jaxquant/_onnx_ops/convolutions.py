@@ -46,7 +46,7 @@ def check_attributes(function: str, **attributes: Any) -> ConvAttributes:
     return checked
 
 
-def find_geometry(function: str, x: jax.Array, w: jax.Array, attributes: ConvAttributes) -> Geometry:
+def derive_geometry(function: str, x: jax.Array, w: jax.Array, attributes: ConvAttributes) -> Geometry:
     """Check the shapes of x and w and the attributes, and return the geometry of the convolution."""
     checks.require(x.ndim >= 3, function, "x", "an array (N, C, *spatial) of rank 3 or more", f"shape {x.shape}")
     checks.require(w.ndim == x.ndim, function, "w", f"an array of x's rank, {x.ndim}", f"shape {w.shape}")
@@ -61,7 +61,7 @@ def find_geometry(function: str, x: jax.Array, w: jax.Array, attributes: ConvAtt
         checks.require(kernel == w.shape[2:], function, "kernel_shape", f"{w.shape[2:]}, as in w", kernel)
     # The number of elements that a dilated kernel spans in each dimension.
     reach = tuple((k - 1) * d + 1 for k, d in zip(w.shape[2:], dilations, strict=True))
-    padding = _find_padding(function, x.shape[2:], reach, strides, attributes)
+    padding = _read_padding(function, x.shape[2:], reach, strides, attributes)
     check_window(function, "w", x.shape[2:], padding, reach)
     check_placement(function, ("x", "w"), (x, w), ((1,), (0, 1)))
     return Geometry(strides, padding, ones, dilations, int(attributes.group))
@@ -77,7 +77,7 @@ def prepare_operands(
     """
     checks.check_array(function, "x", x, dtypes.EIGHT_BITS)
     checks.check_array(function, "w", w, dtypes.EIGHT_BITS)
-    geometry = find_geometry(function, x, w, attributes)
+    geometry = derive_geometry(function, x, w, attributes)
     # Check the zero points after the rank of w: a w of rank 0 has no features to compare them with.
     check_zero_points(function, ("x", "w"), (x, w), (x_zero_point, w_zero_point), w.shape[0])
     x_steps = signed_codes.convert_steps(x_zero_point, x.dtype, centred[0])
@@ -95,7 +95,7 @@ def _check_groups(function: str, x: jax.Array, w: jax.Array, group: Any) -> None
     checks.require(w.shape[1] * group == x.shape[1], function, "w", expected, f"shape {w.shape}")
 
 
-def _find_padding(
+def _read_padding(
     function: str,
     spatial: tuple[int, ...],
     reach: tuple[int, ...],
@@ -122,10 +122,10 @@ def _find_padding(
         return ((0, 0),) * rank
     is_lower = attributes.auto_pad == "SAME_LOWER"
     sizes = zip(spatial, reach, strides, strict=True)
-    return tuple(_find_same_padding(size, k, stride, lower=is_lower) for size, k, stride in sizes)
+    return tuple(_compute_same_padding(size, k, stride, lower=is_lower) for size, k, stride in sizes)
 
 
-def _find_same_padding(size: int, reach: int, stride: int, *, lower: bool) -> tuple[int, int]:
+def _compute_same_padding(size: int, reach: int, stride: int, *, lower: bool) -> tuple[int, int]:
     """Return the padding for ceil(size / stride) positions; an odd element goes to the end, or the start if `lower`."""
     total = max((-(-size // stride) - 1) * stride + reach - size, 0)
     small, large = total // 2, total - total // 2

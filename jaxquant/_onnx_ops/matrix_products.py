@@ -19,7 +19,7 @@ from .._kernels import accumulator, barriers, signed_codes
 from .._kernels.accumulator import sum_over_blocks
 from .._kernels.contraction import Role, contract_roles
 from ..integer.dot_general import MatrixShapes, determines_sharding, match_matrices
-from .quantization import encode_dynamic, find_dynamic_range
+from .quantization import compute_dynamic_range, encode_dynamic
 
 # Scales and zero points per row of a and per column of b, and the int32 product of two stacks of matrices.
 
@@ -423,7 +423,7 @@ def _multiply_fwd(
     a, b, b_scale = jnp.asarray(a), jnp.asarray(b), jnp.asarray(b_scale)
     # The operator has one scale for all of a, even if a is a stack of matrices.
     per_tensor = granularity.PerTensor()
-    _, _, scale, zero_point = find_dynamic_range(a, per_tensor, _UINT8)
+    _, _, scale, zero_point = compute_dynamic_range(a, per_tensor, _UINT8)
     codes = encode_dynamic(a, scale, zero_point, per_tensor)
     a_steps, a_scale = signed_codes.convert_steps(zero_point, _UINT8, False), scale.reshape((1,) * len(shapes.a))
     y = multiply_scaled(codes, b, a_steps, b_steps, a_scale, b_scale, shapes)

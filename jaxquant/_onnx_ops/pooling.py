@@ -73,13 +73,13 @@ def check_pool_attributes(function: str, **attributes: Any) -> PoolAttributes:
     return PoolAttributes(**checked)
 
 
-def find_windows(function: str, spatial: tuple[int, ...], attributes: PoolAttributes) -> PoolWindows:
+def derive_windows(function: str, spatial: tuple[int, ...], attributes: PoolAttributes) -> PoolWindows:
     """Check the attributes against the spatial shape of x, and return the windows."""
     rank = len(spatial)
     kernel = _check_lengths(function, "kernel_shape", attributes.kernel_shape, rank)
     strides = (1,) * rank if attributes.strides is None else attributes.strides
     strides = _check_lengths(function, "strides", strides, rank)
-    pads = _find_pads(function, spatial, kernel, strides, attributes)
+    pads = _read_pads(function, spatial, kernel, strides, attributes)
     padding, positions, counts = [], [], np.ones((), np.float32)
     for size, length, stride, (low, high) in zip(spatial, kernel, strides, pads, strict=True):
         reach = size + low + high - length
@@ -108,7 +108,7 @@ def _check_lengths(function: str, argument: str, value: Any, rank: int) -> tuple
     return tuple(int(v) for v in value)
 
 
-def _find_pads(
+def _read_pads(
     function: str,
     spatial: tuple[int, ...],
     kernel: tuple[int, ...],
@@ -217,7 +217,7 @@ def qlinear_average_pool(
 def _match_pooled_shape(x: jax.Array, attributes: PoolAttributes, **_: Any) -> tuple[tuple[int, ...], Any]:
     first = 1 if attributes.channels_last else 2
     axes = range(first, first + x.ndim - 2)
-    positions = iter(find_windows(_QLINEAR_AVERAGE_POOL, tuple(x.shape[axis] for axis in axes), attributes).positions)
+    positions = iter(derive_windows(_QLINEAR_AVERAGE_POOL, tuple(x.shape[axis] for axis in axes), attributes).positions)
     return tuple(next(positions) if axis in axes else n for axis, n in enumerate(x.shape)), x.dtype
 
 
@@ -234,7 +234,7 @@ def _qlinear_average_pool(
     checks.require(x.ndim >= 3, _QLINEAR_AVERAGE_POOL, "x", expected, f"shape {x.shape}")
     first = 1 if attributes.channels_last else 2
     axes = tuple(range(first, first + x.ndim - 2))
-    windows = find_windows(_QLINEAR_AVERAGE_POOL, tuple(x.shape[axis] for axis in axes), attributes)
+    windows = derive_windows(_QLINEAR_AVERAGE_POOL, tuple(x.shape[axis] for axis in axes), attributes)
     # ONNX Runtime uses its kernel of QLinearGlobalAveragePool here, whose sums are integers.
     if windows.is_global:
         return average_codes(x, x_encoding, y_encoding, axes, keepdims=True)
@@ -262,7 +262,7 @@ def _sum_windows(x: jax.Array, encoding: Encoding, windows: PoolWindows, axes: t
     spans = [(n - 1) * s + 1 for n, s in zip(windows.positions, windows.strides, strict=True)]
     strides = dict(zip(axes, windows.strides, strict=True))
 
-    def find_element(offsets: Sequence[jax.Array | int]) -> jax.Array:
+    def take_element(offsets: Sequence[jax.Array | int]) -> jax.Array:
         """Return one element of each window."""
         part = values
         for axis, offset, span in zip(axes, offsets, spans, strict=True):
@@ -274,12 +274,12 @@ def _sum_windows(x: jax.Array, encoding: Encoding, windows: PoolWindows, axes: t
         return part
 
     if windows.counts.size == 0 or np.prod(windows.kernel) <= _MOST_UNROLLED:
-        return _add_in_order([find_element(place) for place in itertools.product(*map(range, windows.kernel))])
+        return _add_in_order([take_element(place) for place in itertools.product(*map(range, windows.kernel))])
 
     def add_element(i: jax.Array, total: jax.Array) -> jax.Array:
-        return total + find_element(jnp.unravel_index(i, windows.kernel))
+        return total + take_element(jnp.unravel_index(i, windows.kernel))
 
-    return lax.fori_loop(1, int(np.prod(windows.kernel)), add_element, find_element((0,) * len(axes)))
+    return lax.fori_loop(1, int(np.prod(windows.kernel)), add_element, take_element((0,) * len(axes)))
 
 
 def _add_in_order(parts: list[jax.Array]) -> jax.Array:
@@ -488,10 +488,10 @@ def _qlinear_reduce_mean(
     dtype = check_eight_bits(_QLINEAR_REDUCE_MEAN, "data", data)
     data_encoding = read_encoding(_QLINEAR_REDUCE_MEAN, "data", data_scale, data_zero_point, dtype)
     reduced_encoding = read_encoding(_QLINEAR_REDUCE_MEAN, "reduced", reduced_scale, reduced_zero_point, dtype)
-    return average_codes(data, data_encoding, reduced_encoding, _find_axes(axes, data.ndim), keepdims=keepdims)
+    return average_codes(data, data_encoding, reduced_encoding, _read_axes(axes, data.ndim), keepdims=keepdims)
 
 
-def _find_axes(axes: Any, rank: int) -> tuple[int, ...]:
+def _read_axes(axes: Any, rank: int) -> tuple[int, ...]:
     """Return the axes as non-negative ints; raise for one that is out of range or given twice."""
     if axes is None:
         return tuple(range(rank))

@@ -20,8 +20,8 @@ from .._core.granularity import (
     PerAxis,
     PerTensor,
     check_matching,
-    find_reduced_axes,
     find_slices,
+    list_reduced_axes,
     resolve_onnx,
 )
 from .._core.scale_arguments import check_float_zero_point, convert_scale_number, convert_zero_point_number, fit_number
@@ -124,8 +124,8 @@ def _quantize_linear(
     checks.check_array(_QUANTIZE_LINEAR, "x", x, _X)
     checks.check_array(_QUANTIZE_LINEAR, "y_scale", y_scale, _SCALE)
     checks.check_flag(_QUANTIZE_LINEAR, "saturate", saturate)
-    dtype = _find_output_dtype(y_zero_point, output_dtype)
-    carrier = _find_precision(x, y_scale, precision)
+    dtype = _read_output_dtype(y_zero_point, output_dtype)
+    carrier = _choose_precision(x, y_scale, precision)
     # The granularity describes scalar, 1-D and blocked scales in one form for the arithmetic below.
     granularity = resolve_onnx(_QUANTIZE_LINEAR, "y_scale", y_scale, x.shape, axis, block_size)
     if y_zero_point is not None:
@@ -135,7 +135,7 @@ def _quantize_linear(
     return quantize_affine(x, y_scale, y_zero_point, granularity, dtype, carrier, bool(saturate))
 
 
-def _find_output_dtype(zero_point: jax.Array | None, output_dtype: Any) -> np.dtype:
+def _read_output_dtype(zero_point: jax.Array | None, output_dtype: Any) -> np.dtype:
     """Check output_dtype and the dtype of the zero point, and return that of the codes."""
     if zero_point is None:
         dtype = jnp.uint8 if output_dtype is None else output_dtype
@@ -147,7 +147,7 @@ def _find_output_dtype(zero_point: jax.Array | None, output_dtype: Any) -> np.dt
     return zero_point.dtype
 
 
-def _find_precision(x: jax.Array, scale: jax.Array, precision: Any) -> np.dtype:
+def _choose_precision(x: jax.Array, scale: jax.Array, precision: Any) -> np.dtype:
     """Check precision and return the dtype of the division."""
     if precision is not None:
         return checks.check_dtype(_QUANTIZE_LINEAR, "precision", precision, dtypes.FLOATS)
@@ -378,14 +378,14 @@ _Outputs = tuple[jax.Array, jax.Array, jax.Array]
 def _dynamic_quantize(config: _Config, x: jax.Array) -> _Outputs:
     # An inlined jit can pass a Python number through unchanged.
     x = jnp.asarray(x)
-    _, _, scale, zero_point = find_dynamic_range(x, config.granularity, config.dtype)
+    _, _, scale, zero_point = compute_dynamic_range(x, config.granularity, config.dtype)
     return encode_dynamic(x, scale, zero_point, config.granularity), scale, zero_point
 
 
 def _dynamic_quantize_fwd(config: _Config, x: jax.Array) -> tuple[_Outputs, Any]:
     refuse_backward(_DYNAMIC_QUANTIZE_LINEAR, config.training)
     x = jnp.asarray(x)
-    low, high, scale, zero_point = find_dynamic_range(x, config.granularity, config.dtype)
+    low, high, scale, zero_point = compute_dynamic_range(x, config.granularity, config.dtype)
     return (encode_dynamic(x, scale, zero_point, config.granularity), scale, zero_point), (x, low, high)
 
 
@@ -412,24 +412,24 @@ def _share_gradient(x: jax.Array, extreme: jax.Array, granularity: Granularity, 
     return jnp.where(granularity.expand(jnp.isnan(extreme), x), np.float32(np.nan), share)
 
 
-def _find_range_parts(x: jax.Array, granularity: Granularity, dtype: np.dtype) -> list[Any]:
-    axes = find_reduced_axes(granularity, x.ndim)
+def _list_range_parts(x: jax.Array, granularity: Granularity, dtype: np.dtype) -> list[Any]:
+    axes = list_reduced_axes(granularity, x.ndim)
     shape = tuple(n for axis, n in enumerate(x.shape) if axis not in axes)
     return [(shape, part) for part in (jnp.float32, jnp.float32, jnp.float32, dtype)]
 
 
 def _batch_range(_: Any, x: jax.Array, granularity: Granularity, dtype: np.dtype) -> Any:
     # A range for each entry of a mapped axis is a range for each index of the first axis.
-    return find_dynamic_range(x, PerAxis(0), dtype) if isinstance(granularity, PerTensor) else None
+    return compute_dynamic_range(x, PerAxis(0), dtype) if isinstance(granularity, PerTensor) else None
 
 
-@recording.mark("dynamic_range", _find_range_parts, _batch_range)
-def find_dynamic_range(
+@recording.mark("dynamic_range", _list_range_parts, _batch_range)
+def compute_dynamic_range(
     x: jax.Array, granularity: Granularity, dtype: np.dtype
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return (low, high, scale, zero_point) of x, where [low, high] is its range extended to 0."""
-    axes = find_reduced_axes(granularity, x.ndim)
-    low, high = min_max.find_min_max(x, axes)
+    axes = list_reduced_axes(granularity, x.ndim)
+    low, high = min_max.compute_min_max(x, axes)
     qmin, qmax = dtypes.find_narrow_bounds(dtype)
     width = high - low
     # The divisor is an array, because `divide` takes operands of one shape.
@@ -448,7 +448,7 @@ def find_dynamic_range(
 
 
 def encode_dynamic(x: jax.Array, scale: jax.Array, zero_point: jax.Array, granularity: Granularity) -> jax.Array:
-    """Return the codes of x for a scale and zero point of `find_dynamic_range`."""
+    """Return the codes of x for a scale and zero point of `compute_dynamic_range`."""
     bounds = dtypes.find_narrow_bounds(zero_point.dtype)
     return quantize_affine(x, scale, zero_point, granularity, zero_point.dtype, dtypes.FLOAT32, bounds=bounds)
 

@@ -15,7 +15,7 @@ from .._arrays.spec import QuantSpec
 from .._contractions.dot import check_numbers, contract_checked
 from .._core import checks, dtypes
 from .._core.entry_point import compile_entry_point
-from ..integer.dot_general import DotDimensionNumbers, find_roles
+from ..integer.dot_general import DotDimensionNumbers, match_roles
 from . import contraction_vjp
 from .backward import Backward, FloatBackward, compute_operand_cotangent
 from .quantizer import Quantizer
@@ -104,7 +104,7 @@ def _quantized_dot_general(
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         checks.check_array(_NAME, name, x, dtypes.FLOATS)
     # This checks the shapes before anything is quantized, so that errors describe the arguments of the user.
-    find_roles(_NAME, lhs, rhs, operation.numbers)
+    match_roles(_NAME, lhs, rhs, operation.numbers)
     names = (("lhs", "lhs_spec"), ("rhs", "rhs_spec"))
     return contraction_vjp.contract_with_gradient(
         _NAME, names, operation, (lhs, rhs), (lhs_spec, rhs_spec), backward, key
@@ -141,7 +141,7 @@ class DotContraction(NamedTuple):
 
     def _label_dimensions(self, qs: Sequence[QuantizedArray]) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
         """Return the labels of the dimensions of both operands and of the result, as an einsum would name them."""
-        left, right = find_roles(self.function, qs[0], qs[1], self.numbers)
+        left, right = match_roles(self.function, qs[0], qs[1], self.numbers)
         terms = []
         for side, (q, role) in enumerate(zip(qs, (left, right), strict=True)):
             labels = [""] * q.ndim

@@ -198,7 +198,7 @@ class LSQPlus:
             # A slice of zeros is a valid start: it gets scale 1.
             with checks.name_errors("LSQPlus.initial"):
                 low, high = calibrator.finalize(calibrator.update(calibrator.init(x), x), allow_zero=True)
-            scale, point = scale_from_range.find_scale_and_zero_point(spec, low, high, scale_shape, point_shape)
+            scale, point = scale_from_range.compute_scale_and_zero_point(spec, low, high, scale_shape, point_shape)
             assert point is not None
             return scale.astype(jnp.float32), point.astype(jnp.float32)
         bits = dtypes.find_width(spec.carrier) - int(spec.reduce_range)
@@ -380,7 +380,7 @@ def _make_positive(scale: jax.Array, reach: jax.Array) -> jax.Array:
 def read_learned_scale(spec: QuantSpec, scale: jax.Array) -> jax.Array:
     """Return the magnitude of a learned scale in the dtype of the spec; 0 becomes the least scale."""
     # The least scale of the scale's own dtype: float16 rounds the least float32 to 0.
-    least = scale_from_range.find_least_scale(spec.scale_dtype)
+    least = scale_from_range.read_least_scale(spec.scale_dtype)
     return jnp.maximum(jnp.abs(scale), least).astype(spec.scale_dtype)
 
 

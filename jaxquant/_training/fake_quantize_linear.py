@@ -15,7 +15,7 @@ from .._core.entry_point import compile_entry_point
 from .._core.granularity import check_matching, resolve_onnx
 from .._core.scale_arguments import check_float_zero_point, convert_scale_number, convert_zero_point_number
 from .._onnx_ops import quantization
-from .._onnx_ops.quantization import check_dynamic, find_dynamic_range
+from .._onnx_ops.quantization import check_dynamic, compute_dynamic_range
 from .rounding_vjp import LinearCodes, LinearOptions, RoundingConfig, quantize_and_dequantize
 
 _NAME = "fake_quantize_linear"
@@ -219,6 +219,6 @@ def _dynamic_fake_quantize_linear(
     config = RoundingConfig(LinearCodes(code_dtype, dtypes.find_narrow_bounds(code_dtype)), linear=options)
     with quantization.name_scope(name):
         # The gradient treats the scale and the zero point as constants.
-        _, _, scale, zero_point = find_dynamic_range(jax.lax.stop_gradient(x), granularity, code_dtype)
+        _, _, scale, zero_point = compute_dynamic_range(jax.lax.stop_gradient(x), granularity, code_dtype)
         y: Any = quantize_and_dequantize(config, x, scale, zero_point, None)
         return quantization.name_outputs((y,), specified_outputs_name)[0]

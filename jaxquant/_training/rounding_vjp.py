@@ -81,7 +81,7 @@ def compute_mask(rule: Estimator, spec: _CodeFormat, u: jax.Array, steps: jax.Ar
         if spec.codebook is not None:
             return (u >= low) & (u <= high)
         bounds = None if spec.dtype in dtypes.SMALL_FLOATS else (int(low), int(high))
-        return rounding.find_in_range(u, steps, spec.dtype, bounds)
+        return rounding.mark_in_range(u, steps, spec.dtype, bounds)
     # u + z would be rounded. Subtracting z from the bounds is exact, because they are whole numbers.
     least, most = (bound if steps is None else bound - steps.astype(jnp.float32) for bound in (low, high))
     if isinstance(rule, StochasticRounding):

@@ -113,7 +113,7 @@ def _init(parts: Parts, example: Any) -> Any:
     has_shape = hasattr(example, "shape") and hasattr(example, "dtype")
     expected = "an array or a jax.ShapeDtypeStruct"
     checks.require_type(has_shape, name, "example", expected, type(example).__name__)
-    state = parts.make_empty(scale_from_range.find_range_shape(name, parts.spec, tuple(example.shape)))
+    state = parts.make_empty(scale_from_range.derive_range_shape(name, parts.spec, tuple(example.shape)))
     if checks.is_traced(example):  # under jax.shard_map the carry of a loop must vary over the devices as its data do
         state = jax.tree.map(lambda part: sharding.vary_like(part, example), state)
     return state
@@ -123,7 +123,7 @@ def _update(parts: Parts, state: Any, batch: Any) -> Any:
     name = f"{parts.function}.update"
     _check_state(parts, name, "state", state)
     batch = _read_batch(name, "batch", batch)
-    shape = scale_from_range.find_range_shape(name, parts.spec, batch.shape)
+    shape = scale_from_range.derive_range_shape(name, parts.spec, batch.shape)
     if shape != tuple(state.low.shape):
         expected = f"a batch whose ranges have shape {tuple(state.low.shape)}, as for the example given to init"
         got = f"ranges of shape {shape} for a batch of shape {batch.shape}"

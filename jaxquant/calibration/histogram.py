@@ -28,7 +28,7 @@ from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
 from .._core import checks, sharding
 from .._kernels import min_max
-from .._kernels.min_max import find_slice_sizes
+from .._kernels.min_max import derive_slice_sizes
 from .._kernels.platforms import choose_on_cpu
 from . import running, uint64
 from .calibrator import Calibrator, Parts, build_calibrator, check_spec
@@ -461,7 +461,7 @@ def _reduce_states(state: HistogramState, axis_name: Hashable) -> HistogramState
 
 def _is_padded(x: Any, shape: tuple[int, ...], block: int | None) -> bool:
     """Return whether `_arrange_slices` has to pad a short block."""
-    return any(s * e != n for s, e, n in zip(find_slice_sizes(x, shape, block), shape, x.shape, strict=True))
+    return any(s * e != n for s, e, n in zip(derive_slice_sizes(x, shape, block), shape, x.shape, strict=True))
 
 
 def _arrange_slices(x: jax.Array, shape: tuple[int, ...], block: int | None, fill: Any) -> jax.Array:
@@ -473,7 +473,7 @@ def _arrange_slices(x: jax.Array, shape: tuple[int, ...], block: int | None, fil
     lengths: list[int] = []
     kept_flags: list[bool] = []
     padding = []
-    for size, entries, n in zip(find_slice_sizes(x, shape, block), shape, x.shape, strict=True):
+    for size, entries, n in zip(derive_slice_sizes(x, shape, block), shape, x.shape, strict=True):
         padding.append((0, size * entries - n, 0))
         lengths += [entries, size]
         kept_flags += [True, False]

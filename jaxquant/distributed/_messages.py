@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, get_abstract_mesh
 
 from .._arrays.packing import pack, unpack
-from .._arrays.parts import find_permutation, find_places, move_axes_last
+from .._arrays.parts import derive_permutation, find_places, move_axes_last
 from .._arrays.quantize import find_parameters, quantize
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
@@ -228,7 +228,7 @@ def join_stack(stack: QuantizedArray, axis: int, *, is_tiled: bool) -> Quantized
     elif order is None:
         moved, stored = None, jnp.moveaxis(stored, 0, axis)
     else:  # the new dimension stays in front of the stored ones
-        later = tuple(a + (a >= axis) for a in find_permutation(order, rank))
+        later = tuple(a + (a >= axis) for a in derive_permutation(order, rank))
         moved = move_axes_last("distributed", "axis", later, rank + 1)
     place_part: Callable[[Any], Any] = (
         (lambda part: _merge_first(part, axis)) if is_tiled else (lambda part: jnp.moveaxis(part, 0, axis))

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from .._arrays.parts import find_permutation
+from .._arrays.parts import derive_permutation
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks
 from .._core.granularity import Aligned
@@ -121,8 +121,8 @@ def _cut_leaf(mesh: Mesh | AbstractMesh, whole_blocks: bool, partition: Any, pat
         return NamedSharding(mesh, PartitionSpec(*entries))
 
     (_, scale, zero_point), static = leaf.tree_flatten()
-    # JAX places the codes as they are stored, and a partition refers to the logical shape.
-    order = PartitionSpec(*(axes[axis] for axis in find_permutation(leaf.stored_order, len(shape))))
+    # JAX places the codes as they are stored, and a partition is that of the logical shape.
+    order = PartitionSpec(*(axes[axis] for axis in derive_permutation(leaf.stored_order, len(shape))))
     children = (NamedSharding(mesh, order), cut_part(scale), cut_part(zero_point))
     return QuantizedArray.tree_unflatten(static, children)
 

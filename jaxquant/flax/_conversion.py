@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from .._arrays import quantize, scale_from_range
-from .._arrays.parts import StoredOrder, find_permutation
+from .._arrays.parts import StoredOrder, derive_permutation
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, small_floats
 from .._training.range_sources import Dynamic, Learned, Static
@@ -32,7 +32,7 @@ def check_kernel(weight: LayerOperand, kernel: QuantizedArray) -> None:
     shape = scale_from_range.find_shapes("flax", spec, kernel.shape)[0]
     expected = f"scales of shape {shape}, the shape for the layer's spec"
     checks.require(kernel.scale.shape == shape, "flax", argument, expected, f"shape {kernel.scale.shape}")
-    block_size = scale_from_range.find_stored_block_size("flax", spec, kernel.shape)
+    block_size = scale_from_range.derive_stored_block_size("flax", spec, kernel.shape)
     expected = f"block_size={block_size}"
     checks.require(kernel.block_size == block_size, "flax", argument, expected, kernel.block_size)
 
@@ -46,7 +46,7 @@ def check_servable(function: str, operand: LayerOperand, scale: jax.Array) -> No
     checks.require(bool(np.isfinite(values).all()), function, argument, "finite numbers", "NaN or an infinity")
     # `read_learned` replaces a scale of 0 by the least scale, so that is the value to look for.
     least = float(values.min(initial=1))
-    holds = least > float(scale_from_range.find_least_scale(scale.dtype)) or not isinstance(operand.source, Learned)
+    holds = least > float(scale_from_range.read_least_scale(scale.dtype)) or not isinstance(operand.source, Learned)
     checks.require(holds, function, argument, "a positive scale (training drove it to 0)", least)
 
 
@@ -141,7 +141,7 @@ def match_part_names(
         order: the stored order of the codes; None for a scale or zero point.
     """
     padded = (*names, *(None,) * (len(shape) - len(names)))
-    padded = tuple(padded[axis] for axis in find_permutation(order, len(shape)))
+    padded = tuple(padded[axis] for axis in derive_permutation(order, len(shape)))
     # Along an axis of length 1 there is nothing to partition.
     return tuple(
         name if size != 1 or axis < depth else None for axis, (name, size) in enumerate(zip(padded, shape, strict=True))

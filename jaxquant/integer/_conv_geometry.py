@@ -25,7 +25,7 @@ def plan_convolution(
     options = (strides, padding, lhs_dilation, rhs_dilation, numbers, features, batches)
     # As keys of a cache, axes that are 1.0 and 1 would be the same.
     is_text = numbers is None or (type(numbers) is tuple and all(type(part) is str for part in numbers))
-    find_plan = _find_plan if is_text and checks.is_hashable(options) else _find_plan.__wrapped__
+    find_plan = _derive_plan if is_text and checks.is_hashable(options) else _derive_plan.__wrapped__
     plan = find_plan(function, tuple(lhs.shape), tuple(rhs.shape), *options)
     axes = (plan.numbers.lhs_spec[1:2], plan.numbers.rhs_spec[:2])
     check_placement(function, ("lhs", "rhs"), (lhs, rhs), axes)
@@ -34,7 +34,7 @@ def plan_convolution(
 
 # Eager calls repeat these checks with the same static values. A call that raises is not cached.
 @functools.lru_cache(maxsize=1024)
-def _find_plan(
+def _derive_plan(
     function: str, lhs: tuple[int, ...], rhs: tuple[int, ...], strides: Any, padding: Any, lhs_dilation: Any,
     rhs_dilation: Any, numbers: Any, features: Any, batches: Any,
 ) -> ConvolutionPlan:  # fmt: skip
@@ -43,7 +43,7 @@ def _find_plan(
     x = tuple(lhs[axis] for axis in numbers.lhs_spec)  # (batch, channels, *spatial)
     w = tuple(rhs[axis] for axis in numbers.rhs_spec)  # (features, channels / groups, *kernel)
     _check_groups(function, x, w, features, batches)
-    geometry = _find_geometry(function, x, w, strides, padding, lhs_dilation, rhs_dilation)
+    geometry = _derive_geometry(function, x, w, strides, padding, lhs_dilation, rhs_dilation)
     return ConvolutionPlan(numbers, geometry._replace(groups=features * batches), features, batches)
 
 
@@ -95,7 +95,7 @@ def _check_groups(function: str, x: tuple[int, ...], w: tuple[int, ...], feature
     checks.require(w[1] * features == x[1], function, "rhs", expected, w[1])
 
 
-def _find_geometry(
+def _derive_geometry(
     function: str, x: tuple[int, ...], w: tuple[int, ...], strides: Any, padding: Any, lhs_dilation: Any,
     rhs_dilation: Any,
 ) -> Geometry:  # fmt: skip

@@ -83,7 +83,7 @@ def _dot_general(
 ) -> jax.Array:  # fmt: skip
     checks.check_array(_NAME, "lhs", lhs, dtypes.CONTRACTED)
     checks.check_array(_NAME, "rhs", rhs, dtypes.CONTRACTED)
-    left, right = find_roles(_NAME, lhs, rhs, dimension_numbers)
+    left, right = match_roles(_NAME, lhs, rhs, dimension_numbers)
     for side, x, point, role in (("lhs", lhs, lhs_zero_point, left), ("rhs", rhs, rhs_zero_point, right)):
         _check_zero_point(side, x, point, role)
     check_placement(_NAME, lhs, rhs, left, right, out_sharding)
@@ -128,7 +128,7 @@ def determines_sharding(lhs: jax.Array, rhs: jax.Array, left: Role, right: Role)
     return not has_sharded_pair and batches[0] == batches[1] and len(set(mesh_axes)) == len(mesh_axes)
 
 
-def find_roles(function: str, lhs: Any, rhs: Any, numbers: Any) -> tuple[Role, Role]:
+def match_roles(function: str, lhs: Any, rhs: Any, numbers: Any) -> tuple[Role, Role]:
     """Return the role of each dimension of both operands; raise ContractValueError for wrong dimension numbers."""
     try:
         (contracted_l, contracted_r), (batch_l, batch_r) = numbers

@@ -26,7 +26,7 @@ FLOAT8 = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
 ZERO_POINTS = (*EIGHT_BIT, dtypes.INT32)
 
 
-def find_granularity(
+def read_granularity(
     function: str, src: jax.Array, scales: jax.Array, zps: jax.Array | None, qtype: str, axis: int
 ) -> Granularity:
     """Return the granularity of a qtype, "per_tensor" or "per_channel"; raise unless scales and zps fit it."""
@@ -67,7 +67,7 @@ def check_quantize(
     checks.check_option(function, "qtype", qtype, ("per_tensor", "per_channel"))
     if zps is not None:
         checks.check_array(function, "zps", zps, ZERO_POINTS)
-    return find_granularity(function, src, scales, zps, qtype, axis)
+    return read_granularity(function, src, scales, zps, qtype, axis)
 
 
 def quantize_by_reciprocal(
@@ -245,7 +245,7 @@ def _dequantize(src: jax.Array, scales: jax.Array, zps: jax.Array | None, *, qty
     if zps is not None:
         checks.check_array(_DEQUANTIZE, "zps", zps, ZERO_POINTS)
     check_float8_zero_point(_DEQUANTIZE, src.dtype, zps)
-    granularity = find_granularity(_DEQUANTIZE, src, scales, zps, qtype, axis)
+    granularity = read_granularity(_DEQUANTIZE, src, scales, zps, qtype, axis)
     return dequantize_codes(src, scales, zps, granularity)
 
 
@@ -386,14 +386,14 @@ def _dynamic_dequantize(
         checks.check_array(_DYNAMIC_DEQUANTIZE, "zps", zps, (*FOUR_BIT, *ZERO_POINTS))
     # Groups have an array of scales in src's rank, which the shapes of the other two qtypes do not describe.
     if qtype == "per_group":
-        return dequantize_codes(src, scales, zps, _find_groups(src, scales, zps, group_shape))
+        return dequantize_codes(src, scales, zps, _read_groups(src, scales, zps, group_shape))
     expected = 'None unless qtype="per_group"'
     checks.require(group_shape is None, _DYNAMIC_DEQUANTIZE, "group_shape", expected, group_shape)
-    granularity = find_granularity(_DYNAMIC_DEQUANTIZE, src, scales, zps, qtype, axis)
+    granularity = read_granularity(_DYNAMIC_DEQUANTIZE, src, scales, zps, qtype, axis)
     return dequantize_codes(src, scales, zps, granularity)
 
 
-def _find_groups(
+def _read_groups(
     src: jax.Array, scales: jax.Array, zps: jax.Array | None, group_shape: tuple[int, ...] | None
 ) -> Groups:
     """Return the groups of a group_shape; raise unless it divides src's shape, and scales and zps fit it."""

@@ -384,7 +384,7 @@ def quantize_leaf(x: jax.Array, key: jax.Array | None, *, function: str, spec: Q
         spec: Static. A codebook with a level 0, and a granularity.
     """
     scale_shape, _ = scale_from_range.find_shapes(function, spec, x.shape)
-    block_size = scale_from_range.find_stored_block_size(function, spec, x.shape)
+    block_size = scale_from_range.derive_stored_block_size(function, spec, x.shape)
     return _quantize_blocks(x, key, spec, scale_shape, block_size)
 
 
@@ -412,7 +412,7 @@ def _quantize_blocks(
     x = lax.stop_gradient(x)
     values = x.astype(jnp.float32)
     largest = _compute_largest(values, scale_shape, block_size)
-    scale, _ = scale_from_range.find_scale_and_zero_point(spec, -largest, largest, scale_shape, scale_shape, x.dtype)
+    scale, _ = scale_from_range.compute_scale_and_zero_point(spec, -largest, largest, scale_shape, scale_shape, x.dtype)
     quotient = divide_by_scale(values, Aligned(block_size).expand(scale, values), dtypes.FLOAT32)
     round_quotient = round_to_levels if key is None else functools.partial(_round_stochastically, key=key)
     codes = round_quotient(spec.codebook, quotient)

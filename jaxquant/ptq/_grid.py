@@ -212,7 +212,7 @@ def build_array(
         codes = packed_codes.narrow_codes(codes, spec.carrier)
     axes = stored_last if isinstance(stored_last, tuple | list) else (stored_last,)
     order = None if stored_last is None else parts.move_axes_last(function, "stored_last", axes, codes.ndim)
-    block_size = scale_from_range.find_stored_block_size(function, spec, layout.shape)
+    block_size = scale_from_range.derive_stored_block_size(function, spec, layout.shape)
     return QuantizedArray(
         codes, *scales, dtype=dtype, block_size=block_size, codebook=spec.codebook, stored_order=order
     )

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from .._arrays.quantize import encode_array, find_parameters
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
-from .._arrays.scale_from_range import find_stored_block_size
+from .._arrays.scale_from_range import derive_stored_block_size
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._core.entry_point import compile_entry_point, convert_number, convert_numpy
@@ -234,6 +234,6 @@ def _round_nearest(w: jax.Array, spec: QuantSpec) -> jax.Array:
     """Return the values of the codes that `jq.quantize` finds."""
     scale, zero_point, _ = find_parameters(_AWQ, w, spec, None, None)
     codes = encode_array(w, scale, zero_point, spec)
-    block_size = find_stored_block_size(_AWQ, spec, w.shape)
+    block_size = derive_stored_block_size(_AWQ, spec, w.shape)
     q = QuantizedArray(codes, scale, zero_point, dtype=w.dtype, block_size=block_size, codebook=spec.codebook)
     return dequantize_checked(q)

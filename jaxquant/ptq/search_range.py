@@ -145,7 +145,7 @@ class Slices(NamedTuple):
 
     def compute_scales(self, low: jax.Array, high: jax.Array) -> Grid:
         """Return the scale, float32, and the zero point, int32 or None, of each slice, for a range of each slice."""
-        scale, point = scale_from_range.find_scale_and_zero_point(self.spec, low, high, self.shape, self.shape)
+        scale, point = scale_from_range.compute_scale_and_zero_point(self.spec, low, high, self.shape, self.shape)
         return Grid(small_floats.scale_as_float32(scale), None if point is None else point.astype(jnp.int32))
 
     def compute_grid(self, low: jax.Array, high: jax.Array) -> Grid:

@@ -13,7 +13,7 @@ import numpy as np
 
 from .._arrays.quantize import encode_array
 from .._arrays.quantized_array import QuantizedArray
-from .._arrays.scale_from_range import find_least_scale, find_shapes
+from .._arrays.scale_from_range import find_shapes, read_least_scale
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity, small_floats
 from .._training.estimators import StraightThrough
@@ -346,7 +346,7 @@ def _change_floats(x: jax.Array, variable: jax.Array) -> jax.Array:
     size = jnp.sqrt(jnp.mean(wide**2))
     moved = wide + jnp.where(size > 0, size, 1) * variable
     # A product that x's dtype rounds to 0 would not be positive.
-    product = jnp.maximum(wide * jnp.exp(variable), find_least_scale(x.dtype))
+    product = jnp.maximum(wide * jnp.exp(variable), read_least_scale(x.dtype))
     return jnp.where(jnp.all(wide > 0), product, moved).astype(x.dtype)
 
 

@@ -80,7 +80,7 @@ def assert_same_bits(result: jax.Array, expected: np.ndarray) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_extremes_have_the_bits_of_numpys(name: str) -> None:
     shape, ranges, block = CASES[name]
-    functions = (min_max.find_extremes, min_max.find_signed_extremes, min_max.find_magnitudes)
+    functions = (min_max.find_extremes, min_max.compute_signed_extremes, min_max.compute_magnitudes)
     find = jax.jit(lambda x: [function(x, ranges, block) for function in functions])
     for seed in range(3):
         x = spoil(shape, seed)
@@ -127,10 +127,10 @@ def test_one_special_value_among_many(special: float) -> None:
 
 def test_min_max_includes_zero() -> None:
     x = jnp.array([[1.0, -2.0, -0.0], [3.0, -4.0, -1e-40]])
-    low, high = min_max.find_min_max(x, (0,))
+    low, high = min_max.compute_min_max(x, (0,))
     np.testing.assert_array_equal(np.asarray(low).view(np.int32), np.array([0, -4, -1e-40], F32).view(np.int32))
     np.testing.assert_array_equal(np.asarray(high).view(np.int32), np.array([3, 0, 0], F32).view(np.int32))
-    assert [float(end) for end in min_max.find_min_max(jnp.zeros((0, 2)), (0, 1))] == [0.0, 0.0]
+    assert [float(end) for end in min_max.compute_min_max(jnp.zeros((0, 2)), (0, 1))] == [0.0, 0.0]
 
 
 def test_members_of_short_blocks() -> None:

@@ -67,7 +67,7 @@ def _transpose_to(q: QuantizedArray, order: Sequence[int]) -> QuantizedArray:
     # The codes stay in memory as they are: transposing them would cost more than the contraction saves.
     scale, zero_point = (None if part is None else jnp.transpose(part, order) for part in (q.scale, q.zero_point))
     new = q.replace(scale=scale, zero_point=zero_point)
-    return new._with_stored(q.stored_codes, indexing.find_transposed_order(q.stored_order, order))
+    return new._with_stored(q.stored_codes, indexing.derive_transposed_order(q.stored_order, order))
 
 
 def _reshape(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
