@@ -100,7 +100,7 @@ def finalize_state(operand: LayerOperand, state: RangeState, shape: tuple[int, .
 def _compute_parameters(lo: jax.Array, hi: jax.Array, *, spec: QuantSpec, shape: tuple[int, ...] | None) -> Parameters:
     """Return the scale and the zero point of a range, as `finalize_state` does."""
     if shape is None:
-        return scale_from_range.find_scale_and_zero_point(spec, lo, hi, lo.shape, lo.shape)
+        return scale_from_range.compute_scale_and_zero_point(spec, lo, hi, lo.shape, lo.shape)
     # Only the shape counts here, because the range is known.
     like = jax.ShapeDtypeStruct(shape, jnp.float32)
     return find_parameters("quantize", like, spec, lo, hi)[:2]
