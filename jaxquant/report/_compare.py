@@ -15,14 +15,14 @@ from jax import lax
 from .._arrays import parts
 from .._arrays.error_metrics import quantization_error
 from .._core import checks
+from .._program import jaxpr
+from .._program.interpreter import Records
+from .._program.sites import Site
 from ..calibration import loop
 from ..transform import Prepared
 from ..transform._calls import Call, Signature, is_quantized
 from ..transform._inspect import InspectMode, check_prepared, contract_codes, find_ranges, read_converted
 from ..transform._modes import Twin
-from ..transform._programs import jaxpr
-from ..transform._programs.interpret import Records
-from ..transform._programs.sites import Site
 from ._report import Histogram, Report, SiteRow
 
 _NAME = "report.compare"

@@ -14,8 +14,8 @@ import numpy as np
 
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes
+from .._program import analysis, jaxpr, views
 from ._plan import LeafPlan, Plan, make_plan, plan_regions
-from ._programs import analysis, jaxpr, views
 from ._regions.folding import bind_parameters
 from ._regions.statics import StaticValues
 from .rules import Rule

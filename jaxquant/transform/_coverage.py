@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from .._arrays import saturation
 from .._arrays.spec import QuantSpec
 from .._core import checks
+from .._program import jaxpr
+from .._program.analysis import Analysis
+from .._program.sites import Site
 from ._plan import Plan, SitePlan, describe_site
-from ._programs import jaxpr
-from ._programs.analysis import Analysis
-from ._programs.sites import Site
 from ._regions.point import Regions
 
 

@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from .._core import checks
+from .._program.interpreter import Records, Stores
+from .._program.sites import Address, Site
 from .._training.estimators import StraightThrough
 from .._training.rounding_vjp import Config, make_array
+from . import _operations as operations
 from ._calls import Call, Signature, check_names, is_quantized
 from ._modes import TrainMode, Twin, find_scale
 from ._plan import OperandPlan, Plan
 from ._prepared import Prepared
-from ._programs import operations
-from ._programs.interpret import Records, Stores
-from ._programs.sites import Address, Site
 
 
 def check_prepared(function: str, prepared: Any) -> None:

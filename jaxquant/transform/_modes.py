@@ -15,14 +15,16 @@ from .._arrays.quantize import find_parameters
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._codes.carrier import finish_training, replace_value
+from .._program import jaxpr
+from .._program.interpreter import Records, Stores
+from .._program.sites import Address, Site
 from .._training.estimators import LSQ, LSQPlus, Rule, StraightThrough
 from .._training.quantizer import Quantizer
 from .._training.rounding_vjp import Config, make_array, quantize_and_dequantize
+from . import _moved_codes as restructure
+from . import _operations as operations
 from ._learned import LearnedScale, read_learned
 from ._plan import OperandPlan, Plan
-from ._programs import jaxpr, operations, restructure
-from ._programs.interpret import Records, Stores
-from ._programs.sites import Address, Site
 from ._ranges import StaticRanges
 from ._regions.folding import find_factor_and_bias
 from ._regions.point import OUTPUT, Action, Point

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._core.granularity import Blocked, PerAxis, PerTensor
+from .._program import jaxpr, views
+from .._program.analysis import UNUSED, Analysis
+from .._program.sites import Address, Site, find_contracted
 from ..calibration.factory import Factory
 from ..integer._operands import DTYPES as INTEGER_DTYPES
-from ._programs import jaxpr, views
-from ._programs.analysis import UNUSED, Analysis
-from ._programs.sites import Address, Site, find_contracted
 from ._regions.finder import find_regions
 from ._regions.folding import Fold, find_feature_axes
 from ._regions.point import OutputPlan, Regions

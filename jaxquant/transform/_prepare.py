@@ -9,11 +9,11 @@ import jax
 
 from .._arrays.scale_from_range import find_block_size
 from .._core import checks, dtypes
+from .._program.sites import Site
 from . import _coverage, _ranges
 from ._calls import Call, Signature, TracedFunctions, trace_call
 from ._plan import describe_site
 from ._prepared import Prepared
-from ._programs.sites import Site
 from .rules import Rule
 
 _NAME = "prepare"

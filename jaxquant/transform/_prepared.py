@@ -10,6 +10,8 @@ from typing import Any
 import jax
 
 from .._core import checks
+from .._program import jaxpr
+from .._program.interpreter import Interpreter, Mode
 from .._training.estimators import LSQ, StraightThrough
 from ..calibration import loop
 from ..calibration.calibrator import is_finite_state
@@ -17,8 +19,6 @@ from . import _coverage, _modes, _ranges
 from ._calls import Call, Signature, TracedFunctions, check_leaves, check_names, is_quantized, trace_call
 from ._learned import Estimator, LearnedScales, make_scales, read_part
 from ._plan import LeafPlan
-from ._programs import jaxpr
-from ._programs.interpret import Interpreter, Mode
 from ._regions.biases import check_biases, enlarge_scales
 from ._regions.point import Regions
 from ._weights import make_larger_twin, make_weight_twin, quantize_weight, quantize_with_scale

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core import checks
+from .._program.analysis import Analysis
+from .._program.views import Constant
 from ..calibration import Calibrator
 from ..calibration.factory import describe_factory
 from ._plan import OperandPlan, Plan
-from ._programs.analysis import Analysis
-from ._programs.views import Constant
 from ._regions.point import OUTPUT, Point
 
 

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.extend import core
 
-from jaxquant.transform._programs import jaxpr
+from jaxquant._program import jaxpr
 
 from ..support.contraction_crawler import list_primitives
 

@@ -12,7 +12,7 @@ import numpy as np
 from onnx import helper
 
 from ..._core import recording
-from ...transform._programs import jaxpr as programs
+from ..._program import jaxpr as programs
 from . import (
     arrays,
     codes,

@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ..._core import recording
-from ...transform._programs import jaxpr as programs
+from ..._program import jaxpr as programs
 from . import values
 from .values import Spec
 

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._core import checks
+from ..._program import jaxpr
+from ..._program.interpreter import Records
+from ..._program.sites import Site
 from ...calibration import loop
 from ...transform import Prepared
 from ...transform._calls import Call, Signature
 from ...transform._inspect import InspectMode, check_prepared
-from ...transform._programs import jaxpr
-from ...transform._programs.interpret import Records
-from ...transform._programs.sites import Site
 from ..moments import Moments, MomentsState, find_status, second_moments
 from . import inputs
 

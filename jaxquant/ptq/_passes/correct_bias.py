@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core import checks
+from ..._program import jaxpr
+from ..._program.sites import Site
 from ...calibration import loop
 from ...transform import Prepared
 from ...transform._calls import Call, Signature, find_programs, is_quantized
 from ...transform._inspect import InspectMode, check_prepared, contract_codes, find_ranges, read_converted
 from ...transform._modes import Twin
-from ...transform._programs import jaxpr
-from ...transform._programs.sites import Site
 from .. import _matrix
 from . import graph as graphs
 from . import inputs

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..._program import jaxpr
+from ..._program.sites import Address, Site
 from ...transform._calls import Call
-from ...transform._programs import jaxpr
-from ...transform._programs.sites import Address, Site
 
 # Operations that keep the place of each channel, if the last dimension keeps its length.
 _MOVES = ("reshape", "convert_element_type", "broadcast_in_dim", "squeeze", "copy", "stop_gradient", "expand_dims")

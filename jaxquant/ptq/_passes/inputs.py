@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..._program.sites import Site
+from ..._program.views import View
 from ...transform._calls import Call
-from ...transform._programs.sites import Site
-from ...transform._programs.views import View
 from ..moments import Moments
 
 

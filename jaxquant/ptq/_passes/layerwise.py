@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from ..._core import checks
+from ..._program import jaxpr
+from ..._program.interpreter import Interpreter, Stores
+from ..._program.sites import Address, Site
 from ...transform import Prepared
 from ...transform._calls import Call, find_programs
 from ...transform._inspect import InspectMode
-from ...transform._programs import jaxpr
-from ...transform._programs.interpret import Interpreter, Stores
-from ...transform._programs.sites import Address, Site
 from ..moments import Moments
 from . import graph as graphs
 from . import inputs

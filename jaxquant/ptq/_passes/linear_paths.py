@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...transform._programs import jaxpr
-from ...transform._programs.sites import Site
+from ..._program import jaxpr
+from ..._program.sites import Site
 from . import graph as graphs
 from .graph import Graph, Operation
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core import checks
+from ..._program.sites import Site
 from ...calibration import loop
 from ...transform import Prepared
 from ...transform._calls import Call, Signature
 from ...transform._inspect import check_prepared
-from ...transform._programs.sites import Site
 from .. import input_scales
 from ..moments import Moments
 from . import graph as graphs

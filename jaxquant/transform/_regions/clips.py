@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._programs import jaxpr
-from .graph import Graph, Node, make_graph
+from ..._program import jaxpr
+from ..._program.graph import Graph, Node, make_graph
 from .statics import find_number
 
 Bounds = tuple[float | None, float | None]

@@ -9,13 +9,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..._core import dtypes
-from .._programs import jaxpr
-from .._programs.analysis import Analysis
-from .._programs.interpret import is_inlined
-from .._programs.sites import Site
+from ..._program import jaxpr
+from ..._program.analysis import Analysis
+from ..._program.graph import Graph, Node, make_graph
+from ..._program.interpreter import is_inlined
+from ..._program.sites import Site
 from . import clips, patterns
 from .folding import find_feature_axes
-from .graph import Graph, Node, make_graph
 from .point import Action, OutputPlan, Point, Regions, Step, is_product
 
 

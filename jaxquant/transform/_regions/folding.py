@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._core import barriers
-from .._programs import views
+from ..._program import views
 from .point import Point, Regions, Step
 from .statics import StaticValues, combine
 

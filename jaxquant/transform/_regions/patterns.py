@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from ..._codes.pooling import Windows
-from .graph import Graph, Node
+from ..._program.graph import Graph, Node
 from .point import Step
 from .statics import find_number, find_varying
 

@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from ..._arrays.spec import QuantSpec
+from ..._program.graph import Graph, Node
+from ..._program.sites import Address, Site
 from ...calibration.factory import Factory
-from .._programs.sites import Address, Site
-from .graph import Graph, Node
 
 # The key of the range of a result among the ranges of a contraction.
 OUTPUT = "output"

@@ -20,10 +20,10 @@ from ..._contractions.output import make_array, read_affine, read_epilogue
 from ..._core import dtypes
 from ..._core.affine import quantize_affine
 from ..._core.granularity import PerTensor
-from .._programs import jaxpr
+from ..._program import jaxpr
+from ..._program.graph import Graph, Node
 from .clips import call_rule, find_clip
 from .folding import find_weight_places
-from .graph import Graph, Node
 from .patterns import BARRIER, find_windows
 from .point import Action, Point
 

@@ -17,8 +17,8 @@ from jax import lax
 
 from ..._codes.carrier import replace_value
 from ..._core import barriers, checks, division
-from .._programs import jaxpr
-from .graph import Graph, Node
+from ..._program import jaxpr
+from ..._program.graph import Graph, Node
 
 # Operations of which each element of the result depends on the same element of the operands.
 _ELEMENTWISE = frozenset(

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._arrays import indexing
-from ..._arrays.concatenate import concatenate
-from ..._arrays.quantized_array import QuantizedArray
-from . import jaxpr
+from .._arrays import indexing
+from .._arrays.concatenate import concatenate
+from .._arrays.quantized_array import QuantizedArray
+from .._program import jaxpr
 
 
 def move_elements(equation: Any, operands: Sequence[Any]) -> list[QuantizedArray]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._core import barriers, checks
+from .._core import barriers, checks
 from . import jaxpr
 from .analysis import Analysis, find_live
 from .jaxpr import Body

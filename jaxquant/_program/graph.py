@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._programs import jaxpr
-from .._programs.analysis import find_live
-from .._programs.jaxpr import Body
-from .._programs.sites import Address
+from . import jaxpr
+from .analysis import find_live
+from .jaxpr import Body
+from .sites import Address
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

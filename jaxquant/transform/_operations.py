@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._arrays.quantized_array import QuantizedArray, dequantize_checked
-from ..._contractions.conv import plan_array_convolution
-from ..._contractions.take import take
-from ..._core import checks, sharding
-from ..._training.conv_general_dilated import Conv
-from ..._training.dot_general import Dot
-from . import jaxpr, sites
+from .._arrays.quantized_array import QuantizedArray, dequantize_checked
+from .._contractions.conv import plan_array_convolution
+from .._contractions.take import take
+from .._core import checks, sharding
+from .._program import jaxpr, sites
+from .._training.conv_general_dilated import Conv
+from .._training.dot_general import Dot
 
 _NAME = "prepare"
 

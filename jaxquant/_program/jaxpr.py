@@ -13,7 +13,7 @@ import jax
 from jax.core import eval_jaxpr
 from jax.extend import core, source_info_util
 
-from ..._core import checks
+from .._core import checks
 
 Equation = Any
 Program = Any
