@@ -137,7 +137,7 @@ def _walk(body: Body, origins: Sequence[Origin], place: _Place, findings: _Findi
     program = body.program
     known: dict[Any, Origin] = dict(zip(program.constvars, [Constant()] * len(program.constvars), strict=True))
     known |= zip(program.invars, origins, strict=True)
-    live = find_live(program)
+    live = set(jaxpr.list_live(program))
 
     def read(atom: Any) -> Origin:
         return Constant() if jaxpr.is_literal(atom) else known[atom]
@@ -149,19 +149,6 @@ def _walk(body: Body, origins: Sequence[Origin], place: _Place, findings: _Findi
         results = _walk_equation(equation, [read(atom) for atom in equation.invars], here, findings)
         known |= zip(equation.outvars, results, strict=True)
     return [read(atom) for atom in program.outvars]
-
-
-def find_live(program: Any) -> set[int]:
-    """Return the indices of the equations whose results are used, or that have effects."""
-    # JAX removes dead equations when it compiles, and has no public function that tells which ones they are.
-    needed = {atom for atom in program.outvars if not jaxpr.is_literal(atom)}
-    live = set()
-    for index in reversed(range(len(program.eqns))):
-        equation = program.eqns[index]
-        if equation.effects or any(variable in needed for variable in equation.outvars):
-            live.add(index)
-            needed |= {atom for atom in equation.invars if not jaxpr.is_literal(atom)}
-    return live
 
 
 def _walk_equation(equation: Any, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:

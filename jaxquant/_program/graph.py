@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import jaxpr
-from .analysis import find_live
 from .jaxpr import Body
 from .sites import Address
 
@@ -137,7 +136,7 @@ def _add_body(graph: Graph, body: Body, inputs: Sequence[int], place: _Place, is
         graph.constants[value] = atom.val
         return value
 
-    for index in sorted(find_live(program)):
+    for index in jaxpr.list_live(program):
         equation, address = program.eqns[index], (*place.address, index)
         operands = tuple(read(atom) for atom in equation.invars)
         scope = "/".join(part for part in (place.scope, jaxpr.find_scope(equation)) if part)

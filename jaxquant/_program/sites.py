@@ -9,9 +9,9 @@ from typing import Any
 from jax import lax
 
 from . import jaxpr, views
+from .jaxpr import Address
 from .views import Origin, View
 
-Address = tuple[int, ...]
 _FLOATS = ("float32", "bfloat16", "float16")
 
 # The operations that can run on codes, and the names they have in coverage and rules.

@@ -16,7 +16,7 @@ from .._arrays import parts
 from .._arrays.error_metrics import quantization_error
 from .._core import checks
 from .._program import jaxpr
-from .._program.interpreter import Records
+from .._program.replacing import Records
 from .._program.sites import Site
 from ..calibration import loop
 from ..transform import Prepared

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core import checks
-from .._program.interpreter import Records, Stores
+from .._program.replacing import Records, Stores
 from .._program.sites import Address, Site
 from .._training.estimators import StraightThrough
 from .._training.rounding_vjp import Config, make_array

@@ -16,7 +16,7 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._codes.carrier import finish_training, replace_value
 from .._program import jaxpr
-from .._program.interpreter import Records, Stores
+from .._program.replacing import Records, Stores
 from .._program.sites import Address, Site
 from .._training.estimators import LSQ, LSQPlus, Rule, StraightThrough
 from .._training.quantizer import Quantizer

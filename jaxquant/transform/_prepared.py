@@ -11,7 +11,7 @@ import jax
 
 from .._core import checks
 from .._program import jaxpr
-from .._program.interpreter import Interpreter, Mode
+from .._program.replacing import Mode, ReplacingInterpreter
 from .._training.estimators import LSQ, StraightThrough
 from ..calibration import loop
 from ..calibration.calibrator import is_finite_state
@@ -334,7 +334,7 @@ class Prepared:
         return enlarge_scales(self.regions, fixed, codes, _modes.make_finder(self.static_ranges, records))
 
     def _interpret(self, mode: Mode, call: Call, parameters: Sequence[Any], records: Any) -> tuple[Any, Any]:
-        interpreter = Interpreter(call.analysis, mode, records)
+        interpreter = ReplacingInterpreter(call.analysis, mode, records)
         body = jaxpr.Body(call.trace.program, call.trace.constants)
         results = interpreter.evaluate_body(body, call.list_operands(parameters))
         arrays = [mode.convert_to_array(x) if mode.is_parameter(x) or mode.is_codes(x) else x for x in results]

@@ -15,7 +15,7 @@ from jax import lax
 
 from ..._core import checks
 from ..._program import jaxpr
-from ..._program.interpreter import Records
+from ..._program.replacing import Records
 from ..._program.sites import Site
 from ...calibration import loop
 from ...transform import Prepared

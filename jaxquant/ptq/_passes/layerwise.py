@@ -10,8 +10,10 @@ import jax.numpy as jnp
 
 from ..._core import checks
 from ..._program import jaxpr
-from ..._program.interpreter import Interpreter, Stores
-from ..._program.sites import Address, Site
+from ..._program.interpreter import Visit
+from ..._program.jaxpr import Address, Body, Equation
+from ..._program.replacing import ReplacingInterpreter
+from ..._program.sites import Site
 from ...transform import Prepared
 from ...transform._calls import Call, find_programs
 from ...transform._inspect import InspectMode
@@ -105,7 +107,7 @@ def evaluate_each(equation: Any, arrays: Sequence[Any]) -> list[Any]:
     return [Each(parts) for parts in zip(*results, strict=True)]
 
 
-class LayerInterpreter(Interpreter):
+class LayerInterpreter(ReplacingInterpreter):
     """The evaluation of one program on all batches at once, outside of `jax.jit`."""
 
     mode: LayerMode
@@ -132,40 +134,39 @@ class LayerInterpreter(Interpreter):
                     self.writers.setdefault(address, []).append((place, site.name))
                     self.waiting.add(site.name)
 
-    def _evaluate(self, equation: Any, operands: list[Any], address: Address, stores: Stores) -> list[Any]:
-        results = self._evaluate_equation(equation, operands, address, stores)
-        places = self.writers.get(address, ())
+    def evaluate_equation(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:
+        """Return the results of an equation, and keep those that are added to the outputs of a contraction."""
+        results = self._run_equation(equation, operands, visit)
+        places = self.writers.get(visit.address, ())
         self.addends |= {name: results[place] for place, name in places if name in self.waiting}
         return results
 
-    def _evaluate_equation(self, equation: Any, operands: list[Any], address: Address, stores: Stores) -> list[Any]:
+    def _run_equation(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:
+        address = visit.address
         site = self.analysis.sites.get(address)
         if site is not None and has_statistics(self.call.plan, site):
             with checks.prefix_errors(site.describe()):
                 self._visit(site, operands)
             return self._run_each(equation, operands)
-        is_moved = address in self.analysis.followed and self._can_move(equation, operands)
+        is_moved = address in self.analysis.followed and self.can_move(equation, operands)
         is_call = jaxpr.find_name(equation) in (*jaxpr.CALLS, jaxpr.REMAT) and address in self.analysis.entered
         # A dynamic slice that starts elsewhere in each batch gives each batch other elements of the parameter.
         if is_moved and not any(isinstance(x, Each) for x in operands):
             return self.mode.move_elements(equation, operands)
         # Inside of a call parameters are still pending, and are quantized where they are contracted.
         if is_call:
-            return super()._evaluate(equation, operands, address, stores)
+            return super().evaluate_equation(equation, operands, visit)
         if any(has_statistics(self.call.plan, site) for site in self.analysis.list_below(address)):
-            self._visit_loop(equation, operands, address)
+            self._visit_loop(equation, operands, visit)
         return self._run_each(equation, operands)
 
-    def _write_clipped(self, value: Any) -> Any:
-        # Each operation is a program of its own here, so XLA writes its result anyway.
-        return value
-
-    def _run_inner(self, body: Any, values: Any, address: Address, records: Any) -> tuple[Any, Any]:
+    def run_inner(self, body: Body, values: Sequence[Any], address: Address, records: Any) -> tuple[Any, Any]:
+        """Return the results of a body, in which parameters stay pending."""
         return self.evaluate_body(body, values, address), {}
 
     def _run_each(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
         """Return the results of an equation: for each batch, if an operand differs between them."""
-        return evaluate_each(equation, self._read_arrays(operands))
+        return evaluate_each(equation, self.read_arrays(operands))
 
     def _visit(self, site: Site, operands: Sequence[Any]) -> None:
         """Quantize the parameter of a contraction, if this is its first one."""
@@ -191,19 +192,20 @@ class LayerInterpreter(Interpreter):
             drift = Drift(second, *changes)  # type: ignore[arg-type]
         self._quantize_views(site, moments, drift)
 
-    def _visit_loop(self, equation: Any, operands: Sequence[Any], address: Address) -> None:
+    def _visit_loop(self, equation: Equation, operands: Sequence[Any], visit: Visit) -> None:
         """Quantize the parameters that are contracted in a loop or a branch, with the inputs of float weights."""
+        address, program = visit.address, visit.program
         # A loop is one operation here. Its weights are quantized before any iteration runs with codes, so that no layer
         # in it sees the errors of earlier ones.
         sites = [site for site in self.analysis.list_below(address) if has_statistics(self.call.plan, site)]
         states = make_states(self.call, {site.name for site in sites})
-        arrays = self._read_arrays(operands)
+        arrays = self.read_arrays(operands)
         count = next((len(x) for x in arrays if isinstance(x, Each)), 1)
 
         @jax.jit
         def update_states(states: Any, values: Any) -> Any:
-            inner = Interpreter(self.analysis, make_mode(self.call.plan, states), states)
-            inner._evaluate(equation, list(values), address, [{} for _ in values])
+            inner = ReplacingInterpreter(self.analysis, make_mode(self.call.plan, states), states)
+            inner.evaluate_equation(equation, list(values), Visit(address, program, [{} for _ in values]))
             return inner.records
 
         for index in range(self.floats if count > 1 else 0, count):

@@ -12,7 +12,7 @@ from ..._core import dtypes
 from ..._program import jaxpr
 from ..._program.analysis import Analysis
 from ..._program.graph import Graph, Node, make_graph
-from ..._program.interpreter import is_inlined
+from ..._program.replacing import is_inlined
 from ..._program.sites import Site
 from . import clips, patterns
 from .folding import find_feature_axes
