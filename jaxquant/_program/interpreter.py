@@ -32,6 +32,7 @@ class Interpreter:
     Subclasses decide what a value is and what becomes of an equation, by overriding these methods:
 
     - `read_literal` and `read_constant` return the value of a number in a program, and of an array that it closes over.
+    - `has_effect` returns whether an equation is evaluated although nothing reads its results.
     - `evaluate_equation` returns the results of an equation. By default it calls `enter` if the equation has a body
       that can be entered, and `compute_equation` if not.
     - `compute_equation` returns the results of an equation that is not entered.
@@ -55,7 +56,7 @@ class Interpreter:
         def read(atom: Atom) -> Any:
             return self.read_literal(atom) if jaxpr.is_literal(atom) else known[atom]  # type: ignore[index]
 
-        live = jaxpr.list_live(program)
+        live = jaxpr.list_live(program, self.has_effect)
         last_uses = jaxpr.list_last_uses(program, live)
         # Of this evaluation alone, because a body may be evaluated more than once, with other values.
         computed: collections.defaultdict[Any, dict[Any, Any]] = collections.defaultdict(dict)
@@ -83,6 +84,10 @@ class Interpreter:
         return array
 
     # Equations.
+
+    def has_effect(self, equation: Equation) -> bool:
+        """Return whether an equation is evaluated although nothing reads its results."""
+        return jaxpr.has_effect(equation)
 
     def evaluate_equation(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:
         """Return the results of an equation."""

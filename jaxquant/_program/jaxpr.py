@@ -30,6 +30,8 @@ CALLS = ("jit", "closed_call", "core_call", "composite", "custom_jvp_call", "cus
 CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
 # Calls with a rule for `jax.vmap` or another reason to stay calls, and names in other versions of JAX.
 OTHER_CALLS = ("checkpoint", "custom_vmap_call", "custom_lin", "core_closed_call", "pjit")
+# What `jax.debug` calls.
+DEBUG_CALLS = ("debug_callback", "debug_print", "inspect_sharding")
 _CLIPS = ("max", "min", "clamp")
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
 
@@ -117,9 +119,27 @@ def is_unused(variable: Any) -> bool:
     return isinstance(variable, core.DropVar)
 
 
+def read_shape(atom: Atom) -> tuple[Any, ...]:
+    """Return the shape of an operand or a result; dimensions of `jax.export` may be symbols."""
+    return tuple(atom.aval.shape)  # type: ignore[attr-defined]
+
+
+def read_dtype(atom: Atom) -> Any:
+    """Return the dtype of an operand or a result."""
+    return atom.aval.dtype  # type: ignore[attr-defined]
+
+
 def find_name(equation: Equation) -> str:
     """Return the name of an equation's primitive."""
     return str(equation.primitive.name)
+
+
+def list_equations(program: Program) -> Iterator[Equation]:
+    """Yield the equations of a program and of all programs in it."""
+    for equation in program.eqns:
+        yield equation
+        for body in find_bodies(equation):
+            yield from list_equations(body.program)
 
 
 def find_bodies(equation: Equation) -> list[Body]:
@@ -138,14 +158,24 @@ def _find_programs(value: Any) -> Iterator[Any]:
             yield from _find_programs(entry)
 
 
-def list_live(program: Program) -> list[int]:
-    """Return the indices of the equations whose results are used, or that have effects, in program order."""
+def has_effect(equation: Equation) -> bool:
+    """Return whether an equation does something besides computing its results."""
+    return bool(equation.effects)
+
+
+def list_live(program: Program, is_needed: Callable[[Equation], bool] = has_effect) -> list[int]:
+    """Return the indices of the equations whose results are used, in program order.
+
+    Args:
+        program: the program.
+        is_needed: whether an equation is among them although nothing reads its results: one that has an effect.
+    """
     # JAX removes dead equations when it compiles, and has no public function that tells which ones they are.
     needed = {atom for atom in program.outvars if not is_literal(atom)}
     live = []
     for index in reversed(range(len(program.eqns))):
         equation = program.eqns[index]
-        if equation.effects or any(variable in needed for variable in equation.outvars):
+        if any(variable in needed for variable in equation.outvars) or is_needed(equation):
             live.append(index)
             needed |= {atom for atom in equation.invars if not is_literal(atom)}
     return live[::-1]

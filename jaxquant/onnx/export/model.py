@@ -19,11 +19,12 @@ from jax import export as jax_export
 from onnx import ModelProto, helper
 
 from ..._core import checks
+from ..._program import jaxpr
 from .. import model_size, saturation
 from ..load import LoadedFunction
 from ..load.function import FLOATS, FORMULAS
 from . import program, values
-from .exporter import SCAN_CHOICES, Exporter
+from .exporter import SCAN_CHOICES, Exporter, locate
 from .graph import MICROSOFT, Graph, rename_tensors
 from .merge_nodes import merge_nodes
 from .values import Value
@@ -214,17 +215,29 @@ def _write(
     # ONNX Runtime does not load a model without outputs.
     checks.require(bool(trace.program.outvars), _NAME, "function", "a result of one array or more", "none")
     graph.inputs = [x.name for x in inputs]
-    constants = [values.make_known(constant) for constant in trace.constants]
     params = [values.make_known(array, hint) for array, hint in zip(traced.arrays, traced.names, strict=True)]
     exporter = Exporter(graph)
-    results = program.run_program(exporter, trace.program, constants, [*params, *inputs])
+    shown = _list_debug_calls(trace.program)
+    if shown:
+        text = f"the model is without {', '.join(shown)}, for which ONNX has no operator"
+        graph.warnings.append(f"jaxquant.{_NAME}: {text}")
+    results = exporter.evaluate_body(jaxpr.Body(trace.program, trace.constants), [*params, *inputs])
     expected = "operations that ONNX can express"
     checks.require(not exporter.unsupported, _NAME, "function", expected, "; ".join(exporter.unsupported))
     # What comes after the program belongs to none of its scopes.
     graph.scope = ""
-    types = [(tuple(v.aval.shape), values.find_container(v.aval.dtype)) for v in trace.program.outvars]
+    types = [(jaxpr.read_shape(v), values.find_container(jaxpr.read_dtype(v))) for v in trace.program.outvars]
     written = [graph.store_full(x, shape) for x, (shape, _) in zip(results, types, strict=True)]
     return list(zip(written, types, strict=True))
+
+
+def _list_debug_calls(program: jaxpr.Program) -> list[str]:
+    """Return the calls of `jax.debug` in a program and where they are."""
+    return [
+        f"{jaxpr.find_name(equation)} at {locate([equation])}"
+        for equation in jaxpr.list_equations(program)
+        if jaxpr.find_name(equation) in jaxpr.DEBUG_CALLS
+    ]
 
 
 def _make_model(
