@@ -188,7 +188,7 @@ def list_last_uses(program: Program, live: Sequence[int]) -> dict[int, list[Vari
     uses: dict[int, list[Variable]] = {}
     for atom, index in places.items():
         if atom not in kept:
-            uses.setdefault(index, []).append(atom)
+            uses.setdefault(index, []).append(atom)  # type: ignore[arg-type]
     return uses
 
 
@@ -246,8 +246,8 @@ def read_scan(equation: Equation) -> Scan:
     return Scan(body, count - carries, carries, parameters["length"], parameters["reverse"], parameters["unroll"])
 
 
-def _is_alike(outer: Any, inner: Any) -> bool:
-    return len(outer.aval.shape) == len(inner.aval.shape)
+def _is_alike(outer: Atom, inner: Atom) -> bool:
+    return len(read_shape(outer)) == len(read_shape(inner))
 
 
 def read_while(equation: Equation) -> While:
@@ -256,7 +256,7 @@ def read_while(equation: Equation) -> While:
     condition = open_body(parameters["cond_jaxpr"])
     return While(
         condition, open_body(parameters["body_jaxpr"]), parameters["cond_nconsts"], parameters["body_nconsts"],
-        bool(condition.program.outvars[0].aval.shape),
+        bool(read_shape(condition.program.outvars[0])),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._core import barriers, checks
-from . import jaxpr
+from . import jaxpr, moves
 from .analysis import Analysis
 from .interpreter import Interpreter, Visit
 from .jaxpr import Address, Body, Equation
@@ -146,10 +146,10 @@ class ReplacingInterpreter(Interpreter):
     def can_move(self, equation: Any, operands: Sequence[Any]) -> bool:
         """Return whether the elements of parameters can be moved in their form."""
         are_parameters = [self.mode.is_parameter(value) for value in operands]
-        name = jaxpr.find_name(equation)
-        if name in ("concatenate", "stack"):
+        if moves.find_join(equation) is not None:
             return all(are_parameters) and self.mode.can_join(operands)
-        return any(are_parameters) if name in ("optimization_barrier", "select_n") else are_parameters[0]
+        takes_several = jaxpr.find_name(equation) in (moves.BARRIER, moves.SELECTION)
+        return any(are_parameters) if takes_several else are_parameters[0]
 
     def _read_array(self, value: Any) -> Any:
         return self.mode.convert_to_array(value) if self.mode.is_parameter(value) else self._read_codes(value)

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from ..._core import dtypes
+from ..._program import moves
 from . import values
 from .graph import Graph
 from .registry import Call, writes, writes_mark
@@ -341,10 +342,8 @@ def choose(graph: Graph, condition: Value, chosen: Value, other: Value) -> Value
     return result if wide == dtype else cast_value(graph, result, dtype)
 
 
-@writes(
-    "stop_gradient", "copy", "copy_p", "optimization_barrier", "name", "sharding_constraint", "reshard", "pvary",
-    "mesh_cast",
-)  # fmt: skip
+# A conversion has a writer of its own.
+@writes(*(name for name in moves.MOVES if moves.keeps_place(name) and name != "convert_element_type"), moves.BARRIER)
 def write_identity(graph: Graph, call: Call) -> list[Value]:
     """Write nothing: the results are the operands."""
     return list(call.inputs)

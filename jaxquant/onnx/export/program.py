@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ..._core import recording
-from ..._program import jaxpr
+from ..._program import jaxpr, moves
 from ..._program.interpreter import Interpreter, Visit
 from ..._program.jaxpr import Equation
 from . import values
@@ -230,8 +230,9 @@ def _fold(interpreter: ExportInterpreter, equation: Equation, operands: Sequence
     elif name == "broadcast_in_dim":  # a view: the graph holds one copy of what repeats
         view = _broadcast(arrays[0], parameters["shape"], parameters["broadcast_dimensions"])
         return [interpreter.make_known(view, operands[0])]
-    elif name in _VIEWS and all(isinstance(array, np.ndarray) for array in arrays):
-        return [interpreter.make_known(_VIEWS[name](arrays[0], parameters), operands[0])]
+    elif (moved := _move_known(equation, arrays)) is not None:
+        # A barrier has a result for each operand, and other primitives read the elements of the first one.
+        return [interpreter.make_known(array, operand) for array, operand in zip(moved, operands, strict=False)]
     else:
         with recording.pause(), jax.ensure_compile_time_eval():
             results = jaxpr.evaluate(equation, [jnp.asarray(array) for array in arrays])
@@ -247,14 +248,41 @@ def _broadcast(array: Any, shape: Sequence[int], dimensions: Sequence[int]) -> A
     return np.broadcast_to(array.reshape(index), shape)
 
 
-_VIEWS: dict[str, Callable[[np.ndarray, Any], np.ndarray]] = {
-    "reshape": lambda array, p: array.reshape(p["new_sizes"]),
-    "transpose": lambda array, p: array.transpose(p["permutation"]),
-    "squeeze": lambda array, p: array.squeeze(tuple(p["dimensions"])),
-    "stop_gradient": lambda array, p: array,
-    "copy": lambda array, p: array,
-    "optimization_barrier": lambda array, p: array,
-}
+class KnownElements(moves.Elements):
+    """A known array, of which the moves that copy nothing are followed: the graph holds one copy of what they share."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def keep(self) -> KnownElements:
+        """Return the array."""
+        return self
+
+    def transpose(self, order: Sequence[int]) -> KnownElements:
+        """Return the array with its dimensions in another order."""
+        return KnownElements(self.array.transpose(order))
+
+    def reshape(self, shape: Sequence[int]) -> KnownElements:
+        """Return the array in another shape."""
+        return KnownElements(self.array.reshape(shape))
+
+    def squeeze(self, axes: Sequence[int], shape: Sequence[int]) -> KnownElements:
+        """Return the array without some dimensions."""
+        return KnownElements(self.array.reshape(shape))
+
+
+def _move_known(equation: Equation, arrays: Sequence[Any]) -> list[np.ndarray] | None:
+    """Return the results of an equation that moves elements as views of its operands, or None if it copies them."""
+    name = jaxpr.find_name(equation)
+    if not all(isinstance(array, np.ndarray) for array in arrays):
+        return None
+    if name == moves.BARRIER:
+        return list(arrays)
+    row = moves.MOVES.get(name)
+    if row is None or row.move is None:
+        return None
+    results = row.move(equation, KnownElements(arrays[0]), *arrays[1:])
+    return None if any(result is None for result in results) else [result.array for result in results]
 
 
 class Tap(ExportInterpreter):

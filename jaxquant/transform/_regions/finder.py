@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..._core import dtypes
-from ..._program import jaxpr
+from ..._program import jaxpr, moves
 from ..._program.analysis import Analysis
-from ..._program.graph import Graph, Node, make_graph
+from ..._program.graph import EquationNode, ProgramGraph, make_graph
 from ..._program.replacing import is_inlined
 from ..._program.sites import Site
 from . import clips, patterns
@@ -46,7 +46,7 @@ class Finder:
     """
 
     def __init__(
-        self, graph: Graph, analysis: Analysis, sites: Mapping[str, Any], quantized: Sequence[int],
+        self, graph: ProgramGraph, analysis: Analysis, sites: Mapping[str, Any], quantized: Sequence[int],
         parameters: Mapping[int, int],
     ) -> None:  # fmt: skip
         self.graph, self.analysis, self.sites = graph, analysis, sites
@@ -62,7 +62,7 @@ class Finder:
         self.reasons: dict[str, str] = {}
         self.absorbed: set[int] = set()
         # Of a selection by comparisons: the value that it clips or multiplies, and the other nodes of it.
-        self.selections: dict[Any, tuple[int, tuple[Node, ...]]] = {}
+        self.selections: dict[Any, tuple[int, tuple[EquationNode, ...]]] = {}
 
     def search(self) -> Regions:
         """Return the parts of the program that stay in codes."""
@@ -82,7 +82,7 @@ class Finder:
 
     # Forward: what could be codes.
 
-    def _extend(self, node: Node) -> bool:
+    def _extend(self, node: EquationNode) -> bool:
         """Add a node to the point of its operand, if it can be part of it."""
         clip = clips.find_clip(self.graph, node)
         if clip is not None:
@@ -105,7 +105,7 @@ class Finder:
         self._add_step(node, step, _Value(value.point, "affine", followed[1]))
         return True
 
-    def _extend_by_clip(self, node: Node, clip: clips.Clip) -> bool:
+    def _extend_by_clip(self, node: EquationNode, clip: clips.Clip) -> bool:
         """Add a clip to the point of its operand, or give codes with the scale of codes that others read, too."""
         value = self.values.get(clip.value)
         if value is None:
@@ -119,11 +119,11 @@ class Finder:
             self._add_step(node, Step(node, "clip", -1), _Value(value.point, "clip"))
         return True
 
-    def _add_move(self, node: Node, outputs: Sequence[int], point: Point) -> None:
+    def _add_move(self, node: EquationNode, outputs: Sequence[int], point: Point) -> None:
         self.actions[node.address] = Action("move", node, None, False)
         self.values |= {output: _Value(point, "codes") for output in outputs}
 
-    def _add_step(self, node: Node, step: Step, value: _Value) -> None:
+    def _add_step(self, node: EquationNode, step: Step, value: _Value) -> None:
         value.point.steps.append(step)
         value.point.value = node.outputs[0]
         self.values[node.outputs[0]] = value
@@ -142,14 +142,14 @@ class Finder:
             self.reasons[point.site.name] = f"{step.node.describe_node()} multiplies it, and {reason}"
         return not reason
 
-    def _visit(self, node: Node) -> None:
+    def _visit(self, node: EquationNode) -> None:
         site = self.analysis.sites.get(node.address)
         if site is not None:
             self._visit_site(node, site)
             return
         places = [place for place, value in enumerate(node.inputs) if value in self.moving]
         values = [self.values.get(node.inputs[place]) for place in places]
-        if node.name == patterns.BARRIER:
+        if node.name == moves.BARRIER:
             for place, value in zip(places, values, strict=True):
                 if value is not None:
                     self._add_move(node, [node.outputs[place]], value.point)
@@ -168,7 +168,7 @@ class Finder:
         if places == [0] and patterns.is_move(self.graph, node):
             self._add_move(node, node.outputs, known[0].point)
 
-    def _combine(self, node: Node, known: Sequence[_Value]) -> bool:
+    def _combine(self, node: EquationNode, known: Sequence[_Value]) -> bool:
         """Start a point at an operation whose operands are codes, and return whether there is such an operation."""
         output = known[0].point.output
         # ONNX Runtime's operators have one dtype for all operands.
@@ -183,7 +183,7 @@ class Finder:
             return False
         return True
 
-    def _visit_sum(self, node: Node, output: OutputPlan) -> None:
+    def _visit_sum(self, node: EquationNode, output: OutputPlan) -> None:
         mean = patterns.find_mean(self.graph, node)
         if mean is None:
             return
@@ -199,7 +199,7 @@ class Finder:
         self.values[point.value] = _Value(point, stage, labels)
         self.actions[point.node.address] = Action("start", point.node, point, False)
 
-    def _visit_site(self, node: Node, site: Site) -> None:
+    def _visit_site(self, node: EquationNode, site: Site) -> None:
         plan = self.sites[site.name]
         places = {operand.place for operand in plan.activations}
         arrivals = frozenset(place for place in places if node.inputs[place] in self.values)
@@ -232,11 +232,11 @@ class Finder:
                 useful |= {value for value in self._list_sources(node, useful) if value in self.values}
         return useful
 
-    def _list_sources(self, node: Node, useful: set[int]) -> Collection[int]:
+    def _list_sources(self, node: EquationNode, useful: set[int]) -> Collection[int]:
         """Return the values from which the useful results of a node are made."""
         if node.address in self.selections:
             return (self.selections[node.address][0],)
-        if node.name == patterns.BARRIER:
+        if node.name == moves.BARRIER:
             return [v for v, output in zip(node.inputs, node.outputs, strict=True) if output in useful]
         return node.inputs
 
@@ -291,10 +291,10 @@ class Finder:
             return f"{node.describe_node()} reads it as floats"
         return "nothing reads it"
 
-    def _list_hidden(self, node: Node) -> tuple[Node, ...]:
+    def _list_hidden(self, node: EquationNode) -> tuple[EquationNode, ...]:
         return self.selections.get(node.address, (0, ()))[1]
 
-    def _has_argument(self, node: Node, place: int, value: int) -> bool:
+    def _has_argument(self, node: EquationNode, place: int, value: int) -> bool:
         """Return whether an operand would be a bias, a factor or a statistic if it were among the parameters."""
         known = self.values.get(value)
         if known is None or known.stage != "affine" or len(node.inputs) != 2:
@@ -350,7 +350,7 @@ def find_site_obstacle(site: Site, plan: Any) -> str:
     return "" if terms <= limit else f"it sums {terms} products of codes, and int32 holds {limit}"
 
 
-def find_fold_obstacle(graph: Graph, point: Point, parameters: Mapping[int, int]) -> str:
+def find_fold_obstacle(graph: ProgramGraph, point: Point, parameters: Mapping[int, int]) -> str:
     """Return why weights cannot be multiplied by an array of their features, or ""."""
     site = point.site
     assert site is not None
@@ -364,7 +364,7 @@ def find_fold_obstacle(graph: Graph, point: Point, parameters: Mapping[int, int]
         node = graph.producers.get(value)
         if node is None:
             return "its weights are not a whole parameter"
-        if node.name == patterns.BARRIER:
+        if node.name == moves.BARRIER:
             value = node.inputs[node.outputs.index(value)]
             continue
         # The other parts of a parameter that is unstacked or split would be multiplied, too.

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from ..._arrays.spec import QuantSpec
-from ..._program.graph import Graph, Node
+from ..._program.graph import EquationNode, ProgramGraph
 from ..._program.sites import Address, Site
 from ...calibration.factory import Factory
 
@@ -37,7 +37,7 @@ class Step(NamedTuple):
         labels: for each dimension of the result, which feature dimension of the contraction it is, or None.
     """
 
-    node: Node
+    node: EquationNode
     kind: str
     place: int
     labels: tuple[int | None, ...] = ()
@@ -61,7 +61,7 @@ class Point:
     """
 
     operation: str
-    node: Node
+    node: EquationNode
     output: OutputPlan
     site: Site | None = None
     features: tuple[int, ...] = ()
@@ -100,7 +100,7 @@ class Action(NamedTuple):
     """
 
     kind: str
-    node: Node
+    node: EquationNode
     point: Point | None
     is_end: bool
 
@@ -125,7 +125,7 @@ class Regions:
         inputs: for each parameter that stays in floats, by its place, the value in the graph.
     """
 
-    graph: Graph | None = None
+    graph: ProgramGraph | None = None
     actions: dict[Address, Action] = dataclasses.field(default_factory=dict)
     points: tuple[Point, ...] = ()
     arrivals: dict[str, frozenset[int]] = dataclasses.field(default_factory=dict)

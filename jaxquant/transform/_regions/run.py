@@ -21,10 +21,11 @@ from ..._core import dtypes
 from ..._core.affine import quantize_affine
 from ..._core.granularity import PerTensor
 from ..._program import jaxpr
-from ..._program.graph import Graph, Node
+from ..._program.graph import EquationNode, ProgramGraph
+from ..._program.moves import BARRIER
 from .clips import call_rule, find_clip
 from .folding import find_weight_places
-from .patterns import BARRIER, find_windows
+from .patterns import find_windows
 from .point import Action, Point
 
 _NAME = "Prepared.apply"
@@ -59,7 +60,7 @@ def dequantize_codes(operands: Sequence[Any], kept: Collection[int]) -> list[Any
     return [x.to_array() if isinstance(x, Codes) and place not in kept else x for place, x in enumerate(operands)]
 
 
-def run_move(graph: Graph, action: Action, operands: Sequence[Any]) -> list[Any]:
+def run_move(graph: ProgramGraph, action: Action, operands: Sequence[Any]) -> list[Any]:
     """Return the results of an equation that gives codes with the scale of its operand, or of a hidden one."""
     node = action.node
     if action.kind == "hidden":
@@ -111,7 +112,7 @@ def _evaluate_move(equation: Any, x: jax.Array, zero: jax.Array) -> list[jax.Arr
     return jaxpr.evaluate(equation, [x])
 
 
-def _clip(graph: Graph, node: Node, array: Array) -> Array:
+def _clip(graph: ProgramGraph, node: EquationNode, array: Array) -> Array:
     """Return codes clipped by the numbers of a node, in training with the derivative rule that the node may have."""
     clip = find_clip(graph, node)
     assert clip is not None
@@ -151,7 +152,7 @@ def _clip_codes(array: Array, low: float | None, high: float | None) -> Array:
     return array.replace_values(clip(array.values, floats))
 
 
-def combine_codes(graph: Graph, point: Point, arrays: Sequence[Array], output: Any) -> Array:
+def combine_codes(graph: ProgramGraph, point: Point, arrays: Sequence[Array], output: Any) -> Array:
     """Return the result of an operation that is no contraction."""
     operation = functools.partial(_OPERATIONS[point.operation], arrays, point.attributes, output)
     return finish_steps(graph, point, operation())
@@ -195,7 +196,7 @@ _OPERATIONS = {
 }  # fmt: skip
 
 
-def finish_steps(graph: Graph, point: Point, array: Array) -> Array:
+def finish_steps(graph: ProgramGraph, point: Point, array: Array) -> Array:
     """Return the result of an operation after the moves and clips of its point."""
     for step in point.steps:
         if step.kind == "move":
@@ -205,7 +206,7 @@ def finish_steps(graph: Graph, point: Point, array: Array) -> Array:
     return array
 
 
-def finish_floats(graph: Graph, point: Point, y: jax.Array, bias: jax.Array | None) -> jax.Array:
+def finish_floats(graph: ProgramGraph, point: Point, y: jax.Array, bias: jax.Array | None) -> jax.Array:
     """Return the floats of which the codes of a contraction are the rounding.
 
     Args:
@@ -223,7 +224,7 @@ def finish_floats(graph: Graph, point: Point, y: jax.Array, bias: jax.Array | No
     return y
 
 
-def _clip_floats(graph: Graph, node: Node, y: jax.Array) -> jax.Array:
+def _clip_floats(graph: ProgramGraph, node: EquationNode, y: jax.Array) -> jax.Array:
     """Return floats clipped by the numbers of a node, with its derivative rule."""
     if node.name in jaxpr.CUSTOM_RULES:
         return call_rule(graph, node, y)
@@ -240,7 +241,12 @@ def spread_features(point: Point, part: jax.Array, shape: Sequence[int]) -> jax.
 
 
 def contract_to_codes(
-    graph: Graph, point: Point, operation: Any, operands: Sequence[QuantizedArray], bias: jax.Array | None, output: Any
+    graph: ProgramGraph,
+    point: Point,
+    operation: Any,
+    operands: Sequence[QuantizedArray],
+    bias: jax.Array | None,
+    output: Any,
 ) -> Any:
     """Return the codes of a contraction of codes, with its bias in steps of int32.
 
