@@ -20,8 +20,7 @@ from ...transform._calls import Call, Signature, find_programs, is_quantized
 from ...transform._inspect import InspectMode, check_prepared, contract_codes, find_ranges, read_converted
 from ...transform._modes import Twin
 from .. import _matrix
-from . import graph as graphs
-from . import inputs
+from . import inputs, neighbors
 from .collect import Statistics, has_statistics
 from .notes import Note, Notes, Outcome
 
@@ -131,7 +130,7 @@ def _read_calls(batches: Any, arguments: Any) -> list[tuple[Any, Any]]:
 
 def _find_targets(prepared: Prepared, call: Call, codes: Signature) -> tuple[list[_Target], dict[int, Note]]:
     """Return the weights whose contraction has a bias, and a note for each of the others."""
-    graph, targets, notes = graphs.make_graph(call), [], {}
+    graph, targets, notes = neighbors.make_call_graph(call), [], {}
     for leaf in prepared.leaves:
         uses = inputs.list_uses(call, leaf)
         reason = next((use.reason for use in uses if use.reason), "" if uses else _explain_missing(prepared, leaf))
@@ -140,7 +139,7 @@ def _find_targets(prepared: Prepared, call: Call, codes: Signature) -> tuple[lis
         if not reason:
             use = next(iter(uses))
             site = next(s for s in call.analysis.sites.values() if s.name == use.name and has_statistics(call.plan, s))
-            bias = graphs.find_bias(graph, site, inputs.list_output_dimensions(site))
+            bias = neighbors.find_bias(graph, site, inputs.list_output_dimensions(site))
             if bias is not None and not is_quantized(codes.arrays[bias]):
                 targets.append(_Target(leaf, use, site, bias))
                 continue
@@ -194,7 +193,7 @@ def _correct_by_batches(
     measure: Callable[[Sequence[Any] | None], dict[str, np.ndarray]],
 ) -> list[Any]:  # fmt: skip
     """Return the parameters with biases that make up for the measured means, and add the notes."""
-    levels = graphs.find_levels(graphs.make_graph(call), [target.site for target in targets])
+    levels = neighbors.count_levels(neighbors.make_call_graph(call), [target.site for target in targets])
     expected = measure(None) if targets else {}
     before: dict[str, float] = {}
     taken = {name: np.zeros_like(mean) for name, mean in expected.items()}

@@ -18,8 +18,7 @@ from ...transform import Prepared
 from ...transform._calls import Call, find_programs
 from ...transform._inspect import InspectMode
 from ..moments import Moments
-from . import graph as graphs
-from . import inputs
+from . import inputs, neighbors
 from .collect import MOMENTS, finalize_moments, has_statistics, make_mode, make_states
 
 _NAME = "ptq.apply"
@@ -126,11 +125,11 @@ class LayerInterpreter(ReplacingInterpreter):
             self._find_addends()
 
     def _find_addends(self) -> None:
-        graph = graphs.make_graph(self.call)
+        graph = neighbors.make_call_graph(self.call)
         for site in self.analysis.sites.values():
             if has_statistics(self.call.plan, site):
-                array = graphs.find_addend(graph, site)
-                for address, place in () if array is None else graph.places[array]:
+                array = neighbors.find_addend(graph, site)
+                for address, place in () if array is None else graph.program.list_writers(array):
                     self.writers.setdefault(address, []).append((place, site.name))
                     self.waiting.add(site.name)
 

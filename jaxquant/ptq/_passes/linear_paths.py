@@ -8,13 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..._program import jaxpr
+from ..._program import jaxpr, moves
+from ..._program.graph import EquationNode
 from ..._program.sites import Site
-from . import graph as graphs
-from .graph import Graph, Operation
-
-_SAME = ("convert_element_type", "copy", "stop_gradient", "name")
-_ALIGNED = ("reshape", "squeeze", "expand_dims")
+from .neighbors import CallGraph, move_indices
 
 
 class Channels(NamedTuple):
@@ -77,9 +74,9 @@ class Paths(NamedTuple):
     readers: tuple[Reader, ...]
 
 
-def follow_outputs(graph: Graph, site: Site) -> Paths | str:
+def follow_outputs(graph: CallGraph, site: Site) -> Paths | str:
     """Return where the outputs of a contraction go, or why they cannot be mixed there."""
-    operation = graphs.find_operation(graph, site)
+    operation = graph.program.find_node(site.address)
     if operation is None or site.lengths:
         return "a contraction in a loop"
     start = _find_start(graph, site, operation)
@@ -91,9 +88,9 @@ def follow_outputs(graph: Graph, site: Site) -> Paths | str:
     pending, runs = [channels], [channels.run]
     while pending:
         channels = pending.pop()
-        if channels.array in graph.results:
+        if channels.array in graph.program.results:
             return "outputs of the function"
-        for reader in graph.readers.get(channels.array, []):
+        for reader, _ in graph.program.uses.get(channels.array, []):
             step = _follow(graph, channels, reader)
             if isinstance(step, str):
                 return step
@@ -107,11 +104,11 @@ def follow_outputs(graph: Graph, site: Site) -> Paths | str:
     return Paths(leaf, axis, math.gcd(*runs, *lengths), tuple(offsets), tuple(readers))
 
 
-def _find_start(graph: Graph, site: Site, operation: Operation) -> tuple[Channels, int, int] | str:
+def _find_start(graph: CallGraph, site: Site, operation: EquationNode) -> tuple[Channels, int, int] | str:
     """Return the channels of a contraction's result, and the parameter and its axis that they are."""
     assert site.weight is not None
-    (result,) = operation.results
-    shape, parameters = graph.shapes[result], site.equation.params
+    (result,) = operation.outputs
+    shape, parameters = graph.program.find_shape(result), site.equation.params
     numbers = parameters["dimension_numbers"]
     if site.operation == "conv_general_dilated":
         if parameters["feature_group_count"] > 1 or parameters["batch_group_count"] > 1:
@@ -133,14 +130,14 @@ def _find_start(graph: Graph, site: Site, operation: Operation) -> tuple[Channel
     return Channels(result, dimension, graph.call.parameters.arrays[leaf].shape[axis]), leaf, axis
 
 
-def find_axis(graph: Graph, site: Site, dimension: int) -> int | str:
+def find_axis(graph: CallGraph, site: Site, dimension: int) -> int | str:
     """Return the innermost axis of the parameter in a dimension of a contraction's operand; or why there is none."""
     if len(site.views) != 1:
         return "parameters that are joined in one array"
     (view,) = site.views
     uses = [other for other in graph.call.analysis.sites.values() if view.leaf in other.leaves]
-    source = next(number for number, leaf in graph.leaves.items() if leaf == view.leaf)
-    if len(uses) > 1 or len(graph.readers.get(source, [])) > 1:
+    source = graph.find_value(view.leaf)
+    if len(uses) > 1 or len(graph.program.uses.get(source, [])) > 1:
         return "a parameter with several uses"
     if any(step[0] == "rev" for step in view.history if isinstance(step, tuple)):
         return "a parameter in reverse order"
@@ -151,14 +148,14 @@ def find_axis(graph: Graph, site: Site, dimension: int) -> int | str:
     return atoms[-1].axis
 
 
-def _follow(graph: Graph, channels: Channels, operation: Operation) -> list[Any] | str:
+def _follow(graph: CallGraph, channels: Channels, operation: EquationNode) -> list[Any] | str:
     """Return where channels are in the result of an operation, and what it adds to them or contracts them with."""
     array, dimension, run = channels
-    if len(operation.results) != 1 or operation.operands.count(array) != 1:
+    if len(operation.outputs) != 1 or operation.inputs.count(array) != 1:
         return f"{operation.name} reads its outputs"
-    place, (result,) = operation.operands.index(array), operation.results
-    shape, parameters = graph.shapes[result], operation.equation.params
-    if operation.name in _SAME:
+    place, (result,) = operation.inputs.index(array), operation.outputs
+    shape, parameters = graph.program.find_shape(result), operation.equation.params
+    if moves.keeps_place(operation.name):
         return [Channels(result, dimension, run)]
     if operation.name == "transpose":
         return [Channels(result, parameters["permutation"].index(dimension), run)]
@@ -166,8 +163,8 @@ def _follow(graph: Graph, channels: Channels, operation: Operation) -> list[Any]
         return [Channels(result, parameters["broadcast_dimensions"][dimension], run)]
     if operation.name == "reduce_sum" and dimension not in parameters["axes"]:
         return [Channels(result, dimension - sum(axis < dimension for axis in parameters["axes"]), run)]
-    if operation.name in _ALIGNED:
-        return _align(graph.shapes[array], channels, result, shape)
+    if moves.keeps_order(operation.name):
+        return _align(graph.program.find_shape(array), channels, result, shape)
     if operation.name in ("mul", "div") and (place == 0 or operation.name == "mul"):
         if _is_constant(graph, operation, 1 - place, dimension):
             return [Channels(result, dimension, run)]
@@ -188,46 +185,46 @@ def _align(before: Sequence[int], channels: Channels, result: int, after: Sequen
     return "a reshape splits its outputs"
 
 
-def _is_constant(graph: Graph, operation: Operation, place: int, dimension: int) -> bool:
+def _is_constant(graph: CallGraph, operation: EquationNode, place: int, dimension: int) -> bool:
     """Return whether an operand has the same number at all indices of a dimension."""
     atom = operation.equation.invars[place]
     if jaxpr.is_literal(atom) or math.prod(atom.aval.shape) == 1 or atom.aval.shape[dimension] == 1:
         return True
-    array = operation.operands[place]
-    maker = None if array is None else graph.makers.get(array)
+    array = operation.inputs[place]
+    maker = graph.program.producers.get(array)
     if maker is None or maker.name != "broadcast_in_dim":
         return False
     axes, shape = maker.equation.params["broadcast_dimensions"], maker.equation.invars[0].aval.shape
     return dimension not in axes or shape[axes.index(dimension)] == 1
 
 
-def _add_offset(graph: Graph, operation: Operation, channels: Channels, place: int) -> list[Any] | str:
+def _add_offset(graph: CallGraph, operation: EquationNode, channels: Channels, place: int) -> list[Any] | str:
     """Return the channels of a sum of them and a parameter."""
-    array = operation.operands[1 - place]
-    leaf = None if array is None else graph.find_leaf(array, None)
-    if leaf is None or array is None:
+    array = operation.inputs[1 - place]
+    leaf = graph.find_leaf(array, None)
+    if leaf is None:
         return "add reads its outputs"
-    (result,) = operation.results
+    (result,) = operation.outputs
     return [Channels(result, *channels[1:]), Offset(leaf, array, channels)]
 
 
-def list_runs(graph: Graph, offset: Offset, run: int) -> np.ndarray | None:
+def list_runs(graph: CallGraph, offset: Offset, run: int) -> np.ndarray | None:
     """Return the places of the elements of a parameter that are added to each run of channels, [runs, run].
 
     None if they are not all of its elements, each in one run, or if something else reads the parameter.
     """
-    source = next(number for number, leaf in graph.leaves.items() if leaf == offset.leaf)
-    shape = graph.shapes[source]
-    indices = graphs.move_indices(graph, offset.array, source, np.arange(math.prod(shape)).reshape(shape))
-    if indices is None or len(graph.readers[offset.array]) > 1:
+    source = graph.find_value(offset.leaf)
+    shape = graph.program.find_shape(source)
+    indices = move_indices(graph, offset.array, source, np.arange(math.prod(shape)).reshape(shape))
+    if indices is None or len(graph.program.uses[offset.array]) > 1:
         return None
-    indices = np.broadcast_to(indices, graph.shapes[offset.channels.array])
+    indices = np.broadcast_to(indices, graph.program.find_shape(offset.channels.array))
     # What is added is broadcast, so that each run occurs once for every other index of the array.
     rows = np.unique(np.moveaxis(indices, offset.channels.dimension, -1).reshape(-1, run), axis=0)
     return rows if np.array_equal(np.sort(rows.ravel()), np.arange(math.prod(shape))) else None
 
 
-def _contract(graph: Graph, channels: Channels, operation: Operation, place: int) -> list[Any] | str:
+def _contract(graph: CallGraph, channels: Channels, operation: EquationNode, place: int) -> list[Any] | str:
     """Return the channels of a contraction that does not sum them, or the contraction as a reader."""
     site = graph.call.analysis.sites.get(operation.address)
     numbers = operation.equation.params["dimension_numbers"]
@@ -243,14 +240,14 @@ def _contract(graph: Graph, channels: Channels, operation: Operation, place: int
         if site is None or site.weight != 1 - place:
             return "a product with other activations sums its outputs"
         return _read_with(graph, site, summed[1 - place][summed[place].index(channels.dimension)])
-    rank = len(graph.shapes[channels.array])
+    rank = len(graph.program.find_shape(channels.array))
     free = [d for d in range(rank) if d not in (*summed[place], *batch[place])]
     others = len(operation.equation.invars[0].aval.shape) - len(summed[0]) - count if place == 1 else 0
-    (result,) = operation.results
+    (result,) = operation.outputs
     return [Channels(result, count + others + free.index(channels.dimension), channels.run)]
 
 
-def _read_with(graph: Graph, site: Site | None, dimension: int) -> list[Any] | str:
+def _read_with(graph: CallGraph, site: Site | None, dimension: int) -> list[Any] | str:
     assert site is not None
     axis = find_axis(graph, site, dimension)
     if isinstance(axis, str):

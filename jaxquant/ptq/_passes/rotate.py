@@ -13,9 +13,9 @@ from ...calibration import loop
 from ...transform import Prepared
 from ...transform._inspect import check_prepared
 from .. import _hadamard
-from . import graph as graphs
 from . import linear_paths
 from .linear_paths import Paths
+from .neighbors import CallGraph, make_call_graph
 from .notes import Note, Notes, Outcome
 from .scaling import make_comparison
 
@@ -84,7 +84,7 @@ def rotate(prepared: Prepared, params: Any, batch: Any, *, key: jax.Array | None
     args, kwargs = loop.split_arguments(step, 0, batch)
     kwargs = {**kwargs, **arguments}
     call = prepared._trace("apply", params, args, kwargs)
-    graph, arrays = graphs.make_graph(call), list(signature.arrays)
+    graph, arrays = make_call_graph(call), list(signature.arrays)
     compare = make_comparison(_NAME, prepared, signature, args, kwargs, _TOLERANCE)
     actions: dict[int, list[str]] = {}
     reasons: dict[int, str] = {}
@@ -123,7 +123,7 @@ def _make_rotation(run: int, key: jax.Array | None) -> jax.Array:
     return matrix if key is None else jax.random.rademacher(key, (size, 1), jnp.float32) * matrix
 
 
-def _rotate_paths(graph: graphs.Graph, paths: Paths, arrays: Sequence[Any], matrix: jax.Array) -> list[Any] | str:
+def _rotate_paths(graph: CallGraph, paths: Paths, arrays: Sequence[Any], matrix: jax.Array) -> list[Any] | str:
     """Return the parameters with rotated channels, or why they cannot be rotated."""
     if len(matrix) == 1:
         return f"runs of {paths.run} channels, which have no Hadamard matrix"

@@ -17,8 +17,7 @@ from ...transform._calls import Call, Signature
 from ...transform._inspect import check_prepared
 from .. import input_scales
 from ..moments import Moments
-from . import graph as graphs
-from . import inputs
+from . import inputs, neighbors
 from .collect import Statistics, has_statistics
 from .notes import Note, Notes, Outcome
 
@@ -35,7 +34,7 @@ class _Joint(NamedTuple):
     """
 
     uses: tuple[tuple[int, inputs.Uses], ...]
-    source: graphs.Source
+    source: neighbors.Source
 
 
 def smooth(
@@ -246,17 +245,17 @@ def _describe_source(joint: _Joint, prepared: Prepared) -> str:
 
 def _list_joints(call: Call, arrays: Sequence[Any]) -> list[_Joint]:
     """Return the contractions that read one array together, in program order."""
-    graph = graphs.make_graph(call)
+    graph = neighbors.make_call_graph(call)
     joints: dict[Any, list[tuple[int, inputs.Uses]]] = {}
     for site in call.analysis.sites.values():
         if not has_statistics(call.plan, site):
             continue
-        array = graphs.find_input(graph, site)
+        array = neighbors.find_input(graph, site)
         for view in site.views:
             use = inputs.describe_use(site, view, arrays[view.leaf].shape)
             joints.setdefault(site.name if array is None else array, []).append((view.leaf, use))
     return [
-        _Joint(tuple(uses), graphs.find_source(graph, key if isinstance(key, int) else None))
+        _Joint(tuple(uses), neighbors.find_source(graph, key if isinstance(key, int) else None))
         for key, uses in joints.items()
     ]
 
