@@ -24,7 +24,7 @@ from .._training.rounding_vjp import Config, make_array, quantize_and_dequantize
 from . import _moved_codes as restructure
 from . import _operations as operations
 from ._learned import LearnedScale, read_learned
-from ._plan import OperandPlan, Plan
+from ._plan import OperandPlan, ProgramPlan
 from ._ranges import StaticRanges
 from ._regions.folding import find_factor_and_bias
 from ._regions.point import OUTPUT, Action, Point
@@ -37,7 +37,7 @@ _NAME = "Prepared.apply"
 class _PlannedMode:
     """What all modes have in common: the plan."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ProgramPlan) -> None:
         self.plan = plan
 
     def find_record(self, site: Site) -> tuple[str, tuple[Address, ...]]:
@@ -130,7 +130,7 @@ class _CodesMode(_PlannedMode):
 
     updates_records = False
 
-    def __init__(self, plan: Plan, statics: StaticValues | None) -> None:
+    def __init__(self, plan: ProgramPlan, statics: StaticValues | None) -> None:
         super().__init__(plan)
         self.statics = statics
 
@@ -265,7 +265,7 @@ class TrainMode(_CodesMode):
         estimator: the gradient rule of scales that are trained.
     """
 
-    def __init__(self, plan: Plan, statics: StaticValues | None, estimator: Rule) -> None:
+    def __init__(self, plan: ProgramPlan, statics: StaticValues | None, estimator: Rule) -> None:
         super().__init__(plan, statics)
         self.estimator = estimator
 

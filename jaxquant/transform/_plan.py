@@ -84,7 +84,7 @@ class LeafPlan(NamedTuple):
         return w if self.fold is None else self.fold.multiply(w, arrays)
 
 
-class Plan(NamedTuple):
+class ProgramPlan(NamedTuple):
     """The plans of all contractions by name, of the parameters that are quantized by their place, and of results."""
 
     sites: dict[str, SitePlan]
@@ -107,7 +107,7 @@ def describe_site(site: Site, names: Sequence[str]) -> SiteView:
     )
 
 
-def make_plan(analysis: Analysis, rules: Sequence[Rule], names: Sequence[str], shapes: Sequence[Any]) -> Plan:
+def make_plan(analysis: Analysis, rules: Sequence[Rule], names: Sequence[str], shapes: Sequence[Any]) -> ProgramPlan:
     """Return the plan for a program.
 
     Args:
@@ -131,7 +131,7 @@ def make_plan(analysis: Analysis, rules: Sequence[Rule], names: Sequence[str], s
         for site in analysis.sites.values()
     }
     used = {id(rule) for rule in chosen.values()}
-    return Plan(sites, leaves, tuple(rule for rule in rules if rule.path is not None and id(rule) not in used))
+    return ProgramPlan(sites, leaves, tuple(rule for rule in rules if rule.path is not None and id(rule) not in used))
 
 
 def _is_replaceable(site: Site, rule: Rule | None) -> bool:
@@ -302,8 +302,8 @@ def _plan_site(
 
 
 def plan_regions(
-    plan: Plan, trace: jaxpr.Trace, analysis: Analysis, inputs: Mapping[int, int]
-) -> Plan:  # fmt: skip
+    plan: ProgramPlan, trace: jaxpr.Trace, analysis: Analysis, inputs: Mapping[int, int]
+) -> ProgramPlan:  # fmt: skip
     """Return a plan with what stays in codes between contractions.
 
     Args:

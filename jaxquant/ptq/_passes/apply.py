@@ -13,7 +13,7 @@ from ..._arrays.quantized_array import QuantizedArray
 from ..._core import checks
 from ...calibration import loop
 from ...transform import Prepared
-from ...transform._inspect import check_prepared
+from ...transform.session import Session
 from .. import _grid, _matrix
 from ..methods import GPTQ, AdaRound, Method, Nearest, check_method, measure_error
 from ..moments import Moments
@@ -113,7 +113,7 @@ def apply(
     al., arXiv 2504.02692, section 3.1, for the objective of `match_floats`; Stone, Cross-Validatory Choice and
     Assessment of Statistical Predictions (1974), section 2, for the choice of the damping.
     """
-    check_prepared(_NAME, prepared)
+    session = Session(_NAME, prepared, params)
     check_method(_NAME, method)
     loop.check_progress(_NAME, progress)
     checks.check_flag(_NAME, "match_floats", match_floats)
@@ -121,7 +121,7 @@ def apply(
     checks.require(can_match, _NAME, "data", "batches, with match_floats=True", _describe_data(data))
     has_data = data is not None or not _needs_data(method)
     checks.require(has_data, _NAME, "data", f"batches or statistics for {method}", "None")
-    signature = prepared._read_parameters("convert", params)
+    signature = session.parameters
     arrays, notes = list(signature.arrays), {}
     known, slopes = _read_state(prepared, state), _read_gradients(prepared, gradients)
     bar = loop.Bar("quantizing", len(prepared.leaves), progress)
@@ -144,7 +144,7 @@ def apply(
                 quantize_leaf(leaf, _read_statistics(data, prepared.names[leaf], prepared.leaves[leaf].shape))
         elif data is not None:
             split = _read_batches(_NAME, "data", data, arguments)
-            run_layers(prepared, params, split, arguments, quantize_leaf, match_floats)
+            run_layers(session, split, arguments, quantize_leaf, match_floats)
         for leaf in prepared.leaves:
             if leaf not in notes:
                 uses = _explain_missing(prepared, leaf)

@@ -13,7 +13,7 @@ from jax import lax
 
 from ..._program.sites import Site
 from ..._program.views import View
-from ...transform._calls import Call
+from ...transform.session import TracedCall
 from ..moments import Moments
 
 
@@ -116,7 +116,7 @@ def _list_whole_axes(view: View, places: Sequence[int], shape: Sequence[int]) ->
     return axes
 
 
-def list_uses(call: Call, leaf: int) -> tuple[Uses, ...]:
+def list_uses(call: TracedCall, leaf: int) -> tuple[Uses, ...]:
     """Return how the contractions of a program read a parameter; lookups have no inputs."""
     uses: list[Uses] = []
     shape = call.parameters.arrays[leaf].shape

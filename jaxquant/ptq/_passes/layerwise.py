@@ -14,9 +14,7 @@ from ..._program.interpreter import Visit
 from ..._program.jaxpr import Address, Body, Equation
 from ..._program.replacing import ReplacingInterpreter
 from ..._program.sites import Site
-from ...transform import Prepared
-from ...transform._calls import Call, find_programs
-from ...transform._inspect import InspectMode
+from ...transform.session import InspectMode, Session, TracedCall, find_programs
 from ..moments import Moments
 from . import inputs, neighbors
 from .collect import MOMENTS, finalize_moments, has_statistics, make_mode, make_states
@@ -111,7 +109,7 @@ class LayerInterpreter(ReplacingInterpreter):
 
     mode: LayerMode
 
-    def __init__(self, call: Call, mode: LayerMode, quantize: Quantize, floats: int) -> None:
+    def __init__(self, call: TracedCall, mode: LayerMode, quantize: Quantize, floats: int) -> None:
         super().__init__(call.analysis, mode, {})
         self.call = call
         self.quantize = quantize
@@ -260,23 +258,20 @@ def _select(values: Sequence[Any], index: int) -> list[Any]:
 
 
 def run_layers(
-    prepared: Prepared, params: Any, batches: Sequence[tuple[Any, Any]], arguments: Any, quantize: Quantize,
+    session: Session, batches: Sequence[tuple[Any, Any]], arguments: Any, quantize: Quantize,
     has_floats: bool = False,
 ) -> None:  # fmt: skip
     """Evaluate a program on all batches, and call `quantize` for each parameter at its first contraction.
 
     Args:
-        prepared: the prepared function.
-        params: its parameters, in floats.
+        session: the prepared function and its parameters.
         batches: the positional and the keyword arguments of each call; all calls have the same program.
         arguments: keyword arguments of every call.
         quantize: a function of the place of a parameter, of the statistics of its inputs, and of a `Drift`, or None. It
             returns the floats with which to go on.
         has_floats: whether to evaluate the program with float weights, too, beside the quantized ones.
     """
-    calls = [prepared._trace("apply", params, args, {**kwargs, **arguments}) for args, kwargs in batches]
-    for call in calls:
-        prepared._check_floats("apply", call.parameters)
+    calls = [session.trace(args, {**kwargs, **arguments}) for args, kwargs in batches]
     # The constants of two programs may differ, too, and are not part of their text.
     count = len(find_programs([call.arguments for call in calls]))
     expected = "batches of one shape, dtype and static arguments, because they go through one program together"
@@ -284,7 +279,7 @@ def run_layers(
     first = calls[0]
     places = range(len(first.parameters.arrays))
     mode = LayerMode(first.plan, dict(enumerate(first.parameters.arrays)))
-    pending = [Pending(leaf) if leaf in prepared.leaves else first.parameters.arrays[leaf] for leaf in places]
+    pending = [Pending(leaf) if leaf in session.leaves else first.parameters.arrays[leaf] for leaf in places]
     operands = [call.list_operands(pending) for call in calls]
     # The parameters come first, and are the same in all calls.
     values = [

@@ -13,7 +13,7 @@ import numpy as np
 from ..._arrays.scale_from_range import find_least_scale
 from ..._arrays.spec import QuantSpec
 from ...calibration import loop
-from ...transform._calls import Signature, is_quantized
+from ...transform.session import Signature, is_quantized
 from . import learned_codes
 
 _SUMS = 32  # random sums of results, which estimate a curvature to about a quarter of it

@@ -12,7 +12,7 @@ import numpy as np
 from ..._program import jaxpr, moves
 from ..._program.graph import EquationNode, ProgramGraph, make_graph
 from ..._program.sites import Site
-from ...transform._calls import Call
+from ...transform.session import TracedCall
 
 # Operations besides those that keep the order of elements that commute with a positive factor for each channel.
 # A pad by another number than 0 does not: the comparison of the results finds that, and drops the factors.
@@ -29,7 +29,7 @@ class CallGraph:
         leaves: for the value of each parameter the place of the parameter.
     """
 
-    call: Call
+    call: TracedCall
     program: ProgramGraph
     leaves: dict[int, int]
 
@@ -63,7 +63,7 @@ class CallGraph:
         return next((leaf for leaf in leaves if leaf is not None), None)
 
 
-def make_call_graph(call: Call) -> CallGraph:
+def make_call_graph(call: TracedCall) -> CallGraph:
     """Return the graph of a traced call."""
     body = jaxpr.Body(call.trace.program, call.trace.constants)
     program = make_graph(body, lambda equation, _: jaxpr.find_name(equation) in (*jaxpr.CALLS, jaxpr.REMAT))

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...calibration import loop
 from ...transform import Prepared
-from ...transform._inspect import check_prepared
+from ...transform.session import Session
 from .. import _hadamard
 from . import linear_paths
 from .linear_paths import Paths
@@ -78,14 +78,14 @@ def rotate(prepared: Prepared, params: Any, batch: Any, *, key: jax.Array | None
     Source: Ashkboos et al., arXiv 2404.00456, section 4, for the values of attention; Chee et al., arXiv 2307.13304,
     section 4, for why incoherent weights are easier to round.
     """
-    check_prepared(_NAME, prepared)
-    signature = prepared._read_parameters("convert", params)
+    session = Session(_NAME, prepared, params)
+    signature = session.parameters
     step = loop.Step(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
     args, kwargs = loop.split_arguments(step, 0, batch)
     kwargs = {**kwargs, **arguments}
-    call = prepared._trace("apply", params, args, kwargs)
+    call = session.trace(args, kwargs)
     graph, arrays = make_call_graph(call), list(signature.arrays)
-    compare = make_comparison(_NAME, prepared, signature, args, kwargs, _TOLERANCE)
+    compare = make_comparison(session, args, kwargs, _TOLERANCE)
     actions: dict[int, list[str]] = {}
     reasons: dict[int, str] = {}
     sites = [site for site in call.analysis.sites.values() if site.weight is not None and site.operation != "take"]

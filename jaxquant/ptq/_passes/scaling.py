@@ -13,8 +13,7 @@ from ..._core import checks
 from ..._program.sites import Site
 from ...calibration import loop
 from ...transform import Prepared
-from ...transform._calls import Call, Signature
-from ...transform._inspect import check_prepared
+from ...transform.session import Session, Signature, TracedCall
 from .. import input_scales
 from ..moments import Moments
 from . import inputs, neighbors
@@ -201,12 +200,12 @@ def _scale_joints(
     find_factors: Callable[[_Joint, Sequence[Any]], jax.Array | str],
 ) -> Outcome:  # fmt: skip
     """Return parameters with factors between layers, wherever they can be put into parameters on both sides."""
-    check_prepared(name, prepared)
-    signature = prepared._read_parameters("convert", params)
+    session = Session(name, prepared, params)
+    signature = session.parameters
     step = loop.Step(name, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
     args, kwargs = loop.split_arguments(step, 0, batch)
-    call = prepared._trace("apply", params, args, {**kwargs, **arguments})
-    compare = make_comparison(name, prepared, signature, args, {**kwargs, **arguments})
+    call = session.trace(args, {**kwargs, **arguments})
+    compare = make_comparison(session, args, {**kwargs, **arguments})
     arrays, notes = list(signature.arrays), {}
     before = arrays
     for joint in _list_joints(call, arrays):
@@ -243,7 +242,7 @@ def _describe_source(joint: _Joint, prepared: Prepared) -> str:
     return ", ".join(prepared.names[leaf] for leaf in (*leaves, *source.offsets) if leaf is not None)
 
 
-def _list_joints(call: Call, arrays: Sequence[Any]) -> list[_Joint]:
+def _list_joints(call: TracedCall, arrays: Sequence[Any]) -> list[_Joint]:
     """Return the contractions that read one array together, in program order."""
     graph = neighbors.make_call_graph(call)
     joints: dict[Any, list[tuple[int, inputs.Uses]]] = {}
@@ -301,7 +300,7 @@ def _put_factors(joint: _Joint, arrays: Sequence[Any], factors: jax.Array) -> li
 
 
 def make_comparison(
-    name: str, prepared: Prepared, signature: Signature, args: Any, kwargs: Any, tolerance: float = _TOLERANCE
+    session: Session, args: Any, kwargs: Any, tolerance: float = _TOLERANCE
 ) -> Callable[[Sequence[Any]], bool]:  # fmt: skip
     """Return a function that tells whether parameters give the results of the first ones, up to a tolerance."""
     others = Signature((args, kwargs))
@@ -309,13 +308,13 @@ def make_comparison(
     @jax.jit
     def run_function(arrays: Any, rest: Any) -> Any:
         positional, named = others.rebuild(rest)
-        results = jax.tree.leaves(prepared.function(signature.rebuild(arrays), *positional, **named))
+        results = jax.tree.leaves(session.prepared.function(session.parameters.rebuild(arrays), *positional, **named))
         floats = [x.astype(jnp.float32) for x in results if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
         # Integers, such as those of an argmax, hide the differences that would tell that a factor is wrong.
-        checks.require(bool(floats), name, "prepared", "a function that returns floats", "none")
+        checks.require(bool(floats), session.function, "prepared", "a function that returns floats", "none")
         return floats
 
-    expected = run_function(signature.arrays, others.arrays)
+    expected = run_function(session.parameters.arrays, others.arrays)
 
     def compare(arrays: Sequence[Any]) -> bool:
         for x, y in zip(run_function(arrays, others.arrays), expected, strict=True):

@@ -100,13 +100,13 @@ class StaticValues:
 
 
 def _is_rounded(node: EquationNode) -> bool:
-    is_float = str(node.equation.outvars[0].aval.dtype) == "float32"
+    is_float = str(jaxpr.read_dtype(node.equation.outvars[0])) == "float32"
     return is_float and node.name in ("add", "sub", "mul", "div", "rsqrt", "square")
 
 
 def _round_once(node: EquationNode, operands: list[Any]) -> jax.Array:
     """Return the result of an operation, correctly rounded."""
-    shape = tuple(node.equation.outvars[0].aval.shape)
+    shape = jaxpr.read_shape(node.equation.outvars[0])
     wide = [_broadcast(jnp.asarray(x), shape) for x in operands]
     if node.name == "rsqrt":
         exact = _divide_exactly(jnp.ones(shape, jnp.float32), lax.sqrt(wide[0]))
