@@ -188,13 +188,14 @@ def _align(before: Sequence[int], channels: Channels, result: int, after: Sequen
 def _is_constant(graph: CallGraph, operation: EquationNode, place: int, dimension: int) -> bool:
     """Return whether an operand has the same number at all indices of a dimension."""
     atom = operation.equation.invars[place]
-    if jaxpr.is_literal(atom) or math.prod(atom.aval.shape) == 1 or atom.aval.shape[dimension] == 1:
+    lengths = jaxpr.read_shape(atom)
+    if jaxpr.is_literal(atom) or math.prod(lengths) == 1 or lengths[dimension] == 1:
         return True
     array = operation.inputs[place]
     maker = graph.program.producers.get(array)
     if maker is None or maker.name != "broadcast_in_dim":
         return False
-    axes, shape = maker.equation.params["broadcast_dimensions"], maker.equation.invars[0].aval.shape
+    axes, shape = maker.equation.params["broadcast_dimensions"], jaxpr.read_shape(maker.equation.invars[0])
     return dimension not in axes or shape[axes.index(dimension)] == 1
 
 
@@ -242,7 +243,7 @@ def _contract(graph: CallGraph, channels: Channels, operation: EquationNode, pla
         return _read_with(graph, site, summed[1 - place][summed[place].index(channels.dimension)])
     rank = len(graph.program.find_shape(channels.array))
     free = [d for d in range(rank) if d not in (*summed[place], *batch[place])]
-    others = len(operation.equation.invars[0].aval.shape) - len(summed[0]) - count if place == 1 else 0
+    others = len(jaxpr.read_shape(operation.equation.invars[0])) - len(summed[0]) - count if place == 1 else 0
     (result,) = operation.outputs
     return [Channels(result, count + others + free.index(channels.dimension), channels.run)]
 
