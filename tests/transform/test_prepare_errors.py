@@ -88,8 +88,8 @@ PREPARED: Any = jq.prepare(apply, PARAMS, X, rules=RULES)
 RANGES = PREPARED.calibrate(PARAMS, [X])
 CONVERTED = PREPARED.convert(PARAMS)
 SCALES = PREPARED.learned(PARAMS, RANGES)
-OTHER_SCALES = jq.LearnedScales({"u": SCALES.weights["w"], "v": SCALES.weights["v"]}, {}, SCALES.estimator)
-MIXED_SCALES = jq.LearnedScales(OTHER_SCALES.weights, SCALES.activations, SCALES.estimator)
+OTHER_SCALES = jq.transform.LearnedScales({"u": SCALES.weights["w"], "v": SCALES.weights["v"]}, {}, SCALES.estimator)
+MIXED_SCALES = jq.transform.LearnedScales(OTHER_SCALES.weights, SCALES.activations, SCALES.estimator)
 FOUR_BITS = jq.prepare(apply, PARAMS, X, rules=jq.recipes.w4a8())
 
 
