@@ -14,7 +14,7 @@ from .._program import jaxpr
 from .._program.analysis import Analysis
 from .._program.sites import Site
 from ._plan import ProgramPlan, SitePlan, describe_site
-from ._regions.point import Regions
+from ._regions.rounding_points import Regions
 
 
 class Row(NamedTuple):

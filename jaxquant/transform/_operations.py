@@ -22,7 +22,7 @@ from .._training.dot_general import Dot
 _NAME = "prepare"
 
 
-class Operation(Protocol):
+class CodedContraction(Protocol):
     """A contraction that is linear in each of its operands."""
 
     def contract_quantized(self, *operands: Any, epilogue: Any = None) -> Any:
@@ -37,7 +37,7 @@ class Operation(Protocol):
         ...
 
 
-def make_operation(equation: Any) -> Operation:
+def make_operation(equation: Any) -> CodedContraction:
     """Return the operation of a dot_general or of a convolution."""
     parameters, dtype = equation.params, equation.outvars[0].aval.dtype
     if sites.OPERATIONS[jaxpr.find_name(equation)] == "dot_general":

@@ -16,7 +16,7 @@ from ..calibration.factory import Factory
 from ..integer._operands import DTYPES as INTEGER_DTYPES
 from ._regions.finder import find_regions
 from ._regions.folding import Fold, find_feature_axes
-from ._regions.point import OutputPlan, Regions
+from ._regions.rounding_points import OutputPlan, Regions
 from .rules import Activation, Rule, SiteView, Weight
 
 _NAME = "prepare"

@@ -18,10 +18,10 @@ from ..calibration.calibrator import is_finite_state
 from . import _coverage, _modes, _ranges
 from ._calls import Signature, TracedCall, TracedFunctions, check_leaves, check_names, is_quantized, trace_call
 from ._learned import Estimator, LearnedScales, make_scales, read_part
+from ._modes import make_larger_twin, make_weight_twin, quantize_weight, quantize_with_scale
 from ._plan import LeafPlan
-from ._regions.biases import check_biases, enlarge_scales
-from ._regions.point import Regions
-from ._weights import make_larger_twin, make_weight_twin, quantize_weight, quantize_with_scale
+from ._regions.folding import check_biases, enlarge_scales
+from ._regions.rounding_points import Regions
 from .rules import Rule
 
 

@@ -16,7 +16,7 @@ from .._program.views import Constant
 from ..calibration import Calibrator
 from ..calibration.factory import describe_factory
 from ._plan import OperandPlan, ProgramPlan
-from ._regions.point import OUTPUT, Point
+from ._regions.rounding_points import OUTPUT, RoundingPoint
 
 
 class StaticRange(NamedTuple):
@@ -77,7 +77,7 @@ def list_ranges(analysis: Analysis, plan: ProgramPlan) -> dict[str, tuple[Static
     return ranges
 
 
-def _make_output(plan: ProgramPlan, point: Point) -> StaticRange:
+def _make_output(plan: ProgramPlan, point: RoundingPoint) -> StaticRange:
     """Return the range of a result."""
     assert plan.regions.graph is not None
     operand = OperandPlan(OUTPUT, *point.output)

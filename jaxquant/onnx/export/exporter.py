@@ -24,15 +24,14 @@ from . import (
     packed_weights,
     program,
     quantized,
-    shifts,
     values,
 )
-from .graph import Graph
-from .registry import MARKS, PRIMITIVES, Call
+from .graph import ModelGraph
+from .registry import MARKS, PRIMITIVES, WriterCall
 from .values import Spec, UnsupportedError, Value
 
 # The modules that fill the tables.
-WRITERS = (arrays, codes, contractions, conversions, elementwise, integers, packed_weights, quantized, shifts)
+WRITERS = (arrays, codes, contractions, conversions, elementwise, integers, packed_weights, quantized)
 
 
 SCAN_CHOICES = ("auto", "unroll", "loop")
@@ -68,7 +67,7 @@ class Exporter(program.ExportInterpreter):
         unsupported: what ONNX cannot express, in the order of the program, with its place in the source.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: ModelGraph) -> None:
         self.graph = graph
         self.unsupported: dict[str, None] = {}
         self._depth = 0
@@ -101,7 +100,7 @@ class Exporter(program.ExportInterpreter):
                 raise UnsupportedError("no operator of ONNX")
             parameters = {**equation.params, "input_shapes": [aval.shape for aval in avals]}
             parameters["input_dtypes"] = [aval.dtype for aval in avals]
-            results = PRIMITIVES[name](self.graph, Call(name, operands, parameters, specs))
+            results = PRIMITIVES[name](self.graph, WriterCall(name, operands, parameters, specs))
             results = [results] if isinstance(results, Value) else results
             pairs = zip(results, specs, strict=True)
             return [conversions.keep_bits(self.graph, name, result, spec.dtype) for result, spec in pairs]
@@ -129,7 +128,7 @@ class Exporter(program.ExportInterpreter):
         results = None
         if mark.name in MARKS:
             parameters = {**mark.bind_arguments(operands), "input_shapes": [aval.shape for aval in avals]}
-            results = MARKS[mark.name](self.graph, Call(mark.name, operands, parameters, specs))
+            results = MARKS[mark.name](self.graph, WriterCall(mark.name, operands, parameters, specs))
         if results is None:
             results = self._expand_mark(mark, operands, avals)
         results = [results] if isinstance(results, Value) else list(results)

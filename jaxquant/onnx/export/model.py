@@ -25,8 +25,7 @@ from ..load import LoadedFunction
 from ..load.function import FLOATS, FORMULAS
 from . import program, values
 from .exporter import SCAN_CHOICES, Exporter, locate
-from .graph import MICROSOFT, Graph, rename_tensors
-from .merge_nodes import merge_nodes
+from .graph import MICROSOFT, ModelGraph, merge_nodes, rename_tensors
 from .values import Value
 
 _NAME = "onnx.export"
@@ -113,7 +112,7 @@ def export(
     leaves, structure = jax.tree.flatten(arguments)
     specs = make_specs(leaves, batch)
     names = _find_names(function, arguments, params, input_names)
-    graph = Graph(opset, form, scan)
+    graph = ModelGraph(opset, form, scan)
     if input_names is None:
         names = [graph.make_name(hint) for hint in names]
     graph.reserve_names(names)
@@ -202,7 +201,7 @@ def _list_positional(function: Any) -> list[str]:
 
 
 def _write(
-    graph: Graph, traced: program.Traced, specs: Sequence[Any], names: Sequence[str]
+    graph: ModelGraph, traced: program.Traced, specs: Sequence[Any], names: Sequence[str]
 ) -> list[tuple[str, Any]]:  # fmt: skip
     """Write a traced function into the graph, and return the names and types of its results."""
     inputs = []
@@ -241,7 +240,7 @@ def _list_debug_calls(program: jaxpr.Program) -> list[str]:
 
 
 def _make_model(
-    graph: Graph, specs: Sequence[Any], outputs: Sequence[Any], output_names: Sequence[str] | None, name: str
+    graph: ModelGraph, specs: Sequence[Any], outputs: Sequence[Any], output_names: Sequence[str] | None, name: str
 ) -> ModelProto:
     outputs = _rename_requested(graph, outputs)
     if output_names is None:
@@ -288,7 +287,7 @@ def find_body(loop: Any) -> Any:
     return next(attribute.g for attribute in loop.attribute if attribute.name == "body")
 
 
-def _rename_outputs(graph: Graph, outputs: Sequence[Any], names: Sequence[str]) -> None:
+def _rename_outputs(graph: ModelGraph, outputs: Sequence[Any], names: Sequence[str]) -> None:
     """Give the results of nodes the names of the outputs, or copy them where that is not possible."""
     produced = {out: node for node in graph.nodes for out in node.output}
     written, points = [tensor for tensor, _ in outputs], [x for x in graph.points if isinstance(x, str)]
@@ -302,7 +301,7 @@ def _rename_outputs(graph: Graph, outputs: Sequence[Any], names: Sequence[str]) 
         rename_tensors(graph.nodes, {tensor: name})
 
 
-def _rename_requested(graph: Graph, outputs: Sequence[Any]) -> list[Any]:
+def _rename_requested(graph: ModelGraph, outputs: Sequence[Any]) -> list[Any]:
     """Give tensors the names that operators ask for; return the outputs with these names."""
     taken, names = _list_tensors(graph), list(graph.requests.values())
     is_free = len(set(names)) == len(names) and not taken.intersection(names)
@@ -316,7 +315,7 @@ def _rename_point(point: Any, names: dict[str, str]) -> Any:
     return names.get(point, point) if isinstance(point, str) else [point[0], _rename_point(point[1], names)]
 
 
-def _find_output_names(graph: Graph, tensors: Sequence[str]) -> list[str]:
+def _find_output_names(graph: ModelGraph, tensors: Sequence[str]) -> list[str]:
     """Return the names of the outputs: those that operators ask for, or numbers."""
     names = ["output"] if len(tensors) == 1 else [f"output_{i}" for i in range(len(tensors))]
     requested, taken = set(graph.requests.values()), _list_tensors(graph)
@@ -330,7 +329,7 @@ def _find_output_names(graph: Graph, tensors: Sequence[str]) -> list[str]:
     return names
 
 
-def _list_tensors(graph: Graph) -> set[str]:
+def _list_tensors(graph: ModelGraph) -> set[str]:
     return {*graph.inputs, *graph.arrays, *(name for node in graph.nodes for name in node.output)}
 
 

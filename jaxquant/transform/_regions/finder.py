@@ -16,7 +16,7 @@ from ..._program.replacing import is_inlined
 from ..._program.sites import Site
 from . import clips, patterns
 from .folding import find_feature_axes
-from .point import Action, OutputPlan, Point, Regions, Step, is_product
+from .rounding_points import Action, OutputPlan, PointStep, Regions, RoundingPoint, is_product
 
 
 @dataclasses.dataclass
@@ -29,7 +29,7 @@ class _Value:
         labels: the feature dimensions of a contraction.
     """
 
-    point: Point
+    point: RoundingPoint
     stage: str
     labels: tuple[int | None, ...] = ()
 
@@ -99,7 +99,7 @@ class Finder:
         followed = patterns.follow_labels(self.graph, node, place, value.labels)
         if followed is None:
             return False
-        step = Step(node, followed[0], place, value.labels)
+        step = PointStep(node, followed[0], place, value.labels)
         if step.kind == "affine" and not self._can_fold(value.point, step):
             return False
         self._add_step(node, step, _Value(value.point, "affine", followed[1]))
@@ -116,20 +116,20 @@ class Finder:
         if value.stage == "codes" or not readers <= members or clip.value in self.graph.results:
             self._add_move(node, node.outputs, value.point)
         else:
-            self._add_step(node, Step(node, "clip", -1), _Value(value.point, "clip"))
+            self._add_step(node, PointStep(node, "clip", -1), _Value(value.point, "clip"))
         return True
 
-    def _add_move(self, node: EquationNode, outputs: Sequence[int], point: Point) -> None:
+    def _add_move(self, node: EquationNode, outputs: Sequence[int], point: RoundingPoint) -> None:
         self.actions[node.address] = Action("move", node, None, False)
         self.values |= {output: _Value(point, "codes") for output in outputs}
 
-    def _add_step(self, node: EquationNode, step: Step, value: _Value) -> None:
+    def _add_step(self, node: EquationNode, step: PointStep, value: _Value) -> None:
         value.point.steps.append(step)
         value.point.value = node.outputs[0]
         self.values[node.outputs[0]] = value
         self.actions[node.address] = Action("pass", node, value.point, False)
 
-    def _can_fold(self, point: Point, step: Step) -> bool:
+    def _can_fold(self, point: RoundingPoint, step: PointStep) -> bool:
         others = [value for place, value in enumerate(step.node.inputs) if place != step.place]
         # What is computed from a quantized parameter has no floats when the function is served.
         if any(value in self.coded for value in others):
@@ -158,7 +158,7 @@ class Finder:
         if leak is not None and leak.value in self.values:
             output = self.values[leak.value].point.output
             self.selections[node.address] = leak.value, leak.hidden
-            self._start(Point("leaky_relu", node, output, attributes={"slope": leak.slope}), "clip")
+            self._start(RoundingPoint("leaky_relu", node, output, attributes={"slope": leak.slope}), "clip")
             return
         known = [value for value in values if value is not None]
         if len(known) != len(places):
@@ -174,9 +174,9 @@ class Finder:
         # ONNX Runtime's operators have one dtype for all operands.
         if node.name in _COMBINED and len({value.point.output.spec.carrier for value in known}) == 1:
             attributes = {"axis": node.parameters["dimension"]} if node.name == "concatenate" else {}
-            self._start(Point(_COMBINED[node.name], node, output, attributes=attributes), "clip")
+            self._start(RoundingPoint(_COMBINED[node.name], node, output, attributes=attributes), "clip")
         elif node.name == "logistic":
-            self._start(Point("sigmoid", node, output), "clip")
+            self._start(RoundingPoint("sigmoid", node, output), "clip")
         elif node.name in ("reduce_sum", "reduce_window_sum"):
             self._visit_sum(node, output)
         else:
@@ -188,13 +188,13 @@ class Finder:
         if mean is None:
             return
         name = "mean" if node.name == "reduce_sum" else "average_pool"
-        point = Point(name, node, output, attributes=mean[0])
+        point = RoundingPoint(name, node, output, attributes=mean[0])
         self._start(point, "clip")
         for step in mean[1]:
             self.absorbed.add(step.node.outputs[0])
             self._add_step(step.node, step, _Value(point, "clip"))
 
-    def _start(self, point: Point, stage: str, labels: tuple[int | None, ...] = ()) -> None:
+    def _start(self, point: RoundingPoint, stage: str, labels: tuple[int | None, ...] = ()) -> None:
         point.value = point.node.outputs[0]
         self.values[point.value] = _Value(point, stage, labels)
         self.actions[point.node.address] = Action("start", point.node, point, False)
@@ -215,7 +215,7 @@ class Finder:
         rank = len(self.graph.find_shape(node.outputs[0]))
         labels = tuple(features.index(axis) if axis in features else None for axis in range(rank))
         arrived = [self.values[node.inputs[place]].point for place in arrivals]
-        point = Point(site.operation, node, plan.output, site, features, source=arrived[0] if arrived else None)
+        point = RoundingPoint(site.operation, node, plan.output, site, features, source=arrived[0] if arrived else None)
         self._start(point, "affine", labels)
 
     # Backward: what is read as codes.
@@ -240,10 +240,10 @@ class Finder:
             return [v for v, output in zip(node.inputs, node.outputs, strict=True) if output in useful]
         return node.inputs
 
-    def _keep_useful(self, useful: set[int]) -> tuple[Point, ...]:
+    def _keep_useful(self, useful: set[int]) -> tuple[RoundingPoint, ...]:
         """Keep the actions whose results are useful, and return their points with names."""
         kept = {}
-        points = list[Point]()
+        points = list[RoundingPoint]()
         names = {plan.record for plan in self.sites.values()}
         for action in self.actions.values():
             node, point = action.node, action.point
@@ -350,7 +350,7 @@ def find_site_obstacle(site: Site, plan: Any) -> str:
     return "" if terms <= limit else f"it sums {terms} products of codes, and int32 holds {limit}"
 
 
-def find_fold_obstacle(graph: ProgramGraph, point: Point, parameters: Mapping[int, int]) -> str:
+def find_fold_obstacle(graph: ProgramGraph, point: RoundingPoint, parameters: Mapping[int, int]) -> str:
     """Return why weights cannot be multiplied by an array of their features, or ""."""
     site = point.site
     assert site is not None

@@ -8,7 +8,7 @@ from typing import Any
 from ..._codes.pooling import Windows
 from ..._program.graph import EquationNode, ProgramGraph
 from ..._program.moves import BARRIER, MOVES, keeps_place
-from .point import Step
+from .rounding_points import PointStep
 from .statics import find_number, find_varying
 
 
@@ -56,16 +56,16 @@ def is_unit_move(graph: ProgramGraph, node: EquationNode) -> bool:
     return [n for n in before if n != 1] == [n for n in after if n != 1]
 
 
-def find_mean(graph: ProgramGraph, node: EquationNode) -> tuple[dict[str, Any], list[Step]] | None:
+def find_mean(graph: ProgramGraph, node: EquationNode) -> tuple[dict[str, Any], list[PointStep]] | None:
     """Return the static arguments of a mean that begins with this sum, and the equations up to its division."""
-    value, steps = node.outputs[0], list[Step]()
+    value, steps = node.outputs[0], list[PointStep]()
     while (use := graph.find_single_use(value)) is not None:
         follower, place = use
         if is_unit_move(graph, follower):
-            steps.append(Step(follower, "move", place))
+            steps.append(PointStep(follower, "move", place))
         elif follower.name in ("div", "mul") and (place == 0 or follower.name == "mul"):
             attributes = _match_division(graph, node, follower, place)
-            return None if attributes is None else (attributes, [*steps, Step(follower, "divide", place)])
+            return None if attributes is None else (attributes, [*steps, PointStep(follower, "divide", place)])
         else:
             return None
         value = follower.outputs[0]

@@ -26,14 +26,14 @@ from ..._program.moves import BARRIER
 from .clips import call_rule, find_clip
 from .folding import find_weight_places
 from .patterns import find_windows
-from .point import Action, Point
+from .rounding_points import Action, RoundingPoint
 
 _NAME = "Prepared.apply"
 Array = QuantizedArray | FakeQuantizedArray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Codes:
+class RegionCodes:
     """A value of a program that is codes; in training, floats that carry codes."""
 
     array: Any
@@ -43,7 +43,7 @@ class Codes:
         return self.array.dequantize()
 
 
-class Pending(NamedTuple):
+class PendingResult(NamedTuple):
     """A result that is not rounded yet, because equations of its point follow.
 
     Attributes:
@@ -51,13 +51,13 @@ class Pending(NamedTuple):
         operands: the operands of the operation.
     """
 
-    point: Point
+    point: RoundingPoint
     operands: Sequence[Any]
 
 
 def dequantize_codes(operands: Sequence[Any], kept: Collection[int]) -> list[Any]:
     """Return operands with floats in place of codes, except at some places."""
-    return [x.to_array() if isinstance(x, Codes) and place not in kept else x for place, x in enumerate(operands)]
+    return [x.to_array() if isinstance(x, RegionCodes) and place not in kept else x for place, x in enumerate(operands)]
 
 
 def run_move(graph: ProgramGraph, action: Action, operands: Sequence[Any]) -> list[Any]:
@@ -65,15 +65,15 @@ def run_move(graph: ProgramGraph, action: Action, operands: Sequence[Any]) -> li
     node = action.node
     if action.kind == "hidden":
         # What it would compute is part of the next equation, which needs the codes.
-        return [next(value for value in operands if isinstance(value, Codes | Pending))]
+        return [next(value for value in operands if isinstance(value, RegionCodes | PendingResult))]
     if node.name == BARRIER:
         # Some operands may be floats, or parameters.
-        arrays = _wait_for_all(tuple(x.array if isinstance(x, Codes) else x for x in operands))
-        return [Codes(y) if isinstance(x, Codes) else y for x, y in zip(operands, arrays, strict=True)]
-    array = next(value.array for value in operands if isinstance(value, Codes))
+        arrays = _wait_for_all(tuple(x.array if isinstance(x, RegionCodes) else x for x in operands))
+        return [RegionCodes(y) if isinstance(x, RegionCodes) else y for x, y in zip(operands, arrays, strict=True)]
+    array = next(value.array for value in operands if isinstance(value, RegionCodes))
     if find_clip(graph, node) is not None:
-        return [Codes(_clip(graph, node, array))]
-    return [Codes(result) for result in _move(node.equation, array)]
+        return [RegionCodes(_clip(graph, node, array))]
+    return [RegionCodes(result) for result in _move(node.equation, array)]
 
 
 def _wait_for_all(arrays: Any) -> Any:
@@ -152,7 +152,7 @@ def _clip_codes(array: Array, low: float | None, high: float | None) -> Array:
     return array.replace_values(clip(array.values, floats))
 
 
-def combine_codes(graph: ProgramGraph, point: Point, arrays: Sequence[Array], output: Any) -> Array:
+def combine_codes(graph: ProgramGraph, point: RoundingPoint, arrays: Sequence[Array], output: Any) -> Array:
     """Return the result of an operation that is no contraction."""
     operation = functools.partial(_OPERATIONS[point.operation], arrays, point.attributes, output)
     return finish_steps(graph, point, operation())
@@ -196,7 +196,7 @@ _OPERATIONS = {
 }  # fmt: skip
 
 
-def finish_steps(graph: ProgramGraph, point: Point, array: Array) -> Array:
+def finish_steps(graph: ProgramGraph, point: RoundingPoint, array: Array) -> Array:
     """Return the result of an operation after the moves and clips of its point."""
     for step in point.steps:
         if step.kind == "move":
@@ -206,7 +206,7 @@ def finish_steps(graph: ProgramGraph, point: Point, array: Array) -> Array:
     return array
 
 
-def finish_floats(graph: ProgramGraph, point: Point, y: jax.Array, bias: jax.Array | None) -> jax.Array:
+def finish_floats(graph: ProgramGraph, point: RoundingPoint, y: jax.Array, bias: jax.Array | None) -> jax.Array:
     """Return the floats of which the codes of a contraction are the rounding.
 
     Args:
@@ -235,14 +235,14 @@ def _clip_floats(graph: ProgramGraph, node: EquationNode, y: jax.Array) -> jax.A
     return y if high is None else jnp.minimum(y, np.float32(high))
 
 
-def spread_features(point: Point, part: jax.Array, shape: Sequence[int]) -> jax.Array:
+def spread_features(point: RoundingPoint, part: jax.Array, shape: Sequence[int]) -> jax.Array:
     """Return an array of the feature dimensions, broadcast to the result of a contraction."""
     return lax.broadcast_in_dim(part, tuple(shape), point.features)
 
 
 def contract_to_codes(
     graph: ProgramGraph,
-    point: Point,
+    point: RoundingPoint,
     operation: Any,
     operands: Sequence[QuantizedArray],
     bias: jax.Array | None,

@@ -8,13 +8,13 @@ import numpy as np
 
 from ...._core import dtypes
 from .. import values
-from ..graph import Graph
-from ..registry import Call, writes
+from ..graph import ModelGraph
+from ..registry import WriterCall, writes
 from ..values import Value
 
 
 @writes("broadcast_in_dim")
-def write_broadcast(graph: Graph, call: Call) -> Value:
+def write_broadcast(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a reshape to the rank of the result; whoever needs all elements expands it."""
     (x, *_), (output,) = call.inputs, call.outputs
     places = call.parameters["broadcast_dimensions"]
@@ -35,7 +35,7 @@ def write_broadcast(graph: Graph, call: Call) -> Value:
 
 
 @writes("reshape")
-def write_reshape(graph: Graph, call: Call) -> Value:
+def write_reshape(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a reshape."""
     x, shape = call.inputs[0], call.outputs[0].shape
     name = graph.store_full(x, call.parameters["input_shapes"][0])
@@ -43,7 +43,7 @@ def write_reshape(graph: Graph, call: Call) -> Value:
 
 
 @writes("transpose")
-def write_transpose(graph: Graph, call: Call) -> Value:
+def write_transpose(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a transpose."""
     (x,), permutation = call.inputs, call.parameters["permutation"]
     shape = tuple(x.shape[axis] for axis in permutation)
@@ -51,7 +51,7 @@ def write_transpose(graph: Graph, call: Call) -> Value:
 
 
 @writes("squeeze")
-def write_squeeze(graph: Graph, call: Call) -> Value:
+def write_squeeze(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a squeeze."""
     (x,) = call.inputs
     axes = [axis % len(x.shape) for axis in call.parameters["dimensions"]]
@@ -62,7 +62,7 @@ def write_squeeze(graph: Graph, call: Call) -> Value:
 
 
 @writes("expand_dims")
-def write_expand_dims(graph: Graph, call: Call) -> Value:
+def write_expand_dims(graph: ModelGraph, call: WriterCall) -> Value:
     """Write dimensions of 1."""
     (x,) = call.inputs
     axes = [int(axis) for axis in call.parameters["dimensions"]]
@@ -70,7 +70,7 @@ def write_expand_dims(graph: Graph, call: Call) -> Value:
 
 
 @writes("concatenate")
-def write_concatenate(graph: Graph, call: Call) -> Value:
+def write_concatenate(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a concatenation."""
     axis, output = call.parameters["dimension"], call.outputs[0]
     names = []
@@ -80,7 +80,7 @@ def write_concatenate(graph: Graph, call: Call) -> Value:
 
 
 @writes("iota")
-def write_iota(graph: Graph, call: Call) -> Value:
+def write_iota(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a range along a symbolic dimension."""
     (output,), axis = call.outputs, call.parameters["dimension"]
     name = graph.cast(graph.add_range(output.shape[axis]), output.dtype)
@@ -89,7 +89,7 @@ def write_iota(graph: Graph, call: Call) -> Value:
 
 
 @writes("split", "unstack")
-def write_split(graph: Graph, call: Call) -> list[Value]:
+def write_split(graph: ModelGraph, call: WriterCall) -> list[Value]:
     """Write a split."""
     x, axis = call.inputs[0], call.parameters["axis"]
     is_stack = call.name == "unstack"
@@ -104,7 +104,7 @@ def write_split(graph: Graph, call: Call) -> list[Value]:
 
 
 @writes("stack")
-def write_stack(graph: Graph, call: Call) -> Value:
+def write_stack(graph: ModelGraph, call: WriterCall) -> Value:
     """Write arrays as the entries of a new dimension."""
     axis, output = call.parameters["axis"], call.outputs[0]
     place = graph.ints(axis)
@@ -116,7 +116,7 @@ def write_stack(graph: Graph, call: Call) -> Value:
 
 
 @writes("tile")
-def write_tile(graph: Graph, call: Call) -> Value:
+def write_tile(graph: ModelGraph, call: WriterCall) -> Value:
     """Write repetitions of a whole array."""
     (x,) = call.inputs
     name = graph.store_full(x, call.parameters["input_shapes"][0])
@@ -128,7 +128,7 @@ def write_tile(graph: Graph, call: Call) -> Value:
 
 
 @writes("dim_as_value")
-def write_dimension(graph: Graph, call: Call) -> Value:
+def write_dimension(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a symbolic dimension as a number."""
     name = graph.add("Squeeze", [graph.add_dimension(call.parameters["dim"]), graph.ints(0)])
     return Value((), np.dtype(call.outputs[0].dtype), graph.cast(name, call.outputs[0].dtype))

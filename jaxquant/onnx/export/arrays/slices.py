@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from .. import values
-from ..graph import Graph
-from ..registry import Call, writes
+from ..graph import ModelGraph
+from ..registry import WriterCall, writes
 from ..values import Shape, UnsupportedError, Value
 
 
 @writes("slice")
-def write_slice(graph: Graph, call: Call) -> Value:
+def write_slice(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a slice."""
     x, p = call.inputs[0], call.parameters
     steps = p["strides"] or (1,) * len(x.shape)
@@ -44,7 +44,7 @@ def _equals(a: Any, b: Any) -> bool:
 
 
 @writes("rev")
-def write_reverse(graph: Graph, call: Call) -> Value:
+def write_reverse(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a slice with negative steps."""
     (x,) = call.inputs
     axes = [axis for axis in call.parameters["dimensions"] if not _is_one(x.shape[axis])]
@@ -57,7 +57,7 @@ def write_reverse(graph: Graph, call: Call) -> Value:
 
 
 @writes("pad")
-def write_pad(graph: Graph, call: Call) -> Value:
+def write_pad(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a padding; a negative one is a slice."""
     x, fill = call.inputs
     config, shape = call.parameters["padding_config"], call.parameters["input_shapes"][0]
@@ -77,7 +77,7 @@ def write_pad(graph: Graph, call: Call) -> Value:
     return Value(call.outputs[0].shape, values.find_container(x.dtype), name)
 
 
-def _spread(graph: Graph, name: str, shape: Shape, axis: int, interior: int, fill: Value) -> str:
+def _spread(graph: ModelGraph, name: str, shape: Shape, axis: int, interior: int, fill: Value) -> str:
     """Return a tensor with `interior` fill values between the neighbors along an axis."""
     wide = (*shape[: axis + 1], 1, *shape[axis + 1 :])
     pads = [0] * (2 * len(wide))
@@ -89,7 +89,7 @@ def _spread(graph: Graph, name: str, shape: Shape, axis: int, interior: int, fil
 
 
 @writes("dynamic_slice")
-def write_dynamic_slice(graph: Graph, call: Call) -> Value:
+def write_dynamic_slice(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a slice whose starts are computed, and kept where the slice fits."""
     x, *starts = call.inputs
     shape, sizes = call.parameters["input_shapes"][0], call.parameters["slice_sizes"]
@@ -115,7 +115,7 @@ def _find_known_starts(starts: Sequence[Value], limits: Sequence[Any]) -> list[i
     return [min(max(int(np.asarray(x.array)), 0), int(limit)) for x, limit in zip(starts, limits, strict=True)]
 
 
-def _join_starts(graph: Graph, starts: Sequence[Value], limits: Sequence[Any]) -> str:
+def _join_starts(graph: ModelGraph, starts: Sequence[Value], limits: Sequence[Any]) -> str:
     """Return a vector of int64 of first indices between 0 and the limits."""
     known = _find_known_starts(starts, limits)
     if known is not None:
@@ -128,7 +128,7 @@ def _join_starts(graph: Graph, starts: Sequence[Value], limits: Sequence[Any]) -
 
 
 @writes("dynamic_update_slice")
-def write_dynamic_update_slice(graph: Graph, call: Call) -> Value:
+def write_dynamic_update_slice(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a replacement of a slice, by the index of each of its elements along each dimension."""
     x, update, *starts = call.inputs
     shape, sizes = call.parameters["input_shapes"][:2]
@@ -158,7 +158,7 @@ def write_dynamic_update_slice(graph: Graph, call: Call) -> Value:
     )
 
 
-def _replace_part(graph: Graph, x: Value, names: Sequence[str], axis: int, bounds: tuple[int, int, int]) -> str:
+def _replace_part(graph: ModelGraph, x: Value, names: Sequence[str], axis: int, bounds: tuple[int, int, int]) -> str:
     """Return an array with its entries from start to end along an axis, of a length, replaced by those of another."""
     start, end, length = bounds
 
@@ -175,7 +175,7 @@ def _replace_part(graph: Graph, x: Value, names: Sequence[str], axis: int, bound
 
 
 def _update_block(
-    graph: Graph, names: Sequence[str], axes: Sequence[int], shape: Shape, sizes: Shape, starts: Sequence[Value]
+    graph: ModelGraph, names: Sequence[str], axes: Sequence[int], shape: Shape, sizes: Shape, starts: Sequence[Value]
 ) -> str:  # fmt: skip
     """Return an array with a block replaced that is shorter than the array along several axes."""
     order = [*axes, *(axis for axis in range(len(shape)) if axis not in axes)]

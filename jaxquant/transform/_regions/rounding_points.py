@@ -26,7 +26,7 @@ class OutputPlan(NamedTuple):
     calibrator: Factory
 
 
-class Step(NamedTuple):
+class PointStep(NamedTuple):
     """An equation between an operation and the codes of its result.
 
     Attributes:
@@ -44,7 +44,7 @@ class Step(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class Point:
+class RoundingPoint:
     """An operation and the equations up to where its result is rounded to codes.
 
     Attributes:
@@ -65,11 +65,11 @@ class Point:
     output: OutputPlan
     site: Site | None = None
     features: tuple[int, ...] = ()
-    steps: list[Step] = dataclasses.field(default_factory=list)
+    steps: list[PointStep] = dataclasses.field(default_factory=list)
     attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
     value: int = -1
     name: str = ""
-    source: Point | None = None
+    source: RoundingPoint | None = None
 
     def find_source(self) -> tuple[str, str]:
         """Return the name and the place of the range of the activations of a contraction."""
@@ -82,7 +82,7 @@ class Point:
         return any(step.kind == "affine" and is_product(step) for step in self.steps)
 
 
-def is_product(step: Step) -> bool:
+def is_product(step: PointStep) -> bool:
     """Return whether an affine step multiplies."""
     return step.node.name in ("mul", "div", "neg") or (step.node.name == "sub" and step.place == 1)
 
@@ -101,7 +101,7 @@ class Action(NamedTuple):
 
     kind: str
     node: EquationNode
-    point: Point | None
+    point: RoundingPoint | None
     is_end: bool
 
     def describe_action(self) -> str:
@@ -127,13 +127,13 @@ class Regions:
 
     graph: ProgramGraph | None = None
     actions: dict[Address, Action] = dataclasses.field(default_factory=dict)
-    points: tuple[Point, ...] = ()
+    points: tuple[RoundingPoint, ...] = ()
     arrivals: dict[str, frozenset[int]] = dataclasses.field(default_factory=dict)
     reasons: dict[str, str] = dataclasses.field(default_factory=dict)
     entered: frozenset[Address] = frozenset()
     inputs: dict[int, int] = dataclasses.field(default_factory=dict)
 
-    def find_point(self, site: Site) -> Point | None:
+    def find_point(self, site: Site) -> RoundingPoint | None:
         """Return the point of a contraction, or None if its result is floats."""
         action = self.actions.get(site.address)
         return None if action is None or action.kind != "start" else action.point
