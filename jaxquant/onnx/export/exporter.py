@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -96,11 +97,14 @@ class Exporter(program.ExportInterpreter):
             if specs and all(_is_empty(spec) for spec in specs):
                 # ONNX Runtime's Expand does not shorten a dimension of 1 to 0.
                 return [values.make_known(np.zeros(spec.shape, values.find_container(spec.dtype))) for spec in specs]
-            if name not in PRIMITIVES:
+            if not arrays.has_writer(name):
                 raise UnsupportedError("no operator of ONNX")
             parameters = {**equation.params, "input_shapes": [aval.shape for aval in avals]}
             parameters["input_dtypes"] = [aval.dtype for aval in avals]
-            results = PRIMITIVES[name](self.graph, WriterCall(name, operands, parameters, specs))
+            call = WriterCall(name, operands, parameters, specs)
+            # An operator of its own, such as Split, makes fewer nodes than the table of moves.
+            writer = PRIMITIVES.get(name) or functools.partial(arrays.write_moves, equation)
+            results = writer(self.graph, call)
             results = [results] if isinstance(results, Value) else results
             pairs = zip(results, specs, strict=True)
             return [conversions.keep_bits(self.graph, name, result, spec.dtype) for result, spec in pairs]

@@ -1,64 +1,13 @@
-"""ONNX nodes of primitives that change the shape of arrays, join them or take them apart."""
+"""ONNX nodes of primitives that join arrays, take them apart or count along them."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from ...._core import dtypes
 from .. import values
 from ..graph import ModelGraph
 from ..registry import WriterCall, writes
 from ..values import Value
-
-
-@writes("broadcast_in_dim")
-def write_broadcast(graph: ModelGraph, call: WriterCall) -> Value:
-    """Write a reshape to the rank of the result; whoever needs all elements expands it."""
-    (x, *_), (output,) = call.inputs, call.outputs
-    places = call.parameters["broadcast_dimensions"]
-    shape: list[Any] = [1] * len(output.shape)
-    for axis, n in zip(places, x.shape, strict=True):
-        shape[axis] = n
-    if x.is_known:  # the result has a symbolic dimension
-        return values.make_known(np.asarray(x.array).reshape(shape), x.hint)
-    name = graph.store(x)
-    if tuple(shape) != tuple(x.shape):
-        # Dimensions of 1 that are inserted need no length of any other dimension.
-        inserted = [axis for axis in range(len(shape)) if axis not in places]
-        if list(places) == sorted(places):
-            name = graph.add("Unsqueeze", [name, graph.ints(*inserted)]) if inserted else name
-        else:
-            name = graph.reshape(name, tuple(shape))
-    return Value(tuple(shape), x.dtype, name)
-
-
-@writes("reshape")
-def write_reshape(graph: ModelGraph, call: WriterCall) -> Value:
-    """Write a reshape."""
-    x, shape = call.inputs[0], call.outputs[0].shape
-    name = graph.store_full(x, call.parameters["input_shapes"][0])
-    return Value(tuple(shape), values.find_container(x.dtype), graph.reshape(name, shape))
-
-
-@writes("transpose")
-def write_transpose(graph: ModelGraph, call: WriterCall) -> Value:
-    """Write a transpose."""
-    (x,), permutation = call.inputs, call.parameters["permutation"]
-    shape = tuple(x.shape[axis] for axis in permutation)
-    return Value(shape, x.dtype, graph.transpose(graph.store(x), permutation))
-
-
-@writes("squeeze")
-def write_squeeze(graph: ModelGraph, call: WriterCall) -> Value:
-    """Write a squeeze."""
-    (x,) = call.inputs
-    axes = [axis % len(x.shape) for axis in call.parameters["dimensions"]]
-    shape = tuple(n for axis, n in enumerate(x.shape) if axis not in axes)
-    if not axes:
-        return x
-    return Value(shape, x.dtype, graph.add("Squeeze", [graph.store(x), graph.ints(*axes)]))
 
 
 @writes("expand_dims")
@@ -113,18 +62,6 @@ def write_stack(graph: ModelGraph, call: WriterCall) -> Value:
         for x, shape in zip(call.inputs, call.parameters["input_shapes"], strict=True)
     ]
     return Value(tuple(output.shape), values.find_container(output.dtype), graph.add("Concat", names, axis=axis))
-
-
-@writes("tile")
-def write_tile(graph: ModelGraph, call: WriterCall) -> Value:
-    """Write repetitions of a whole array."""
-    (x,) = call.inputs
-    name = graph.store_full(x, call.parameters["input_shapes"][0])
-    # ONNX Runtime has no kernel of Tile for bfloat16.
-    wide = np.dtype(np.float32) if x.dtype == dtypes.BFLOAT16 else x.dtype
-    name = name if wide == x.dtype else graph.cast(name, wide)
-    name = graph.add("Tile", [name, graph.ints(*call.parameters["reps"])])
-    return Value(call.outputs[0].shape, x.dtype, name if wide == x.dtype else graph.cast(name, x.dtype))
 
 
 @writes("dim_as_value")
