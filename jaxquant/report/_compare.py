@@ -142,7 +142,7 @@ def compare(
     session = Session(_NAME, prepared, params)
     signature, codes, records = session.parameters, session.read_converted(qparams), session.read_ranges(ranges)
     loop._check_batches(_NAME, batches)
-    step = loop.Step(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
+    step = loop.BatchStep(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
     calls = [loop.split_arguments(step, index, batch) for index, batch in enumerate(batches)]
     checks.require(bool(calls), _NAME, "batches", "at least one batch", "none")
     others = [Signature((args, {**kwargs, **arguments})) for args, kwargs in calls]

@@ -20,9 +20,9 @@ from .._codes.carrier import finish_training, replace_value
 from .._program import jaxpr
 from .._program.replacing import Records, Stores
 from .._program.sites import Address, Site
-from .._training.estimators import LSQ, LSQPlus, Rule, StraightThrough
+from .._training.estimators import LSQ, Estimator, LSQPlus, StraightThrough
 from .._training.quantizer import Quantizer
-from .._training.rounding_vjp import Config, make_array, quantize_and_dequantize
+from .._training.rounding_vjp import RoundingConfig, make_array, quantize_and_dequantize
 from . import _moved_codes as moved_codes
 from . import _operations as operations
 from ._learned import LearnedScale, read_learned
@@ -211,7 +211,9 @@ class IntegerMode(_CodesMode):
             store = stores[place] if part is None else {}
             if operand.spec not in store:
                 x = operations.refuse_gradient(operands[place])
-                store[operand.spec] = make_array(Config(operand.spec), x, *find_scale(operand.spec, x, part), None)
+                store[operand.spec] = make_array(
+                    RoundingConfig(operand.spec), x, *find_scale(operand.spec, x, part), None
+                )
             codes[place] = store[operand.spec]
         if self.plan.regions.find_point(site) is not None:
             return self.finish_contraction(site, codes, records), records
@@ -277,7 +279,7 @@ class TrainMode(_CodesMode):
         estimator: the gradient rule of scales that are trained.
     """
 
-    def __init__(self, plan: ProgramPlan, statics: StaticValues | None, estimator: Rule) -> None:
+    def __init__(self, plan: ProgramPlan, statics: StaticValues | None, estimator: Estimator) -> None:
         super().__init__(plan, statics)
         self.estimator = estimator
 
@@ -308,7 +310,7 @@ class TrainMode(_CodesMode):
         floats, codes = zip(*twins, strict=True)
         return operations.contract_with_gradient(operation, floats, codes), records
 
-    def find_rule(self, part: Any, shape: Sequence[int]) -> Rule:
+    def find_rule(self, part: Any, shape: Sequence[int]) -> Estimator:
         """Return the gradient rule of activations of a shape."""
         if not isinstance(part, LearnedScale):
             return StraightThrough()
@@ -404,10 +406,10 @@ def make_finder(ranges: StaticRanges, records: Mapping[str, Any]) -> Callable[[s
     return find
 
 
-def make_twin(spec: QuantSpec, x: jax.Array, part: Any, rule: Rule) -> Twin:
+def make_twin(spec: QuantSpec, x: jax.Array, part: Any, rule: Estimator) -> Twin:
     """Return an array as floats with a gradient, and as codes."""
     scale, zero_point = find_scale(spec, x, part)
-    config = Config(spec, rule)
+    config = RoundingConfig(spec, rule)
     floats = quantize_and_dequantize(config, x, scale, zero_point, None)
     return Twin(floats, lax.stop_gradient(make_array(config, x, scale, zero_point, None)))
 
@@ -418,7 +420,7 @@ def make_twin(spec: QuantSpec, x: jax.Array, part: Any, rule: Rule) -> Twin:
 @functools.partial(jax.jit, static_argnames="plan")
 def _encode_learned(w: jax.Array, part: LearnedScale, plan: LeafPlan) -> Any:
     scale, zero_point = read_learned("Prepared.convert", part, w, plan.spec)
-    return make_array(Config(plan.spec), w, scale, zero_point, None)
+    return make_array(RoundingConfig(plan.spec), w, scale, zero_point, None)
 
 
 def quantize_weight(w: Any, plan: LeafPlan, part: LearnedScale | None) -> Any:

@@ -17,7 +17,7 @@ from ..calibration import loop
 from ..calibration.calibrator import is_finite_state
 from . import _coverage, _modes, _ranges
 from ._calls import Signature, TracedCall, TracedFunctions, check_leaves, check_names, is_quantized, trace_call
-from ._learned import Estimator, LearnedScales, make_scales, read_part
+from ._learned import LearnedScales, ScaleEstimator, make_scales, read_part
 from ._modes import make_larger_twin, make_weight_twin, quantize_weight, quantize_with_scale
 from ._plan import LeafPlan
 from ._regions.folding import check_biases, enlarge_scales
@@ -159,7 +159,7 @@ class Prepared:
 
         # The parameters are arguments of the jitted function: arrays that it closes over would be copied into the
         # program.
-        step = loop.Step(
+        step = loop.BatchStep(
             "Prepared.calibrate", lambda state, *batch: observe_batch(state, signature.arrays, Signature(batch)),
             functools.cache(lambda: loop.find_fingerprint(dict(zip(signature.names, signature.arrays, strict=True)))),
             lambda state: _ranges.describe(self.static_ranges), frozenset(arguments),
@@ -233,7 +233,7 @@ class Prepared:
             w.delete()
         return signature.rebuild(converted)
 
-    def learned(self, params: Any, ranges: Any = None, *, estimator: Estimator = LSQ()) -> LearnedScales:
+    def learned(self, params: Any, ranges: Any = None, *, estimator: ScaleEstimator = LSQ()) -> LearnedScales:
         """Return scales and zero points that can be trained: those of weights and of static activations.
 
         The scales of weights start as the estimator's `initial` finds them, the others from the ranges. Dynamic ranges

@@ -13,7 +13,7 @@ from .._program.jaxpr import Address
 from .._program.replacing import Records, Stores
 from .._program.sites import Site
 from .._training.estimators import StraightThrough
-from .._training.rounding_vjp import Config, make_array
+from .._training.rounding_vjp import RoundingConfig, make_array
 from . import _operations as operations
 from ._calls import Signature, TracedCall, check_names, find_programs, is_quantized
 from ._modes import TrainMode, Twin, find_scale
@@ -200,7 +200,7 @@ def contract_codes(
     for operand in plan.sites[site.name].activations:
         place = int(operand.place)
         scale, point = find_scale(operand.spec, operands[place], ranges.get(str(place)))
-        codes[place] = make_array(Config(operand.spec), operands[place], scale, point, None)
+        codes[place] = make_array(RoundingConfig(operand.spec), operands[place], scale, point, None)
         activations.append((operand, codes[place], scale))
     return operations.make_operation(site.equation).contract_quantized(*codes), activations
 

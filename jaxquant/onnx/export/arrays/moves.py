@@ -105,8 +105,8 @@ class MovedTensor(Elements):
         stored = tuple(1 if _is_one(x.shape[axis]) and axis not in axes else n for axis, n in enumerate(shape))
         if not axes:
             return MovedTensor(self.graph, x._replace(shape=stored), shape)
-        ends = ([part[axis] for axis in axes] for part in (starts, limits))
-        name = self.graph.slice(self.graph.store(x), *ends, axes, [int(strides[axis]) for axis in axes])
+        firsts, ends = ([part[axis] for axis in axes] for part in (starts, limits))
+        name = self.graph.slice(self.graph.store(x), firsts, ends, axes, [int(strides[axis]) for axis in axes])
         return MovedTensor(self.graph, Value(stored, values.find_container(x.dtype), name), shape)
 
     def cut_dynamically(self, starts: Sequence[Value], shape: Shape) -> MovedTensor:
