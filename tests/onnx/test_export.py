@@ -450,3 +450,11 @@ def test_calls_with_effects_are_refused(wrap: str, ordered: bool) -> None:
 
     with pytest.raises(ValueError, match=r"io_callback \(no operator of ONNX\) at \S*test_export"):
         jqonnx.export(functools.partial(_run_under, wrap, send), [jnp.ones(3)])
+
+
+def test_a_barrier_of_several_known_arrays() -> None:
+    def function(x: jax.Array) -> jax.Array:
+        a, b = jax.lax.optimization_barrier((jnp.arange(3.0), jnp.ones(3)))
+        return x * a + b
+
+    check_model(jqonnx.export(function, [jnp.ones(3)]), function, [jnp.ones(3)])

@@ -1,4 +1,4 @@
-"""What the transform relies on in JAX's programs. If one of these fails, read `jaxquant/transform/jaxpr.py`."""
+"""What the package relies on in JAX's programs. If one of these fails, read `jaxquant/_program/jaxpr.py`."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_place_and_scope_of_an_equation():
 
     equation = _find(function, "dot_general", X)
     assert jaxpr.find_scope(equation) == "outer/inner"
-    assert "test_program_facts.py:" in jaxpr.locate(equation)
+    assert "test_jaxpr.py:" in jaxpr.locate(equation)
 
 
 def test_scope_inside_of_a_call_starts_anew():
