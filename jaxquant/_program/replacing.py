@@ -53,7 +53,7 @@ class Mode(Protocol):
         """Return whether parameters can be concatenated in this form."""
         ...
 
-    def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+    def move_elements(self, equation: Equation, operands: Sequence[Any]) -> list[Any]:
         """Return the results of an equation that only moves the elements of parameters."""
         ...
 
@@ -77,11 +77,11 @@ class Mode(Protocol):
         """Return a parameter in a form of which a scan can take one index of the first axis after the other."""
         ...
 
-    def call_with_rule(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+    def call_with_rule(self, equation: Equation, operands: Any, run: Callable[..., Any], records: Records) -> Any:
         """Return the results of a function that has a derivative rule of its own and contains contractions."""
         ...
 
-    def call_with_remat(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+    def call_with_remat(self, equation: Equation, operands: Any, run: Callable[..., Any], records: Records) -> Any:
         """Return the results of a function under `jax.checkpoint`."""
         ...
 
@@ -143,7 +143,7 @@ class ReplacingInterpreter(Interpreter):
         """
         return value if self.mode.is_parameter(value) or self.mode.is_codes(value) else barriers.compute_once(value)
 
-    def can_move(self, equation: Any, operands: Sequence[Any]) -> bool:
+    def can_move(self, equation: Equation, operands: Sequence[Any]) -> bool:
         """Return whether the elements of parameters can be moved in their form."""
         are_parameters = [self.mode.is_parameter(value) for value in operands]
         if moves.find_join(equation) is not None:
@@ -204,7 +204,7 @@ class ReplacingInterpreter(Interpreter):
         """Return the results of a function under `jax.checkpoint`, as the mode calls it."""
         return self._call_through(self.mode.call_with_remat, equation, operands, visit.address)
 
-    def _call_through(self, call: Any, equation: Any, operands: list[Any], address: Address) -> list[Any]:
+    def _call_through(self, call: Any, equation: Equation, operands: list[Any], address: Address) -> list[Any]:
         body = jaxpr.read_call(equation)
         if not self.analysis.list_below(address):
             # It only moves the elements of a parameter, which it returns.
@@ -316,7 +316,7 @@ def _select_examples(going: jax.Array, new: Any, old: Any) -> Any:
     return lax.select(lax.broadcast_in_dim(going, new.shape, tuple(range(going.ndim))), new, old)
 
 
-def is_inlined(analysis: Analysis, equation: Any, address: Address) -> bool:
+def is_inlined(analysis: Analysis, equation: Equation, address: Address) -> bool:
     """Return whether an equation with a body is evaluated as if the body stood in its place."""
     name = jaxpr.find_name(equation)
     # A function with a derivative rule keeps it around contractions.

@@ -18,6 +18,7 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._codes.carrier import finish_training, replace_value
 from .._program import jaxpr
+from .._program.jaxpr import Equation
 from .._program.replacing import Records, Stores
 from .._program.sites import Address, Site
 from .._training.estimators import LSQ, Estimator, LSQPlus, StraightThrough
@@ -103,7 +104,7 @@ class ObserveMode(_PlannedMode):
         """Return True: arrays can be concatenated."""
         return True
 
-    def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+    def move_elements(self, equation: Equation, operands: Sequence[Any]) -> list[Any]:
         """Return the results of an equation on arrays."""
         return jaxpr.evaluate(equation, operands)
 
@@ -115,7 +116,7 @@ class ObserveMode(_PlannedMode):
         """Return an array unchanged."""
         return parameter
 
-    def call_with_rule(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+    def call_with_rule(self, equation: Equation, operands: Any, run: Callable[..., Any], records: Records) -> Any:
         """Return the results of the body: observing has no derivative."""
         return run(operands, records)
 
@@ -236,7 +237,7 @@ class IntegerMode(_CodesMode):
         """Return whether the codes of parameters can stand in one array."""
         return moved_codes.can_concatenate(parameters)
 
-    def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+    def move_elements(self, equation: Equation, operands: Sequence[Any]) -> list[Any]:
         """Return the results of an equation on codes."""
         return list(moved_codes.move_elements(equation, operands))
 
@@ -249,7 +250,7 @@ class IntegerMode(_CodesMode):
         # A scan takes one index of the first axis of each part, and a scale that all layers share has only one.
         return parameter.per_index(0)
 
-    def call_with_rule(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+    def call_with_rule(self, equation: Equation, operands: Any, run: Callable[..., Any], records: Records) -> Any:
         """Return the results of the body: codes have no derivative."""
         return run(operands, records)
 
@@ -344,7 +345,7 @@ class TrainMode(_CodesMode):
         """Return whether the codes of parameters can stand in one array."""
         return moved_codes.can_concatenate([x.codes for x in parameters])
 
-    def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+    def move_elements(self, equation: Equation, operands: Sequence[Any]) -> list[Any]:
         """Return the results of an equation on both forms."""
         floats = jaxpr.evaluate(equation, [x.floats if isinstance(x, Twin) else x for x in operands])
         codes = moved_codes.move_elements(equation, [x.codes if isinstance(x, Twin) else x for x in operands])
@@ -364,11 +365,11 @@ class TrainMode(_CodesMode):
         """Return a parameter with a scale for each index of its first axis."""
         return Twin(parameter.floats, parameter.codes.per_index(0))
 
-    def call_with_rule(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+    def call_with_rule(self, equation: Equation, operands: Any, run: Callable[..., Any], records: Records) -> Any:
         """Return the results of the body, with the derivative that the rule of the function gives its floats."""
         return operations.call_with_rule(equation, operands, run, records)
 
-    def call_with_remat(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+    def call_with_remat(self, equation: Equation, operands: Any, run: Callable[..., Any], records: Records) -> Any:
         """Return the results of the body, which the backward pass computes again."""
         parameters = equation.params
         call = jax.checkpoint(run, prevent_cse=parameters["prevent_cse"], policy=parameters["policy"])

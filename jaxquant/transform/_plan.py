@@ -100,8 +100,8 @@ def describe_site(site: Site, names: Sequence[str]) -> SiteView:
         site.name,
         tuple(names[leaf] for leaf in site.leaves),
         site.operation,
-        tuple(tuple(variable.aval.shape) for variable in variables),
-        tuple(str(variable.aval.dtype) for variable in variables),
+        tuple(jaxpr.read_shape(variable) for variable in variables),
+        tuple(str(jaxpr.read_dtype(variable)) for variable in variables),
         site.scope,
         site.where,
     )
@@ -267,7 +267,9 @@ def _plan_records(
     for record, users in sharing.items():
         # Ranges have the rank of the activations.
         ranks = {
-            tuple(len(v.aval.shape) for v in site.equation.invars[:2]) for site in users if site.operation != "take"
+            tuple(len(jaxpr.read_shape(v)) for v in site.equation.invars[:2])
+            for site in users
+            if site.operation != "take"
         }
         expected = f"operands of the same rank in all uses of {record}, because a rule has shared=True"
         got = ", ".join(site.describe() for site in users)
@@ -339,7 +341,7 @@ def _explain_values(site: Site, leaves: Mapping[int, LeafPlan], names: Sequence[
 
 def _make_activation_spec(site: Site, place: int, activation: Activation) -> QuantSpec:
     """Return the spec of one operand of a contraction."""
-    shape = site.equation.invars[place].aval.shape
+    shape = jaxpr.read_shape(site.equation.invars[place])
     summed = find_contracted(site.equation, place, len(shape))
     kept = tuple(axis for axis in range(len(shape)) if axis not in summed)
     # Groups of images are contracted with different features, so they share one zero point.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core import checks
-from .._program.jaxpr import Address
+from .._program.jaxpr import Address, Equation
 from .._program.replacing import Records, Stores
 from .._program.sites import Site
 from .._training.estimators import StraightThrough
@@ -174,7 +174,7 @@ class InspectMode(TrainMode):
         """Return the floats of a parameter."""
         return parameter.floats
 
-    def call_with_rule(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+    def call_with_rule(self, equation: Equation, operands: Any, run: Callable[..., Any], records: Records) -> Any:
         """Return the results of the body: inspecting has no derivative."""
         return run(operands, records)
 

@@ -12,6 +12,7 @@ from ..._core import dtypes
 from ..._program import jaxpr, moves
 from ..._program.analysis import Analysis
 from ..._program.graph import EquationNode, ProgramGraph, make_graph
+from ..._program.jaxpr import Equation
 from ..._program.replacing import is_inlined
 from ..._program.sites import Site
 from . import clips, patterns
@@ -322,7 +323,7 @@ def find_features(site: Site) -> tuple[int, ...]:
         return (numbers.out_spec[1],)
     (contracted, batch), weight = numbers, site.weight
     assert weight is not None
-    ranks = [len(variable.aval.shape) for variable in site.equation.invars[:2]]
+    ranks = [len(jaxpr.read_shape(variable)) for variable in site.equation.invars[:2]]
     frees = [ranks[side] - len(contracted[side]) - len(batch[side]) for side in (0, 1)]
     start = len(batch[0]) + (frees[0] if weight == 1 else 0)
     return (*range(len(batch[0])), *range(start, start + frees[weight]))
@@ -333,12 +334,12 @@ def find_site_obstacle(site: Site, plan: Any) -> str:
     if not plan.is_replaced:
         return plan.reason
     variables = (*site.equation.invars[:2], site.equation.outvars[0])
-    kinds = {str(variable.aval.dtype) for variable in variables}
+    kinds = {str(jaxpr.read_dtype(variable)) for variable in variables}
     if kinds != {str(dtypes.FLOAT32)}:
         return f"its dtypes are {', '.join(sorted(kinds))}, and integer kernels scale in float32"
     if site.weight is None:
         return "it has no parameter"
-    shape = site.equation.invars[site.weight].aval.shape
+    shape = jaxpr.read_shape(site.equation.invars[site.weight])
     if site.operation == "conv_general_dilated":
         if site.weight != 1:
             return "the parameter is convolved with the activations as its kernel"
@@ -390,7 +391,7 @@ def find_regions(
     if not any(plan.output is not None for plan in sites.values()):
         return Regions()
 
-    def is_entered(equation: Any, address: Any) -> bool:
+    def is_entered(equation: Equation, address: Any) -> bool:
         # Functions with a derivative rule of their own keep it: they clip, or they run on floats.
         return jaxpr.find_name(equation) not in jaxpr.CUSTOM_RULES and is_inlined(analysis, equation, address)
 

@@ -15,7 +15,7 @@ from jax import lax
 from ..._arrays.quantized_array import QuantizedArray
 from ..._codes.bias import find_free_steps, find_largest_sums, quantize_added_bias
 from ..._core import barriers, checks, division, dtypes
-from ..._program import views
+from ..._program import jaxpr, views
 from .rounding_points import PointStep, Regions, RoundingPoint
 from .statics import StaticValues, combine
 
@@ -34,7 +34,7 @@ def find_feature_axes(point: RoundingPoint) -> tuple[int | None, ...] | None:
     axes: list[int | None] = []
     for place in find_weight_places(point):
         dimension = origin.dimensions[place]
-        size = site.equation.invars[site.weight].aval.shape[place]
+        size = jaxpr.read_shape(site.equation.invars[site.weight])[place]
         # After a reshape, a view has no axis for a dimension of length 1.
         if not dimension and size == 1:
             axes.append(None)
@@ -54,7 +54,7 @@ def find_weight_places(point: RoundingPoint) -> tuple[int, ...]:
     if site.operation == "conv_general_dilated":
         return (numbers.rhs_spec[0],)
     contracted, batch = (sides[site.weight] for sides in numbers)
-    rank = len(site.equation.invars[site.weight].aval.shape)
+    rank = len(jaxpr.read_shape(site.equation.invars[site.weight]))
     return (*batch, *(axis for axis in range(rank) if axis not in contracted and axis not in batch))
 
 

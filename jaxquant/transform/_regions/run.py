@@ -22,6 +22,7 @@ from ..._core.affine import quantize_affine
 from ..._core.granularity import PerTensor
 from ..._program import jaxpr
 from ..._program.graph import EquationNode, ProgramGraph
+from ..._program.jaxpr import Equation
 from ..._program.moves import BARRIER
 from .clips import call_rule, find_clip
 from .folding import find_weight_places
@@ -88,7 +89,7 @@ def _wait_for_all(arrays: Any) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
-def _move(equation: Any, array: Array) -> list[Array]:
+def _move(equation: Equation, array: Array) -> list[Array]:
     """Return the results of an equation that moves elements, or finds their maxima."""
     # A pad by zeros pads codes with the zero point, and floats with 0.0.
     if isinstance(array, FakeQuantizedArray):
@@ -99,7 +100,7 @@ def _move(equation: Any, array: Array) -> list[Array]:
     return [make_array(x, affine, array.dtype) for x in _evaluate_move(equation, array.codes, zero)]
 
 
-def _evaluate_move(equation: Any, x: jax.Array, zero: jax.Array) -> list[jax.Array]:
+def _evaluate_move(equation: Equation, x: jax.Array, zero: jax.Array) -> list[jax.Array]:
     name = jaxpr.find_name(equation)
     if name == "pad":
         return [lax.pad(x, zero, equation.params["padding_config"])]
