@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import jaxquant as jq
 from jaxquant._program import jaxpr, moves
@@ -88,7 +89,7 @@ def test_variables_have_last_uses() -> None:
 FUNCTIONS = {
     "convert_element_type": lambda x: x.astype(jnp.bfloat16),
     "copy": jnp.copy,
-    "name": lambda x: jax.ad_checkpoint.checkpoint_name(x, "x"),
+    "name": lambda x: checkpoint_name(x, "x"),
     "reshape": lambda x: x.reshape(24),
     "squeeze": lambda x: jnp.squeeze(x.reshape(4, 1, 6), 1),
     "broadcast_in_dim": lambda x: jnp.broadcast_to(x, (2, 4, 6)),
