@@ -15,6 +15,7 @@ import onnxruntime
 from onnx import ModelProto, TensorProto, helper
 
 from .._core import checks, dtypes
+from .._program.jaxpr import Body
 from .errors import ModelError
 from .export import model as exports
 from .export import program, values
@@ -342,7 +343,7 @@ def _compute(
         # Parameters are known here, as in the export: what depends on them alone is folded in both, and the points
         # match.
         constants, known = ([tap.read_known(x) for x in part] for part in (trace.constants, traced.arrays))
-        results = program.run_program(tap, trace.program, constants, [*known, *arrays])
+        results = tap.evaluate_body(Body(trace.program, constants), [*known, *arrays])
         return tap.codes, results
 
     return run_both(*leaves)

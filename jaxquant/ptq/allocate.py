@@ -17,9 +17,7 @@ from .._arrays.quantized_array import QuantizedArray
 from .._core import checks
 from ..calibration import loop
 from ..transform import Prepared, Rule
-from ..transform._calls import Call, Signature, find_programs
-from ..transform._inspect import check_prepared
-from ..transform._plan import describe_site
+from ..transform.session import Session, Signature, TracedCall, describe_site, find_programs
 from .methods import Nearest
 
 _NAME = "ptq.allocate_bits"
@@ -99,7 +97,7 @@ def allocate_bits(
 
     Source: Hubara et al., arXiv 2006.10518, section 3.4, for the integer program.
     """
-    check_prepared(_NAME, prepared)
+    session = Session(_NAME, prepared, params)
     has_one = (budget is None) != (most_damage is None)
     checks.require(has_one, _NAME, "budget", "either budget or most_damage", "both" if budget is not None else "none")
     checks.check_real(_NAME, *(("budget", budget) if most_damage is None else ("most_damage", most_damage)))
@@ -109,13 +107,13 @@ def allocate_bits(
     checks.require(bool(names), _NAME, "dtypes", "one or more dtypes", "none")
     expected = "a function with weights that its rules quantize"
     checks.require(bool(prepared.leaves), _NAME, "prepared", expected, "none")
-    signature = prepared._read_parameters("convert", params)
+    signature = session.parameters
     split = loop.read_batches(_NAME, batches, arguments, "batches")
     calls = [(args, {**kwargs, **arguments}) for args, kwargs in split]
     others = [Signature(call) for call in calls]
     measure = _make_measure(prepared, signature, others)
     # Each batch may have a program of its own, if it has other static arguments.
-    traced = [prepared._trace("check", params, *other.rebuild(other.arrays)) for other in find_programs(others)]
+    traced = [session.trace(*other.rebuild(other.arrays)) for other in find_programs(others)]
     read = {path for call in traced for path in _list_replaced(prepared, call)}
     missing = [prepared.names[leaf] for leaf in prepared.leaves if prepared.names[leaf] not in read]
     # No damage would be measured for it, and the least dtype would be the best one.
@@ -245,13 +243,13 @@ def _solve_once(optimize: Any, goal: np.ndarray, rows: np.ndarray, is_allowed: n
     return None if result.x is None else result.x.reshape(weights, candidates).argmax(1)
 
 
-def _list_replaced(prepared: Prepared, call: Call) -> set[str]:
+def _list_replaced(prepared: Prepared, call: TracedCall) -> set[str]:
     """Return the paths of the weights that contractions of a call get as codes."""
     sites = [site for site in call.analysis.sites.values() if call.plan.sites[site.name].is_replaced]
     return {path for site in sites for path in describe_site(site, prepared.names).paths}
 
 
-def _make_rules(prepared: Prepared, calls: Sequence[Call], choices: Mapping[str, str]) -> tuple[Rule, ...]:
+def _make_rules(prepared: Prepared, calls: Sequence[TracedCall], choices: Mapping[str, str]) -> tuple[Rule, ...]:
     """Return the rules of a prepared function, with another dtype for each weight in front."""
     changed: dict[Rule, int] = {}
     weights = {prepared.names[leaf]: plan.weight for leaf, plan in prepared.leaves.items()}

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks
+from .._program import jaxpr
+from .._program.interpreter import Visit
+from .._program.jaxpr import Address, Body, Equation
+from .._program.replacing import ReplacingInterpreter
+from .._program.sites import Site
 from ..calibration import loop
 from ..transform import Prepared
-from ..transform._calls import Call, find_programs
-from ..transform._inspect import InspectMode, check_prepared
-from ..transform._programs import jaxpr
-from ..transform._programs.interpret import Interpreter, Stores
-from ..transform._programs.sites import Address, Site
-from . import _grid, inputs
-from . import graph as graphs
+from ..transform.session import InspectMode, Session, TracedCall, find_programs
+from . import _grid, inputs, neighbors
 from ._grid import make_layout
 from .collect import MOMENTS, Statistics, finalize_moments, has_statistics, make_mode, make_states
 from .methods import GPTQ, AdaRound, Method, Nearest, check_method, measure_error
@@ -117,7 +117,7 @@ def apply(
     al., arXiv 2504.02692, section 3.1, for the objective of `match_floats`; Stone, Cross-Validatory Choice and
     Assessment of Statistical Predictions (1974), section 2, for the choice of the damping.
     """
-    check_prepared(_NAME, prepared)
+    session = Session(_NAME, prepared, params)
     check_method(_NAME, method)
     loop.check_progress(_NAME, progress)
     checks.check_flag(_NAME, "match_floats", match_floats)
@@ -125,7 +125,7 @@ def apply(
     checks.require(can_match, _NAME, "data", "batches, with match_floats=True", _describe_data(data))
     has_data = data is not None or not _needs_data(method)
     checks.require(has_data, _NAME, "data", f"batches or statistics for {method}", "None")
-    signature = prepared._read_parameters("convert", params)
+    signature = session.parameters
     arrays, notes = list(signature.arrays), {}
     known, slopes = _read_state(prepared, state), _read_gradients(prepared, gradients)
     bar = loop.Bar("quantizing", len(prepared.leaves), progress)
@@ -148,7 +148,7 @@ def apply(
                 quantize_leaf(leaf, _read_statistics(data, prepared.names[leaf], prepared.leaves[leaf].shape))
         elif data is not None:
             split = loop.read_batches(_NAME, data, arguments, "data")
-            _run_layers(prepared, params, split, arguments, quantize_leaf, match_floats)
+            _run_layers(session, split, arguments, quantize_leaf, match_floats)
         for leaf in prepared.leaves:
             if leaf not in notes:
                 uses = _explain_missing(prepared, leaf)
@@ -380,12 +380,12 @@ def _evaluate_each(equation: Any, arrays: Sequence[Any]) -> list[Any]:
     return [_Each(parts) for parts in zip(*results, strict=True)]
 
 
-class _LayerInterpreter(Interpreter):
+class _LayerInterpreter(ReplacingInterpreter):
     """The evaluation of one program on all batches at once, outside of `jax.jit`."""
 
     mode: _LayerMode
 
-    def __init__(self, call: Call, mode: _LayerMode, quantize: _Quantize, floats: int) -> None:
+    def __init__(self, call: TracedCall, mode: _LayerMode, quantize: _Quantize, floats: int) -> None:
         super().__init__(call.analysis, mode, {})
         self.call = call
         self.quantize = quantize
@@ -399,48 +399,47 @@ class _LayerInterpreter(Interpreter):
             self._find_addends()
 
     def _find_addends(self) -> None:
-        graph = graphs.make_graph(self.call)
+        graph = neighbors.make_call_graph(self.call)
         for site in self.analysis.sites.values():
             if has_statistics(self.call.plan, site):
-                array = graphs.find_addend(graph, site)
-                for address, place in () if array is None else graph.places[array]:
+                array = neighbors.find_addend(graph, site)
+                for address, place in () if array is None else graph.program.list_writers(array):
                     self.writers.setdefault(address, []).append((place, site.name))
                     self.waiting.add(site.name)
 
-    def _evaluate(self, equation: Any, operands: list[Any], address: Address, stores: Stores) -> list[Any]:
-        results = self._evaluate_equation(equation, operands, address, stores)
-        places = self.writers.get(address, ())
+    def evaluate_equation(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:
+        """Return the results of an equation, and keep those that are added to the outputs of a contraction."""
+        results = self._run_equation(equation, operands, visit)
+        places = self.writers.get(visit.address, ())
         self.addends |= {name: results[place] for place, name in places if name in self.waiting}
         return results
 
-    def _evaluate_equation(self, equation: Any, operands: list[Any], address: Address, stores: Stores) -> list[Any]:
+    def _run_equation(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:
+        address = visit.address
         site = self.analysis.sites.get(address)
         if site is not None and has_statistics(self.call.plan, site):
             with checks.prefix_errors(site.describe()):
                 self._visit(site, operands)
             return self._run_each(equation, operands)
-        is_moved = address in self.analysis.followed and self._can_move(equation, operands)
+        is_moved = address in self.analysis.followed and self.can_move(equation, operands)
         is_call = jaxpr.find_name(equation) in (*jaxpr.CALLS, jaxpr.REMAT) and address in self.analysis.entered
         # A dynamic slice that starts elsewhere in each batch gives each batch other elements of the parameter.
         if is_moved and not any(isinstance(x, _Each) for x in operands):
             return self.mode.move_elements(equation, operands)
         # Inside of a call parameters are still pending, and are quantized where they are contracted.
         if is_call:
-            return super()._evaluate(equation, operands, address, stores)
+            return super().evaluate_equation(equation, operands, visit)
         if any(has_statistics(self.call.plan, site) for site in self.analysis.list_below(address)):
-            self._visit_loop(equation, operands, address)
+            self._visit_loop(equation, operands, visit)
         return self._run_each(equation, operands)
 
-    def _write_clipped(self, value: Any) -> Any:
-        # Each operation is a program of its own here, so XLA writes its result anyway.
-        return value
-
-    def _run_inner(self, body: Any, values: Any, address: Address, records: Any) -> tuple[Any, Any]:
+    def run_inner(self, body: Body, values: Sequence[Any], address: Address, records: Any) -> tuple[Any, Any]:
+        """Return the results of a body, in which parameters are still read when they are contracted."""
         return self.evaluate_body(body, values, address), {}
 
     def _run_each(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
         """Return the results of an equation: for each batch, if an operand differs between them."""
-        return _evaluate_each(equation, self._read_arrays(operands))
+        return _evaluate_each(equation, self.read_arrays(operands))
 
     def _visit(self, site: Site, operands: Sequence[Any]) -> None:
         """Quantize the parameter of a contraction, if this is its first one."""
@@ -466,19 +465,19 @@ class _LayerInterpreter(Interpreter):
             drift = _Drift(second, *changes)  # type: ignore[arg-type]
         self._quantize_views(site, moments, drift)
 
-    def _visit_loop(self, equation: Any, operands: Sequence[Any], address: Address) -> None:
+    def _visit_loop(self, equation: Equation, operands: Sequence[Any], visit: Visit) -> None:
         """Quantize the parameters that are contracted in a loop or a branch, with the inputs of float weights."""
         # A loop is one operation here. Its weights are quantized before any iteration runs with codes, so that no layer
         # in it sees the errors of earlier ones.
-        sites = [site for site in self.analysis.list_below(address) if has_statistics(self.call.plan, site)]
+        sites = [site for site in self.analysis.list_below(visit.address) if has_statistics(self.call.plan, site)]
         states = make_states(self.call, {site.name for site in sites})
-        arrays = self._read_arrays(operands)
+        arrays = self.read_arrays(operands)
         count = next((len(x) for x in arrays if isinstance(x, _Each)), 1)
 
         @jax.jit
         def update_states(states: Any, values: Any) -> Any:
-            inner = Interpreter(self.analysis, make_mode(self.call.plan, states), states)
-            inner._evaluate(equation, list(values), address, [{} for _ in values])
+            inner = ReplacingInterpreter(self.analysis, make_mode(self.call.plan, states), states)
+            inner.evaluate_equation(equation, list(values), Visit(visit.address, visit.program, [{} for _ in values]))
             return inner.records
 
         for index in range(self.floats if count > 1 else 0, count):
@@ -534,23 +533,20 @@ def _select(values: Sequence[Any], index: int) -> list[Any]:
 
 
 def _run_layers(
-    prepared: Prepared, params: Any, batches: Sequence[tuple[Any, Any]], arguments: Any, quantize: _Quantize,
+    session: Session, batches: Sequence[tuple[Any, Any]], arguments: Any, quantize: _Quantize,
     has_floats: bool = False,
 ) -> None:  # fmt: skip
     """Evaluate a program on all batches, and call `quantize` for each parameter at its first contraction.
 
     Args:
-        prepared: the prepared function.
-        params: its parameters, in floats.
+        session: the prepared function and its parameters.
         batches: the positional and the keyword arguments of each call; all calls have the same program.
         arguments: keyword arguments of every call.
         quantize: a function of the place of a parameter, of the statistics of its inputs, and of a `_Drift` or None. It
             returns the floats with which to go on.
         has_floats: whether to evaluate the program with float weights, too, beside the quantized ones.
     """
-    calls = [prepared._trace("apply", params, args, {**kwargs, **arguments}) for args, kwargs in batches]
-    for call in calls:
-        prepared._check_floats("apply", call.parameters)
+    calls = [session.trace(args, {**kwargs, **arguments}) for args, kwargs in batches]
     # The constants of two programs may differ, too, and are not part of their text.
     count = len(find_programs([call.arguments for call in calls]))
     expected = "batches of one shape, dtype and static arguments, because they go through one program together"
@@ -558,7 +554,7 @@ def _run_layers(
     first = calls[0]
     places = range(len(first.parameters.arrays))
     mode = _LayerMode(first.plan, dict(enumerate(first.parameters.arrays)))
-    pending = [_UnreadParameter(leaf) if leaf in prepared.leaves else first.parameters.arrays[leaf] for leaf in places]
+    pending = [_UnreadParameter(leaf) if leaf in session.leaves else first.parameters.arrays[leaf] for leaf in places]
     operands = [call.list_operands(pending) for call in calls]
     # The parameters come first, and are the same in all calls.
     values = [

@@ -14,13 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._core import checks
+from .._program import jaxpr
+from .._program.replacing import Records
+from .._program.sites import Site
 from ..calibration import loop
 from ..transform import Prepared
-from ..transform._calls import Call, Signature
-from ..transform._inspect import InspectMode, check_prepared
-from ..transform._programs import jaxpr
-from ..transform._programs.interpret import Records
-from ..transform._programs.sites import Site
+from ..transform.session import InspectMode, ProgramPlan, Session, Signature, TracedCall
 from . import inputs
 from .moments import Moments, MomentsState, compute_status, second_moments
 
@@ -61,7 +60,11 @@ class Statistics:
 
 def make_mode(plan: Any, names: Container[str]) -> InspectMode:
     """Return the float program that also accumulates the second moments of the inputs of some contractions."""
-    return InspectMode(plan, lambda site: has_statistics(plan, site) and site.name in names, _accumulate)
+    return InspectMode(plan, functools.partial(_is_counted, plan, names), _accumulate)
+
+
+def _is_counted(plan: ProgramPlan, names: Container[str], site: Site) -> bool:
+    return has_statistics(plan, site) and site.name in names
 
 
 def _accumulate(site: Site, operands: Any, records: Records) -> tuple[Any, Records]:
@@ -78,7 +81,7 @@ def has_statistics(plan: Any, site: Site) -> bool:
     return plan.sites[site.name].is_replaced and bool(site.views) and site.operation != "take"
 
 
-def make_states(call: Call, names: Container[str] | None = None) -> dict[str, MomentsState]:
+def make_states(call: TracedCall, names: Container[str] | None = None) -> dict[str, MomentsState]:
     """Return the states without data of some contractions, or of all, by the name of the contraction."""
     states = {}
     for site in call.analysis.sites.values():
@@ -91,10 +94,9 @@ def make_states(call: Call, names: Container[str] | None = None) -> dict[str, Mo
     return states
 
 
-def update_states(prepared: Prepared, states: Any, call: Call) -> Any:
+def update_states(session: Session, states: Any, call: TracedCall) -> Any:
     """Return the states after one call of the function in floats."""
-    prepared._check_floats("collect", call.parameters)
-    return prepared._interpret(make_mode(call.plan, states), call, call.parameters.arrays, states)[1]
+    return session.inspect(call, functools.partial(_is_counted, call.plan, states), _accumulate, states)
 
 
 def collect(
@@ -143,17 +145,17 @@ def collect(
 
     Source: Frantar et al., arXiv 2210.17323, section 3, for second moments of a layer's inputs.
     """
-    check_prepared(_NAME, prepared)
-    signature = Signature(params)
-    call: Call | None = None
+    session = Session(_NAME, prepared, params)
+    signature = session.parameters
+    call: TracedCall | None = None
     uses: Uses = ()
 
     @jax.jit
     def observe_batch(state: Any, arrays: Any, batch: Signature) -> tuple[Any, dict[str, jax.Array]]:
         args, kwargs = batch.rebuild(batch.arrays)
-        current = prepared._trace("collect", signature.rebuild(arrays), args, {**kwargs, **arguments})
+        current = session.trace(args, {**kwargs, **arguments}, arrays)
         _check_contractions(current, shapes)
-        updated = update_states(prepared, state, current)
+        updated = update_states(session, state, current)
         # Looked at after each batch, so that the error names the first batch with a NaN.
         return updated, _are_finite(updated)
 
@@ -165,8 +167,8 @@ def collect(
     )  # fmt: skip
     first, again = _take_first(step, batches)
     if first is not None:
-        call = prepared._trace("collect", params, first[0], {**first[1], **arguments})
-        uses = list_all_uses(prepared, call)
+        call = session.trace(first[0], {**first[1], **arguments})
+        uses = list_all_uses(session, call)
     # Only the shapes: all states together may not fit.
     shapes = {} if call is None else jax.eval_shape(functools.partial(make_states, call))
     passes = _plan_passes(shapes, limit)
@@ -182,7 +184,7 @@ def collect(
     return Statistics(moments, uses)
 
 
-def _check_contractions(call: Call, known: Container[str]) -> None:
+def _check_contractions(call: TracedCall, known: Container[str]) -> None:
     """Raise unless a call has the contractions of the first batch only, which says how each weight is read."""
     names = [site.name for site in call.analysis.sites.values() if has_statistics(call.plan, site)]
     added = [name for name in names if name not in known]
@@ -207,9 +209,9 @@ def _plan_passes(states: Mapping[str, Any], limit: int | None) -> list[list[str]
     return passes
 
 
-def list_all_uses(prepared: Prepared, call: Call) -> Uses:
+def list_all_uses(session: Session, call: TracedCall) -> Uses:
     """Return how each quantized parameter is read, by its path."""
-    return tuple((prepared.names[leaf], inputs.list_uses(call, leaf)) for leaf in prepared.leaves)
+    return tuple((session.names[leaf], inputs.list_uses(call, leaf)) for leaf in session.leaves)
 
 
 def _take_first(step: loop.BatchStep, batches: Any) -> tuple[Any, Any]:

@@ -12,15 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core import checks
+from .._program import jaxpr
+from .._program.sites import Site
 from ..calibration import loop
 from ..transform import Prepared
-from ..transform._calls import Call, Signature, find_programs, is_quantized
-from ..transform._inspect import InspectMode, check_prepared, contract_codes, find_ranges, read_converted
-from ..transform._modes import Twin
-from ..transform._programs import jaxpr
-from ..transform._programs.sites import Site
-from . import graph as graphs
-from . import inputs
+from ..transform.session import (
+    ProgramPlan,
+    Session,
+    Signature,
+    TracedCall,
+    Twin,
+    contract_codes,
+    find_programs,
+    is_quantized,
+    match_ranges,
+)
+from . import inputs, neighbors
 from ._grid import make_layout
 from .collect import Statistics, has_statistics
 from .notes import Note, Notes, Outcome
@@ -97,25 +104,25 @@ def correct_bias(
 
     Source: Nagel et al., arXiv 1906.04721, section 4.2, equation 15, and appendix D for the measured mean.
     """
-    check_prepared(_NAME, prepared)
-    signature, codes = prepared._read_parameters("convert", params), read_converted(_NAME, prepared, qparams)
+    session = Session(_NAME, prepared, params)
+    signature, codes = session.parameters, session.read_converted(qparams)
     is_analytic = isinstance(data, Statistics)
     checks.require(
         is_analytic == (batch is not None), _NAME, "batch", "a batch with statistics, and none with batches",
         "none" if batch is None else "a batch",
     )  # fmt: skip
     calls = _read_calls("batch", [batch], arguments) if is_analytic else _read_calls("data", data, arguments)
-    call = prepared._trace("apply", params, *calls[0])
+    call = session.trace(*calls[0])
     targets, notes = _match_targets(prepared, call, codes)
     if is_analytic:
         arrays = _correct_by_statistics(prepared, signature, codes, data, targets, notes)
     else:
-        records = prepared._read_records("apply", "ranges", ranges)
+        records = session.read_ranges(ranges)
         others = [Signature(arguments) for arguments in calls]
         for other in find_programs(others):
-            again = prepared._trace("apply", params, *other.rebuild(other.arrays))
+            again = session.trace(*other.rebuild(other.arrays))
             _check_targets(targets, _match_targets(prepared, again, codes)[0])
-        measure = _make_measure(prepared, signature, targets, records, others)
+        measure = _make_measure(session, targets, records, others)
         arrays = _correct_by_batches(prepared, call, targets, notes, list(codes.arrays), measure)
     return Outcome(codes.rebuild(arrays), Notes(tuple(notes[leaf] for leaf in prepared.leaves), _MEASURE))
 
@@ -125,9 +132,9 @@ def _read_calls(name: str, batches: Any, arguments: dict[str, Any]) -> list[tupl
     return [(args, {**kwargs, **arguments}) for args, kwargs in loop.read_batches(_NAME, batches, arguments, name)]
 
 
-def _match_targets(prepared: Prepared, call: Call, codes: Signature) -> tuple[list[_Target], dict[int, Note]]:
+def _match_targets(prepared: Prepared, call: TracedCall, codes: Signature) -> tuple[list[_Target], dict[int, Note]]:
     """Return the weights of contractions with a bias, and a note for each of the others."""
-    graph, targets, notes = graphs.make_graph(call), [], {}
+    graph, targets, notes = neighbors.make_call_graph(call), [], {}
     for leaf in prepared.leaves:
         uses = inputs.list_uses(call, leaf)
         reason = next((use.reason for use in uses if use.reason), "" if uses else _explain_missing(prepared, leaf))
@@ -136,7 +143,7 @@ def _match_targets(prepared: Prepared, call: Call, codes: Signature) -> tuple[li
         if not reason:
             use = next(iter(uses))
             site = next(s for s in call.analysis.sites.values() if s.name == use.name and has_statistics(call.plan, s))
-            bias = graphs.find_bias(graph, site, inputs.list_output_dimensions(site))
+            bias = neighbors.find_bias(graph, site, inputs.list_output_dimensions(site))
             if bias is not None and not is_quantized(codes.arrays[bias]):
                 targets.append(_Target(leaf, use, site, bias))
                 continue
@@ -186,11 +193,11 @@ def _add_shift(bias: Any, shift: Any) -> jax.Array:
 
 
 def _correct_by_batches(
-    prepared: Prepared, call: Call, targets: Sequence[_Target], notes: dict[int, Note], arrays: list[Any],
+    prepared: Prepared, call: TracedCall, targets: Sequence[_Target], notes: dict[int, Note], arrays: list[Any],
     measure: Callable[[Sequence[Any] | None], dict[str, np.ndarray]],
 ) -> list[Any]:  # fmt: skip
     """Return the parameters with biases that make up for the measured means, and add the notes."""
-    levels = graphs.find_levels(graphs.make_graph(call), [target.site for target in targets])
+    levels = neighbors.count_levels(neighbors.make_call_graph(call), [target.site for target in targets])
     expected = measure(None) if targets else {}
     before: dict[str, float] = {}
     taken = {name: np.zeros_like(mean) for name, mean in expected.items()}
@@ -224,7 +231,7 @@ def _compute_largest(errors: dict[str, np.ndarray]) -> dict[str, float]:
 
 
 def _make_measure(
-    prepared: Prepared, signature: Signature, targets: Sequence[_Target], ranges: Any, others: Sequence[Signature]
+    session: Session, targets: Sequence[_Target], ranges: Any, others: Sequence[Signature]
 ) -> Callable[[Sequence[Any] | None], dict[str, np.ndarray]]:
     """Return a function of the converted parameters that returns the mean outputs of each contraction over all calls.
 
@@ -235,26 +242,25 @@ def _make_measure(
     @jax.jit
     def run_program(arrays: Any, other: Signature) -> dict[str, Any]:
         positional, named = other.rebuild(other.arrays)
-        call = prepared._trace("correct_bias", signature.rebuild(signature.arrays), positional, named)
-        records: dict[str, Any] = {name: {"ranges": part} for name, part in find_ranges(call, ranges).items()}
+        call = session.trace(positional, named)
+        records: dict[str, Any] = {name: {"ranges": part} for name, part in match_ranges(call, ranges).items()}
         for site in call.analysis.sites.values():
             if site.name in sites:
                 result = site.equation.outvars[0].aval
                 records[site.name] |= _compute_mean(site, jnp.zeros(result.shape, jnp.float32))
         # Other quantized arrays are read by the function itself, and those of the float parameters are floats.
         parameters = [
-            Twin(x.dequantize(), x) if leaf in prepared.leaves and is_quantized(x) else x
+            Twin(x.dequantize(), x) if leaf in session.leaves and is_quantized(x) else x
             for leaf, x in enumerate(arrays)
         ]
-        wants = functools.partial(_is_replaced, call.plan)
-        mode = InspectMode(call.plan, wants, functools.partial(_visit_outputs, call.plan))
-        final = prepared._interpret(mode, call, parameters, records)[1]
+        wants, visit = functools.partial(_is_replaced, call.plan), functools.partial(_visit_outputs, call.plan)
+        final = session.inspect(call, wants, visit, records, parameters)
         return {name: (final[name]["mean"], final[name]["count"]) for name in sites}
 
     def measure(arrays: Sequence[Any] | None) -> dict[str, np.ndarray]:
         totals, counts = dict.fromkeys(sites, np.zeros(())), dict.fromkeys(sites, 0.0)
         for other in others:
-            means = run_program(signature.arrays if arrays is None else arrays, other)
+            means = run_program(session.parameters.arrays if arrays is None else arrays, other)
             for name, (mean, count) in means.items():
                 # In float64 on the host: JAX has none by default, and the shifts are small differences of these means.
                 totals[name] = totals[name] + np.asarray(mean, np.float64) * float(count)
@@ -268,7 +274,7 @@ def _make_measure(
     return measure
 
 
-def _visit_outputs(plan: Any, site: Site, operands: Sequence[Any], records: Any) -> tuple[Any, Any]:
+def _visit_outputs(plan: ProgramPlan, site: Site, operands: Sequence[Any], records: Any) -> tuple[Any, Any]:
     """Return the result of a contraction, on codes if its parameter has any, and records with the mean of it."""
     record = records[site.name]
     # With the float parameters there are no codes, so that both programs are walked in one way.
@@ -281,7 +287,7 @@ def _visit_outputs(plan: Any, site: Site, operands: Sequence[Any], records: Any)
     return result, {**records, site.name: record}
 
 
-def _is_replaced(plan: Any, site: Site) -> bool:
+def _is_replaced(plan: ProgramPlan, site: Site) -> bool:
     return plan.sites[site.name].is_replaced
 
 

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from .._core import checks
 from ..calibration import loop
 from ..transform import Prepared
-from ..transform._calls import Signature
-from ..transform._inspect import check_prepared
+from ..transform.session import Session, Signature
 from . import inputs
 from ._grid import MatrixLayout, make_layout
 from .tune import make_function
@@ -65,12 +64,11 @@ def collect_gradients(
 
     Source: Tseng et al., arXiv 2505.22988, section 3.2, for second moments of gradients as the Hessian of one side.
     """
-    check_prepared(_NAME, prepared)
+    session = Session(_NAME, prepared, params)
     loop.check_progress(_NAME, progress)
     checks.require_type(checks.is_key(key), _NAME, "key", "one key of jax.random", checks.describe_value(key))
     loop.check_batches(_NAME, batches)
-    signature = prepared._read_parameters("convert", params)
-    run_function = make_function(_NAME, prepared, signature, arguments)
+    signature, run_function = session.parameters, make_function(session, arguments)
     layouts: dict[int, MatrixLayout] = {}
     sums: dict[int, jax.Array] = {}
     add_batch, count = _make_step(run_function, layouts), 0
@@ -79,7 +77,7 @@ def collect_gradients(
         for index, batch in enumerate(batches):
             args, kwargs = loop.split_arguments(_NAME, index, batch, arguments)
             if not index:
-                layouts |= _list_layouts(prepared, params, args, {**kwargs, **arguments})
+                layouts |= _list_layouts(session, args, {**kwargs, **arguments})
                 sums = {leaf: jnp.zeros((x.groups, x.inputs, x.inputs)) for leaf, x in layouts.items()}
             sums = add_batch(sums, signature.arrays, Signature((args, kwargs)), jax.random.fold_in(key, index))
             count = index + 1
@@ -120,11 +118,11 @@ def _make_step(
     return add_batch
 
 
-def _list_layouts(prepared: Prepared, params: Any, args: Any, kwargs: Any) -> dict[int, MatrixLayout]:
+def _list_layouts(session: Session, args: Any, kwargs: Any) -> dict[int, MatrixLayout]:
     """Return how the contractions read each parameter, by its place, if all of them read it as a whole, and alike."""
-    call = prepared._trace("collect_gradients", params, args, kwargs)
+    call = session.trace(args, kwargs)
     layouts = {}
-    for leaf, plan in prepared.leaves.items():
+    for leaf, plan in session.leaves.items():
         uses = inputs.list_uses(call, leaf)
         alike = {(use.axis, frozenset(use.summed), use.groups) for use in uses}
         if len(alike) == 1 and not any(use.reason for use in uses):

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..transform._calls import Call
-from ..transform._programs.sites import Site
-from ..transform._programs.views import View
+from .._program.sites import Site
+from .._program.views import View
+from ..transform.session import TracedCall
 from .moments import Moments
 
 
@@ -116,7 +116,7 @@ def _list_whole_axes(view: View, places: Sequence[int], shape: Sequence[int]) ->
     return axes
 
 
-def list_uses(call: Call, leaf: int) -> tuple[Uses, ...]:
+def list_uses(call: TracedCall, leaf: int) -> tuple[Uses, ...]:
     """Return how the contractions of a program read a parameter; lookups have no inputs."""
     uses: list[Uses] = []
     shape = call.parameters.arrays[leaf].shape

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._program import jaxpr, moves
+from .._program.graph import EquationNode
+from .._program.sites import Site
 from ..calibration import loop
 from ..transform import Prepared
-from ..transform._inspect import check_prepared
-from ..transform._programs import jaxpr
-from ..transform._programs.sites import Site
-from . import graph as graphs
-from .graph import Graph, Operation
+from ..transform.session import Session
+from .neighbors import CallGraph, make_call_graph, move_indices
 from .notes import Note, Notes, Outcome
 from .scaling import make_comparison
 
@@ -25,8 +25,6 @@ _NAME = "ptq.rotate"
 _TOLERANCE = 1e-5  # of the largest result
 _MEASURE = "the largest |weight| over the root of the mean square, before and after"
 _HIGHEST = jax.lax.Precision.HIGHEST
-_SAME = ("convert_element_type", "copy", "stop_gradient", "name")
-_ALIGNED = ("reshape", "squeeze", "expand_dims")
 
 
 def rotate(prepared: Prepared, params: Any, batch: Any, *, key: jax.Array | None = None, **arguments: Any) -> Outcome:
@@ -82,13 +80,13 @@ def rotate(prepared: Prepared, params: Any, batch: Any, *, key: jax.Array | None
     Source: Ashkboos et al., arXiv 2404.00456, section 4, for the values of attention; Chee et al., arXiv 2307.13304,
     section 4, for why incoherent weights are easier to round.
     """
-    check_prepared(_NAME, prepared)
-    signature = prepared._read_parameters("convert", params)
+    session = Session(_NAME, prepared, params)
+    signature = session.parameters
     args, kwargs = loop.split_arguments(_NAME, 0, batch, arguments)
     kwargs = {**kwargs, **arguments}
-    call = prepared._trace("apply", params, args, kwargs)
-    graph, arrays = graphs.make_graph(call), list(signature.arrays)
-    compare = make_comparison(_NAME, prepared, signature, args, kwargs, _TOLERANCE)
+    call = session.trace(args, kwargs)
+    graph, arrays = make_call_graph(call), list(signature.arrays)
+    compare = make_comparison(session, args, kwargs, _TOLERANCE)
     actions: dict[int, list[str]] = {}
     reasons: dict[int, str] = {}
     sites = [site for site in call.analysis.sites.values() if site.weight is not None and site.operation != "take"]
@@ -126,7 +124,7 @@ def _make_rotation(run: int, key: jax.Array | None) -> jax.Array:
     return matrix if key is None else jax.random.rademacher(key, (size, 1), jnp.float32) * matrix
 
 
-def _rotate_paths(graph: graphs.Graph, paths: _Paths, arrays: Sequence[Any], matrix: jax.Array) -> list[Any] | str:
+def _rotate_paths(graph: CallGraph, paths: _Paths, arrays: Sequence[Any], matrix: jax.Array) -> list[Any] | str:
     """Return the parameters with rotated channels, or why they cannot be rotated."""
     if len(matrix) == 1:
         return f"runs of {paths.run} channels, which have no Hadamard matrix"
@@ -222,9 +220,9 @@ class _Paths(NamedTuple):
     readers: tuple[_ChannelReader, ...]
 
 
-def _follow_outputs(graph: Graph, site: Site) -> _Paths | str:
+def _follow_outputs(graph: CallGraph, site: Site) -> _Paths | str:
     """Return where the outputs of a contraction go, or why they cannot be mixed there."""
-    operation = graphs.find_operation(graph, site)
+    operation = graph.program.find_node(site.address)
     if operation is None or site.lengths:
         return "a contraction in a loop"
     start = _locate_start(graph, site, operation)
@@ -236,9 +234,9 @@ def _follow_outputs(graph: Graph, site: Site) -> _Paths | str:
     pending, runs = [channels], [channels.run]
     while pending:
         channels = pending.pop()
-        if channels.array in graph.results:
+        if channels.array in graph.program.results:
             return "outputs of the function"
-        for reader in graph.readers.get(channels.array, []):
+        for reader, _ in graph.program.uses.get(channels.array, []):
             step = _follow(graph, channels, reader)
             if isinstance(step, str):
                 return step
@@ -252,11 +250,11 @@ def _follow_outputs(graph: Graph, site: Site) -> _Paths | str:
     return _Paths(leaf, axis, math.gcd(*runs, *lengths), tuple(offsets), tuple(readers))
 
 
-def _locate_start(graph: Graph, site: Site, operation: Operation) -> tuple[_Channels, int, int] | str:
+def _locate_start(graph: CallGraph, site: Site, operation: EquationNode) -> tuple[_Channels, int, int] | str:
     """Return the channels of a contraction's result, and the parameter and its axis that they are."""
     assert site.weight is not None
-    (result,) = operation.results
-    shape, parameters = graph.shapes[result], site.equation.params
+    (result,) = operation.outputs
+    shape, parameters = graph.program.find_shape(result), site.equation.params
     numbers = parameters["dimension_numbers"]
     if site.operation == "conv_general_dilated":
         if parameters["feature_group_count"] > 1 or parameters["batch_group_count"] > 1:
@@ -278,14 +276,14 @@ def _locate_start(graph: Graph, site: Site, operation: Operation) -> tuple[_Chan
     return _Channels(result, dimension, graph.call.parameters.arrays[leaf].shape[axis]), leaf, axis
 
 
-def _locate_axis(graph: Graph, site: Site, dimension: int) -> int | str:
+def _locate_axis(graph: CallGraph, site: Site, dimension: int) -> int | str:
     """Return the innermost axis of the parameter in a dimension of a contraction's operand; or why there is none."""
     if len(site.views) != 1:
         return "parameters that are joined in one array"
     (view,) = site.views
     uses = [other for other in graph.call.analysis.sites.values() if view.leaf in other.leaves]
-    source = next(number for number, leaf in graph.leaves.items() if leaf == view.leaf)
-    if len(uses) > 1 or len(graph.readers.get(source, [])) > 1:
+    source = graph.find_value(view.leaf)
+    if len(uses) > 1 or len(graph.program.uses.get(source, [])) > 1:
         return "a parameter with several uses"
     if any(step[0] == "rev" for step in view.history if isinstance(step, tuple)):
         return "a parameter in reverse order"
@@ -296,14 +294,14 @@ def _locate_axis(graph: Graph, site: Site, dimension: int) -> int | str:
     return atoms[-1].axis
 
 
-def _follow(graph: Graph, channels: _Channels, operation: Operation) -> list[Any] | str:
+def _follow(graph: CallGraph, channels: _Channels, operation: EquationNode) -> list[Any] | str:
     """Return where channels are in the result of an operation, and what it adds to them or contracts them with."""
     array, dimension, run = channels
-    if len(operation.results) != 1 or operation.operands.count(array) != 1:
+    if len(operation.outputs) != 1 or operation.inputs.count(array) != 1:
         return f"{operation.name} reads its outputs"
-    place, (result,) = operation.operands.index(array), operation.results
-    shape, parameters = graph.shapes[result], operation.equation.params
-    if operation.name in _SAME:
+    place, (result,) = operation.inputs.index(array), operation.outputs
+    shape, parameters = graph.program.find_shape(result), operation.equation.params
+    if moves.keeps_place(operation.name):
         return [_Channels(result, dimension, run)]
     if operation.name == "transpose":
         return [_Channels(result, parameters["permutation"].index(dimension), run)]
@@ -311,8 +309,8 @@ def _follow(graph: Graph, channels: _Channels, operation: Operation) -> list[Any
         return [_Channels(result, parameters["broadcast_dimensions"][dimension], run)]
     if operation.name == "reduce_sum" and dimension not in parameters["axes"]:
         return [_Channels(result, dimension - sum(axis < dimension for axis in parameters["axes"]), run)]
-    if operation.name in _ALIGNED:
-        return _align(graph.shapes[array], channels, result, shape)
+    if moves.keeps_order(operation.name):
+        return _align(graph.program.find_shape(array), channels, result, shape)
     if operation.name in ("mul", "div") and (place == 0 or operation.name == "mul"):
         if _is_constant(graph, operation, 1 - place, dimension):
             return [_Channels(result, dimension, run)]
@@ -333,46 +331,47 @@ def _align(before: Sequence[int], channels: _Channels, result: int, after: Seque
     return "a reshape splits its outputs"
 
 
-def _is_constant(graph: Graph, operation: Operation, place: int, dimension: int) -> bool:
+def _is_constant(graph: CallGraph, operation: EquationNode, place: int, dimension: int) -> bool:
     """Return whether an operand has the same number at all indices of a dimension."""
     atom = operation.equation.invars[place]
-    if jaxpr.is_literal(atom) or math.prod(atom.aval.shape) == 1 or atom.aval.shape[dimension] == 1:
+    lengths = jaxpr.read_shape(atom)
+    if jaxpr.is_literal(atom) or math.prod(lengths) == 1 or lengths[dimension] == 1:
         return True
-    array = operation.operands[place]
-    maker = None if array is None else graph.makers.get(array)
+    array = operation.inputs[place]
+    maker = graph.program.producers.get(array)
     if maker is None or maker.name != "broadcast_in_dim":
         return False
-    axes, shape = maker.equation.params["broadcast_dimensions"], maker.equation.invars[0].aval.shape
+    axes, shape = maker.equation.params["broadcast_dimensions"], jaxpr.read_shape(maker.equation.invars[0])
     return dimension not in axes or shape[axes.index(dimension)] == 1
 
 
-def _add_offset(graph: Graph, operation: Operation, channels: _Channels, place: int) -> list[Any] | str:
+def _add_offset(graph: CallGraph, operation: EquationNode, channels: _Channels, place: int) -> list[Any] | str:
     """Return the channels of a sum of them and a parameter."""
-    array = operation.operands[1 - place]
-    leaf = None if array is None else graph.find_leaf(array, None)
-    if leaf is None or array is None:
+    array = operation.inputs[1 - place]
+    leaf = graph.find_leaf(array, None)
+    if leaf is None:
         return "add reads its outputs"
-    (result,) = operation.results
+    (result,) = operation.outputs
     return [_Channels(result, *channels[1:]), _Offset(leaf, array, channels)]
 
 
-def _list_runs(graph: Graph, offset: _Offset, run: int) -> np.ndarray | None:
+def _list_runs(graph: CallGraph, offset: _Offset, run: int) -> np.ndarray | None:
     """Return the places of the elements of a parameter that are added to each run of channels, [runs, run].
 
     None if they are not all of its elements, each in one run, or if something else reads the parameter.
     """
-    source = next(number for number, leaf in graph.leaves.items() if leaf == offset.leaf)
-    shape = graph.shapes[source]
-    indices = graphs.move_indices(graph, offset.array, source, np.arange(math.prod(shape)).reshape(shape))
-    if indices is None or len(graph.readers[offset.array]) > 1:
+    source = graph.find_value(offset.leaf)
+    shape = graph.program.find_shape(source)
+    indices = move_indices(graph, offset.array, source, np.arange(math.prod(shape)).reshape(shape))
+    if indices is None or len(graph.program.uses[offset.array]) > 1:
         return None
-    indices = np.broadcast_to(indices, graph.shapes[offset.channels.array])
+    indices = np.broadcast_to(indices, graph.program.find_shape(offset.channels.array))
     # What is added is broadcast, so that each run occurs once for every other index of the array.
     rows = np.unique(np.moveaxis(indices, offset.channels.dimension, -1).reshape(-1, run), axis=0)
     return rows if np.array_equal(np.sort(rows.ravel()), np.arange(math.prod(shape))) else None
 
 
-def _contract(graph: Graph, channels: _Channels, operation: Operation, place: int) -> list[Any] | str:
+def _contract(graph: CallGraph, channels: _Channels, operation: EquationNode, place: int) -> list[Any] | str:
     """Return the channels of a contraction that does not sum them, or the contraction as a reader."""
     site = graph.call.analysis.sites.get(operation.address)
     numbers = operation.equation.params["dimension_numbers"]
@@ -388,14 +387,14 @@ def _contract(graph: Graph, channels: _Channels, operation: Operation, place: in
         if site is None or site.weight != 1 - place:
             return "a product with other activations sums its outputs"
         return _read_with(graph, site, summed[1 - place][summed[place].index(channels.dimension)])
-    rank = len(graph.shapes[channels.array])
+    rank = len(graph.program.find_shape(channels.array))
     free = [d for d in range(rank) if d not in (*summed[place], *batch[place])]
-    others = len(operation.equation.invars[0].aval.shape) - len(summed[0]) - count if place == 1 else 0
-    (result,) = operation.results
+    others = len(jaxpr.read_shape(operation.equation.invars[0])) - len(summed[0]) - count if place == 1 else 0
+    (result,) = operation.outputs
     return [_Channels(result, count + others + free.index(channels.dimension), channels.run)]
 
 
-def _read_with(graph: Graph, site: Site | None, dimension: int) -> list[Any] | str:
+def _read_with(graph: CallGraph, site: Site | None, dimension: int) -> list[Any] | str:
     assert site is not None
     axis = _locate_axis(graph, site, dimension)
     if isinstance(axis, str):

@@ -10,13 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core import checks
+from .._program.sites import Site
 from ..calibration import loop
 from ..transform import Prepared
-from ..transform._calls import Call, Signature
-from ..transform._inspect import check_prepared
-from ..transform._programs.sites import Site
-from . import graph as graphs
-from . import input_scales, inputs
+from ..transform.session import Session, Signature, TracedCall
+from . import input_scales, inputs, neighbors
 from .collect import Statistics, has_statistics
 from .moments import Moments
 from .notes import Note, Notes, Outcome
@@ -34,7 +32,7 @@ class _Joint(NamedTuple):
     """
 
     uses: tuple[tuple[int, inputs.Uses], ...]
-    source: graphs.Source
+    source: neighbors.Source
 
 
 def smooth(
@@ -201,11 +199,11 @@ def _scale_joints(
     compute_factors: Callable[[_Joint, Sequence[Any]], jax.Array | str],
 ) -> Outcome:  # fmt: skip
     """Return parameters with factors between layers, wherever they can be put into parameters on both sides."""
-    check_prepared(name, prepared)
-    signature = prepared._read_parameters("convert", params)
+    session = Session(name, prepared, params)
+    signature = session.parameters
     args, kwargs = loop.split_arguments(name, 0, batch, arguments)
-    call = prepared._trace("apply", params, args, {**kwargs, **arguments})
-    compare = make_comparison(name, prepared, signature, args, {**kwargs, **arguments})
+    call = session.trace(args, {**kwargs, **arguments})
+    compare = make_comparison(session, args, {**kwargs, **arguments})
     arrays, notes = list(signature.arrays), {}
     before = arrays
     for joint in _list_joints(call, arrays):
@@ -242,19 +240,19 @@ def _describe_source(joint: _Joint, prepared: Prepared) -> str:
     return ", ".join(prepared.names[leaf] for leaf in (*leaves, *source.offsets) if leaf is not None)
 
 
-def _list_joints(call: Call, arrays: Sequence[Any]) -> list[_Joint]:
+def _list_joints(call: TracedCall, arrays: Sequence[Any]) -> list[_Joint]:
     """Return the contractions that read one array together, in program order."""
-    graph = graphs.make_graph(call)
+    graph = neighbors.make_call_graph(call)
     joints: dict[Any, list[tuple[int, inputs.Uses]]] = {}
     for site in call.analysis.sites.values():
         if not has_statistics(call.plan, site):
             continue
-        array = graphs.find_input(graph, site)
+        array = neighbors.find_input(graph, site)
         for view in site.views:
             use = inputs.describe_use(site, view, arrays[view.leaf].shape)
             joints.setdefault(site.name if array is None else array, []).append((view.leaf, use))
     return [
-        _Joint(tuple(uses), graphs.find_source(graph, key if isinstance(key, int) else None))
+        _Joint(tuple(uses), neighbors.find_source(graph, key if isinstance(key, int) else None))
         for key, uses in joints.items()
     ]
 
@@ -300,7 +298,7 @@ def _put_factors(joint: _Joint, arrays: Sequence[Any], factors: jax.Array) -> li
 
 
 def make_comparison(
-    name: str, prepared: Prepared, signature: Signature, args: Any, kwargs: Any, tolerance: float = _TOLERANCE
+    session: Session, args: Any, kwargs: Any, tolerance: float = _TOLERANCE
 ) -> Callable[[Sequence[Any]], bool]:  # fmt: skip
     """Return a function that tells whether parameters give the results of the first ones, up to a tolerance."""
     others = Signature((args, kwargs))
@@ -308,13 +306,13 @@ def make_comparison(
     @jax.jit
     def run_function(arrays: Any, rest: Any) -> Any:
         positional, named = others.rebuild(rest)
-        results = jax.tree.leaves(prepared.function(signature.rebuild(arrays), *positional, **named))
+        results = jax.tree.leaves(session.prepared.function(session.parameters.rebuild(arrays), *positional, **named))
         floats = [x.astype(jnp.float32) for x in results if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
         # Integers, such as those of an argmax, hide the differences that would tell that a factor is wrong.
-        checks.require(bool(floats), name, "prepared", "a function that returns floats", "none")
+        checks.require(bool(floats), session.function, "prepared", "a function that returns floats", "none")
         return floats
 
-    expected = run_function(signature.arrays, others.arrays)
+    expected = run_function(session.parameters.arrays, others.arrays)
 
     def compare(arrays: Sequence[Any]) -> bool:
         for x, y in zip(run_function(arrays, others.arrays), expected, strict=True):

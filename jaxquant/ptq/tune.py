@@ -20,8 +20,7 @@ from .._training.estimators import StraightThrough
 from .._training.fake_quantize import fake_quantize
 from ..calibration import loop
 from ..transform import Prepared
-from ..transform._calls import Signature, is_quantized
-from ..transform._inspect import check_prepared, read_converted
+from ..transform.session import Session, Signature, is_quantized
 from .notes import Note, Notes, Outcome
 
 _NAME = "ptq.tune"
@@ -127,7 +126,7 @@ def tune(
     gradients of the results; Kingma and Ba, arXiv 1412.6980, algorithm 1; Prechelt, Early Stopping - But When? (1998),
     section 2, for the choice of the round.
     """
-    check_prepared(_NAME, prepared)
+    session = Session(_NAME, prepared, params)
     loop.check_progress(_NAME, progress)
     checks.check_integer(_NAME, "rounds", rounds)
     checks.require(rounds > 0, _NAME, "rounds", "a positive number", rounds)
@@ -136,8 +135,8 @@ def tune(
     checks.check_flag(_NAME, "codes", codes)
     checks.check_real(_NAME, "code_rate", code_rate)
     checks.require(code_rate > 0, _NAME, "code_rate", "a positive number", code_rate)
-    signature, converted = prepared._read_parameters("convert", params), read_converted(_NAME, prepared, qparams)
-    run_function = make_function(_NAME, prepared, signature, arguments)
+    signature, converted = session.parameters, session.read_converted(qparams)
+    run_function = make_function(session, arguments)
     calls = _read_calls(signature, run_function, "batches", batches, arguments)
     others = None if held_out is None else _read_calls(signature, run_function, "held_out", held_out, arguments)
     choices = {leaf: _choose(prepared, leaf, x, codes) for leaf, x in enumerate(converted.arrays)}
@@ -204,25 +203,21 @@ def _choose(prepared: Prepared, leaf: int, x: Any, codes: bool) -> _Choice:
     return _Choice(not spec.power_of_two, codes and not obstacle, "; ".join(reasons))
 
 
-def make_function(
-    name: str, prepared: Prepared, signature: Signature, arguments: dict[str, Any]
-) -> Callable[[Sequence[Any], Signature], list[jax.Array]]:
+def make_function(session: Session, arguments: dict[str, Any]) -> Callable[[Sequence[Any], Signature], list[jax.Array]]:
     """Return the float function, as one of the arrays of the parameters and of a batch.
 
     Args:
-        name: the public function that errors name.
-        prepared: the prepared function.
-        signature: its parameters.
+        session: the prepared function and its parameters.
         arguments: keyword arguments of every call.
     """
 
     @jax.jit
     def run_function(arrays: Sequence[Any], other: Signature) -> list[jax.Array]:
         args, kwargs = other.rebuild(other.arrays)
-        results = prepared.function(signature.rebuild(arrays), *args, **kwargs, **arguments)
+        results = session.prepared.function(session.parameters.rebuild(arrays), *args, **kwargs, **arguments)
         # Integers among the results, such as a count of steps, have no gradient.
         floats = [y for y in jax.tree.leaves(results) if jnp.issubdtype(jnp.result_type(y), jnp.floating)]
-        checks.require(bool(floats), name, "prepared", "a function that returns floats", "none")
+        checks.require(bool(floats), session.function, "prepared", "a function that returns floats", "none")
         return [y.astype(jnp.float32) for y in floats]
 
     return run_function

@@ -15,14 +15,21 @@ from jax import lax
 from .._arrays import parts
 from .._arrays.error_metrics import quantization_error
 from .._core import checks
+from .._program import jaxpr
+from .._program.replacing import Records
+from .._program.sites import Site
 from ..calibration import loop
 from ..transform import Prepared
-from ..transform._calls import Call, Signature, is_quantized
-from ..transform._inspect import InspectMode, check_prepared, contract_codes, find_ranges, read_converted
-from ..transform._modes import Twin
-from ..transform._programs import jaxpr
-from ..transform._programs.interpret import Records
-from ..transform._programs.sites import Site
+from ..transform.session import (
+    ProgramPlan,
+    Session,
+    Signature,
+    TracedCall,
+    Twin,
+    contract_codes,
+    is_quantized,
+    match_ranges,
+)
 from ._report import Histogram, Report, SiteRow
 
 _NAME = "report.compare"
@@ -31,12 +38,11 @@ _RESULTS = ("sums", "extremes", "counts", "ends")
 _BINS = 64
 
 
-def _make_mode(plan: Any) -> InspectMode:
-    """Return the float program that also computes each contraction on codes and sums the squared differences."""
-    return InspectMode(plan, lambda site: plan.sites[site.name].is_replaced, functools.partial(_compare_site, plan))
+def _is_replaced(plan: ProgramPlan, site: Site) -> bool:
+    return plan.sites[site.name].is_replaced
 
 
-def _compare_site(plan: Any, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
+def _compare_site(plan: ProgramPlan, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
     """Return the float result, and the sums with those of this contraction."""
     record = records[site.name]
     (result,) = jaxpr.evaluate(site.equation, [x.floats if isinstance(x, Twin) else x for x in operands])
@@ -133,12 +139,11 @@ def compare(
 
     Source: Widrow and Kollar, Quantization Noise (Cambridge University Press, 2008), for the ratio.
     """
-    check_prepared(_NAME, prepared)
-    signature, codes = prepared._read_parameters("convert", params), read_converted(_NAME, prepared, qparams)
-    records = prepared._read_records("apply", "ranges", ranges)
+    session = Session(_NAME, prepared, params)
+    signature, codes, records = session.parameters, session.read_converted(qparams), session.read_ranges(ranges)
     calls = loop.read_batches(_NAME, batches, arguments)
     others = [Signature((args, {**kwargs, **arguments})) for args, kwargs in calls]
-    measured, activations = _measure_calls(prepared, signature, codes, records, others)
+    measured, activations = _measure_calls(session, codes, records, others)
     result = _measure_result(prepared, params, qparams, ranges, others)
     weights = _count_weights(prepared, signature, codes)
     rows = tuple(_make_row(prepared, row, measured.get(row.name, {}), signature, codes) for row in prepared.coverage)
@@ -149,26 +154,30 @@ def compare(
 
 
 def _measure_calls(
-    prepared: Prepared, signature: Signature, codes: Signature, ranges: Any, others: Sequence[Signature]
+    session: Session, codes: Signature, ranges: Any, others: Sequence[Signature]
 ) -> tuple[dict[str, dict[str, float]], dict[str, Histogram]]:
     """Return the sums of each contraction over all calls and all iterations of loops, and histograms of activations."""
-    names = {row.name for row in prepared.coverage if row.form != "float"}
+    names = {row.name for row in session.prepared.coverage if row.form != "float"}
 
     @jax.jit
     def run_sites(arrays: Any, quantized: Any, edges: Any, other: Signature) -> Any:
         positional, named = other.rebuild(other.arrays)
-        call = prepared._trace("compare", signature.rebuild(arrays), positional, named)
+        call = session.trace(positional, named, arrays)
         parameters = [
-            Twin(x, quantized[place]) if place in prepared.leaves else x
+            Twin(x, quantized[place]) if place in session.leaves else x
             for place, x in enumerate(call.parameters.arrays)
         ]
         records = _make_records(call, ranges, edges)
         _check_contractions(records, names)
-        final = prepared._interpret(_make_mode(call.plan), call, parameters, records)[1]
+        wants, visit = functools.partial(_is_replaced, call.plan), functools.partial(_compare_site, call.plan)
+        final = session.inspect(call, wants, visit, records, parameters)
         return {name: {key: record[key] for key in _RESULTS} for name, record in final.items()}
 
     def run_all(edges: Mapping[str, jax.Array]) -> list[dict[str, Any]]:
-        return [jax.tree.map(np.asarray, run_sites(signature.arrays, codes.arrays, edges, other)) for other in others]
+        return [
+            jax.tree.map(np.asarray, run_sites(session.parameters.arrays, codes.arrays, edges, other))
+            for other in others
+        ]
 
     # Edges that are apart; the counts of the first time are not used.
     unit = {name: jnp.arange(2, dtype=jnp.float32) for name in names}
@@ -218,11 +227,11 @@ def _make_activation_histogram(counts: Any, edge: np.ndarray, ends: np.ndarray) 
     return Histogram(tuple(int(n) for n in counts), tuple(float(e) for e in edges), low, high)
 
 
-def _make_records(call: Call, ranges: Any, edges: Mapping[str, jax.Array]) -> dict[str, Any]:
+def _make_records(call: TracedCall, ranges: Any, edges: Mapping[str, jax.Array]) -> dict[str, Any]:
     """Return the ranges, the sums and the histogram of each contraction on codes, with the axes of its scans."""
     records = {}
     lengths = {site.name: site.lengths for site in call.analysis.sites.values()}
-    for name, part in find_ranges(call, ranges).items():
+    for name, part in match_ranges(call, ranges).items():
         shape = lengths[name]
         records[name] = {
             "ranges": part, "sums": {key: jnp.zeros(shape, jnp.float32) for key in _SUMS},

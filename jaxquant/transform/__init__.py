@@ -6,6 +6,7 @@ from ._learned import LearnedScale, LearnedScales
 from ._prepare import prepare
 from ._prepared import Prepared
 from .rules import Activation, Rule, SiteView, Weight
+from .session import Session
 
 __all__ = [
     "Activation",
@@ -16,6 +17,7 @@ __all__ = [
     "Prepared",
     "Row",
     "Rule",
+    "Session",
     "SiteView",
     "Weight",
     "prepare",

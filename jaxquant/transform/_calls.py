@@ -14,8 +14,8 @@ import numpy as np
 
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes
-from ._plan import LeafPlan, Plan, make_plan, plan_regions
-from ._programs import analysis, jaxpr, views
+from .._program import analysis, jaxpr, views
+from ._plan import LeafPlan, ProgramPlan, make_plan, plan_regions
 from ._regions.folding import bind_parameters
 from ._regions.statics import StaticValues
 from .rules import Rule
@@ -199,7 +199,7 @@ def _name_paths(paths: Sequence[Sequence[Any]]) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class TracedCall:
     """A call of a function that has been traced, analyzed and planned.
 
     Attributes:
@@ -213,7 +213,7 @@ class Call:
 
     trace: jaxpr.Trace
     analysis: analysis.Analysis
-    plan: Plan
+    plan: ProgramPlan
     parameters: Signature
     arguments: Signature
     planned: Set[int]
@@ -244,7 +244,7 @@ class Call:
 
 def trace_call(
     function: TracedFunctions, rules: Sequence[Rule], params: Any, args: Any, kwargs: Any, planned: Set[int]
-) -> Call:
+) -> TracedCall:
     """Trace, analyze and plan a call.
 
     Args:
@@ -285,7 +285,7 @@ def trace_call(
     plan = plan_regions(plan, trace, known, _find_places(described))
     # Also calls without a contraction, if codes go through them.
     known = dataclasses.replace(known, entered=known.entered | plan.regions.entered)
-    return Call(trace, known, plan, parameters, arguments, planned)
+    return TracedCall(trace, known, plan, parameters, arguments, planned)
 
 
 def _find_places(parameters: Sequence[Any]) -> dict[int, int]:

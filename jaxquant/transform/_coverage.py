@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from .._arrays import saturation
 from .._arrays.spec import QuantSpec
 from .._core import checks
-from ._plan import Plan, SitePlan, describe_site
-from ._programs import jaxpr
-from ._programs.analysis import Analysis
-from ._programs.sites import Site
-from ._regions.point import Regions
+from .._program import jaxpr
+from .._program.analysis import Analysis
+from .._program.sites import Site
+from ._plan import ProgramPlan, SitePlan, describe_site
+from ._regions.rounding_points import Regions
 
 
 class Row(NamedTuple):
@@ -158,7 +158,7 @@ _FORMS = ("integer", "weight-only", "lookup", "float")
 _HEADER = ("name", "operation", "shapes", "form", "weight", "activations", "where", "reason")
 
 
-def make_coverage(analysis: Analysis, plan: Plan, names: Sequence[str]) -> Coverage:
+def make_coverage(analysis: Analysis, plan: ProgramPlan, names: Sequence[str]) -> Coverage:
     """Return the report of a planned program."""
     rows = tuple(_make_row(site, plan.sites[site.name], names, plan.regions) for site in analysis.sites.values())
     return Coverage(rows, tuple(_list_operations(plan.regions)))
@@ -184,7 +184,7 @@ def _list_operations(regions: Regions) -> Iterator[Operation]:
     """Yield the operations that stay in codes; those that are part of a contraction or of another one do not count."""
     for action in regions.actions.values():
         node, point = action.node, action.point
-        shape = tuple(node.equation.outvars[0].aval.shape)
+        shape = jaxpr.read_shape(node.equation.outvars[0])
         if action.kind == "move":
             name = _MOVES.get(node.name, node.name)
             yield Operation(name, name, shape, None, node.where, node.scope)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,22 +12,33 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._arrays.quantize import find_parameters
+from .._arrays.quantize import encode_array, find_parameters, quantize_kernel
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._codes.carrier import finish_training, replace_value
+from .._program import jaxpr
+from .._program.jaxpr import Equation
+from .._program.replacing import Records, Stores
+from .._program.sites import Address, Site
 from .._training.estimators import LSQ, Estimator, LSQPlus, StraightThrough
 from .._training.quantizer import Quantizer
 from .._training.rounding_vjp import RoundingConfig, make_array, quantize_and_dequantize
+from . import _moved_codes as moved_codes
+from . import _operations as operations
 from ._learned import LearnedScale, read_learned
-from ._plan import OperandPlan, Plan
-from ._programs import jaxpr, operations, restructure
-from ._programs.interpret import Records, Stores
-from ._programs.sites import Address, Site
+from ._plan import LeafPlan, OperandPlan, ProgramPlan
 from ._ranges import StaticRanges
 from ._regions.folding import find_factor_and_bias
-from ._regions.point import OUTPUT, Action, Point
-from ._regions.run import Codes, Pending, combine_codes, contract_to_codes, dequantize_codes, finish_floats, run_move
+from ._regions.rounding_points import OUTPUT, Action, RoundingPoint
+from ._regions.run import (
+    PendingResult,
+    RegionCodes,
+    combine_codes,
+    contract_to_codes,
+    dequantize_codes,
+    finish_floats,
+    run_move,
+)
 from ._regions.statics import StaticValues
 
 _NAME = "Prepared.apply"
@@ -35,7 +47,7 @@ _NAME = "Prepared.apply"
 class _PlannedMode:
     """What all modes have in common: the plan."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ProgramPlan) -> None:
         self.plan = plan
 
     def find_record(self, site: Site) -> tuple[str, tuple[Address, ...]]:
@@ -48,7 +60,7 @@ class _PlannedMode:
 
     def is_codes(self, value: Any) -> bool:
         """Return whether a value is codes between contractions, or will be when the equations of its point were met."""
-        return isinstance(value, Codes | Pending)
+        return isinstance(value, RegionCodes | PendingResult)
 
 
 class ObserveMode(_PlannedMode):
@@ -91,7 +103,7 @@ class ObserveMode(_PlannedMode):
         """Return True: arrays can be concatenated."""
         return True
 
-    def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+    def move_elements(self, equation: Equation, operands: Sequence[Any]) -> list[Any]:
         """Return the results of an equation on arrays."""
         return jaxpr.evaluate(equation, operands)
 
@@ -103,7 +115,7 @@ class ObserveMode(_PlannedMode):
         """Return an array unchanged."""
         return parameter
 
-    def call_with_rule(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+    def call_with_rule(self, equation: Equation, operands: Any, run: Callable[..., Any], records: Records) -> Any:
         """Return the results of the body: observing has no derivative."""
         return run(operands, records)
 
@@ -128,7 +140,7 @@ class _CodesMode(_PlannedMode):
 
     updates_records = False
 
-    def __init__(self, plan: Plan, statics: StaticValues | None) -> None:
+    def __init__(self, plan: ProgramPlan, statics: StaticValues | None) -> None:
         super().__init__(plan)
         self.statics = statics
 
@@ -139,38 +151,40 @@ class _CodesMode(_PlannedMode):
         if action.kind in ("move", "hidden") or action.point is None:
             return list(run_move(graph, action, operands)), records
         if action.kind == "start":
-            result = Pending(action.point, tuple(value.array for value in operands if isinstance(value, Codes)))
+            result = PendingResult(
+                action.point, tuple(value.array for value in operands if isinstance(value, RegionCodes))
+            )
         else:
-            result = next(value for value in operands if isinstance(value, Pending))
+            result = next(value for value in operands if isinstance(value, PendingResult))
         return [self.finish(result, records) if action.is_end else result], records
 
-    def finish(self, pending: Pending, records: Records) -> Codes:
+    def finish(self, pending: PendingResult, records: Records) -> RegionCodes:
         """Return the codes of a result."""
         point, graph = pending.point, self.plan.regions.graph
         assert graph is not None
         assert self.statics is not None
         quantizer = self.make_quantizer(point, graph.find_shape(point.value), records[point.name][OUTPUT])
         if point.site is None:
-            return Codes(combine_codes(graph, point, pending.operands, quantizer))
+            return RegionCodes(combine_codes(graph, point, pending.operands, quantizer))
         _, bias = find_factor_and_bias(self.statics, point)
-        return Codes(self.contract_to_codes(point, pending.operands, bias, quantizer))
+        return RegionCodes(self.contract_to_codes(point, pending.operands, bias, quantizer))
 
     def finish_contraction(self, site: Site, operands: Sequence[Any], records: Records) -> Any:
         """Return the codes of a contraction, or the operands if equations of its point follow."""
         action = self.find_action(site.address)
         assert action is not None
         assert action.point is not None
-        pending = Pending(action.point, operands)
+        pending = PendingResult(action.point, operands)
         return self.finish(pending, records) if action.is_end else pending
 
-    def make_quantizer(self, point: Point, shape: tuple[int, ...], part: Any) -> Quantizer:
+    def make_quantizer(self, point: RoundingPoint, shape: tuple[int, ...], part: Any) -> Quantizer:
         """Return how a result is quantized."""
         spec = point.output.spec
         like: Any = jnp.zeros(shape) if isinstance(part, LearnedScale) else jax.ShapeDtypeStruct(shape, jnp.float32)
         return Quantizer(spec, *find_scale(spec, like, part))
 
     def contract_to_codes(
-        self, point: Point, operands: Sequence[Any], bias: jax.Array | None, quantizer: Quantizer
+        self, point: RoundingPoint, operands: Sequence[Any], bias: jax.Array | None, quantizer: Quantizer
     ) -> Any:
         """Return the codes of a contraction."""
         raise NotImplementedError
@@ -189,8 +203,8 @@ class IntegerMode(_CodesMode):
         assert site.weight is None or self.is_parameter(operands[site.weight])
         if site.operation == "take":
             return operations.look_up(site.equation, *operands), records
-        plan, codes = self.plan.sites[site.name], [x.array if isinstance(x, Codes) else x for x in operands]
-        for operand in [entry for entry in plan.activations if not isinstance(operands[int(entry.place)], Codes)]:
+        plan, codes = self.plan.sites[site.name], [x.array if isinstance(x, RegionCodes) else x for x in operands]
+        for operand in [entry for entry in plan.activations if not isinstance(operands[int(entry.place)], RegionCodes)]:
             place = int(operand.place)
             part = None if operand.calibrator is None else records[plan.record][str(place)]
             # A dynamic range is that of the value, whichever contraction reads it.
@@ -206,7 +220,7 @@ class IntegerMode(_CodesMode):
         return operations.make_operation(site.equation).contract_quantized(*codes), records
 
     def contract_to_codes(
-        self, point: Point, operands: Sequence[Any], bias: jax.Array | None, quantizer: Quantizer
+        self, point: RoundingPoint, operands: Sequence[Any], bias: jax.Array | None, quantizer: Quantizer
     ) -> Any:
         """Return the codes of a contraction."""
         graph, operation = self.plan.regions.graph, operations.make_operation(point.node.equation)
@@ -220,22 +234,22 @@ class IntegerMode(_CodesMode):
 
     def can_join(self, parameters: Sequence[Any]) -> bool:
         """Return whether the codes of parameters can stand in one array."""
-        return restructure.can_concatenate(parameters)
+        return moved_codes.can_concatenate(parameters)
 
-    def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+    def move_elements(self, equation: Equation, operands: Sequence[Any]) -> list[Any]:
         """Return the results of an equation on codes."""
-        return list(restructure.move_elements(equation, operands))
+        return list(moved_codes.move_elements(equation, operands))
 
     def convert_to_array(self, parameter: Any) -> jax.Array:
         """Return the floats that codes stand for."""
-        return parameter.to_array() if isinstance(parameter, Codes) else parameter.dequantize()
+        return parameter.to_array() if isinstance(parameter, RegionCodes) else parameter.dequantize()
 
     def prepare_stacked(self, parameter: Any) -> Any:
         """Return a parameter with a scale for each index of its first axis."""
         # A scan takes one index of the first axis of each part, and a scale that all layers share has only one.
         return parameter.per_index(0)
 
-    def call_with_rule(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+    def call_with_rule(self, equation: Equation, operands: Any, run: Callable[..., Any], records: Records) -> Any:
         """Return the results of the body: codes have no derivative."""
         return run(operands, records)
 
@@ -251,7 +265,7 @@ class Twin(NamedTuple):
 
 def _read_twin(x: Any) -> Twin:
     """Return an operand as floats with a gradient, and as codes; activations without codes are floats in both."""
-    if isinstance(x, Codes):
+    if isinstance(x, RegionCodes):
         return Twin(x.array.values, x.array.quantize())
     return x if isinstance(x, Twin) else Twin(x, x)
 
@@ -265,7 +279,7 @@ class TrainMode(_CodesMode):
         estimator: the gradient rule of scales that are trained.
     """
 
-    def __init__(self, plan: Plan, statics: StaticValues | None, estimator: Estimator) -> None:
+    def __init__(self, plan: ProgramPlan, statics: StaticValues | None, estimator: Estimator) -> None:
         super().__init__(plan, statics)
         self.estimator = estimator
 
@@ -286,7 +300,7 @@ class TrainMode(_CodesMode):
         twins = [_read_twin(x) for x in operands]
         for operand in plan.activations:
             place = int(operand.place)
-            if not isinstance(operands[place], Codes):
+            if not isinstance(operands[place], RegionCodes):
                 part = None if operand.calibrator is None else records[plan.record][str(place)]
                 rule = self.find_rule(part, operands[place].shape)
                 twins[place] = make_twin(operand.spec, operands[place], part, rule)
@@ -306,12 +320,12 @@ class TrainMode(_CodesMode):
             rule = dataclasses.replace(rule, elements=max(math.prod(shape[1:]), 1))
         return rule
 
-    def make_quantizer(self, point: Point, shape: tuple[int, ...], part: Any) -> Quantizer:
+    def make_quantizer(self, point: RoundingPoint, shape: tuple[int, ...], part: Any) -> Quantizer:
         """Return how a result is quantized, with its gradient rule."""
         return dataclasses.replace(super().make_quantizer(point, shape, part), gradient=self.find_rule(part, shape))
 
     def contract_to_codes(
-        self, point: Point, operands: Sequence[Any], bias: jax.Array | None, quantizer: Quantizer
+        self, point: RoundingPoint, operands: Sequence[Any], bias: jax.Array | None, quantizer: Quantizer
     ) -> Any:
         """Return the codes of a contraction as floats with a gradient: that of the contraction with a float bias."""
         graph, operation = self.plan.regions.graph, operations.make_operation(point.node.equation)
@@ -328,12 +342,12 @@ class TrainMode(_CodesMode):
 
     def can_join(self, parameters: Sequence[Any]) -> bool:
         """Return whether the codes of parameters can stand in one array."""
-        return restructure.can_concatenate([x.codes for x in parameters])
+        return moved_codes.can_concatenate([x.codes for x in parameters])
 
-    def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+    def move_elements(self, equation: Equation, operands: Sequence[Any]) -> list[Any]:
         """Return the results of an equation on both forms."""
         floats = jaxpr.evaluate(equation, [x.floats if isinstance(x, Twin) else x for x in operands])
-        codes = restructure.move_elements(equation, [x.codes if isinstance(x, Twin) else x for x in operands])
+        codes = moved_codes.move_elements(equation, [x.codes if isinstance(x, Twin) else x for x in operands])
         if jaxpr.find_name(equation) == "optimization_barrier":
             # It has a result for each operand, and some operands may be activations.
             return [c if isinstance(c, jax.Array) else Twin(f, c) for f, c in zip(floats, codes, strict=True)]
@@ -341,7 +355,7 @@ class TrainMode(_CodesMode):
 
     def convert_to_array(self, parameter: Any) -> jax.Array:
         """Return the floats that the codes stand for, with their gradient."""
-        if isinstance(parameter, Codes):
+        if isinstance(parameter, RegionCodes):
             return parameter.to_array()
         # The same operation as in `IntegerMode`, so that XLA sums the elements in the same order.
         return replace_value(parameter.floats, parameter.codes.dequantize())
@@ -350,11 +364,11 @@ class TrainMode(_CodesMode):
         """Return a parameter with a scale for each index of its first axis."""
         return Twin(parameter.floats, parameter.codes.per_index(0))
 
-    def call_with_rule(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+    def call_with_rule(self, equation: Equation, operands: Any, run: Callable[..., Any], records: Records) -> Any:
         """Return the results of the body, with the derivative that the rule of the function gives its floats."""
         return operations.call_with_rule(equation, operands, run, records)
 
-    def call_with_remat(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+    def call_with_remat(self, equation: Equation, operands: Any, run: Callable[..., Any], records: Records) -> Any:
         """Return the results of the body, which the backward pass computes again."""
         parameters = equation.params
         call = jax.checkpoint(run, prevent_cse=parameters["prevent_cse"], policy=parameters["policy"])
@@ -398,3 +412,56 @@ def make_twin(spec: QuantSpec, x: jax.Array, part: Any, rule: Estimator) -> Twin
     config = RoundingConfig(spec, rule)
     floats = quantize_and_dequantize(config, x, scale, zero_point, None)
     return Twin(floats, lax.stop_gradient(make_array(config, x, scale, zero_point, None)))
+
+
+# The conversion of one parameter: to codes, or to codes and the floats that are trained.
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _encode_learned(w: jax.Array, part: LearnedScale, plan: LeafPlan) -> Any:
+    scale, zero_point = read_learned("Prepared.convert", part, w, plan.spec)
+    return make_array(RoundingConfig(plan.spec), w, scale, zero_point, None)
+
+
+def quantize_weight(w: Any, plan: LeafPlan, part: LearnedScale | None) -> Any:
+    """Return a parameter as codes, with a scale that was trained or the scale of its range."""
+    if part is None:
+        return quantize_kernel(w, plan.spec, plan.stored_last)
+    q = _encode_learned(jnp.asarray(w), part, plan)
+    return q.store_last(*plan.stored_last) if plan.stored_last else q
+
+
+def quantize_with_scale(w: Any, plan: LeafPlan, q: QuantizedArray, scale: jax.Array) -> QuantizedArray:
+    """Return a parameter with other scales than those of its codes, and with their zero points."""
+    codes = encode_array(jnp.asarray(w), scale, q.zero_point, plan.spec)
+    result = QuantizedArray(codes, scale, q.zero_point, dtype=q.dtype, block_size=q.block_size, codebook=q.codebook)
+    return result.store_last(*plan.stored_last) if plan.stored_last else result
+
+
+def make_weight_twin(w: Any, plan: LeafPlan, part: LearnedScale | None, rule: Any) -> Twin:
+    """Return a parameter as the floats that its codes stand for, with their gradient, and as codes."""
+    twin = make_twin(plan.spec, jnp.asarray(w), part, StraightThrough() if part is None else rule)
+    codes = twin.codes.store_last(*plan.stored_last) if plan.stored_last else twin.codes
+    # XLA must not fuse what finds the codes with what follows the contraction, which is float: the result of a tanh
+    # depends on the loop in which it is. After the barrier the codes are like those that `apply` gets as arguments.
+    return Twin(twin.floats, jax.lax.optimization_barrier(codes))
+
+
+def make_larger_twin(
+    w: Any, plan: LeafPlan, part: LearnedScale | None, rule: Any, codes: QuantizedArray, scale: jax.Array
+) -> Twin:
+    """Return a parameter as `make_weight_twin` does, with larger scales where a bias needs them.
+
+    Args:
+        w: the parameter, in floats.
+        plan: how it is quantized.
+        part: the scale that is trained, or None.
+        rule: the estimator of that scale.
+        codes: the parameter as codes, with the scale that it has otherwise.
+        scale: the larger scales; the others are those of `codes`. They have no gradient.
+    """
+    zero_point = None if codes.zero_point is None else codes.zero_point.astype(jnp.float32)
+    if part is None:
+        return make_weight_twin(w, plan, LearnedScale(scale, zero_point), StraightThrough())
+    larger = jnp.where(scale > codes.scale, scale, part.scale)
+    return make_weight_twin(w, plan, part._replace(scale=larger), rule)

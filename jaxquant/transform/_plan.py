@@ -10,13 +10,13 @@ from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._core.dtypes import CONTRACTED as INTEGER_DTYPES
 from .._core.granularity import Blocked, PerAxis, PerTensor
+from .._program import jaxpr, views
+from .._program.analysis import UNUSED, Analysis
+from .._program.sites import Address, Site, find_contracted
 from ..calibration.factory import Factory
-from ._programs import jaxpr, views
-from ._programs.analysis import UNUSED, Analysis
-from ._programs.sites import Address, Site, find_contracted
 from ._regions.finder import find_regions
 from ._regions.folding import Fold, find_feature_axes
-from ._regions.point import OutputPlan, Regions
+from ._regions.rounding_points import OutputPlan, Regions
 from .rules import Activation, Rule, SiteView, Weight
 
 _NAME = "prepare"
@@ -84,7 +84,7 @@ class LeafPlan(NamedTuple):
         return w if self.fold is None else self.fold.multiply(w, arrays)
 
 
-class Plan(NamedTuple):
+class ProgramPlan(NamedTuple):
     """The plans of all contractions by name, of the parameters that are quantized by their place, and of results."""
 
     sites: dict[str, SitePlan]
@@ -100,14 +100,14 @@ def describe_site(site: Site, names: Sequence[str]) -> SiteView:
         site.name,
         tuple(names[leaf] for leaf in site.leaves),
         site.operation,
-        tuple(tuple(variable.aval.shape) for variable in variables),
-        tuple(str(variable.aval.dtype) for variable in variables),
+        tuple(jaxpr.read_shape(variable) for variable in variables),
+        tuple(str(jaxpr.read_dtype(variable)) for variable in variables),
         site.scope,
         site.where,
     )
 
 
-def make_plan(analysis: Analysis, rules: Sequence[Rule], names: Sequence[str], shapes: Sequence[Any]) -> Plan:
+def make_plan(analysis: Analysis, rules: Sequence[Rule], names: Sequence[str], shapes: Sequence[Any]) -> ProgramPlan:
     """Return the plan for a program.
 
     Args:
@@ -131,7 +131,7 @@ def make_plan(analysis: Analysis, rules: Sequence[Rule], names: Sequence[str], s
         for site in analysis.sites.values()
     }
     used = {id(rule) for rule in chosen.values()}
-    return Plan(sites, leaves, tuple(rule for rule in rules if rule.path is not None and id(rule) not in used))
+    return ProgramPlan(sites, leaves, tuple(rule for rule in rules if rule.path is not None and id(rule) not in used))
 
 
 def _is_replaceable(site: Site, rule: Rule | None) -> bool:
@@ -267,7 +267,9 @@ def _plan_records(
     for record, users in sharing.items():
         # Ranges have the rank of the activations.
         ranks = {
-            tuple(len(v.aval.shape) for v in site.equation.invars[:2]) for site in users if site.operation != "take"
+            tuple(len(jaxpr.read_shape(v)) for v in site.equation.invars[:2])
+            for site in users
+            if site.operation != "take"
         }
         expected = f"operands of the same rank in all uses of {record}, because a rule has shared=True"
         got = ", ".join(site.describe() for site in users)
@@ -302,8 +304,8 @@ def _plan_site(
 
 
 def plan_regions(
-    plan: Plan, trace: jaxpr.Trace, analysis: Analysis, inputs: Mapping[int, int]
-) -> Plan:  # fmt: skip
+    plan: ProgramPlan, trace: jaxpr.Trace, analysis: Analysis, inputs: Mapping[int, int]
+) -> ProgramPlan:  # fmt: skip
     """Return a plan with what stays in codes between contractions.
 
     Args:
@@ -339,7 +341,7 @@ def _explain_values(site: Site, leaves: Mapping[int, LeafPlan], names: Sequence[
 
 def _make_activation_spec(site: Site, place: int, activation: Activation) -> QuantSpec:
     """Return the spec of one operand of a contraction."""
-    shape = site.equation.invars[place].aval.shape
+    shape = jaxpr.read_shape(site.equation.invars[place])
     summed = find_contracted(site.equation, place, len(shape))
     kept = tuple(axis for axis in range(len(shape)) if axis not in summed)
     # Groups of images are contracted with different features, so they share one zero point.

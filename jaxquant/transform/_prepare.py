@@ -9,11 +9,11 @@ import jax
 
 from .._arrays.scale_from_range import find_block_size
 from .._core import checks, dtypes
+from .._program.sites import Site
 from . import _coverage, _ranges
-from ._calls import Call, Signature, TracedFunctions, trace_call
+from ._calls import Signature, TracedCall, TracedFunctions, trace_call
 from ._plan import describe_site
 from ._prepared import Prepared
-from ._programs.sites import Site
 from .rules import Rule
 
 _NAME = "prepare"
@@ -107,7 +107,7 @@ def _read_rules(rules: Any) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def _refuse_unmatched(rule: Rule, call: Call) -> None:
+def _refuse_unmatched(rule: Rule, call: TracedCall) -> None:
     """Raise because a rule with a path applies to no contraction."""
     sites, names = call.analysis.sites.values(), call.parameters.names
     hidden = [site.name for site in sites if rule.matches(describe_site(site, names))]

@@ -10,18 +10,18 @@ from typing import Any
 import jax
 
 from .._core import checks
+from .._program import jaxpr
+from .._program.replacing import Mode, ReplacingInterpreter
 from .._training.estimators import LSQ, StraightThrough
 from ..calibration import loop
 from ..calibration.calibrator import is_finite_state
 from . import _coverage, _modes, _ranges
-from ._calls import Call, Signature, TracedFunctions, check_leaves, check_names, is_quantized, trace_call
+from ._calls import Signature, TracedCall, TracedFunctions, check_leaves, check_names, is_quantized, trace_call
 from ._learned import LearnedScales, ScaleEstimator, make_scales, read_part
+from ._modes import make_larger_twin, make_weight_twin, quantize_weight, quantize_with_scale
 from ._plan import LeafPlan
-from ._programs import jaxpr
-from ._programs.interpret import Interpreter, Mode
-from ._regions.biases import check_biases, enlarge_scales
-from ._regions.point import Regions
-from ._weights import make_larger_twin, make_weight_twin, quantize_weight, quantize_with_scale
+from ._regions.folding import check_biases, enlarge_scales
+from ._regions.rounding_points import Regions
 from .rules import Rule
 
 
@@ -335,14 +335,14 @@ class Prepared:
         fixed, codes, records = jax.lax.stop_gradient((list(arrays), codes, records))
         return enlarge_scales(self.regions, fixed, codes, _modes.make_finder(self.static_ranges, records))
 
-    def _interpret(self, mode: Mode, call: Call, parameters: Sequence[Any], records: Any) -> tuple[Any, Any]:
-        interpreter = Interpreter(call.analysis, mode, records)
+    def _interpret(self, mode: Mode, call: TracedCall, parameters: Sequence[Any], records: Any) -> tuple[Any, Any]:
+        interpreter = ReplacingInterpreter(call.analysis, mode, records)
         body = jaxpr.Body(call.trace.program, call.trace.constants)
         results = interpreter.evaluate_body(body, call.list_operands(parameters))
         arrays = [mode.convert_to_array(x) if mode.is_parameter(x) or mode.is_codes(x) else x for x in results]
         return call.rebuild_result(arrays), interpreter.records
 
-    def _trace(self, method: str, params: Any, args: Any, kwargs: Any) -> Call:
+    def _trace(self, method: str, params: Any, args: Any, kwargs: Any) -> TracedCall:
         function = f"Prepared.{method}"
         # Before the function is traced, which may read a path that is missing, or contract a wrong shape.
         signature = Signature(params)
@@ -389,7 +389,7 @@ class Prepared:
             expected = f"floats at {self.names[place]}"
             checks.require(is_float, f"Prepared.{method}", "params", expected, "a quantized array, as for apply")
 
-    def _check_converted(self, call: Call) -> None:
+    def _check_converted(self, call: TracedCall) -> None:
         for place, plan in self.leaves.items():
             x, name = call.parameters.arrays[place], self.names[place]
             expected = f"a quantized array at {name}, as convert returns it"
@@ -413,7 +413,7 @@ class Prepared:
             for name, entries in self.static_ranges.items()
         }
 
-    def _check_records(self, method: str, argument: str, call: Call, records: Mapping[str, Any]) -> None:
+    def _check_records(self, method: str, argument: str, call: TracedCall, records: Mapping[str, Any]) -> None:
         """Raise unless there is a range for each static activation of this call."""
         needed = _ranges.list_ranges(call.analysis, call.plan)
         missing = sorted(set(needed) - set(records))

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core import checks
+from .._program.analysis import Analysis
+from .._program.views import Constant
 from ..calibration import Calibrator
 from ..calibration.factory import describe_factory
-from ._plan import OperandPlan, Plan
-from ._programs.analysis import Analysis
-from ._programs.views import Constant
-from ._regions.point import OUTPUT, Point
+from ._plan import OperandPlan, ProgramPlan
+from ._regions.rounding_points import OUTPUT, RoundingPoint
 
 
 class StaticRange(NamedTuple):
@@ -51,7 +51,7 @@ class StaticRange(NamedTuple):
 StaticRanges = Mapping[str, tuple[StaticRange, ...]]
 
 
-def list_ranges(analysis: Analysis, plan: Plan) -> dict[str, tuple[StaticRange, ...]]:
+def list_ranges(analysis: Analysis, plan: ProgramPlan) -> dict[str, tuple[StaticRange, ...]]:
     """Return the static ranges of a program by name."""
     ranges: dict[str, tuple[StaticRange, ...]] = {}
     for site in analysis.sites.values():
@@ -77,7 +77,7 @@ def list_ranges(analysis: Analysis, plan: Plan) -> dict[str, tuple[StaticRange, 
     return ranges
 
 
-def _make_output(plan: Plan, point: Point) -> StaticRange:
+def _make_output(plan: ProgramPlan, point: RoundingPoint) -> StaticRange:
     """Return the range of a result."""
     assert plan.regions.graph is not None
     operand = OperandPlan(OUTPUT, *point.output)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ import numpy as np
 import onnx
 import pytest
 from flax import nnx
+from jax.experimental import io_callback
 from onnx import ModelProto
 
 import jaxquant as jq
@@ -415,3 +418,51 @@ def test_wrong_names_of_outputs() -> None:
 
     with pytest.raises(ValueError, match="specified_outputs_name: expected names that no other tensor has"):
         jqonnx.export(twice, [x])
+
+
+def _run_under(wrap: str, effect: Callable[[jax.Array], Any], x: jax.Array) -> jax.Array:
+    """Return x + 1, with an effect of x inside of a call, a loop or a branch, or of none."""
+
+    def step(x: jax.Array) -> jax.Array:
+        effect(x)
+        return x + 1
+
+    if wrap == "scan":
+        return jax.lax.scan(lambda x, _: (step(x), None), x, None, length=1)[0]
+    if wrap == "cond":
+        return jax.lax.cond(x.sum() > 0, step, lambda x: x + 1, x)
+    return jax.jit(step)(x) if wrap == "jit" else step(x)
+
+
+@pytest.mark.parametrize("wrap", ["", "jit", "scan", "cond"])
+def test_debug_calls_are_left_out_with_a_warning(wrap: str) -> None:
+    """They change no result. What they alone need, here an operation that ONNX lacks, is left out, too."""
+
+    def show(x: jax.Array) -> None:
+        jax.debug.print("{}", jax.lax.lgamma(x))
+        jax.debug.callback(lambda y: None, x)
+
+    with pytest.warns(UserWarning, match=r"jaxquant.onnx.export: the model is without debug_print at \S*test_export"):
+        model = jqonnx.export(functools.partial(_run_under, wrap, show), [jnp.ones(3)])
+    plain = jqonnx.export(functools.partial(_run_under, wrap, lambda x: None), [jnp.ones(3)])
+    assert model.graph == plain.graph
+
+
+@pytest.mark.parametrize("wrap", ["", "jit", "scan", "cond"])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_calls_with_effects_are_refused(wrap: str, ordered: bool) -> None:
+    """A model without them would do less than the function, also if no result is read."""
+
+    def send(x: jax.Array) -> None:
+        io_callback(lambda y: None, None, x, ordered=ordered)
+
+    with pytest.raises(ValueError, match=r"io_callback \(no operator of ONNX\) at \S*test_export"):
+        jqonnx.export(functools.partial(_run_under, wrap, send), [jnp.ones(3)])
+
+
+def test_a_barrier_of_several_known_arrays() -> None:
+    def function(x: jax.Array) -> jax.Array:
+        a, b = jax.lax.optimization_barrier((jnp.arange(3.0), jnp.ones(3)))
+        return x * a + b
+
+    check_model(jqonnx.export(function, [jnp.ones(3)]), function, [jnp.ones(3)])

@@ -13,7 +13,7 @@ import pytest
 
 import jaxquant as jq
 from jaxquant._core import recording
-from jaxquant.transform._programs import jaxpr as programs
+from jaxquant._program import jaxpr as programs
 
 UINT8 = jq.QuantSpec(jnp.uint8)
 W = jq.quantize(jnp.linspace(-1.0, 1.0, 12).reshape(4, 3), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))

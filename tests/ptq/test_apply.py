@@ -189,7 +189,7 @@ def test_errors(rng: np.random.Generator) -> None:
         (lambda: ptq.apply(prepared, params, [], ptq.GPTQ()), "ptq.apply: data: expected at least one batch"),
         (lambda: ptq.apply(prepared, params, None, ptq.GPTQ()), "ptq.apply: data: expected batches or statistics for"),
         (lambda: ptq.apply(prepared, params, [x, x[:2]], ptq.GPTQ()), "ptq.apply: data: expected batches of one shape"),
-        (lambda: ptq.apply(prepared, {"v": params["w"]}, [x], ptq.GPTQ()), "Prepared.convert: params: expected"),
+        (lambda: ptq.apply(prepared, {"v": params["w"]}, [x], ptq.GPTQ()), "ptq.apply: params: expected"),
         (lambda: ptq.apply(prepared, params, [x * np.nan], ptq.GPTQ()), "ptq.apply: state: expected finite numbers"),
         (lambda: ptq.apply(prepared, params, ptq.Statistics({}, stats.uses), ptq.GPTQ()), "ptq.apply: data: exp"),
         (lambda: ptq.collect(prepared, params, []), "ptq.collect: batches: expected at least one batch, got none"),

@@ -158,5 +158,5 @@ def test_errors(rng: np.random.Generator) -> None:
     prepared = jq.prepare(lambda params, x: x @ params["w"], params, jnp.ones((2, 4)), rules=RULES)
     with pytest.raises(TypeError, match=r"jaxquant\.ptq\.rotate: prepared: expected a Prepared, got int"):
         ptq.rotate(3, params, jnp.ones((2, 4)))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"jaxquant\.Prepared\.convert: params: expected"):
+    with pytest.raises(ValueError, match=r"jaxquant\.ptq\.rotate: params: expected"):
         ptq.rotate(prepared, {"v": params["w"]}, jnp.ones((2, 4)))

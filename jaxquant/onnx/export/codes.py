@@ -8,8 +8,8 @@ import numpy as np
 
 from . import values
 from .elementwise import cast_value
-from .graph import MICROSOFT, Graph
-from .registry import Call, writes_mark
+from .graph import MICROSOFT, ModelGraph
+from .registry import WriterCall, writes_mark
 from .values import Shape, Value
 
 _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
@@ -19,7 +19,7 @@ def _is_single(x: Value) -> bool:
     return all(bool(n == 1) for n in x.shape)
 
 
-def _store_scalar(graph: Graph, x: Value, dtype: Any) -> str:
+def _store_scalar(graph: ModelGraph, x: Value, dtype: Any) -> str:
     """Return a scale or a zero point of one element as a scalar."""
     x = cast_value(graph, x, dtype)
     if x.is_known:
@@ -27,7 +27,7 @@ def _store_scalar(graph: Graph, x: Value, dtype: Any) -> str:
     return graph.reshape(graph.store(x), ()) if x.shape else graph.store(x)
 
 
-def _store_vector(graph: Graph, x: Value, axis: int) -> str | None:
+def _store_vector(graph: ModelGraph, x: Value, axis: int) -> str | None:
     """Return a scale or a bias as a scalar, or with one entry for each index of an axis; None if it has others."""
     if _is_single(x):
         return _store_scalar(graph, x, x.dtype)
@@ -39,7 +39,7 @@ def _store_vector(graph: Graph, x: Value, axis: int) -> str | None:
 
 
 @writes_mark("requantize")
-def write_requantization(graph: Graph, call: Call) -> Value | None:
+def write_requantization(graph: ModelGraph, call: WriterCall) -> Value | None:
     """Write the operator of a whole quantized contraction, in place of the integer one that computed the sums."""
     p, acc = call.parameters, call.parameters["acc"]
     node = graph.find_node(acc.name)
@@ -79,7 +79,7 @@ def write_requantization(graph: Graph, call: Call) -> Value | None:
     return Value(tuple(call.outputs[0].shape), dtype, name)
 
 
-def _write_contraction(graph: Graph, node: Any, operands: Any, offset: str | None, result: Any, rank: int) -> str:
+def _write_contraction(graph: ModelGraph, node: Any, operands: Any, offset: str | None, result: Any, rank: int) -> str:
     """Return the codes of a contraction, written in the form of the graph.
 
     Args:
@@ -100,7 +100,7 @@ def _write_contraction(graph: Graph, node: Any, operands: Any, offset: str | Non
     return graph.add("QGemm", [*operands, offset, *result], domain=MICROSOFT)
 
 
-def _store_bias(graph: Graph, bias: Value, axis: int, shape: Shape) -> str | None:
+def _store_bias(graph: ModelGraph, bias: Value, axis: int, shape: Shape) -> str | None:
     """Return a bias with one entry for each feature."""
     name = _store_vector(graph, bias, axis)
     if name is None or not _is_single(bias):
@@ -109,14 +109,14 @@ def _store_bias(graph: Graph, bias: Value, axis: int, shape: Shape) -> str | Non
     return graph.add("Expand", [name, graph.add_shape((shape[axis],))])
 
 
-def _read_point(graph: Graph, inputs: Any, place: int) -> str:
+def _read_point(graph: ModelGraph, inputs: Any, place: int) -> str:
     """Return the zero point of an operand, which the integer operators may leave out."""
     if len(inputs) > 2 + place and inputs[2 + place]:
         return inputs[2 + place]
     return graph.add_constant(np.zeros((), graph.find_dtype(inputs[place]) or _UINT8))
 
 
-def _repeat_point(graph: Graph, inputs: Any, count: int) -> str:
+def _repeat_point(graph: ModelGraph, inputs: Any, count: int) -> str:
     """Return the zero point of the right operand with as many entries as it has scales."""
     point = _read_point(graph, inputs, 1)
     if point in graph.arrays:
@@ -124,7 +124,7 @@ def _repeat_point(graph: Graph, inputs: Any, count: int) -> str:
     return graph.add("Expand", [point, graph.ints(count)])
 
 
-def _write_qdq(graph: Graph, node: Any, operands: Any, offset: str | None, result: Any, rank: int) -> str:
+def _write_qdq(graph: ModelGraph, node: Any, operands: Any, offset: str | None, result: Any, rank: int) -> str:
     """Return the codes of a float operator between DequantizeLinear and QuantizeLinear."""
     x, x_scale, x_point, w, w_scale, w_point = operands
     is_conv = node.op_type == "ConvInteger"
@@ -153,7 +153,7 @@ _OPERATORS = {"qlinear_add": "QLinearAdd", "qlinear_mul": "QLinearMul"}
 
 
 @writes_mark(*_OPERATORS)
-def write_combination(graph: Graph, call: Call) -> Value:
+def write_combination(graph: ModelGraph, call: WriterCall) -> Value:
     """Write the sum or the product of codes."""
     p = call.parameters
     if _is_fusible(graph, p["a"].dtype):
@@ -171,7 +171,7 @@ def write_combination(graph: Graph, call: Call) -> Value:
 
 
 @writes_mark("qlinear_softmax", "qlinear_average_pool")
-def write_unary(graph: Graph, call: Call) -> Value | None:
+def write_unary(graph: ModelGraph, call: WriterCall) -> Value | None:
     """Write a softmax or the means of windows of codes."""
     p, output = call.parameters, call.outputs[0]
     if call.name == "qlinear_softmax":
@@ -221,7 +221,7 @@ _FLOATS = {
 
 
 @writes_mark("qlinear_sigmoid", "qlinear_leaky_relu", "qlinear_global_average_pool")
-def write_float_operator(graph: Graph, call: Call) -> Value | None:
+def write_float_operator(graph: ModelGraph, call: WriterCall) -> Value | None:
     """Write an operator of floats in the form "qdq"; otherwise the arithmetic of codes is written, or a table."""
     p, output = call.parameters, call.outputs[0]
     # GlobalAveragePool has the channels second, and no attribute for another layout.
@@ -233,13 +233,13 @@ def write_float_operator(graph: Graph, call: Call) -> Value | None:
     return Value(tuple(output.shape), _UINT8, name)
 
 
-def _is_fusible(graph: Graph, dtype: Any) -> bool:
+def _is_fusible(graph: ModelGraph, dtype: Any) -> bool:
     """Return whether operators on codes are floats between DequantizeLinear and QuantizeLinear."""
     # ONNX Runtime fuses these operators for uint8; those of int8 it would compute in floats.
     return graph.form == "qdq" and dtype == _UINT8
 
 
-def _store_affine(graph: Graph, parameters: Any, side: str, dtype: np.dtype = _UINT8) -> list[str]:
+def _store_affine(graph: ModelGraph, parameters: Any, side: str, dtype: np.dtype = _UINT8) -> list[str]:
     """Return the scale and the zero point of an operand or of the result, whose codes have a dtype."""
     # Without a zero point, ONNX Runtime takes codes of int8 for uint8, and does not load the model.
     point = parameters[f"{side}_zero_point"]
@@ -247,14 +247,14 @@ def _store_affine(graph: Graph, parameters: Any, side: str, dtype: np.dtype = _U
     return [_store_scalar(graph, parameters[f"{side}_scale"], _FLOAT32), _store_scalar(graph, point, dtype)]
 
 
-def _write_between(graph: Graph, operator: str, operands: Any, result: Any, **attributes: Any) -> str:
+def _write_between(graph: ModelGraph, operator: str, operands: Any, result: Any, **attributes: Any) -> str:
     """Return the codes of an operator of floats between DequantizeLinear and QuantizeLinear."""
     names = [graph.add("DequantizeLinear", operand) for operand in operands]
     return graph.add("QuantizeLinear", [graph.add(operator, names, **attributes), *result])
 
 
 @writes_mark("look_up")
-def write_lookup(graph: Graph, call: Call) -> Value:
+def write_lookup(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a lookup in a table of 256 entries, in the order of the codes' bits."""
     table, x = call.parameters["table"], call.parameters["x"]
     # The bits of int8 as uint8: a loaded model relies on indices that are not negative.

@@ -10,8 +10,8 @@ import numpy as np
 
 from ..._core import dtypes
 from . import elementwise, packed_weights, values
-from .graph import Graph
-from .registry import Call, writes
+from .graph import ModelGraph
+from .registry import WriterCall, writes
 from .values import Shape, UnsupportedError, Value
 
 
@@ -38,7 +38,7 @@ class Matrix(NamedTuple):
 
 
 @writes("dot_general")
-def write_dot_general(graph: Graph, call: Call) -> Value:
+def write_dot_general(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a matrix product."""
     (contracted, batch), output = call.parameters["dimension_numbers"], call.outputs[0]
     sides = []
@@ -54,7 +54,7 @@ def write_dot_general(graph: Graph, call: Call) -> Value:
     return Value(tuple(output.shape), dtype, name if wide == dtype else graph.cast(name, dtype))
 
 
-def multiply(graph: Graph, lhs: Matrix, rhs: Matrix, product: Callable[[str, str], str]) -> str:
+def multiply(graph: ModelGraph, lhs: Matrix, rhs: Matrix, product: Callable[[str, str], str]) -> str:
     """Return the product of two operands, written by `product` for operands [..., M, K] and [..., K, N]."""
     result = (*(lhs.shape[a] for a in (*lhs.batch, *lhs.free)), *(rhs.shape[a] for a in rhs.free))
     # The left operand keeps its dimensions if the right one is a single matrix.
@@ -69,7 +69,7 @@ def multiply(graph: Graph, lhs: Matrix, rhs: Matrix, product: Callable[[str, str
     return name if tuple(shape) == tuple(result) else graph.reshape(name, result)
 
 
-def _arrange(graph: Graph, side: Matrix, groups: Sequence[Sequence[int]]) -> str:
+def _arrange(graph: ModelGraph, side: Matrix, groups: Sequence[Sequence[int]]) -> str:
     """Return an operand with its dimensions in the order of the groups, of which the last two become one each."""
     batch, first, second = groups
     order = [*batch, *first, *second]
@@ -86,7 +86,7 @@ def _arrange(graph: Graph, side: Matrix, groups: Sequence[Sequence[int]]) -> str
 
 
 @writes("conv_general_dilated")
-def write_convolution(graph: Graph, call: Call) -> Value:
+def write_convolution(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a convolution, between transposes to ONNX's layout and back."""
     p, output = call.parameters, call.outputs[0]
     numbers = p["dimension_numbers"]
@@ -110,7 +110,7 @@ def write_convolution(graph: Graph, call: Call) -> Value:
 
 
 def spread_image(
-    graph: Graph, name: str, shape: Sequence[Any], dilation: Sequence[int], fill: Sequence[str] = ()
+    graph: ModelGraph, name: str, shape: Sequence[Any], dilation: Sequence[int], fill: Sequence[str] = ()
 ) -> str:
     """Return an image with zeros, or another number, between its elements, as a transposed convolution reads it."""
     # Conv does not spread its input. Padding a new dimension of 1, and merging it, puts zeros after each element.
@@ -128,7 +128,7 @@ def spread_image(
     return name
 
 
-def arrange_operand(graph: Graph, x: Value, shape: Shape, spec: Sequence[int]) -> str:
+def arrange_operand(graph: ModelGraph, x: Value, shape: Shape, spec: Sequence[int]) -> str:
     """Return an operand of a convolution in ONNX's layout; a known one is stored in it."""
     if x.is_known:
         array = np.broadcast_to(np.asarray(x.array), shape).transpose(spec)
@@ -154,7 +154,7 @@ def find_attributes(p: dict[str, Any], groups: int) -> dict[str, Any]:
 
 
 @writes("reduce_window_sum", "reduce_window_max", "reduce_window_min")
-def write_pooling(graph: Graph, call: Call) -> Value:
+def write_pooling(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a pooling over windows of some of the dimensions."""
     p, shape = call.parameters, call.parameters["input_shapes"][0]
     window, strides, pads = p["window_dimensions"], p["window_strides"], p["padding"]
@@ -194,7 +194,7 @@ def write_pooling(graph: Graph, call: Call) -> Value:
     )
 
 
-def _pool(graph: Graph, kind: str, name: str, dtype: Any, config: dict[str, Any]) -> str:
+def _pool(graph: ModelGraph, kind: str, name: str, dtype: Any, config: dict[str, Any]) -> str:
     """Return a pooling of [N, C, *spatial]."""
     container = values.find_container(dtype)
     is_float = container == np.float32
@@ -221,7 +221,7 @@ def _pool(graph: Graph, kind: str, name: str, dtype: Any, config: dict[str, Any]
     return name if is_direct else graph.cast(name, container)
 
 
-def _sum_windows(graph: Graph, name: str, dtype: Any, config: dict[str, Any]) -> str:
+def _sum_windows(graph: ModelGraph, name: str, dtype: Any, config: dict[str, Any]) -> str:
     """Return sums over windows of [N, C, *spatial] by additions: a mean in floats would round large integers."""
     container, wide = values.find_container(dtype), elementwise.find_compute_dtype(dtype)
     name = name if wide == container else graph.cast(name, wide)
@@ -237,7 +237,7 @@ def _sum_windows(graph: Graph, name: str, dtype: Any, config: dict[str, Any]) ->
     return name if wide == container else graph.cast(name, container)
 
 
-def _sum_along(graph: Graph, name: str, axis: int, size: int, step: int) -> str:
+def _sum_along(graph: ModelGraph, name: str, axis: int, size: int, step: int) -> str:
     """Return the sums of `size` elements each along an axis, which are `step` apart, for all places of the first."""
     # Sums of 2, 4, 8, ... elements, added up as the bits of the size tell, take few nodes for a long window, too.
     power, length, result, done = name, 1, "", 0
@@ -250,7 +250,7 @@ def _sum_along(graph: Graph, name: str, axis: int, size: int, step: int) -> str:
         power, length = _join_sums(graph, (power, power), (length, length), axis, step), 2 * length
 
 
-def _join_sums(graph: Graph, names: tuple[str, str], lengths: tuple[int, int], axis: int, step: int) -> str:
+def _join_sums(graph: ModelGraph, names: tuple[str, str], lengths: tuple[int, int], axis: int, step: int) -> str:
     """Return the sums of some elements, each with that of the elements that follow them."""
     head = graph.slice(names[0], [0], [-lengths[1] * step], [axis], [1])
     tail = graph.slice(names[1], [lengths[0] * step], [np.iinfo(np.int64).max], [axis], [1])
@@ -258,6 +258,6 @@ def _join_sums(graph: Graph, names: tuple[str, str], lengths: tuple[int, int], a
 
 
 @writes("reduce_window")
-def write_reduce_window(graph: Graph, call: Call) -> Value:
+def write_reduce_window(graph: ModelGraph, call: WriterCall) -> Value:
     """Refuse a pooling by any function: JAX has primitives for sums and extremes."""
     raise UnsupportedError("a reduction over windows that is neither a sum nor an extreme")

@@ -17,8 +17,8 @@ from onnx import NodeProto, helper
 from ..._core import dtypes
 from . import values
 from .elementwise import apply_operator, cast_value, choose, make_scalar, write_operator
-from .graph import Graph
-from .registry import Call, writes, writes_mark
+from .graph import ModelGraph
+from .registry import WriterCall, writes, writes_mark
 from .values import UnsupportedError, Value
 
 # Primitives of integers whose results may need more bits than their operands; scatters are spelled "-" or "_".
@@ -36,7 +36,7 @@ _ARITHMETIC = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply}
 
 
 @writes("convert_element_type")
-def write_cast(graph: Graph, call: Call) -> Value:
+def write_cast(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a conversion."""
     (x,) = call.inputs
     # Known codes that get here are those of weights, which the model keeps.
@@ -45,7 +45,7 @@ def write_cast(graph: Graph, call: Call) -> Value:
 
 
 @writes("bitcast_convert_type")
-def write_bitcast(graph: Graph, call: Call) -> Value:
+def write_bitcast(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a reinterpretation of integers of one width as signed or unsigned ones: Cast keeps their bits."""
     (x,), dtype = call.inputs, np.dtype(call.parameters["new_dtype"])
     old = np.dtype(call.parameters["input_dtypes"][0])
@@ -58,7 +58,7 @@ def write_bitcast(graph: Graph, call: Call) -> Value:
 
 
 @writes_mark("encode_small_float")
-def write_small_float(graph: Graph, call: Call) -> Value:
+def write_small_float(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a conversion of float32 to a float of 8 bits."""
     p = call.parameters
     dtype = np.dtype(p["dtype"])
@@ -68,7 +68,7 @@ def write_small_float(graph: Graph, call: Call) -> Value:
     return Value(p["value"].shape, dtype, graph.add("Cast", [x], to=to, saturate=int(p["saturate"])))
 
 
-def convert(graph: Graph, x: Value, dtype: Any) -> Value:
+def convert(graph: ModelGraph, x: Value, dtype: Any) -> Value:
     """Return a value in another dtype, with JAX's results for numbers that the dtype does not hold."""
     dtype = np.dtype(dtype)
     if dtype not in dtypes.INTEGERS and dtype.kind not in "iu":
@@ -78,14 +78,14 @@ def convert(graph: Graph, x: Value, dtype: Any) -> Value:
     return _saturate(graph, x, dtype)
 
 
-def keep_bits(graph: Graph, primitive: str, result: Value, dtype: Any) -> Value:
+def keep_bits(graph: ModelGraph, primitive: str, result: Value, dtype: Any) -> Value:
     """Return a result of a primitive with the bits that its dtype has: 8 hold it, also if it has 2 or 4."""
     is_narrow = np.dtype(dtype) in dtypes.INTEGERS and dtypes.count_bits(np.dtype(dtype)) < 8
     is_wrapped = is_narrow and primitive.replace("-", "_") in _OVERFLOWING
     return wrap(graph, result, dtype) if is_wrapped else result
 
 
-def wrap(graph: Graph, x: Value, dtype: Any) -> Value:
+def wrap(graph: ModelGraph, x: Value, dtype: Any) -> Value:
     """Return integers in a dtype of codes, of which those of 2 and 4 bits keep only their low bits."""
     dtype = np.dtype(dtype)
     container = values.find_container(dtype)
@@ -102,7 +102,7 @@ def wrap(graph: Graph, x: Value, dtype: Any) -> Value:
     return cast_value(graph, x if low == 0 else apply_operator(graph, "Add", [x, offset]), container)
 
 
-def _saturate(graph: Graph, x: Value, dtype: np.dtype) -> Value:
+def _saturate(graph: ModelGraph, x: Value, dtype: np.dtype) -> Value:
     """Return floats as the nearest integers towards 0 that a dtype holds."""
     low, high = dtypes.find_bounds(dtype)
     container = values.find_container(dtype)
@@ -126,7 +126,7 @@ def _truncate(number: float) -> int:
     return int(min(max(number, -(2.0**70)), 2.0**70))
 
 
-def _clip(graph: Graph, x: Value, dtype: np.dtype, bounds: tuple[int, int]) -> Value:
+def _clip(graph: ModelGraph, x: Value, dtype: np.dtype, bounds: tuple[int, int]) -> Value:
     """Return floats that are numbers as integers within bounds."""
     low, high = (make_scalar(bound, x.dtype) for bound in bounds)
     is_held = int(high.array) == bounds[1]
@@ -142,7 +142,7 @@ def _clip(graph: Graph, x: Value, dtype: np.dtype, bounds: tuple[int, int]) -> V
 # What the graph tells of the numbers in a tensor: their least and largest value, and whether one may be NaN.
 
 
-class Range(NamedTuple):
+class NumberRange(NamedTuple):
     """The numbers that a tensor may hold.
 
     Attributes:
@@ -156,11 +156,11 @@ class Range(NamedTuple):
     is_number: bool
 
 
-_ANY = Range(-math.inf, math.inf, False)
-_INT32 = Range(-(2.0**31), 2.0**31 - 1, True)
+_ANY = NumberRange(-math.inf, math.inf, False)
+_INT32 = NumberRange(-(2.0**31), 2.0**31 - 1, True)
 
 
-def find_range(graph: Graph, x: Value) -> Range:
+def find_range(graph: ModelGraph, x: Value) -> NumberRange:
     """Return bounds of the elements of a value."""
     if x.is_known:
         return _find_array_range(np.asarray(x.array))
@@ -168,7 +168,7 @@ def find_range(graph: Graph, x: Value) -> Range:
     return _intersect(found, _find_dtype_range(x.dtype))
 
 
-def fits_sum(graph: Graph, x: Value, lengths: Sequence[Any]) -> bool:
+def fits_sum(graph: ModelGraph, x: Value, lengths: Sequence[Any]) -> bool:
     """Return whether int32 holds each sum over dimensions of these lengths."""
     if not values.is_static(tuple(lengths)):
         return False
@@ -176,28 +176,28 @@ def fits_sum(graph: Graph, x: Value, lengths: Sequence[Any]) -> bool:
     return count * found.low >= -(2**31) and count * found.high < 2**31
 
 
-def _find_array_range(array: np.ndarray) -> Range:
+def _find_array_range(array: np.ndarray) -> NumberRange:
     if not array.size:
-        return Range(0, 0, True)
+        return NumberRange(0, 0, True)
     wide = array.astype(np.float64)
     has_nan = bool(np.isnan(wide).any())
-    return _ANY if has_nan else Range(float(wide.min()), float(wide.max()), True)
+    return _ANY if has_nan else NumberRange(float(wide.min()), float(wide.max()), True)
 
 
-def _find_dtype_range(dtype: Any) -> Range:
+def _find_dtype_range(dtype: Any) -> NumberRange:
     if np.dtype(dtype) == np.bool_:
-        return Range(0, 1, True)
+        return NumberRange(0, 1, True)
     if np.dtype(dtype) in dtypes.INTEGERS or np.dtype(dtype).kind in "iu":
         low, high = dtypes.find_bounds(dtype)
-        return Range(float(low), float(high), True)
+        return NumberRange(float(low), float(high), True)
     return _ANY
 
 
-def _intersect(x: Range, y: Range) -> Range:
-    return Range(max(x.low, y.low), min(x.high, y.high), x.is_number or y.is_number)
+def _intersect(x: NumberRange, y: NumberRange) -> NumberRange:
+    return NumberRange(max(x.low, y.low), min(x.high, y.high), x.is_number or y.is_number)
 
 
-def _find_tensor_range(graph: Graph, name: str, depth: int) -> Range:
+def _find_tensor_range(graph: ModelGraph, name: str, depth: int) -> NumberRange:
     if name in graph.arrays:
         return _find_array_range(graph.arrays[name])
     dtype = graph.find_dtype(name)
@@ -206,7 +206,7 @@ def _find_tensor_range(graph: Graph, name: str, depth: int) -> Range:
     return known if node is None else _intersect(known, _find_node_range(graph, node, depth - 1))
 
 
-def _find_node_range(graph: Graph, node: NodeProto, depth: int) -> Range:
+def _find_node_range(graph: ModelGraph, node: NodeProto, depth: int) -> NumberRange:
     """Return the range of the first result of a node from those of its operands."""
     if node.op_type == "Cast":
         to = helper.tensor_dtype_to_np_dtype(helper.get_node_attr_value(node, "to"))
@@ -220,13 +220,13 @@ def _find_node_range(graph: Graph, node: NodeProto, depth: int) -> Range:
         return operands[0]
     if node.op_type in _MONOTONE:
         function = _MONOTONE[node.op_type]
-        return Range(float(function(operands[0].low)), float(function(operands[0].high)), operands[0].is_number)
+        return NumberRange(float(function(operands[0].low)), float(function(operands[0].high)), operands[0].is_number)
     if node.op_type in _ARITHMETIC:
         return _combine(node.op_type, operands)
     return _select_range(node.op_type, operands)
 
 
-def _replaces_nan(graph: Graph, node: NodeProto, depth: int) -> bool:
+def _replaces_nan(graph: ModelGraph, node: NodeProto, depth: int) -> bool:
     """Return whether a Where chooses its last operand only if that is no NaN, which alone differs from itself."""
     condition = graph.find_node(node.input[0])
     if condition is None:
@@ -239,7 +239,7 @@ def _replaces_nan(graph: Graph, node: NodeProto, depth: int) -> bool:
     return _is_nan_only_with(graph, node.input[2], equal.input[0], depth)
 
 
-def _is_nan_only_with(graph: Graph, name: str, source: str, depth: int) -> bool:
+def _is_nan_only_with(graph: ModelGraph, name: str, source: str, depth: int) -> bool:
     """Return whether an element of a tensor is NaN only if that of the source, from which it is computed, is NaN."""
     if name == source:
         return True
@@ -258,28 +258,28 @@ def _is_nan_only_with(graph: Graph, name: str, source: str, depth: int) -> bool:
     return False
 
 
-def _select_range(operator: str, operands: Sequence[Range]) -> Range:
+def _select_range(operator: str, operands: Sequence[NumberRange]) -> NumberRange:
     """Return the range of a result whose elements are those of operands, or their opposites."""
     x = operands[0]
     if operator in ("Neg", "Abs"):
-        opposite = Range(-x.high, -x.low, x.is_number)
-        ends = Range(max(x.low, opposite.low, 0), max(x.high, opposite.high), x.is_number)
+        opposite = NumberRange(-x.high, -x.low, x.is_number)
+        ends = NumberRange(max(x.low, opposite.low, 0), max(x.high, opposite.high), x.is_number)
         return _drop_overflow(opposite if operator == "Neg" else ends)
     is_number = all(part.is_number for part in operands)
     lows, highs = [part.low for part in operands], [part.high for part in operands]
     if operator == "Max":
-        return Range(max(lows), max(highs), is_number)
+        return NumberRange(max(lows), max(highs), is_number)
     if operator == "Min":
-        return Range(min(lows), min(highs), is_number)
+        return NumberRange(min(lows), min(highs), is_number)
     if operator == "Clip":
         bottom, top = operands[1], operands[2]
-        return Range(max(x.low, bottom.low), min(max(x.high, bottom.low), top.high), x.is_number)
+        return NumberRange(max(x.low, bottom.low), min(max(x.high, bottom.low), top.high), x.is_number)
     # Where has a condition first; the operands of Concat are all alike.
     parts = operands[1:] if operator == "Where" else operands
-    return Range(min(p.low for p in parts), max(p.high for p in parts), all(p.is_number for p in parts))
+    return NumberRange(min(p.low for p in parts), max(p.high for p in parts), all(p.is_number for p in parts))
 
 
-def _combine(operator: str, operands: Sequence[Range]) -> Range:
+def _combine(operator: str, operands: Sequence[NumberRange]) -> NumberRange:
     """Return the range of a sum, a difference or a product: its ends are results of ends."""
     x, y = operands
     if not all(math.isfinite(end) for end in (x.low, x.high, y.low, y.high)):
@@ -290,23 +290,23 @@ def _combine(operator: str, operands: Sequence[Range]) -> Range:
         np.nextafter(np.float32(end), np.float32(far))
         for end, far in ((min(ends), -np.inf), (max(ends), np.inf))
     )  # fmt: skip
-    return _drop_overflow(Range(float(low), float(high), x.is_number and y.is_number))
+    return _drop_overflow(NumberRange(float(low), float(high), x.is_number and y.is_number))
 
 
-def _drop_overflow(x: Range) -> Range:
+def _drop_overflow(x: NumberRange) -> NumberRange:
     # The narrowest integers in which the graph computes have 32 bits. Beyond these they may have wrapped around.
     return x if x.low >= _INT32.low and x.high <= _INT32.high else _ANY
 
 
-def _round_range(x: Range, dtype: Any) -> Range:
+def _round_range(x: NumberRange, dtype: Any) -> NumberRange:
     """Return the range of numbers after a cast."""
     dtype = np.dtype(dtype)
     if values.find_container(dtype).kind in "iub":
         held = _find_dtype_range(dtype)
         # A cast to an integer dtype that does not hold all of them wraps around.
-        return Range(x.low, x.high, True) if held.low <= x.low and x.high <= held.high else held
+        return NumberRange(x.low, x.high, True) if held.low <= x.low and x.high <= held.high else held
     if dtype not in (dtypes.FLOAT16, dtypes.BFLOAT16, dtypes.FLOAT32, np.float64):
         return _ANY
     with np.errstate(over="ignore"):
         low, high = (float(np.asarray(end, np.float64).astype(dtype)) for end in (x.low, x.high))
-    return Range(low, high, x.is_number)
+    return NumberRange(low, high, x.is_number)

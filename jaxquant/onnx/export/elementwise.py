@@ -9,9 +9,10 @@ import numpy as np
 from jax import lax
 
 from ..._core import dtypes
+from ..._program import moves
 from . import values
-from .graph import Graph
-from .registry import Call, writes, writes_mark
+from .graph import ModelGraph
+from .registry import WriterCall, writes, writes_mark
 from .values import UnsupportedError, Value
 
 # ONNX Runtime computes neither these floats nor these integers on a CPU; it casts to the right ones exactly.
@@ -44,7 +45,7 @@ def find_compute_dtype(dtype: Any) -> np.dtype:
     return _WIDER.get(values.find_container(dtype), np.dtype(dtype))
 
 
-def widen_ordered(graph: Graph, name: str, dtype: Any) -> str:
+def widen_ordered(graph: ModelGraph, name: str, dtype: Any) -> str:
     """Return a tensor in a dtype that ONNX Runtime sorts, and in the same order; `narrow_ordered` is the inverse."""
     container = values.find_container(dtype)
     if container == _UINT32:
@@ -54,7 +55,7 @@ def widen_ordered(graph: Graph, name: str, dtype: Any) -> str:
     return name if wide == container else graph.cast(name, wide)
 
 
-def narrow_ordered(graph: Graph, name: str, dtype: Any) -> str:
+def narrow_ordered(graph: ModelGraph, name: str, dtype: Any) -> str:
     """Return what `widen_ordered` made of a tensor, or elements of it, in its dtype."""
     container = values.find_container(dtype)
     if container == _UINT32:
@@ -62,7 +63,9 @@ def narrow_ordered(graph: Graph, name: str, dtype: Any) -> str:
     return name if find_compute_dtype(container) == container else graph.cast(name, container)
 
 
-def apply_operator(graph: Graph, operator: str, inputs: Sequence[Value], dtype: Any = None, **attributes: Any) -> Value:
+def apply_operator(
+    graph: ModelGraph, operator: str, inputs: Sequence[Value], dtype: Any = None, **attributes: Any
+) -> Value:
     """Return the result of an operator that broadcasts, computed in a dtype that ONNX Runtime has kernels of.
 
     Args:
@@ -95,13 +98,13 @@ def make_scalar(number: Any, dtype: Any) -> Value:
 
 
 @writes(*_UNARY)
-def write_unary(graph: Graph, call: Call) -> Value:
+def write_unary(graph: ModelGraph, call: WriterCall) -> Value:
     """Write an operator of one operand."""
     return apply_operator(graph, _UNARY[call.name], call.inputs)
 
 
 @writes(*_BINARY)
-def write_binary(graph: Graph, call: Call) -> Value:
+def write_binary(graph: ModelGraph, call: WriterCall) -> Value:
     """Write an operator of two operands."""
     x, y = call.inputs
     if x.dtype == np.bool_ and call.name in ("max", "min", "mul", "add"):
@@ -115,7 +118,7 @@ def write_binary(graph: Graph, call: Call) -> Value:
     return apply_operator(graph, _BINARY[call.name], (x, y))
 
 
-def _clip_codes(graph: Graph, call: Call) -> Value | None:
+def _clip_codes(graph: ModelGraph, call: WriterCall) -> Value | None:
     """Return integers of 8 bits that are limited by a known one, or None: Clip has kernels of them, Max has none."""
     x, bound = call.inputs[::-1] if call.inputs[0].is_known else call.inputs
     if x.is_known or not bound.is_known or _find_stored_shape(bound) not in ((), (1,) * len(x.shape)):
@@ -133,14 +136,14 @@ def _clip_codes(graph: Graph, call: Call) -> Value | None:
     return Value(x.shape, x.dtype, graph.add("Clip", [name, *ends]))
 
 
-def write_operator(graph: Graph, operator: str, inputs: Sequence[Value], dtype: Any, **attributes: Any) -> Value:
+def write_operator(graph: ModelGraph, operator: str, inputs: Sequence[Value], dtype: Any, **attributes: Any) -> Value:
     """Return the result of an operator that broadcasts, in the operands' own dtypes."""
     name = graph.add(operator, [graph.store(x) for x in inputs], **attributes)
     return Value(values.broadcast_shapes(*(_find_stored_shape(x) for x in inputs)), np.dtype(dtype), name)
 
 
 @writes(*_COMPARISONS, "ne")
-def write_comparison(graph: Graph, call: Call) -> Value:
+def write_comparison(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a comparison."""
     inputs = call.inputs
     if call.name == "ne":
@@ -154,7 +157,7 @@ def write_comparison(graph: Graph, call: Call) -> Value:
 
 
 @writes("and", "or", "xor", "not")
-def write_logic(graph: Graph, call: Call) -> Value:
+def write_logic(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a logical operator of bools, or one of the bits of integers."""
     dtype = call.inputs[0].dtype
     if dtype == np.bool_:
@@ -164,7 +167,7 @@ def write_logic(graph: Graph, call: Call) -> Value:
     return write_operator(graph, "BitwiseNot" if call.name == "not" else _BITS[call.name], call.inputs, dtype)
 
 
-def cast_value(graph: Graph, x: Value, dtype: Any) -> Value:
+def cast_value(graph: ModelGraph, x: Value, dtype: Any) -> Value:
     """Return a value in another dtype, whose numbers the dtype must hold."""
     target, container = values.find_container(dtype), values.find_container(x.dtype)
     if x.is_known:
@@ -180,7 +183,7 @@ def cast_value(graph: Graph, x: Value, dtype: Any) -> Value:
 
 
 @writes("reduce_precision")
-def write_reduce_precision(graph: Graph, call: Call) -> Value:
+def write_reduce_precision(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a rounding to the digits of a narrower float."""
     bits = (call.parameters["exponent_bits"], call.parameters["mantissa_bits"])
     # ONNX rounds by a cast, so there has to be a dtype with these digits.
@@ -192,7 +195,7 @@ def write_reduce_precision(graph: Graph, call: Call) -> Value:
 
 
 @writes("round")
-def write_round(graph: Graph, call: Call) -> Value:
+def write_round(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a rounding to integers."""
     (x,) = call.inputs
     if call.parameters["rounding_method"] == lax.RoundingMethod.TO_NEAREST_EVEN:
@@ -207,7 +210,7 @@ def write_round(graph: Graph, call: Call) -> Value:
 
 
 @writes("one_minus_square")
-def write_one_minus_square(graph: Graph, call: Call) -> Value:
+def write_one_minus_square(graph: ModelGraph, call: WriterCall) -> Value:
     """Write 1 - x * x, which is in the derivative of tanh, as JAX computes it: (1 + x) * (1 - x)."""
     (x,) = call.inputs
     return apply_operator(
@@ -216,7 +219,7 @@ def write_one_minus_square(graph: Graph, call: Call) -> Value:
 
 
 @writes("integer_pow", "square")
-def write_integer_power(graph: Graph, call: Call) -> Value:
+def write_integer_power(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a power by multiplications."""
     (x,) = call.inputs
     exponent = 2 if call.name == "square" else int(call.parameters["y"])
@@ -235,7 +238,7 @@ def write_integer_power(graph: Graph, call: Call) -> Value:
 
 
 @writes_mark("softmax", "tanh", "logistic")
-def write_kernel(graph: Graph, call: Call) -> Value:
+def write_kernel(graph: ModelGraph, call: WriterCall) -> Value:
     """Write an operator that a loaded model computes by the runtime's approximation."""
     operator, attributes = {"softmax": ("Softmax", {"axis": -1}), "tanh": ("Tanh", {}), "logistic": ("Sigmoid", {})}[
         call.name
@@ -247,7 +250,7 @@ def write_kernel(graph: Graph, call: Call) -> Value:
 
 
 @writes("rsqrt", "log1p", "expm1", "exp2", "cbrt", "erfc", "atan2", "rem", "is_finite", "clamp")
-def write_composed(graph: Graph, call: Call) -> Value:
+def write_composed(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a function that ONNX lacks by several of its operators."""
     x = call.inputs[0]
     one = None if call.name in ("is_finite", "clamp", "rem") else make_scalar(1, x.dtype)
@@ -282,14 +285,14 @@ def write_composed(graph: Graph, call: Call) -> Value:
     raise UnsupportedError("no operator of ONNX")
 
 
-def _write_is_finite(graph: Graph, x: Value) -> Value:
+def _write_is_finite(graph: ModelGraph, x: Value) -> Value:
     # IsInf takes 16-bit floats from opset 20 on only.
     x = x if x.dtype == dtypes.FLOAT32 else cast_value(graph, x, np.float32)
     infinite, nan = (write_operator(graph, operator, [x], np.bool_) for operator in ("IsInf", "IsNaN"))
     return write_operator(graph, "Not", [write_operator(graph, "Or", [infinite, nan], np.bool_)], np.bool_)
 
 
-def _write_atan2(graph: Graph, y: Value, x: Value) -> Value:
+def _write_atan2(graph: ModelGraph, y: Value, x: Value) -> Value:
     """Write the angle of a point by that of (abs(x), abs(y)), moved to the quadrant that the signs tell."""
 
     def apply(operator: str, *operands: Value, dtype: Any = None) -> Value:
@@ -315,7 +318,7 @@ def _write_atan2(graph: Graph, y: Value, x: Value) -> Value:
 
 
 @writes("select_n")
-def write_select(graph: Graph, call: Call) -> Value:
+def write_select(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a selection by a bool, or by an integer among several values."""
     which, *cases = call.inputs
     if len(cases) == 1:
@@ -329,7 +332,7 @@ def write_select(graph: Graph, call: Call) -> Value:
     return result
 
 
-def choose(graph: Graph, condition: Value, chosen: Value, other: Value) -> Value:
+def choose(graph: ModelGraph, condition: Value, chosen: Value, other: Value) -> Value:
     """Return `chosen` where the condition holds, and `other` elsewhere."""
     dtype = values.find_container(chosen.dtype)
     # ONNX Runtime has no kernels of Where for the other floats and integers.
@@ -341,10 +344,8 @@ def choose(graph: Graph, condition: Value, chosen: Value, other: Value) -> Value
     return result if wide == dtype else cast_value(graph, result, dtype)
 
 
-@writes(
-    "stop_gradient", "copy", "copy_p", "optimization_barrier", "name", "sharding_constraint", "reshard", "pvary",
-    "mesh_cast",
-)  # fmt: skip
-def write_identity(graph: Graph, call: Call) -> list[Value]:
+# A conversion has a writer of its own.
+@writes(*(name for name in moves.MOVES if moves.keeps_place(name) and name != "convert_element_type"), moves.BARRIER)
+def write_identity(graph: ModelGraph, call: WriterCall) -> list[Value]:
     """Write nothing: the results are the operands."""
     return list(call.inputs)

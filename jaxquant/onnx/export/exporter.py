@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,9 @@ import numpy as np
 from onnx import helper
 
 from ..._core import recording
-from ...transform._programs import jaxpr as programs
+from ..._program import jaxpr
+from ..._program.interpreter import Visit
+from ..._program.jaxpr import Equation
 from . import (
     arrays,
     codes,
@@ -23,15 +25,14 @@ from . import (
     packed_weights,
     program,
     quantized,
-    shifts,
     values,
 )
-from .graph import Graph
-from .registry import MARKS, PRIMITIVES, Call
+from .graph import ModelGraph
+from .registry import MARKS, PRIMITIVES, WriterCall
 from .values import Spec, UnsupportedError, Value
 
 # The modules that fill the tables.
-WRITERS = (arrays, codes, contractions, conversions, elementwise, integers, packed_weights, quantized, shifts)
+WRITERS = (arrays, codes, contractions, conversions, elementwise, integers, packed_weights, quantized)
 
 
 SCAN_CHOICES = ("auto", "unroll", "loop")
@@ -43,7 +44,7 @@ _LIBRARIES = tuple(
 )
 
 
-def _locate(equations: Sequence[Any]) -> str:
+def locate(equations: Sequence[Any]) -> str:
     """Return the file and the line of the user, or of a framework, that the last of nested equations comes from."""
     # What JAX has traced before, such as the body of jnp.cumprod, does not know its caller; the call does.
     for equation in reversed(equations):
@@ -51,7 +52,7 @@ def _locate(equations: Sequence[Any]) -> str:
         for frame in () if traceback is None else traceback.frames:
             if not frame.file_name.startswith(_LIBRARIES):
                 return f"{frame.file_name}:{frame.line_num}"
-    return programs.locate(equations[-1])
+    return jaxpr.locate(equations[-1])
 
 
 def _is_empty(spec: Spec) -> bool:
@@ -59,15 +60,15 @@ def _is_empty(spec: Spec) -> bool:
     return is_plain and values.is_static(spec.shape) and 0 in spec.shape
 
 
-class Exporter:
-    """A backend that writes the equations of a program into a graph.
+class Exporter(program.ExportInterpreter):
+    """The evaluation of a program that writes its equations into a graph.
 
     Attributes:
         graph: the graph.
         unsupported: what ONNX cannot express, in the order of the program, with its place in the source.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: ModelGraph) -> None:
         self.graph = graph
         self.unsupported: dict[str, None] = {}
         self._depth = 0
@@ -85,22 +86,25 @@ class Exporter:
         """Return the array of a known value."""
         return value.array
 
-    def evaluate_equation(self, equation: Any, operands: Sequence[Any], specs: Sequence[Spec]) -> Sequence[Any]:
+    def write_equation(self, equation: Equation, operands: Sequence[Any], specs: Sequence[Spec]) -> Sequence[Any]:
         """Write an equation; one that ONNX lacks is noted, and its results are placeholders."""
-        name = programs.find_name(equation)
-        self.graph.scope = programs.find_scope(equation)
-        avals = [Spec(tuple(atom.aval.shape), atom.aval.dtype) for atom in equation.invars]
+        name = jaxpr.find_name(equation)
+        self.graph.scope = jaxpr.find_scope(equation)
+        avals = [Spec(jaxpr.read_shape(atom), jaxpr.read_dtype(atom)) for atom in equation.invars]
         try:
             if name == program.MARK:
                 return self._write_mark(equation.params["mark"], operands, specs, avals)
-            if all(_is_empty(spec) for spec in specs):
+            if specs and all(_is_empty(spec) for spec in specs):
                 # ONNX Runtime's Expand does not shorten a dimension of 1 to 0.
                 return [values.make_known(np.zeros(spec.shape, values.find_container(spec.dtype))) for spec in specs]
-            if name not in PRIMITIVES:
+            if not arrays.has_writer(name):
                 raise UnsupportedError("no operator of ONNX")
             parameters = {**equation.params, "input_shapes": [aval.shape for aval in avals]}
             parameters["input_dtypes"] = [aval.dtype for aval in avals]
-            results = PRIMITIVES[name](self.graph, Call(name, operands, parameters, specs))
+            call = WriterCall(name, operands, parameters, specs)
+            # An operator of its own, such as Split, makes fewer nodes than the table of moves.
+            writer = PRIMITIVES.get(name) or functools.partial(arrays.write_moves, equation)
+            results = writer(self.graph, call)
             results = [results] if isinstance(results, Value) else results
             pairs = zip(results, specs, strict=True)
             return [conversions.keep_bits(self.graph, name, result, spec.dtype) for result, spec in pairs]
@@ -108,19 +112,18 @@ class Exporter:
             text = name if name != program.MARK else equation.params["mark"].name
             return self._note_unsupported(text, error, equation, specs)
 
-    @contextlib.contextmanager
-    def enter_call(self, equation: Any) -> Iterator[None]:
-        """Note who calls the equations that are written."""
+    def enter_call(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:
+        """Return the results of the body, and note meanwhile who calls the equations that are written."""
         self._calls.append(equation)
         try:
-            yield
+            return super().enter_call(equation, operands, visit)
         finally:
             self._calls.pop()
 
     def _note_unsupported(self, name: str, error: Exception, equation: Any, specs: Sequence[Spec]) -> list[Value]:
         """Note what ONNX cannot express, and return placeholders of its results."""
         # The error lists everything that is not supported; with placeholders, the export goes on and finds it.
-        self.unsupported[f"{name} ({error}) at {_locate([*self._calls, equation])}"] = None
+        self.unsupported[f"{name} ({error}) at {locate([*self._calls, equation])}"] = None
         return [Value(spec.shape, values.find_container(spec.dtype), "unsupported") for spec in specs]
 
     def _write_mark(
@@ -129,7 +132,7 @@ class Exporter:
         results = None
         if mark.name in MARKS:
             parameters = {**mark.bind_arguments(operands), "input_shapes": [aval.shape for aval in avals]}
-            results = MARKS[mark.name](self.graph, Call(mark.name, operands, parameters, specs))
+            results = MARKS[mark.name](self.graph, WriterCall(mark.name, operands, parameters, specs))
         if results is None:
             results = self._expand_mark(mark, operands, avals)
         results = [results] if isinstance(results, Value) else list(results)
@@ -144,8 +147,7 @@ class Exporter:
         trace = program.trace(mark.run_arithmetic, [jax.ShapeDtypeStruct(*aval) for aval in avals])
         self._depth += 1
         try:
-            constants = [self.make_known(constant) for constant in trace.constants]
-            return program.run_program(self, trace.program, constants, operands)
+            return self.evaluate_body(jaxpr.Body(trace.program, trace.constants), operands)
         finally:
             self._depth -= 1
 
@@ -154,12 +156,12 @@ class Exporter:
         if self._depth == 0:
             self.graph.points += ["" for _ in program.find_points(mark)]
 
-    def roll_scan(self, equation: Any, operands: Sequence[Value], specs: Sequence[Spec]) -> list[Value] | None:
+    def roll_scan(self, equation: Equation, operands: Sequence[Value], specs: Sequence[Spec]) -> list[Value] | None:
         """Return the results of a scan that is a loop in the graph, or None for one that is written out."""
         # `verify` does not see the scans in the arithmetic of a mark, so none of them is a loop.
         if self._depth:
             return None
-        scan = programs.read_scan(equation)
+        scan = jaxpr.read_scan(equation)
         try:
             is_loop = is_rolled(self.graph.scan, scan, operands)
             self.graph.rolled.append(is_loop)
@@ -189,7 +191,7 @@ class Exporter:
         name = names[0] if len(names) == 1 else self.graph.add("Concat", names, axis=0)
         return Value(tuple(spec.shape), values.find_container(spec.dtype), name)
 
-    def select(self, index: Value, branches: Sequence[Value], spec: Spec) -> Value:
+    def select_branch(self, index: Value, branches: Sequence[Value], spec: Spec) -> Value:
         """Return the value of the branch with the given index."""
         if index.dtype == np.bool_:
             return elementwise.choose(self.graph, index, branches[1], branches[0])
@@ -228,7 +230,7 @@ def write_scan(exporter: Exporter, scan: Any, operands: Sequence[Value], outputs
         outputs: the shapes and dtypes of the results.
     """
     graph, first = exporter.graph, scan.constants + scan.carries
-    specs = [Spec(tuple(v.aval.shape), values.find_container(v.aval.dtype)) for v in scan.body.program.invars]
+    specs = [Spec(jaxpr.read_shape(v), values.find_container(jaxpr.read_dtype(v))) for v in scan.body.program.invars]
     pairs = list(zip(operands, specs, strict=True))
     carried = [graph.store_full(x, spec.shape) for x, spec in pairs[scan.constants : first]]
     stacks = [graph.store_full(x, (scan.length, *spec.shape)) for x, spec in pairs[first:]]
@@ -261,10 +263,8 @@ def _write_body(
         for i, spec in enumerate(specs[scan.constants :])
     ]
     count = len(scan.body.program.invars) - scan.constants
-    constants = [exporter.make_known(constant) for constant in scan.body.constants]
-    arguments = [*operands[: scan.constants], *inputs[:count]]
-    results = program.run_program(exporter, scan.body.program, constants, arguments)
-    types = [Spec(tuple(v.aval.shape), values.find_container(v.aval.dtype)) for v in scan.body.program.outvars]
+    results = exporter.evaluate_body(scan.body, [*operands[: scan.constants], *inputs[:count]])
+    types = [Spec(jaxpr.read_shape(v), values.find_container(jaxpr.read_dtype(v))) for v in scan.body.program.outvars]
     # An output has to be the result of a node of the body, which nothing else is.
     names = [graph.add("Identity", [graph.store_full(x, spec.shape)]) for x, spec in zip(results, types, strict=True)]
     nodes, points = graph.close_body(outer, names)

@@ -1,4 +1,4 @@
-"""ONNX nodes of jaxquant's integer contractions: MatMulInteger and ConvInteger."""
+"""ONNX nodes of jaxquant's integer contractions, MatMulInteger and ConvInteger, and of shifts of bits."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 
 from . import contractions, values
 from .contractions import Matrix
-from .elementwise import apply_operator, cast_value
-from .graph import Graph
-from .registry import Call, writes_mark
+from .elementwise import apply_operator, cast_value, choose, make_scalar, write_operator
+from .graph import ModelGraph
+from .registry import WriterCall, writes, writes_mark
 from .values import Shape, Value
 
 _UINT8, _INT32, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.float32)
@@ -27,7 +27,7 @@ def _count(x: Value) -> int:
 
 
 @writes_mark("contract")
-def write_contraction(graph: Graph, call: Call) -> Value:
+def write_contraction(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a matrix product of codes into int32."""
     p = call.parameters
     shapes = iter(p["input_shapes"])
@@ -49,7 +49,7 @@ def write_contraction(graph: Graph, call: Call) -> Value:
 
 
 def _multiply(
-    graph: Graph, lhs: Matrix, rhs: Matrix, points: tuple[Value | None, Value | None], columns: Shape
+    graph: ModelGraph, lhs: Matrix, rhs: Matrix, points: tuple[Value | None, Value | None], columns: Shape
 ) -> str:  # fmt: skip
     """Return MatMulInteger, of which the left operand has one zero point, and the right one those of its columns."""
     lhs, points = _match_signs(graph, lhs, rhs, points)
@@ -70,7 +70,7 @@ def _multiply(
 
 
 def _multiply_rows(
-    graph: Graph, lhs: Matrix, rhs: Matrix, points: tuple[Value | None, Value | None], columns: Shape
+    graph: ModelGraph, lhs: Matrix, rhs: Matrix, points: tuple[Value | None, Value | None], columns: Shape
 ) -> str:  # fmt: skip
     """Return the product of a left operand that has a zero point for each row.
 
@@ -92,7 +92,7 @@ def _multiply_rows(
     return graph.add("Sub", [product, graph.add("Mul", [rows, sums])])
 
 
-def _sum_columns(graph: Graph, lhs: Matrix, rhs: Matrix, steps: Value | None, columns: Shape) -> str:
+def _sum_columns(graph: ModelGraph, lhs: Matrix, rhs: Matrix, steps: Value | None, columns: Shape) -> str:
     """Return int32 sums over the right operand, less its zero points, in the dimensions of the result."""
     if rhs.value.is_known and (steps is None or steps.is_known):
         codes = np.broadcast_to(np.asarray(rhs.value.array), rhs.shape).astype(np.int32)
@@ -108,7 +108,7 @@ def _sum_columns(graph: Graph, lhs: Matrix, rhs: Matrix, steps: Value | None, co
 
 
 def _match_signs(
-    graph: Graph, lhs: Matrix, rhs: Matrix, points: tuple[Value | None, Value | None]
+    graph: ModelGraph, lhs: Matrix, rhs: Matrix, points: tuple[Value | None, Value | None]
 ) -> tuple[Matrix, tuple[Value | None, Value | None]]:
     """Return a left operand of int8 as uint8 if the right one is uint8, and the zero points.
 
@@ -122,11 +122,11 @@ def _match_signs(
     return lhs._replace(value=value), (point, points[1])
 
 
-def _to_container(graph: Graph, codes: Value) -> Value:
+def _to_container(graph: ModelGraph, codes: Value) -> Value:
     return cast_value(graph, codes, values.find_container(codes.dtype))
 
 
-def _read_point(graph: Graph, steps: Value | None, dtype: Any) -> Value:
+def _read_point(graph: ModelGraph, steps: Value | None, dtype: Any) -> Value:
     """Return a zero point of one element in the dtype of its codes."""
     if steps is None:
         return values.make_known(np.zeros((), dtype))
@@ -143,7 +143,7 @@ def _find_column_points(steps: Value | None, rhs: Matrix) -> Shape | None:
     return None
 
 
-def _store_point(graph: Graph, point: Value, shape: Shape) -> str:
+def _store_point(graph: ModelGraph, point: Value, shape: Shape) -> str:
     """Return a zero point in a shape."""
     if point.is_known:
         # A zero point that is 0 everywhere is a scalar, whatever its shape.
@@ -157,7 +157,7 @@ def _store_point(graph: Graph, point: Value, shape: Shape) -> str:
     return point.name if point.shape == shape else graph.reshape(point.name, shape)
 
 
-def _subtract(graph: Graph, side: Matrix, steps: Value | None) -> Matrix:
+def _subtract(graph: ModelGraph, side: Matrix, steps: Value | None) -> Matrix:
     """Return an operand as int32 with its zero points subtracted."""
     wide = cast_value(graph, side.value, np.int32)
     if not _is_zero(steps):
@@ -168,7 +168,7 @@ def _subtract(graph: Graph, side: Matrix, steps: Value | None) -> Matrix:
 
 
 @writes_mark("convolve")
-def write_convolution(graph: Graph, call: Call) -> Value:
+def write_convolution(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a convolution of codes into int32."""
     p, geometry = call.parameters, call.parameters["geometry"]
     shapes = iter(p["input_shapes"])
@@ -201,7 +201,7 @@ def write_convolution(graph: Graph, call: Call) -> Value:
 
 
 @writes_mark("scale")
-def write_scale(graph: Graph, call: Call) -> Value:
+def write_scale(graph: ModelGraph, call: WriterCall) -> Value:
     """Write the conversion of a product to floats.
 
     ONNX Runtime fuses MatMulInteger, Cast and Mul if the scale of the right operand is a vector or a scalar, and its
@@ -219,7 +219,7 @@ def write_scale(graph: Graph, call: Call) -> Value:
     return apply_operator(graph, "Mul", [floats, scale])._replace(shape=tuple(shape))
 
 
-def _drop_ones(graph: Graph, x: Value) -> Value:
+def _drop_ones(graph: ModelGraph, x: Value) -> Value:
     """Return a scale without the dimensions of 1 in front of its others."""
     count = next((i for i, n in enumerate(x.shape) if not bool(n == 1)), len(x.shape))
     if x.is_known:
@@ -229,7 +229,7 @@ def _drop_ones(graph: Graph, x: Value) -> Value:
     return x
 
 
-def _to_unsigned(graph: Graph, x: Value, steps: Value | None, shape: Shape) -> tuple[Value, Value]:
+def _to_unsigned(graph: ModelGraph, x: Value, steps: Value | None, shape: Shape) -> tuple[Value, Value]:
     """Return uint8 codes and their zero point: ONNX Runtime's ConvInteger takes no int8 images."""
     if x.dtype == _UINT8:
         return x, _read_point(graph, steps, _UINT8)
@@ -241,3 +241,63 @@ def _to_unsigned(graph: Graph, x: Value, steps: Value | None, shape: Shape) -> t
     else:
         point = cast_value(graph, apply_operator(graph, "Add", [steps, values.make_known(np.int32(128))]), _UINT8)
     return cast_value(graph, wide, _UINT8), point
+
+
+# Shifts of bits.
+
+
+@writes("shift_left", "shift_right_logical", "shift_right_arithmetic")
+def write_shift(graph: ModelGraph, call: WriterCall) -> Value:
+    """Write a shift of bits; of signed integers by known numbers, as a multiplication or a division."""
+    x, steps = call.inputs
+    dtype = np.dtype(x.dtype)
+    is_known = steps.is_known and dtype.kind == "i"
+    if is_known and call.name == "shift_right_arithmetic":
+        return _shift_right(graph, x, np.asarray(steps.array))
+    bits = 8 * dtype.itemsize
+    if is_known and call.name == "shift_left" and not np.any((steps.array < 0) | (steps.array >= bits)):
+        power = values.make_known(np.left_shift(np.ones_like(np.asarray(steps.array)), np.asarray(steps.array)))
+        return apply_operator(graph, "Mul", [x, power])
+    return _shift_unsigned(graph, call.name, x, steps, bits)
+
+
+def _shift_unsigned(graph: ModelGraph, name: str, x: Value, steps: Value, bits: int) -> Value:
+    """Return integers shifted by numbers that the model computes, as the unsigned integers of their bits."""
+    dtype, is_left = np.dtype(x.dtype), name == "shift_left"
+    if name == "shift_right_arithmetic" and dtype.kind == "u":
+        # It copies the highest bit, which is a sign in an integer of the same bits.
+        x, steps = (cast_value(graph, v, np.dtype(dtype.name[1:])) for v in (x, steps))
+        return cast_value(graph, _shift_unsigned(graph, name, x, steps, bits), dtype)
+    # ONNX Runtime shifts integers of 32 and of 64 bits, and keeps the low bits of one that is cast.
+    unsigned = np.dtype(f"u{dtype.name.removeprefix('u')}")
+    wide = np.dtype(np.uint64 if bits == 64 else np.uint32)
+
+    def shift(x: Value) -> Value:
+        operands = [cast_value(graph, cast_value(graph, v, unsigned), wide) for v in (x, inside)]
+        moved = write_operator(graph, "BitShift", operands, wide, direction="LEFT" if is_left else "RIGHT")
+        return cast_value(graph, moved, dtype)
+
+    zero, last = make_scalar(0, dtype), make_scalar(bits - 1, dtype)
+    outside = [apply_operator(graph, o, [steps, end], np.bool_) for o, end in (("Less", zero), ("Greater", last))]
+    is_outside = write_operator(graph, "Or", outside, np.bool_)
+    inside = choose(graph, is_outside, last, steps)
+    if name != "shift_right_arithmetic":
+        return choose(graph, is_outside, zero, shift(x))
+    # The bits of a negative number are the opposites of those of -1 - x, and so are the ones that a shift brings in.
+    is_negative, minus = apply_operator(graph, "Less", [x, zero], np.bool_), make_scalar(-1, dtype)
+    size = shift(choose(graph, is_negative, apply_operator(graph, "Sub", [minus, x]), x))
+    return choose(graph, is_negative, apply_operator(graph, "Sub", [minus, size]), size)
+
+
+def _shift_right(graph: ModelGraph, x: Value, steps: np.ndarray) -> Value:
+    """Return signed integers shifted by known numbers, as divisions that round down: (x - mod(x, p)) / p."""
+    most = 8 * steps.dtype.itemsize - 1
+    # A shift by all bits or more leaves the sign, as one by all but the last does. JAX counts a negative one so, too.
+    steps = np.where((steps < 0) | (steps > most), most, steps).astype(steps.dtype)
+    # The dtype does not hold 2**most, so the longest shift takes two divisions.
+    for part in (np.minimum(steps, most - 1), np.maximum(steps - (most - 1), 0)):
+        if np.any(part):
+            power = values.make_known(np.left_shift(np.ones_like(part), part))
+            rest = apply_operator(graph, "Mod", [x, power])
+            x = apply_operator(graph, "Div", [apply_operator(graph, "Sub", [x, rest]), power])
+    return x

@@ -19,13 +19,13 @@ from jax import export as jax_export
 from onnx import ModelProto, helper
 
 from ..._core import checks
+from ..._program import jaxpr
 from .. import model_size, saturation
 from ..load import LoadedFunction
 from ..load.function import FLOATS, FORMULAS
 from . import program, values
-from .exporter import SCAN_CHOICES, Exporter
-from .graph import MICROSOFT, Graph, rename_tensors
-from .merge_nodes import merge_nodes
+from .exporter import SCAN_CHOICES, Exporter, locate
+from .graph import MICROSOFT, ModelGraph, merge_nodes, rename_tensors
 from .values import Value
 
 _NAME = "onnx.export"
@@ -112,7 +112,7 @@ def export(
     leaves, structure = jax.tree.flatten(arguments)
     specs = make_specs(leaves, batch)
     names = _find_names(function, arguments, params, input_names)
-    graph = Graph(opset, form, scan)
+    graph = ModelGraph(opset, form, scan)
     if input_names is None:
         names = [graph.make_name(hint) for hint in names]
     graph.reserve_names(names)
@@ -201,7 +201,7 @@ def _list_positional(function: Any) -> list[str]:
 
 
 def _write(
-    graph: Graph, traced: program.Traced, specs: Sequence[Any], names: Sequence[str]
+    graph: ModelGraph, traced: program.Traced, specs: Sequence[Any], names: Sequence[str]
 ) -> list[tuple[str, Any]]:  # fmt: skip
     """Write a traced function into the graph, and return the names and types of its results."""
     inputs = []
@@ -214,21 +214,33 @@ def _write(
     # ONNX Runtime does not load a model without outputs.
     checks.require(bool(trace.program.outvars), _NAME, "function", "a result of one array or more", "none")
     graph.inputs = [x.name for x in inputs]
-    constants = [values.make_known(constant) for constant in trace.constants]
     params = [values.make_known(array, hint) for array, hint in zip(traced.arrays, traced.names, strict=True)]
     exporter = Exporter(graph)
-    results = program.run_program(exporter, trace.program, constants, [*params, *inputs])
+    shown = _list_debug_calls(trace.program)
+    if shown:
+        text = f"the model is without {', '.join(shown)}, for which ONNX has no operator"
+        graph.warnings.append(f"jaxquant.{_NAME}: {text}")
+    results = exporter.evaluate_body(jaxpr.Body(trace.program, trace.constants), [*params, *inputs])
     expected = "operations that ONNX can express"
     checks.require(not exporter.unsupported, _NAME, "function", expected, "; ".join(exporter.unsupported))
     # What comes after the program belongs to none of its scopes.
     graph.scope = ""
-    types = [(tuple(v.aval.shape), values.find_container(v.aval.dtype)) for v in trace.program.outvars]
+    types = [(jaxpr.read_shape(v), values.find_container(jaxpr.read_dtype(v))) for v in trace.program.outvars]
     written = [graph.store_full(x, shape) for x, (shape, _) in zip(results, types, strict=True)]
     return list(zip(written, types, strict=True))
 
 
+def _list_debug_calls(program: jaxpr.Program) -> list[str]:
+    """Return the calls of `jax.debug` in a program and where they are."""
+    return [
+        f"{jaxpr.find_name(equation)} at {locate([equation])}"
+        for equation in jaxpr.list_equations(program)
+        if jaxpr.find_name(equation) in jaxpr.DEBUG_CALLS
+    ]
+
+
 def _make_model(
-    graph: Graph, specs: Sequence[Any], outputs: Sequence[Any], output_names: Sequence[str] | None, name: str
+    graph: ModelGraph, specs: Sequence[Any], outputs: Sequence[Any], output_names: Sequence[str] | None, name: str
 ) -> ModelProto:
     outputs = _rename_requested(graph, outputs)
     if output_names is None:
@@ -275,7 +287,7 @@ def find_body(loop: Any) -> Any:
     return next(attribute.g for attribute in loop.attribute if attribute.name == "body")
 
 
-def _rename_outputs(graph: Graph, outputs: Sequence[Any], names: Sequence[str]) -> None:
+def _rename_outputs(graph: ModelGraph, outputs: Sequence[Any], names: Sequence[str]) -> None:
     """Give the results of nodes the names of the outputs, or copy them where that is not possible."""
     produced = {out: node for node in graph.nodes for out in node.output}
     written, points = [tensor for tensor, _ in outputs], [x for x in graph.points if isinstance(x, str)]
@@ -289,7 +301,7 @@ def _rename_outputs(graph: Graph, outputs: Sequence[Any], names: Sequence[str]) 
         rename_tensors(graph.nodes, {tensor: name})
 
 
-def _rename_requested(graph: Graph, outputs: Sequence[Any]) -> list[Any]:
+def _rename_requested(graph: ModelGraph, outputs: Sequence[Any]) -> list[Any]:
     """Give tensors the names that operators ask for; return the outputs with these names."""
     taken, names = _list_tensors(graph), list(graph.requests.values())
     is_free = len(set(names)) == len(names) and not taken.intersection(names)
@@ -303,7 +315,7 @@ def _rename_point(point: Any, names: dict[str, str]) -> Any:
     return names.get(point, point) if isinstance(point, str) else [point[0], _rename_point(point[1], names)]
 
 
-def _find_output_names(graph: Graph, tensors: Sequence[str]) -> list[str]:
+def _find_output_names(graph: ModelGraph, tensors: Sequence[str]) -> list[str]:
     """Return the names of the outputs: those that operators ask for, or numbers."""
     names = ["output"] if len(tensors) == 1 else [f"output_{i}" for i in range(len(tensors))]
     requested, taken = set(graph.requests.values()), _list_tensors(graph)
@@ -317,7 +329,7 @@ def _find_output_names(graph: Graph, tensors: Sequence[str]) -> list[str]:
     return names
 
 
-def _list_tensors(graph: Graph) -> set[str]:
+def _list_tensors(graph: ModelGraph) -> set[str]:
     return {*graph.inputs, *graph.arrays, *(name for node in graph.nodes for name in node.output)}
 
 

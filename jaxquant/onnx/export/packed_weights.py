@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core import dtypes
-from .graph import MICROSOFT, Graph
-from .registry import Call, writes_mark
+from .graph import MICROSOFT, ModelGraph
+from .registry import WriterCall, writes_mark
 from .values import Value
 
 _FOUR_BITS = (np.dtype(jnp.int4), np.dtype(jnp.uint4))
@@ -19,7 +19,7 @@ _FOUR_BITS = (np.dtype(jnp.int4), np.dtype(jnp.uint4))
 _SHORTEST, _LONGEST, _USUAL = 16, 256, 128
 
 
-class Weights(NamedTuple):
+class PackedWeights(NamedTuple):
     """Constant codes with their scale, which the graph also holds as floats.
 
     Attributes:
@@ -38,7 +38,7 @@ class Weights(NamedTuple):
 
 
 def note_weights(
-    graph: Graph, result: Value, codes: Value, parts: Sequence[Value | None], sizes: Sequence[Any]
+    graph: ModelGraph, result: Value, codes: Value, parts: Sequence[Value | None], sizes: Sequence[Any]
 ) -> None:
     """Note that a tensor holds dequantized constants of 4 bits.
 
@@ -56,14 +56,14 @@ def note_weights(
     scale, point = (None if part is None else _add_dimensions(np.asarray(part.array), rank) for part in parts)
     assert scale is not None
     hints = [None if part is None else part.hint for part in (codes, *parts)]
-    graph.weights[result.name] = Weights(np.asarray(codes.array), scale, point, sizes, hints)
+    graph.weights[result.name] = PackedWeights(np.asarray(codes.array), scale, point, sizes, hints)
 
 
 def _add_dimensions(array: np.ndarray, rank: int) -> np.ndarray:
     return array.reshape((1,) * (rank - array.ndim) + array.shape)
 
 
-def multiply_packed(graph: Graph, lhs: Any, rhs: Any) -> str | None:
+def multiply_packed(graph: ModelGraph, lhs: Any, rhs: Any) -> str | None:
     """Return the product of floats with noted weights as MatMulNBits, or None if it cannot have them.
 
     Args:
@@ -92,7 +92,7 @@ def multiply_packed(graph: Graph, lhs: Any, rhs: Any) -> str | None:
     return name if len(rhs.free) == 1 else graph.reshape(name, (*free, *(rhs.shape[axis] for axis in rhs.free)))
 
 
-def _find_block(weights: Weights, contracted: Any) -> int | None:
+def _find_block(weights: PackedWeights, contracted: Any) -> int | None:
     """Return the length of MatMulNBits's blocks, or None if no length fits the blocks of the scale."""
     parts = [part for part in (weights.scale, weights.zero_point) if part is not None]
     if all(part.shape[axis] == 1 for part in parts for axis in contracted):
@@ -107,7 +107,7 @@ def _find_block(weights: Weights, contracted: Any) -> int | None:
     return block if block >= _SHORTEST else None
 
 
-def _pack(weights: Weights, rhs: Any, rows: int, depth: int, block: int) -> list[np.ndarray]:
+def _pack(weights: PackedWeights, rhs: Any, rows: int, depth: int, block: int) -> list[np.ndarray]:
     """Return the bytes of the codes, the scales, and the bytes of the zero points if there are any."""
     blocks = -(-depth // block)
     order = [*rhs.free, *rhs.contracted]
@@ -133,7 +133,7 @@ def _pack(weights: Weights, rhs: Any, rows: int, depth: int, block: int) -> list
 
 
 @writes_mark("matmul_nbits")
-def write_packed_product(graph: Graph, call: Call) -> Value | None:
+def write_packed_product(graph: ModelGraph, call: WriterCall) -> Value | None:
     """Write MatMulNBits for jaxquant's operator of this name."""
     p, (output,) = call.parameters, call.outputs
     if p["bits"] not in (4, 8) or any(p[name].dtype != dtypes.FLOAT32 for name in ("a", "scales")):

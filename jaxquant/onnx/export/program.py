@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,79 +12,21 @@ import numpy as np
 from jax.core import Tracer
 
 from ..._core import recording
-from ...transform._programs import jaxpr as programs
+from ..._program import jaxpr, moves
+from ..._program.interpreter import Interpreter, Visit
+from ..._program.jaxpr import Equation
 from . import values
 from .values import Spec
 
 MARK = "jaxquant_mark"
-# Equations that call a program once.
-_CALLS = (*programs.CALLS, "remat2", "checkpoint", "custom_vmap_call", "custom_lin", "core_closed_call", "pjit")
 # Up to this many codes are dequantized while the model is built.
 _TABLE = 256
 
 
-class Trace(NamedTuple):
-    """A function, traced with marks.
-
-    Attributes:
-        program: the program of its flat arguments.
-        constants: the arrays that it closes over.
-        result: the pytree of its results.
-    """
-
-    program: Any
-    constants: Sequence[Any]
-    result: Any
-
-
-class Backend(Protocol):
-    """What is done with the equations of a program."""
-
-    def is_constant(self, value: Any) -> bool:
-        """Return whether a value is known before the program runs."""
-        ...
-
-    def make_known(self, array: Any, source: Any = None) -> Any:
-        """Return an array as a value, whose name is that of its source."""
-        ...
-
-    def read_known(self, value: Any) -> Any:
-        """Return a known value as an array."""
-        ...
-
-    def evaluate_equation(self, equation: Any, operands: Sequence[Any], specs: Sequence[Spec]) -> Sequence[Any]:
-        """Return the results of an equation, not all of whose operands are known."""
-        ...
-
-    def enter_call(self, equation: Any) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the program that an equation calls is evaluated."""
-        ...
-
-    def skip_points(self, mark: recording.Mark, results: Sequence[Any]) -> None:
-        """Count the quantize points of a mark whose results are known."""
-        ...
-
-    def roll_scan(self, equation: Any, operands: Sequence[Any], specs: Sequence[Spec]) -> Sequence[Any] | None:
-        """Return the results of a scan that is kept as a loop, or None for one that is written out."""
-        ...
-
-    def slice_row(self, stacked: Any, index: int, spec: Spec) -> Any:
-        """Return an entry of the first dimension of a value of the given shape and dtype."""
-        ...
-
-    def stack_rows(self, rows: Sequence[Any], spec: Spec) -> Any:
-        """Return values of the given shape and dtype as the entries of a new first dimension."""
-        ...
-
-    def select(self, index: Any, branches: Sequence[Any], spec: Spec) -> Any:
-        """Return the value of the branch with the given index."""
-        ...
-
-
-def trace(function: Callable[..., Any], arguments: Sequence[Any]) -> Trace:
+def trace(function: Callable[..., Any], arguments: Sequence[Any]) -> jaxpr.Trace:
     """Return the program of a function of arrays, in which the operations of jaxquant are marks."""
     with recording.record():
-        return Trace(*programs.trace(function, *arguments))
+        return jaxpr.trace(function, *arguments)
 
 
 class Traced(NamedTuple):
@@ -97,7 +38,7 @@ class Traced(NamedTuple):
         names: their paths in the parameters.
     """
 
-    trace: Trace
+    trace: jaxpr.Trace
     arrays: list[Any]
     names: list[str]
 
@@ -133,56 +74,127 @@ def read_key(key: Any) -> str:
     return str(next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)))
 
 
-def run_program(backend: Backend, program: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-    """Return the results of a program; constants and arguments are values."""
-    bound: dict[Any, Any] = dict(zip((*program.constvars, *program.invars), (*constants, *arguments), strict=True))
+class ExportInterpreter(Interpreter):
+    """The evaluation of a program with its calls, loops and branches opened, and with what is known folded.
 
-    def read_atom(atom: Any) -> Any:
-        if programs.is_literal(atom):
-            return backend.make_known(np.asarray(atom.val, atom.aval.dtype))
-        return bound[atom]
+    Scans of a known length are written out, and of branches the results are selected. A subclass says what a value is,
+    by the methods that raise `NotImplementedError` here.
+    """
 
-    for equation in _find_live(program):
-        operands = [read_atom(atom) for atom in equation.invars]
-        for variable, result in zip(equation.outvars, _run_equation(backend, equation, operands), strict=True):
-            if not programs.is_unused(variable):
-                bound[variable] = result
-    return [read_atom(atom) for atom in program.outvars]
+    calls = (*jaxpr.CALLS, *jaxpr.OTHER_CALLS)
+
+    def is_constant(self, value: Any) -> bool:
+        """Return whether a value is known before the program runs."""
+        raise NotImplementedError
+
+    def make_known(self, array: Any, source: Any = None) -> Any:
+        """Return an array as a value, whose name is that of its source."""
+        raise NotImplementedError
+
+    def read_known(self, value: Any) -> Any:
+        """Return a known value as an array."""
+        raise NotImplementedError
+
+    def write_equation(self, equation: Equation, operands: Sequence[Any], specs: Sequence[Spec]) -> Sequence[Any]:
+        """Return the results of an equation, not all of whose operands are known."""
+        raise NotImplementedError
+
+    def skip_points(self, mark: recording.Mark, results: Sequence[Any]) -> None:
+        """Count the quantize points of a mark whose results are known."""
+        raise NotImplementedError
+
+    def roll_scan(self, equation: Equation, operands: Sequence[Any], specs: Sequence[Spec]) -> Sequence[Any] | None:
+        """Return the results of a scan that is kept as a loop, or None for one that is written out."""
+        raise NotImplementedError
+
+    def slice_row(self, stacked: Any, index: int, spec: Spec) -> Any:
+        """Return an entry of the first dimension of a value of the given shape and dtype."""
+        raise NotImplementedError
+
+    def stack_rows(self, rows: Sequence[Any], spec: Spec) -> Any:
+        """Return values of the given shape and dtype as the entries of a new first dimension."""
+        raise NotImplementedError
+
+    def select_branch(self, index: Any, branches: Sequence[Any], spec: Spec) -> Any:
+        """Return the value of the branch with the given index."""
+        raise NotImplementedError
+
+    def has_effect(self, equation: Equation) -> bool:
+        """Return whether a model without an equation would do less: not for what `jax.debug` shows."""
+        # Nor is anything computed for its sake, which ONNX might not be able to express.
+        if not equation.effects or jaxpr.find_name(equation) in jaxpr.DEBUG_CALLS:
+            return False
+        bodies = jaxpr.find_bodies(equation)
+        return not bodies or any(self.has_effect(inner) for body in bodies for inner in body.program.eqns)
+
+    def read_literal(self, literal: Any) -> Any:
+        """Return a number in the program as a known value of its dtype."""
+        return self.make_known(np.asarray(literal.val, literal.aval.dtype))
+
+    def read_constant(self, array: Any) -> Any:
+        """Return an array that the program closes over as a known value."""
+        return self.make_known(array)
+
+    def evaluate_equation(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:
+        """Return the results of an equation: folded if its operands are known, opened if it has bodies, or written."""
+        name = jaxpr.find_name(equation)
+        if name == "platform_index":
+            return [self.make_known(np.int32(_find_default_platform(equation)))]
+        if all(self.is_constant(x) for x in operands) and self._is_foldable(equation):
+            return _fold(self, equation, operands)
+        return super().evaluate_equation(equation, operands, visit)
+
+    def compute_equation(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:
+        """Return the results of an equation that is not opened."""
+        return self.write_equation(equation, operands, _read_specs(equation))
+
+    def _is_foldable(self, equation: Equation) -> bool:
+        # The bodies of other equations are folded one equation at a time.
+        is_opened = self.can_enter(equation) and jaxpr.find_name(equation) != jaxpr.WHILE
+        return not is_opened and _is_foldable(equation, _read_specs(equation))
+
+    def enter_scan(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:
+        """Return the results of a scan: of a loop, or of one step after the other."""
+        specs = _read_specs(equation)
+        results = self.roll_scan(equation, operands, specs)
+        return self._unroll_scan(equation, operands, specs) if results is None else results
+
+    def _unroll_scan(self, equation: Equation, operands: Sequence[Any], specs: Sequence[Spec]) -> list[Any]:
+        """Return the results of a scan of known length, one step after the other."""
+        scan = jaxpr.read_scan(equation)
+        constants, first = operands[: scan.constants], scan.constants + scan.carries
+        carries, stacks = list(operands[scan.constants : first]), operands[first:]
+        if not isinstance(scan.length, int):
+            raise values.UnsupportedError("a scan of symbolic length")
+        row_specs = [Spec(jaxpr.read_shape(v), jaxpr.read_dtype(v)) for v in scan.body.program.invars[first:]]
+        rows: list[Any] = [None] * scan.length
+        order = range(scan.length)[::-1] if scan.reverse else range(scan.length)
+        for i in order:
+            entries = [self.slice_row(stack, i, spec) for stack, spec in zip(stacks, row_specs, strict=True)]
+            results = self.evaluate_body(scan.body, [*constants, *carries, *entries])
+            carries, rows[i] = results[: scan.carries], results[scan.carries :]
+        out_specs = specs[scan.carries :]
+        if scan.length == 0:
+            # No step tells what is stacked, so the declared types do.
+            return [*carries, *(self.make_known(np.zeros(spec.shape, spec.dtype)) for spec in out_specs)]
+        columns = zip(zip(*rows, strict=True), out_specs, strict=True)
+        return [*carries, *(self.stack_rows(column, spec) for column, spec in columns)]
+
+    def enter_cond(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:
+        """Return the results of the branch that a known index selects, or a selection of the results of all."""
+        branches = jaxpr.read_branches(equation)
+        index, arguments = operands[0], operands[1:]
+        if self.is_constant(index):
+            # lax.cond and lax.switch clamp their index.
+            place = min(max(int(np.asarray(self.read_known(index))), 0), len(branches) - 1)
+            return self.evaluate_body(branches[place], arguments)
+        results = [self.evaluate_body(body, arguments) for body in branches]
+        pairs = zip(zip(*results, strict=True), _read_specs(equation), strict=True)
+        return [self.select_branch(index, column, spec) for column, spec in pairs]
 
 
-def _find_live(program: Any) -> list[Any]:
-    """Return the equations on which a result depends, in their order."""
-    needed = {atom for atom in program.outvars if not programs.is_literal(atom)}
-    live = []
-    for equation in reversed(program.eqns):
-        if needed.intersection(v for v in equation.outvars if not programs.is_unused(v)):
-            live.append(equation)
-            needed.update(atom for atom in equation.invars if not programs.is_literal(atom))
-    return live[::-1]
-
-
-def _run_equation(backend: Backend, equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    name = programs.find_name(equation)
-    if name == "platform_index":
-        return [backend.make_known(np.int32(_find_default_platform(equation)))]
-    specs = [Spec(tuple(v.aval.shape), v.aval.dtype) for v in equation.outvars]
-    if all(backend.is_constant(x) for x in operands) and _is_foldable(name, equation, specs):
-        return _fold(backend, name, equation, operands)
-    if name in _CALLS:
-        body = _read_call(equation)
-        with backend.enter_call(equation):
-            return run_program(backend, body.program, [backend.make_known(c) for c in body.constants], operands)
-    if name == programs.SCAN:
-        results = backend.roll_scan(equation, operands, specs)
-        return _unroll_scan(backend, equation, operands, specs) if results is None else results
-    if name == programs.COND:
-        return _run_branches(backend, equation, operands, specs)
-    return backend.evaluate_equation(equation, operands, specs)
-
-
-def _read_call(equation: Any) -> Any:
-    names = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
-    return next(programs.open_body(equation.params[name]) for name in names if name in equation.params)
+def _read_specs(equation: Equation) -> list[Spec]:
+    return [Spec(jaxpr.read_shape(v), jaxpr.read_dtype(v)) for v in equation.outvars]
 
 
 def _find_default_platform(equation: Any) -> int:
@@ -194,15 +206,14 @@ def _find_default_platform(equation: Any) -> int:
 # Known values.
 
 
-def _is_foldable(name: str, equation: Any, specs: Sequence[Spec]) -> bool:
+def _is_foldable(equation: Equation, specs: Sequence[Spec]) -> bool:
+    name = jaxpr.find_name(equation)
     # Without operands everything is known, but a symbolic dimension is known only when the model runs.
     if name == "dim_as_value" or equation.effects or not all(values.is_static(spec.shape) for spec in specs):
         return False
-    if name in _CALLS or name in (programs.SCAN, programs.COND):
-        return False  # their bodies are folded one equation at a time
     # Weights stay codes: the model dequantizes them. A table of the values of all codes is a small vector.
     shape, is_small = specs[0].shape, math.prod(specs[0].shape) <= _TABLE
-    if name == "convert_element_type" and equation.invars[0].aval.dtype in values.CODES:
+    if name == "convert_element_type" and jaxpr.read_dtype(equation.invars[0]) in values.CODES:
         # A short vector is more likely to hold zero points.
         is_float = jnp.issubdtype(specs[0].dtype, jnp.floating)
         return not is_float or (is_small and len([n for n in shape if n != 1]) < 2)
@@ -211,20 +222,21 @@ def _is_foldable(name: str, equation: Any, specs: Sequence[Spec]) -> bool:
     return True
 
 
-def _fold(backend: Backend, name: str, equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    parameters, arrays = equation.params, [backend.read_known(x) for x in operands]
+def _fold(interpreter: ExportInterpreter, equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+    name, parameters, arrays = jaxpr.find_name(equation), equation.params, [interpreter.read_known(x) for x in operands]
     if name == MARK:
         results = parameters["mark"].evaluate(*arrays)
-        backend.skip_points(parameters["mark"], results)
+        interpreter.skip_points(parameters["mark"], results)
     elif name == "broadcast_in_dim":  # a view: the graph holds one copy of what repeats
         view = _broadcast(arrays[0], parameters["shape"], parameters["broadcast_dimensions"])
-        return [backend.make_known(view, operands[0])]
-    elif name in _VIEWS and all(isinstance(array, np.ndarray) for array in arrays):
-        return [backend.make_known(_VIEWS[name](arrays[0], parameters), operands[0])]
+        return [interpreter.make_known(view, operands[0])]
+    elif (moved := _move_known(equation, arrays)) is not None:
+        # A barrier has a result for each operand, and other primitives read the elements of the first one.
+        return [interpreter.make_known(array, operand) for array, operand in zip(moved, operands, strict=False)]
     else:
         with recording.pause(), jax.ensure_compile_time_eval():
-            results = programs.evaluate(equation, [jnp.asarray(array) for array in arrays])
-    return [None if result is None else backend.make_known(result) for result in results]
+            results = jaxpr.evaluate(equation, [jnp.asarray(array) for array in arrays])
+    return [None if result is None else interpreter.make_known(result) for result in results]
 
 
 def _broadcast(array: Any, shape: Sequence[int], dimensions: Sequence[int]) -> Any:
@@ -236,66 +248,45 @@ def _broadcast(array: Any, shape: Sequence[int], dimensions: Sequence[int]) -> A
     return np.broadcast_to(array.reshape(index), shape)
 
 
-_VIEWS: dict[str, Callable[[np.ndarray, Any], np.ndarray]] = {
-    "reshape": lambda array, p: array.reshape(p["new_sizes"]),
-    "transpose": lambda array, p: array.transpose(p["permutation"]),
-    "squeeze": lambda array, p: array.squeeze(tuple(p["dimensions"])),
-    "stop_gradient": lambda array, p: array,
-    "copy": lambda array, p: array,
-    "optimization_barrier": lambda array, p: array,
-}
+class KnownElements(moves.Elements):
+    """A known array, of which the moves that copy nothing are followed: the graph holds one copy of what they share."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def keep(self) -> KnownElements:
+        """Return the array."""
+        return self
+
+    def transpose(self, order: Sequence[int]) -> KnownElements:
+        """Return the array with its dimensions in another order."""
+        return KnownElements(self.array.transpose(order))
+
+    def reshape(self, shape: Sequence[int]) -> KnownElements:
+        """Return the array in another shape."""
+        return KnownElements(self.array.reshape(shape))
+
+    def squeeze(self, axes: Sequence[int], shape: Sequence[int]) -> KnownElements:
+        """Return the array without some dimensions."""
+        return KnownElements(self.array.reshape(shape))
 
 
-# Loops and branches.
+def _move_known(equation: Equation, arrays: Sequence[Any]) -> list[np.ndarray] | None:
+    """Return the results of an equation that moves elements as views of its operands, or None if it copies them."""
+    name = jaxpr.find_name(equation)
+    if not all(isinstance(array, np.ndarray) for array in arrays):
+        return None
+    if name == moves.BARRIER:
+        return list(arrays)
+    row = moves.MOVES.get(name)
+    if row is None or row.move is None:
+        return None
+    results = row.move(equation, KnownElements(arrays[0]), *arrays[1:])
+    return None if any(result is None for result in results) else [result.array for result in results]
 
 
-def _unroll_scan(backend: Backend, equation: Any, operands: Sequence[Any], specs: Sequence[Spec]) -> list[Any]:
-    """Return the results of a scan of known length, one step after the other."""
-    scan = programs.read_scan(equation)
-    constants, first = operands[: scan.constants], scan.constants + scan.carries
-    carries, stacks = list(operands[scan.constants : first]), operands[first:]
-    if not isinstance(scan.length, int):
-        raise values.UnsupportedError("a scan of symbolic length")
-    body_constants = [backend.make_known(c) for c in scan.body.constants]
-    program = scan.body.program
-    row_specs = [Spec(tuple(v.aval.shape), v.aval.dtype) for v in (*program.invars[first:],)]
-    rows: list[Any] = [None] * scan.length
-    order = range(scan.length)[::-1] if scan.reverse else range(scan.length)
-    for i in order:
-        entries = [backend.slice_row(stack, i, spec) for stack, spec in zip(stacks, row_specs, strict=True)]
-        results = run_program(backend, program, body_constants, [*constants, *carries, *entries])
-        carries, rows[i] = results[: scan.carries], results[scan.carries :]
-    out_specs = specs[scan.carries :]
-    if scan.length == 0:
-        # No step tells what is stacked, so the declared types do.
-        empty = [backend.make_known(np.zeros(spec.shape, spec.dtype)) for spec in out_specs]
-        return [*carries, *empty]
-    return [
-        *carries,
-        *(backend.stack_rows(column, spec) for column, spec in zip(zip(*rows, strict=True), out_specs, strict=True)),
-    ]
-
-
-def _run_branches(
-    backend: Backend, equation: Any, operands: Sequence[Any], specs: Sequence[Spec]
-) -> Sequence[Any]:  # fmt: skip
-    """Return the results of the branch that a known index selects, or a selection of the results of all branches."""
-    branches = programs.read_branches(equation)
-    index, arguments = operands[0], operands[1:]
-
-    def run_branch(body: Any) -> list[Any]:
-        return run_program(backend, body.program, [backend.make_known(c) for c in body.constants], arguments)
-
-    if backend.is_constant(index):
-        # lax.cond and lax.switch clamp their index.
-        place = min(max(int(np.asarray(backend.read_known(index))), 0), len(branches) - 1)
-        return run_branch(branches[place])
-    results = [run_branch(body) for body in branches]
-    return [backend.select(index, column, spec) for column, spec in zip(zip(*results, strict=True), specs, strict=True)]
-
-
-class Tap:
-    """A backend that computes the program, and keeps the codes of all quantize points in their order.
+class Tap(ExportInterpreter):
+    """The evaluation of a program on arrays, which keeps the codes of all quantize points in their order.
 
     Attributes:
         codes: the codes so far; of a point in a loop, those of all steps.
@@ -319,39 +310,35 @@ class Tap:
         """Return an array as `numpy` holds it, if it can."""
         return values.make_known(value).array
 
-    def evaluate_equation(self, equation: Any, operands: Sequence[Any], specs: Sequence[Spec]) -> Sequence[Any]:
+    def write_equation(self, equation: Equation, operands: Sequence[Any], specs: Sequence[Spec]) -> Sequence[Any]:
         """Return the results of an equation as JAX computes them."""
-        if programs.find_name(equation) != MARK:
-            return programs.evaluate(equation, [jnp.asarray(x) for x in operands])
+        if jaxpr.find_name(equation) != MARK:
+            return jaxpr.evaluate(equation, [jnp.asarray(x) for x in operands])
         mark = equation.params["mark"]
         results = mark.run_arithmetic(*(jnp.asarray(x) for x in operands))
         self.codes += [results[i] for i in find_points(mark)]
         return results
 
-    def enter_call(self, equation: Any) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: what is computed does not depend on who calls."""
-        return contextlib.nullcontext()
-
     def skip_points(self, mark: recording.Mark, results: Sequence[Any]) -> None:
         """Keep known codes, which a model traced with other shapes may compute."""
         self.codes += [jnp.asarray(results[i]) for i in find_points(mark)]
 
-    def roll_scan(self, equation: Any, operands: Sequence[Any], specs: Sequence[Spec]) -> list[Any] | None:
+    def roll_scan(self, equation: Equation, operands: Sequence[Any], specs: Sequence[Spec]) -> list[Any] | None:
         """Return the results of `jax.lax.scan` for a loop of the model."""
         is_rolled = self.place < len(self.rolled) and self.rolled[self.place]
         self.place += 1
         if not is_rolled:
             return None
-        scan = programs.read_scan(equation)
+        scan = jaxpr.read_scan(equation)
         place, first = self.place, scan.constants + scan.carries
         program = scan.body.program
 
         def advance(carries: Any, entries: Any) -> Any:
             inner = Tap(self.rolled, place)  # JAX may trace the body twice
             arguments = [*operands[: scan.constants], *carries, *entries]
-            results = run_program(inner, program, scan.body.constants, arguments)
+            results = inner.evaluate_body(scan.body, arguments)
             self.place = inner.place
-            results = [jnp.asarray(x, v.aval.dtype) for x, v in zip(results, program.outvars, strict=True)]
+            results = [jnp.asarray(x, jaxpr.read_dtype(v)) for x, v in zip(results, program.outvars, strict=True)]
             return results[: scan.carries], (results[scan.carries :], [jnp.asarray(x) for x in inner.codes])
 
         carries = [
@@ -371,7 +358,7 @@ class Tap:
         """Return entries as a stack."""
         return jnp.stack([jnp.asarray(row) for row in rows])
 
-    def select(self, index: Any, branches: Sequence[Any], spec: Spec) -> Any:
+    def select_branch(self, index: Any, branches: Sequence[Any], spec: Spec) -> Any:
         """Return the value of the branch with the given index."""
         choice = jnp.clip(index.astype(jnp.int32), 0, len(branches) - 1)
         result = jnp.asarray(branches[0])

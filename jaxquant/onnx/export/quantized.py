@@ -13,14 +13,14 @@ from ..._core import granularity as granularities
 from ..load.graph import ROUNDED_ONCE
 from . import elementwise, packed_weights, values
 from .elementwise import apply_operator, cast_value, make_scalar
-from .graph import Graph
-from .registry import Call, writes_mark
+from .graph import ModelGraph
+from .registry import WriterCall, writes_mark
 from .values import Shape, Value
 
 _INT8 = (np.dtype(np.int8), np.dtype(np.uint8))
 
 
-class Layout(NamedTuple):
+class ScaleLayout(NamedTuple):
     """How a scale is stored for QuantizeLinear and DequantizeLinear.
 
     Attributes:
@@ -34,24 +34,24 @@ class Layout(NamedTuple):
     block: int
 
 
-def find_layout(scale: Shape, granularity: Any, shape: Shape) -> Layout | None:
+def find_layout(scale: Shape, granularity: Any, shape: Shape) -> ScaleLayout | None:
     """Return the layout of a scale for an array of the given shape, or None if ONNX has none."""
     if all(values.is_static((n,)) and n == 1 for n in scale):
-        return Layout((), None, 0)
+        return ScaleLayout((), None, 0)
     if isinstance(granularity, granularities.PerAxis):
         axis = granularity.axis
-        return Layout(scale, axis, 0) if isinstance(axis, int) else None
+        return ScaleLayout(scale, axis, 0) if isinstance(axis, int) else None
     if isinstance(granularity, granularities.PerTensor) or len(scale) != len(shape):
         return None
     varying = [axis for axis, n in enumerate(scale) if not (values.is_static((n,)) and n == 1)]
     if len(varying) == 1 and bool(scale[varying[0]] == shape[varying[0]]):
-        return Layout((scale[varying[0]],), varying[0], 0)
+        return ScaleLayout((scale[varying[0]],), varying[0], 0)
     sizes = find_sizes(granularity, scale, shape)
     blocked = [axis for axis, size in enumerate(sizes) if size != 1 and not bool(shape[axis] == 1)]
     is_blocked = len(blocked) == 1 and all(
         bool(n == m) for axis, (n, m) in enumerate(zip(scale, shape, strict=True)) if axis != blocked[0]
     )
-    return Layout(scale, blocked[0], int(sizes[blocked[0]])) if is_blocked else None
+    return ScaleLayout(scale, blocked[0], int(sizes[blocked[0]])) if is_blocked else None
 
 
 def find_sizes(granularity: Any, scale: Shape, shape: Shape) -> Sequence[Any]:
@@ -72,7 +72,7 @@ def find_sizes(granularity: Any, scale: Shape, shape: Shape) -> Sequence[Any]:
     return [shape[axis] for axis in axes]
 
 
-def expand_scale(graph: Graph, part: Value, granularity: Any, shape: Shape) -> Value:
+def expand_scale(graph: ModelGraph, part: Value, granularity: Any, shape: Shape) -> Value:
     """Return a scale or zero point in a shape that broadcasts to that of the array."""
     if isinstance(granularity, granularities.PerTensor):
         return Value((), part.dtype, graph.reshape(graph.store(part), ())) if part.shape else part
@@ -89,7 +89,7 @@ def expand_scale(graph: Graph, part: Value, granularity: Any, shape: Shape) -> V
     return part
 
 
-def _reshape_value(graph: Graph, x: Value, shape: Shape) -> Value:
+def _reshape_value(graph: ModelGraph, x: Value, shape: Shape) -> Value:
     if tuple(x.shape) == tuple(shape):
         return x
     if x.is_known and values.is_static(shape):
@@ -97,7 +97,7 @@ def _reshape_value(graph: Graph, x: Value, shape: Shape) -> Value:
     return Value(tuple(shape), x.dtype, graph.reshape(graph.store(x), shape))
 
 
-def _repeat(graph: Graph, x: Value, axis: int, size: int, length: Any) -> Value:
+def _repeat(graph: ModelGraph, x: Value, axis: int, size: int, length: Any) -> Value:
     """Return an array with each entry along an axis repeated, cut to a length."""
     if x.is_known:
         # The last block may be shorter than the others.
@@ -112,7 +112,7 @@ def _repeat(graph: Graph, x: Value, axis: int, size: int, length: Any) -> Value:
 
 
 @writes_mark("quantize")
-def write_quantize(graph: Graph, call: Call) -> Value:
+def write_quantize(graph: ModelGraph, call: WriterCall) -> Value:
     """Write QuantizeLinear, or its arithmetic where the operator does not have the scale's shape or dtype."""
     p = call.parameters
     x, scale, zero_point = p["x"], p["scale"], p["zero_point"]
@@ -138,7 +138,7 @@ def write_quantize(graph: Graph, call: Call) -> Value:
     return encode(graph, value, zero_point, dtype, p["bounds"])
 
 
-def has_operator(graph: Graph, dtype: np.dtype, layout: Layout) -> bool:
+def has_operator(graph: ModelGraph, dtype: np.dtype, layout: ScaleLayout) -> bool:
     """Return whether the opset has QuantizeLinear for codes of a dtype and a layout of the scale."""
     if dtype in dtypes.SMALL_FLOATS:
         return graph.opset >= (23 if dtype in dtypes.FLOAT4 else 19)
@@ -146,8 +146,8 @@ def has_operator(graph: Graph, dtype: np.dtype, layout: Layout) -> bool:
 
 
 def _write_operator(
-    graph: Graph, x: Value, scale: Value, zero_point: Value | None, layout: Layout, dtype: np.dtype, bounds: Any,
-    shape: Shape,
+    graph: ModelGraph, x: Value, scale: Value, zero_point: Value | None, layout: ScaleLayout, dtype: np.dtype,
+    bounds: Any, shape: Shape,
 ) -> Value:  # fmt: skip
     container = values.find_container(dtype)
     scale = _reshape_value(graph, scale, layout.shape)
@@ -159,13 +159,13 @@ def _write_operator(
     return _saturate(graph, Value(tuple(shape), container, name), dtype, bounds)
 
 
-def _read_point(graph: Graph, zero_point: Value | None, shape: Shape, container: np.dtype) -> Value:
+def _read_point(graph: ModelGraph, zero_point: Value | None, shape: Shape, container: np.dtype) -> Value:
     if zero_point is None:
         return graph.fill(make_scalar(0, container), shape)
     return _reshape_value(graph, cast_value(graph, zero_point, container), shape)
 
 
-def _saturate(graph: Graph, codes: Value, dtype: np.dtype, bounds: Any) -> Value:
+def _saturate(graph: ModelGraph, codes: Value, dtype: np.dtype, bounds: Any) -> Value:
     """Return codes within the bounds, where these are narrower than those of their container."""
     low, high = dtypes.find_bounds(dtype) if bounds is None else bounds
     if (low, high) == dtypes.find_bounds(codes.dtype):
@@ -177,24 +177,26 @@ def _saturate(graph: Graph, codes: Value, dtype: np.dtype, bounds: Any) -> Value
     return apply_operator(graph, "Min", [inside, make_scalar(high, codes.dtype)])
 
 
-def _divide(graph: Graph, x: Value, scale: Value, precision: np.dtype) -> Value:
+def _divide(graph: ModelGraph, x: Value, scale: Value, precision: np.dtype) -> Value:
     """Return the quotient in a precision, as float32."""
     parts = [round_value(graph, cast_value(graph, v, np.float32), precision) for v in (x, scale)]
     return round_value(graph, _divide_once(graph, *parts), precision)
 
 
-def round_value(graph: Graph, x: Value, dtype: Any) -> Value:
+def round_value(graph: ModelGraph, x: Value, dtype: Any) -> Value:
     """Return float32 values rounded to a dtype."""
     if dtype == dtypes.FLOAT32:
         return x
     return cast_value(graph, cast_value(graph, x, dtype), np.float32)
 
 
-def _quantize_small_float(graph: Graph, x: Value, scale: Value, p: Any, layout: Layout | None, shape: Shape) -> Value:
+def _quantize_small_float(
+    graph: ModelGraph, x: Value, scale: Value, p: Any, layout: ScaleLayout | None, shape: Shape
+) -> Value:
     dtype = np.dtype(p["dtype"])
     if p["precision"] != dtypes.FLOAT32 or dtype not in dtypes.SMALL_FLOATS:
         raise values.UnsupportedError(f"codes of {dtype} with a division in {p['precision']}")
-    if not has_operator(graph, dtype, Layout((), None, 0)):
+    if not has_operator(graph, dtype, ScaleLayout((), None, 0)):
         raise values.UnsupportedError(f"{dtype} needs a later opset")
     value = _divide(graph, x, expand_scale(graph, scale, p["granularity"], shape), p["precision"])
     one, zero = make_scalar(1, np.float32), values.make_known(np.zeros((), dtype))
@@ -204,20 +206,20 @@ def _quantize_small_float(graph: Graph, x: Value, scale: Value, p: Any, layout: 
 
 
 @writes_mark("encode")
-def write_encode(graph: Graph, call: Call) -> Value:
+def write_encode(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a rounding of quotients to codes."""
     p = call.parameters
     return encode(graph, p["value"], p["zero_point"], np.dtype(p["dtype"]), p["bounds"])
 
 
-def encode(graph: Graph, value: Value, zero_point: Value | None, dtype: np.dtype, bounds: Any) -> Value:
+def encode(graph: ModelGraph, value: Value, zero_point: Value | None, dtype: np.dtype, bounds: Any) -> Value:
     """Return the codes of quotients: QuantizeLinear with a scale of 1, or Round, Add, Max and Min."""
     container = values.find_container(dtype)
     is_single = zero_point is None or _count(zero_point) == 1
-    if is_single and has_operator(graph, dtype, Layout((), None, 0)):
+    if is_single and has_operator(graph, dtype, ScaleLayout((), None, 0)):
         if zero_point is not None and zero_point.is_known:
             zero_point = values.make_known(np.asarray(zero_point.array).reshape(-1)[:1])
-        layout = Layout((), None, 0)
+        layout = ScaleLayout((), None, 0)
         return _write_operator(graph, value, make_scalar(1, np.float32), zero_point, layout, dtype, bounds, value.shape)
     low, high = dtypes.find_bounds(dtype) if bounds is None else bounds
     rounded = apply_operator(graph, "Round", [value])
@@ -237,7 +239,7 @@ def _count(x: Value) -> Any:
 
 
 @writes_mark("dequantize")
-def write_dequantize(graph: Graph, call: Call) -> Value:
+def write_dequantize(graph: ModelGraph, call: WriterCall) -> Value:
     """Write the arithmetic of a dequantization.
 
     ONNX Runtime replaces floats between DequantizeLinear and QuantizeLinear by other arithmetic, whose codes differ. It
@@ -260,7 +262,7 @@ def write_dequantize(graph: Graph, call: Call) -> Value:
     return result
 
 
-def _hold(graph: Graph, codes: Value) -> Value:
+def _hold(graph: ModelGraph, codes: Value) -> Value:
     """Return codes as a tensor, so that the model stores the codes of weights and not their values."""
     if not codes.is_known:
         return codes
@@ -272,12 +274,12 @@ def _hold(graph: Graph, codes: Value) -> Value:
 
 
 @writes_mark("divide")
-def write_divide(graph: Graph, call: Call) -> Value:
+def write_divide(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a division."""
     return _divide_once(graph, call.parameters["x"], call.parameters["scale"])
 
 
-def _divide_once(graph: Graph, x: Value, scale: Value) -> Value:
+def _divide_once(graph: ModelGraph, x: Value, scale: Value) -> Value:
     """Return the quotient of float32 values, which a loaded model rounds once, too."""
     result = apply_operator(graph, "Div", [x, scale])
     graph.nodes[-1].doc_string = ROUNDED_ONCE
@@ -285,19 +287,19 @@ def _divide_once(graph: Graph, x: Value, scale: Value) -> Value:
 
 
 @writes_mark("round_to_dtype")
-def write_round_to_dtype(graph: Graph, call: Call) -> Value:
+def write_round_to_dtype(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a rounding to a narrower float."""
     return round_value(graph, call.parameters["value"], call.parameters["dtype"])
 
 
 @writes_mark("keep")
-def write_keep(graph: Graph, call: Call) -> Value:
+def write_keep(graph: ModelGraph, call: WriterCall) -> Value:
     """Write nothing: the result is the first operand."""
     return call.inputs[0]
 
 
 @writes_mark("name_output")
-def write_name(graph: Graph, call: Call) -> Value:
+def write_name(graph: ModelGraph, call: WriterCall) -> Value:
     """Write nothing, and note the name that an operator asks for its output."""
     x, name = call.inputs[0], call.parameters["name"]
     is_taken = x.name in graph.inputs or x.name in graph.requests
@@ -310,7 +312,7 @@ def write_name(graph: Graph, call: Call) -> Value:
 
 
 @writes_mark("extremes")
-def write_extremes(graph: Graph, call: Call) -> list[Value]:
+def write_extremes(graph: ModelGraph, call: WriterCall) -> list[Value]:
     """Write the least and the largest value of each slice."""
     p = call.parameters
     x, target = cast_value(graph, p["x"], np.float32), call.outputs[0].shape
@@ -337,7 +339,7 @@ def write_extremes(graph: Graph, call: Call) -> list[Value]:
 
 
 @writes_mark("min_max")
-def write_min_max(graph: Graph, call: Call) -> list[Value]:
+def write_min_max(graph: ModelGraph, call: WriterCall) -> list[Value]:
     """Write the range of each slice, widened to include 0."""
     p = call.parameters
     name = graph.store_full(cast_value(graph, p["x"], np.float32), p["input_shapes"][0])
@@ -349,7 +351,7 @@ def write_min_max(graph: Graph, call: Call) -> list[Value]:
 
 
 @writes_mark("dynamic_range")
-def write_dynamic_range(graph: Graph, call: Call) -> list[Value] | None:
+def write_dynamic_range(graph: ModelGraph, call: WriterCall) -> list[Value] | None:
     """Write DynamicQuantizeLinear, whose codes `write_quantize` takes."""
     p = call.parameters
     if np.dtype(p["dtype"]) != np.uint8 or not isinstance(p["granularity"], granularities.PerTensor):
@@ -366,7 +368,7 @@ def write_dynamic_range(graph: Graph, call: Call) -> list[Value] | None:
     return [low, high, Value((), float32, scale), point]
 
 
-def _quantize_dynamically(graph: Graph, x: Value, shape: Shape, ones: Shape) -> tuple[str, str, str]:
+def _quantize_dynamically(graph: ModelGraph, x: Value, shape: Shape, ones: Shape) -> tuple[str, str, str]:
     """Write DynamicQuantizeLinear, and return x, the scale and the zero point, both of the shape `ones`."""
     name = graph.store_full(x, shape)
     codes, scale, zero_point = graph.add("DynamicQuantizeLinear", [name], 3)
@@ -377,7 +379,7 @@ def _quantize_dynamically(graph: Graph, x: Value, shape: Shape, ones: Shape) -> 
 
 
 @writes_mark("own_range")
-def write_own_range(graph: Graph, call: Call) -> list[Value] | None:
+def write_own_range(graph: ModelGraph, call: WriterCall) -> list[Value] | None:
     """Write DynamicQuantizeLinear for the range of a whole array and codes of uint8: its integers are the same."""
     p = call.parameters
     spec, x = p["spec"], p["x"]

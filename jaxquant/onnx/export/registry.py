@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from .graph import Graph
+from .graph import ModelGraph
 from .values import Spec, Value
 
 
-class Call(NamedTuple):
+class WriterCall(NamedTuple):
     """One equation.
 
     Attributes:
@@ -25,7 +25,7 @@ class Call(NamedTuple):
     outputs: Sequence[Spec]
 
 
-Writer = Callable[[Graph, Call], Any]  # returns a Value, or a list of them
+Writer = Callable[[ModelGraph, WriterCall], Any]  # returns a Value, or a list of them
 PRIMITIVES: dict[str, Writer] = {}
 MARKS: dict[str, Writer] = {}
 

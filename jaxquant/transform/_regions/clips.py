@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._programs import jaxpr
-from .graph import Graph, Node, make_graph
+from ..._program import jaxpr
+from ..._program.graph import EquationNode, ProgramGraph, make_graph
 from .statics import find_number
 
 Bounds = tuple[float | None, float | None]
@@ -36,7 +36,7 @@ class Clip(NamedTuple):
     value: int
     low: float | None
     high: float | None
-    hidden: tuple[Node, ...] = ()
+    hidden: tuple[EquationNode, ...] = ()
 
 
 class Leak(NamedTuple):
@@ -50,14 +50,14 @@ class Leak(NamedTuple):
 
     value: int
     slope: float
-    hidden: tuple[Node, ...]
+    hidden: tuple[EquationNode, ...]
 
 
-def find_clip(graph: Graph, node: Node) -> Clip | None:
+def find_clip(graph: ProgramGraph, node: EquationNode) -> Clip | None:
     """Return what a node clips, or None if it gives something else."""
     if node.name in jaxpr.CUSTOM_RULES:
         return _find_inner_clip(graph, node)
-    hidden: list[Node] = []
+    hidden: list[EquationNode] = []
     if node.name in _CLIPS:
         places = [1] if node.name == "clamp" else [0, 1]
         values = [node.inputs[place] for place in places if find_number(graph, node.inputs[place]) is None]
@@ -73,7 +73,7 @@ def find_clip(graph: Graph, node: Node) -> Clip | None:
     return Clip(value, *bounds, inner) if _are_private(graph, node, inner) else None
 
 
-def find_leak(graph: Graph, node: Node) -> Leak | None:
+def find_leak(graph: ProgramGraph, node: EquationNode) -> Leak | None:
     """Return which value goes through a leaky relu with a node as its end, or None."""
     value = _find_compared(graph, node)
     if value is not None:
@@ -87,7 +87,7 @@ def find_leak(graph: Graph, node: Node) -> Leak | None:
         products = [v for v in node.inputs if _find_slope(graph, v, sum(node.inputs) - v) is not None]
         if len(products) != 1:
             return None
-        (negative,), hidden = products, list[Node]()
+        (negative,), hidden = products, list[EquationNode]()
         value = positive = sum(node.inputs) - negative
     else:
         return None
@@ -98,7 +98,7 @@ def find_leak(graph: Graph, node: Node) -> Leak | None:
     return Leak(value, slope, inner) if _are_private(graph, node, inner) else None
 
 
-def call_rule(graph: Graph, node: Node, value: Any) -> Any:
+def call_rule(graph: ProgramGraph, node: EquationNode, value: Any) -> Any:
     """Return the result of a function with a derivative rule of its own that clips a value."""
     clip = find_clip(graph, node)
     assert clip is not None
@@ -109,7 +109,7 @@ def call_rule(graph: Graph, node: Node, value: Any) -> Any:
     return jaxpr.evaluate(node.equation, operands)[0]
 
 
-def _find_inner_clip(graph: Graph, node: Node) -> Clip | None:
+def _find_inner_clip(graph: ProgramGraph, node: EquationNode) -> Clip | None:
     """Return what a function with a derivative rule clips."""
     numbers = [find_number(graph, value) for value in node.inputs]
     if numbers.count(None) != 1 or len(node.outputs) != 1:
@@ -124,7 +124,7 @@ def _find_inner_clip(graph: Graph, node: Node) -> Clip | None:
     return None if bounds is None or bounds == (None, None) else Clip(node.inputs[place], *bounds)
 
 
-def _are_private(graph: Graph, node: Node, hidden: Sequence[Node]) -> bool:
+def _are_private(graph: ProgramGraph, node: EquationNode, hidden: Sequence[EquationNode]) -> bool:
     """Return whether nothing but a node and hidden ones reads the results of hidden ones."""
     members = {node.address, *(n.address for n in hidden)}
     outputs = [value for n in hidden for value in n.outputs]
@@ -133,7 +133,7 @@ def _are_private(graph: Graph, node: Node, hidden: Sequence[Node]) -> bool:
     return readers <= members and not set(outputs) & set(graph.results)
 
 
-def _find_compared(graph: Graph, node: Node) -> int | None:
+def _find_compared(graph: ProgramGraph, node: EquationNode) -> int | None:
     """Return the value that decides a selection by its comparison with a number."""
     if node.name != "select_n" or len(node.inputs) != 3:
         return None
@@ -142,7 +142,7 @@ def _find_compared(graph: Graph, node: Node) -> int | None:
     return None if numbers is None else numbers[0]
 
 
-def _read_comparison(graph: Graph, node: Node) -> tuple[int, bool, float] | None:
+def _read_comparison(graph: ProgramGraph, node: EquationNode) -> tuple[int, bool, float] | None:
     """Return which value is compared with which number, and whether the comparison is true of large values."""
     if node.name not in _COMPARISONS:
         return None
@@ -156,7 +156,7 @@ def _read_comparison(graph: Graph, node: Node) -> tuple[int, bool, float] | None
     return node.inputs[place], _COMPARISONS[name], number
 
 
-def _find_bounds(graph: Graph, result: int, value: int, visited: list[Node]) -> Bounds | None:
+def _find_bounds(graph: ProgramGraph, result: int, value: int, visited: list[EquationNode]) -> Bounds | None:
     """Return the numbers between which a result is a clipped value; None for other results.
 
     The nodes on the way are added to `visited`.
@@ -183,7 +183,7 @@ def _find_bounds(graph: Graph, result: int, value: int, visited: list[Node]) -> 
     return None
 
 
-def _find_selected(graph: Graph, node: Node, value: int, visited: list[Node]) -> Bounds | None:
+def _find_selected(graph: ProgramGraph, node: EquationNode, value: int, visited: list[EquationNode]) -> Bounds | None:
     """Return the bounds of a selection between a number and a clipped value, where the value is equal to the number."""
     comparison = graph.producers.get(node.inputs[0])
     compared = None if comparison is None else _read_comparison(graph, comparison)
@@ -209,7 +209,7 @@ def _tighten(bounds: Bounds | None, number: float | None, is_low: bool) -> Bound
     return (number, high) if is_low else (low, number)
 
 
-def _find_slope(graph: Graph, result: int, value: int) -> float | None:
+def _find_slope(graph: ProgramGraph, result: int, value: int) -> float | None:
     """Return the number by which a value is multiplied, or None for other results."""
     node = graph.producers.get(result)
     if node is None or node.name != "mul" or value not in node.inputs:

@@ -9,14 +9,15 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..._core import dtypes
-from .._programs import jaxpr
-from .._programs.analysis import Analysis
-from .._programs.interpret import is_inlined
-from .._programs.sites import Site
+from ..._program import jaxpr, moves
+from ..._program.analysis import Analysis
+from ..._program.graph import EquationNode, ProgramGraph, make_graph
+from ..._program.jaxpr import Equation
+from ..._program.replacing import is_inlined
+from ..._program.sites import Site
 from . import clips, patterns
 from .folding import find_feature_axes
-from .graph import Graph, Node, make_graph
-from .point import Action, OutputPlan, Point, Regions, Step, is_product
+from .rounding_points import Action, OutputPlan, PointStep, Regions, RoundingPoint, is_product
 
 
 @dataclasses.dataclass
@@ -29,7 +30,7 @@ class _Value:
         labels: the feature dimensions of a contraction.
     """
 
-    point: Point
+    point: RoundingPoint
     stage: str
     labels: tuple[int | None, ...] = ()
 
@@ -46,7 +47,7 @@ class Finder:
     """
 
     def __init__(
-        self, graph: Graph, analysis: Analysis, sites: Mapping[str, Any], quantized: Sequence[int],
+        self, graph: ProgramGraph, analysis: Analysis, sites: Mapping[str, Any], quantized: Sequence[int],
         parameters: Mapping[int, int],
     ) -> None:  # fmt: skip
         self.graph, self.analysis, self.sites = graph, analysis, sites
@@ -62,7 +63,7 @@ class Finder:
         self.reasons: dict[str, str] = {}
         self.absorbed: set[int] = set()
         # Of a selection by comparisons: the value that it clips or multiplies, and the other nodes of it.
-        self.selections: dict[Any, tuple[int, tuple[Node, ...]]] = {}
+        self.selections: dict[Any, tuple[int, tuple[EquationNode, ...]]] = {}
 
     def search(self) -> Regions:
         """Return the parts of the program that stay in codes."""
@@ -82,7 +83,7 @@ class Finder:
 
     # Forward: what could be codes.
 
-    def _extend(self, node: Node) -> bool:
+    def _extend(self, node: EquationNode) -> bool:
         """Add a node to the point of its operand, if it can be part of it."""
         clip = clips.find_clip(self.graph, node)
         if clip is not None:
@@ -99,13 +100,13 @@ class Finder:
         followed = patterns.follow_labels(self.graph, node, place, value.labels)
         if followed is None:
             return False
-        step = Step(node, followed[0], place, value.labels)
+        step = PointStep(node, followed[0], place, value.labels)
         if step.kind == "affine" and not self._can_fold(value.point, step):
             return False
         self._add_step(node, step, _Value(value.point, "affine", followed[1]))
         return True
 
-    def _extend_by_clip(self, node: Node, clip: clips.Clip) -> bool:
+    def _extend_by_clip(self, node: EquationNode, clip: clips.Clip) -> bool:
         """Add a clip to the point of its operand, or give codes with the scale of codes that others read, too."""
         value = self.values.get(clip.value)
         if value is None:
@@ -116,20 +117,20 @@ class Finder:
         if value.stage == "codes" or not readers <= members or clip.value in self.graph.results:
             self._add_move(node, node.outputs, value.point)
         else:
-            self._add_step(node, Step(node, "clip", -1), _Value(value.point, "clip"))
+            self._add_step(node, PointStep(node, "clip", -1), _Value(value.point, "clip"))
         return True
 
-    def _add_move(self, node: Node, outputs: Sequence[int], point: Point) -> None:
+    def _add_move(self, node: EquationNode, outputs: Sequence[int], point: RoundingPoint) -> None:
         self.actions[node.address] = Action("move", node, None, False)
         self.values |= {output: _Value(point, "codes") for output in outputs}
 
-    def _add_step(self, node: Node, step: Step, value: _Value) -> None:
+    def _add_step(self, node: EquationNode, step: PointStep, value: _Value) -> None:
         value.point.steps.append(step)
         value.point.value = node.outputs[0]
         self.values[node.outputs[0]] = value
         self.actions[node.address] = Action("pass", node, value.point, False)
 
-    def _can_fold(self, point: Point, step: Step) -> bool:
+    def _can_fold(self, point: RoundingPoint, step: PointStep) -> bool:
         others = [value for place, value in enumerate(step.node.inputs) if place != step.place]
         # What is computed from a quantized parameter has no floats when the function is served.
         if any(value in self.coded for value in others):
@@ -142,14 +143,14 @@ class Finder:
             self.reasons[point.site.name] = f"{step.node.describe_node()} multiplies it, and {reason}"
         return not reason
 
-    def _visit(self, node: Node) -> None:
+    def _visit(self, node: EquationNode) -> None:
         site = self.analysis.sites.get(node.address)
         if site is not None:
             self._visit_site(node, site)
             return
         places = [place for place, value in enumerate(node.inputs) if value in self.moving]
         values = [self.values.get(node.inputs[place]) for place in places]
-        if node.name == patterns.BARRIER:
+        if node.name == moves.BARRIER:
             for place, value in zip(places, values, strict=True):
                 if value is not None:
                     self._add_move(node, [node.outputs[place]], value.point)
@@ -158,7 +159,7 @@ class Finder:
         if leak is not None and leak.value in self.values:
             output = self.values[leak.value].point.output
             self.selections[node.address] = leak.value, leak.hidden
-            self._start(Point("leaky_relu", node, output, attributes={"slope": leak.slope}), "clip")
+            self._start(RoundingPoint("leaky_relu", node, output, attributes={"slope": leak.slope}), "clip")
             return
         known = [value for value in values if value is not None]
         if len(known) != len(places):
@@ -168,38 +169,38 @@ class Finder:
         if places == [0] and patterns.is_move(self.graph, node):
             self._add_move(node, node.outputs, known[0].point)
 
-    def _combine(self, node: Node, known: Sequence[_Value]) -> bool:
+    def _combine(self, node: EquationNode, known: Sequence[_Value]) -> bool:
         """Start a point at an operation whose operands are codes, and return whether there is such an operation."""
         output = known[0].point.output
         # ONNX Runtime's operators have one dtype for all operands.
         if node.name in _COMBINED and len({value.point.output.spec.carrier for value in known}) == 1:
             attributes = {"axis": node.parameters["dimension"]} if node.name == "concatenate" else {}
-            self._start(Point(_COMBINED[node.name], node, output, attributes=attributes), "clip")
+            self._start(RoundingPoint(_COMBINED[node.name], node, output, attributes=attributes), "clip")
         elif node.name == "logistic":
-            self._start(Point("sigmoid", node, output), "clip")
+            self._start(RoundingPoint("sigmoid", node, output), "clip")
         elif node.name in ("reduce_sum", "reduce_window_sum"):
             self._visit_sum(node, output)
         else:
             return False
         return True
 
-    def _visit_sum(self, node: Node, output: OutputPlan) -> None:
+    def _visit_sum(self, node: EquationNode, output: OutputPlan) -> None:
         mean = patterns.find_mean(self.graph, node)
         if mean is None:
             return
         name = "mean" if node.name == "reduce_sum" else "average_pool"
-        point = Point(name, node, output, attributes=mean[0])
+        point = RoundingPoint(name, node, output, attributes=mean[0])
         self._start(point, "clip")
         for step in mean[1]:
             self.absorbed.add(step.node.outputs[0])
             self._add_step(step.node, step, _Value(point, "clip"))
 
-    def _start(self, point: Point, stage: str, labels: tuple[int | None, ...] = ()) -> None:
+    def _start(self, point: RoundingPoint, stage: str, labels: tuple[int | None, ...] = ()) -> None:
         point.value = point.node.outputs[0]
         self.values[point.value] = _Value(point, stage, labels)
         self.actions[point.node.address] = Action("start", point.node, point, False)
 
-    def _visit_site(self, node: Node, site: Site) -> None:
+    def _visit_site(self, node: EquationNode, site: Site) -> None:
         plan = self.sites[site.name]
         places = {operand.place for operand in plan.activations}
         arrivals = frozenset(place for place in places if node.inputs[place] in self.values)
@@ -215,7 +216,7 @@ class Finder:
         rank = len(self.graph.find_shape(node.outputs[0]))
         labels = tuple(features.index(axis) if axis in features else None for axis in range(rank))
         arrived = [self.values[node.inputs[place]].point for place in arrivals]
-        point = Point(site.operation, node, plan.output, site, features, source=arrived[0] if arrived else None)
+        point = RoundingPoint(site.operation, node, plan.output, site, features, source=arrived[0] if arrived else None)
         self._start(point, "affine", labels)
 
     # Backward: what is read as codes.
@@ -232,18 +233,18 @@ class Finder:
                 useful |= {value for value in self._list_sources(node, useful) if value in self.values}
         return useful
 
-    def _list_sources(self, node: Node, useful: set[int]) -> Collection[int]:
+    def _list_sources(self, node: EquationNode, useful: set[int]) -> Collection[int]:
         """Return the values from which the useful results of a node are made."""
         if node.address in self.selections:
             return (self.selections[node.address][0],)
-        if node.name == patterns.BARRIER:
+        if node.name == moves.BARRIER:
             return [v for v, output in zip(node.inputs, node.outputs, strict=True) if output in useful]
         return node.inputs
 
-    def _keep_useful(self, useful: set[int]) -> tuple[Point, ...]:
+    def _keep_useful(self, useful: set[int]) -> tuple[RoundingPoint, ...]:
         """Keep the actions whose results are useful, and return their points with names."""
         kept = {}
-        points = list[Point]()
+        points = list[RoundingPoint]()
         names = {plan.record for plan in self.sites.values()}
         for action in self.actions.values():
             node, point = action.node, action.point
@@ -291,10 +292,10 @@ class Finder:
             return f"{node.describe_node()} reads it as floats"
         return "nothing reads it"
 
-    def _list_hidden(self, node: Node) -> tuple[Node, ...]:
+    def _list_hidden(self, node: EquationNode) -> tuple[EquationNode, ...]:
         return self.selections.get(node.address, (0, ()))[1]
 
-    def _has_argument(self, node: Node, place: int, value: int) -> bool:
+    def _has_argument(self, node: EquationNode, place: int, value: int) -> bool:
         """Return whether an operand would be a bias, a factor or a statistic if it were among the parameters."""
         known = self.values.get(value)
         if known is None or known.stage != "affine" or len(node.inputs) != 2:
@@ -322,7 +323,7 @@ def find_features(site: Site) -> tuple[int, ...]:
         return (numbers.out_spec[1],)
     (contracted, batch), weight = numbers, site.weight
     assert weight is not None
-    ranks = [len(variable.aval.shape) for variable in site.equation.invars[:2]]
+    ranks = [len(jaxpr.read_shape(variable)) for variable in site.equation.invars[:2]]
     frees = [ranks[side] - len(contracted[side]) - len(batch[side]) for side in (0, 1)]
     start = len(batch[0]) + (frees[0] if weight == 1 else 0)
     return (*range(len(batch[0])), *range(start, start + frees[weight]))
@@ -333,12 +334,12 @@ def find_site_obstacle(site: Site, plan: Any) -> str:
     if not plan.is_replaced:
         return plan.reason
     variables = (*site.equation.invars[:2], site.equation.outvars[0])
-    kinds = {str(variable.aval.dtype) for variable in variables}
+    kinds = {str(jaxpr.read_dtype(variable)) for variable in variables}
     if kinds != {str(dtypes.FLOAT32)}:
         return f"its dtypes are {', '.join(sorted(kinds))}, and integer kernels scale in float32"
     if site.weight is None:
         return "it has no parameter"
-    shape = site.equation.invars[site.weight].aval.shape
+    shape = jaxpr.read_shape(site.equation.invars[site.weight])
     if site.operation == "conv_general_dilated":
         if site.weight != 1:
             return "the parameter is convolved with the activations as its kernel"
@@ -350,7 +351,7 @@ def find_site_obstacle(site: Site, plan: Any) -> str:
     return "" if terms <= limit else f"it sums {terms} products of codes, and int32 holds {limit}"
 
 
-def find_fold_obstacle(graph: Graph, point: Point, parameters: Mapping[int, int]) -> str:
+def find_fold_obstacle(graph: ProgramGraph, point: RoundingPoint, parameters: Mapping[int, int]) -> str:
     """Return why weights cannot be multiplied by an array of their features, or ""."""
     site = point.site
     assert site is not None
@@ -364,7 +365,7 @@ def find_fold_obstacle(graph: Graph, point: Point, parameters: Mapping[int, int]
         node = graph.producers.get(value)
         if node is None:
             return "its weights are not a whole parameter"
-        if node.name == patterns.BARRIER:
+        if node.name == moves.BARRIER:
             value = node.inputs[node.outputs.index(value)]
             continue
         # The other parts of a parameter that is unstacked or split would be multiplied, too.
@@ -390,7 +391,7 @@ def find_regions(
     if not any(plan.output is not None for plan in sites.values()):
         return Regions()
 
-    def is_entered(equation: Any, address: Any) -> bool:
+    def is_entered(equation: Equation, address: Any) -> bool:
         # Functions with a derivative rule of their own keep it: they clip, or they run on floats.
         return jaxpr.find_name(equation) not in jaxpr.CUSTOM_RULES and is_inlined(analysis, equation, address)
 

@@ -6,25 +6,15 @@ import math
 from typing import Any
 
 from ..._codes.pooling import PoolWindows
-from .graph import Graph, Node
-from .point import Step
+from ..._program.graph import EquationNode, ProgramGraph
+from ..._program.moves import BARRIER, MOVES, keeps_place
+from .rounding_points import PointStep
 from .statics import find_number, find_varying
 
-# Equations of one array that give it unchanged; "name" is that of `jax.ad_checkpoint.checkpoint_name`.
-IDENTITIES = ("copy", "copy_p", "name", "sharding_constraint")
-BARRIER = "optimization_barrier"
-# Equations that only move elements, and maxima, whose result is among the elements.
-MOVES = frozenset(
-    {
-        *("transpose", "reshape", "squeeze", "broadcast_in_dim", "rev", "slice", "split", "pad", *IDENTITIES),
-        *("convert_element_type", "stop_gradient", "reduce_max", "reduce_window_max"),
-    }
-)
 
-
-def is_move(graph: Graph, node: Node) -> bool:
+def is_move(graph: ProgramGraph, node: EquationNode) -> bool:
     """Return whether a node gives elements of its first operand, and no others but zeros."""
-    if node.name not in MOVES:
+    if node.name not in MOVES or not MOVES[node.name].on_codes:
         return False
     if node.name == "pad":
         return find_number(graph, node.inputs[1]) == 0
@@ -56,9 +46,9 @@ def find_spatial(windows: PoolWindows, rank: int) -> tuple[PoolWindows, bool] | 
     return None
 
 
-def is_unit_move(graph: Graph, node: Node) -> bool:
+def is_unit_move(graph: ProgramGraph, node: EquationNode) -> bool:
     """Return whether a node only adds or removes dimensions of length 1."""
-    if node.name not in ("reshape", "squeeze", "broadcast_in_dim"):
+    if node.name not in MOVES or MOVES[node.name].keeps != "order":
         return False
     if node.name == "reshape" and node.parameters["dimensions"] is not None:
         return False
@@ -66,23 +56,25 @@ def is_unit_move(graph: Graph, node: Node) -> bool:
     return [n for n in before if n != 1] == [n for n in after if n != 1]
 
 
-def find_mean(graph: Graph, node: Node) -> tuple[dict[str, Any], list[Step]] | None:
+def find_mean(graph: ProgramGraph, node: EquationNode) -> tuple[dict[str, Any], list[PointStep]] | None:
     """Return the static arguments of a mean that begins with this sum, and the equations up to its division."""
-    value, steps = node.outputs[0], list[Step]()
+    value, steps = node.outputs[0], list[PointStep]()
     while (use := graph.find_single_use(value)) is not None:
         follower, place = use
         if is_unit_move(graph, follower):
-            steps.append(Step(follower, "move", place))
+            steps.append(PointStep(follower, "move", place))
         elif follower.name in ("div", "mul") and (place == 0 or follower.name == "mul"):
             attributes = _match_division(graph, node, follower, place)
-            return None if attributes is None else (attributes, [*steps, Step(follower, "divide", place)])
+            return None if attributes is None else (attributes, [*steps, PointStep(follower, "divide", place)])
         else:
             return None
         value = follower.outputs[0]
     return None
 
 
-def _match_division(graph: Graph, node: Node, division: Node, place: int) -> dict[str, Any] | None:
+def _match_division(
+    graph: ProgramGraph, node: EquationNode, division: EquationNode, place: int
+) -> dict[str, Any] | None:
     """Return the static arguments of a mean, or None if a sum is not divided by the number of its terms."""
     if graph.find_shape(division.inputs[place]) != graph.find_shape(division.outputs[0]):
         return None
@@ -110,7 +102,7 @@ def _is_count(number: float | None, count: int, name: str) -> bool:
     return number == count if name == "div" else abs(number * count - 1) < 2**-23
 
 
-def _counts_windows(graph: Graph, divisor: int, node: Node) -> bool:
+def _counts_windows(graph: ProgramGraph, divisor: int, node: EquationNode) -> bool:
     """Return whether a divisor is the number of elements in each window of a pooling, without its padding."""
     counter = graph.producers.get(divisor)
     while counter is not None and counter.name in ("broadcast_in_dim", "reshape"):
@@ -125,7 +117,7 @@ def _counts_windows(graph: Graph, divisor: int, node: Node) -> bool:
 
 
 def follow_labels(
-    graph: Graph, node: Node, place: int, labels: tuple[int | None, ...]
+    graph: ProgramGraph, node: EquationNode, place: int, labels: tuple[int | None, ...]
 ) -> tuple[str, tuple[int | None, ...]] | None:
     """Return the kind of a step after a contraction, and the feature dimensions of its result; None for other nodes.
 
@@ -136,8 +128,9 @@ def follow_labels(
         labels: its feature dimensions.
     """
     before, after = graph.find_shape(node.inputs[place]), graph.find_shape(node.outputs[0])
-    is_kept = node.name in (*IDENTITIES, BARRIER) or (node.name == "convert_element_type" and is_move(graph, node))
-    if is_kept:
+    # The bias that follows a stop_gradient has a gradient, and would lose it.
+    is_kept = keeps_place(node.name) and is_move(graph, node) and node.name != "stop_gradient"
+    if is_kept or node.name == BARRIER:
         return "move", labels
     if node.name == "transpose":
         return "move", tuple(labels[axis] for axis in node.parameters["permutation"])

@@ -20,19 +20,21 @@ from ..._contractions.output import make_array, read_affine, read_epilogue
 from ..._core import dtypes
 from ..._core.granularity import PerTensor
 from ..._kernels.affine import quantize_affine
-from .._programs import jaxpr
+from ..._program import jaxpr
+from ..._program.graph import EquationNode, ProgramGraph
+from ..._program.jaxpr import Equation
+from ..._program.moves import BARRIER
 from .clips import call_rule, find_clip
 from .folding import find_weight_places
-from .graph import Graph, Node
-from .patterns import BARRIER, find_windows
-from .point import Action, Point
+from .patterns import find_windows
+from .rounding_points import Action, RoundingPoint
 
 _NAME = "Prepared.apply"
 Array = QuantizedArray | FakeQuantizedArray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Codes:
+class RegionCodes:
     """A value of a program that is codes; in training, floats that carry codes."""
 
     array: Any
@@ -42,7 +44,7 @@ class Codes:
         return self.array.dequantize()
 
 
-class Pending(NamedTuple):
+class PendingResult(NamedTuple):
     """A result that is not rounded yet, because equations of its point follow.
 
     Attributes:
@@ -50,29 +52,29 @@ class Pending(NamedTuple):
         operands: the operands of the operation.
     """
 
-    point: Point
+    point: RoundingPoint
     operands: Sequence[Any]
 
 
 def dequantize_codes(operands: Sequence[Any], kept: Collection[int]) -> list[Any]:
     """Return operands with floats in place of codes, except at some places."""
-    return [x.to_array() if isinstance(x, Codes) and place not in kept else x for place, x in enumerate(operands)]
+    return [x.to_array() if isinstance(x, RegionCodes) and place not in kept else x for place, x in enumerate(operands)]
 
 
-def run_move(graph: Graph, action: Action, operands: Sequence[Any]) -> list[Any]:
+def run_move(graph: ProgramGraph, action: Action, operands: Sequence[Any]) -> list[Any]:
     """Return the results of an equation that gives codes with the scale of its operand, or of a hidden one."""
     node = action.node
     if action.kind == "hidden":
         # What it would compute is part of the next equation, which needs the codes.
-        return [next(value for value in operands if isinstance(value, Codes | Pending))]
+        return [next(value for value in operands if isinstance(value, RegionCodes | PendingResult))]
     if node.name == BARRIER:
         # Some operands may be floats, or parameters.
-        arrays = _wait_for_all(tuple(x.array if isinstance(x, Codes) else x for x in operands))
-        return [Codes(y) if isinstance(x, Codes) else y for x, y in zip(operands, arrays, strict=True)]
-    array = next(value.array for value in operands if isinstance(value, Codes))
+        arrays = _wait_for_all(tuple(x.array if isinstance(x, RegionCodes) else x for x in operands))
+        return [RegionCodes(y) if isinstance(x, RegionCodes) else y for x, y in zip(operands, arrays, strict=True)]
+    array = next(value.array for value in operands if isinstance(value, RegionCodes))
     if find_clip(graph, node) is not None:
-        return [Codes(_clip(graph, node, array))]
-    return [Codes(result) for result in _move(node.equation, array)]
+        return [RegionCodes(_clip(graph, node, array))]
+    return [RegionCodes(result) for result in _move(node.equation, array)]
 
 
 def _wait_for_all(arrays: Any) -> Any:
@@ -87,7 +89,7 @@ def _wait_for_all(arrays: Any) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
-def _move(equation: Any, array: Array) -> list[Array]:
+def _move(equation: Equation, array: Array) -> list[Array]:
     """Return the results of an equation that moves elements, or finds their maxima."""
     # A pad by zeros pads codes with the zero point, and floats with 0.0.
     if isinstance(array, FakeQuantizedArray):
@@ -98,7 +100,7 @@ def _move(equation: Any, array: Array) -> list[Array]:
     return [make_array(x, affine, array.dtype) for x in _evaluate_move(equation, array.codes, zero)]
 
 
-def _evaluate_move(equation: Any, x: jax.Array, zero: jax.Array) -> list[jax.Array]:
+def _evaluate_move(equation: Equation, x: jax.Array, zero: jax.Array) -> list[jax.Array]:
     name = jaxpr.find_name(equation)
     if name == "pad":
         return [lax.pad(x, zero, equation.params["padding_config"])]
@@ -111,7 +113,7 @@ def _evaluate_move(equation: Any, x: jax.Array, zero: jax.Array) -> list[jax.Arr
     return jaxpr.evaluate(equation, [x])
 
 
-def _clip(graph: Graph, node: Node, array: Array) -> Array:
+def _clip(graph: ProgramGraph, node: EquationNode, array: Array) -> Array:
     """Return codes clipped by the numbers of a node, in training with the derivative rule that the node may have."""
     clip = find_clip(graph, node)
     assert clip is not None
@@ -151,7 +153,7 @@ def _clip_codes(array: Array, low: float | None, high: float | None) -> Array:
     return array.replace_values(clip(array.values, floats))
 
 
-def combine_codes(graph: Graph, point: Point, arrays: Sequence[Array], output: Any) -> Array:
+def combine_codes(graph: ProgramGraph, point: RoundingPoint, arrays: Sequence[Array], output: Any) -> Array:
     """Return the result of an operation that is no contraction."""
     operation = functools.partial(_OPERATIONS[point.operation], arrays, point.attributes, output)
     return finish_steps(graph, point, operation())
@@ -195,7 +197,7 @@ _OPERATIONS = {
 }  # fmt: skip
 
 
-def finish_steps(graph: Graph, point: Point, array: Array) -> Array:
+def finish_steps(graph: ProgramGraph, point: RoundingPoint, array: Array) -> Array:
     """Return the result of an operation after the moves and clips of its point."""
     for step in point.steps:
         if step.kind == "move":
@@ -205,7 +207,7 @@ def finish_steps(graph: Graph, point: Point, array: Array) -> Array:
     return array
 
 
-def finish_floats(graph: Graph, point: Point, y: jax.Array, bias: jax.Array | None) -> jax.Array:
+def finish_floats(graph: ProgramGraph, point: RoundingPoint, y: jax.Array, bias: jax.Array | None) -> jax.Array:
     """Return the floats of which the codes of a contraction are the rounding.
 
     Args:
@@ -223,7 +225,7 @@ def finish_floats(graph: Graph, point: Point, y: jax.Array, bias: jax.Array | No
     return y
 
 
-def _clip_floats(graph: Graph, node: Node, y: jax.Array) -> jax.Array:
+def _clip_floats(graph: ProgramGraph, node: EquationNode, y: jax.Array) -> jax.Array:
     """Return floats clipped by the numbers of a node, with its derivative rule."""
     if node.name in jaxpr.CUSTOM_RULES:
         return call_rule(graph, node, y)
@@ -234,13 +236,18 @@ def _clip_floats(graph: Graph, node: Node, y: jax.Array) -> jax.Array:
     return y if high is None else jnp.minimum(y, np.float32(high))
 
 
-def spread_features(point: Point, part: jax.Array, shape: Sequence[int]) -> jax.Array:
+def spread_features(point: RoundingPoint, part: jax.Array, shape: Sequence[int]) -> jax.Array:
     """Return an array of the feature dimensions, broadcast to the result of a contraction."""
     return lax.broadcast_in_dim(part, tuple(shape), point.features)
 
 
 def contract_to_codes(
-    graph: Graph, point: Point, operation: Any, operands: Sequence[QuantizedArray], bias: jax.Array | None, output: Any
+    graph: ProgramGraph,
+    point: RoundingPoint,
+    operation: Any,
+    operands: Sequence[QuantizedArray],
+    bias: jax.Array | None,
+    output: Any,
 ) -> Any:
     """Return the codes of a contraction of codes, with its bias in steps of int32.
 

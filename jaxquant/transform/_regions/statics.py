@@ -18,38 +18,38 @@ from jax import lax
 from ..._codes.carrier import replace_value
 from ..._core import checks
 from ..._kernels import barriers, division
-from .._programs import jaxpr
-from .graph import Graph, Node
+from ..._program import jaxpr, moves
+from ..._program.graph import EquationNode, ProgramGraph
 
 # Operations of which each element of the result depends on the same element of the operands.
 _ELEMENTWISE = frozenset(
     {
         *("add", "sub", "mul", "div", "neg", "max", "min", "rsqrt", "sqrt", "square", "integer_pow", "exp", "abs"),
-        *("convert_element_type", "copy", "pow", "log", "tanh", "logistic", "stop_gradient"),
+        *("pow", "log", "tanh", "logistic"),
     }
 )
 
 
-def find_number(graph: Graph, value: int) -> float | None:
+def find_number(graph: ProgramGraph, value: int) -> float | None:
     """Return the number that all elements of a value are, if the program says it."""
     if value in graph.constants:
         constant = graph.constants[value]
         is_number = np.size(constant) == 1 and not checks.is_traced(constant)
         return float(np.asarray(constant).reshape(())) if is_number else None
     node = graph.producers.get(value)
-    if node is not None and node.name in ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "copy"):
+    if node is not None and moves.keeps_order(node.name):
         return find_number(graph, node.inputs[0])
     return None
 
 
-def find_varying(graph: Graph, value: int) -> frozenset[int]:
+def find_varying(graph: ProgramGraph, value: int) -> frozenset[int]:
     """Return the dimensions of a value along which its elements may differ."""
     if value not in graph.varying:
         graph.varying[value] = _find_varying(graph, value)
     return graph.varying[value]
 
 
-def _find_varying(graph: Graph, value: int) -> frozenset[int]:
+def _find_varying(graph: ProgramGraph, value: int) -> frozenset[int]:
     shape, node = graph.find_shape(value), graph.producers.get(value)
     wide = frozenset(axis for axis, length in enumerate(shape) if length != 1)
     if find_number(graph, value) is not None:
@@ -59,7 +59,7 @@ def _find_varying(graph: Graph, value: int) -> frozenset[int]:
     if node.name == "broadcast_in_dim":
         places = node.parameters["broadcast_dimensions"]
         return frozenset(places[axis] for axis in find_varying(graph, node.inputs[0])) & wide
-    if node.name in _ELEMENTWISE:
+    if node.name in _ELEMENTWISE or moves.keeps_place(node.name):
         return frozenset().union(*(find_varying(graph, operand) for operand in node.inputs)) & wide
     return wide
 
@@ -72,7 +72,7 @@ class StaticValues:
         inputs: the arrays of inputs of the graph: parameters.
     """
 
-    def __init__(self, graph: Graph, inputs: Mapping[int, Any]) -> None:
+    def __init__(self, graph: ProgramGraph, inputs: Mapping[int, Any]) -> None:
         self.graph = graph
         self._known: dict[int, Any] = dict(inputs)
 
@@ -100,14 +100,14 @@ class StaticValues:
         return lax.slice(x, (0,) * x.ndim, [n if axis in varying else min(n, 1) for axis, n in enumerate(shape)])
 
 
-def _is_rounded(node: Node) -> bool:
-    is_float = str(node.equation.outvars[0].aval.dtype) == "float32"
+def _is_rounded(node: EquationNode) -> bool:
+    is_float = str(jaxpr.read_dtype(node.equation.outvars[0])) == "float32"
     return is_float and node.name in ("add", "sub", "mul", "div", "rsqrt", "square")
 
 
-def _round_once(node: Node, operands: list[Any]) -> jax.Array:
+def _round_once(node: EquationNode, operands: list[Any]) -> jax.Array:
     """Return the result of an operation, correctly rounded."""
-    shape = tuple(node.equation.outvars[0].aval.shape)
+    shape = jaxpr.read_shape(node.equation.outvars[0])
     wide = [_broadcast(jnp.asarray(x), shape) for x in operands]
     if node.name == "rsqrt":
         exact = _divide_exactly(jnp.ones(shape, jnp.float32), lax.sqrt(wide[0]))

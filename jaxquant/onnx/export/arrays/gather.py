@@ -10,13 +10,13 @@ from jax import lax
 
 from ...._core import dtypes
 from .. import elementwise, values
-from ..graph import Graph
-from ..registry import Call, writes
+from ..graph import ModelGraph
+from ..registry import WriterCall, writes
 from ..values import Shape, UnsupportedError, Value
 
 
 @writes("gather")
-def write_gather(graph: Graph, call: Call) -> Value:
+def write_gather(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a gather of entries, or of slices, of an array."""
     p = call.parameters
     numbers, sizes, mode = p["dimension_numbers"], p["slice_sizes"], lax.GatherScatterMode.from_any(p["mode"])
@@ -37,7 +37,7 @@ def write_gather(graph: Graph, call: Call) -> Value:
 
 
 def _read_indices(
-    graph: Graph, indices: Value, shape: Shape, limits: Sequence[Any], mode: Any
+    graph: ModelGraph, indices: Value, shape: Shape, limits: Sequence[Any], mode: Any
 ) -> tuple[str, str | None]:  # fmt: skip
     """Return int64 indices within the limits, and for "fill" whether each of them was within them."""
     if indices.is_known and values.is_static(tuple(limits)):
@@ -59,7 +59,7 @@ def _read_indices(
 
 
 def _gather_axis(
-    graph: Graph, x: str, index: str, x_shape: Shape, index_shape: Shape, numbers: Any, sizes: Sequence[int]
+    graph: ModelGraph, x: str, index: str, x_shape: Shape, index_shape: Shape, numbers: Any, sizes: Sequence[int]
 ) -> str:  # fmt: skip
     """Return a gather along one axis."""
     (axis,) = numbers.start_index_map
@@ -90,7 +90,7 @@ def _gather_axis(
     return graph.transpose(name, _place_window([places[a] for a in window], rest, numbers.offset_dims))
 
 
-def _squeeze_last(graph: Graph, index: str, axis: int) -> str:
+def _squeeze_last(graph: ModelGraph, index: str, axis: int) -> str:
     """Return indices without their last dimension, of 1, which JAX has added to the indices of one axis."""
     place = graph.ints(axis)
     cast = graph.find_node(index)
@@ -111,7 +111,7 @@ def _place_window(window: Sequence[int], batch: Sequence[int], offsets: Sequence
 
 
 def _gather_points(
-    graph: Graph, x: str, index: str, x_shape: Shape, index_shape: Shape, numbers: Any, sizes: Sequence[int]
+    graph: ModelGraph, x: str, index: str, x_shape: Shape, index_shape: Shape, numbers: Any, sizes: Sequence[int]
 ) -> str:  # fmt: skip
     """Return a gather whose indices have an entry for each of several axes."""
     axes = list(numbers.start_index_map)
@@ -128,7 +128,7 @@ def _gather_points(
 
 
 def _gather_slices(
-    graph: Graph, x: str, index: str, x_shape: Shape, index_shape: Shape, numbers: Any, sizes: Sequence[int]
+    graph: ModelGraph, x: str, index: str, x_shape: Shape, index_shape: Shape, numbers: Any, sizes: Sequence[int]
 ) -> str:  # fmt: skip
     """Return one slice whose first indices are computed."""
     axes = graph.ints(*numbers.start_index_map)
@@ -139,7 +139,7 @@ def _gather_slices(
 
 
 def _gather_windows(
-    graph: Graph, x: str, index: str, x_shape: Shape, index_shape: Shape, numbers: Any, sizes: Sequence[int]
+    graph: ModelGraph, x: str, index: str, x_shape: Shape, index_shape: Shape, numbers: Any, sizes: Sequence[int]
 ) -> str:  # fmt: skip
     """Return many slices, by the index of each of their entries."""
     batching, gone = numbers.operand_batching_dims, numbers.collapsed_slice_dims
@@ -172,7 +172,7 @@ class _Windows(NamedTuple):
 
 
 def _spread_indices(
-    graph: Graph, index: str, index_shape: Shape, x_shape: Shape, slices: _Windows
+    graph: ModelGraph, index: str, index_shape: Shape, x_shape: Shape, slices: _Windows
 ) -> tuple[list[int], str]:  # fmt: skip
     """Return the axes that need an index, and an index for each entry of slices whose first indices are given."""
     named, batching, index_batching, lengths = slices
@@ -196,7 +196,7 @@ def _spread_indices(
     return axes, index
 
 
-def _count_places(graph: Graph, batch: Shape, dimension: int) -> str:
+def _count_places(graph: ModelGraph, batch: Shape, dimension: int) -> str:
     """Return for each place its index along a dimension of the places, in a last dimension of 1."""
     line = tuple(-1 if d == dimension else 1 for d in range(len(batch) + 1))
     length = batch[dimension]
@@ -207,7 +207,7 @@ def _count_places(graph: Graph, batch: Shape, dimension: int) -> str:
     return graph.add("Expand", [count, graph.add_shape((*batch, 1))])
 
 
-def _join_last(graph: Graph, parts: Sequence[str]) -> str:
+def _join_last(graph: ModelGraph, parts: Sequence[str]) -> str:
     """Return tensors joined along their last dimension, as a constant if all of them are."""
     if len(parts) == 1:
         return parts[0]
@@ -216,7 +216,7 @@ def _join_last(graph: Graph, parts: Sequence[str]) -> str:
     return graph.add("Concat", parts, axis=-1)
 
 
-def _add_steps(graph: Graph, index: str, batch: int, steps: np.ndarray) -> str:
+def _add_steps(graph: ModelGraph, index: str, batch: int, steps: np.ndarray) -> str:
     """Return the indices of all entries of windows, from their first ones."""
     places = range(batch, batch + steps.ndim - 1)
     if index in graph.arrays:
@@ -224,7 +224,7 @@ def _add_steps(graph: Graph, index: str, batch: int, steps: np.ndarray) -> str:
     return graph.add("Add", [graph.add("Unsqueeze", [index, graph.ints(*places)]), graph.add_constant(steps)])
 
 
-def _gather_along(graph: Graph, x: str, index: str, call: Call) -> str:
+def _gather_along(graph: ModelGraph, x: str, index: str, call: WriterCall) -> str:
     """Return a gather whose first dimensions belong to those of the indices, as in `jnp.take_along_axis`."""
     numbers = call.parameters["dimension_numbers"]
     count = len(numbers.operand_batching_dims)
@@ -244,7 +244,7 @@ def _gather_along(graph: Graph, x: str, index: str, call: Call) -> str:
     return graph.transpose(name, _place_window(window, np.argsort(order).tolist(), numbers.offset_dims))
 
 
-def _fill_outside(graph: Graph, result: Value, is_inside: str, numbers: Any, fill: Any) -> Value:
+def _fill_outside(graph: ModelGraph, result: Value, is_inside: str, numbers: Any, fill: Any) -> Value:
     """Return entries, with a fill value where the index was outside."""
     dtype = np.dtype(result.dtype)
     if fill is None:
@@ -264,7 +264,7 @@ _REDUCTIONS = {"add": 16, "sub": 16, "mul": 16, "min": 18, "max": 18}
 
 
 @writes("scatter", *(f"scatter{sign}{kind}" for kind in _REDUCTIONS for sign in "-_"))
-def write_scatter(graph: Graph, call: Call) -> Value:
+def write_scatter(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a scatter of entries, or of slices, as one of the index of each entry."""
     p = call.parameters
     numbers = p["dimension_numbers"]
@@ -302,7 +302,7 @@ def write_scatter(graph: Graph, call: Call) -> Value:
 
 
 def _add_spare_row(
-    graph: Graph, x: str, index: str, is_inside: str, length: Any, ranks: tuple[int, int, int]
+    graph: ModelGraph, x: str, index: str, is_inside: str, length: Any, ranks: tuple[int, int, int]
 ) -> tuple[str, str]:  # fmt: skip
     """Return an array with one more row, and the indices, of which those outside are of this row.
 

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from .. import elementwise
-from ..graph import Graph
-from ..registry import Call, writes
+from ..graph import ModelGraph
+from ..registry import WriterCall, writes
 from ..values import Value
 
 
 @writes("top_k")
-def write_top_k(graph: Graph, call: Call) -> list[Value]:
+def write_top_k(graph: ModelGraph, call: WriterCall) -> list[Value]:
     """Write the largest elements and their indices."""
     (x,), spec = call.inputs, call.outputs[0]
     axis = call.parameters.get("axis", len(spec.shape) - 1)
@@ -22,7 +22,7 @@ def write_top_k(graph: Graph, call: Call) -> list[Value]:
     return [Value(spec.shape, x.dtype, ordered), Value(spec.shape, np.dtype(np.int32), graph.cast(index, np.int32))]
 
 
-def _order(graph: Graph, name: str, dtype: Any, count: Any, axis: int, largest: int) -> list[str]:
+def _order(graph: ModelGraph, name: str, dtype: Any, count: Any, axis: int, largest: int) -> list[str]:
     """Return the largest or the smallest elements in their order, and their indices."""
     name = elementwise.widen_ordered(graph, name, dtype)
     ordered, index = graph.add("TopK", [name, graph.add_shape((count,))], 2, axis=axis, largest=largest)
@@ -30,7 +30,7 @@ def _order(graph: Graph, name: str, dtype: Any, count: Any, axis: int, largest: 
 
 
 @writes("sort")
-def write_sort(graph: Graph, call: Call) -> list[Value]:
+def write_sort(graph: ModelGraph, call: WriterCall) -> list[Value]:
     """Write a sort by one key or more, with the other arrays in the same order."""
     p = call.parameters
     shape, axis, keys = call.outputs[0].shape, p["dimension"], p["num_keys"]
@@ -60,7 +60,7 @@ def _counts_along(x: Value, axis: int) -> bool:
 
 
 @writes("argmax", "argmin")
-def write_arg_extreme(graph: Graph, call: Call) -> Value:
+def write_arg_extreme(graph: ModelGraph, call: WriterCall) -> Value:
     """Write the index of an extreme."""
     p, operator = call.parameters, {"argmax": "ArgMax", "argmin": "ArgMin"}[call.name]
     name = graph.store_full(call.inputs[0], p["input_shapes"][0])

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import conversions, elementwise, values
-from ..graph import Graph
-from ..registry import Call, writes, writes_mark
+from ..graph import ModelGraph
+from ..registry import WriterCall, writes, writes_mark
 from ..values import Spec, Value
 
 _REDUCTIONS = {
@@ -21,7 +21,7 @@ _REDUCTIONS = {
 
 
 @writes(*_REDUCTIONS, "reduce_and", "reduce_or")
-def write_reduction(graph: Graph, call: Call) -> Value:
+def write_reduction(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a reduction; of bools, of their integers."""
     x, axes = call.inputs[0], [int(axis) for axis in call.parameters["axes"]]
     output = call.outputs[0]
@@ -63,7 +63,7 @@ def _make_empty_result(name: str, output: Spec) -> Value:
 
 
 @writes_mark("sum_last")
-def write_sum(graph: Graph, call: Call) -> Value:
+def write_sum(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a sum along the last dimension, in the runtime's order."""
     shape, (output,), graph.floats = call.parameters["input_shapes"][0], call.outputs, "runtime"
     name = graph.reduce("ReduceSum", graph.store_full(call.inputs[0], shape), [len(shape) - 1])
@@ -71,7 +71,7 @@ def write_sum(graph: Graph, call: Call) -> Value:
 
 
 @writes("cumsum")
-def write_cumulative_sum(graph: Graph, call: Call) -> Value:
+def write_cumulative_sum(graph: ModelGraph, call: WriterCall) -> Value:
     """Write running sums."""
     (x,), p = call.inputs, call.parameters
     # CumSum has no integers of 8 and 16 bits. Sums in a wider dtype have the same low bits.

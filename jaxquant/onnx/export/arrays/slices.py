@@ -1,4 +1,4 @@
-"""ONNX nodes of primitives that read, reverse, pad or replace a part of an array."""
+"""ONNX nodes of primitives that pad an array or replace a part of it."""
 
 from __future__ import annotations
 
@@ -8,56 +8,18 @@ from typing import Any
 import numpy as np
 
 from .. import values
-from ..graph import Graph
-from ..registry import Call, writes
+from ..graph import ModelGraph
+from ..registry import WriterCall, writes
 from ..values import Shape, UnsupportedError, Value
 
 
-@writes("slice")
-def write_slice(graph: Graph, call: Call) -> Value:
-    """Write a slice."""
-    x, p = call.inputs[0], call.parameters
-    steps = p["strides"] or (1,) * len(x.shape)
-    lengths = call.parameters["input_shapes"][0]
-    axes = []
-    for axis, (start, limit, step) in enumerate(zip(p["start_indices"], p["limit_indices"], steps, strict=True)):
-        is_whole = _equals(start, 0) and _equals(limit, lengths[axis]) and step == 1
-        if not is_whole and (not _is_one(x.shape[axis]) or _equals(call.outputs[0].shape[axis], 0)):
-            axes.append(axis)
-    # A dimension of 1 that stands for a longer one stays as it is, unless nothing is left of it.
-    shape = tuple(
-        1 if _is_one(x.shape[axis]) and axis not in axes else n for axis, n in enumerate(call.outputs[0].shape)
-    )
-    if not axes:
-        return x._replace(shape=shape)
-    starts, limits = ([p[key][axis] for axis in axes] for key in ("start_indices", "limit_indices"))
-    name = graph.slice(graph.store(x), starts, limits, axes, [int(steps[axis]) for axis in axes])
-    return Value(shape, values.find_container(x.dtype), name)
-
-
-def _is_one(n: Any) -> bool:
-    return values.is_static((n,)) and n == 1
-
-
-def _equals(a: Any, b: Any) -> bool:
+def equals(a: Any, b: Any) -> bool:
+    """Return whether two lengths, which may be symbolic, are known to be equal."""
     return bool(a == b)
 
 
-@writes("rev")
-def write_reverse(graph: Graph, call: Call) -> Value:
-    """Write a slice with negative steps."""
-    (x,) = call.inputs
-    axes = [axis for axis in call.parameters["dimensions"] if not _is_one(x.shape[axis])]
-    if not axes:
-        return x
-    # The end is not included and a negative one counts from the back: only one before all elements keeps the first.
-    ends = [graph.ints(*(number for _ in axes)) for number in (-1, -(2**31))]
-    steps = graph.ints(*(-1 for _ in axes))
-    return Value(x.shape, x.dtype, graph.add("Slice", [graph.store(x), *ends, graph.ints(*axes), steps]))
-
-
 @writes("pad")
-def write_pad(graph: Graph, call: Call) -> Value:
+def write_pad(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a padding; a negative one is a slice."""
     x, fill = call.inputs
     config, shape = call.parameters["padding_config"], call.parameters["input_shapes"][0]
@@ -77,7 +39,7 @@ def write_pad(graph: Graph, call: Call) -> Value:
     return Value(call.outputs[0].shape, values.find_container(x.dtype), name)
 
 
-def _spread(graph: Graph, name: str, shape: Shape, axis: int, interior: int, fill: Value) -> str:
+def _spread(graph: ModelGraph, name: str, shape: Shape, axis: int, interior: int, fill: Value) -> str:
     """Return a tensor with `interior` fill values between the neighbors along an axis."""
     wide = (*shape[: axis + 1], 1, *shape[axis + 1 :])
     pads = [0] * (2 * len(wide))
@@ -88,36 +50,16 @@ def _spread(graph: Graph, name: str, shape: Shape, axis: int, interior: int, fil
     return graph.slice(name, [0], [length - interior], [axis], [1])
 
 
-@writes("dynamic_slice")
-def write_dynamic_slice(graph: Graph, call: Call) -> Value:
-    """Write a slice whose starts are computed, and kept where the slice fits."""
-    x, *starts = call.inputs
-    shape, sizes = call.parameters["input_shapes"][0], call.parameters["slice_sizes"]
-    axes = [axis for axis, (n, size) in enumerate(zip(shape, sizes, strict=True)) if not _equals(n, size)]
-    name = graph.store_full(x, shape)
-    if axes:
-        begins, limits = [starts[axis] for axis in axes], [shape[a] - sizes[a] for a in axes]
-        known = _find_known_starts(begins, limits)
-        if known is not None:
-            ends = [n + sizes[axis] for n, axis in zip(known, axes, strict=True)]
-            name = graph.slice(name, known, ends, axes, [1] * len(axes))
-        else:
-            begin = _join_starts(graph, begins, limits)
-            end = graph.add("Add", [begin, graph.add_shape(tuple(sizes[axis] for axis in axes))])
-            name = graph.add("Slice", [name, begin, end, graph.ints(*axes)])
-    return Value(call.outputs[0].shape, values.find_container(x.dtype), name)
-
-
-def _find_known_starts(starts: Sequence[Value], limits: Sequence[Any]) -> list[int] | None:
+def find_known_starts(starts: Sequence[Value], limits: Sequence[Any]) -> list[int] | None:
     """Return first indices between 0 and the limits, or None if one of them is computed by the model."""
     if not values.is_static(tuple(limits)) or not all(start.is_known for start in starts):
         return None
     return [min(max(int(np.asarray(x.array)), 0), int(limit)) for x, limit in zip(starts, limits, strict=True)]
 
 
-def _join_starts(graph: Graph, starts: Sequence[Value], limits: Sequence[Any]) -> str:
+def join_starts(graph: ModelGraph, starts: Sequence[Value], limits: Sequence[Any]) -> str:
     """Return a vector of int64 of first indices between 0 and the limits."""
-    known = _find_known_starts(starts, limits)
+    known = find_known_starts(starts, limits)
     if known is not None:
         return graph.ints(*known)
     parts = [graph.reshape(graph.cast(graph.store(start), np.int64), (1,)) for start in starts]
@@ -128,11 +70,11 @@ def _join_starts(graph: Graph, starts: Sequence[Value], limits: Sequence[Any]) -
 
 
 @writes("dynamic_update_slice")
-def write_dynamic_update_slice(graph: Graph, call: Call) -> Value:
+def write_dynamic_update_slice(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a replacement of a slice, by the index of each of its elements along each dimension."""
     x, update, *starts = call.inputs
     shape, sizes = call.parameters["input_shapes"][:2]
-    axes = [axis for axis, (n, size) in enumerate(zip(shape, sizes, strict=True)) if not _equals(n, size)]
+    axes = [axis for axis, (n, size) in enumerate(zip(shape, sizes, strict=True)) if not equals(n, size)]
     names = graph.store_full(x, shape), graph.store_full(update, sizes)
     if not axes:
         return Value(tuple(sizes), values.find_container(x.dtype), names[1])
@@ -142,11 +84,11 @@ def write_dynamic_update_slice(graph: Graph, call: Call) -> Value:
         name = _update_block(graph, names, axes, shape, sizes, [starts[axis] for axis in axes])
         return Value(tuple(shape), values.find_container(x.dtype), name)
     axis = axes[0]
-    known = _find_known_starts([starts[axis]], [shape[axis] - sizes[axis]])
+    known = find_known_starts([starts[axis]], [shape[axis] - sizes[axis]])
     if known is not None:
         name = _replace_part(graph, x, names, axis, (known[0], known[0] + int(sizes[axis]), int(shape[axis])))
         return Value(tuple(shape), values.find_container(x.dtype), name)
-    begin = _join_starts(graph, [starts[axis]], [shape[axis] - sizes[axis]])
+    begin = join_starts(graph, [starts[axis]], [shape[axis] - sizes[axis]])
     # ONNX's operators that replace elements want the index of each of them.
     offsets = graph.ints(*range(sizes[axis]))
     line = graph.reshape(graph.add("Add", [begin, offsets]), tuple(-1 if a == axis else 1 for a in range(len(shape))))
@@ -158,7 +100,7 @@ def write_dynamic_update_slice(graph: Graph, call: Call) -> Value:
     )
 
 
-def _replace_part(graph: Graph, x: Value, names: Sequence[str], axis: int, bounds: tuple[int, int, int]) -> str:
+def _replace_part(graph: ModelGraph, x: Value, names: Sequence[str], axis: int, bounds: tuple[int, int, int]) -> str:
     """Return an array with its entries from start to end along an axis, of a length, replaced by those of another."""
     start, end, length = bounds
 
@@ -175,11 +117,11 @@ def _replace_part(graph: Graph, x: Value, names: Sequence[str], axis: int, bound
 
 
 def _update_block(
-    graph: Graph, names: Sequence[str], axes: Sequence[int], shape: Shape, sizes: Shape, starts: Sequence[Value]
+    graph: ModelGraph, names: Sequence[str], axes: Sequence[int], shape: Shape, sizes: Shape, starts: Sequence[Value]
 ) -> str:  # fmt: skip
     """Return an array with a block replaced that is shorter than the array along several axes."""
     order = [*axes, *(axis for axis in range(len(shape)) if axis not in axes)]
-    begin = _join_starts(graph, starts, [shape[axis] - sizes[axis] for axis in axes])
+    begin = join_starts(graph, starts, [shape[axis] - sizes[axis] for axis in axes])
     steps = np.moveaxis(np.indices([sizes[axis] for axis in axes]), 0, -1).astype(np.int64)
     index = graph.add("Add", [begin, graph.add_constant(steps)])
     x, update = (graph.transpose(name, order) for name in names)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import jaxpr
+from . import jaxpr, moves
+from .jaxpr import Equation
 
 
 class Atom(NamedTuple):
@@ -50,6 +51,84 @@ class View(NamedTuple):
     def list_axes(self, places: Sequence[int]) -> set[int]:
         """Return the axes of the parameter that have factors in the dimensions at these places."""
         return {atom.axis for place in places for atom in self.dimensions[place] if atom.axis is not None}
+
+    # The methods of `moves.Elements`.
+
+    def keep(self) -> View:
+        """Return the view."""
+        return self
+
+    def vary(self, equation: Equation) -> View:
+        """Return the view."""
+        return self
+
+    def convert(self, dtype: Any) -> View | None:
+        """Return the view in another dtype of floats."""
+        dtype = np.dtype(dtype)
+        return self._replace(dtype=dtype) if dtype.name in _DTYPES else None
+
+    def transpose(self, order: Sequence[int]) -> View:
+        """Return the view with its dimensions in another order."""
+        return self._replace(dimensions=tuple(self.dimensions[axis] for axis in order))
+
+    def reshape(self, shape: Sequence[Any]) -> View | None:
+        """Return the view in another shape, unless a dimension ends within an odd part of an axis."""
+        dimensions = _regroup([atom for dimension in self.dimensions for atom in dimension if atom.size != 1], shape)
+        return None if dimensions is None else self._replace(dimensions=dimensions)
+
+    def squeeze(self, axes: Sequence[int], shape: Sequence[Any]) -> View:
+        """Return the view without some dimensions."""
+        return self._replace(dimensions=tuple(d for axis, d in enumerate(self.dimensions) if axis not in axes))
+
+    def broadcast(self, places: Sequence[int], shape: Sequence[Any]) -> View:
+        """Return the view repeated along new dimensions."""
+        sources = {to: axis for axis, to in enumerate(places)}
+        dimensions = []
+        for place, size in enumerate(shape):
+            dimension = self.dimensions[sources[place]] if place in sources else ()
+            is_repeated = math.prod(atom.size for atom in dimension) != size
+            dimensions.append((Atom(None, size),) if is_repeated else dimension)
+        return self._replace(dimensions=tuple(dimensions))
+
+    def tile(self, repeats: Sequence[int], shape: Sequence[Any]) -> View:
+        """Return the view repeated as a whole along each dimension."""
+        dimensions = tuple(
+            (Atom(None, count), *dimension) if count != 1 else dimension
+            for count, dimension in zip(repeats, self.dimensions, strict=True)
+        )
+        return self._replace(dimensions=dimensions)
+
+    def reverse(self, axes: Sequence[int]) -> View:
+        """Return the view with the indices of some dimensions in reverse order."""
+        dimensions = tuple(
+            tuple(atom._replace(is_whole=False) for atom in dimension) if place in axes else dimension
+            for place, dimension in enumerate(self.dimensions)
+        )
+        return self._replace(dimensions=dimensions)
+
+    def cut(self, starts: Any, limits: Any, strides: Any, shape: Sequence[Any]) -> View | None:
+        """Return the view with fewer indices along some dimensions, each of which has a single factor."""
+        dimensions = []
+        for dimension, size in zip(self.dimensions, shape, strict=True):
+            if math.prod(atom.size for atom in dimension) == size:
+                dimensions.append(dimension)
+            elif len(dimension) == 1 and size:
+                dimensions.append((dimension[0]._replace(size=size, is_whole=False),))
+            else:
+                return None
+        return self._replace(dimensions=tuple(dimensions))
+
+    def cut_dynamically(self, starts: Any, shape: Sequence[Any]) -> View | None:
+        """Return the view with fewer indices along some dimensions, which are not known."""
+        return self.cut(starts, None, None, shape)
+
+    def select_index(self, axis: int, index: int) -> View:
+        """Return the view without a dimension."""
+        return self._replace(dimensions=(*self.dimensions[:axis], *self.dimensions[axis + 1 :]))
+
+    def insert_dimension(self, axis: int) -> View:
+        """Return the view with a new dimension of length 1."""
+        return self._replace(dimensions=(*self.dimensions[:axis], (), *self.dimensions[axis:]))
 
 
 class Joined(NamedTuple):
@@ -176,19 +255,25 @@ def _take_layer(view: View) -> View:
     return view._replace(dimensions=view.dimensions[1:], history=(*view.history, object()))
 
 
-def follow_equation(equation: Any, origins: Sequence[Origin]) -> list[Origin] | None:
+def follow_equation(equation: Equation, origins: Sequence[Origin]) -> list[Origin] | None:
     """Return the views that an equation makes from views, or None if it has no equivalent on codes."""
     name = jaxpr.find_name(equation)
-    if name in _OF_SEVERAL:
-        return _OF_SEVERAL[name](equation, origins)
-    if name not in _RULES or not list_views(origins[0]):
+    if name == moves.BARRIER:
+        return list(origins)
+    if name == moves.SELECTION:
+        return _select(origins)
+    join = moves.find_join(equation)
+    if join is not None:
+        return _join(*join, origins)
+    row = moves.MOVES.get(name)
+    if row is None or row.move is None or not list_views(origins[0]):
         return None
     origin = origins[0]
     axis = origin.axis if isinstance(origin, Joined) else None
-    if axis is not None and name not in ("transpose", *_UNMOVED):
+    if axis is not None and name != "transpose" and not moves.keeps_place(name):
         return None
     # Further operands are the indices of a dynamic slice.
-    views = [_follow_view(equation, view) for view in list_views(origin)]
+    views = [_follow_view(equation, row.move, view, origins[1:]) for view in list_views(origin)]
     if any(view is None for view in views):
         return None
     if name == "dynamic_slice" and any(isinstance(index, Data) for index in origins[1:]):
@@ -201,41 +286,19 @@ def follow_equation(equation: Any, origins: Sequence[Origin]) -> list[Origin] | 
     return [Joined(parts, axis) for parts in zip(*views, strict=True)]  # type: ignore[arg-type]
 
 
-def _follow_view(equation: Any, view: View) -> list[View] | None:
-    name = jaxpr.find_name(equation)
-    results = _RULES[name](equation, view)
+def _follow_view(equation: Equation, move: Callable[..., Any], view: View, others: Sequence[Any]) -> list[View] | None:
+    name, results = jaxpr.find_name(equation), move(equation, view, *others)
+    if any(result is None for result in results):
+        return None
     # A copy has equal elements, and is not part of the history; a conversion may round them.
-    if results is None or (name in _UNMOVED and name != "convert_element_type"):
+    if moves.keeps_place(name) and name != "convert_element_type":
         return results
     # Where a dynamic slice starts is not known, so its elements are equal to no others.
     step = object() if name == "dynamic_slice" else (name, tuple(equation.params.items()))
     return [result._replace(history=(*view.history, step, place)) for place, result in enumerate(results)]
 
 
-Rule = Callable[[Any, View], "list[View] | None"]
-
-
-def _keep(equation: Any, view: View) -> list[View]:
-    return [view]
-
-
-def _convert(equation: Any, view: View) -> list[View] | None:
-    dtype = np.dtype(equation.params["new_dtype"])
-    return [view._replace(dtype=dtype)] if dtype.name in _DTYPES else None
-
-
-def _transpose(equation: Any, view: View) -> list[View]:
-    return [view._replace(dimensions=tuple(view.dimensions[axis] for axis in equation.params["permutation"]))]
-
-
-def _reshape(equation: Any, view: View) -> list[View] | None:
-    order = equation.params.get("dimensions") or range(len(view.dimensions))
-    atoms = [atom for axis in order for atom in view.dimensions[axis] if atom.size != 1]
-    dimensions = _regroup(atoms, _read_shape(equation))
-    return None if dimensions is None else [view._replace(dimensions=dimensions)]
-
-
-def _regroup(atoms: list[Atom], shape: Sequence[int]) -> tuple[tuple[Atom, ...], ...] | None:
+def _regroup(atoms: list[Atom], shape: Sequence[Any]) -> tuple[tuple[Atom, ...], ...] | None:
     """Return factors divided among the dimensions of a shape, or None if a dimension ends within an odd part."""
     # Shapes of `jax.export` may be symbols.
     if not all(isinstance(size, int) for size in (*shape, *(atom.size for atom in atoms))):
@@ -260,91 +323,14 @@ def _regroup(atoms: list[Atom], shape: Sequence[int]) -> tuple[tuple[Atom, ...],
     return tuple(dimensions)
 
 
-def _squeeze(equation: Any, view: View) -> list[View]:
-    removed = equation.params["dimensions"]
-    return [view._replace(dimensions=tuple(d for axis, d in enumerate(view.dimensions) if axis not in removed))]
-
-
-def _broadcast(equation: Any, view: View) -> list[View]:
-    sources = {to: axis for axis, to in enumerate(equation.params["broadcast_dimensions"])}
-    shape = _read_shape(equation)
-    dimensions = []
-    for place, size in enumerate(shape):
-        dimension = view.dimensions[sources[place]] if place in sources else ()
-        is_repeated = math.prod(atom.size for atom in dimension) != size
-        dimensions.append((Atom(None, size),) if is_repeated else dimension)
-    return [view._replace(dimensions=tuple(dimensions))]
-
-
-def _tile(equation: Any, view: View) -> list[View]:
-    repeats = equation.params["reps"]
-    dimensions = tuple(
-        (Atom(None, count), *dimension) if count != 1 else dimension
-        for count, dimension in zip(repeats, view.dimensions, strict=True)
-    )
-    return [view._replace(dimensions=dimensions)]
-
-
-def _reverse(equation: Any, view: View) -> list[View]:
-    reversed_places = equation.params["dimensions"]
-    dimensions = tuple(
-        tuple(atom._replace(is_whole=False) for atom in dimension) if place in reversed_places else dimension
-        for place, dimension in enumerate(view.dimensions)
-    )
-    return [view._replace(dimensions=dimensions)]
-
-
-def _slice(equation: Any, view: View) -> list[View] | None:
-    return _cut(view, _read_shape(equation))
-
-
-def _split(equation: Any, view: View) -> list[View] | None:
-    parts = [_cut(view, variable.aval.shape) for variable in equation.outvars]
-    return None if any(part is None for part in parts) else [part[0] for part in parts if part]
-
-
-def _unstack(equation: Any, view: View) -> list[View]:
-    axis = equation.params["axis"]
-    part = view._replace(dimensions=(*view.dimensions[:axis], *view.dimensions[axis + 1 :]))
-    return [part] * len(equation.outvars)
-
-
-def _cut(view: View, shape: Sequence[int]) -> list[View] | None:
-    """Return a view with fewer indices along some dimensions, each of which has a single factor."""
-    dimensions = []
-    for dimension, size in zip(view.dimensions, shape, strict=True):
-        if math.prod(atom.size for atom in dimension) == size:
-            dimensions.append(dimension)
-        elif len(dimension) == 1 and size:
-            dimensions.append((dimension[0]._replace(size=size, is_whole=False),))
-        else:
-            return None
-    return [view._replace(dimensions=tuple(dimensions))]
-
-
-def _concatenate(equation: Any, origins: Sequence[Origin]) -> list[Origin] | None:
-    if not all(isinstance(origin, View) for origin in origins):
+def _join(axis: int, is_new: bool, origins: Sequence[Origin]) -> list[Origin] | None:
+    views = [origin for origin in origins if isinstance(origin, View)]
+    if len(views) < len(origins):
         return None
-    return [Joined(tuple(origins), equation.params["dimension"])]  # type: ignore[arg-type]
+    return [Joined(tuple(view.insert_dimension(axis) if is_new else view for view in views), axis)]
 
 
-def _stack(equation: Any, origins: Sequence[Origin]) -> list[Origin] | None:
-    if not all(isinstance(origin, View) for origin in origins):
-        return None
-    axis = equation.params["axis"]
-    parts = [
-        view._replace(dimensions=(*view.dimensions[:axis], (), *view.dimensions[axis:]))
-        for view in origins
-        if isinstance(view, View)
-    ]
-    return [Joined(tuple(parts), axis)]
-
-
-def _pass_on(equation: Any, origins: Sequence[Origin]) -> list[Origin]:
-    return list(origins)
-
-
-def _select(equation: Any, origins: Sequence[Origin]) -> list[Origin] | None:
+def _select(origins: Sequence[Origin]) -> list[Origin] | None:
     condition, *cases = origins
     # `jax.vmap` makes a cond select between a parameter and the same parameter.
     if list_views(cases[0]) and all(case == cases[0] for case in cases):
@@ -355,32 +341,3 @@ def _select(equation: Any, origins: Sequence[Origin]) -> list[Origin] | None:
     if not isinstance(condition, Data) or any(isinstance(case, Data) for case in cases) or not leaves:
         return None
     return [Data(tuple(sorted(leaves)), _SELECTED)]
-
-
-def _read_shape(equation: Any) -> tuple[int, ...]:
-    return tuple(equation.outvars[0].aval.shape)
-
-
-# Operations that leave each element at its place.
-_UNMOVED = ("convert_element_type", "copy", "copy_p", "stop_gradient", "pvary", "sharding_constraint", "name")
-# Operations of several arrays.
-_OF_SEVERAL: dict[str, Callable[[Any, Sequence[Origin]], list[Origin] | None]] = {
-    "concatenate": _concatenate,
-    "stack": _stack,
-    "optimization_barrier": _pass_on,
-    "select_n": _select,
-}
-_RULES: dict[str, Any] = {
-    **dict.fromkeys(_UNMOVED, _keep),
-    "convert_element_type": _convert,
-    "transpose": _transpose,
-    "reshape": _reshape,
-    "squeeze": _squeeze,
-    "rev": _reverse,
-    "tile": _tile,
-    "broadcast_in_dim": _broadcast,
-    "slice": _slice,
-    "dynamic_slice": _slice,
-    "split": _split,
-    "unstack": _unstack,
-}

@@ -9,9 +9,9 @@ from typing import Any
 from jax import lax
 
 from . import jaxpr, views
+from .jaxpr import Address, Equation
 from .views import Origin, View
 
-Address = tuple[int, ...]
 _FLOATS = ("float32", "bfloat16", "float16")
 
 # The operations that can run on codes, and the names they have in coverage and rules.
@@ -77,11 +77,11 @@ class Site:
     def contracted(self) -> tuple[int, ...]:
         """The dimensions of the parameter operand that the operation sums; of a lookup, those within an entry."""
         assert self.weight is not None
-        shape = self.equation.invars[self.weight].aval.shape
+        shape = jaxpr.read_shape(self.equation.invars[self.weight])
         return find_contracted(self.equation, self.weight, len(shape))
 
 
-def find_contracted(equation: Any, operand: int, rank: int) -> tuple[int, ...]:
+def find_contracted(equation: Equation, operand: int, rank: int) -> tuple[int, ...]:
     """Return the dimensions of an operand that an operation sums over."""
     numbers = equation.params["dimension_numbers"]
     operation = OPERATIONS[jaxpr.find_name(equation)]
@@ -94,14 +94,17 @@ def find_contracted(equation: Any, operand: int, rank: int) -> tuple[int, ...]:
     return tuple(other for other in range(rank) if other != axis)
 
 
-def find_float_reason(equation: Any, origins: Sequence[Origin]) -> str:
+def find_float_reason(equation: Equation, origins: Sequence[Origin]) -> str:
     """Return why a contraction with these operands cannot run on codes, or "" if it can."""
     if jaxpr.find_name(equation) not in OPERATIONS:
         return f"{jaxpr.find_name(equation)} has no form on codes{_ADVICE.get(jaxpr.find_name(equation), '')}"
-    dtypes = [str(variable.aval.dtype) for variable in equation.invars[:2]]
+    dtypes = [str(jaxpr.read_dtype(variable)) for variable in equation.invars[:2]]
     if OPERATIONS[jaxpr.find_name(equation)] != "take" and any(dtype not in _FLOATS for dtype in dtypes):
         return "integers already" if all("int" in dtype for dtype in dtypes) else f"operands are {' and '.join(dtypes)}"
-    if OPERATIONS[jaxpr.find_name(equation)] == "conv_general_dilated" and len(equation.invars[0].aval.shape) < 3:
+    if (
+        OPERATIONS[jaxpr.find_name(equation)] == "conv_general_dilated"
+        and len(jaxpr.read_shape(equation.invars[0])) < 3
+    ):
         return "a convolution without spatial dimensions: write it as a product"
     lost = [origin for origin in origins if isinstance(origin, views.Lost)]
     if lost:
@@ -120,28 +123,28 @@ def find_float_reason(equation: Any, origins: Sequence[Origin]) -> str:
     for origin in origins:
         if isinstance(origin, views.Joined):
             place = list(origins).index(origin)
-            rank = len(equation.invars[place].aval.shape)
+            rank = len(jaxpr.read_shape(equation.invars[place]))
             if origin.axis in find_contracted(equation, place, rank):
                 return "parameters are concatenated along an axis that is summed"
     return ""
 
 
-def is_listed_lookup(equation: Any, origins: Sequence[Origin]) -> bool:
+def is_listed_lookup(equation: Equation, origins: Sequence[Origin]) -> bool:
     """Return whether an equation looks up entries of parameters, so that coverage lists it."""
     if jaxpr.find_name(equation) != "gather" or not views.list_leaves(origins[0]):
         return False
     if views.list_views(origins[0]) and find_lookup_axis(equation) is not None:
         return True
     # Other gathers stay in floats. With constant indices they are a step in the computation of another parameter.
-    is_float = str(equation.invars[0].aval.dtype) in _FLOATS
+    is_float = str(jaxpr.read_dtype(equation.invars[0])) in _FLOATS
     return is_float and any(isinstance(origin, views.Data) for origin in origins[1:])
 
 
-def find_lookup_axis(equation: Any) -> int | None:
+def find_lookup_axis(equation: Equation) -> int | None:
     """Return the axis along which a gather takes whole entries, as `jnp.take` does, or None if it is another gather."""
     # Any other gather has no equivalent in `take`, which copies entries along one axis.
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
-    shape, axes = equation.invars[0].aval.shape, tuple(numbers.start_index_map)
+    shape, axes = jaxpr.read_shape(equation.invars[0]), tuple(numbers.start_index_map)
     if numbers.operand_batching_dims:
         return None
     if len(axes) > 1:

@@ -6,14 +6,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._programs import jaxpr
-from .._programs.analysis import find_live
-from .._programs.jaxpr import Body
-from .._programs.sites import Address
+from . import jaxpr
+from .jaxpr import Address, Body, Equation
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Node:
+class EquationNode:
     """An equation in one place of the program.
 
     Attributes:
@@ -26,7 +24,7 @@ class Node:
     """
 
     address: Address
-    equation: Any
+    equation: Equation
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     scope: str
@@ -48,7 +46,7 @@ class Node:
 
 
 @dataclasses.dataclass(eq=False)
-class Graph:
+class ProgramGraph:
     """A program with its calls inlined.
 
     Attributes:
@@ -60,17 +58,19 @@ class Graph:
         calls: the equations that were inlined.
         producers: the node that computes each value, other than inputs and constants.
         uses: for each value, the nodes that read it, with the place of the operand.
+        by_address: the nodes by their addresses.
         varying: the dimensions along which values vary, as far as they were looked up.
     """
 
-    nodes: list[Node] = dataclasses.field(default_factory=list)
+    nodes: list[EquationNode] = dataclasses.field(default_factory=list)
     avals: list[Any] = dataclasses.field(default_factory=list)
     constants: dict[int, Any] = dataclasses.field(default_factory=dict)
     inputs: list[int] = dataclasses.field(default_factory=list)
     results: list[int] = dataclasses.field(default_factory=list)
-    calls: list[Node] = dataclasses.field(default_factory=list)
-    producers: dict[int, Node] = dataclasses.field(default_factory=dict)
-    uses: dict[int, list[tuple[Node, int]]] = dataclasses.field(default_factory=dict)
+    calls: list[EquationNode] = dataclasses.field(default_factory=list)
+    producers: dict[int, EquationNode] = dataclasses.field(default_factory=dict)
+    uses: dict[int, list[tuple[EquationNode, int]]] = dataclasses.field(default_factory=dict)
+    by_address: dict[Address, EquationNode] = dataclasses.field(default_factory=dict)
     varying: dict[int, frozenset[int]] = dataclasses.field(default_factory=dict)
 
     def add_value(self, aval: Any) -> int:
@@ -82,10 +82,23 @@ class Graph:
         """Return the shape of a value."""
         return tuple(self.avals[value].shape)
 
-    def find_single_use(self, value: int) -> tuple[Node, int] | None:
+    def find_single_use(self, value: int) -> tuple[EquationNode, int] | None:
         """Return the only node that reads a value, with the place of the operand; None if there are others."""
         uses = self.uses.get(value, [])
         return uses[0] if len(uses) == 1 and value not in self.results else None
+
+    def find_node(self, address: Address) -> EquationNode | None:
+        """Return the node at an address; None for an equation that is unused, or in a loop or a branch."""
+        return self.by_address.get(address)
+
+    def list_writers(self, value: int) -> list[tuple[Address, int]]:
+        """Return the equations that give a value, calls included, each with its place among their results."""
+        return [
+            (node.address, place)
+            for node in (*self.nodes, *self.calls)
+            for place, output in enumerate(node.outputs)
+            if output == value
+        ]
 
     def depends_on(self, values: Sequence[int]) -> set[int]:
         """Return the values that depend on some values, which are among them."""
@@ -97,7 +110,7 @@ class Graph:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _Surroundings:
     """Where a body is: its address, the name scopes around it, and the place in the source of the call around it."""
 
     address: Address = ()
@@ -105,24 +118,27 @@ class _Place:
     where: str = ""
 
 
-def make_graph(body: Body, is_inlined: Callable[[Any, Address], bool]) -> Graph:
+def make_graph(body: Body, is_inlined: Callable[[Equation, Address], bool]) -> ProgramGraph:
     """Return the graph of a program.
 
     Args:
         body: the program.
         is_inlined: a function of an equation and its address, which returns whether the body of a call is inlined.
     """
-    graph = Graph()
+    graph = ProgramGraph()
     graph.inputs = [graph.add_value(variable.aval) for variable in body.program.invars]
-    graph.results = _add_body(graph, body, graph.inputs, _Place(), is_inlined)
+    graph.results = _add_body(graph, body, graph.inputs, _Surroundings(), is_inlined)
     for node in graph.nodes:
+        graph.by_address[node.address] = node
         graph.producers |= dict.fromkeys(node.outputs, node)
         for operand, value in enumerate(node.inputs):
             graph.uses.setdefault(value, []).append((node, operand))
     return graph
 
 
-def _add_body(graph: Graph, body: Body, inputs: Sequence[int], place: _Place, is_inlined: Any) -> list[int]:
+def _add_body(
+    graph: ProgramGraph, body: Body, inputs: Sequence[int], place: _Surroundings, is_inlined: Any
+) -> list[int]:
     """Add the equations of a body, and return the values of its results."""
     program, values = body.program, dict[Any, int]()
     for variable, constant in zip(program.constvars, body.constants, strict=True):
@@ -137,17 +153,17 @@ def _add_body(graph: Graph, body: Body, inputs: Sequence[int], place: _Place, is
         graph.constants[value] = atom.val
         return value
 
-    for index in sorted(find_live(program)):
+    for index in jaxpr.list_live(program):
         equation, address = program.eqns[index], (*place.address, index)
         operands = tuple(read(atom) for atom in equation.invars)
         scope = "/".join(part for part in (place.scope, jaxpr.find_scope(equation)) if part)
         where = jaxpr.locate(equation) or place.where
         if is_inlined(equation, address):
-            inner = _Place((*address, 0), scope, where)
+            inner = _Surroundings((*address, 0), scope, where)
             results = _add_body(graph, jaxpr.read_call(equation), operands, inner, is_inlined)
-            graph.calls.append(Node(address, equation, operands, tuple(results), scope, where))
+            graph.calls.append(EquationNode(address, equation, operands, tuple(results), scope, where))
         else:
             results = [graph.add_value(variable.aval) for variable in equation.outvars]
-            graph.nodes.append(Node(address, equation, operands, tuple(results), scope, where))
+            graph.nodes.append(EquationNode(address, equation, operands, tuple(results), scope, where))
         values |= zip(equation.outvars, results, strict=True)
     return [read(atom) for atom in program.outvars]

@@ -6,7 +6,6 @@ bodies. So vectorization, differentiation and sharding are JAX's, and no equatio
 
 from __future__ import annotations
 
-import collections
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -15,13 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._core import checks
-from ..._kernels import barriers
-from ..._kernels.platforms import run_branch
-from . import jaxpr
-from .analysis import Analysis, find_live
-from .jaxpr import Body
-from .sites import Address, Site
+from .._core import checks
+from .._kernels import barriers
+from .._kernels.platforms import run_branch
+from . import jaxpr, moves
+from .analysis import Analysis
+from .interpreter import Interpreter, Visit
+from .jaxpr import Address, Body, Equation
+from .sites import Site
 
 # A value for each site, or for several that share one, by name: the state of a calibrator, or a scale.
 Records = dict[str, Any]
@@ -55,7 +55,7 @@ class Mode(Protocol):
         """Return whether parameters can be concatenated in this form."""
         ...
 
-    def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+    def move_elements(self, equation: Equation, operands: Sequence[Any]) -> list[Any]:
         """Return the results of an equation that only moves the elements of parameters."""
         ...
 
@@ -79,17 +79,20 @@ class Mode(Protocol):
         """Return a parameter in a form of which a scan can take one index of the first axis after the other."""
         ...
 
-    def call_with_rule(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+    def call_with_rule(self, equation: Equation, operands: Any, run: Callable[..., Any], records: Records) -> Any:
         """Return the results of a function that has a derivative rule of its own and contains contractions."""
         ...
 
-    def call_with_remat(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+    def call_with_remat(self, equation: Equation, operands: Any, run: Callable[..., Any], records: Records) -> Any:
         """Return the results of a function under `jax.checkpoint`."""
         ...
 
 
-class Interpreter:
-    """The evaluation of one program.
+class ReplacingInterpreter(Interpreter):
+    """The evaluation of a program in which a mode replaces contractions.
+
+    Besides the methods of `Interpreter`, a subclass may override `run_inner`, which evaluates the body of a loop or a
+    branch.
 
     Attributes:
         analysis: what is known about the program.
@@ -102,34 +105,11 @@ class Interpreter:
         self.mode = mode
         self.records = dict(records)
 
-    def evaluate_body(self, body: Body, values: Sequence[Any], address: Address = ()) -> list[Any]:
-        """Return the results of a program."""
-        program = body.program
-        known = dict(zip(program.constvars, body.constants, strict=True))
-        known |= zip(program.invars, values, strict=True)
-
-        def read(atom: Any) -> Any:
-            return atom.val if jaxpr.is_literal(atom) else known[atom]
-
-        live = sorted(find_live(program))
-        last_uses = _find_last_uses(program, live)
-        # Of this evaluation alone, because a body may be evaluated more than once, with other values.
-        computed: collections.defaultdict[Any, dict[Any, Any]] = collections.defaultdict(dict)
-        for index in live:
-            equation = program.eqns[index]
-            operands = [read(atom) for atom in equation.invars]
-            if jaxpr.find_name(equation) in jaxpr.REDUCTIONS and jaxpr.is_clipped(program, equation.invars[0]):
-                operands = [self._write_clipped(operands[0])]
-            stores = [{} if jaxpr.is_literal(atom) else computed[atom] for atom in equation.invars]
-            results = self._evaluate(equation, operands, (*address, index), stores)
-            known |= zip(equation.outvars, results, strict=True)
-            # Outside of jax.jit the arrays that no later equation reads would stay in memory.
-            for variable in last_uses.get(index, ()):
-                del known[variable]
-                computed.pop(variable, None)
-        return [read(atom) for atom in program.outvars]
-
-    def _evaluate(self, equation: Any, operands: list[Any], address: Address, stores: Stores) -> list[Any]:
+    def evaluate_equation(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:
+        """Return the results of an equation: what the mode makes of it, or what JAX computes on arrays."""
+        address = visit.address
+        if jaxpr.find_name(equation) in jaxpr.REDUCTIONS and jaxpr.is_clipped(visit.program, equation.invars[0]):
+            operands = [self._write_clipped(operands[0])]
         site = self.analysis.sites.get(address)
         if site is not None and self.mode.replaces(site):
             scope = jaxpr.find_scope(equation) or site.operation
@@ -140,7 +120,7 @@ class Interpreter:
             ]
             # A new operation does not have the name scope of the equation it replaces, by which profilers find it.
             with _name_scope(scope), checks.prefix_errors(site.describe()):
-                result, self.records = self.mode.contract(site, operands, self.records, stores)
+                result, self.records = self.mode.contract(site, operands, self.records, visit.stores)
             return [result]
         action = self.mode.find_action(address)
         if action is not None:
@@ -148,16 +128,15 @@ class Interpreter:
             with _name_scope(scope), checks.prefix_errors(action.describe_action()):
                 results, self.records = self.mode.run_action(action, operands, self.records)
             return results
-        if address in self.analysis.followed and self._can_move(equation, operands):
+        if address in self.analysis.followed and self.can_move(equation, operands):
             with checks.prefix_errors(f"{jaxpr.find_name(equation)} at {jaxpr.locate(equation)}"):
                 return self.mode.move_elements(equation, operands)
-        enter = _ENTER.get(jaxpr.find_name(equation))
-        if enter is not None and address in self.analysis.entered:
+        if self.can_enter(equation) and address in self.analysis.entered:
             if not is_inlined(self.analysis, equation, address):
                 operands = [self._read_codes(value) for value in operands]
             with _name_scope(jaxpr.find_scope(equation)):
-                return enter(self, equation, operands, address)
-        return jaxpr.evaluate(equation, [self._read_array(value) for value in operands])
+                return self.enter(equation, operands, visit)
+        return self.compute_equation(equation, self.read_arrays(operands), visit)
 
     def _write_clipped(self, value: Any) -> Any:
         """Return the result of a clip, which a reduction reads, as an array that XLA:CPU writes to memory.
@@ -166,13 +145,13 @@ class Interpreter:
         """
         return value if self.mode.is_parameter(value) or self.mode.is_codes(value) else barriers.compute_once(value)
 
-    def _can_move(self, equation: Any, operands: Sequence[Any]) -> bool:
+    def can_move(self, equation: Equation, operands: Sequence[Any]) -> bool:
         """Return whether the elements of parameters can be moved in their form."""
         are_parameters = [self.mode.is_parameter(value) for value in operands]
-        name = jaxpr.find_name(equation)
-        if name in ("concatenate", "stack"):
+        if moves.find_join(equation) is not None:
             return all(are_parameters) and self.mode.can_join(operands)
-        return any(are_parameters) if name in ("optimization_barrier", "select_n") else are_parameters[0]
+        takes_several = jaxpr.find_name(equation) in (moves.BARRIER, moves.SELECTION)
+        return any(are_parameters) if takes_several else are_parameters[0]
 
     def _read_array(self, value: Any) -> Any:
         return self.mode.convert_to_array(value) if self.mode.is_parameter(value) else self._read_codes(value)
@@ -180,7 +159,8 @@ class Interpreter:
     def _read_codes(self, value: Any) -> Any:
         return self.mode.convert_to_array(value) if self.mode.is_codes(value) else value
 
-    def _read_arrays(self, values: Sequence[Any]) -> list[Any]:
+    def read_arrays(self, values: Sequence[Any]) -> list[Any]:
+        """Return values as arrays."""
         return [self._read_array(value) for value in values]
 
     def _split_records(self, address: Address) -> tuple[Records, Records]:
@@ -192,18 +172,21 @@ class Interpreter:
                 (stacked if address in layers else shared)[name] = self.records[name]
         return stacked, shared
 
-    def _run_inner(self, body: Body, values: Sequence[Any], address: Address, records: Records) -> tuple[Any, Records]:
+    def run_inner(self, body: Body, values: Sequence[Any], address: Address, records: Records) -> tuple[Any, Records]:
         """Return the results of a body as arrays, and the records of its sites."""
-        inner = Interpreter(self.analysis, self.mode, records)
-        results = inner._read_arrays(inner.evaluate_body(body, values, address))
+        inner = ReplacingInterpreter(self.analysis, self.mode, records)
+        results = inner.read_arrays(inner.evaluate_body(body, values, address))
         return results, inner.records
 
     # Equations with bodies.
 
-    def _call(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
+    def enter_call(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:
+        """Return the results of the body, evaluated in the place of the call, with the shardings of the call."""
         # A call that is inlined would lose the shardings that its `jax.jit` was given.
         before, after = jaxpr.read_shardings(equation)
-        results = self.evaluate_body(jaxpr.read_call(equation), self._place_arrays(operands, before), (*address, 0))
+        results = self.evaluate_body(
+            jaxpr.read_call(equation), self._place_arrays(operands, before), (*visit.address, 0)
+        )
         return self._place_arrays(results, after)
 
     def _place_arrays(self, values: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
@@ -215,13 +198,15 @@ class Interpreter:
             for value, sharding in zip(values, shardings, strict=True)
         ]  # fmt: skip
 
-    def _call_custom(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
-        return self._call_through(self.mode.call_with_rule, equation, operands, address)
+    def enter_rule(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:
+        """Return the results of a function with a derivative rule of its own, as the mode calls it."""
+        return self._call_through(self.mode.call_with_rule, equation, operands, visit.address)
 
-    def _call_remat(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
-        return self._call_through(self.mode.call_with_remat, equation, operands, address)
+    def enter_remat(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:
+        """Return the results of a function under `jax.checkpoint`, as the mode calls it."""
+        return self._call_through(self.mode.call_with_remat, equation, operands, visit.address)
 
-    def _call_through(self, call: Any, equation: Any, operands: list[Any], address: Address) -> list[Any]:
+    def _call_through(self, call: Any, equation: Equation, operands: list[Any], address: Address) -> list[Any]:
         body = jaxpr.read_call(equation)
         if not self.analysis.list_below(address):
             # It only moves the elements of a parameter, which it returns.
@@ -229,18 +214,19 @@ class Interpreter:
         records = {name: record for part in self._split_records(address) for name, record in part.items()}
 
         def run(values: Sequence[Any], inner: Records) -> tuple[Any, Records]:
-            return self._run_inner(body, values, (*address, 0), inner)
+            return self.run_inner(body, values, (*address, 0), inner)
 
         results, updated = call(equation, operands, run, records)
         self.records |= updated
         return results
 
-    def _branch(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
-        index, *values = operands
+    def enter_cond(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:
+        """Return the results of `jax.lax.switch` on the branches."""
+        (index, *values), address = operands, visit.address
         records = {name: record for part in self._split_records(address) for name, record in part.items()}
 
         def make_branch(number: int, body: Body) -> Callable[..., Any]:
-            return lambda inner: self._run_inner(body, values, (*address, number), inner)
+            return lambda inner: self.run_inner(body, values, (*address, number), inner)
 
         branches = [make_branch(*item) for item in enumerate(jaxpr.read_branches(equation))]
         # Each branch returns the records of all, because branches must return trees of one structure.
@@ -249,8 +235,9 @@ class Interpreter:
             self.records |= updated
         return results
 
-    def _scan(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
-        scan = jaxpr.read_scan(equation)
+    def enter_scan(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:
+        """Return the results of `jax.lax.scan` on the body."""
+        scan, address = jaxpr.read_scan(equation), visit.address
         first = scan.constants + scan.carries
         constants, carries, stacked = operands[: scan.constants], operands[scan.constants : first], operands[first:]
         invariant = self.analysis.invariant.get(address, frozenset())
@@ -264,7 +251,7 @@ class Interpreter:
         def step(carry: Any, slices: Any) -> Any:
             (moving, common), (layer, records) = carry, slices
             values = _merge_carries(carries, moving, invariant)
-            results, inner = self._run_inner(
+            results, inner = self.run_inner(
                 scan.body, [*constants, *values, *layer], (*address, 0), {**shared, **common, **records}
             )
             kept = [x for place, x in enumerate(results[: scan.carries]) if place not in invariant]
@@ -279,8 +266,9 @@ class Interpreter:
         self.records |= {**common, **records}
         return [*_merge_carries(carries, moved, invariant), *outputs]
 
-    def _loop(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
-        loop = jaxpr.read_while(equation)
+    def enter_while(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:
+        """Return the results of `jax.lax.while_loop` on both bodies."""
+        loop, address = jaxpr.read_while(equation), visit.address
         first, second = loop.condition_constants, loop.condition_constants + loop.body_constants
         carries = operands[second:]
         invariant = self.analysis.invariant.get(address, frozenset())
@@ -291,13 +279,13 @@ class Interpreter:
         def check(moving: Any) -> Any:
             values = _merge_carries(carries, moving, invariant)
             # No contraction in a condition is replaced, so that it needs no records.
-            results, _ = self._run_inner(loop.condition, [*operands[:first], *values], (*address, 0), {})
+            results, _ = self.run_inner(loop.condition, [*operands[:first], *values], (*address, 0), {})
             return results[0]
 
         def step(state: Any) -> Any:
             moving, common = state
             values = _merge_carries(carries, moving, invariant)
-            results, inner = self._run_inner(
+            results, inner = self.run_inner(
                 loop.body, [*operands[first:second], *values], (*address, 1), {**shared, **common}
             )
             kept = [x for place, x in enumerate(results) if place not in invariant]
@@ -327,18 +315,7 @@ def _select_examples(going: jax.Array, new: Any, old: Any) -> Any:
     return lax.select(lax.broadcast_in_dim(going, new.shape, tuple(range(going.ndim))), new, old)
 
 
-def _find_last_uses(program: Any, live: Sequence[int]) -> dict[int, list[Any]]:
-    """Return for equations the variables that they are the last to read, and that the program does not return."""
-    places = {atom: index for index in live for atom in program.eqns[index].invars if not jaxpr.is_literal(atom)}
-    kept = {atom for atom in program.outvars if not jaxpr.is_literal(atom)}
-    uses: dict[int, list[Any]] = {}
-    for atom, index in places.items():
-        if atom not in kept:
-            uses.setdefault(index, []).append(atom)
-    return uses
-
-
-def is_inlined(analysis: Analysis, equation: Any, address: Address) -> bool:
+def is_inlined(analysis: Analysis, equation: Equation, address: Address) -> bool:
     """Return whether an equation with a body is evaluated as if the body stood in its place."""
     name = jaxpr.find_name(equation)
     # A function with a derivative rule keeps it around contractions.
@@ -353,13 +330,3 @@ def _merge_carries(carries: Sequence[Any], moving: Sequence[Any], invariant: fro
     """Return the carries of a loop: those that hold a parameter as they are outside of it, and the others."""
     rest = iter(moving)
     return [x if place in invariant else next(rest) for place, x in enumerate(carries)]
-
-
-_ENTER: dict[str, Callable[..., list[Any]]] = {
-    jaxpr.SCAN: Interpreter._scan,
-    jaxpr.WHILE: Interpreter._loop,
-    jaxpr.COND: Interpreter._branch,
-    jaxpr.REMAT: Interpreter._call_remat,
-    **dict.fromkeys(jaxpr.CALLS, Interpreter._call),
-    **dict.fromkeys(jaxpr.CUSTOM_RULES, Interpreter._call_custom),
-}

@@ -1,4 +1,4 @@
-"""What the transform relies on in the programs that JAX traces; the only module that reads them.
+"""What the package relies on in the programs that JAX traces; the only module that knows the versions of JAX.
 
 A program is a `jax.extend.core.Jaxpr`: a list of equations, each a primitive with operands, results and parameters.
 Some primitives hold programs of their own ("bodies") in their parameters.
@@ -13,16 +13,25 @@ import jax
 from jax.core import eval_jaxpr
 from jax.extend import core, source_info_util
 
-from ..._core import checks
+from .._core import checks
 
-Equation = Any
-Program = Any
+Equation = core.JaxprEqn
+Program = core.Jaxpr
+Variable = core.Var
+Atom = core.Var | core.Literal
+# Where an equation is: its index, and for each program around it the index of the outer equation and of the program in
+# its parameters. JAX may trace an equation several times while a program is evaluated; the address stays the same.
+Address = tuple[int, ...]
 
 # The names of the primitives with bodies that this package enters.
 SCAN, WHILE, COND, REMAT = "scan", "while", "cond", "remat2"
 # A call of its body, once, with the same operands and results.
 CALLS = ("jit", "closed_call", "core_call", "composite", "custom_jvp_call", "custom_vjp_call")
 CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
+# Calls with a rule for `jax.vmap` or another reason to stay calls, and names in other versions of JAX.
+OTHER_CALLS = ("checkpoint", "custom_vmap_call", "custom_lin", "core_closed_call", "pjit")
+# What `jax.debug` calls.
+DEBUG_CALLS = ("debug_callback", "debug_print", "inspect_sharding")
 _CLIPS = ("max", "min", "clamp")
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
 
@@ -110,9 +119,27 @@ def is_unused(variable: Any) -> bool:
     return isinstance(variable, core.DropVar)
 
 
+def read_shape(atom: Atom) -> tuple[Any, ...]:
+    """Return the shape of an operand or a result; dimensions of `jax.export` may be symbols."""
+    return tuple(atom.aval.shape)  # type: ignore[attr-defined]
+
+
+def read_dtype(atom: Atom) -> Any:
+    """Return the dtype of an operand or a result."""
+    return atom.aval.dtype  # type: ignore[attr-defined]
+
+
 def find_name(equation: Equation) -> str:
     """Return the name of an equation's primitive."""
     return str(equation.primitive.name)
+
+
+def list_equations(program: Program) -> Iterator[Equation]:
+    """Yield the equations of a program and of all programs in it."""
+    for equation in program.eqns:
+        yield equation
+        for body in find_bodies(equation):
+            yield from list_equations(body.program)
 
 
 def find_bodies(equation: Equation) -> list[Body]:
@@ -131,10 +158,44 @@ def _find_programs(value: Any) -> Iterator[Any]:
             yield from _find_programs(entry)
 
 
+def has_effect(equation: Equation) -> bool:
+    """Return whether an equation does something besides computing its results."""
+    return bool(equation.effects)
+
+
+def list_live(program: Program, is_needed: Callable[[Equation], bool] = has_effect) -> list[int]:
+    """Return the indices of the equations whose results are used, in program order.
+
+    Args:
+        program: the program.
+        is_needed: whether an equation is among them although nothing reads its results: one that has an effect.
+    """
+    # JAX removes dead equations when it compiles, and has no public function that tells which ones they are.
+    needed = {atom for atom in program.outvars if not is_literal(atom)}
+    live = []
+    for index in reversed(range(len(program.eqns))):
+        equation = program.eqns[index]
+        if any(variable in needed for variable in equation.outvars) or is_needed(equation):
+            live.append(index)
+            needed |= {atom for atom in equation.invars if not is_literal(atom)}
+    return live[::-1]
+
+
+def list_last_uses(program: Program, live: Sequence[int]) -> dict[int, list[Variable]]:
+    """Return for each of some equations the variables that no later one reads, and that the program does not return."""
+    places = {atom: index for index in live for atom in program.eqns[index].invars if not is_literal(atom)}
+    kept = {atom for atom in program.outvars if not is_literal(atom)}
+    uses: dict[int, list[Variable]] = {}
+    for atom, index in places.items():
+        if atom not in kept:
+            uses.setdefault(index, []).append(atom)  # type: ignore[arg-type]
+    return uses
+
+
 def read_call(equation: Equation) -> Body:
-    """Return the body of an equation of `CALLS` or of `REMAT`."""
-    # The primitives of `CALLS` do not agree on the name of the parameter.
-    names = ("jaxpr", "call_jaxpr")
+    """Return the body of an equation of `CALLS`, of `OTHER_CALLS` or of `REMAT`."""
+    # The primitives do not agree on the name of the parameter.
+    names = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
     return next(open_body(equation.params[name]) for name in names if name in equation.params)
 
 
@@ -185,8 +246,8 @@ def read_scan(equation: Equation) -> Scan:
     return Scan(body, count - carries, carries, parameters["length"], parameters["reverse"], parameters["unroll"])
 
 
-def _is_alike(outer: Any, inner: Any) -> bool:
-    return len(outer.aval.shape) == len(inner.aval.shape)
+def _is_alike(outer: Atom, inner: Atom) -> bool:
+    return len(read_shape(outer)) == len(read_shape(inner))
 
 
 def read_while(equation: Equation) -> While:
@@ -195,7 +256,7 @@ def read_while(equation: Equation) -> While:
     condition = open_body(parameters["cond_jaxpr"])
     return While(
         condition, open_body(parameters["body_jaxpr"]), parameters["cond_nconsts"], parameters["body_nconsts"],
-        bool(condition.program.outvars[0].aval.shape),
+        bool(read_shape(condition.program.outvars[0])),
     )  # fmt: skip
 
 

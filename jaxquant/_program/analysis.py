@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import jaxpr, sites, views
-from .jaxpr import Body
+from .jaxpr import Body, Equation
 from .sites import Address, Site
 from .views import Constant, Data, Joined, Origin, View
 
@@ -137,7 +137,7 @@ def _walk(body: Body, origins: Sequence[Origin], place: _Place, findings: _Findi
     program = body.program
     known: dict[Any, Origin] = dict(zip(program.constvars, [Constant()] * len(program.constvars), strict=True))
     known |= zip(program.invars, origins, strict=True)
-    live = find_live(program)
+    live = set(jaxpr.list_live(program))
 
     def read(atom: Any) -> Origin:
         return Constant() if jaxpr.is_literal(atom) else known[atom]
@@ -151,20 +151,7 @@ def _walk(body: Body, origins: Sequence[Origin], place: _Place, findings: _Findi
     return [read(atom) for atom in program.outvars]
 
 
-def find_live(program: Any) -> set[int]:
-    """Return the indices of the equations whose results are used, or that have effects."""
-    # JAX removes dead equations when it compiles, and has no public function that tells which ones they are.
-    needed = {atom for atom in program.outvars if not jaxpr.is_literal(atom)}
-    live = set()
-    for index in reversed(range(len(program.eqns))):
-        equation = program.eqns[index]
-        if equation.effects or any(variable in needed for variable in equation.outvars):
-            live.add(index)
-            needed |= {atom for atom in equation.invars if not jaxpr.is_literal(atom)}
-    return live
-
-
-def _walk_equation(equation: Any, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
+def _walk_equation(equation: Equation, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
     name = jaxpr.find_name(equation)
     if name in _BODIES:
         results = _BODIES[name](equation, origins, place, findings)
@@ -191,7 +178,7 @@ def _walk_equation(equation: Any, origins: list[Origin], place: _Place, findings
     return [result] * len(equation.outvars)
 
 
-def _add_site(equation: Any, origins: Sequence[Origin], place: _Place, findings: _Findings) -> None:
+def _add_site(equation: Equation, origins: Sequence[Origin], place: _Place, findings: _Findings) -> None:
     operation = sites.OPERATIONS.get(jaxpr.find_name(equation), jaxpr.find_name(equation))
     reason = place.reason or sites.find_float_reason(equation, origins)
     scope = "/".join(part for part in (place.scope, jaxpr.find_scope(equation)) if part)
@@ -203,7 +190,7 @@ def _add_site(equation: Any, origins: Sequence[Origin], place: _Place, findings:
     )
 
 
-def _add_hidden_sites(equation: Any, origins: Sequence[Origin], place: _Place, findings: _Findings) -> None:
+def _add_hidden_sites(equation: Equation, origins: Sequence[Origin], place: _Place, findings: _Findings) -> None:
     """Add the contractions inside an equation whose bodies are not entered; all of them stay in floats."""
     name = jaxpr.find_name(equation)
     reason = place.reason or f"inside of {name}, which is not entered{_ADVICE.get(name, '')}"
@@ -217,11 +204,11 @@ def _add_hidden_sites(equation: Any, origins: Sequence[Origin], place: _Place, f
 # Equations with bodies.
 
 
-def _walk_call(equation: Any, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
+def _walk_call(equation: Equation, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
     return _walk(jaxpr.read_call(equation), origins, _enter(equation, place, 0), findings)
 
 
-def _walk_boundary(equation: Any, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
+def _walk_boundary(equation: Equation, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
     """Walk a call that is not inlined if it contains a contraction; it then returns arrays only."""
     count = len(findings.sites)
     results = _walk_call(equation, origins, place, findings)
@@ -232,13 +219,13 @@ def _walk_boundary(equation: Any, origins: list[Origin], place: _Place, findings
     return [views.combine([result], reason) if views.list_views(result) else result for result in results]
 
 
-def _enter(equation: Any, place: _Place, number: int) -> _Place:
+def _enter(equation: Equation, place: _Place, number: int) -> _Place:
     scope = "/".join(part for part in (place.scope, jaxpr.find_scope(equation)) if part)
     where = jaxpr.locate(equation) or place.where
     return dataclasses.replace(place, address=(*place.address, number), scope=scope, where=where)
 
 
-def _walk_cond(equation: Any, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
+def _walk_cond(equation: Equation, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
     results = []
     for number, body in enumerate(jaxpr.read_branches(equation)):
         # The first operand is the index of the branch.
@@ -248,7 +235,7 @@ def _walk_cond(equation: Any, origins: list[Origin], place: _Place, findings: _F
     return [views.combine(branches, reason) for branches in zip(*results, strict=True)]
 
 
-def _walk_scan(equation: Any, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
+def _walk_scan(equation: Equation, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
     scan = jaxpr.read_scan(equation)
     first_stacked = scan.constants + scan.carries
     constants, carries = origins[: scan.constants], origins[scan.constants : first_stacked]
@@ -266,7 +253,7 @@ def _walk_scan(equation: Any, origins: list[Origin], place: _Place, findings: _F
     return [*assumed, *stacked]
 
 
-def _walk_while(equation: Any, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
+def _walk_while(equation: Equation, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
     loop = jaxpr.read_while(equation)
     first, second = loop.condition_constants, loop.condition_constants + loop.body_constants
 
@@ -282,7 +269,7 @@ def _walk_while(equation: Any, origins: list[Origin], place: _Place, findings: _
 
 
 def _find_fixpoint(
-    equation: Any, carries: list[Origin], walk: Any, place: _Place, findings: _Findings
+    equation: Equation, carries: list[Origin], walk: Any, place: _Place, findings: _Findings
 ) -> tuple[list[Origin], list[Origin]]:
     """Return origins of the carries of a loop that hold in every iteration, and those of the results of its body."""
     assumed = list(carries)
@@ -302,12 +289,12 @@ def _find_fixpoint(
     return assumed, results
 
 
-def _merge(equation: Any, before: Origin, after: Origin) -> Origin:
+def _merge(equation: Equation, before: Origin, after: Origin) -> Origin:
     """Return the origin of a carry that is one thing before an iteration and another thing after it."""
     return before if before == after else views.combine([before, after], _describe_loop(equation))
 
 
-def _describe_loop(equation: Any) -> str:
+def _describe_loop(equation: Equation) -> str:
     return f"{jaxpr.find_name(equation)} at {jaxpr.locate(equation)}"
 
 

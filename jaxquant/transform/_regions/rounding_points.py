@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from ..._arrays.spec import QuantSpec
+from ..._program.graph import EquationNode, ProgramGraph
+from ..._program.sites import Address, Site
 from ...calibration.factory import Factory
-from .._programs.sites import Address, Site
-from .graph import Graph, Node
 
 # The key of the range of a result among the ranges of a contraction.
 OUTPUT = "output"
@@ -26,7 +26,7 @@ class OutputPlan(NamedTuple):
     calibrator: Factory
 
 
-class Step(NamedTuple):
+class PointStep(NamedTuple):
     """An equation between an operation and the codes of its result.
 
     Attributes:
@@ -37,14 +37,14 @@ class Step(NamedTuple):
         labels: for each dimension of the result, which feature dimension of the contraction it is, or None.
     """
 
-    node: Node
+    node: EquationNode
     kind: str
     place: int
     labels: tuple[int | None, ...] = ()
 
 
 @dataclasses.dataclass(eq=False)
-class Point:
+class RoundingPoint:
     """An operation and the equations up to where its result is rounded to codes.
 
     Attributes:
@@ -61,15 +61,15 @@ class Point:
     """
 
     operation: str
-    node: Node
+    node: EquationNode
     output: OutputPlan
     site: Site | None = None
     features: tuple[int, ...] = ()
-    steps: list[Step] = dataclasses.field(default_factory=list)
+    steps: list[PointStep] = dataclasses.field(default_factory=list)
     attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
     value: int = -1
     name: str = ""
-    source: Point | None = None
+    source: RoundingPoint | None = None
 
     def find_source(self) -> tuple[str, str]:
         """Return the name and the place of the range of the activations of a contraction."""
@@ -82,7 +82,7 @@ class Point:
         return any(step.kind == "affine" and is_product(step) for step in self.steps)
 
 
-def is_product(step: Step) -> bool:
+def is_product(step: PointStep) -> bool:
     """Return whether an affine step multiplies."""
     return step.node.name in ("mul", "div", "neg") or (step.node.name == "sub" and step.place == 1)
 
@@ -100,8 +100,8 @@ class Action(NamedTuple):
     """
 
     kind: str
-    node: Node
-    point: Point | None
+    node: EquationNode
+    point: RoundingPoint | None
     is_end: bool
 
     def describe_action(self) -> str:
@@ -125,15 +125,15 @@ class Regions:
         inputs: for each parameter that stays in floats, by its place, the value in the graph.
     """
 
-    graph: Graph | None = None
+    graph: ProgramGraph | None = None
     actions: dict[Address, Action] = dataclasses.field(default_factory=dict)
-    points: tuple[Point, ...] = ()
+    points: tuple[RoundingPoint, ...] = ()
     arrivals: dict[str, frozenset[int]] = dataclasses.field(default_factory=dict)
     reasons: dict[str, str] = dataclasses.field(default_factory=dict)
     entered: frozenset[Address] = frozenset()
     inputs: dict[int, int] = dataclasses.field(default_factory=dict)
 
-    def find_point(self, site: Site) -> Point | None:
+    def find_point(self, site: Site) -> RoundingPoint | None:
         """Return the point of a contraction, or None if its result is floats."""
         action = self.actions.get(site.address)
         return None if action is None or action.kind != "start" else action.point

@@ -11,18 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._arrays.quantized_array import QuantizedArray, dequantize_checked
-from ..._contractions.conv import plan_array_convolution
-from ..._contractions.take import take
-from ..._core import checks, sharding
-from ..._training.conv_general_dilated import ConvContraction
-from ..._training.dot_general import DotContraction
-from . import jaxpr, sites
+from .._arrays.quantized_array import QuantizedArray, dequantize_checked
+from .._contractions.conv import plan_array_convolution
+from .._contractions.take import take
+from .._core import checks, sharding
+from .._program import jaxpr, sites
+from .._program.jaxpr import Equation
+from .._training.conv_general_dilated import ConvContraction
+from .._training.dot_general import DotContraction
 
 _NAME = "prepare"
 
 
-class Operation(Protocol):
+class CodedContraction(Protocol):
     """A contraction that is linear in each of its operands."""
 
     def contract_quantized(self, *operands: Any, epilogue: Any = None) -> Any:
@@ -37,13 +38,13 @@ class Operation(Protocol):
         ...
 
 
-def make_operation(equation: Any) -> Operation:
+def make_operation(equation: Equation) -> CodedContraction:
     """Return the operation of a dot_general or of a convolution."""
-    parameters, dtype = equation.params, equation.outvars[0].aval.dtype
+    parameters, dtype = equation.params, jaxpr.read_dtype(equation.outvars[0])
     if sites.OPERATIONS[jaxpr.find_name(equation)] == "dot_general":
         out_sharding = parameters.get("out_sharding")
         return DotContraction(_NAME, parameters["dimension_numbers"], parameters["precision"], dtype, out_sharding)
-    lhs, rhs = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars)
+    lhs, rhs = (jax.ShapeDtypeStruct(jaxpr.read_shape(v), jaxpr.read_dtype(v)) for v in equation.invars)
     plan = plan_array_convolution(
         _NAME, lhs, rhs, parameters["window_strides"], parameters["padding"], parameters["lhs_dilation"],
         parameters["rhs_dilation"], parameters["dimension_numbers"], parameters["feature_group_count"],
@@ -52,7 +53,7 @@ def make_operation(equation: Any) -> Operation:
     return ConvContraction(plan, parameters["precision"], dtype)
 
 
-def look_up(equation: Any, table: QuantizedArray, indices: jax.Array) -> jax.Array:
+def look_up(equation: Equation, table: QuantizedArray, indices: jax.Array) -> jax.Array:
     """Return the entries of a quantized table that a gather selects."""
     numbers, mode, value = (equation.params[name] for name in ("dimension_numbers", "mode", "fill_value"))
     axis = sites.find_lookup_axis(equation)
@@ -123,7 +124,7 @@ def _refuse_gradient_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return primals[0], tangents[0]
 
 
-def call_with_rule(equation: Any, operands: Sequence[Any], run: Any, records: Any) -> tuple[list[Any], Any]:
+def call_with_rule(equation: Equation, operands: Sequence[Any], run: Any, records: Any) -> tuple[list[Any], Any]:
     """Return the results of `run`, with the derivative of an equation that has a derivative rule of its own.
 
     Args:

@@ -1,0 +1,182 @@
+"""The equations that move the elements of a parameter, applied to its codes, scale and zero point."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._arrays import indexing
+from .._arrays.concatenate import concatenate
+from .._arrays.quantized_array import QuantizedArray
+from .._core import granularity
+from .._program import jaxpr, moves
+from .._program.jaxpr import Equation
+
+
+def move_elements(equation: Equation, operands: Sequence[Any]) -> list[Any]:
+    """Return the results of an equation of `views.follow_equation` for a quantized operand.
+
+    Args:
+        equation: the equation.
+        operands: the quantized array, or several to be concatenated; after it the indices of a dynamic slice. Those of
+            a barrier may be other arrays, too.
+    """
+    name = jaxpr.find_name(equation)
+    if name == moves.BARRIER:
+        return list(lax.optimization_barrier(tuple(operands)))
+    if name == moves.SELECTION:
+        # All cases are the same elements of the same parameter, as the analysis has found.
+        return [operands[1]]
+    join = moves.find_join(equation)
+    if join is not None:
+        axis, is_new = join
+        return [concatenate([_insert_dimension(q, axis) if is_new else q for q in operands], axis)]
+    move = moves.MOVES[name].move
+    assert move is not None
+    return [moved.array for moved in move(equation, MovedCodes(operands[0]), *operands[1:])]
+
+
+def can_concatenate(arrays: Sequence[QuantizedArray]) -> bool:
+    """Return whether the codes of quantized arrays can stand in one array."""
+    return len({(q.codes.dtype, q.scale.dtype, q.dtype, q.codebook) for q in arrays}) == 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MovedCodes(moves.Elements):
+    """A quantized array whose codes, scale and zero point are moved."""
+
+    array: QuantizedArray
+
+    def keep(self) -> MovedCodes:
+        """Return the codes as they are."""
+        return self
+
+    def vary(self, equation: Equation) -> MovedCodes:
+        """Return the codes, marked by an equation."""
+        # Inside of `jax.shard_map` the parts must differ between devices where the floats do.
+        return MovedCodes(jax.tree.map(lambda part: jaxpr.evaluate(equation, [part])[0], self.array))
+
+    def convert(self, dtype: Any) -> MovedCodes:
+        """Return codes that stand for floats of another dtype."""
+        return MovedCodes(self.array.astype(dtype))
+
+    def transpose(self, order: Sequence[int]) -> MovedCodes:
+        """Return the codes with their dimensions in another order."""
+        # The codes stay in memory as they are: transposing them would cost more than the contraction saves.
+        q = self.array
+        scale, zero_point = (None if part is None else jnp.transpose(part, order) for part in (q.scale, q.zero_point))
+        new = q.replace(scale=scale, zero_point=zero_point)
+        return MovedCodes(new._with_stored(q.stored_codes, indexing.derive_transposed_order(q.stored_order, order)))
+
+    def reshape(self, shape: Sequence[int]) -> MovedCodes:
+        """Return the codes in another shape.
+
+        Where a merged dimension repeats a sequence of entries, each of its indices gets an entry.
+        """
+        q = self.array
+        scale, zero_point = (_spread(q, part, tuple(shape)) for part in (q.scale, q.zero_point))
+        return MovedCodes(q.replace(scale=scale, zero_point=zero_point).reshape(tuple(shape)))
+
+    def squeeze(self, axes: Sequence[int], shape: Sequence[int]) -> MovedCodes:
+        """Return the codes without some dimensions of length 1."""
+        return self.reshape(shape)
+
+    def broadcast(self, places: Sequence[int], shape: Sequence[int]) -> MovedCodes:
+        """Return the codes repeated along new dimensions; repeated elements share their scale."""
+        places, shape, q = tuple(places), tuple(shape), self.array
+
+        def broadcast_part(part: jax.Array | None, is_scale: bool) -> jax.Array | None:
+            if part is None:
+                return None
+            wide = [1] * len(shape)
+            for axis, place in enumerate(places):
+                wide[place] = part.shape[axis] if is_scale else shape[place]
+            # Repeated elements share their entry, so a scale gets new dimensions of 1 only.
+            return lax.broadcast_in_dim(part, tuple(wide) if is_scale else shape, places)
+
+        scale, zero_point = (broadcast_part(part, True) for part in (q.scale, q.zero_point))
+        codes = broadcast_part(q.codes, False)
+        return MovedCodes(q.replace(codes=codes, scale=scale, zero_point=zero_point, stored_order=None))
+
+    def tile(self, repeats: Sequence[int], shape: Sequence[int]) -> MovedCodes:
+        """Return the codes repeated as a whole along each dimension."""
+        # A new dimension in front of each one, merged with it.
+        wide = tuple(n for pair in zip(repeats, self.array.shape, strict=True) for n in pair)
+        return self.broadcast(range(1, 2 * self.array.ndim, 2), wide).reshape(shape)
+
+    def reverse(self, axes: Sequence[int]) -> MovedCodes:
+        """Return the codes in reverse order along some dimensions."""
+        q = self.array
+        return MovedCodes(q[tuple(slice(None, None, -1 if axis in axes else 1) for axis in range(q.ndim))])
+
+    def cut(
+        self, starts: Sequence[int], limits: Sequence[int], strides: Sequence[int], shape: Sequence[int]
+    ) -> MovedCodes:  # fmt: skip
+        """Return a part of the codes along each dimension."""
+        return MovedCodes(self.array[tuple(slice(*bound) for bound in zip(starts, limits, strides, strict=True))])
+
+    def cut_dynamically(self, starts: Sequence[jax.Array], shape: Sequence[int]) -> MovedCodes:
+        """Return a part of the codes along each dimension, from starts that the program computes."""
+        q, sizes = self.array, tuple(shape)
+        # One entry for each index of the axes that are cut, unless all indices share one.
+        cut = [axis for axis, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if size != n]
+        parts = []
+        for part in (q.scale, q.zero_point):
+            if part is None:
+                parts.append(None)
+                continue
+            for axis in cut:
+                part = part if part.shape[axis] == 1 else _expand(q, part, axis)
+            zeros = [jnp.zeros_like(start) for start in starts]
+            entries = [start if n != 1 else zero for start, zero, n in zip(starts, zeros, part.shape, strict=True)]
+            lengths = [sizes[axis] if axis in cut and n != 1 else n for axis, n in enumerate(part.shape)]
+            parts.append(lax.dynamic_slice(part, entries, lengths))
+        codes = lax.dynamic_slice(q.codes, starts, sizes)
+        return MovedCodes(q.replace(codes=codes, scale=parts[0], zero_point=parts[1], stored_order=None))
+
+    def select_index(self, axis: int, index: int) -> MovedCodes:
+        """Return the codes at one index of a dimension, without the dimension."""
+        return MovedCodes(self.array[(*(slice(None),) * axis, index)])
+
+
+def _insert_dimension(q: QuantizedArray, axis: int) -> QuantizedArray:
+    return MovedCodes(q).reshape((*q.shape[:axis], 1, *q.shape[axis:])).array
+
+
+def _spread(q: QuantizedArray, part: Any, shape: tuple[int, ...]) -> Any:
+    """Return a scale or zero point that can be reshaped with its codes."""
+    if part is None:
+        return None
+    for axes in _find_merged(q.shape, shape):
+        # An entry for all indices of a slower dimension is repeated for those of a faster one.
+        varying = [axis for axis in axes if part.shape[axis] > 1]
+        for axis in axes[: axes.index(varying[-1])] if varying else ():
+            part = _expand(q, part, axis)
+    return part
+
+
+def _find_merged(old: Sequence[int], new: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the dimensions that a reshape merges, or splits in another way."""
+    ends, size, axes = set(itertools.accumulate(new, operator.mul)), 1, []
+    for axis, length in enumerate(old):
+        size *= length
+        axes.append(axis)
+        if size in ends:
+            yield axes
+            axes = []
+
+
+def _expand(q: QuantizedArray, part: jax.Array, axis: int) -> jax.Array:
+    """Return a scale or zero point with an entry for each index of an axis."""
+    length = q.shape[axis]
+    if part.shape[axis] == length:
+        return part
+    size = length if part.shape[axis] == 1 else q.block_size or length // part.shape[axis]
+    return granularity.expand_blocks(part, axis, size, length)
