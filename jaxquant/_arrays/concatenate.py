@@ -21,7 +21,7 @@ _NAME = "concatenate"
 
 
 def concatenate(arrays: Sequence[QuantizedArray], axis: int = 0) -> QuantizedArray:
-    """Return quantized arrays joined along an axis; the documentation is that of `jaxquant.concatenate`."""
+    """Return quantized arrays joined along an axis, as `jaxquant.concatenate` documents it."""
     checked = check_arrays(arrays, axis)
     axis = axis % checked[0].ndim
     # An array of length 0 along the axis must not influence the block size.
@@ -35,7 +35,7 @@ def concatenate(arrays: Sequence[QuantizedArray], axis: int = 0) -> QuantizedArr
     return joined._with_stored(joined.stored_codes, joined.stored_order, is_lazy=is_lazy)
 
 
-def check_arrays(arrays: Any, axis: Any) -> list[QuantizedArray]:
+def check_arrays(arrays: Any, axis: int) -> list[QuantizedArray]:
     """Return arrays that can be joined along an axis, after checking them."""
     is_sequence = isinstance(arrays, list | tuple)
     checks.require_type(is_sequence, _NAME, "arrays", "a list or tuple of QuantizedArrays", type(arrays).__name__)
@@ -138,7 +138,7 @@ def cut_for_join(q: QuantizedArray, axis: int, count: int) -> QuantizedArray:
 
 
 def _concatenate_codes(arrays: list[QuantizedArray], axis: int) -> tuple[jax.Array, StoredOrder]:
-    """Return the stored codes of arrays joined along an axis, and their order: that of the arrays if all have one."""
+    """Return the stored codes of arrays joined along an axis, and their order: the arrays' own if all have one."""
     order = arrays[0].stored_order
     if any(q.stored_order != order for q in arrays):
         return _concatenate_parts([q.codes for q in arrays], axis), None

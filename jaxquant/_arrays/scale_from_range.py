@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-from .._core import checks, dtypes, recording, sharding, small_floats
+from .._core import checks, dtypes, recording, sharding
 from .._core import granularity as granularities
-from .._kernels import barriers, division, min_max, rounding
+from .._kernels import affine, barriers, min_max
 from .spec import QuantSpec
 
 _ZERO, _ONE, _INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
@@ -32,7 +32,7 @@ def find_shapes(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple
 
 
 def choose_finest_shape(scale: tuple[int, ...], zero_point: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the finer of the shapes of a scale and a zero point, which is that of their ranges, or None.
+    """Return the finer of the shapes of a scale and a zero point, which their ranges have, too, or None.
 
     The result is None if neither shape is finer in all dimensions.
     """
@@ -46,7 +46,7 @@ def choose_finest_shape(scale: tuple[int, ...], zero_point: tuple[int, ...]) -> 
 
 
 def derive_range_shape(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the ranges of an x of this shape: that of the scale or the zero point, whichever is finer."""
+    """Return the shape of the ranges of an x of this shape: the finer of scale.shape and zero_point.shape."""
     range_shape = choose_finest_shape(*find_shapes(function, spec, shape))
     if range_shape is None:
         expected = "granularities of scale and zero point of which one is at least as fine as the other"
@@ -80,7 +80,7 @@ def derive_stored_block_size(function: str, spec: QuantSpec, shape: tuple[int, .
 
 
 def _list_block_sizes(spec: QuantSpec) -> list[int]:
-    """Return the block sizes of those of the scale and the zero point that have blocks, the scale first."""
+    """Return the block sizes of the scale and of the zero point, in this order, if they have blocks."""
     pair = (spec.granularity, spec.zero_point_granularity)
     return [granularity.size for granularity in pair if isinstance(granularity, granularities.Blocked)]
 
@@ -126,7 +126,7 @@ def _compute_from_ranges(
     qmin, qmax = spec.bounds
     if scale_shape == low.shape != point_shape:  # several scales share a zero point
         pooled_low, pooled_high = _pool(low, point_shape, jnp.min), _pool(high, point_shape, jnp.max)
-        # The zero point is that of the union of the ranges. Each scale must then reach both ends of its own range.
+        # The zero point belongs to the union of the ranges. Each scale must then reach both ends of its own range.
         point = _compute_zero_point(spec, pooled_low, _compute_asymmetric_scale(pooled_low, pooled_high, qmax - qmin))
         # If an end is not 0, there must be a code on its side of the zero point, or no scale would reach it.
         least = (pooled_low < 0).astype(jnp.int32) + np.int32(qmin)
@@ -144,7 +144,7 @@ def _compute_from_ranges(
         wide = jnp.where(wide == 0, _ONE, wide)
     # The zero point must be computed with the rounded scale that is stored.
     scale = _round_scale_up(spec, wide)
-    point = _compute_zero_point(spec, low, _spread_like(small_floats.scale_as_float32(scale), low))
+    point = _compute_zero_point(spec, low, _spread_like(dtypes.scale_as_float32(scale), low))
     return _keep_finite(spec, scale, point, low, high, own, dtype)
 
 
@@ -154,7 +154,7 @@ def compute_own_scale_and_zero_point(
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Return the scale and the zero point of the ranges of x; the arguments have been checked.
 
-    The result is that of `compute_scale_and_zero_point` for `min_max.find_extremes` and the dtype of x.
+    The result equals `compute_scale_and_zero_point` for `min_max.find_extremes` and the dtype of x.
 
     Args:
         spec: Static. The spec of the scale and the zero point.
@@ -185,7 +185,7 @@ def compute_own_scale_and_zero_point(
     scale = _divide_by_number(lax.sub(lax.mul(high, half), lax.mul(low, half)), (qmax - qmin) / 2)
     own = _guard_scale_by_bits(scale, bits)
     scale = _round_scale_up(spec, own)
-    point = _compute_zero_point(spec, low, small_floats.scale_as_float32(scale))
+    point = _compute_zero_point(spec, low, dtypes.scale_as_float32(scale))
     parts = _keep_finite(spec, scale, point, low, high, own, x.dtype)
     scale, point = barriers.compute_once(parts)
     return scale.reshape(shape), point.reshape(shape)
@@ -236,19 +236,19 @@ def _pool(values: jax.Array, shape: tuple[int, ...], reduce: object) -> jax.Arra
 
 def _divide_by_number(x: jax.Array, divisor: float) -> jax.Array:
     """Return x / divisor, rounded correctly."""
-    return division.divide(x, lax.full_like(x, divisor))
+    return affine.divide(x, lax.full_like(x, divisor))
 
 
 def _divide_bound(bound: jax.Array, steps: jax.Array) -> jax.Array:
     """Return bound / steps, or 0 if there are no steps, because the bound is then 0."""
     is_zero = steps == 0
-    return jnp.where(is_zero, _ZERO, division.divide(bound, jnp.where(is_zero, _ONE, steps)))
+    return jnp.where(is_zero, _ZERO, affine.divide(bound, jnp.where(is_zero, _ONE, steps)))
 
 
 def _compute_symmetric_scale(
     spec: QuantSpec, low: jax.Array, high: jax.Array, fixed: float, dtype: np.dtype
 ) -> jax.Array:
-    """Return the scale of a spec whose zero point is fixed."""
+    """Return the scale of a spec with a fixed zero point."""
     reach, largest = _compute_reach(spec), lax.max(lax.neg(low), high)
     # One division suffices if the codes reach equally far on both sides of the zero point.
     if has_equal_reach(spec):
@@ -259,7 +259,7 @@ def _compute_symmetric_scale(
     return _guard_scale(_limit_scale(spec, scale, *ends, dtype), low, high)
 
 
-# Scales of which no code stands for an infinity.
+# Scales with which no code stands for an infinity.
 
 
 def _limit_scale(spec: QuantSpec, scale: jax.Array, below: jax.Array, above: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -269,7 +269,7 @@ def _limit_scale(spec: QuantSpec, scale: jax.Array, below: jax.Array, above: jax
         spec: Static. A spec with a fixed zero point.
         scale: the scale, before it is rounded up to the scale's dtype.
         below: the magnitude of the lower end of each range.
-        above: that of the upper end. An infinite end keeps its scale.
+        above: the distance of the upper end. An infinite end keeps its scale.
         dtype: Static. The dtype of the dequantized values.
     """
     is_finite = lax.bitwise_and(lax.lt(below, _INFINITY), lax.lt(above, _INFINITY))
@@ -300,12 +300,12 @@ def _keep_finite(
         dtype: Static. The dtype of the dequantized values.
     """
     is_shared, is_power = scale.shape != low.shape, spec.power_of_two
-    step = _spread_like(small_floats.scale_as_float32(scale), low)
+    step = _spread_like(dtypes.scale_as_float32(scale), low)
     down, up = _count_steps(spec, point)
     used, largest = lax.max(down, up), lax.max(lax.neg(low), high)
     if is_shared or is_power:  # not every code is used
         ends = ((lax.neg(low), down), (high, up))
-        below, above = (lax.min(lax.round(division.divide(e, step), _TO_EVEN), n) for e, n in ends)
+        below, above = (lax.min(lax.round(affine.divide(e, step), _TO_EVEN), n) for e, n in ends)
         used = lax.max(below, above)
     # A scale that is too large for its dtype is infinite already, and stays so.
     is_finite = lax.bitwise_and(lax.lt(largest, _INFINITY), lax.lt(step, _INFINITY))
@@ -324,7 +324,7 @@ def _keep_finite(
         most = lax.max(down, up)
     elif moved is not point:
         most = lax.max(*_count_steps(spec, moved))
-    limit = division.divide(lax.full_like(most, _compute_largest_product(dtype)), lax.max(most, _ONE))
+    limit = affine.divide(lax.full_like(most, _compute_largest_product(dtype)), lax.max(most, _ONE))
     limit = _round_down(spec, limit)
     if is_shared:
         # Only ranges that reach this far can overflow with a smaller scale, too.
@@ -479,12 +479,12 @@ def read_least_scale(dtype: np.dtype) -> np.float32:
 
 
 def _compute_zero_point(spec: QuantSpec, low: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the code of 0.0 for ranges whose lower end is `low`."""
+    """Return the code of 0.0 for ranges with the lower end `low`."""
     qmin, qmax = (int(b) for b in spec.bounds)
-    start = lax.sub(np.float32(qmin), division.divide(low, scale))
+    start = lax.sub(np.float32(qmin), affine.divide(low, scale))
     # A NaN becomes the upper bound, as in the clamp of ONNX Runtime's DynamicQuantizeLinear.
     start = lax.select(lax.ne(start, start), lax.full_like(start, qmax), start)
-    return rounding.encode_steps(start, None, spec.carrier, (qmin, qmax))
+    return affine.encode_steps(start, None, spec.carrier, (qmin, qmax))
 
 
 def _round_scale_up(spec: QuantSpec, scale: jax.Array) -> jax.Array:
@@ -495,12 +495,12 @@ def _round_scale_up(spec: QuantSpec, scale: jax.Array) -> jax.Array:
         return _encode_e8m0(scale)
     if spec.scale_dtype == dtypes.FLOAT32:
         return scale
-    if spec.scale_dtype == dtypes.BFLOAT16:  # its largest number is less than that of float32
+    if spec.scale_dtype == dtypes.BFLOAT16:  # its largest number is less than float32's
         largest = np.float32(jnp.finfo(dtypes.BFLOAT16).max)
         scale = lax.select(lax.lt(scale, _INFINITY), lax.min(scale, largest), scale)
     # If the nearest number is less than the scale, adding 1 to its bits gives the next larger one: infinity after the
     # largest number. A scale beyond float16 becomes infinite, since the largest number would saturate unnoticed.
-    nearest = rounding.round_to_dtype(scale, spec.scale_dtype)
+    nearest = affine.round_to_dtype(scale, spec.scale_dtype)
     bits = lax.bitcast_convert_type(nearest.astype(spec.scale_dtype), jnp.uint16)
     return lax.bitcast_convert_type(bits + (nearest < scale).astype(jnp.uint16), spec.scale_dtype)
 
@@ -515,7 +515,7 @@ def _round_to_power_of_two(scale: jax.Array) -> jax.Array:
 
 
 def _encode_e8m0(power: jax.Array) -> jax.Array:
-    """Return float32 powers of two as float8_e8m0fnu, whose code is the exponent of a float32."""
+    """Return float32 powers of two as float8_e8m0fnu. Its code is the exponent field of a float32."""
     code = (lax.bitcast_convert_type(power, jnp.int32) >> 23) & 0xFF
     # 255 is the NaN of float8_e8m0fnu, which has no infinity.
     code = jnp.where(jnp.isfinite(power), code, 255)

@@ -17,10 +17,9 @@ from jax.typing import ArrayLike
 
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes
-from .._core.entry_point import compile_entry_point
+from .._core.entry_point import compile_entry_point, convert_float32_scale, find_known
 from .._core.granularity import Aligned
-from .._core.scale_arguments import convert_float32_scale, find_known
-from .._kernels import accumulator, division
+from .._kernels import accumulator, affine
 
 _NAME = "codes.quantize_bias"
 # XLA:CPU takes less than the least normal float32 for 0. Steps are float32, which has no 2**31 - 1.
@@ -71,7 +70,7 @@ def _quantize_steps(bias: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array)
         checks.require(scale.size in sizes, _NAME, argument, expected, f"shape {scale.shape}")
     products = accumulator.multiply_scales(lhs_scale.reshape(1), rhs_scale.reshape(-1))
     wide = jnp.broadcast_to(products, (bias.size,)).reshape(bias.shape)
-    steps = lax.round(division.divide(bias, wide), lax.RoundingMethod.TO_NEAREST_EVEN)
+    steps = lax.round(affine.divide(bias, wide), lax.RoundingMethod.TO_NEAREST_EVEN)
     return steps, products
 
 

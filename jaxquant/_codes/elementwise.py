@@ -13,8 +13,8 @@ from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._contractions.output import make_array, read_affine, read_output
 from .._core import checks, dtypes
+from .._core.entry_point import find_known
 from .._core.granularity import Aligned
-from .._core.scale_arguments import find_known
 from .._onnx_ops.activations import qlinear_leaky_relu, qlinear_sigmoid
 from .._onnx_ops.arithmetic import qlinear_add, qlinear_mul
 from .carrier import FakeQuantizedArray, Output, has_fake, train_codes

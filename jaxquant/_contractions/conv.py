@@ -14,10 +14,10 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
-from .._core import checks, dtypes, granularity, recording, sharding, small_floats
-from .._kernels import accumulator, barriers, matrix_product, rounding, signed_codes
+from .._core import checks, dtypes, granularity, recording, sharding
+from .._kernels import accumulator, affine, barriers, matrix_product, signed_codes
 from .._kernels.convolution import ConvolutionPlan, arrange_layout
-from ..integer._conv_geometry import plan_convolution
+from ..integer import plan_convolution
 from . import dot_integer
 from .dot import Operand, check_operand
 from .output import Epilogue, ScaledSpec, read_epilogue
@@ -36,12 +36,12 @@ def conv_general_dilated(
     feature_group_count: int = 1,
     batch_group_count: int = 1,
     *,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     bias: ArrayLike | None = None,
     output: ScaledSpec | QuantizedArray | None = None,
 ) -> Any:
-    """Convolve two arrays of which at least one is quantized, as `jax.lax.conv_general_dilated` does.
+    """Convolve two arrays, at least one of them quantized, as `jax.lax.conv_general_dilated` does.
 
     out = convolution of lhs with rhs.
 
@@ -105,11 +105,11 @@ def conv_general_dilated(
         >>> jq.conv_general_dilated(x, w, (1,), "VALID", bias=jnp.array([0, 8]), output=output).codes.tolist()
         [[[0, 64, 75], [128, 64, 60]]]
 
-    Source: `jax.lax.conv_general_dilated`; the arithmetic is that of ONNX ConvInteger-10 and QLinearConv-10.
+    Source: `jax.lax.conv_general_dilated`; the arithmetic follows ONNX ConvInteger-10 and QLinearConv-10.
 
-    Cotangent of a float operand: that of the convolution with the other operand dequantized. Of a scale: g * acc times
-    the other scale, or, if weight-only, that of the dequantized operand, summed over the elements that share the scale.
-    Codes and zero points have none.
+    Cotangent of a float operand: as in the convolution with the other operand dequantized. Of a scale: g * acc times
+    the other scale, or, if weight-only, the cotangent of the dequantized operand, summed over the elements that
+    share the scale. Codes and zero points have none.
     """
     x, w = check_operand(_NAME, "lhs", lhs), check_operand(_NAME, "rhs", rhs)
     if preferred_element_type is not None:
@@ -129,11 +129,19 @@ def conv_general_dilated(
 
 
 def plan_array_convolution(
-    function: str, lhs: Any, rhs: Any, window_strides: Any, padding: Any, lhs_dilation: Any, rhs_dilation: Any,
-    dimension_numbers: Any, feature_group_count: Any, batch_group_count: Any,
-) -> ConvolutionPlan:  # fmt: skip
+    function: str,
+    lhs: Any,
+    rhs: Any,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None,
+    rhs_dilation: Sequence[int] | None,
+    dimension_numbers: Any,
+    feature_group_count: int,
+    batch_group_count: int,
+) -> ConvolutionPlan:
     """Check the static arguments of a convolution and return its plan."""
-    # Check before jit, whose cache of compiled programs cannot tell True, 1 and 1.0 apart.
+    # Check before jit: its cache of compiled programs cannot tell True, 1 and 1.0 apart.
     ints = functools.partial(checks.check_integers, function)
     return plan_convolution(
         function, lhs, rhs, ints("window_strides", window_strides), ints("padding", padding),
@@ -147,8 +155,8 @@ def convolve_checked(
     x: Any,
     w: Any,
     plan: ConvolutionPlan,
-    precision: Any,
-    preferred: Any,
+    precision: lax.PrecisionLike,
+    preferred: DTypeLike | None,
     epilogue: Epilogue | None = None,
 ) -> Any:
     """Return the `conv_general_dilated` of two checked operands, with errors that name `function`."""
@@ -164,7 +172,7 @@ def convolve_checked(
     return y if epilogue is None else epilogue.wrap(y, dtype)
 
 
-def convolve_floats(lhs: jax.Array, rhs: jax.Array, plan: ConvolutionPlan, precision: Any) -> jax.Array:
+def convolve_floats(lhs: jax.Array, rhs: jax.Array, plan: ConvolutionPlan, precision: lax.PrecisionLike) -> jax.Array:
     """Return the convolution of two float arrays."""
     geometry = plan.geometry
     return lax.conv_general_dilated(
@@ -195,22 +203,29 @@ def _check_integers(function: str, lhs: QuantizedArray, rhs: QuantizedArray, pla
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("plan", "precision", "dtype"))
-def _convolve_weight_only(lhs: Any, rhs: Any, *, plan: ConvolutionPlan, precision: Any, dtype: Any) -> jax.Array:
+def _convolve_weight_only(
+    lhs: QuantizedArray | jax.Array,
+    rhs: QuantizedArray | jax.Array,
+    *,
+    plan: ConvolutionPlan,
+    precision: lax.PrecisionLike,
+    dtype: np.dtype,
+) -> jax.Array:
     # Convolve in float32, so that a 16-bit result is rounded only once, at the end.
     lhs, rhs = (
         dequantize_checked(x.astype(jnp.float32)) if isinstance(x, QuantizedArray) else x.astype(jnp.float32)
         for x in (lhs, rhs)
     )
     y = convolve_floats(lhs, rhs, plan, precision)
-    return rounding.round_to_dtype(y, dtype).astype(dtype)
+    return affine.round_to_dtype(y, dtype).astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "dtype"))
 def _convolve_integers(
-    lhs: QuantizedArray, rhs: QuantizedArray, epilogue: Epilogue | None, *, plan: ConvolutionPlan, dtype: Any
+    lhs: QuantizedArray, rhs: QuantizedArray, epilogue: Epilogue | None, *, plan: ConvolutionPlan, dtype: np.dtype
 ) -> jax.Array:
     features = rhs.shape[plan.numbers.rhs_spec[0]]
-    lhs_scale, rhs_scale = (small_floats.scale_as_float32(q.scale) for q in (lhs, rhs))
+    lhs_scale, rhs_scale = (dtypes.scale_as_float32(q.scale) for q in (lhs, rhs))
     images = _read_entries(lhs, lhs_scale, plan.numbers.lhs_spec[0]).reshape(-1, 1)
     # Each group of images has its own features, so the scale that applies to an image depends on the feature.
     if plan.batches > 1 and images.size > 1:
@@ -241,7 +256,7 @@ def _convolve_integers(
         if epilogue is not None:
             return epilogue.finish(acc, images, kernels, spread, axis)
         y = barriers.round_result(acc.astype(jnp.float32) * spread(accumulator.multiply_scales(images, kernels)))
-        return rounding.round_to_dtype(y, dtype).astype(dtype)
+        return affine.round_to_dtype(y, dtype).astype(dtype)
 
     return arrange_layout(codes, rhs.codes, lhs_steps, rhs_steps, plan, finish)
 
@@ -277,7 +292,7 @@ def _move_zero_points(
 
 
 def _pad_with_zero_points(codes: jax.Array, points: jax.Array, image: int, pads: Sequence[Any]) -> jax.Array:
-    """Return images padded with their own zero points, of which `points` has one for each."""
+    """Return images padded with their own zero points: image i with `points[i]`."""
     own = lax.broadcast_in_dim(points.astype(codes.dtype), (codes.shape[image],), (0,))
     zero = np.zeros((), codes.dtype)
 

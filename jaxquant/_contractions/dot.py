@@ -9,15 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from .._arrays import parts, quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes, entry_point, sharding
-from .._kernels import rounding
+from .._kernels import affine
 from .._kernels.contraction import Role
-from ..integer.dot_general import DotDimensionNumbers, MatrixShapes, check_placement, match_matrices, match_roles
+from ..integer import DotDimensionNumbers, MatrixShapes, check_placement, match_matrices, match_roles
 from . import dot_integer
 from .dot_integer import Axes
 from .dot_weight_only import choose_contraction
@@ -32,13 +33,13 @@ def dot_general(
     rhs: Operand,
     dimension_numbers: DotDimensionNumbers,
     *,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
     bias: ArrayLike | None = None,
     output: ScaledSpec | QuantizedArray | None = None,
 ) -> Any:
-    """Contract two arrays of which at least one is quantized, as `jax.lax.dot_general` does.
+    """Contract two arrays, at least one of them quantized, as `jax.lax.dot_general` does.
 
     out = sum over the contracted dimensions of lhs * rhs.
 
@@ -75,7 +76,7 @@ def dot_general(
             scale and zero point the result gets; or None for a float result.
 
     Returns:
-        The result, with the batch dimensions first, then the free dimensions of lhs, then those of rhs: an array of
+        The result, with the batch dimensions first, then the free dimensions of lhs and of rhs: an array of
         floats, or with `output` a QuantizedArray.
 
     Raises:
@@ -97,9 +98,9 @@ def dot_general(
         >>> jq.dot_general(x, w, (((1,), (0,)), ((), ())), bias=jnp.array([12750, 10]), output=output).codes
         Array([[100,  98]], dtype=uint8)
 
-    Source: `jax.lax.dot_general`; the arithmetic is that of ONNX Runtime's MatMulIntegerToFloat and QGemm.
+    Source: `jax.lax.dot_general`; the arithmetic follows ONNX Runtime's MatMulIntegerToFloat and QGemm.
 
-    Cotangent of a float operand: that of the contraction with the other operand dequantized. Of a scale: g * acc times
+    Cotangent of a float operand: as in the contraction with the other operand dequantized. Of a scale: g * acc times
     the other scale, or, weight-only, g times the float product, summed over the elements that share the scale. Codes
     and zero points have none.
     """
@@ -119,9 +120,16 @@ def check_numbers(function: str, numbers: Any) -> Any:
 
 
 def contract_checked(
-    function: str, lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any, out_sharding: Any = None,
-    caller_axes: Axes | None = None, epilogue: Epilogue | None = None,
-) -> Any:  # fmt: skip
+    function: str,
+    lhs: Any,
+    rhs: Any,
+    numbers: DotDimensionNumbers,
+    precision: lax.PrecisionLike,
+    preferred: DTypeLike | None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+    caller_axes: Axes | None = None,
+    epilogue: Epilogue | None = None,
+) -> Any:
     """Return the `dot_general` of checked operands and dimension numbers, with errors that name `function`."""
     sharding.check_out_sharding(function, out_sharding)
     preferred = _check_options(function, precision, preferred)
@@ -131,7 +139,7 @@ def contract_checked(
     )  # fmt: skip
 
 
-def _check_options(function: str, precision: Any, preferred: DTypeLike | None) -> np.dtype | None:
+def _check_options(function: str, precision: lax.PrecisionLike, preferred: DTypeLike | None) -> np.dtype | None:
     """Return the dtype that the caller asked for, or None; raise for a wrong one, or for a wrong precision."""
     checks.check_precision(function, precision)
     if preferred is None:
@@ -145,9 +153,17 @@ def _check_options(function: str, precision: Any, preferred: DTypeLike | None) -
     static_argnames=("function", "numbers", "precision", "preferred", "out_sharding", "caller_axes"),
 )  # fmt: skip
 def _contract_dimensions(
-    lhs: Any, rhs: Any, epilogue: Epilogue | None, *, function: str, numbers: Any, precision: Any, preferred: Any,
-    out_sharding: Any, caller_axes: Axes | None,
-) -> Any:  # fmt: skip
+    lhs: Any,
+    rhs: Any,
+    epilogue: Epilogue | None,
+    *,
+    function: str,
+    numbers: Any,
+    precision: Any,
+    preferred: Any,
+    out_sharding: Any,
+    caller_axes: Axes | None,
+) -> Any:
     left, right = match_roles(function, lhs, rhs, numbers)
     a, b = (x.codes if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
     check_placement(function, a, b, left, right, out_sharding)
@@ -157,7 +173,7 @@ def _contract_dimensions(
     if not all(isinstance(x, QuantizedArray) for x in (lhs, rhs)):
         contract, operands, dtype = choose_contraction(lhs, rhs, left, right, precision, out_sharding)
         dtype = preferred or dtype
-        return rounding.round_to_dtype(contract(*operands), dtype).astype(dtype)
+        return affine.round_to_dtype(contract(*operands), dtype).astype(dtype)
     for argument, q in (("lhs", lhs), ("rhs", rhs)):
         dot_integer.check_integer_array(function, argument, q)
     lhs, rhs = dot_integer.fill_empty_entries(lhs, left), dot_integer.fill_empty_entries(rhs, right)
@@ -167,8 +183,8 @@ def _contract_dimensions(
     return dot_integer.multiply_to_codes(function, lhs, rhs, plan, preferred, epilogue)
 
 
-def _read_as_stored(x: Any, role: Role) -> tuple[Any, Role]:
-    """Return an operand without a stored order, whose dimensions are those in memory, and their roles.
+def _read_as_stored(x: QuantizedArray | jax.Array, role: Role) -> tuple[Any, Role]:
+    """Return an operand without a stored order, with its dimensions as they are in memory, and their roles.
 
     The contractions then see how the codes lie in memory. Each role lists the dimensions in the order of the logical
     axes, so the result is the same.
@@ -186,7 +202,7 @@ def _read_as_stored(x: Any, role: Role) -> tuple[Any, Role]:
     return stored, Role(batch, free, contracted)
 
 
-def check_operands(function: str, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+def check_operands(function: str, lhs: object, rhs: object) -> tuple[Any, Any]:
     """Check that at least one of two operands is quantized, and return both."""
     lhs, rhs = check_operand(function, "lhs", lhs), check_operand(function, "rhs", rhs)
     if not isinstance(lhs, QuantizedArray) and not isinstance(rhs, QuantizedArray):
@@ -212,17 +228,17 @@ def matmul(
     lhs: Operand,
     rhs: Operand,
     *,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
     bias: ArrayLike | None = None,
     output: ScaledSpec | QuantizedArray | None = None,
 ) -> Any:
-    """Multiply two matrices, or stacks of them, of which at least one is quantized.
+    """Multiply two matrices, or stacks of them, at least one of them quantized.
 
     out = lhs @ rhs, with the shapes of numpy.matmul.
 
-    The contraction is that of `dot_general`, whose documentation says what is computed, and in which order.
+    The contraction is `dot_general`'s: its documentation says what is computed, and in which order.
 
     Args:
         lhs: a QuantizedArray, or an array of float32, float16 or bfloat16, of rank 1 or more.
@@ -257,7 +273,7 @@ def matmul(
         Array([[ True],
                [ True]], dtype=bool)
 
-    Source: numpy.matmul; the arithmetic is that of ONNX Runtime's MatMulIntegerToFloat and QGemm.
+    Source: numpy.matmul; the arithmetic follows ONNX Runtime's MatMulIntegerToFloat and QGemm.
 
     Cotangents: as in `dot_general`.
     """
@@ -292,7 +308,13 @@ def matmul(
     return y if y.shape == shapes.out else y.reshape(shapes.out)  # eager JAX runs a program for a reshape
 
 
-def _match_partition(function: str, a: Any, b: Any, shapes: MatrixShapes, out_sharding: Any) -> tuple[Any, ...] | None:
+def _match_partition(
+    function: str,
+    a: QuantizedArray | jax.Array,
+    b: QuantizedArray | jax.Array,
+    shapes: MatrixShapes,
+    out_sharding: NamedSharding | PartitionSpec | None,
+) -> tuple[Any, ...] | None:
     """Return the mesh axes of the matrix product, in which a vector operand is a matrix of one row or column."""
     partition = sharding.find_out_partition(function, out_sharding, len(shapes.out))
     if partition is None:
@@ -301,7 +323,7 @@ def _match_partition(function: str, a: Any, b: Any, shapes: MatrixShapes, out_sh
     return (*batch, matrix.pop(0) if a.ndim > 1 else None, matrix.pop(0) if b.ndim > 1 else None)
 
 
-def _broadcast_batch(x: Any, shape: tuple[int, ...], batch: tuple[int, ...]) -> Any:
+def _broadcast_batch(x: QuantizedArray | jax.Array, shape: tuple[int, ...], batch: tuple[int, ...]) -> Any:
     """Return an operand as a stack of matrices with the common batch dimensions."""
     padded = (1,) * (len(batch) + 2 - len(shape)) + shape
     x = x if x.shape == padded else x.reshape(padded)
@@ -310,7 +332,7 @@ def _broadcast_batch(x: Any, shape: tuple[int, ...], batch: tuple[int, ...]) -> 
         return x
     # A scale of length 1 along a batch dimension already applies to all of it.
     if isinstance(x, QuantizedArray):
-        # The batch dimensions are in front of those of the matrix, and only these are moved by a stored order.
+        # The batch dimensions are in front of the matrix, and a stored order moves only the dimensions of the matrix.
         x = x if len(x.stored_order or ()) <= 2 else x.replace(stored_order=None)
         stored = x.stored_codes
         return x._with_stored(jnp.broadcast_to(stored, (*batch, *stored.shape[-2:])), x.stored_order)

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._arrays.quantized_array import QuantizedArray
-from .._core import checks, dtypes, granularity, sharding, small_floats
-from .._kernels import accumulator, barriers, rounding, signed_codes
+from .._core import checks, dtypes, granularity, sharding
+from .._kernels import accumulator, affine, barriers, signed_codes
 from .._kernels.accumulator import sum_over_blocks
 from .._kernels.contraction import Role, contract_roles, spread_outward
 from .output import Epilogue
@@ -51,9 +52,14 @@ class IntegerPlan(NamedTuple):
 
 
 def plan_contraction(
-    function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role, out_sharding: Any,
+    function: str,
+    lhs: QuantizedArray,
+    rhs: QuantizedArray,
+    left: Role,
+    right: Role,
+    out_sharding: NamedSharding | PartitionSpec | None,
     caller_axes: Axes | None = None,
-) -> IntegerPlan:  # fmt: skip
+) -> IntegerPlan:
     """Return how to contract two quantized arrays; raise ContractValueError if integers cannot do it.
 
     Args:
@@ -164,7 +170,9 @@ def count_exact_terms(lhs: QuantizedArray, rhs: QuantizedArray) -> int:
     return (2**31 - 1) // math.prod(largest)
 
 
-def multiply_codes(lhs: QuantizedArray, rhs: QuantizedArray, plan: IntegerPlan, preferred: Any) -> jax.Array:
+def multiply_codes(
+    lhs: QuantizedArray, rhs: QuantizedArray, plan: IntegerPlan, preferred: np.dtype | None
+) -> jax.Array:
     """Return the product of two quantized arrays in the dtype `preferred`, or in the wider of their dtypes."""
     dtype = preferred or dtypes.find_wider(lhs.dtype, rhs.dtype)
     # A sharded dimension is gathered, because JAX refuses to split it into blocks.
@@ -175,11 +183,16 @@ def multiply_codes(lhs: QuantizedArray, rhs: QuantizedArray, plan: IntegerPlan, 
         y = _scale_sums(contract_roles(*_list_operands(sides), plan.out_sharding), sides)
     else:
         y = _contract_in_blocks(sides, plan)
-    return rounding.round_to_dtype(y, dtype).astype(dtype)
+    return affine.round_to_dtype(y, dtype).astype(dtype)
 
 
 def multiply_to_codes(
-    function: str, lhs: QuantizedArray, rhs: QuantizedArray, plan: IntegerPlan, preferred: Any, epilogue: Epilogue
+    function: str,
+    lhs: QuantizedArray,
+    rhs: QuantizedArray,
+    plan: IntegerPlan,
+    preferred: np.dtype | None,
+    epilogue: Epilogue,
 ) -> Any:
     """Return the product of two quantized arrays with a bias of integers, as floats or as a QuantizedArray."""
     got = f"blocks of {plan.length} indices along lhs's dimension {plan.axes and plan.axes[0]}"
@@ -228,7 +241,7 @@ def prepare_side(q: QuantizedArray, role: Role) -> _Side:
     aligned, kept = granularity.Aligned(q.block_size), (*role.batch, *role.free)
     runs = tuple(None if p is None else aligned.sizes(p.shape, q.shape) for p in (q.zero_point, q.scale))
     point = None if q.zero_point is None else granularity.expand_along(q.zero_point, q.shape, q.block_size, kept)
-    scale = small_floats.scale_as_float32(q.scale)
+    scale = dtypes.scale_as_float32(q.scale)
     centred = signed_codes.is_centred(q.zero_point, q.codes.dtype)
     steps = signed_codes.convert_steps(point, q.codes.dtype, centred)
     return _Side(
@@ -272,7 +285,7 @@ def _contract_in_blocks(sides: Sequence[_Side], plan: IntegerPlan) -> jax.Array:
     if full_blocks:
         stacks = [_stack_blocks(side, axis, depth, plan.length) for side, axis in zip(sides, plan.axes, strict=True)]
 
-        def contract_block(blocks: Any) -> jax.Array:
+        def contract_block(blocks: Sequence[jax.Array]) -> jax.Array:
             pairs = zip(sides, blocks, strict=True)
             block_sides = [side._replace(codes=b[0], steps=b[1], scale=b[2]) for side, b in pairs]
             return _scale_sums(contract_roles(*_list_operands(block_sides), plan.out_sharding), block_sides)

@@ -19,7 +19,7 @@ from opt_einsum.parser import parse_einsum_input
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._core import checks, sharding
 from .._core.dtypes import FLOAT32, FLOATS
-from .._kernels import rounding
+from .._kernels import affine
 from .dot import Operand, check_operand, contract_checked
 from .dot_integer import Axes
 from .output import Epilogue, ScaledSpec, read_epilogue
@@ -36,7 +36,7 @@ _Labels = tuple[str, ...]
 def einsum(
     subscripts: str,
     *operands: Operand,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
     bias: ArrayLike | None = None,
@@ -73,8 +73,8 @@ def einsum(
             whose scale and zero point the result gets; or None for a float result.
 
     Returns:
-        The result, whose dimensions are the output's indices in their order: an array of floats, or with `output` a
-        QuantizedArray, whose codes are those of `dot_general`.
+        The result, with the output's indices in their order as its dimensions: an array of floats, or with `output` a
+        QuantizedArray with the codes of `dot_general`.
 
     Raises:
         TypeError: no operand is quantized, or an operand has an unsupported dtype.
@@ -92,7 +92,7 @@ def einsum(
         >>> jq.einsum("qd, kd, k", query, key, jnp.array([1.0, 0.0, 0.5]))  # only q occurs once
         Array([127.,   0.], dtype=float32)
 
-    Source: numpy.einsum; the arithmetic is that of `dot_general`.
+    Source: numpy.einsum; the arithmetic is `dot_general`'s.
 
     Cotangents: as in `dot_general`.
     """
@@ -119,9 +119,9 @@ def contract_operands(
     function: str,
     subscripts: str,
     operands: Sequence[Any],
-    precision: Any,
-    preferred: Any,
-    out_sharding: Any = None,
+    precision: lax.PrecisionLike,
+    preferred: DTypeLike | None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """Return the `einsum` of checked operands, with errors that name `function`."""
     dtypes = {x.dtype for x in operands}
@@ -143,7 +143,7 @@ def contract_operands(
     # A single operand has no contraction that could take an out_sharding.
     if len(terms) == 1 and out_sharding is not None:
         y = reshard(y, out_sharding)
-    return y if y.dtype == dtype else rounding.round_to_dtype(y.astype(jnp.float32), dtype).astype(dtype)
+    return y if y.dtype == dtype else affine.round_to_dtype(y.astype(jnp.float32), dtype).astype(dtype)
 
 
 # An eager call then finds its program by the subscripts and the shapes, and does not parse them again.
@@ -198,7 +198,7 @@ class _Term(NamedTuple):
         return _Term(jnp.sum(self.x, axis=axes) if axes else self.x, kept)
 
 
-def parse_subscripts(function: str, subscripts: Any, ranks: Sequence[int]) -> tuple[list[_Labels], _Labels]:
+def parse_subscripts(function: str, subscripts: str, ranks: Sequence[int]) -> tuple[list[_Labels], _Labels]:
     """Return the labels of the dimensions of each operand and of the output; those under "..." get unused letters."""
     _check_subscripts(function, subscripts)
     _check_terms(function, subscripts.replace(" ", ""), ranks, subscripts)
@@ -213,7 +213,7 @@ def parse_subscripts(function: str, subscripts: Any, ranks: Sequence[int]) -> tu
     return [tuple(term) for term in inputs.split(",")], tuple(output)
 
 
-def _check_subscripts(function: str, subscripts: Any) -> None:
+def _check_subscripts(function: str, subscripts: object) -> None:
     """Raise ContractTypeError unless the subscripts are a string."""
     if not isinstance(subscripts, str):
         checks.refuse_type(function, "subscripts", "a string", checks.describe_value(subscripts))
@@ -263,7 +263,9 @@ def _match_sizes(
     return sizes
 
 
-def _remove_repeats(function: str, i: int, x: Any, labels: _Labels, sizes: dict[str, int]) -> _Term:
+def _remove_repeats(
+    function: str, i: int, x: QuantizedArray | jax.Array, labels: _Labels, sizes: dict[str, int]
+) -> _Term:
     """Return an operand with distinct labels, without the dimensions of size 1 that broadcast."""
     if len(set(labels)) < len(labels):
         expected = "each index once in a quantized operand, or the operand dequantized"
@@ -287,7 +289,7 @@ def _remove_repeats(function: str, i: int, x: Any, labels: _Labels, sizes: dict[
 def _choose_path(terms: Sequence[_Term], out: _Labels, sizes: dict[str, int]) -> list[tuple[int, ...]]:
     """Return which terms are contracted at each step, as indices into a list to which each result is appended.
 
-    The order is that of numpy. opt_einsum may choose another one of several that are about equally good, and the order
+    The order is numpy's. opt_einsum may choose another one of several that are about equally good, and the order
     decides which operands are contracted in integers and how the results are rounded.
     """
     if len(terms) == 2:

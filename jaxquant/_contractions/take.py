@@ -1,4 +1,4 @@
-"""`jax.numpy.take` of a float or a quantized array, of which only the selected entries are dequantized."""
+"""`jax.numpy.take` of a float or a quantized array: only the selected entries are dequantized."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def take(
     mode: str | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
-    """Take entries of an array along an axis, and dequantize only those of a quantized one.
+    """Take entries of an array along an axis; of a quantized array, dequantize only these entries.
 
     y = q.dequantize() at `indices` along `axis`, or q itself for an array of floats: a function that looks rows up by
     `jq.take` runs on the float and on the quantized parameters.
@@ -85,7 +85,7 @@ def take(
     )  # fmt: skip
 
 
-def _read_index(indices: Any) -> Any:
+def _read_index(indices: object) -> Any:
     """Return an int or a numpy integer as int32, which must be able to hold it, and any other value unchanged."""
     if isinstance(indices, int) and not isinstance(indices, bool):
         bounds = np.iinfo(np.int32)
@@ -95,7 +95,9 @@ def _read_index(indices: Any) -> Any:
 
 
 @compile_entry_point(_NAME)
-def _take_floats(q: jax.Array, indices: jax.Array, *, axis: int, mode: str, out_sharding: Any) -> jax.Array:
+def _take_floats(
+    q: jax.Array, indices: jax.Array, *, axis: int, mode: str, out_sharding: NamedSharding | PartitionSpec | None
+) -> jax.Array:
     length = _check_index(q, indices, axis)
     _check_placement(q, q, indices, axis, out_sharding)
     if out_sharding is None:
@@ -107,7 +109,7 @@ def _take_floats(q: jax.Array, indices: jax.Array, *, axis: int, mode: str, out_
 @compile_entry_point(_NAME)
 def _take(
     codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, indices: jax.Array, *,
-    axis: int, mode: str, static: Any, out_sharding: Any,
+    axis: int, mode: str, static: Any, out_sharding: NamedSharding | PartitionSpec | None,
 ) -> jax.Array:  # fmt: skip
     q = QuantizedArray.tree_unflatten(static, (codes, scale, zero_point))
     length = _check_index(q, indices, axis)
@@ -137,7 +139,13 @@ def _fill_outside(entries: jax.Array, is_inside: jax.Array | None, axis: int) ->
     return jnp.where(sharding.place_like(mask, entries), entries, jnp.asarray(np.nan, entries.dtype))
 
 
-def _check_placement(q: Any, table: jax.Array, indices: jax.Array, axis: int, out_sharding: Any) -> None:
+def _check_placement(
+    q: Any,
+    table: jax.Array,
+    indices: jax.Array,
+    axis: int,
+    out_sharding: NamedSharding | PartitionSpec | None,
+) -> None:
     """Check that an out_sharding fits the result, or that the shardings of the table and of indices determine one.
 
     Args:

@@ -55,7 +55,7 @@ class Blocked:
     """One scale per run of `size` indices along the axis and per index of all other axes; the last run may be short.
 
     Attributes:
-        axis: an int, or a tuple of several, each of which is cut into runs of the same size; a negative one counts from
+        axis: an int, or a tuple of several, each cut into runs of the same size; a negative one counts from
             the back.
         size: the number of indices in a run.
 
@@ -149,7 +149,7 @@ class Aligned:
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """One scale per box of elements, whose `sizes` have one entry for each dimension. The last boxes may be short."""
+    """One scale per box of elements. `sizes` has one entry for each dimension; the last boxes may be short."""
 
     sizes: tuple[int, ...]
 
@@ -164,7 +164,7 @@ class Groups:
         if not sharding.is_placed(like):
             repeated = lax.broadcast_in_dim(sharding.place_whole(scale), interleaved, places).reshape(merged)
             return lax.slice(repeated, (0,) * like.ndim, like.shape)
-        # JAX cannot infer the sharding of the reshape. Where each device has whole boxes, it stays that of `like`.
+        # JAX cannot infer the sharding of the reshape. Where each device has whole boxes, it is `like.sharding`.
         mesh, kept = jax.typeof(like).sharding.mesh, sharding.match_whole_runs(like, scale.shape, sizes)
         scale = reshard(scale, NamedSharding(mesh, PartitionSpec(*kept)))
         repeated = lax.broadcast_in_dim(scale, interleaved, places)

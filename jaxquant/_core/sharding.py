@@ -80,7 +80,7 @@ def match_whole_runs(like: jax.Array, counts: Sequence[int], sizes: Sequence[int
     return tuple(kept)
 
 
-def check_out_sharding(function: str, out_sharding: Any) -> None:
+def check_out_sharding(function: str, out_sharding: object) -> None:
     """Raise unless JAX accepts a value as out_sharding.
 
     This check must run before the value becomes a key of the cache of compiled programs, which has to hash it.
@@ -97,7 +97,9 @@ def check_out_sharding(function: str, out_sharding: Any) -> None:
         checks.require(has_mesh, function, "out_sharding", expected, out_sharding)
 
 
-def find_out_partition(function: str, out_sharding: Any, rank: int) -> tuple[Any, ...] | None:
+def find_out_partition(
+    function: str, out_sharding: NamedSharding | PartitionSpec | None, rank: int
+) -> tuple[Any, ...] | None:
     """Return the mesh axes of an out_sharding, one entry for each dimension of the result; raise if it does not fit."""
     if out_sharding is None:
         return None
@@ -108,7 +110,7 @@ def find_out_partition(function: str, out_sharding: Any, rank: int) -> tuple[Any
     return (*spec, *(None,) * (rank - len(spec)))
 
 
-def set_partition(out_sharding: Any, partition: Sequence[Any] | None) -> Any:
+def set_partition(out_sharding: NamedSharding | PartitionSpec | None, partition: Sequence[Any] | None) -> Any:
     """Return an out_sharding on the same mesh with these entries, for an intermediate result."""
     if partition is None:
         return None

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from .._core import recording, sharding
-from . import barriers, division, rounding
+from . import affine, barriers
 
 # Floats.
 
@@ -70,7 +70,7 @@ def sum_over_blocks(contract: Callable[[Any], jax.Array], blocks: Any) -> jax.Ar
 
     Args:
         contract: returns the scaled product of one block, float32.
-        blocks: a pytree of arrays whose first dimension counts the blocks, one block or more.
+        blocks: a pytree of arrays; their first dimension counts the blocks, one or more.
     """
     first, rest = (jax.tree.map(lambda stack, run=run: stack[run], blocks) for run in (0, slice(1, None)))
     # The sum starts from the first term and not from an array of zeros, because under shard_map the carry of the loop
@@ -94,7 +94,7 @@ def compute_multiplier(a_scale: jax.Array, b_scale: jax.Array, y_scale: jax.Arra
     shape = lax.broadcast_shapes(a.shape, b.shape, y.shape)
     a, b, y = (jnp.broadcast_to(s, shape) for s in (a, b, y))
     # XLA must not rewrite a * b / y: the integers depend on this order.
-    return division.divide(barriers.round_result(a * b), y)
+    return affine.divide(barriers.round_result(a * b), y)
 
 
 def requantize_accumulator(acc: jax.Array, scale: jax.Array, zero_point: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -108,14 +108,19 @@ def requantize_accumulator(acc: jax.Array, scale: jax.Array, zero_point: jax.Arr
     """
     most = barriers.MOST_ALONE
     value = barriers.round_result(acc.astype(jnp.float32) * scale, most)
-    return rounding.encode_steps(value, zero_point, dtype, most=most)
+    return affine.encode_steps(value, zero_point, dtype, most=most)
 
 
 @recording.mark("requantize", lambda acc, dtype, **_: (acc.shape, dtype))
 def requantize_product(
-    acc: jax.Array, bias: Any, a_scale: jax.Array, b_scale: jax.Array, y_scale: jax.Array, y_steps: jax.Array,
+    acc: jax.Array,
+    bias: jax.Array | None,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    y_scale: jax.Array,
+    y_steps: jax.Array,
     dtype: np.dtype,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Return the codes of an int32 product, as an exporter records them.
 
     Args:

@@ -6,7 +6,7 @@ transpose into the contraction, which would then lose its vector kernel. Of rhs 
 weights that are stored either way are read as they are.
 
 Codes of 2 or 4 bits are contracted in planes, every second or fourth column after the other, if the other operand has
-few rows: then the conversion takes longer than the contraction, and XLA:CPU vectorizes that of a plane only.
+few rows: then the conversion takes longer than the contraction, and XLA:CPU vectorizes only the conversion of a plane.
 
 Arrays with explicit shardings are contracted by `jax.lax` as they are, because JAX cannot infer the shardings of the
 reshapes.
@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._core import dtypes, granularity, recording, sharding
 from . import barriers, matrix_product, packed_codes, signed_codes
@@ -43,7 +44,13 @@ class Role(NamedTuple):
 
 
 def contract_roles(
-    lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, left: Role, right: Role, out_sharding: Any = None
+    lhs: jax.Array,
+    rhs: jax.Array,
+    lhs_steps: jax.Array | None,
+    rhs_steps: jax.Array | None,
+    left: Role,
+    right: Role,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """Return the int32 contraction of two operands with zero points.
 
@@ -72,7 +79,13 @@ def contract_roles(
 
 
 def _batch_contraction(
-    mapped: dict[str, bool], lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, left: Role, right: Role
+    mapped: dict[str, bool],
+    lhs: jax.Array,
+    rhs: jax.Array,
+    lhs_steps: jax.Array | None,
+    rhs_steps: jax.Array | None,
+    left: Role,
+    right: Role,
 ) -> jax.Array:
     """Return the contraction with one more dimension, its first; mapped operands have it as their first dimension."""
     sides = []
@@ -104,7 +117,7 @@ def _batch_contraction(
     _batch_contraction,
 )
 def _contract_recorded(
-    lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, left: Role, right: Role
+    lhs: jax.Array, rhs: jax.Array, lhs_steps: jax.Array | None, rhs_steps: jax.Array | None, left: Role, right: Role
 ) -> jax.Array:
     """Return the int32 contraction of codes of any dtype, with their zero points."""
     with recording.pause():
@@ -114,9 +127,15 @@ def _contract_recorded(
 
 
 def _contract_signed(
-    lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, *, left: Role, right: Role,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    lhs_steps: jax.Array | None,
+    rhs_steps: jax.Array | None,
+    *,
+    left: Role,
+    right: Role,
     is_unpacked: bool = False,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Return the int32 contraction of two operands, which are converted to int8.
 
     `is_unpacked` says that an operand of int8 is the result of a conversion from 2 or 4 bits.
@@ -156,7 +175,7 @@ def _derive_result_shape(lhs: jax.Array, rhs: jax.Array, left: Role, right: Role
     return (*lhs_dimensions, *(rhs.shape[axis] for axis in right.free))
 
 
-def _reshape_steps(steps: Any, x: jax.Array, role: Role) -> Any:
+def _reshape_steps(steps: jax.Array | None, x: jax.Array, role: Role) -> Any:
     """Return zero points as [batch or 1, free or 1], or None."""
     if steps is None:
         return None
@@ -173,11 +192,17 @@ def _reshape_steps(steps: Any, x: jax.Array, role: Role) -> Any:
 
 
 def _place_output(
-    lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, left: Role, right: Role, out_sharding: Any
+    lhs: jax.Array,
+    rhs: jax.Array,
+    lhs_steps: jax.Array | None,
+    rhs_steps: jax.Array | None,
+    left: Role,
+    right: Role,
+    out_sharding: NamedSharding | PartitionSpec | None,
 ) -> jax.Array:
-    """Return the contraction of operands whose shardings JAX tracks in types, computed by `jax.lax`.
+    """Return the contraction of operands with shardings in their types, computed by `jax.lax`.
 
-    The form in `matrix_product` needs reshapes whose shardings JAX cannot infer.
+    JAX cannot infer the shardings of the reshapes in `matrix_product`.
     """
     # Without a reshape each dimension keeps its sharding. The zero points are corrected as in `matrix_product`.
     dimensions = ((left.contracted, right.contracted), (left.batch, right.batch))

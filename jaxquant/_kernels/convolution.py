@@ -77,7 +77,7 @@ class ConvolutionPlan(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The static attributes of a convolution whose x is already padded.
+    """The static attributes of a convolution of an x that is already padded.
 
     Attributes:
         channels_last: whether the channels are the last dimension of x, and not its second.
@@ -97,7 +97,7 @@ class Window(NamedTuple):
 
 
 def arrange_layout(
-    lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, plan: ConvolutionPlan,
+    lhs: jax.Array, rhs: jax.Array, lhs_steps: jax.Array | None, rhs_steps: jax.Array | None, plan: ConvolutionPlan,
     epilogue: Callable[[jax.Array, int], jax.Array],
 ) -> jax.Array:  # fmt: skip
     """Return the convolution of two operands of any layout, with an epilogue, in the output layout of the plan."""
@@ -154,11 +154,11 @@ def convolve_planned(
         x_steps: int32 scalar, or None for 0.
         w_steps: int32 scalar or [O], or None for 0.
         geometry: Static.
-        channels_last: Static. Whether x is the transpose of an array whose channels are last in memory.
+        channels_last: Static. Whether x is the transpose of an array with its channels last in memory.
         epilogue: a function of the int32 accumulator and the axis of its features. It runs before the transpose to the
             caller's layout, which costs less if the epilogue has narrowed the result.
         out: Static. The permutation from [N, O, *spatial] to the caller's layout, or None for that layout itself.
-        features_last: Static. Whether w is the transpose of an array whose features are last in memory.
+        features_last: Static. Whether w is the transpose of an array with its features last in memory.
     """
     if recording.is_recording():
         acc = epilogue(_convolve_recorded(x, w, x_steps, w_steps, geometry), 1)
@@ -200,7 +200,7 @@ def convolve_planned(
     return _restore_layout(result, permutation)
 
 
-def _derive_recorded_shape(x: jax.Array, w: jax.Array, geometry: Geometry, **_: Any) -> tuple[tuple[int, ...], Any]:
+def _derive_recorded_shape(x: jax.Array, w: jax.Array, geometry: Geometry, **_: object) -> tuple[tuple[int, ...], Any]:
     lengths = []
     for n, kernel, stride, pads, x_step, w_step in zip(x.shape[2:], w.shape[2:], *geometry[:4], strict=True):
         padded = (n - 1) * x_step + 1 + sum(pads)
@@ -209,7 +209,12 @@ def _derive_recorded_shape(x: jax.Array, w: jax.Array, geometry: Geometry, **_: 
 
 
 def _batch_convolution(
-    mapped: dict[str, bool], x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geometry: Geometry
+    mapped: dict[str, bool],
+    x: jax.Array,
+    w: jax.Array,
+    x_steps: jax.Array | None,
+    w_steps: jax.Array | None,
+    geometry: Geometry,
 ) -> jax.Array | None:
     """Return the convolution of one more batch of images, or None if anything else is mapped."""
     if not mapped["x"] or sum(mapped.values()) > 1:
@@ -219,7 +224,9 @@ def _batch_convolution(
 
 
 @recording.mark("convolve", _derive_recorded_shape, _batch_convolution)
-def _convolve_recorded(x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geometry: Geometry) -> jax.Array:
+def _convolve_recorded(
+    x: jax.Array, w: jax.Array, x_steps: jax.Array | None, w_steps: jax.Array | None, geometry: Geometry
+) -> jax.Array:
     """Return the int32 convolution of codes of any dtype, with their zero points."""
     with recording.pause():
         (x, x_steps), (w, w_steps) = signed_codes.shift_recorded(x, x_steps), signed_codes.shift_recorded(w, w_steps)
@@ -227,10 +234,12 @@ def _convolve_recorded(x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, g
         return convolve_planned(x, w, x_steps, w_steps, geometry, False, lambda acc, _: acc)
 
 
-def _place_output(x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geometry: Geometry) -> jax.Array:
-    """Return the convolution of operands whose shardings JAX tracks in types, computed by `jax.lax`.
+def _place_output(
+    x: jax.Array, w: jax.Array, x_steps: jax.Array | None, w_steps: jax.Array | None, geometry: Geometry
+) -> jax.Array:
+    """Return the convolution of operands with shardings in their types, computed by `jax.lax`.
 
-    The forms below need reshapes whose shardings JAX cannot infer.
+    JAX cannot infer the shardings of the reshapes in the forms below.
     """
     convolve = functools.partial(
         lax.conv_general_dilated, x, window_strides=geometry.strides, padding="VALID",
@@ -552,7 +561,9 @@ def _convolve_planes(x: jax.Array, w: jax.Array, window: Window) -> jax.Array:
     )  # fmt: skip
 
 
-def _convolve_under_vmap(window: Window, size: int, batched: Any, *operands: Any) -> tuple[jax.Array, bool]:
+def _convolve_under_vmap(
+    window: Window, size: int, batched: Sequence[bool], *operands: jax.Array | None
+) -> tuple[jax.Array, bool]:
     """Return the convolution of operands under vmap, as one larger convolution.
 
     If only x has the mapped axis, the axis becomes more images. Otherwise it becomes more groups of channels.
@@ -580,7 +591,15 @@ def _convolve_under_vmap(window: Window, size: int, batched: Any, *operands: Any
     return jnp.moveaxis(split, channel - 1, 0), True
 
 
-def _fold_into_images(window: Window, size: int, batched: Any, x: Any, w: Any, x_steps: Any, w_steps: Any) -> jax.Array:
+def _fold_into_images(
+    window: Window,
+    size: int,
+    batched: Sequence[bool],
+    x: Any,
+    w: Any,
+    x_steps: Any,
+    w_steps: jax.Array | None,
+) -> jax.Array:
     """Return the convolution under vmap with the mapped axis as more images."""
     x = x if batched[0] else jnp.broadcast_to(x, (size, *x.shape))
     if batched[2]:
@@ -615,7 +634,9 @@ def list_spatial(x: jax.Array, window: Window) -> tuple[int, ...]:
     return tuple(range(1, x.ndim - 1)) if window.channels_last else tuple(range(2, x.ndim))
 
 
-def slice_position(x: jax.Array, axes: Any, position: Any, window: Window, out: Any, start: int = 0) -> jax.Array:
+def slice_position(
+    x: jax.Array, axes: Sequence[int], position: Sequence[int], window: Window, out: Sequence[int], start: int = 0
+) -> jax.Array:
     """Return, for every output position, the element of x that one element of the kernel is multiplied with.
 
     Args:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -139,7 +139,7 @@ def _contract_row_last(
 
 
 def make_ones(batch: int, depth: int) -> jax.Array:
-    """Return int8 [batch, 8, depth] whose first row in each batch is ones, to sum the columns of another operand."""
+    """Return int8 [batch, 8, depth] with ones in row 0 of each batch, to sum the columns of another operand."""
     size = batch * _ROWS * depth
     if not isinstance(size, int) or size > _LARGEST_CONSTANT:
         return jnp.ones((batch, _ROWS, depth), jnp.int8)
@@ -191,7 +191,7 @@ def _multiply_int32(left: jax.Array, right: Any) -> jax.Array:
     return lax.mul(_spread_sums(left, shape), _spread_sums(right, shape))
 
 
-def _spread_sums(value: jax.Array, shape: Any) -> jax.Array:
+def _spread_sums(value: jax.Array, shape: Sequence[Any]) -> jax.Array:
     """Return an array broadcast along its dimensions of 1; `jnp.broadcast_to` is slower to trace."""
     return value if value.shape == shape else lax.broadcast_in_dim(value, shape, range(len(shape)))
 
@@ -252,7 +252,7 @@ def _sum_axis(x: jax.Array, axis: int) -> jax.Array:
 
 
 def _contract_under_vmap(
-    transposed: bool, is_unpacked: bool, size: int, batched: Any, *operands: Any
+    transposed: bool, is_unpacked: bool, size: int, batched: Sequence[bool], *operands: Any
 ) -> tuple[jax.Array, bool]:
     """Return the contraction of operands under vmap, as one larger contraction.
 
@@ -277,7 +277,7 @@ def _contract_under_vmap(
     return acc.reshape(size, batch, *acc.shape[1:]), True
 
 
-def batch_all(size: int, batched: Any, operands: tuple[Any, ...]) -> Any:
+def batch_all(size: int, batched: Sequence[bool], operands: tuple[Any, ...]) -> Any:
     """Return the operands of a vmap with the mapped axis in front of each; None stays None."""
     pairs = zip(operands, batched, strict=True)
     return tuple(x if x is None or is_batched else jnp.broadcast_to(x, (size, *x.shape)) for x, is_batched in pairs)
@@ -306,7 +306,7 @@ def choose_row_terms(codes: jax.Array) -> int | None:
 
 
 def choose_lane_terms(depth: int) -> int | None:
-    """Return how many products of a lane one loop adds up, or None if no number divides those of a row of `depth`."""
+    """Return how many products of a lane one loop adds up, or None if no number divides the products of `depth`."""
     groups, rest = divmod(depth, LANES)
     return next((n for n in range(_MOST_TERMS, _FEWEST_TERMS - 1, -1) if not rest and groups % n == 0), None)
 

@@ -45,7 +45,7 @@ class _Measure(NamedTuple):
     starts: tuple[np.int32, ...]
 
 
-def _batch_extremes(_: Any, x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> Any:
+def _batch_extremes(_: object, x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> Any:
     return find_extremes(x, (x.shape[0], *shape), block_size)
 
 
@@ -57,7 +57,7 @@ def find_extremes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) 
 
     Args:
         x: float32, float16 or bfloat16.
-        shape: Static. The shape of the ranges, of x's rank: each dimension is that of x, 1, or the number of blocks.
+        shape: Static. The shape of the ranges, of x's rank: each dimension is `x.shape[i]`, 1, or the number of blocks.
         block_size: Static. The length of a block; the last one may be short. None if all blocks are equally long.
 
     Returns:
@@ -69,7 +69,7 @@ def find_extremes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) 
 def compute_magnitudes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> jax.Array:
     """Return the bits of the largest magnitude of each slice, as int32, without the dimensions of 1 of the given shape.
 
-    They are those of a NaN if the slice has one, and 0 for a slice without elements. The arguments are those of
+    They are the bits of a NaN if the slice has one, and 0 for a slice without elements. The arguments are as in
     `find_extremes`.
     """
     (bits,) = _reduce_slices(x, shape, block_size, _MAGNITUDES)
@@ -81,8 +81,8 @@ def compute_signed_extremes(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (min(x, -0), max(x, 0), bits) of each slice, in the given shape without its dimensions of 1.
 
-    The bits are those of the larger magnitude of the two, as int32. If a slice has a NaN, they are those of a NaN, and
-    at least one of the other results is a NaN. A slice without elements gives (-0, 0, 0). The arguments are those of
+    The bits are max(abs(low), abs(high)) read as int32. If a slice has a NaN, they are the bits of a NaN, and
+    at least one of the other results is a NaN. A slice without elements gives (-0, 0, 0). The arguments are as in
     `find_extremes`.
     """
     kept = _drop_units(shape)
@@ -95,7 +95,7 @@ def _list_kept_lengths(x: jax.Array, axes: tuple[int, ...]) -> list[Any]:
     return [(tuple(n for axis, n in enumerate(x.shape) if axis not in axes), jnp.float32)] * 2
 
 
-def _batch_min_max(_: Any, x: jax.Array, axes: tuple[int, ...]) -> Any:
+def _batch_min_max(_: object, x: jax.Array, axes: tuple[int, ...]) -> Any:
     return compute_min_max(x, tuple(axis + 1 for axis in axes))
 
 
@@ -108,7 +108,7 @@ def compute_min_max(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax
     return decode_ends(lax.min(low, _ZERO), lax.max(high, _ZERO))
 
 
-def count_members(x: Any, shape: tuple[int, ...], block_size: int | None) -> np.ndarray:
+def count_members(x: jax.Array | jax.ShapeDtypeStruct, shape: tuple[int, ...], block_size: int | None) -> np.ndarray:
     """Return how many elements each slice has, as int64 of the given shape; the last blocks may be short."""
     counts = np.ones(shape, np.int64)
     for axis, (size, length) in enumerate(zip(derive_slice_sizes(x, shape, block_size), x.shape, strict=True)):
@@ -117,7 +117,9 @@ def count_members(x: Any, shape: tuple[int, ...], block_size: int | None) -> np.
     return counts
 
 
-def derive_slice_sizes(x: Any, shape: tuple[int, ...], block_size: int | None) -> tuple[int, ...]:
+def derive_slice_sizes(
+    x: jax.Array | jax.ShapeDtypeStruct, shape: tuple[int, ...], block_size: int | None
+) -> tuple[int, ...]:
     """Return how many indices of each dimension of x share an entry of an array of the given shape."""
     sizes = granularity.Aligned(block_size).sizes(shape, x.shape)
     assert sizes is not None
@@ -195,7 +197,7 @@ def _reduce_slices(x: jax.Array, shape: tuple[int, ...], block_size: int | None,
 def _reduce_blocks(
     x: jax.Array, shape: tuple[int, ...], block_size: int | None, axis: int, size: int, measure: _Measure
 ) -> _Keys:
-    """Return the keys of an x whose `axis` is cut into blocks.
+    """Return the keys of x, with `axis` cut into blocks.
 
     The full blocks become a dimension of their own, and a short last block is reduced separately. Padding it instead
     would copy x twice, because the minimum and the maximum need different fill values.
@@ -232,7 +234,7 @@ def _reduce_keys(x: jax.Array, axes: tuple[int, ...], measure: _Measure) -> _Key
 
 
 def _reduce_each(keys: jax.Array, axes: tuple[int, ...], measure: _Measure) -> _Keys:
-    # This is for arrays whose sharding is part of their type: JAX has sharding rules for these reductions, and it
+    # This is for arrays with their sharding in their type: JAX has sharding rules for these reductions, and it
     # cannot merge sharded dimensions.
     return tuple(reduce(keys, axes) for reduce in measure.reductions)
 
@@ -258,7 +260,7 @@ def _merge_neighbors(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, tu
     return merged, tuple(i for i, (is_reduced, _) in enumerate(groups) if is_reduced)
 
 
-def _merge_ends(a: Any, b: Any) -> _Keys:
+def _merge_ends(a: _Keys, b: _Keys) -> _Keys:
     return lax.min(a[0], b[0]), lax.max(a[1], b[1])
 
 
@@ -272,7 +274,7 @@ def _fold_rows(x: jax.Array, axes: tuple[int, ...], measure: _Measure) -> _Keys:
     table = x.reshape(before, rows // joined, joined * after)
     rows_per_step = min(_UNROLLED, table.shape[1])
 
-    def read_rows(i: Any, kept: _Keys) -> _Keys:
+    def read_rows(i: jax.Array, kept: _Keys) -> _Keys:
         # In the last step dynamic_slice may move back and read some rows again, which changes no extreme.
         keys = measure.encode(lax.dynamic_slice_in_dim(table, i * rows_per_step, rows_per_step, axis=1))
         for j in range(rows_per_step):

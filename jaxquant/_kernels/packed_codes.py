@@ -4,7 +4,7 @@ Current jaxlib stores several such codes in a byte on a CPU. XLA's own conversio
 the other if the result has them in the same order. There are two ways around it:
 
 - Whole bytes, or words of eight codes, are read or written by `lax.bitcast_convert_type`, and shifted. For this the
-  reader must shift itself, as `scaled_rows` does; arrays of less than 2**16 codes are converted by XLA, because the
+  reader must shift itself, as `float_rows` does; arrays of less than 2**16 codes are converted by XLA, because the
   bytes need a loop of their own.
 - The even and the odd columns, or every fourth column, are converted as planes: XLA vectorizes the conversion of every
   second code. A contraction of each plane takes less time than one of all codes, if the planes are joined, or added,
@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,15 @@ from jax import lax
 
 from .._core import dtypes, sharding
 
+if TYPE_CHECKING:
+    pass
+
 # Below this number of codes, XLA's own conversion costs less than an additional loop.
 _LARGE = 2**16
 
 
 def count_per_byte(codes: jax.Array, dtype: np.dtype | None = None) -> int:
-    """Return how many codes of a dtype, or of that of the codes, a byte holds along the last dimension.
+    """Return how many codes a byte holds along the last dimension, of `dtype` or else of `codes.dtype`.
 
     It is 1 if a byte holds codes of different rows, or cannot be read as a whole.
     """
@@ -78,7 +81,7 @@ def read_words(codes: jax.Array) -> jax.Array | None:
 
 
 def read_lane(words: jax.Array, dtype: np.dtype, first_bit: jax.Array) -> jax.Array:
-    """Return the codes whose lowest bits are at these places of uint32 words, as int32.
+    """Return, as int32, the codes that begin at these bits of uint32 words.
 
     Args:
         words: uint32.
@@ -105,8 +108,8 @@ def _pack_bytes(codes: jax.Array, *, dtype: np.dtype) -> jax.Array:
     count = count_per_byte(codes, dtype)
     width, group = 8 // count, {2: np.uint16, 4: np.uint32}[count]
     grouped = codes.reshape(*codes.shape[:-1], codes.shape[-1] // count, count)
-    # The mask keeps the low bits of each byte. Each shift then moves the bits of a byte next to those of the one below
-    # it, and the narrowing conversion keeps the lowest byte, which has received the bits of all others.
+    # The mask keeps the low bits of each byte. Each shift then moves the bits of a byte next to the bits of the
+    # one below it, and the narrowing conversion keeps the lowest byte, which has received the bits of all others.
     masks = sum((2**width - 1) << (8 * place) for place in range(count))
     packed = lax.bitcast_convert_type(grouped, group) & group(masks)
     packed = functools.reduce(
@@ -120,7 +123,7 @@ def _pack_bytes(codes: jax.Array, *, dtype: np.dtype) -> jax.Array:
 # Planes.
 
 
-def count_column_planes(codes: jax.Array, *entries: Any) -> int:
+def count_column_planes(codes: jax.Array, *entries: jax.Array | None) -> int:
     """Return how many planes an array has, or 1 if it is not cut into planes.
 
     Args:
@@ -138,7 +141,7 @@ def count_column_planes(codes: jax.Array, *entries: Any) -> int:
     return count if is_uniform else 1
 
 
-def take_plane(part: Any, plane: int, count: int) -> Any:
+def take_plane(part: jax.Array | None, plane: int, count: int) -> Any:
     """Return the columns `plane`, `plane + count`, ... of an array; one column, or None, belongs to every plane."""
     return part if part is None or part.shape[-1] == 1 else part[..., plane::count]
 
@@ -149,7 +152,7 @@ def take_code_plane(codes: jax.Array, plane: int, count: int) -> jax.Array:
 
 
 def join_planes(results: list[jax.Array], axis: int) -> jax.Array:
-    """Return arrays whose elements alternate along one axis as one array."""
+    """Return one array in which the elements of several arrays alternate along an axis."""
     first = results[0].shape
     shape = (*first[:axis], first[axis] * len(results), *first[axis + 1 :])
     return jnp.stack(results, axis=axis + 1).reshape(shape)
@@ -175,17 +178,24 @@ def is_faster_in_planes(operands: Sequence[jax.Array], steps: Sequence[Any], rol
 
 
 def contract_planes(
-    lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, *, contract: Callable[..., jax.Array],
-    left: Any, right: Any, side: int,
-) -> jax.Array:  # fmt: skip
-    """Return the int32 contraction of two operands, of which one is cut into planes.
+    lhs: jax.Array,
+    rhs: jax.Array,
+    lhs_steps: Any,
+    rhs_steps: Any,
+    *,
+    contract: Callable[..., jax.Array],
+    left: Any,
+    right: Any,
+    side: int,
+) -> jax.Array:
+    """Return the int32 contraction of two operands, one of them cut into planes.
 
     Args:
         lhs: int8, or codes of 2 or 4 bits.
         rhs: the same.
         lhs_steps: int32, a scalar or of lhs's rank, or None for 0.
         rhs_steps: int32, a scalar or of rhs's rank, or None for 0.
-        contract: returns the contraction of operands like these; for example those of one plane.
+        contract: returns the contraction of operands like these, for example of one plane.
         left: the `Role` of each dimension of lhs.
         right: the `Role` of each dimension of rhs.
         side: 0 if lhs is cut, 1 if rhs is.

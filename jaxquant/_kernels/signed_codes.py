@@ -51,9 +51,9 @@ def read_offset(dtype: Any) -> int:
     return 128 if dtype == _UINT8 else 0
 
 
-def is_centred(zero_point: Any, dtype: Any) -> bool:
+def is_centred(zero_point: object, dtype: np.dtype | None) -> bool:
     """Return whether the zero point is known to be 0 after the shift to int8, so that it needs no correction."""
-    if dtype not in dtypes.CONTRACTED:  # not an array, or an array whose dtype a later check rejects
+    if dtype not in dtypes.CONTRACTED:  # not an array, or a dtype that a later check rejects
         return False
     if zero_point is None:
         return read_offset(dtype) == 0
@@ -77,7 +77,7 @@ def convert_steps(zero_point: jax.Array | None, dtype: np.dtype, centred: bool) 
     return zero_point.astype(jnp.int32) - np.int32(read_offset(dtype))
 
 
-def shift_recorded(x: jax.Array, steps: Any) -> tuple[jax.Array, Any]:
+def shift_recorded(x: jax.Array, steps: jax.Array | None) -> tuple[jax.Array, Any]:
     """Return the codes of a recorded contraction, and their int32 zero point or None, in the form of the kernels."""
     shifted = convert_steps(steps, np.dtype(x.dtype), is_centred(None, x.dtype) and steps is None)
     return shift_to_signed(x), shifted

@@ -74,7 +74,7 @@ class WeightOnly(Protocol):
         """Return the function of x, codes, scale and zero point that computes the float32 product on a CPU."""
         ...
 
-    def plan_cut(self, codes: jax.Array, scale: jax.Array, zero_point: Any) -> Cut:
+    def plan_cut(self, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None) -> Cut:
         """Return how the weights are cut into chunks."""
         ...
 
@@ -87,7 +87,7 @@ class WeightOnly(Protocol):
         ...
 
     def dequantize_chunk(
-        self, codes: jax.Array, scale: jax.Array, zero_point: Any, chunk: Chunk | None,
+        self, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, chunk: Chunk | None,
         wait: Callable[[jax.Array], jax.Array],
     ) -> Any:  # fmt: skip
         """Return the dequantized weights of one chunk, with `wait` applied to its scale; None is all of them."""
@@ -100,11 +100,11 @@ class WeightOnly(Protocol):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def contract_weights(
-    config: WeightOnly, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any
+    config: WeightOnly, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None
 ) -> jax.Array:
     """Return the float32 contraction of x with the dequantized codes, in the form that each backend runs fast.
 
-    The derivatives with respect to x, the scale and a float32 zero point are those of `contract_at_once`. Codes and
+    The derivatives with respect to x, the scale and a float32 zero point are as in `contract_at_once`. Codes and
     integer zero points have none.
     """
     default = functools.partial(contract_at_once, config)
@@ -113,7 +113,7 @@ def contract_weights(
 
 @functools.partial(contract_weights.defjvp, symbolic_zeros=True)
 def _contract_weights_jvp(config: WeightOnly, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-    # Only what has a tangent is differentiated: a gradient with respect to x must not compute that of the scale.
+    # Only what has a tangent is differentiated: a gradient with respect to x must not compute a gradient of the scale.
     places = [
         place
         for place, tangent in enumerate(tangents)
@@ -134,7 +134,7 @@ def _contract_weights_jvp(config: WeightOnly, primals: tuple[Any, ...], tangents
 
 
 def contract_at_once(
-    config: WeightOnly, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any
+    config: WeightOnly, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None
 ) -> jax.Array:
     """Return the float32 contraction of x with the codes, which are all dequantized at once."""
     weights = config.dequantize_chunk(codes, scale, zero_point, None, lambda scale: scale)
@@ -142,7 +142,7 @@ def contract_at_once(
 
 
 def contract_in_chunks(
-    config: WeightOnly, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any
+    config: WeightOnly, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None
 ) -> jax.Array:
     """Return the float32 contraction of x with the codes, dequantized in chunks that stay in the cache of a CPU."""
     cut = config.plan_cut(codes, scale, zero_point)
@@ -163,7 +163,7 @@ def contract_in_chunks(
     return products[0] if axis is None else jnp.concatenate(products, axis=axis)
 
 
-def _choose_chunk_length(cut: Cut, x_size: Any) -> int:
+def _choose_chunk_length(cut: Cut, x_size: int) -> int:
     """Return the length of the chunks but the last, from the cut and the number of elements of the float operand."""
     size = min(max(cut.length * cut.width // _FEW_CHUNKS, _FEWEST), _MANY)
     length = max(size // cut.width, -(-cut.length // _CHUNKS), 1)

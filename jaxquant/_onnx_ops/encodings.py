@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core import checks, dtypes, recording, scale_arguments, sharding
+from .._core import checks, dtypes, entry_point, recording, sharding
+from .._core.entry_point import convert_float32_scale
 from .._core.granularity import PerTensor
-from .._core.scale_arguments import convert_float32_scale
 from .._kernels.affine import dequantize_affine, quantize_affine
 
 # The scales and zero points of one tensor, which these operators share: scalars, checked and converted.
@@ -35,7 +35,7 @@ class Encoding(NamedTuple):
     dtype: np.dtype
 
 
-def convert_numbers(function: str, x: Any, **parameters: Any) -> tuple[Any, ...]:
+def convert_numbers(function: str, x: object, **parameters: object) -> tuple[Any, ...]:
     """Return scales and zero points, told apart by their names, with Python numbers as arrays; x has the codes' dtype.
 
     Call it before the compiled program: it raises for a number that its dtype cannot hold.
@@ -45,16 +45,20 @@ def convert_numbers(function: str, x: Any, **parameters: Any) -> tuple[Any, ...]
         if name.endswith("scale"):
             result.append(convert_float32_scale(function, name, value))
         else:
-            result.append(scale_arguments.convert_operand_zero_point(function, name, value, x))
+            result.append(entry_point.convert_operand_zero_point(function, name, value, x))
     return tuple(result)
 
 
-def read_encoding(function: str, prefix: str, scale: Any, zero_point: Any, dtype: np.dtype) -> Encoding:
+def read_encoding(
+    function: str, prefix: str, scale: jax.Array, zero_point: jax.Array | None, dtype: np.dtype
+) -> Encoding:
     """Check the arguments {prefix}_scale and {prefix}_zero_point; None as a zero point means 0."""
     return read_named(function, (f"{prefix}_scale", f"{prefix}_zero_point"), scale, zero_point, dtype)
 
 
-def read_named(function: str, names: tuple[str, str], scale: Any, zero_point: Any, dtype: np.dtype) -> Encoding:
+def read_named(
+    function: str, names: tuple[str, str], scale: Any, zero_point: jax.Array | None, dtype: np.dtype
+) -> Encoding:
     """Check a scale and a zero point with names of their own; None as a zero point means 0."""
     name = names[0]
     checks.check_array(function, name, scale, (dtypes.FLOAT32,))
@@ -67,7 +71,7 @@ def read_named(function: str, names: tuple[str, str], scale: Any, zero_point: An
     return Encoding(scale.reshape(()), zero_point.astype(jnp.int32).reshape(()), dtype)
 
 
-def convert_two(function: str, *arguments: Any) -> tuple[Any, ...]:
+def convert_two(function: str, *arguments: object) -> tuple[Any, ...]:
     """Return the arguments of an operator of two arrays, with Python numbers among scales and zero points as arrays.
 
     The arguments are a, its scale and its zero point, the same of b, and the scale and the zero point of the result.
@@ -142,7 +146,7 @@ def _batch_lookup(mapped: dict[str, bool], table: jax.Array, x: jax.Array) -> ja
 def look_up(table: jax.Array, x: jax.Array) -> jax.Array:
     """Return the entry of a table of 256 for each code of x, int8 or uint8."""
     places = lax.bitcast_convert_type(x, jnp.uint8)
-    # With shardings in types, JAX asks for that of the result: it is that of x.
+    # With shardings in types, JAX asks for the sharding of the result: `x.sharding`.
     out_sharding = jax.typeof(x).sharding if sharding.is_placed(x) else None
     # A byte cannot be outside of 256 entries, so XLA need not clamp it.
     return table.at[places].get(mode="promise_in_bounds", out_sharding=out_sharding)

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from .._core import checks, dtypes, entry_point, recording, sharding
 from .._core.entry_point import compile_entry_point
-from .._kernels import rounding, weight_chunks
+from .._kernels import affine, weight_chunks
 from .._kernels.weight_chunks import Chunk, Cut
 
 _NAME = "ops.matmul_nbits"
@@ -82,7 +82,7 @@ def matmul_nbits(
     -(g.T @ a) * scales, summed over each block. Of bias: g summed over rows. Integers have none.
     """
     statics = {"K": K, "N": N, "bits": bits, "block_size": block_size}
-    # Check before jit, whose cache of compiled programs cannot tell True, 1 and 1.0 apart.
+    # Check before jit: its cache of compiled programs cannot tell True, 1 and 1.0 apart.
     statics = {name: checks.check_integers(_NAME, name, value) for name, value in statics.items()}
     return _matmul_nbits(entry_point.convert_number(a), b, scales, zero_points, bias, **statics)
 
@@ -124,7 +124,7 @@ class _PackedWeights(NamedTuple):
         groups = self.blocks * (self.block_size // self.planes) // self.lanes
         return next((n for n in _TERMS if groups % n == 0), None)
 
-    def plan_cut(self, codes: jax.Array, scale: jax.Array, zero_point: Any) -> Cut:
+    def plan_cut(self, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None) -> Cut:
         """Return how the rows of the weights are cut into chunks, which may end at any row."""
         return Cut(self.N, self.blocks * self.block_size, 1, 1)
 
@@ -139,7 +139,12 @@ class _PackedWeights(NamedTuple):
         return x
 
     def dequantize_chunk(
-        self, codes: jax.Array, scale: jax.Array, zero_point: Any, chunk: Chunk | None, wait: Any
+        self,
+        codes: jax.Array,
+        scale: jax.Array,
+        zero_point: jax.Array | None,
+        chunk: Chunk | None,
+        wait: Callable[[jax.Array], jax.Array],
     ) -> list[jax.Array]:
         """Return the dequantized weights of each place, [N, blocks * bytes] each, with `wait` applied to the scale."""
         if chunk is not None:
@@ -161,9 +166,9 @@ class _PackedWeights(NamedTuple):
 
 
 def _contract_on_cpu(
-    config: _PackedWeights, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any
+    config: _PackedWeights, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None
 ) -> jax.Array:
-    # Reshapes of an array whose sharding is part of its type may not be possible.
+    # Reshapes of an array with its sharding in its type may not be possible.
     is_placed = sharding.is_placed(x) or sharding.is_placed(codes)
     if config.terms is None or not _IS_VECTORIZED or is_placed or not _has_few_rows(x):
         return weight_chunks.contract_in_chunks(config, x, codes, scale, zero_point)
@@ -178,7 +183,7 @@ def _has_few_rows(x: jax.Array) -> bool:
 
 
 def _contract_row(
-    config: _PackedWeights, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any
+    config: _PackedWeights, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None
 ) -> jax.Array:
     """Return the float32 product of a row, [K], and the weights, [N, blocks, bytes], which it dequantizes on the way.
 
@@ -236,7 +241,7 @@ def _contract_under_vmap(config: _PackedWeights, size: int, batched: Any, *opera
     return jax.vmap(contract, axes, axis_size=size)(*operands), True
 
 
-def _batch_products(mapped: dict[str, bool], a: jax.Array, **rest: Any) -> jax.Array | None:
+def _batch_products(mapped: dict[str, bool], a: jax.Array, **rest: object) -> jax.Array | None:
     # An exporter writes the same operator for mapped rows of a. Mapped weights would be several operators.
     return None if any(mapped[name] for name in mapped if name != "a") else _matmul_nbits(a, **rest)
 
@@ -262,10 +267,10 @@ def _matmul_nbits(
     # The bias is added in float32, so that a 16-bit result is rounded only once.
     if bias is not None:
         y = y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
-    return rounding.round_to_dtype(y, a.dtype).astype(a.dtype)
+    return affine.round_to_dtype(y, a.dtype).astype(a.dtype)
 
 
-def _check_attributes(K: Any, N: Any, bits: Any, block_size: Any) -> _PackedWeights:
+def _check_attributes(K: int, N: int, bits: int, block_size: int) -> _PackedWeights:
     """Check the attributes and return them as one static value."""
     for argument, value in (("K", K), ("N", N), ("bits", bits), ("block_size", block_size)):
         checks.check_integer(_NAME, argument, value)
@@ -278,7 +283,14 @@ def _check_attributes(K: Any, N: Any, bits: Any, block_size: Any) -> _PackedWeig
     return _PackedWeights(int(K), int(N), int(bits), int(block_size))
 
 
-def _check_operands(config: _PackedWeights, a: Any, b: Any, scales: Any, zero_points: Any, bias: Any) -> None:
+def _check_operands(
+    config: _PackedWeights,
+    a: jax.Array,
+    b: jax.Array,
+    scales: jax.Array,
+    zero_points: jax.Array | None,
+    bias: jax.Array | None,
+) -> None:
     """Check the dtypes and shapes of all arrays."""
     checks.check_array(_NAME, "a", a, dtypes.FLOATS)
     checks.check_array(_NAME, "b", b, (_UINT8,))
@@ -318,7 +330,7 @@ def _unpack_plane(packed: jax.Array, index: int, config: _PackedWeights) -> jax.
     return (shifted & packed.dtype.type(2**config.bits - 1)).astype(jnp.int32)
 
 
-def _subtract_zero_points(b: jax.Array, zero_points: Any, config: _PackedWeights) -> list[jax.Array]:
+def _subtract_zero_points(b: jax.Array, zero_points: jax.Array | None, config: _PackedWeights) -> list[jax.Array]:
     """Return q - zero_points in float32 for each place: [N, blocks, bytes] each."""
     differences = []
     for i in range(config.planes):

@@ -12,13 +12,12 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core import checks, dtypes, entry_point, granularity, recording, scale_arguments, sharding, small_floats
-from .._core.entry_point import compile_entry_point
-from .._core.scale_arguments import check_float_zero_point, convert_float32_scale
+from .._core import checks, dtypes, entry_point, granularity, recording, sharding
+from .._core.entry_point import check_float_zero_point, compile_entry_point, convert_float32_scale
 from .._kernels import accumulator, barriers, signed_codes
 from .._kernels.accumulator import sum_over_blocks
 from .._kernels.contraction import Role, contract_roles
-from ..integer.dot_general import MatrixShapes, determines_sharding, match_matrices
+from ..integer import MatrixShapes, determines_sharding, match_matrices
 from .quantization import compute_dynamic_range, encode_dynamic
 
 # Scales and zero points per row of a and per column of b, and the int32 product of two stacks of matrices.
@@ -51,7 +50,9 @@ def _read_parameter(
     return value
 
 
-def read_row_steps(function: str, a: jax.Array, zero_point: Any, shapes: MatrixShapes, centred: bool) -> Any:
+def read_row_steps(
+    function: str, a: jax.Array, zero_point: jax.Array | None, shapes: MatrixShapes, centred: bool
+) -> Any:
     """Check a_zero_point and return it as the int32 zero point of the signed a, or None where that is known to be 0."""
     if zero_point is not None:
         checks.check_same_dtype(function, "a_zero_point", zero_point, a.dtype, "a's")
@@ -59,7 +60,9 @@ def read_row_steps(function: str, a: jax.Array, zero_point: Any, shapes: MatrixS
     return signed_codes.convert_steps(zero_point, a.dtype, centred)
 
 
-def read_column_steps(function: str, b: jax.Array, zero_point: Any, shapes: MatrixShapes, centred: bool) -> Any:
+def read_column_steps(
+    function: str, b: jax.Array, zero_point: jax.Array | None, shapes: MatrixShapes, centred: bool
+) -> Any:
     """Check b_zero_point and return it as the int32 zero point of the signed b, or None where that is known to be 0."""
     if zero_point is not None:
         checks.check_same_dtype(function, "b_zero_point", zero_point, b.dtype, "b's")
@@ -67,14 +70,16 @@ def read_column_steps(function: str, b: jax.Array, zero_point: Any, shapes: Matr
     return signed_codes.convert_steps(zero_point, b.dtype, centred)
 
 
-def check_bias(function: str, bias: Any, shapes: MatrixShapes) -> None:
+def check_bias(function: str, bias: jax.Array | None, shapes: MatrixShapes) -> None:
     """Check that the bias is None or has one float32 for each column of b."""
     if bias is not None:
         checks.check_same_dtype(function, "bias", bias, dtypes.FLOAT32, "the result's")
         checks.check_shape(function, "bias", bias, (shapes.b[-1],), "one for each column of b")
 
 
-def multiply_matrices(a: jax.Array, b: jax.Array, a_steps: Any, b_steps: Any, shapes: MatrixShapes) -> jax.Array:
+def multiply_matrices(
+    a: jax.Array, b: jax.Array, a_steps: jax.Array | None, b_steps: jax.Array | None, shapes: MatrixShapes
+) -> jax.Array:
     """Return the int32 product of two 8-bit operands, of shape `shapes.product`.
 
     The steps are the zero points of the signed operands: int32 scalars, arrays of the operands' rank, or None for 0.
@@ -101,7 +106,7 @@ def multiply_matrices(a: jax.Array, b: jax.Array, a_steps: Any, b_steps: Any, sh
 
 
 def _check_placement(function: str, a: jax.Array, b: jax.Array, left: Role, right: Role) -> None:
-    """Check that the shardings of a and b determine that of the product: an ONNX operator has no out_sharding."""
+    """Check that the shardings of a and b determine the product's: an ONNX operator has no out_sharding."""
     if not (sharding.is_placed(a) or sharding.is_placed(b)) or determines_sharding(a, b, left, right):
         return
     expected = "shardings that determine that of the product (jax.sharding.reshard one), or jq.integer.dot_general"
@@ -109,8 +114,8 @@ def _check_placement(function: str, a: jax.Array, b: jax.Array, left: Role, righ
     checks.refuse(function, "a, b", f"{expected}(..., out_sharding=...)", got)
 
 
-def _drop_batch(steps: Any) -> Any:
-    """Return the steps of b without its batch dimensions, all of which have length 1."""
+def _drop_batch(steps: jax.Array | None) -> Any:
+    """Return the steps of b without its batch dimensions, which all have length 1."""
     return steps if steps is None or steps.ndim < 2 else steps.reshape(steps.shape[-2:])
 
 
@@ -119,7 +124,7 @@ def _broadcast_operand(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(x, (*batch, *x.shape[-2:]))
 
 
-def _broadcast_steps(steps: Any, batch: tuple[int, ...]) -> Any:
+def _broadcast_steps(steps: jax.Array | None, batch: tuple[int, ...]) -> Any:
     """Return steps with the common batch dimensions, all of length 1 if the steps do not vary along any of them."""
     if steps is None or steps.ndim < 2:
         return steps
@@ -133,14 +138,14 @@ def _broadcast_steps(steps: Any, batch: tuple[int, ...]) -> Any:
 
 
 def count_blocks(b_scale: jax.Array, shapes: MatrixShapes) -> int:
-    """Return the number of blocks of b's rows, each of which has its own scales."""
+    """Return the number of blocks of b's rows; each has its own scales."""
     # Only a single matrix has blocks of rows. With a stack of matrices, a scale of rank 2 is refused where columns are
     # read.
     return b_scale.shape[0] if b_scale.ndim == 2 and len(shapes.b) == 2 else 1
 
 
 def read_scaled_columns(
-    function: str, b: jax.Array, b_scale: jax.Array, b_zero_point: Any, shapes: MatrixShapes, centred: bool
+    function: str, b: jax.Array, b_scale: jax.Array, b_zero_point: jax.Array | None, shapes: MatrixShapes, centred: bool
 ) -> tuple[jax.Array, Any]:
     """Check b_scale and b_zero_point, and return the scale and the int32 zero point of the signed b.
 
@@ -164,7 +169,13 @@ def read_scaled_columns(
 
 
 def multiply_scaled(
-    a: jax.Array, b: jax.Array, a_steps: Any, b_steps: Any, a_scale: jax.Array, b_scale: jax.Array, shapes: MatrixShapes
+    a: jax.Array,
+    b: jax.Array,
+    a_steps: jax.Array | None,
+    b_steps: jax.Array | None,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    shapes: MatrixShapes,
 ) -> jax.Array:
     """Return the int32 product times (a_scale * b_scale) in float32; with blocks, the sum of such products."""
     blocks = count_blocks(b_scale, shapes)
@@ -179,7 +190,7 @@ def multiply_scaled(
     # A scalar zero point is not part of what the loop iterates over.
     stacked_steps = None if b_steps is None or b_steps.ndim == 0 else b_steps[:, None]
 
-    def contract_block(block: Any) -> jax.Array:
+    def contract_block(block: tuple[jax.Array, ...]) -> jax.Array:
         rows, filters, steps, scale = block
         acc = multiply_matrices(rows, filters, a_steps, b_steps if steps is None else steps, block_shapes)
         return accumulator.scale_by_both(acc, a_scale, scale)
@@ -231,8 +242,8 @@ def matmul_integer(
     Source: ONNX MatMulInteger-10. ONNX Runtime accepts no zero point per row of a, and leaves y unset if a has no
         columns; this function follows the text, according to which that y is 0.
     """
-    a_zero_point = scale_arguments.convert_operand_zero_point(_MATMUL_INTEGER, "a_zero_point", a_zero_point, a)
-    b_zero_point = scale_arguments.convert_operand_zero_point(_MATMUL_INTEGER, "b_zero_point", b_zero_point, b)
+    a_zero_point = entry_point.convert_operand_zero_point(_MATMUL_INTEGER, "a_zero_point", a_zero_point, a)
+    b_zero_point = entry_point.convert_operand_zero_point(_MATMUL_INTEGER, "b_zero_point", b_zero_point, b)
     return _matmul_integer(
         a, b, a_zero_point, b_zero_point, centred=signed_codes.are_centred((a, b), (a_zero_point, b_zero_point))
     )
@@ -313,8 +324,8 @@ def matmul_integer_to_float(
         convert_float32_scale(_MATMUL_INTEGER_TO_FLOAT, "a_scale", a_scale),
         convert_float32_scale(_MATMUL_INTEGER_TO_FLOAT, "b_scale", b_scale),
     )
-    a_zero_point = scale_arguments.convert_operand_zero_point(_MATMUL_INTEGER_TO_FLOAT, "a_zero_point", a_zero_point, a)
-    b_zero_point = scale_arguments.convert_operand_zero_point(_MATMUL_INTEGER_TO_FLOAT, "b_zero_point", b_zero_point, b)
+    a_zero_point = entry_point.convert_operand_zero_point(_MATMUL_INTEGER_TO_FLOAT, "a_zero_point", a_zero_point, a)
+    b_zero_point = entry_point.convert_operand_zero_point(_MATMUL_INTEGER_TO_FLOAT, "b_zero_point", b_zero_point, b)
     return _matmul_integer_to_float(
         a, b, a_scale, b_scale, a_zero_point, b_zero_point, bias,
         centred=signed_codes.are_centred((a, b), (a_zero_point, b_zero_point)),
@@ -389,7 +400,7 @@ def dynamic_quantize_matmul(
     Integers have none.
     """
     b_scale = convert_float32_scale(_DYNAMIC_QUANTIZE_MATMUL, "b_scale", b_scale)
-    b_zero_point = scale_arguments.convert_operand_zero_point(_DYNAMIC_QUANTIZE_MATMUL, "b_zero_point", b_zero_point, b)
+    b_zero_point = entry_point.convert_operand_zero_point(_DYNAMIC_QUANTIZE_MATMUL, "b_zero_point", b_zero_point, b)
     centred = signed_codes.is_centred(b_zero_point, getattr(b, "dtype", None))
     return _dynamic_quantize_matmul(entry_point.convert_number(a), b, b_scale, b_zero_point, bias, centred=centred)
 
@@ -412,13 +423,15 @@ def _dynamic_quantize_matmul(
 
 # A gradient rule is necessary because a is converted to integer codes, where JAX stops the gradient.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(shapes: MatrixShapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array) -> jax.Array:
+def _multiply(
+    shapes: MatrixShapes, a: jax.Array, b: jax.Array, b_steps: jax.Array | None, b_scale: jax.Array
+) -> jax.Array:
     """Return the product without its bias; b_steps is the zero point of the signed b."""
     return _multiply_fwd(shapes, a, b, b_steps, b_scale)[0]
 
 
 def _multiply_fwd(
-    shapes: MatrixShapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array
+    shapes: MatrixShapes, a: jax.Array, b: jax.Array, b_steps: jax.Array | None, b_scale: jax.Array
 ) -> tuple[jax.Array, Any]:
     a, b, b_scale = jnp.asarray(a), jnp.asarray(b), jnp.asarray(b_scale)
     # The operator has one scale for all of a, even if a is a stack of matrices.
@@ -436,7 +449,7 @@ def _multiply_bwd(shapes: MatrixShapes, residuals: Any, g: jax.Array) -> tuple[A
     blocks = count_blocks(b_scale, shapes)
     if b_steps is not None:
         weights = weights - jnp.broadcast_to(_spread_blocks(b_steps, blocks, shapes), shapes.b).astype(jnp.float32)
-    # Only the gradient of a needs dequantized weights; that of b_scale comes from the integer product.
+    # Only the gradient of a needs dequantized weights; the gradient of b_scale comes from the integer product.
     values = weights * jnp.broadcast_to(_spread_blocks(b_scale, blocks, shapes), shapes.b)
     highest = lax.Precision.HIGHEST
     # jax.vjp needs an operand with the shape, sharding and variance of a. Its value does not matter, because the
@@ -480,7 +493,7 @@ def qlinear_matmul(
     where acc is the result of `matmul_integer`. Without y_scale and y_zero_point, y is a float32 array:
     y = float32(acc + bias) * (a_scale * b_scale).
 
-    The bias and the float32 result are those of ONNX Runtime's QGemm.
+    The bias and the float32 result are as in ONNX Runtime's QGemm.
 
     The integers are ONNX Runtime's: the scales are multiplied, then divided, in float32, and the product with
     float32(acc) is rounded half to even before the zero point is added. onnx's reference adds the zero point first,
@@ -502,7 +515,7 @@ def qlinear_matmul(
             becomes a scalar in b's dtype.
         y_scale: value per step of y, float32, float16 or bfloat16: a scalar, or one for each row of a. A Python number
             becomes float32. None together with y_zero_point=None: the result is float32, and a and b are int8 or uint8.
-        y_zero_point: the code of 0.0: a scalar, or one for each row of a. Its dtype is that of y; an int becomes a
+        y_zero_point: the code of 0.0: a scalar, or one for each row of a. Its dtype is y's; an int becomes a
             scalar in a's dtype.
         bias: int32, [N], in steps of a_scale * b_scale, if a and b are int8 or uint8. None means 0.
 
@@ -536,10 +549,10 @@ def qlinear_matmul(
     """
     scales = (("a_scale", a_scale), ("b_scale", b_scale), ("y_scale", y_scale))
     a_scale, b_scale, y_scale = (convert_float32_scale(_QLINEAR_MATMUL, name, scale) for name, scale in scales)
-    a_zero_point = scale_arguments.convert_operand_zero_point(_QLINEAR_MATMUL, "a_zero_point", a_zero_point, a)
-    b_zero_point = scale_arguments.convert_operand_zero_point(_QLINEAR_MATMUL, "b_zero_point", b_zero_point, b)
-    # The dtype of an int is that of a: ONNX Runtime has no kernel whose result has another dtype than a.
-    y_zero_point = scale_arguments.convert_operand_zero_point(_QLINEAR_MATMUL, "y_zero_point", y_zero_point, a)
+    a_zero_point = entry_point.convert_operand_zero_point(_QLINEAR_MATMUL, "a_zero_point", a_zero_point, a)
+    b_zero_point = entry_point.convert_operand_zero_point(_QLINEAR_MATMUL, "b_zero_point", b_zero_point, b)
+    # An int gets the dtype of a: ONNX Runtime has no kernel with a result of another dtype.
+    y_zero_point = entry_point.convert_operand_zero_point(_QLINEAR_MATMUL, "y_zero_point", y_zero_point, a)
     for argument, point in (("a", a_zero_point), ("b", b_zero_point), ("y", y_zero_point)):
         check_float_zero_point(_QLINEAR_MATMUL, f"{argument}_zero_point", point)
     return _qlinear_matmul(
@@ -586,9 +599,16 @@ def _qlinear_matmul(
 
 
 def _check_dtypes(
-    a: Any, a_scale: Any, a_zero_point: Any, b: Any, b_scale: Any, b_zero_point: Any, y_scale: Any, y_zero_point: Any,
-    bias: Any,
-) -> None:  # fmt: skip
+    a: jax.Array,
+    a_scale: jax.Array,
+    a_zero_point: jax.Array | None,
+    b: jax.Array,
+    b_scale: jax.Array,
+    b_zero_point: jax.Array | None,
+    y_scale: Any,
+    y_zero_point: jax.Array | None,
+    bias: jax.Array | None,
+) -> None:
     """Check which arguments are None, and the dtypes of the others except the zero points of a and b."""
     # Unlike in MatMulInteger, the zero points are required inputs, so None must not be read as 0.
     for argument, point in (("a_zero_point", a_zero_point), ("b_zero_point", b_zero_point)):
@@ -623,8 +643,8 @@ def _align(value: jax.Array, shapes: MatrixShapes) -> jax.Array:
 
 def _multiply_float8(a: jax.Array, b: jax.Array, scale: jax.Array, dtype: np.dtype, shapes: MatrixShapes) -> jax.Array:
     """Return the codes of the product of two float8 operands, summed in float32."""
-    lhs, rhs = (small_floats.decode_small_float(x).reshape(s) for x, s in ((a, shapes.a), (b, shapes.b)))
+    lhs, rhs = (dtypes.decode_small_float(x).reshape(s) for x, s in ((a, shapes.a), (b, shapes.b)))
     # Without HIGHEST a GPU would round both operands to TF32.
     product: Any = jnp.matmul(lhs, rhs, precision=lax.Precision.HIGHEST)
     scaled = product * accumulator.spread_over_product(scale, product)
-    return small_floats.encode_small_float(scaled, dtype, True).reshape(shapes.out)
+    return dtypes.encode_small_float(scaled, dtype, True).reshape(shapes.out)

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jax.core import AbstractValue
+
 from . import jaxpr
 from .jaxpr import Address, Body, Equation
 
@@ -20,7 +22,7 @@ class EquationNode:
         inputs: the values of its operands.
         outputs: the values of its results.
         scope: the name scopes around it.
-        where: its file, line and function; those of a call around it if JAX's own function computes it.
+        where: its file, line and function, or the call's around it if JAX's own function computes it.
     """
 
     address: Address
@@ -73,7 +75,7 @@ class ProgramGraph:
     by_address: dict[Address, EquationNode] = dataclasses.field(default_factory=dict)
     varying: dict[int, frozenset[int]] = dataclasses.field(default_factory=dict)
 
-    def add_value(self, aval: Any) -> int:
+    def add_value(self, aval: AbstractValue) -> int:
         """Return the number of a new value."""
         self.avals.append(aval)
         return len(self.avals) - 1
@@ -137,7 +139,11 @@ def make_graph(body: Body, is_inlined: Callable[[Equation, Address], bool]) -> P
 
 
 def _add_body(
-    graph: ProgramGraph, body: Body, inputs: Sequence[int], place: _Surroundings, is_inlined: Any
+    graph: ProgramGraph,
+    body: Body,
+    inputs: Sequence[int],
+    place: _Surroundings,
+    is_inlined: Callable[[Equation, Address], bool],
 ) -> list[int]:
     """Add the equations of a body, and return the values of its results."""
     program, values = body.program, dict[Any, int]()

@@ -74,7 +74,7 @@ class Scan(NamedTuple):
 class While(NamedTuple):
     """The layout of a while loop: constants of the condition, constants of the body, carries.
 
-    `jax.vmap` makes a condition of several examples, each of which keeps its carries when its loop has ended.
+    `jax.vmap` makes one condition of several examples; each example keeps its carries when its loop has ended.
     """
 
     condition: Body
@@ -84,7 +84,7 @@ class While(NamedTuple):
     is_vectorized: bool
 
 
-def trace(function: Callable[..., Any], *arguments: Any) -> Trace:
+def trace(function: Callable[..., Any], *arguments: object) -> Trace:
     """Return the program of a function of arrays; no argument is read, only its shape and dtype."""
     program, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
     body = open_body(program)
@@ -104,17 +104,17 @@ def holds_tracers(body: Body) -> bool:
     return any(holds_tracers(inner) for equation in body.program.eqns for inner in find_bodies(equation))
 
 
-def is_program(value: Any) -> bool:
+def is_program(value: object) -> bool:
     """Return whether a parameter of an equation is a program."""
     return isinstance(getattr(value, "jaxpr", value), core.Jaxpr)
 
 
-def is_literal(atom: Any) -> bool:
+def is_literal(atom: object) -> bool:
     """Return whether an operand of an equation is a number in the program, and not a variable."""
     return isinstance(atom, core.Literal)
 
 
-def is_unused(variable: Any) -> bool:
+def is_unused(variable: object) -> bool:
     """Return whether a result of an equation is dropped."""
     return isinstance(variable, core.DropVar)
 
@@ -147,7 +147,7 @@ def find_bodies(equation: Equation) -> list[Body]:
     return [open_body(value) for value in _find_programs(equation.params)]
 
 
-def _find_programs(value: Any) -> Iterator[Any]:
+def _find_programs(value: object) -> Iterator[Any]:
     if is_program(value):
         yield value
     elif isinstance(value, dict):
@@ -164,7 +164,7 @@ def has_effect(equation: Equation) -> bool:
 
 
 def list_live(program: Program, is_needed: Callable[[Equation], bool] = has_effect) -> list[int]:
-    """Return the indices of the equations whose results are used, in program order.
+    """Return the indices of the equations with a result that is used, in program order.
 
     Args:
         program: the program.
@@ -199,7 +199,7 @@ def read_call(equation: Equation) -> Body:
     return next(open_body(equation.params[name]) for name in names if name in equation.params)
 
 
-def is_clipped(program: Program, atom: Any) -> bool:
+def is_clipped(program: Program, atom: Atom) -> bool:
     """Return whether an operand is the result of a maximum, minimum or clamp, such as a relu, inside a call or not."""
     if is_literal(atom):
         return False

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from . import jaxpr
 from .jaxpr import Equation
 
@@ -18,7 +20,7 @@ Shape = Sequence[Any]
 
 
 class Elements:
-    """An array whose elements are moved: a view of a parameter, codes with their scales, a known array.
+    """An array that primitives move the elements of: a view of a parameter, codes with their scales, a known array.
 
     Each method returns the moved elements, or None if they cannot be moved so in this form, which is the default.
     """
@@ -31,7 +33,7 @@ class Elements:
         """Return the elements, marked by an equation as different on the devices of a `jax.shard_map`."""
         return None
 
-    def convert(self, dtype: Any) -> Any:
+    def convert(self, dtype: np.dtype) -> Any:
         """Return the elements in another dtype."""
         return None
 
@@ -107,7 +109,7 @@ def _squeeze(equation: Equation, x: Elements) -> list[Any]:
     return [x.squeeze(equation.params["dimensions"], jaxpr.read_shape(equation.outvars[0]))]
 
 
-def _broadcast(equation: Equation, x: Elements, *sizes: Any) -> list[Any]:
+def _broadcast(equation: Equation, x: Elements, *sizes: object) -> list[Any]:
     return [x.broadcast(equation.params["broadcast_dimensions"], jaxpr.read_shape(equation.outvars[0]))]
 
 
@@ -132,12 +134,12 @@ def _unstack(equation: Equation, x: Elements) -> list[Any]:
     return [x.select_index(equation.params["axis"], index) for index in range(len(equation.outvars))]
 
 
-def _cut_dynamically(equation: Equation, x: Elements, *starts: Any) -> list[Any]:
+def _cut_dynamically(equation: Equation, x: Elements, *starts: object) -> list[Any]:
     return [x.cut_dynamically(starts, equation.params["slice_sizes"])]
 
 
 MOVES: dict[str, Move] = {
-    # Each element stays at its place. "name" is that of `jax.ad_checkpoint.checkpoint_name`.
+    # No element moves. "name" is the primitive of `jax.ad_checkpoint.checkpoint_name`.
     "convert_element_type": Move(lambda e, x: [x.convert(e.params["new_dtype"])], keeps="place", on_codes=True),
     "copy": Move(_keep, keeps="place", on_codes=True),
     "copy_p": Move(_keep, keeps="place", on_codes=True),

@@ -16,12 +16,11 @@ from jax import lax
 
 from .._core import checks
 from .._kernels import barriers
-from .._kernels.platforms import run_branch
+from .._kernels.barriers import run_branch
 from . import jaxpr, moves
-from .analysis import Analysis
+from .analysis import Analysis, Site
 from .interpreter import Interpreter, Visit
 from .jaxpr import Address, Body, Equation
-from .sites import Site
 
 # A value for each site, or for several that share one, by name: the state of a calibrator, or a scale.
 Records = dict[str, Any]
@@ -47,7 +46,7 @@ class Mode(Protocol):
         """Return the name of a site's record, and the addresses of the scans with an entry for each iteration."""
         ...
 
-    def is_parameter(self, value: Any) -> bool:
+    def is_parameter(self, value: object) -> bool:
         """Return whether a value is a parameter in a form that is not an array."""
         ...
 
@@ -59,7 +58,7 @@ class Mode(Protocol):
         """Return the results of an equation that only moves the elements of parameters."""
         ...
 
-    def convert_to_array(self, parameter: Any) -> jax.Array:
+    def convert_to_array(self, parameter: object) -> jax.Array:
         """Return a parameter, or codes between contractions, as an array of floats."""
         ...
 
@@ -71,19 +70,21 @@ class Mode(Protocol):
         """Return the results of such an equation, and the records."""
         ...
 
-    def is_codes(self, value: Any) -> bool:
+    def is_codes(self, value: object) -> bool:
         """Return whether a value is codes between contractions."""
         ...
 
-    def prepare_stacked(self, parameter: Any) -> Any:
-        """Return a parameter in a form of which a scan can take one index of the first axis after the other."""
+    def prepare_stacked(self, parameter: object) -> Any:
+        """Return a parameter in a form that scan can slice."""
         ...
 
-    def call_with_rule(self, equation: Equation, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+    def call_with_rule(self, equation: Equation, operands: list[Any], run: Callable[..., Any], records: Records) -> Any:
         """Return the results of a function that has a derivative rule of its own and contains contractions."""
         ...
 
-    def call_with_remat(self, equation: Equation, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+    def call_with_remat(
+        self, equation: Equation, operands: list[Any], run: Callable[..., Any], records: Records
+    ) -> Any:
         """Return the results of a function under `jax.checkpoint`."""
         ...
 
@@ -138,7 +139,7 @@ class ReplacingInterpreter(Interpreter):
                 return self.enter(equation, operands, visit)
         return self.compute_equation(equation, self.read_arrays(operands), visit)
 
-    def _write_clipped(self, value: Any) -> Any:
+    def _write_clipped(self, value: object) -> Any:
         """Return the result of a clip, which a reduction reads, as an array that XLA:CPU writes to memory.
 
         XLA:CPU would fuse a clip with a reduction, and write an array of equal elements for the bound of the clip.
@@ -153,10 +154,10 @@ class ReplacingInterpreter(Interpreter):
         takes_several = jaxpr.find_name(equation) in (moves.BARRIER, moves.SELECTION)
         return any(are_parameters) if takes_several else are_parameters[0]
 
-    def _read_array(self, value: Any) -> Any:
+    def _read_array(self, value: object) -> Any:
         return self.mode.convert_to_array(value) if self.mode.is_parameter(value) else self._read_codes(value)
 
-    def _read_codes(self, value: Any) -> Any:
+    def _read_codes(self, value: object) -> Any:
         return self.mode.convert_to_array(value) if self.mode.is_codes(value) else value
 
     def read_arrays(self, values: Sequence[Any]) -> list[Any]:
@@ -190,8 +191,8 @@ class ReplacingInterpreter(Interpreter):
         return self._place_arrays(results, after)
 
     def _place_arrays(self, values: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
-        """Return values, of which arrays have the shardings that an inlined `jax.jit` asks for."""
-        # The codes of a parameter keep the placement that the user chose for them; those of a result follow them.
+        """Return values, with the shardings that an inlined `jax.jit` asks for on arrays."""
+        # The codes of a parameter keep the placement that the user chose for them; the codes of a result follow them.
         return [
             value if sharding is None or self.mode.is_parameter(value) or self.mode.is_codes(value)
             else lax.with_sharding_constraint(value, sharding)
@@ -303,7 +304,12 @@ class ReplacingInterpreter(Interpreter):
         return _merge_carries(carries, moved, invariant)
 
 
-def _switch(platforms: Any, index: Any, branches: Sequence[Callable[..., Any]], records: Records) -> Any:
+def _switch(
+    platforms: Sequence[Sequence[str] | None],
+    index: jax.Array,
+    branches: Sequence[Callable[..., Any]],
+    records: Records,
+) -> Any:
     """Return the results of the branch of an index, or of the platform for which the program is compiled."""
     if platforms is None:
         return lax.switch(index, branches, records)
@@ -311,7 +317,7 @@ def _switch(platforms: Any, index: Any, branches: Sequence[Callable[..., Any]], 
 
 
 def _select_examples(going: jax.Array, new: Any, old: Any) -> Any:
-    """Return the new values of the examples whose loop goes on, and the old ones of those whose loop has ended."""
+    """Return new[i] if the loop of example i goes on, and old[i] if it has ended."""
     return lax.select(lax.broadcast_in_dim(going, new.shape, tuple(range(going.ndim))), new, old)
 
 

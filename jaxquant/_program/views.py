@@ -23,7 +23,7 @@ class Atom(NamedTuple):
     Attributes:
         axis: the axis of the parameter, or None if the same elements are repeated.
         size: the length of this factor.
-        is_whole: whether its indices are those of the axis: all of them, in their order.
+        is_whole: whether it has all the indices of the axis, in their order.
     """
 
     axis: int | None
@@ -62,7 +62,7 @@ class View(NamedTuple):
         """Return the view."""
         return self
 
-    def convert(self, dtype: Any) -> View | None:
+    def convert(self, dtype: np.dtype) -> View | None:
         """Return the view in another dtype of floats."""
         dtype = np.dtype(dtype)
         return self._replace(dtype=dtype) if dtype.name in _DTYPES else None
@@ -106,8 +106,10 @@ class View(NamedTuple):
         )
         return self._replace(dimensions=dimensions)
 
-    def cut(self, starts: Any, limits: Any, strides: Any, shape: Sequence[Any]) -> View | None:
-        """Return the view with fewer indices along some dimensions, each of which has a single factor."""
+    def cut(
+        self, starts: Sequence[Any], limits: Any, strides: Sequence[Any] | None, shape: Sequence[Any]
+    ) -> View | None:
+        """Return the view with fewer indices along some dimensions that have a single factor each."""
         dimensions = []
         for dimension, size in zip(self.dimensions, shape, strict=True):
             if math.prod(atom.size for atom in dimension) == size:
@@ -118,7 +120,7 @@ class View(NamedTuple):
                 return None
         return self._replace(dimensions=tuple(dimensions))
 
-    def cut_dynamically(self, starts: Any, shape: Sequence[Any]) -> View | None:
+    def cut_dynamically(self, starts: Sequence[Any], shape: Sequence[Any]) -> View | None:
         """Return the view with fewer indices along some dimensions, which are not known."""
         return self.cut(starts, None, None, shape)
 
@@ -160,7 +162,7 @@ class Data:
     """An array that depends on the arguments of the function: activations.
 
     Attributes:
-        leaves: the places of the parameters whose elements it consists of, if activations only select them.
+        leaves: the parameters that its elements come from, if activations only select them.
         reason: that they are selected, and the place in the source.
     """
 
@@ -178,13 +180,13 @@ _SELECTED = "selected by activations"
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
-def view_parameter(leaf: int, shape: Sequence[int], dtype: Any) -> View:
+def view_parameter(leaf: int, shape: Sequence[int], dtype: np.dtype) -> View:
     """Return the view of a whole parameter."""
     return View(leaf, tuple((Atom(axis, size),) for axis, size in enumerate(shape)), np.dtype(dtype))
 
 
 def list_views(origin: Origin) -> tuple[View, ...]:
-    """Return the views of which an array consists, or none if it is not a view."""
+    """Return the views that make up an array, or none if it is not a view."""
     if isinstance(origin, View):
         return (origin,)
     return origin.views if isinstance(origin, Joined) else ()
@@ -224,7 +226,7 @@ def _find_selection(origin: Origin) -> str:
 
 
 def resolve_selections(origins: Sequence[Origin]) -> list[Origin]:
-    """Return the origins of the operands of a contraction, of which one at most is a parameter where possible.
+    """Return the origins of the operands of a contraction, with at most one parameter where possible.
 
     An entry that activations select is a weight where it meets activations, such as the layer of an index. Where it
     meets a parameter, it is activations itself, such as the embedding of a token.
@@ -251,7 +253,7 @@ def take_layer(origin: View | Joined) -> View | Joined:
 
 
 def _take_layer(view: View) -> View:
-    # No other view has equal elements: those of the next iteration are others.
+    # No other view has equal elements: the next iteration has other elements.
     return view._replace(dimensions=view.dimensions[1:], history=(*view.history, object()))
 
 
@@ -302,7 +304,7 @@ def _regroup(atoms: list[Atom], shape: Sequence[Any]) -> tuple[tuple[Atom, ...],
     """Return factors divided among the dimensions of a shape, or None if a dimension ends within an odd part."""
     # Shapes of `jax.export` may be symbols.
     if not all(isinstance(size, int) for size in (*shape, *(atom.size for atom in atoms))):
-        return None  # a symbolic size, of which no factors are known
+        return None  # a symbolic size has no known factors
     remaining = list(atoms)
     dimensions = []
     for size in shape:

@@ -10,10 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import checks, dtypes, entry_point, scale_arguments
-from .._core.entry_point import compile_entry_point
+from .._core import checks, dtypes, entry_point
+from .._core.entry_point import (
+    check_float_zero_point,
+    compile_entry_point,
+    convert_scale_number,
+    convert_zero_point_number,
+)
 from .._core.granularity import check_matching, resolve_onnx
-from .._core.scale_arguments import check_float_zero_point, convert_scale_number, convert_zero_point_number
 from .._onnx_ops import quantization
 from .._onnx_ops.quantization import check_dynamic, compute_dynamic_range
 from .rounding_vjp import LinearCodes, LinearOptions, RoundingConfig, quantize_and_dequantize
@@ -101,12 +105,12 @@ def fake_quantize_linear(
     if isinstance(zero_point, int | np.integer) and not checks.has_dtype(zero_point, dtypes.QUANTIZED):
         expected = jnp.uint8 if dtype is None else dtype
         zero_point = convert_zero_point_number(_NAME, "zero_point", zero_point, expected, scale)
-    scale_arguments.check_positive_scale(_NAME, "scale", scale)
+    entry_point.check_positive_scale(_NAME, "scale", scale)
     if zero_point is not None:
         zero_point = entry_point.convert_number(zero_point)
         code_dtype = _derive_dtype(zero_point, dtype)
         if code_dtype in dtypes.INTEGERS:
-            scale_arguments.check_rounded_zero_point(_NAME, "zero_point", zero_point, dtypes.find_bounds(code_dtype))
+            entry_point.check_rounded_zero_point(_NAME, "zero_point", zero_point, dtypes.find_bounds(code_dtype))
         # Only a known zero point can be checked here; a traced one of a float dtype is assumed to be 0.
         check_float_zero_point(_NAME, "zero_point", zero_point)
     return _fake_quantize_linear(

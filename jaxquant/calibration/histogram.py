@@ -28,8 +28,8 @@ from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
 from .._core import checks, sharding
 from .._kernels import min_max
+from .._kernels.barriers import choose_on_cpu
 from .._kernels.min_max import derive_slice_sizes
-from .._kernels.platforms import choose_on_cpu
 from . import running, uint64
 from .calibrator import Calibrator, Parts, build_calibrator, check_spec
 from .uint64 import Words

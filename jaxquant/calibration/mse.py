@@ -12,7 +12,7 @@ from jax import lax
 
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, small_floats
+from .._core import checks, dtypes
 from . import calibrator, histogram, uint64
 from .calibrator import Calibrator, Range
 from .histogram import HistogramState, Settings
@@ -105,7 +105,7 @@ def _finish(state: HistogramState, *, spec: QuantSpec, grid: int) -> tuple[jax.A
         scale_from_range.compute_scale_and_zero_point, spec, scale_shape=low.shape, point_shape=low.shape
     )
     scales, points = jax.vmap(lambda lo, hi: parameters(low=lo, high=hi))(*ranges)
-    wide = small_floats.scale_as_float32(scales)
+    wide = dtypes.scale_as_float32(scales)
     zero = jnp.zeros_like(wide) if points is None else points.astype(jnp.float32)
     intervals = _list_intervals(state)
     per_width = histogram.divide_by_width(state)

@@ -14,7 +14,7 @@ from jax import export, lax
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
 from .._core import checks, sharding
-from .._kernels import barriers, division, min_max
+from .._kernels import affine, barriers, min_max
 from . import calibrator
 from .calibrator import Calibrator, Parts, Range
 
@@ -245,7 +245,7 @@ def _update_average(state: AverageState, batch: jax.Array, *, block: int | None,
     # Each product is rounded before the sum, so that the result does not depend on whether a backend fuses the two.
     share = np.float32(1 - decay)
     weight = barriers.round_result(np.float32(decay) * state.weight) + share
-    rate = division.divide(jnp.full_like(weight, share), weight)
+    rate = affine.divide(jnp.full_like(weight, share), weight)
 
     def move_average(old: jax.Array, extreme: jax.Array) -> jax.Array:
         step = barriers.round_result(rate * (extreme - old))
@@ -275,7 +275,7 @@ def _merge_averages(a: AverageState, b: AverageState) -> AverageState:
 
 def _compute_share(weight: jax.Array, total: jax.Array) -> jax.Array:
     """Return weight / total, or 0 for a slice without data."""
-    return division.divide(weight, jnp.where(total == 0, np.float32(1), total))
+    return affine.divide(weight, jnp.where(total == 0, np.float32(1), total))
 
 
 def _reduce_averages(state: AverageState, axis_name: Hashable) -> AverageState:

@@ -11,7 +11,7 @@ import numpy as np
 from .._arrays import quantize, scale_from_range
 from .._arrays.parts import StoredOrder, derive_permutation
 from .._arrays.quantized_array import QuantizedArray
-from .._core import checks, small_floats
+from .._core import checks, dtypes
 from .._training.range_sources import Dynamic, Learned, Static
 from . import _operand_ranges
 from ._operand_ranges import RangeState, quantize_operand
@@ -41,7 +41,7 @@ def check_servable(function: str, operand: LayerOperand, scale: jax.Array) -> No
     """Raise ContractValueError unless a known scale is finite and, if it was learned, positive."""
     if checks.is_traced(scale):
         return
-    values = np.asarray(small_floats.scale_as_float32(scale))
+    values = np.asarray(dtypes.scale_as_float32(scale))
     argument = f"scale of the {operand.role}"
     checks.require(bool(np.isfinite(values).all()), function, argument, "finite numbers", "NaN or an infinity")
     # `read_learned` replaces a scale of 0 by the least scale, so that is the value to look for.

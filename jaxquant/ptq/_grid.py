@@ -13,7 +13,7 @@ from .._arrays import parts, scale_from_range
 from .._arrays.quantize import find_parameters
 from .._arrays.quantized_array import QuantizedArray, check_array
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, granularity, small_floats
+from .._core import checks, dtypes, granularity
 from .._kernels import packed_codes
 from .._kernels.affine import dequantize_affine, divide_by_scale, quantize_affine
 
@@ -168,7 +168,7 @@ def compute_scales(function: str, w: jax.Array, spec: QuantSpec, grid: Scales | 
 def expand_scales(function: str, scales: Scales, spec: QuantSpec, like: jax.Array, layout: MatrixLayout) -> Grid:
     """Return the scale and the zero point of each element, arranged as a matrix."""
     aligned = granularity.Aligned(scale_from_range.check_one_block_size(function, spec))
-    scale = layout.arrange(aligned.expand(small_floats.scale_as_float32(scales.scale), like))
+    scale = layout.arrange(aligned.expand(dtypes.scale_as_float32(scales.scale), like))
     if scales.zero_point is None:
         return Grid(scale, None)
     return Grid(scale, layout.arrange(aligned.expand(scales.zero_point.astype(jnp.int32), like)))

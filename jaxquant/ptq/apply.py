@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks
 from .._program import jaxpr
+from .._program.analysis import Site
 from .._program.interpreter import Visit
 from .._program.jaxpr import Address, Body, Equation
 from .._program.replacing import ReplacingInterpreter
-from .._program.sites import Site
 from ..calibration import loop
 from ..transform import Prepared
 from ..transform.session import InspectMode, Session, TracedCall, find_programs

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from .._program import jaxpr, moves
+from .._program.analysis import Site
 from .._program.graph import EquationNode, ProgramGraph, make_graph
-from .._program.sites import Site
 from ..transform.session import TracedCall
 
 # Operations besides those that keep the order of elements that commute with a positive factor for each channel.

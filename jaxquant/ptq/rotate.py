@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._program import jaxpr, moves
+from .._program.analysis import Site
 from .._program.graph import EquationNode
-from .._program.sites import Site
 from ..calibration import loop
 from ..transform import Prepared
 from ..transform.session import Session

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, granularity, small_floats
+from .._core import checks, dtypes, granularity
 from .._core.entry_point import compile_entry_point, convert_number
 from .._kernels import affine, min_max
 from ..calibration import Range
@@ -146,7 +146,7 @@ class Slices(NamedTuple):
     def compute_scales(self, low: jax.Array, high: jax.Array) -> Grid:
         """Return the scale, float32, and the zero point, int32 or None, of each slice, for a range of each slice."""
         scale, point = scale_from_range.compute_scale_and_zero_point(self.spec, low, high, self.shape, self.shape)
-        return Grid(small_floats.scale_as_float32(scale), None if point is None else point.astype(jnp.int32))
+        return Grid(dtypes.scale_as_float32(scale), None if point is None else point.astype(jnp.int32))
 
     def compute_grid(self, low: jax.Array, high: jax.Array) -> Grid:
         """Return the scale and the zero point of each element, for a range of each slice."""

@@ -15,7 +15,7 @@ from .._arrays.quantize import encode_array
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.scale_from_range import find_shapes, read_least_scale
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, granularity, small_floats
+from .._core import checks, dtypes, granularity
 from .._training.estimators import StraightThrough
 from .._training.fake_quantize import fake_quantize
 from ..calibration import loop
@@ -471,7 +471,7 @@ def _dequantize_change(q: QuantizedArray, spec: QuantSpec, change: jax.Array, sc
     """
     steps = _decode_steps(q) + _compute_unit(spec) * change
     rounded = _round_steps(q, spec, steps)
-    scale = small_floats.scale_as_float32(scale).reshape(scale.shape or (1,) * q.ndim)
+    scale = dtypes.scale_as_float32(scale).reshape(scale.shape or (1,) * q.ndim)
     return (rounded * granularity.Aligned(q.block_size).expand(scale, rounded)).astype(q.dtype)
 
 

@@ -17,9 +17,9 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._codes.carrier import finish_training, replace_value
 from .._program import jaxpr
+from .._program.analysis import Address, Site
 from .._program.jaxpr import Equation
 from .._program.replacing import Records, Stores
-from .._program.sites import Address, Site
 from .._training.estimators import LSQ, Estimator, LSQPlus, StraightThrough
 from .._training.quantizer import Quantizer
 from .._training.rounding_vjp import RoundingConfig, make_array, quantize_and_dequantize

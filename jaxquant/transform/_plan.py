@@ -11,8 +11,7 @@ from .._core import checks, dtypes
 from .._core.dtypes import CONTRACTED as INTEGER_DTYPES
 from .._core.granularity import Blocked, PerAxis, PerTensor
 from .._program import jaxpr, views
-from .._program.analysis import UNUSED, Analysis
-from .._program.sites import Address, Site, find_contracted
+from .._program.analysis import UNUSED, Address, Analysis, Site, find_contracted
 from ..calibration.factory import Factory
 from ._regions.finder import find_regions
 from ._regions.folding import Fold, find_feature_axes

@@ -9,7 +9,7 @@ import jax
 
 from .._arrays.scale_from_range import find_block_size
 from .._core import checks, dtypes
-from .._program.sites import Site
+from .._program.analysis import Site
 from . import _coverage, _ranges
 from ._calls import Signature, TracedCall, TracedFunctions, trace_call
 from ._plan import describe_site

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from .._core import checks
+from .._program.analysis import Site
 from .._program.jaxpr import Address, Equation
 from .._program.replacing import Records, Stores
-from .._program.sites import Site
 from .._training.estimators import StraightThrough
 from .._training.rounding_vjp import RoundingConfig, make_array
 from . import _operations as operations

@@ -13,7 +13,7 @@ import pytest
 
 import jaxquant as jq
 from jaxquant import checkpoint
-from jaxquant._core import dtypes, scale_arguments
+from jaxquant._core import dtypes, entry_point
 
 from ..cases import public_calls
 from ..cases.public_calls import CODES, DOT, Call, X, ones, quantized
@@ -209,7 +209,7 @@ def test_one_bad_scale_among_good_ones_is_found() -> None:
     scale[2] = -0.25
     text = refused("fake_quantize: scale", lambda: jq.fake_quantize(X, SPEC, jnp.asarray(scale)))
     assert text.endswith("got -0.25")
-    x = np.ones((1, scale_arguments._MOST_ELEMENTS + 1), np.float32)
+    x = np.ones((1, entry_point._MOST_ELEMENTS + 1), np.float32)
     jax.eval_shape(lambda: jq.fake_quantize_linear(x, 0 * x[0]))  # too long to be looked at
 
 

@@ -10,11 +10,10 @@ from typing import Any
 
 from ..._core import dtypes
 from ..._program import jaxpr, moves
-from ..._program.analysis import Analysis
+from ..._program.analysis import Analysis, Site
 from ..._program.graph import EquationNode, ProgramGraph, make_graph
 from ..._program.jaxpr import Equation
 from ..._program.replacing import is_inlined
-from ..._program.sites import Site
 from . import clips, patterns
 from .folding import find_feature_axes
 from .rounding_points import Action, OutputPlan, PointStep, Regions, RoundingPoint, is_product

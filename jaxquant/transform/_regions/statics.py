@@ -17,7 +17,7 @@ from jax import lax
 
 from ..._codes.carrier import replace_value
 from ..._core import checks
-from ..._kernels import barriers, division
+from ..._kernels import affine, barriers
 from ..._program import jaxpr, moves
 from ..._program.graph import EquationNode, ProgramGraph
 
@@ -124,7 +124,7 @@ def combine(name: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _divide_exactly(x: jax.Array, y: jax.Array) -> jax.Array:
-    return division.divide(lax.stop_gradient(x), lax.stop_gradient(y))
+    return affine.divide(lax.stop_gradient(x), lax.stop_gradient(y))
 
 
 def _broadcast(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
