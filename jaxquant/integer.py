@@ -116,12 +116,12 @@ def _dot_general(
     for side, x, point, role in (("lhs", lhs, lhs_zero_point, left), ("rhs", rhs, rhs_zero_point, right)):
         _check_zero_point(side, x, point, role)
     check_placement(_DOT, lhs, rhs, left, right, out_sharding)
-    steps = (
-        signed_codes.convert_steps(lhs_zero_point, lhs.dtype, centred[0]),
-        signed_codes.convert_steps(rhs_zero_point, rhs.dtype, centred[1]),
+    centers = (
+        signed_codes.derive_center(lhs_zero_point, lhs.dtype, centred[0]),
+        signed_codes.derive_center(rhs_zero_point, rhs.dtype, centred[1]),
     )
     lhs, rhs = signed_codes.shift_to_signed(lhs), signed_codes.shift_to_signed(rhs)
-    return contract_roles(lhs, rhs, *steps, left, right, out_sharding)
+    return contract_roles(lhs, rhs, *centers, left, right, out_sharding)
 
 
 def check_placement(
@@ -527,8 +527,8 @@ def _conv_general_dilated(
     )  # fmt: skip
     features = rhs.shape[plan.numbers.rhs_spec[0]]
     check_zero_points(_CONVOLVE, ("lhs", "rhs"), (lhs, rhs), (lhs_zero_point, rhs_zero_point), features)
-    steps = (
-        signed_codes.convert_steps(lhs_zero_point, lhs.dtype, centred[0]),
-        signed_codes.convert_steps(rhs_zero_point, rhs.dtype, centred[1]),
+    centers = (
+        signed_codes.derive_center(lhs_zero_point, lhs.dtype, centred[0]),
+        signed_codes.derive_center(rhs_zero_point, rhs.dtype, centred[1]),
     )
-    return arrange_layout(lhs, rhs, *steps, plan, lambda acc, _: acc)
+    return arrange_layout(lhs, rhs, *centers, plan, lambda acc, _: acc)

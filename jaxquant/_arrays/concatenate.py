@@ -41,9 +41,9 @@ def check_arrays(arrays: Any, axis: int) -> list[QuantizedArray]:
     checks.require_type(is_sequence, _NAME, "arrays", "a list or tuple of QuantizedArrays", type(arrays).__name__)
     checks.require(len(arrays) > 0, _NAME, "arrays", "one or more arrays", "none")
     checked = [quantized_array.check_lazy(_NAME, f"arrays[{i}]", q) for i, q in enumerate(arrays)]
-    place = checks.check_axis(_NAME, axis, checked[0].ndim)
+    dimension = checks.check_axis(_NAME, axis, checked[0].ndim)
     for i, q in enumerate(checked[1:], 1):
-        _check_match(f"arrays[{i}]", q, checked[0], place)
+        _check_match(f"arrays[{i}]", q, checked[0], dimension)
     return checked
 
 
@@ -142,8 +142,8 @@ def _concatenate_codes(arrays: list[QuantizedArray], axis: int) -> tuple[jax.Arr
     order = arrays[0].stored_order
     if any(q.stored_order != order for q in arrays):
         return _concatenate_parts([q.codes for q in arrays], axis), None
-    place = find_places(order, arrays[0].ndim)[axis]
-    return _concatenate_parts([q.stored_codes for q in arrays], place), order
+    dimension = find_places(order, arrays[0].ndim)[axis]
+    return _concatenate_parts([q.stored_codes for q in arrays], dimension), order
 
 
 def _concatenate_parts(parts: list[jax.Array], axis: int) -> jax.Array:

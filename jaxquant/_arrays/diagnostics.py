@@ -149,9 +149,9 @@ def _is_saturated(x: jax.Array, q: QuantizedArray) -> jax.Array:
         least, most = dtypes.find_reduced_bounds(q.codes.dtype)
         is_reduced = jnp.all((codes >= least) & (codes <= most))
         low, high = jnp.where(is_reduced, least, low), jnp.where(is_reduced, most, high)
-    point = None if q.zero_point is None else aligned.expand(q.zero_point.astype(jnp.int32), x)
+    zero_point = None if q.zero_point is None else aligned.expand(q.zero_point.astype(jnp.int32), x)
     # The difference of x from the value of its code, in steps.
-    excess = value - (codes if point is None else codes - point).astype(jnp.float32)
+    excess = value - (codes if zero_point is None else codes - zero_point).astype(jnp.float32)
     # A narrow range ends one code above the lowest one.
     return ((codes <= low + 1) & (excess < np.float32(-0.5))) | ((codes == high) & (excess > np.float32(0.5)))
 

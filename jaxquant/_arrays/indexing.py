@@ -217,7 +217,7 @@ def per_index(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
                 if part.shape[axis] != length:
                     part = granularity.expand_blocks(part, axis, size, length)
             parts[name] = part
-    # The axes are about to be mapped, in the stored codes as in the scale, so they must be in their place.
+    # The axes are about to be mapped, in the stored codes as in the scale, so they must not have moved.
     is_moved = any(axis % q.ndim - q.ndim in (q._order or ()) for axis in axes)
     return q.replace(**parts, **({"stored_order": None} if is_moved else {}))
 
@@ -366,7 +366,7 @@ def _count_run(dims: list[tuple[int, int, int]]) -> int | None:
     """
     # The loop goes from the last dimension to the first; `is_inside` holds while a run includes all of the dimension.
     run, is_inside = 1, True
-    for place, (length, entries, size) in reversed(list(enumerate(dims))):
+    for i, (length, entries, size) in reversed(list(enumerate(dims))):
         if not is_inside:
             # In all dimensions before the run, every index must have its own entry.
             if entries != length:
@@ -376,7 +376,7 @@ def _count_run(dims: list[tuple[int, int, int]]) -> int | None:
         elif entries == length:
             is_inside = False
         else:
-            if length % size and place:  # a short run would be followed by a full one
+            if length % size and i:  # a short run would be followed by a full one
                 return None
             run, is_inside = run * size, False
     return run
@@ -388,13 +388,13 @@ def _spread_run(run: int, lengths: list[int]) -> list[tuple[int, int]] | None:
     The last run may be shorter. The result is None if the dimensions do not allow such runs.
     """
     plan: list[tuple[int, int]] = []
-    for place, length in reversed(list(enumerate(lengths))):
+    for i, length in reversed(list(enumerate(lengths))):
         if length <= run:
             if run % length:
                 return None
             plan.append((1, length))
             run //= length
-        elif length % run and place:
+        elif length % run and i:
             return None
         else:
             plan.append((-(-length // run), run))

@@ -139,7 +139,7 @@ def read_stored_order(function: str, order: Any) -> StoredOrder:
 
 
 def _shorten_order(axes: Sequence[int]) -> StoredOrder:
-    """Return a stored order without the first axes that are in their place, so that equal orders compare equal."""
+    """Return a stored order without the first axes that have not moved, so that equal orders compare equal."""
     start = 0
     while start < len(axes) and axes[start] == start - len(axes):
         start += 1
@@ -187,7 +187,7 @@ def find_logical_shape(function: str, argument: str, shape: tuple[int, ...], ord
         "call q.store_last(), which returns the logical order)"
     )
     checks.require(len(shape) >= len(moved), function, f"{argument}.stored_codes", expected, f"shape {shape}")
-    return tuple(shape[place] for place in find_places(order, len(shape)))
+    return tuple(shape[dimension] for dimension in find_places(order, len(shape)))
 
 
 def store_codes(codes: Any, order: StoredOrder) -> Any:
@@ -385,7 +385,7 @@ def _decode_codebook(function: str, argument: str, fields: object) -> Codebook |
     name, levels = (get_field(function, argument, fields, field) for field in ("name", "levels"))
     if not isinstance(name, str):
         checks.refuse(function, f"{argument}['name']", "a string", _shorten_json(name))
-    # The constructor of Codebook is less strict, and its errors would not name the place in the file. The types are
+    # The constructor of Codebook is less strict, and its errors would not name the key in the file. The types are
     # compared first, because abs of a string would raise a plain TypeError.
     is_table = isinstance(levels, list) and len(levels) in (4, 16, 256)
     is_table = is_table and all(type(level) in (int, float) and abs(level) <= _LARGEST for level in levels)

@@ -474,7 +474,7 @@ class QuantizedArray(RefusedOperators):
         on a CPU if the contracted axes of the weights are stored last.
 
         `jax.vmap`, `jax.lax.scan` and shardings count the dimensions of the stored codes. Map only the axes in front
-        that keep their place. Before you map another one, call `store_last()`.
+        that have not moved. Before you map another one, call `store_last()`.
 
         Raises:
             TypeError: an axis is not an int.

@@ -15,7 +15,7 @@ from jax import lax
 
 from .._core import checks, dtypes, sharding
 from .._core.granularity import Choice, PerTensor
-from .._kernels.min_max import encode_order
+from .._kernels.affine import encode_order
 
 # Codebooks: codes are indices into a table of levels, such as nf4 or one that a user defines.
 
@@ -99,7 +99,7 @@ class Codebook:
 
         Args:
             codes: integers of any dtype.
-            first_bit: the place of a code's lowest bit, an int, or an int32 array of the shape of `codes`, which are
+            first_bit: the position of a code's lowest bit, an int, or an int32 array of the shape of `codes`, which are
                 then uint32. Only codes of up to 4 bits may have other bits beside them.
         """
         if len(self.levels) > 16:
@@ -168,17 +168,17 @@ def _encode_by_lookup(value: jax.Array, buckets: _Buckets) -> jax.Array:
     # Subnormal numbers count as 0, as they do in comparisons of floats on XLA:CPU.
     value = jnp.where(jnp.abs(value) < np.finfo(np.float32).tiny, np.float32(0), value)
     key = encode_order(value)
-    place = lax.shift_right_arithmetic(key, np.int32(buckets.shift)) - np.int32(buckets.start)
-    place = jnp.clip(place, 0, len(buckets.codes) - 1)
-    code = _look_up(buckets.codes, place.astype(jnp.uint32))
+    bucket = lax.shift_right_arithmetic(key, np.int32(buckets.shift)) - np.int32(buckets.start)
+    bucket = jnp.clip(bucket, 0, len(buckets.codes) - 1)
+    code = _look_up(buckets.codes, bucket.astype(jnp.uint32))
     code = code.astype(jnp.int32) + (key > _look_up(buckets.midpoints, code)).astype(jnp.int32)
     return jnp.where(jnp.isnan(value), 0, code)
 
 
 def _look_up(table: np.ndarray, index: jax.Array) -> jax.Array:
     """Return the entries of a table at unsigned indices, which are in its bounds."""
-    place: dict[str, Any] = {"out_sharding": jax.typeof(index).sharding} if sharding.is_placed(index) else {}
-    return jnp.asarray(table).at[index].get(mode="promise_in_bounds", **place)
+    options: dict[str, Any] = {"out_sharding": jax.typeof(index).sharding} if sharding.is_placed(index) else {}
+    return jnp.asarray(table).at[index].get(mode="promise_in_bounds", **options)
 
 
 Format = np.dtype | Codebook

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._core import checks, dtypes, granularity, recording, sharding
-from .._kernels import accumulator, affine, barriers, matrix_product, signed_codes
+from .._kernels import accumulator, affine, barriers, contraction, signed_codes
 from .._kernels.convolution import ConvolutionPlan, arrange_layout
 from ..integer import plan_convolution
 from . import dot_integer
@@ -238,8 +238,8 @@ def _convolve_integers(
     codes, correction = lhs.codes, None
     if points[0] is not None and points[0].size != 1:
         codes, points[0], correction, plan = _move_zero_points(lhs, points[0], rhs, points[1], plan)
-    lhs_steps, rhs_steps = (
-        signed_codes.convert_steps(point, q.codes.dtype, signed_codes.is_centred(point, q.codes.dtype))
+    lhs_center, rhs_center = (
+        signed_codes.derive_center(point, q.codes.dtype, signed_codes.is_centred(point, q.codes.dtype))
         for point, q in zip(points, (lhs, rhs), strict=True)
     )
 
@@ -258,7 +258,7 @@ def _convolve_integers(
         y = barriers.round_result(acc.astype(jnp.float32) * spread(accumulator.multiply_scales(images, kernels)))
         return affine.round_to_dtype(y, dtype).astype(dtype)
 
-    return arrange_layout(codes, rhs.codes, lhs_steps, rhs_steps, plan, finish)
+    return arrange_layout(codes, rhs.codes, lhs_center, rhs_center, plan, finish)
 
 
 def _move_zero_points(
@@ -322,8 +322,8 @@ def _sum_kernels(codes: jax.Array, feature: int) -> jax.Array:
     signed, is_last = signed_codes.convert_to_signed(codes), feature == codes.ndim - 1
     moved = signed if is_last else jnp.moveaxis(signed, feature, 0)
     kernels = moved.reshape((1, length, features) if is_last else (1, features, length))
-    sums = matrix_product.contract_integers(
-        matrix_product.make_ones(1, length), kernels, None, None, transposed=not is_last
+    sums = contraction.contract_integers(
+        contraction.make_ones(1, length), kernels, None, None, transposed=not is_last
     )[0, 0]  # fmt: skip
     return sums + np.int32(length * signed_codes.read_offset(codes.dtype))
 

@@ -191,8 +191,8 @@ def _read_as_stored(x: QuantizedArray | jax.Array, role: Role) -> tuple[Any, Rol
     """
     if not isinstance(x, QuantizedArray) or x.stored_order is None:
         return x, role
-    places = parts.find_places(x.stored_order, x.ndim)
-    batch, free, contracted = (tuple(places[axis] for axis in axes) for axes in role)
+    dimensions = parts.find_places(x.stored_order, x.ndim)
+    batch, free, contracted = (tuple(dimensions[axis] for axis in axes) for axes in role)
     # `jax.lax.dot_general` returns the free dimensions in the order of its operand.
     if free != tuple(sorted(free)):
         return x.replace(stored_order=None), role

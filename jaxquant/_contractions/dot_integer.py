@@ -224,14 +224,14 @@ class _Side(NamedTuple):
     Attributes:
         role: the role of each dimension.
         codes: int8, or codes of 2 or 4 bits.
-        steps: the int32 zero point, a scalar or of the operand's rank, or None for 0.
+        center: the int32 zero point, a scalar or of the operand's rank, or None for 0.
         scale: float32, of the operand's rank.
-        runs: for the steps and for the scale, how many indices of each dimension share an entry.
+        runs: for the center and for the scale, how many indices of each dimension share an entry.
     """
 
     role: Role
     codes: jax.Array
-    steps: Any
+    center: Any
     scale: jax.Array
     runs: tuple[Any, Any]
 
@@ -243,11 +243,11 @@ def prepare_side(q: QuantizedArray, role: Role) -> _Side:
     point = None if q.zero_point is None else granularity.expand_along(q.zero_point, q.shape, q.block_size, kept)
     scale = dtypes.scale_as_float32(q.scale)
     centred = signed_codes.is_centred(q.zero_point, q.codes.dtype)
-    steps = signed_codes.convert_steps(point, q.codes.dtype, centred)
+    center = signed_codes.derive_center(point, q.codes.dtype, centred)
     return _Side(
         role,
         signed_codes.shift_to_signed(q.codes),
-        steps,
+        center,
         granularity.expand_along(scale, q.shape, q.block_size, kept),
         (runs[0], runs[1]),
     )
@@ -256,7 +256,7 @@ def prepare_side(q: QuantizedArray, role: Role) -> _Side:
 def _list_operands(sides: Sequence[_Side]) -> tuple[jax.Array, jax.Array, Any, Any, Role, Role]:
     """Return the arguments of `contract_roles` for two sides."""
     lhs, rhs = sides
-    return lhs.codes, rhs.codes, lhs.steps, rhs.steps, lhs.role, rhs.role
+    return lhs.codes, rhs.codes, lhs.center, rhs.center, lhs.role, rhs.role
 
 
 def _scale_sums(acc: jax.Array, sides: Sequence[_Side]) -> jax.Array:
@@ -287,7 +287,7 @@ def _contract_in_blocks(sides: Sequence[_Side], plan: IntegerPlan) -> jax.Array:
 
         def contract_block(blocks: Sequence[jax.Array]) -> jax.Array:
             pairs = zip(sides, blocks, strict=True)
-            block_sides = [side._replace(codes=b[0], steps=b[1], scale=b[2]) for side, b in pairs]
+            block_sides = [side._replace(codes=b[0], center=b[1], scale=b[2]) for side, b in pairs]
             return _scale_sums(contract_roles(*_list_operands(block_sides), plan.out_sharding), block_sides)
 
         y = sum_over_blocks(contract_block, stacks)
@@ -301,7 +301,7 @@ def _contract_in_blocks(sides: Sequence[_Side], plan: IntegerPlan) -> jax.Array:
 
 
 def _stack_blocks(side: _Side, axis: int, depth: int, length: int) -> tuple[Any, Any, Any]:
-    """Return the codes, steps and scale of a side with its complete blocks as a new first dimension."""
+    """Return the codes, center and scale of a side with its complete blocks as a new first dimension."""
     whole = depth // length
     values = lax.slice_in_dim(side.codes, 0, whole * length, axis=axis)
     shape = (*values.shape[:axis], whole, length, *values.shape[axis + 1 :])
@@ -311,7 +311,7 @@ def _stack_blocks(side: _Side, axis: int, depth: int, length: int) -> tuple[Any,
     values = barriers.pin_layout(lax.transpose(values.reshape(shape), order))
     starts = np.arange(whole) * length
     stacks = []
-    for part, runs in zip((side.steps, side.scale), side.runs, strict=True):
+    for part, runs in zip((side.center, side.scale), side.runs, strict=True):
         if part is not None and part.ndim:
             entries = jnp.moveaxis(_pick_entries(part, axis, starts, runs), axis, 0)
             part = jnp.expand_dims(entries, axis + 1)
@@ -325,15 +325,15 @@ def _take_tail(side: _Side, axis: int, depth: int, length: int) -> _Side:
     """Return the last, shorter block of a side."""
     start = depth - depth % length
     values = lax.slice_in_dim(side.codes, start, depth, axis=axis)
-    steps, scale = (
+    center, scale = (
         part if part is None or part.ndim == 0 else _pick_entries(part, axis, np.array([start]), runs)
-        for part, runs in zip((side.steps, side.scale), side.runs, strict=True)
+        for part, runs in zip((side.center, side.scale), side.runs, strict=True)
     )
-    return side._replace(codes=values, steps=steps, scale=scale)
+    return side._replace(codes=values, center=center, scale=scale)
 
 
 def _pick_entries(part: jax.Array, axis: int, starts: np.ndarray, runs: tuple[int, ...] | None) -> jax.Array:
-    """Return the entries of a scale or of steps that apply to the blocks with these first indices."""
+    """Return the entries of a scale or a center that apply to the blocks with these first indices."""
     n = part.shape[axis]
     if n == 1:
         return jnp.broadcast_to(part, (*part.shape[:axis], len(starts), *part.shape[axis + 1 :]))

@@ -162,7 +162,7 @@ class _WeightOnlyProduct(NamedTuple):
         return self._replace(**{"right" if self.quantized == 0 else "left": wider})
 
     def derive_row_axis(self) -> int:
-        """Return the place of the first free dimension of the float side in the product."""
+        """Return the dimension of the product that is the first free one of the float side."""
         return len(self.x_role.batch) + (len(self.left.free) if self.quantized == 0 else 0)
 
 
@@ -227,7 +227,7 @@ def _contract_by_size(
         return _contract_planes(config, x, codes, scale, zero_point, few_rows)
     if codes.size >= _FEWEST_FOR_DIGITS and _has_digits(q, role) and rows <= few_rows:
         side = dot_integer.prepare_side(q, role)
-        y, is_exact = float_rows.contract_digits(x, side.codes, side.steps, side.scale, x_role, role)
+        y, is_exact = float_rows.contract_digits(x, side.codes, side.center, side.scale, x_role, role)
         is_exact &= float_rows.has_moderate_scales(q.scale)
         return config.swap_sides(lax.cond(is_exact, lambda: y, contract_swapped))
     return contract_dequantized()
@@ -246,13 +246,13 @@ def _contract_planes(
     point = None if zero_point is None else zero_point.astype(jnp.int8)
     is_summed = last in role.contracted
     results = []
-    for place in range(count):
+    for position in range(count):
         x_plane = x
         if is_summed:
             axis = config.x_role.contracted[role.contracted.index(last)]
-            x_plane = lax.slice_in_dim(x, place, None, count, axis)
-        plane = packed_codes.take_code_plane(codes, place, count)
-        plane_scale, plane_point = (packed_codes.take_plane(part, place, count) for part in (scale, point))
+            x_plane = lax.slice_in_dim(x, position, None, count, axis)
+        plane = packed_codes.take_code_plane(codes, position, count)
+        plane_scale, plane_point = (packed_codes.take_plane(part, position, count) for part in (scale, point))
         results.append(_contract_by_size(config, x_plane, plane, plane_scale, plane_point, few_rows))
     if is_summed:
         return functools.reduce(jnp.add, results)

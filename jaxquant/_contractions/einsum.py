@@ -184,7 +184,7 @@ class _Term(NamedTuple):
     Attributes:
         x: a QuantizedArray, or an array of floats.
         labels: one for each dimension.
-        axes: for an operand, the places of its dimensions in the caller's array; empty for an intermediate result.
+        axes: for an operand, its dimensions in the caller's array; empty for an intermediate result.
     """
 
     x: Any
@@ -254,8 +254,8 @@ def _match_sizes(
             broadcasts = label not in subscripts
             sizes[label] = n if broadcasts and known == 1 else known
             if n != sizes[label] and not (broadcasts and n == 1):
-                place = 'under "..."' if broadcasts else f"of index {label!r}"
-                expected = f"size {known} {place}, as in the operands before it"
+                index = 'under "..."' if broadcasts else f"of index {label!r}"
+                expected = f"size {known} {index}, as in the operands before it"
                 checks.refuse(function, f"operands[{i}]", expected, f"shape {x.shape}")
     # numpy's search for a path, and the backward pass of `quantized_einsum`, need a letter for every index.
     expected = f"at most {len(string.ascii_letters)} indices"
@@ -317,8 +317,8 @@ class _Statics(NamedTuple):
         partition = sharding.find_out_partition(self.function, self.out_sharding, len(self.out))
         if partition is None:
             return None
-        places = dict(zip(self.out, partition, strict=True))
-        return sharding.set_partition(self.out_sharding, [places.get(label) for label in labels])
+        entries = dict(zip(self.out, partition, strict=True))
+        return sharding.set_partition(self.out_sharding, [entries.get(label) for label in labels])
 
 
 def _contract_path(statics: _Statics, terms: list[_Term], path: Sequence[tuple[int, ...]]) -> _Term:
@@ -370,8 +370,8 @@ def _contract_pair(
 
 
 def _list_caller_axes(lhs: _Term, rhs: _Term, contracted: Sequence[str]) -> Axes | None:
-    """Return the places of the contracted dimensions in the caller's arrays."""
-    # An intermediate result has no places in the caller's arrays. It is a float array, for which no error names a
+    """Return the contracted dimensions in the caller's arrays."""
+    # An intermediate result has no dimensions in the caller's arrays. It is a float array, for which no error names a
     # dimension.
     if not lhs.axes or not rhs.axes:
         return None

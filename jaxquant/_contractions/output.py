@@ -56,7 +56,7 @@ class Affine:
     zero_point: Any
     dtype: np.dtype
 
-    def make_steps(self) -> jax.Array:
+    def make_center(self) -> jax.Array:
         """Return the zero point as an int32 scalar."""
         return jnp.zeros((), jnp.int32) if self.zero_point is None else self.zero_point.astype(jnp.int32)
 
@@ -181,8 +181,8 @@ class Epilogue(NamedTuple):
         if recording.is_recording() and self.output is not None:
             parts = (self.bias, lhs_scale, rhs_scale)
             placed = (None if p is None else accumulator.place_part(p, acc.ndim, axis) for p in parts)
-            scale, steps = jnp.asarray(self.output.scale).reshape(()), self.output.make_steps().reshape(())
-            return accumulator.requantize_product(acc, *placed, scale, steps, self.output.dtype)
+            scale, center = jnp.asarray(self.output.scale).reshape(()), self.output.make_center().reshape(())
+            return accumulator.requantize_product(acc, *placed, scale, center, self.output.dtype)
         if self.bias is not None:
             acc = acc + spread(self.bias)
         ones = (1,) * lhs_scale.ndim
@@ -195,8 +195,8 @@ class Epilogue(NamedTuple):
         if self.output is None:
             return accumulator.scale_product(acc, spread(accumulator.multiply_scales(*scales)))
         factor = spread(accumulator.compute_multiplier(*scales))
-        steps = spread(self.output.make_steps().reshape(ones))
-        return accumulator.requantize_accumulator(acc, factor, steps, self.output.dtype)
+        center = spread(self.output.make_center().reshape(ones))
+        return accumulator.requantize_accumulator(acc, factor, center, self.output.dtype)
 
     def wrap(self, y: jax.Array, dtype: Any) -> Any:
         """Return the codes of `finish` as a QuantizedArray, or its floats as they are."""

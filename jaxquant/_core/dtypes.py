@@ -181,7 +181,7 @@ def decode_small_float(value: jax.Array) -> jax.Array:
     info = jnp.finfo(dtype)
     digits, least, largest = int(info.nmant), int(info.minexp), _read_largest_code(dtype)
     size = code & 127
-    # The digits of a normal code are shifted to the place they have in a float32, and its exponent is rebiased. A
+    # The digits of a normal code are shifted to their position in a float32, and its exponent is rebiased. A
     # subnormal code is a multiple of the smallest unit.
     normal = lax.bitcast_convert_type((size << (23 - digits)) + ((126 + least) << 23), jnp.float32)
     subnormal = size.astype(jnp.float32) * np.float32(2.0 ** (least - digits))

@@ -160,14 +160,14 @@ class Groups:
         # Broadcast [blocks, ...] to [blocks, size, ...], merge the pairs of dimensions, and cut off a short last box.
         interleaved = tuple(n for pair in zip(scale.shape, sizes, strict=True) for n in pair)
         merged = tuple(length * size for length, size in zip(scale.shape, sizes, strict=True))
-        places = tuple(range(0, 2 * scale.ndim, 2))
+        dimensions = tuple(range(0, 2 * scale.ndim, 2))
         if not sharding.is_placed(like):
-            repeated = lax.broadcast_in_dim(sharding.place_whole(scale), interleaved, places).reshape(merged)
+            repeated = lax.broadcast_in_dim(sharding.place_whole(scale), interleaved, dimensions).reshape(merged)
             return lax.slice(repeated, (0,) * like.ndim, like.shape)
         # JAX cannot infer the sharding of the reshape. Where each device has whole boxes, it is `like.sharding`.
         mesh, kept = jax.typeof(like).sharding.mesh, sharding.match_whole_runs(like, scale.shape, sizes)
         scale = reshard(scale, NamedSharding(mesh, PartitionSpec(*kept)))
-        repeated = lax.broadcast_in_dim(scale, interleaved, places)
+        repeated = lax.broadcast_in_dim(scale, interleaved, dimensions)
         repeated = lax.reshape(repeated, merged, out_sharding=NamedSharding(mesh, PartitionSpec(*kept)))
         return sharding.place_like(lax.slice(repeated, (0,) * like.ndim, like.shape), like)
 

@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _recording = jax.make_user_context(None)
-# The place of an array among the arguments of a mark.
+# Stands for an array among the arguments of a mark.
 OPERAND = "<operand>"
 
 
@@ -69,7 +69,7 @@ class Mark:
     batch: Callable[..., Any] | None
 
     def bind_arguments(self, operands: Sequence[Any]) -> dict[str, Any]:
-        """Return all arguments by name, with the operands in their places."""
+        """Return all arguments by name, with the operands."""
         rest = iter(operands)
         return {name: next(rest) if value is OPERAND else value for name, value in self.arguments}
 

@@ -46,8 +46,8 @@ def gather_axes(value: jax.Array, axes: Sequence[int]) -> jax.Array:
     if all(partition[a] is None for a in axes):
         return value
     mesh = jax.typeof(value).sharding.mesh
-    places = (None if dimension in axes else place for dimension, place in enumerate(partition))
-    return reshard(value, NamedSharding(mesh, PartitionSpec(*places)))
+    entries = (None if dimension in axes else entry for dimension, entry in enumerate(partition))
+    return reshard(value, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
 def split_into_runs(value: jax.Array, counts: Sequence[int], sizes: Sequence[int]) -> jax.Array:
@@ -64,8 +64,8 @@ def split_into_runs(value: jax.Array, counts: Sequence[int], sizes: Sequence[int
     if not is_placed(value):
         return value.reshape(shape)
     kept = match_whole_runs(value, counts, sizes)
-    value = gather_axes(value, [axis for axis, place in enumerate(kept) if place is None])
-    spec = PartitionSpec(*(entry for place in kept for entry in (place, None)))
+    value = gather_axes(value, [axis for axis, entry in enumerate(kept) if entry is None])
+    spec = PartitionSpec(*(names for entry in kept for names in (entry, None)))
     return lax.reshape(value, shape, out_sharding=NamedSharding(jax.typeof(value).sharding.mesh, spec))
 
 
@@ -73,10 +73,10 @@ def match_whole_runs(like: jax.Array, counts: Sequence[int], sizes: Sequence[int
     """Return the mesh axes of each dimension of a placed array; None where a device does not have whole runs of it."""
     lengths = jax.typeof(like).sharding.mesh.shape
     kept = []
-    for place, count, size, length in zip(find_partition(like), counts, sizes, like.shape, strict=True):
-        names = () if place is None else place if isinstance(place, tuple) else (place,)
+    for entry, count, size, length in zip(find_partition(like), counts, sizes, like.shape, strict=True):
+        names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
         is_whole = count * size == length and count % math.prod(lengths[name] for name in names) == 0
-        kept.append(place if is_whole else None)
+        kept.append(entry if is_whole else None)
     return tuple(kept)
 
 

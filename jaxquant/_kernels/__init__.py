@@ -8,8 +8,8 @@ What XLA:CPU does, and what follows from it:
 
 - It has a vector kernel for int8 by int8 to int32, for two rows or more in two layouts. Its neighbors (uint8, one row,
   other layouts, operands widened to int32) are scalar loops, 10 to 300 times slower. `signed_codes` makes operands
-  int8, `contraction` brings any dimensions into the two layouts, and `matrix_product` has the form for one row, and the
-  corrections for zero points, which keep the operands within 8 bits.
+  int8. `contraction` brings any dimensions into the two layouts, and has the form for one row and the corrections for
+  zero points, which keep the operands within 8 bits.
 - Its int8 convolution is fast in NHWC with HWIO weights and more than a few channels. `convolution` has four forms.
 - It folds a transpose into the contraction that follows, which then loses its kernel, and repeats the operations that
   computed an operand for each of its readers. `barriers` stops both, and keeps small fusions on one thread.

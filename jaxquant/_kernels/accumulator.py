@@ -118,7 +118,7 @@ def requantize_product(
     a_scale: jax.Array,
     b_scale: jax.Array,
     y_scale: jax.Array,
-    y_steps: jax.Array,
+    y_center: jax.Array,
     dtype: np.dtype,
 ) -> jax.Array:
     """Return the codes of an int32 product, as an exporter records them.
@@ -129,15 +129,15 @@ def requantize_product(
         a_scale: float32, of acc's rank or a scalar.
         b_scale: float32, of acc's rank or a scalar.
         y_scale: float32, of acc's rank or a scalar.
-        y_steps: the int32 zero point of the result, of acc's rank or a scalar.
+        y_center: the int32 zero point of the result, of acc's rank or a scalar.
         dtype: int8 or uint8.
     """
     ones = (1,) * acc.ndim
     scales = (s.reshape(ones) if s.ndim == 0 else s for s in (a_scale, b_scale, y_scale))
     factor = jnp.broadcast_to(compute_multiplier(*scales), acc.shape)
-    steps = jnp.broadcast_to(y_steps.reshape(ones) if y_steps.ndim == 0 else y_steps, acc.shape)
+    center = jnp.broadcast_to(y_center.reshape(ones) if y_center.ndim == 0 else y_center, acc.shape)
     acc = acc if bias is None else acc + jnp.broadcast_to(bias, acc.shape)
-    return requantize_accumulator(acc, factor, steps, dtype)
+    return requantize_accumulator(acc, factor, center, dtype)
 
 
 def place_part(part: jax.Array, rank: int, axis: int | None) -> jax.Array:

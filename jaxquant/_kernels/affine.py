@@ -113,6 +113,28 @@ def mark_in_range(
     return (code >= low) & (code <= high)
 
 
+# Floats as integers that sort as the floats do.
+
+
+def encode_order(x: jax.Array) -> jax.Array:
+    """Return int32 keys that sort as the floats do, with a NaN of negative sign below all numbers, any other above."""
+    # Operations of the caller, such as a bias and an activation, are a fusion of their own if there are few elements.
+    values = lax.convert_element_type(lax.stop_gradient(x), jnp.float32)
+    alone = barriers.split_small_fusion(values, barriers.MOST_ALONE)
+    return _flip_negative(lax.bitcast_convert_type(alone, jnp.int32))
+
+
+def decode_order(keys: jax.Array) -> jax.Array:
+    """Return the float32 values that `encode_order` maps to these keys."""
+    return lax.bitcast_convert_type(_flip_negative(keys), jnp.float32)
+
+
+def _flip_negative(bits: jax.Array) -> jax.Array:
+    """Return the keys of the bits of floats, or the bits of such keys: the mapping is its own inverse."""
+    sign = lax.shift_right_arithmetic(bits, np.int32(31))
+    return lax.bitwise_xor(bits, lax.bitwise_and(sign, np.int32(0x7FFFFFFF)))
+
+
 # Correctly rounded quotients of float32 and int32 arrays on every backend.
 
 

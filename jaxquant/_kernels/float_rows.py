@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from .._core import dtypes, granularity
-from . import barriers, matrix_product, packed_codes
+from . import barriers, contraction, packed_codes
 from .contraction import Role, contract_roles, spread_outward
 from .weight_chunks import Chunk
 
@@ -40,7 +40,7 @@ _LARGEST = 127 * 2**24
 
 
 def contract_digits(
-    x: jax.Array, codes: jax.Array, steps: jax.Array | None, scale: jax.Array, x_role: Role, role: Role
+    x: jax.Array, codes: jax.Array, center: jax.Array | None, scale: jax.Array, x_role: Role, role: Role
 ) -> tuple[jax.Array, jax.Array]:
     """Return the float32 contraction of a float array with scaled codes, x on the left, and whether it is exact enough.
 
@@ -51,14 +51,14 @@ def contract_digits(
     Args:
         x: float32.
         codes: int8, or codes of 2 or 4 bits.
-        steps: their int32 zero point, a scalar or of the rank of the codes, or None for 0.
+        center: their int32 zero point, a scalar or of the rank of the codes, or None for 0.
         scale: float32, of the rank of the codes. Like the zero point it does not vary along contracted dimensions.
         x_role: the role of each dimension of x; there are no batch dimensions.
         role: the role of each dimension of the codes.
     """
     digits, unit, is_exact = _split_digits(x, x_role.contracted)
     free, contracted = (tuple(a + 1 for a in axes) for axes in (x_role.free, x_role.contracted))
-    acc = contract_roles(digits, codes, None, steps, Role((), (0, *free), contracted), role)
+    acc = contract_roles(digits, codes, None, center, Role((), (0, *free), contracted), role)
     unit = lax.transpose(unit, (*x_role.free, *x_role.contracted)).reshape(
         *(x.shape[a] for a in x_role.free), *(1 for _ in role.free)
     )
@@ -134,7 +134,7 @@ def _make_power(biased_exponent: jax.Array) -> jax.Array:
 
 
 def _add_digits(acc: jax.Array) -> jax.Array:
-    """Return the sum of the contractions of the digits, weighted by their places, as float32."""
+    """Return the sum of the contractions of the digits, weighted by their powers of two, as float32."""
     terms = lax.convert_element_type(acc, jnp.float32)
     # The smallest terms come first, so that their sum is rounded at their own magnitude.
     y = terms[_DIGITS - 1] * np.float32(2.0 ** (24 - 8 * (_DIGITS - 1)))
@@ -172,7 +172,7 @@ class ScaledCodes(NamedTuple):
         scale: of the rank of the codes; each dimension is `codes.shape[i]`, 1, or the number of blocks.
         zero_point: in the dtype of the codes, of a shape that a scale may have; or None for 0.
         block_size: Static. The number of indices in a block, or None if all blocks are equally long.
-        decode: Static. A function from codes, and the place of a code's lowest bit, to the float32 levels of a
+        decode: Static. A function from codes, and the position of a code's lowest bit, to the float32 levels of a
             codebook; or None if the codes are steps.
         levels: Static. The levels of the codebook, or none.
     """
@@ -258,7 +258,7 @@ def choose_groups(q: ScaledCodes, role: Role) -> int | None:
         return None
     if any(part is not None and part.shape[-1] != 1 for part in (q.scale, q.zero_point)):
         return None
-    return matrix_product.choose_lane_terms(q.codes.shape[-1])
+    return contraction.choose_lane_terms(q.codes.shape[-1])
 
 
 def contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tuple[jax.Array, jax.Array]:
@@ -271,7 +271,7 @@ def contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tupl
         terms: what `choose_groups` returns.
     """
     scaled, unit, is_exact = _scale_row(x, q.scale)
-    lanes, shape = matrix_product.LANES, q.codes.shape
+    lanes, shape = contraction.LANES, q.codes.shape
     groups = shape[-1] // (terms * lanes)
     # The barrier keeps XLA from scaling the row again for each column.
     factors = lax.optimization_barrier(scaled).reshape(groups, terms, lanes)
@@ -281,11 +281,11 @@ def contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tupl
     def take(part: jax.Array) -> jax.Array:
         return jnp.broadcast_to(q.expand(part, role.free), (*shape[:-1], 1)).reshape(-1, 1, 1)
 
-    point = None if q.zero_point is None else take(q.zero_point.astype(jnp.int32))
+    zero_point = None if q.zero_point is None else take(q.zero_point.astype(jnp.int32))
     products = []
     for i in range(terms):
         steps = codes[:, :, i].astype(jnp.int32)
-        steps = steps if point is None else steps - point
+        steps = steps if zero_point is None else steps - zero_point
         products.append(factors[None, :, i] * steps.astype(jnp.float32))
     # The barrier keeps XLA from fusing this sum with the loop of products.
     y = jnp.sum(lax.optimization_barrier(functools.reduce(jnp.add, products)), axis=(1, 2))
@@ -345,7 +345,7 @@ def _contract_rows(
     x: jax.Array,
     codes: jax.Array,
     scale: jax.Array,
-    point: jax.Array | None,
+    zero_point: jax.Array | None,
     done: jax.Array | None,
     decode_levels: Callable[..., jax.Array] | None,
     terms: int,
@@ -358,21 +358,23 @@ def _contract_rows(
         stored = barriers.wait_for(stored, done)
     factors, rows = x.reshape(groups, terms), stored.reshape(groups, terms, -1)
     scale = _spread_entries(scale, groups)
-    point = None if point is None else _spread_entries(point, groups)
+    zero_point = None if zero_point is None else _spread_entries(zero_point, groups)
     if words is not None:
-        return _contract_words(factors, rows, scale, point, dtype, decode_levels)
+        return _contract_words(factors, rows, scale, zero_point, dtype, decode_levels)
     sums = []
-    for place in range(count):
-        plane_point = None if point is None else _take_plane(point, place, count)
+    for position in range(count):
+        plane_zero_point = None if zero_point is None else _take_plane(zero_point, position, count)
 
-        def decode(row: jax.Array, place: int = place, point: jax.Array | None = plane_point) -> jax.Array:
+        def decode(
+            row: jax.Array, position: int = position, zero_point: jax.Array | None = plane_zero_point
+        ) -> jax.Array:
             if decode_levels is not None:
-                return decode_levels(row, place * 8 // count)
-            steps = packed_codes.read_plane(row, dtype, place, count)
-            return (steps if point is None else steps - point).astype(jnp.float32)
+                return decode_levels(row, position * 8 // count)
+            steps = packed_codes.read_plane(row, dtype, position, count)
+            return (steps if zero_point is None else steps - zero_point).astype(jnp.float32)
 
         products = [factors[:, i, None] * decode(rows[:, i]) for i in range(terms)]
-        sums.append(_sum_groups(functools.reduce(jnp.add, products) * _take_plane(scale, place, count)))
+        sums.append(_sum_groups(functools.reduce(jnp.add, products) * _take_plane(scale, position, count)))
     return jnp.stack(sums)
 
 
@@ -380,7 +382,7 @@ def _contract_words(
     factors: jax.Array,
     rows: jax.Array,
     scale: jax.Array,
-    point: jax.Array | None,
+    zero_point: jax.Array | None,
     dtype: np.dtype,
     decode_levels: Callable[..., jax.Array] | None,
 ) -> jax.Array:
@@ -393,7 +395,7 @@ def _contract_words(
         factors: float32 [groups, terms].
         rows: uint32 [groups, terms, words].
         scale: float32 [groups, columns or 1].
-        point: the zero point, int32 [groups, columns or 1], or None.
+        zero_point: the zero point, int32 [groups, columns or 1], or None.
         dtype: the dtype of the codes.
         decode_levels: as `ScaledCodes.decode`.
     """
@@ -411,7 +413,7 @@ def _contract_words(
             weights = decode_levels(row, first_bit)
         else:
             steps = packed_codes.read_lane(row, dtype, first_bit)
-            weights = (steps if point is None else steps - spread(point)).astype(jnp.float32)
+            weights = (steps if zero_point is None else steps - spread(zero_point)).astype(jnp.float32)
         products.append(factors[:, i, None, None] * weights)
     return _sum_groups((functools.reduce(jnp.add, products) * spread(scale)).reshape(groups, -1))[None]
 
@@ -427,6 +429,6 @@ def _spread_entries(part: jax.Array, groups: int) -> jax.Array:
     return jnp.broadcast_to(part[:, None], (entries, groups // entries, columns)).reshape(groups, columns)
 
 
-def _take_plane(part: jax.Array, place: int, count: int) -> jax.Array:
-    """Return the columns of a scale or zero point that belong to one place of the codes in their bytes."""
-    return part if part.shape[1] == 1 else part[:, place::count]
+def _take_plane(part: jax.Array, position: int, count: int) -> jax.Array:
+    """Return the columns of a scale or zero point that belong to one position of the codes in their bytes."""
+    return part if part.shape[1] == 1 else part[:, position::count]

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from .._core import granularity, recording, sharding
-from . import barriers
+from . import affine, barriers
 
 _ZERO = np.int32(0)  # the key of 0
 _INFINITY = np.int32(0x7F800000)  # the key of infinity; its complement is the key of -infinity
@@ -129,29 +129,10 @@ def derive_slice_sizes(
 # Keys.
 
 
-def encode_order(x: jax.Array) -> jax.Array:
-    """Return int32 keys that sort as the floats do, with a NaN of negative sign below all numbers, any other above."""
-    # Operations of the caller, such as a bias and an activation, are a fusion of their own if there are few elements.
-    values = lax.convert_element_type(lax.stop_gradient(x), jnp.float32)
-    alone = barriers.split_small_fusion(values, barriers.MOST_ALONE)
-    return _flip_negative(lax.bitcast_convert_type(alone, jnp.int32))
-
-
-def decode_order(keys: jax.Array) -> jax.Array:
-    """Return the float32 values that `encode_order` maps to these keys."""
-    return lax.bitcast_convert_type(_flip_negative(keys), jnp.float32)
-
-
 def _encode_magnitude(x: jax.Array) -> jax.Array:
     """Return the bits of the magnitudes of floats, which sort as the magnitudes do, with a NaN above all numbers."""
     values = lax.convert_element_type(lax.stop_gradient(x), jnp.float32)
     return lax.bitwise_and(lax.bitcast_convert_type(values, jnp.int32), _MAGNITUDE)
-
-
-def _flip_negative(bits: jax.Array) -> jax.Array:
-    """Return the keys of the bits of floats, or the bits of such keys: the mapping is its own inverse."""
-    sign = lax.shift_right_arithmetic(bits, np.int32(31))
-    return lax.bitwise_xor(bits, lax.bitwise_and(sign, _MAGNITUDE))
 
 
 def _include_zero(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -165,10 +146,10 @@ def decode_ends(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the floats of the least and the largest keys, both NaN where a NaN was among them."""
     has_nan = lax.bitwise_or(lax.lt(low, ~_INFINITY), lax.gt(high, _INFINITY))
     nan = lax.full_like(low, np.nan, jnp.float32)
-    return lax.select(has_nan, nan, decode_order(low)), lax.select(has_nan, nan, decode_order(high))
+    return lax.select(has_nan, nan, affine.decode_order(low)), lax.select(has_nan, nan, affine.decode_order(high))
 
 
-_ENDS = _Measure(encode_order, (lax.min, lax.max), (lax.reduce_min, lax.reduce_max), (_INFINITY, ~_INFINITY))
+_ENDS = _Measure(affine.encode_order, (lax.min, lax.max), (lax.reduce_min, lax.reduce_max), (_INFINITY, ~_INFINITY))
 _MAGNITUDES = _Measure(_encode_magnitude, (lax.max,), (lax.reduce_max,), (_ZERO,))
 
 
@@ -244,7 +225,7 @@ def _reduce_together(x: jax.Array, axes: tuple[int, ...], measure: _Measure) -> 
     # reads x once, with vector instructions, and computes x in the same loop. The loop would be scalar if it found one
     # end or the magnitude alone, if it reduced floats, or if x were flattened.
     # Of few elements, the keys and their reduction are one fusion each.
-    keys = barriers.split_small_fusion(encode_order(x), barriers.MOST_ALONE)
+    keys = barriers.split_small_fusion(affine.encode_order(x), barriers.MOST_ALONE)
     low, high = lax.reduce((keys, keys), (_INFINITY, ~_INFINITY), _merge_ends, axes)
     return (low, high) if measure is _ENDS else _include_zero(low, high)[2:]
 

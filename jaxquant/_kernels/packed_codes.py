@@ -53,13 +53,13 @@ def read_bytes(codes: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], codes.shape[-1] // count, count), jnp.uint8)
 
 
-def read_plane(stored: jax.Array, dtype: np.dtype, place: int, count: int) -> jax.Array:
-    """Return the codes of one place in their bytes, as int32.
+def read_plane(stored: jax.Array, dtype: np.dtype, position: int, count: int) -> jax.Array:
+    """Return the codes at one position in their bytes, as int32.
 
     Args:
         stored: what `read_bytes` returns, or a part of it.
         dtype: the dtype of the codes.
-        place: the place in a byte; the codes `place`, `place + count`, ... of the last dimension are returned.
+        position: in a byte; the codes `position`, `position + count`, ... of the last dimension are returned.
         count: what `count_per_byte` returns.
     """
     wide = stored.astype(jnp.int32)
@@ -67,9 +67,9 @@ def read_plane(stored: jax.Array, dtype: np.dtype, place: int, count: int) -> ja
         return wide
     width = 8 // count
     if dtypes.find_bounds(dtype)[0] == 0:
-        return lax.shift_right_logical(wide, np.int32(place * width)) & np.int32(2**width - 1)
+        return lax.shift_right_logical(wide, np.int32(position * width)) & np.int32(2**width - 1)
     # A shift to the left and back extends the sign.
-    raised = lax.shift_left(wide, np.int32(32 - (place + 1) * width))
+    raised = lax.shift_left(wide, np.int32(32 - (position + 1) * width))
     return lax.shift_right_arithmetic(raised, np.int32(32 - width))
 
 
@@ -110,10 +110,10 @@ def _pack_bytes(codes: jax.Array, *, dtype: np.dtype) -> jax.Array:
     grouped = codes.reshape(*codes.shape[:-1], codes.shape[-1] // count, count)
     # The mask keeps the low bits of each byte. Each shift then moves the bits of a byte next to the bits of the
     # one below it, and the narrowing conversion keeps the lowest byte, which has received the bits of all others.
-    masks = sum((2**width - 1) << (8 * place) for place in range(count))
+    masks = sum((2**width - 1) << (8 * position) for position in range(count))
     packed = lax.bitcast_convert_type(grouped, group) & group(masks)
     packed = functools.reduce(
-        lax.bitwise_or, [lax.shift_right_logical(packed, group((8 - width) * place)) for place in range(count)]
+        lax.bitwise_or, [lax.shift_right_logical(packed, group((8 - width) * position)) for position in range(count)]
     )
     # The barrier separates the shifts, which XLA vectorizes, from the way in which it stores narrow codes.
     stored = lax.optimization_barrier(lax.convert_element_type(packed, jnp.uint8))
@@ -158,17 +158,17 @@ def join_planes(results: list[jax.Array], axis: int) -> jax.Array:
     return jnp.stack(results, axis=axis + 1).reshape(shape)
 
 
-def is_faster_in_planes(operands: Sequence[jax.Array], steps: Sequence[Any], roles: Sequence[Any], side: int) -> bool:
+def is_faster_in_planes(operands: Sequence[jax.Array], centers: Sequence[Any], roles: Sequence[Any], side: int) -> bool:
     """Return whether a contraction of integers takes less time if one operand is cut into planes.
 
     Args:
         operands: lhs and rhs.
-        steps: their zero points, scalars or of the operands' rank, or None.
+        centers: their zero points, scalars or of the operands' rank, or None.
         roles: their `Role`s.
         side: 0 for lhs, 1 for rhs.
     """
     codes, role = operands[side], roles[side]
-    entries = [part for part in (steps[side],) if part is not None and part.ndim]
+    entries = [part for part in (centers[side],) if part is not None and part.ndim]
     if count_column_planes(codes, *entries) == 1 or codes.ndim - 1 in role.batch:
         return False
     sizes = [operands[1 - side].shape[axis] for axis in roles[1 - side].free]
@@ -180,8 +180,8 @@ def is_faster_in_planes(operands: Sequence[jax.Array], steps: Sequence[Any], rol
 def contract_planes(
     lhs: jax.Array,
     rhs: jax.Array,
-    lhs_steps: Any,
-    rhs_steps: Any,
+    lhs_center: Any,
+    rhs_center: Any,
     *,
     contract: Callable[..., jax.Array],
     left: Any,
@@ -193,27 +193,27 @@ def contract_planes(
     Args:
         lhs: int8, or codes of 2 or 4 bits.
         rhs: the same.
-        lhs_steps: int32, a scalar or of lhs's rank, or None for 0.
-        rhs_steps: int32, a scalar or of rhs's rank, or None for 0.
+        lhs_center: int32, a scalar or of lhs's rank, or None for 0.
+        rhs_center: int32, a scalar or of rhs's rank, or None for 0.
         contract: returns the contraction of operands like these, for example of one plane.
         left: the `Role` of each dimension of lhs.
         right: the `Role` of each dimension of rhs.
         side: 0 if lhs is cut, 1 if rhs is.
     """
-    operands, steps, roles = [lhs, rhs], [lhs_steps, rhs_steps], (left, right)
+    operands, centers, roles = [lhs, rhs], [lhs_center, rhs_center], (left, right)
     codes, role = operands[side], roles[side]
     count, last = count_column_planes(codes), codes.ndim - 1
     is_summed = last in role.contracted
     axis = roles[1 - side].contracted[role.contracted.index(last)] if is_summed else None
     results = []
     for plane in range(count):
-        plane_operands, plane_steps = list(operands), list(steps)
+        plane_operands, plane_centers = list(operands), list(centers)
         plane_operands[side] = take_code_plane(codes, plane, count)
         if axis is not None:
             plane_operands[1 - side] = lax.slice_in_dim(operands[1 - side], plane, None, count, axis)
-        elif steps[side] is not None and steps[side].ndim:
-            plane_steps[side] = take_plane(steps[side], plane, count)
-        results.append(contract(*plane_operands, *plane_steps))
+        elif centers[side] is not None and centers[side].ndim:
+            plane_centers[side] = take_plane(centers[side], plane, count)
+        results.append(contract(*plane_operands, *plane_centers))
     if is_summed:
         return functools.reduce(lax.add, results)
     before = len(role.batch) + (len(left.free) if side == 1 else 0)

@@ -66,7 +66,7 @@ def is_centred(zero_point: object, dtype: np.dtype | None) -> bool:
     return values.tobytes() == bytes((read_offset(dtype),)) * values.size
 
 
-def convert_steps(zero_point: jax.Array | None, dtype: np.dtype, centred: bool) -> jax.Array | None:
+def derive_center(zero_point: jax.Array | None, dtype: np.dtype, centred: bool) -> jax.Array | None:
     """Return the int32 zero point of the operand shifted to int8, or None if it is known to be 0."""
     if recording.is_recording():
         return None if zero_point is None else zero_point.astype(jnp.int32)
@@ -77,9 +77,9 @@ def convert_steps(zero_point: jax.Array | None, dtype: np.dtype, centred: bool) 
     return zero_point.astype(jnp.int32) - np.int32(read_offset(dtype))
 
 
-def shift_recorded(x: jax.Array, steps: jax.Array | None) -> tuple[jax.Array, Any]:
+def shift_recorded(x: jax.Array, center: jax.Array | None) -> tuple[jax.Array, Any]:
     """Return the codes of a recorded contraction, and their int32 zero point or None, in the form of the kernels."""
-    shifted = convert_steps(steps, np.dtype(x.dtype), is_centred(None, x.dtype) and steps is None)
+    shifted = derive_center(center, np.dtype(x.dtype), is_centred(None, x.dtype) and center is None)
     return shift_to_signed(x), shifted
 
 

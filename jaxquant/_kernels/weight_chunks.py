@@ -42,7 +42,7 @@ class Cut(NamedTuple):
         length: the length of the dimension.
         width: the number of weights at each of its indices.
         divisor: a number that divides the length of every chunk but the last.
-        axis: the place of the dimension in the product, or None for a contracted dimension.
+        axis: the dimension of the product, or None for a contracted dimension.
     """
 
     length: int
@@ -114,9 +114,9 @@ def contract_weights(
 @functools.partial(contract_weights.defjvp, symbolic_zeros=True)
 def _contract_weights_jvp(config: WeightOnly, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
     # Only what has a tangent is differentiated: a gradient with respect to x must not compute a gradient of the scale.
-    places = [
-        place
-        for place, tangent in enumerate(tangents)
+    numbers = [
+        number
+        for number, tangent in enumerate(tangents)
         if not isinstance(tangent, SymbolicZero | None) and tangent.dtype != jax.dtypes.float0
     ]
 
@@ -124,11 +124,11 @@ def _contract_weights_jvp(config: WeightOnly, primals: tuple[Any, ...], tangents
     @jax.checkpoint
     def contract_dequantized(*variables: jax.Array) -> jax.Array:
         operands = list(primals)
-        for place, variable in zip(places, variables, strict=True):
-            operands[place] = variable
+        for number, variable in zip(numbers, variables, strict=True):
+            operands[number] = variable
         return contract_at_once(config, *operands)
 
-    variables, directions = (tuple(values[place] for place in places) for values in (primals, tangents))
+    variables, directions = (tuple(values[number] for number in numbers) for values in (primals, tangents))
     _, tangent = jax.jvp(contract_dequantized, variables, directions)
     return contract_weights(config, *primals), tangent
 

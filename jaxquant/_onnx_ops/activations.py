@@ -294,27 +294,27 @@ def _normalize_rows(x: jax.Array, x_encoding: Encoding, y_encoding: Encoding) ->
     codes = x if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x, jnp.uint8) ^ np.uint8(128)
     codes = codes ^ jnp.where(x_encoding.scale < 0, np.uint8(255), np.uint8(0))
     shift = np.uint8(255) - codes.max(1, keepdims=True)
-    places = codes + shift
+    entries = codes + shift
     # Tiles of a symbolic number of rows, or of an array with its sharding in its type, may not be possible.
     is_plain = isinstance(x.shape[0], int) and not sharding.is_placed(x)
-    total = _add_entries(table, codes, shift) if is_plain else _add_rows(table, places.T)
+    total = _add_entries(table, codes, shift) if is_plain else _add_rows(table, entries.T)
     divisors = total * unit
     if is_plain and x.shape[1] >= _LONG:
-        return _look_up_rows(products, divisors, places, y_encoding)
-    high, low = (look_up(product, places) for product in products)
+        return _look_up_rows(products, divisors, entries, y_encoding)
+    high, low = (look_up(product, entries) for product in products)
     return _encode_quotients(high, low, divisors, y_encoding)
 
 
 def _look_up_rows(
-    products: tuple[jax.Array, jax.Array], divisors: jax.Array, places: jax.Array, encoding: Encoding
+    products: tuple[jax.Array, jax.Array], divisors: jax.Array, entries: jax.Array, encoding: Encoding
 ) -> jax.Array:  # fmt: skip
     """Return the codes of long rows from a table of 256 codes for each row, which takes fewer quotients."""
-    rows = places.shape[0]
+    rows = entries.shape[0]
     high, low = (jnp.broadcast_to(product[None], (rows, _CODES)) for product in products)
     # XLA:CPU reads a table of int32 by vector instructions, and one of bytes not.
     table = _encode_quotients(high, low, divisors, encoding).astype(jnp.int32)
     starts = jnp.arange(rows, dtype=jnp.int32)[:, None] * np.int32(_CODES)
-    indices = starts + places.astype(jnp.int32)
+    indices = starts + entries.astype(jnp.int32)
     table = lax.optimization_barrier(table).reshape(-1)
     return table.at[indices].get(mode="promise_in_bounds").astype(encoding.dtype)
 
@@ -353,14 +353,14 @@ def _encode_quotients(high: jax.Array, low: jax.Array, divisors: jax.Array, enco
     # and so are differences of nearly equal numbers; where they are not, the sign is clear. A larger half saturates.
     rest = (high - half * upper) - half * lower + low
     side = lax.max(lax.min(rest * np.float32(_HUGE), np.float32(0.25)), np.float32(-0.25))
-    zero_point = sharding.place_like(jnp.broadcast_to(encoding.steps, high.shape), high)
+    zero_point = sharding.place_like(jnp.broadcast_to(encoding.center, high.shape), high)
     return affine.encode_steps(half + side, zero_point, encoding.dtype)
 
 
 def _add_entries(table: jax.Array, codes: jax.Array, shift: jax.Array) -> jax.Array:
     """Return the sum of table[codes + shift] along the second dimension, one by one.
 
-    A vector of sums needs the codes of several rows at the same place, and a transpose of bytes takes longer than the
+    A vector of sums needs the codes of several rows in the same column, and a transpose of bytes takes longer than the
     rest of the operator. The codes are therefore transposed as words of four, within tiles of some rows, each of which
     stays in the cache.
 
@@ -384,8 +384,8 @@ def _add_entries(table: jax.Array, codes: jax.Array, shift: jax.Array) -> jax.Ar
 
     def add_word(total: jax.Array, word: jax.Array) -> jax.Array:
         word = word + shifts
-        for place in range(_BYTES):
-            index = lax.shift_right_logical(word, np.uint32(8 * place)) & np.uint32(255)
+        for byte in range(_BYTES):
+            index = lax.shift_right_logical(word, np.uint32(8 * byte)) & np.uint32(255)
             total = total + look_up(table, index.astype(jnp.uint8))
         return total
 
@@ -406,13 +406,13 @@ def _add_entries(table: jax.Array, codes: jax.Array, shift: jax.Array) -> jax.Ar
     return total
 
 
-def _add_rows(table: jax.Array, places: jax.Array) -> jax.Array:
-    """Return the sum of table[places] along the first dimension, one by one."""
+def _add_rows(table: jax.Array, entries: jax.Array) -> jax.Array:
+    """Return the sum of table[entries] along the first dimension, one by one."""
 
     def add_row(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
         return total + look_up(table, row), None
 
-    return lax.scan(add_row, look_up(table, places[0]), places[1:], unroll=_BYTES * _WORDS)[0]
+    return lax.scan(add_row, look_up(table, entries[0]), entries[1:], unroll=_BYTES * _WORDS)[0]
 
 
 # The table of exponentials of QLinearSoftmax, in pairs of float32, because JAX has no float64 by default.
@@ -476,8 +476,8 @@ def _add_exponential(high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Ar
 def _scale_pair(pair: tuple[jax.Array, jax.Array], parts: jax.Array) -> jax.Array:
     """Return a pair times exp(parts / 32), rounded to float32."""
     powers = np.exp(np.arange(-_MOST_PARTS, _MOST_PARTS + 1) / _PARTS)
-    places = parts.astype(jnp.int32) + np.int32(_MOST_PARTS)
-    power_high, power_low = (table.at[places].get(mode="promise_in_bounds") for table in _split_float64(powers))
+    entries = parts.astype(jnp.int32) + np.int32(_MOST_PARTS)
+    power_high, power_low = (table.at[entries].get(mode="promise_in_bounds") for table in _split_float64(powers))
     product, rest = multiply_exactly(pair[0], power_high)
     rest = barriers.round_result(pair[0] * power_low) + barriers.round_result(pair[1] * power_high) + rest
     return barriers.round_result(product + rest)

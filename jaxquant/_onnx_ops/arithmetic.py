@@ -70,7 +70,7 @@ def _add_to_odd(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 _QLINEAR_ADD = "ops.qlinear_add"
-# The places of the scales among the arguments.
+# The positions of the scales among the arguments.
 _SCALES = (1, 4, 6)
 
 
@@ -124,7 +124,7 @@ def qlinear_add(
     Source: ONNX Runtime's com.microsoft QLinearAdd-1.
     """
     converted = convert_two(_QLINEAR_ADD, a, a_scale, a_zero_point, b, b_scale, b_zero_point, c_scale, c_zero_point)
-    return _qlinear_add(*converted, is_aligned=_are_aligned(*(converted[place] for place in _SCALES)))
+    return _qlinear_add(*converted, is_aligned=_are_aligned(*(converted[i] for i in _SCALES)))
 
 
 @compile_entry_point(_QLINEAR_ADD)
@@ -166,7 +166,7 @@ def _compute_terms(left: Encoding, right: Encoding, result: Encoding) -> tuple[j
     """Return the factor of a, the factor of b, and the constant."""
     p = barriers.round_result(affine.divide(left.scale, result.scale))
     q = barriers.round_result(affine.divide(right.scale, result.scale))
-    a_zero, b_zero, c_zero = (encoding.steps.astype(jnp.float32) for encoding in (left, right, result))
+    a_zero, b_zero, c_zero = (encoding.center.astype(jnp.float32) for encoding in (left, right, result))
     # The order of ONNX Runtime's kernel. Another order, or a product rounded before the sum, changes codes at ties.
     offset = multiply_add(p, a_zero, barriers.round_result(q * b_zero))
     return p, q, barriers.round_result(c_zero - offset)
@@ -311,8 +311,8 @@ def _qlinear_mul(
     )
     a, b = broadcast_operands(_QLINEAR_MUL, ("a", "b"), (a, b))
     # The product of two differences of codes has 16 bits, which float32 holds exactly.
-    steps = (a.astype(jnp.int32) - left.steps) * (b.astype(jnp.int32) - right.steps)
+    steps = (a.astype(jnp.int32) - left.center) * (b.astype(jnp.int32) - right.center)
     scale = accumulator.compute_multiplier(left.scale, right.scale, result.scale)
     scaled = barriers.round_result(steps.astype(jnp.float32) * scale)
-    value = barriers.round_result(scaled + result.steps.astype(jnp.float32))
+    value = barriers.round_result(scaled + result.center.astype(jnp.float32))
     return affine.encode_steps(value, None, result.dtype)

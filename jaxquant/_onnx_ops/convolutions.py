@@ -84,9 +84,9 @@ def prepare_operands(
     geometry = derive_geometry(function, x, w, attributes)
     # Check the zero points after the rank of w: a w of rank 0 has no features to compare them with.
     check_zero_points(function, ("x", "w"), (x, w), (x_zero_point, w_zero_point), w.shape[0])
-    x_steps = signed_codes.convert_steps(x_zero_point, x.dtype, centred[0])
-    w_steps = signed_codes.convert_steps(w_zero_point, w.dtype, centred[1])
-    return signed_codes.convert_to_signed(x), signed_codes.convert_to_signed(w), x_steps, w_steps, geometry
+    x_center = signed_codes.derive_center(x_zero_point, x.dtype, centred[0])
+    w_center = signed_codes.derive_center(w_zero_point, w.dtype, centred[1])
+    return signed_codes.convert_to_signed(x), signed_codes.convert_to_signed(w), x_center, w_center, geometry
 
 
 def _check_groups(function: str, x: jax.Array, w: jax.Array, group: int) -> None:

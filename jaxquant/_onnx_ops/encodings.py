@@ -22,16 +22,16 @@ _SINGLE = ((), (1,))
 
 
 class Encoding(NamedTuple):
-    """The numbers that relate codes and values: value = (code - steps) * scale.
+    """The numbers that relate codes and values: value = (code - center) * scale.
 
     Attributes:
         scale: float32, a scalar.
-        steps: the zero point, an int32 scalar.
+        center: the zero point, an int32 scalar.
         dtype: the dtype of the codes, int8 or uint8.
     """
 
     scale: jax.Array
-    steps: jax.Array
+    center: jax.Array
     dtype: np.dtype
 
 
@@ -118,7 +118,7 @@ def requantize_codes(x: jax.Array, x_encoding: Encoding, y_encoding: Encoding) -
     """Return codes with another scale and zero point; the codes themselves if both are the same."""
     table = encode_values(list_values(x_encoding), y_encoding)
     # ONNX Runtime copies such codes, whatever the scale. The scales may be traced, so the table is computed anyway.
-    is_same = (x_encoding.scale == y_encoding.scale) & (x_encoding.steps == y_encoding.steps)
+    is_same = (x_encoding.scale == y_encoding.scale) & (x_encoding.center == y_encoding.center)
     return look_up(jnp.where(is_same, list_codes(y_encoding.dtype), table), x)
 
 
@@ -130,12 +130,12 @@ def list_codes(dtype: np.dtype) -> np.ndarray:
 def list_values(encoding: Encoding) -> jax.Array:
     """Return the float32 values of `list_codes`."""
     codes = jnp.asarray(list_codes(encoding.dtype))
-    return dequantize_affine(codes, encoding.scale, encoding.steps, PerTensor(), dtypes.FLOAT32)
+    return dequantize_affine(codes, encoding.scale, encoding.center, PerTensor(), dtypes.FLOAT32)
 
 
 def encode_values(values: jax.Array, encoding: Encoding) -> jax.Array:
     """Return the codes of float32 values, rounded before the zero point is added."""
-    return quantize_affine(values, encoding.scale, encoding.steps, PerTensor(), encoding.dtype, dtypes.FLOAT32)
+    return quantize_affine(values, encoding.scale, encoding.center, PerTensor(), encoding.dtype, dtypes.FLOAT32)
 
 
 def _batch_lookup(mapped: dict[str, bool], table: jax.Array, x: jax.Array) -> jax.Array | None:
@@ -145,11 +145,11 @@ def _batch_lookup(mapped: dict[str, bool], table: jax.Array, x: jax.Array) -> ja
 @recording.mark("look_up", lambda table, x: (x.shape, table.dtype), _batch_lookup)
 def look_up(table: jax.Array, x: jax.Array) -> jax.Array:
     """Return the entry of a table of 256 for each code of x, int8 or uint8."""
-    places = lax.bitcast_convert_type(x, jnp.uint8)
+    indices = lax.bitcast_convert_type(x, jnp.uint8)
     # With shardings in types, JAX asks for the sharding of the result: `x.sharding`.
     out_sharding = jax.typeof(x).sharding if sharding.is_placed(x) else None
     # A byte cannot be outside of 256 entries, so XLA need not clamp it.
-    return table.at[places].get(mode="promise_in_bounds", out_sharding=out_sharding)
+    return table.at[indices].get(mode="promise_in_bounds", out_sharding=out_sharding)
 
 
 def look_up_stored(table: jax.Array, x: jax.Array) -> jax.Array:

@@ -90,8 +90,8 @@ def matmul_nbits(
 class _PackedWeights(NamedTuple):
     """The static arguments, and the steps of the contraction that depend on them.
 
-    A place is a position of a code in its byte. The codes of one place are the codes `place`, `place + planes`, ... of
-    a row, so that a contraction of one place takes every `planes`-th column of a.
+    A plane holds the codes at one position in their bytes: the codes `position`, `position + planes`, ... of
+    a row, so that a contraction of one plane takes every `planes`-th column of a.
     """
 
     K: int
@@ -129,7 +129,7 @@ class _PackedWeights(NamedTuple):
         return Cut(self.N, self.blocks * self.block_size, 1, 1)
 
     def arrange_operand(self, x: jax.Array) -> list[jax.Array]:
-        """Return the columns of a for each place; to separate them costs less than to interleave the weights."""
+        """Return the columns of a for each plane; to separate them costs less than to interleave the weights."""
         # The codes past K in the last block are multiplied by zeros.
         padded = lax.pad(x, np.float32(0), ((0, 0, 0), (0, self.blocks * self.block_size - self.K, 0)))
         return [padded[:, i :: self.planes] for i in range(self.planes)]
@@ -146,21 +146,21 @@ class _PackedWeights(NamedTuple):
         chunk: Chunk | None,
         wait: Callable[[jax.Array], jax.Array],
     ) -> list[jax.Array]:
-        """Return the dequantized weights of each place, [N, blocks * bytes] each, with `wait` applied to the scale."""
+        """Return the dequantized weights of each plane, [N, blocks * bytes] each, with `wait` applied to the scale."""
         if chunk is not None:
             codes, scale = chunk.take(codes, 0), wait(chunk.take(scale, 0))
             zero_point = None if zero_point is None else chunk.take(zero_point, 0)
-        # The places stay separate arrays, because interleaving them would write the weights to memory once more.
+        # The planes stay separate arrays, because interleaving them would write the weights to memory once more.
         wide = jnp.broadcast_to(scale[..., None], codes.shape)
         return [(s * wide).reshape(codes.shape[0], -1) for s in _subtract_zero_points(codes, zero_point, self)]
 
     def contract_chunk(self, x: list[jax.Array], weights: list[jax.Array]) -> jax.Array:
-        """Return the sum over places of [rows, k] by [n, k]."""
+        """Return the sum over planes of [rows, k] by [n, k]."""
         # Without HIGHEST a GPU would round both operands to TF32.
         dimensions = (((1,), (1,)), ((), ()))
         products = [
-            lax.dot_general(places, w, dimensions, precision=lax.Precision.HIGHEST)
-            for places, w in zip(x, weights, strict=True)
+            lax.dot_general(planes, w, dimensions, precision=lax.Precision.HIGHEST)
+            for planes, w in zip(x, weights, strict=True)
         ]
         return functools.reduce(jnp.add, products)
 
@@ -195,8 +195,8 @@ def _contract_row(
     assert terms is not None
     groups = size // config.planes // lanes
     padded = lax.pad(x, np.float32(0), ((0, size - config.K, 0),))
-    # The barrier keeps XLA from separating the places of x in each of its uses.
-    places = lax.optimization_barrier(
+    # The barrier keeps XLA from separating the planes of x in each of its uses.
+    planes = lax.optimization_barrier(
         [padded[i :: config.planes].reshape(groups // terms, terms, lanes) for i in range(config.planes)]
     )
     repeats = groups // config.blocks
@@ -207,9 +207,9 @@ def _contract_row(
     for term in range(terms):
         point = None if zero_point is None else zero_point[:, :, term]
         wide = jnp.broadcast_to(scale[:, :, term, None], (config.N, groups // terms, lanes))
-        # Widened once for all places; a CPU also shifts int32 faster than bytes.
+        # Widened once for all planes; a CPU also shifts int32 faster than bytes.
         differences = _subtract_zero_points(cut[:, :, term].astype(jnp.int32), point, config)
-        products = [(s * wide) * place[None, :, term] for s, place in zip(differences, places, strict=True)]
+        products = [(s * wide) * plane[None, :, term] for s, plane in zip(differences, planes, strict=True)]
         part = functools.reduce(jnp.add, products)
         total = part if total is None else total + part
     # The barrier keeps XLA from fusing this reduction with the loop of products.
@@ -319,19 +319,19 @@ def _check_flat(argument: str, value: jax.Array, shape: tuple[int, int]) -> None
 
 def _unpack_codes(packed: jax.Array, config: _PackedWeights) -> jax.Array:
     """Return packed zero points of [N, bytes] as int32 [N, blocks]."""
-    # Consecutive zero points have consecutive places; the last byte of a row may hold unused codes.
+    # Consecutive zero points are in consecutive planes; the last byte of a row may hold unused codes.
     planes = [_unpack_plane(packed, i, config) for i in range(config.planes)]
     return jnp.stack(planes, axis=-1).reshape(packed.shape[0], -1)[:, : config.blocks]
 
 
 def _unpack_plane(packed: jax.Array, index: int, config: _PackedWeights) -> jax.Array:
-    """Return the codes of one place as int32, from bytes of an integer dtype."""
+    """Return the codes of one plane as int32, from bytes of an integer dtype."""
     shifted = packed >> packed.dtype.type(index * config.bits)
     return (shifted & packed.dtype.type(2**config.bits - 1)).astype(jnp.int32)
 
 
 def _subtract_zero_points(b: jax.Array, zero_points: jax.Array | None, config: _PackedWeights) -> list[jax.Array]:
-    """Return q - zero_points in float32 for each place: [N, blocks, bytes] each."""
+    """Return q - zero_points in float32 for each plane: [N, blocks, bytes] each."""
     differences = []
     for i in range(config.planes):
         codes = _unpack_plane(b, i, config)

@@ -38,7 +38,7 @@ class PoolAttributes(NamedTuple):
     strides: Any
 
 
-class PoolWindows(NamedTuple):
+class PoolGeometry(NamedTuple):
     """The windows of a pooling.
 
     Attributes:
@@ -73,7 +73,7 @@ def check_pool_attributes(function: str, **attributes: object) -> PoolAttributes
     return PoolAttributes(**checked)
 
 
-def derive_windows(function: str, spatial: tuple[int, ...], attributes: PoolAttributes) -> PoolWindows:
+def derive_windows(function: str, spatial: tuple[int, ...], attributes: PoolAttributes) -> PoolGeometry:
     """Check the attributes against the spatial shape of x, and return the windows."""
     rank = len(spatial)
     kernel = _check_lengths(function, "kernel_shape", attributes.kernel_shape, rank)
@@ -97,7 +97,7 @@ def derive_windows(function: str, spatial: tuple[int, ...], attributes: PoolAttr
         # The end is what the windows read: ceil_mode can exceed the padding that was asked for, strides can fall short.
         padding.append((low, max((number - 1) * stride + length - size - low, 0)))
     is_global = kernel == spatial and not any(low or high for low, high in pads)
-    return PoolWindows(kernel, strides, tuple(padding), tuple(positions), is_global, counts)
+    return PoolGeometry(kernel, strides, tuple(padding), tuple(positions), is_global, counts)
 
 
 def _check_lengths(function: str, argument: str, value: Any, rank: int) -> tuple[int, ...]:
@@ -248,13 +248,13 @@ def _encode_mean(mean: jax.Array, encoding: Encoding) -> jax.Array:
     """Return saturate(round_half_even(mean / scale + zero point))."""
     quotient = affine.divide(mean, sharding.place_like(jnp.broadcast_to(encoding.scale, mean.shape), mean))
     # Unlike in QuantizeLinear, the sum with the zero point is rounded, and ties are decided by its parity.
-    value = barriers.round_result(quotient + encoding.steps.astype(jnp.float32))
+    value = barriers.round_result(quotient + encoding.center.astype(jnp.float32))
     return affine.encode_steps(value, None, encoding.dtype)
 
 
-def _sum_windows(x: jax.Array, encoding: Encoding, windows: PoolWindows, axes: tuple[int, ...]) -> jax.Array:
+def _sum_windows(x: jax.Array, encoding: Encoding, windows: PoolGeometry, axes: tuple[int, ...]) -> jax.Array:
     """Return the float32 sums of the windows of the values of x, adding one element after the other."""
-    values = dequantize_affine(x, encoding.scale, encoding.steps, PerTensor(), dtypes.FLOAT32)
+    values = dequantize_affine(x, encoding.scale, encoding.center, PerTensor(), dtypes.FLOAT32)
     # ONNX Runtime leaves out the padding. Adding 0 to a sum that begins with 0 does not change it.
     padding = dict(zip(axes, windows.padding, strict=True))
     config = [(*padding.get(axis, (0, 0)), 0) for axis in range(x.ndim)]
@@ -274,7 +274,7 @@ def _sum_windows(x: jax.Array, encoding: Encoding, windows: PoolWindows, axes: t
         return part
 
     if windows.counts.size == 0 or np.prod(windows.kernel) <= _MOST_UNROLLED:
-        return _add_in_order([take_element(place) for place in itertools.product(*map(range, windows.kernel))])
+        return _add_in_order([take_element(offsets) for offsets in itertools.product(*map(range, windows.kernel))])
 
     def add_element(i: jax.Array, total: jax.Array) -> jax.Array:
         return total + take_element(jnp.unravel_index(i, windows.kernel))
@@ -383,12 +383,12 @@ def average_codes(
     where scale = scale of x / (scale of y * count)
     """
     count = math.prod(x.shape[axis] for axis in axes)
-    acc = _sum_codes(x, axes, keepdims=keepdims) - x_encoding.steps * np.int32(count)
+    acc = _sum_codes(x, axes, keepdims=keepdims) - x_encoding.center * np.int32(count)
     # Rounded before the division, as in ONNX Runtime: x_scale / y_scale / count is another float32.
     divisor = barriers.round_result(y_encoding.scale * np.float32(count))
     scale = jnp.broadcast_to(affine.divide(x_encoding.scale, divisor), acc.shape)
-    steps = jnp.broadcast_to(y_encoding.steps, acc.shape)
-    return accumulator.requantize_accumulator(acc, scale, steps, y_encoding.dtype)
+    center = jnp.broadcast_to(y_encoding.center, acc.shape)
+    return accumulator.requantize_accumulator(acc, scale, center, y_encoding.dtype)
 
 
 def _sum_codes(x: jax.Array, axes: tuple[int, ...], *, keepdims: bool) -> jax.Array:

@@ -130,14 +130,14 @@ def _quantize_linear(
     checks.check_array(_QUANTIZE_LINEAR, "y_scale", y_scale, _SCALE)
     checks.check_flag(_QUANTIZE_LINEAR, "saturate", saturate)
     dtype = _read_output_dtype(y_zero_point, output_dtype)
-    carrier = _choose_precision(x, y_scale, precision)
+    quotient_dtype = _choose_precision(x, y_scale, precision)
     # The granularity describes scalar, 1-D and blocked scales in one form for the arithmetic below.
     granularity = resolve_onnx(_QUANTIZE_LINEAR, "y_scale", y_scale, x.shape, axis, block_size)
     if y_zero_point is not None:
         check_matching(_QUANTIZE_LINEAR, "y_zero_point", y_zero_point, y_scale, "y_scale")
     # Without stop_gradient JAX would differentiate the conversion to a float8 or float4 result.
     x, y_scale = jax.lax.stop_gradient((x, y_scale))
-    return quantize_affine(x, y_scale, y_zero_point, granularity, dtype, carrier, bool(saturate))
+    return quantize_affine(x, y_scale, y_zero_point, granularity, dtype, quotient_dtype, bool(saturate))
 
 
 def _read_output_dtype(zero_point: jax.Array | None, output_dtype: DTypeLike | None) -> np.dtype:

@@ -60,15 +60,15 @@ class Site:
     reason: str = ""
 
     def describe(self) -> str:
-        """Return the name of the site with its operation and its place in the source."""
+        """Return the name of the site with its operation and its line of source."""
         return f"{self.name} ({self.operation} at {self.where})"
 
     @property
     def weight(self) -> int | None:
-        """The place of the operand that is a parameter, or None."""
+        """The number of the operand that is a parameter, or None."""
         # With two parameters neither is the weight: such a product depends on no activation.
-        places = [place for place, origin in enumerate(self.origins) if views.list_views(origin)]
-        return places[0] if len(places) == 1 else None
+        operands = [i for i, origin in enumerate(self.origins) if views.list_views(origin)]
+        return operands[0] if len(operands) == 1 else None
 
     @property
     def views(self) -> tuple[View, ...]:
@@ -77,7 +77,7 @@ class Site:
 
     @property
     def leaves(self) -> tuple[int, ...]:
-        """The places of all parameters that an operand is made of, without activations."""
+        """The numbers of all parameters that an operand is made of, without activations."""
         leaves = [leaf for origin in self.origins for leaf in views.list_leaves(origin)]
         selected = [leaf for origin in self.origins if isinstance(origin, views.Data) for leaf in origin.leaves]
         return tuple(dict.fromkeys(leaves or selected))
@@ -131,9 +131,9 @@ def find_float_reason(equation: Equation, origins: Sequence[Origin]) -> str:
         return selected[0]
     for origin in origins:
         if isinstance(origin, views.Joined):
-            place = list(origins).index(origin)
-            rank = len(jaxpr.read_shape(equation.invars[place]))
-            if origin.axis in find_contracted(equation, place, rank):
+            operand = list(origins).index(origin)
+            rank = len(jaxpr.read_shape(equation.invars[operand]))
+            if origin.axis in find_contracted(equation, operand, rank):
                 return "parameters are concatenated along an axis that is summed"
     return ""
 
@@ -178,7 +178,7 @@ class _Findings:
     Attributes:
         sites: the contractions, in program order, not yet numbered.
         followed: the addresses of the equations that move the elements of parameters.
-        invariant: for each loop, the places of the carries that hold the same parameter in every iteration.
+        invariant: for each loop, the numbers of the carries that hold the same parameter in every iteration.
         passing: the addresses of the equations with bodies that return a parameter.
     """
 
@@ -202,7 +202,7 @@ class Analysis:
     Attributes:
         sites: the contractions by address, in program order.
         followed: the addresses of the equations that move the elements of parameters.
-        invariant: for each loop, the places of the carries that hold the same parameter in every iteration.
+        invariant: for each loop, the numbers of the carries that hold the same parameter in every iteration.
         entered: the addresses of the equations with a site that can run on codes in a body, and of these bodies;
             and of those that return a parameter.
     """
@@ -214,11 +214,11 @@ class Analysis:
 
     def list_below(self, address: Address) -> list[Site]:
         """Return the sites inside of an equation or of a body."""
-        return [site for place, site in self.sites.items() if place[: len(address)] == address]
+        return [site for at, site in self.sites.items() if at[: len(address)] == address]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _Surroundings:
     """Where a walk is.
 
     Attributes:
@@ -226,7 +226,7 @@ class _Place:
         layers: the scans around it that stack parameters.
         lengths: their lengths.
         scope: the name scopes around it.
-        where: the place in the source of the call around it.
+        where: the line of source of the call around it.
         reason: why no contraction here can run on codes, or "".
     """
 
@@ -247,7 +247,7 @@ def analyze_program(trace: jaxpr.Trace, origins: Sequence[Origin], names: Sequen
         names: the path of each parameter.
     """
     findings = _Findings()
-    _walk(Body(trace.program, trace.constants), origins, _Place(), findings)
+    _walk(Body(trace.program, trace.constants), origins, _Surroundings(), findings)
     sites = _name_sites(findings.sites, names)
     # Other bodies are evaluated as they stand, also in equations that cannot be entered.
     entered = {site.address[:length] for site in sites if not site.reason for length in range(len(site.address))}
@@ -285,7 +285,7 @@ _ADVICE = {
 }
 
 
-def _walk(body: Body, origins: Sequence[Origin], place: _Place, findings: _Findings) -> list[Origin]:
+def _walk(body: Body, origins: Sequence[Origin], around: _Surroundings, findings: _Findings) -> list[Origin]:
     """Return the origins of the results of a program, and add what it contains to the findings."""
     program = body.program
     known: dict[Any, Origin] = dict(zip(program.constvars, [Constant()] * len(program.constvars), strict=True))
@@ -296,7 +296,7 @@ def _walk(body: Body, origins: Sequence[Origin], place: _Place, findings: _Findi
         return Constant() if jaxpr.is_literal(atom) else known[atom]
 
     for index, equation in enumerate(program.eqns):
-        here = dataclasses.replace(place, address=(*place.address, index))
+        here = dataclasses.replace(around, address=(*around.address, index))
         if index not in live:
             here = dataclasses.replace(here, reason=UNUSED)
         results = _walk_equation(equation, [read(atom) for atom in equation.invars], here, findings)
@@ -304,26 +304,28 @@ def _walk(body: Body, origins: Sequence[Origin], place: _Place, findings: _Findi
     return [read(atom) for atom in program.outvars]
 
 
-def _walk_equation(equation: Equation, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
+def _walk_equation(
+    equation: Equation, origins: list[Origin], around: _Surroundings, findings: _Findings
+) -> list[Origin]:
     name = jaxpr.find_name(equation)
     if name in _BODIES:
-        results = _BODIES[name](equation, origins, place, findings)
+        results = _BODIES[name](equation, origins, around, findings)
         if any(views.list_views(result) for result in results):
-            findings.passing.add(place.address)
+            findings.passing.add(around.address)
         return results
     moved = views.follow_equation(equation, origins)
-    where = jaxpr.locate(equation) or place.where
+    where = jaxpr.locate(equation) or around.where
     if moved is not None:
         if any(views.list_views(origin) for origin in moved):
-            findings.followed.add(place.address)
+            findings.followed.add(around.address)
         return [views.locate_selection(origin, where) for origin in moved]
     if name in ("dot_general", "conv_general_dilated", *FLOAT_OPERATIONS):
         origins = views.resolve_selections(origins)
-        _add_site(equation, origins, place, findings)
+        _add_site(equation, origins, around, findings)
     elif is_listed_lookup(equation, origins):
-        _add_site(equation, origins[:1], place, findings)
+        _add_site(equation, origins[:1], around, findings)
     else:
-        _add_hidden_sites(equation, origins, place, findings)
+        _add_hidden_sites(equation, origins, around, findings)
     # The result does not consist of elements of parameters any more, also if activations selected these.
     if name in OPERATIONS and any(isinstance(origin, Data) for origin in origins):
         return [Data()] * len(equation.outvars)
@@ -331,24 +333,26 @@ def _walk_equation(equation: Equation, origins: list[Origin], place: _Place, fin
     return [result] * len(equation.outvars)
 
 
-def _add_site(equation: Equation, origins: Sequence[Origin], place: _Place, findings: _Findings) -> None:
+def _add_site(equation: Equation, origins: Sequence[Origin], around: _Surroundings, findings: _Findings) -> None:
     operation = OPERATIONS.get(jaxpr.find_name(equation), jaxpr.find_name(equation))
-    reason = place.reason or find_float_reason(equation, origins)
-    scope = "/".join(part for part in (place.scope, jaxpr.find_scope(equation)) if part)
+    reason = around.reason or find_float_reason(equation, origins)
+    scope = "/".join(part for part in (around.scope, jaxpr.find_scope(equation)) if part)
     stem = f"{operation}@{scope}" if scope else operation
-    where = jaxpr.locate(equation) or place.where
-    layers, lengths = place.layers, place.lengths
+    where = jaxpr.locate(equation) or around.where
+    layers, lengths = around.layers, around.lengths
     findings.sites.append(
-        Site(place.address, stem, operation, equation, tuple(origins), layers, lengths, scope, where, reason)
+        Site(around.address, stem, operation, equation, tuple(origins), layers, lengths, scope, where, reason)
     )
 
 
-def _add_hidden_sites(equation: Equation, origins: Sequence[Origin], place: _Place, findings: _Findings) -> None:
+def _add_hidden_sites(
+    equation: Equation, origins: Sequence[Origin], around: _Surroundings, findings: _Findings
+) -> None:
     """Add the contractions inside an equation that is not entered; all of them stay in floats."""
     name = jaxpr.find_name(equation)
-    reason = place.reason or f"inside of {name}, which is not entered{_ADVICE.get(name, '')}"
+    reason = around.reason or f"inside of {name}, which is not entered{_ADVICE.get(name, '')}"
     leaves = tuple(sorted({leaf for origin in origins for leaf in views.list_leaves(origin)}))
-    hidden = dataclasses.replace(place, reason=reason)
+    hidden = dataclasses.replace(around, reason=reason)
     for number, body in enumerate(jaxpr.find_bodies(equation)):
         inner = dataclasses.replace(hidden, address=(*hidden.address, number))
         _walk(body, [views.Lost(leaves, reason) if leaves else Data()] * len(body.program.invars), inner, findings)
@@ -357,14 +361,16 @@ def _add_hidden_sites(equation: Equation, origins: Sequence[Origin], place: _Pla
 # Equations with bodies.
 
 
-def _walk_call(equation: Equation, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
-    return _walk(jaxpr.read_call(equation), origins, _enter(equation, place, 0), findings)
+def _walk_call(equation: Equation, origins: list[Origin], around: _Surroundings, findings: _Findings) -> list[Origin]:
+    return _walk(jaxpr.read_call(equation), origins, _enter(equation, around, 0), findings)
 
 
-def _walk_boundary(equation: Equation, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
+def _walk_boundary(
+    equation: Equation, origins: list[Origin], around: _Surroundings, findings: _Findings
+) -> list[Origin]:
     """Walk a call that is not inlined if it contains a contraction; it then returns arrays only."""
     count = len(findings.sites)
-    results = _walk_call(equation, origins, place, findings)
+    results = _walk_call(equation, origins, around, findings)
     # Without a contraction the body is evaluated in its place, so that a parameter which it returns stays one.
     if len(findings.sites) == count:
         return results
@@ -372,57 +378,59 @@ def _walk_boundary(equation: Equation, origins: list[Origin], place: _Place, fin
     return [views.combine([result], reason) if views.list_views(result) else result for result in results]
 
 
-def _enter(equation: Equation, place: _Place, number: int) -> _Place:
-    scope = "/".join(part for part in (place.scope, jaxpr.find_scope(equation)) if part)
-    where = jaxpr.locate(equation) or place.where
-    return dataclasses.replace(place, address=(*place.address, number), scope=scope, where=where)
+def _enter(equation: Equation, around: _Surroundings, number: int) -> _Surroundings:
+    scope = "/".join(part for part in (around.scope, jaxpr.find_scope(equation)) if part)
+    where = jaxpr.locate(equation) or around.where
+    return dataclasses.replace(around, address=(*around.address, number), scope=scope, where=where)
 
 
-def _walk_cond(equation: Equation, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
+def _walk_cond(equation: Equation, origins: list[Origin], around: _Surroundings, findings: _Findings) -> list[Origin]:
     results = []
     for number, body in enumerate(jaxpr.read_branches(equation)):
         # The first operand is the index of the branch.
-        results.append(_walk(body, origins[1:], _enter(equation, place, number), findings))
+        results.append(_walk(body, origins[1:], _enter(equation, around, number), findings))
     reason = f"cond at {jaxpr.locate(equation)}"
     # Which branch runs is not known here, so that a parameter which one of them returns cannot be followed.
     return [views.combine(branches, reason) for branches in zip(*results, strict=True)]
 
 
-def _walk_scan(equation: Equation, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
+def _walk_scan(equation: Equation, origins: list[Origin], around: _Surroundings, findings: _Findings) -> list[Origin]:
     scan = jaxpr.read_scan(equation)
     first_stacked = scan.constants + scan.carries
     constants, carries = origins[: scan.constants], origins[scan.constants : first_stacked]
     parts = [views.take_layer(x) if isinstance(x, View | Joined) else x for x in origins[first_stacked:]]
-    inner = _enter(equation, place, 0)
+    inner = _enter(equation, around, 0)
     # Only a scan over stacked parameters has layers; one over time runs the same layer in each iteration.
     if any(views.list_views(part) for part in parts):
-        inner = dataclasses.replace(inner, layers=(*inner.layers, place.address), lengths=(*inner.lengths, scan.length))
+        inner = dataclasses.replace(
+            inner, layers=(*inner.layers, around.address), lengths=(*inner.lengths, scan.length)
+        )
 
     def walk_body(assumed: list[Origin], trial: _Findings) -> list[Origin]:
         return _walk(scan.body, [*constants, *assumed, *parts], inner, trial)
 
-    assumed, results = _find_fixpoint(equation, carries, walk_body, place, findings)
+    assumed, results = _find_fixpoint(equation, carries, walk_body, around, findings)
     stacked = [views.combine([origin], _describe_loop(equation)) for origin in results[scan.carries :]]
     return [*assumed, *stacked]
 
 
-def _walk_while(equation: Equation, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
+def _walk_while(equation: Equation, origins: list[Origin], around: _Surroundings, findings: _Findings) -> list[Origin]:
     loop = jaxpr.read_while(equation)
     first, second = loop.condition_constants, loop.condition_constants + loop.body_constants
 
     # A condition returns nothing but a bool, so a range observed in it could not be kept.
-    condition = _enter(equation, place, 0)
-    condition = dataclasses.replace(condition, reason=place.reason or "in the condition of a loop")
+    condition = _enter(equation, around, 0)
+    condition = dataclasses.replace(condition, reason=around.reason or "in the condition of a loop")
 
     def walk_bodies(assumed: list[Origin], trial: _Findings) -> list[Origin]:
         _walk(loop.condition, [*origins[:first], *assumed], condition, trial)
-        return _walk(loop.body, [*origins[first:second], *assumed], _enter(equation, place, 1), trial)
+        return _walk(loop.body, [*origins[first:second], *assumed], _enter(equation, around, 1), trial)
 
-    return _find_fixpoint(equation, origins[second:], walk_bodies, place, findings)[0]
+    return _find_fixpoint(equation, origins[second:], walk_bodies, around, findings)[0]
 
 
 def _find_fixpoint(
-    equation: Equation, carries: list[Origin], walk: Callable[..., Any], place: _Place, findings: _Findings
+    equation: Equation, carries: list[Origin], walk: Callable[..., Any], around: _Surroundings, findings: _Findings
 ) -> tuple[list[Origin], list[Origin]]:
     """Return origins of the carries of a loop that hold in every iteration, and origins of the results of its body."""
     assumed = list(carries)
@@ -437,8 +445,8 @@ def _find_fixpoint(
         assumed = merged
     findings.add(trial)
     # A parameter that every iteration passes on unchanged need not be carried.
-    invariant = frozenset(place for place, origin in enumerate(assumed) if views.list_views(origin))
-    findings.invariant[place.address] = invariant
+    invariant = frozenset(number for number, origin in enumerate(assumed) if views.list_views(origin))
+    findings.invariant[around.address] = invariant
     return assumed, results
 
 

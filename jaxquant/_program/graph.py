@@ -14,7 +14,7 @@ from .jaxpr import Address, Body, Equation
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EquationNode:
-    """An equation in one place of the program.
+    """An equation at one address of the program.
 
     Attributes:
         address: where it is.
@@ -43,7 +43,7 @@ class EquationNode:
         return self.equation.params
 
     def describe_node(self) -> str:
-        """Return its name and its place in the source."""
+        """Return its name and its line of source."""
         return f"{self.name} at {self.where}"
 
 
@@ -94,11 +94,11 @@ class ProgramGraph:
         return self.by_address.get(address)
 
     def list_writers(self, value: int) -> list[tuple[Address, int]]:
-        """Return the equations that give a value, calls included, each with its place among their results."""
+        """Return the equations that give a value, calls included, each with its number among their results."""
         return [
-            (node.address, place)
+            (node.address, number)
             for node in (*self.nodes, *self.calls)
-            for place, output in enumerate(node.outputs)
+            for number, output in enumerate(node.outputs)
             if output == value
         ]
 
@@ -113,7 +113,7 @@ class ProgramGraph:
 
 @dataclasses.dataclass(frozen=True)
 class _Surroundings:
-    """Where a body is: its address, the name scopes around it, and the place in the source of the call around it."""
+    """Where a body is: its address, the name scopes around it, and the line of source of the call around it."""
 
     address: Address = ()
     scope: str = ""
@@ -142,7 +142,7 @@ def _add_body(
     graph: ProgramGraph,
     body: Body,
     inputs: Sequence[int],
-    place: _Surroundings,
+    around: _Surroundings,
     is_inlined: Callable[[Equation, Address], bool],
 ) -> list[int]:
     """Add the equations of a body, and return the values of its results."""
@@ -160,10 +160,10 @@ def _add_body(
         return value
 
     for index in jaxpr.list_live(program):
-        equation, address = program.eqns[index], (*place.address, index)
+        equation, address = program.eqns[index], (*around.address, index)
         operands = tuple(read(atom) for atom in equation.invars)
-        scope = "/".join(part for part in (place.scope, jaxpr.find_scope(equation)) if part)
-        where = jaxpr.locate(equation) or place.where
+        scope = "/".join(part for part in (around.scope, jaxpr.find_scope(equation)) if part)
+        where = jaxpr.locate(equation) or around.where
         if is_inlined(equation, address):
             inner = _Surroundings((*address, 0), scope, where)
             results = _add_body(graph, jaxpr.read_call(equation), operands, inner, is_inlined)

@@ -183,10 +183,10 @@ def list_live(program: Program, is_needed: Callable[[Equation], bool] = has_effe
 
 def list_last_uses(program: Program, live: Sequence[int]) -> dict[int, list[Variable]]:
     """Return for each of some equations the variables that no later one reads, and that the program does not return."""
-    places = {atom: index for index in live for atom in program.eqns[index].invars if not is_literal(atom)}
+    readers = {atom: index for index in live for atom in program.eqns[index].invars if not is_literal(atom)}
     kept = {atom for atom in program.outvars if not is_literal(atom)}
     uses: dict[int, list[Variable]] = {}
-    for atom, index in places.items():
+    for atom, index in readers.items():
         if atom not in kept:
             uses.setdefault(index, []).append(atom)  # type: ignore[arg-type]
     return uses

@@ -49,8 +49,8 @@ class Elements:
         """Return the elements without some dimensions of length 1."""
         return None
 
-    def broadcast(self, places: Sequence[int], shape: Shape) -> Any:
-        """Return the elements repeated along new dimensions; `places` has the new place of each old dimension."""
+    def broadcast(self, dimensions: Sequence[int], shape: Shape) -> Any:
+        """Return the elements repeated along new dimensions; old dimension i becomes `dimensions[i]`."""
         return None
 
     def tile(self, repeats: Sequence[int], shape: Shape) -> Any:
@@ -86,7 +86,7 @@ class Move(NamedTuple):
             "order" if the elements keep their order, apart from repetitions, and the equation itself moves indices; or
             "".
         on_codes: whether codes with one scale can take it between contractions: on integers it is the same equation,
-            with the zero point in the place of 0.
+            with the zero point for 0.
     """
 
     move: Callable[..., Sequence[Any]] | None = None
@@ -123,9 +123,9 @@ def _split(equation: Equation, x: Elements) -> list[Any]:
     axis, start, parts = equation.params["axis"], 0, []
     lengths = jaxpr.read_shape(equation.invars[0])
     for size, variable in zip(equation.params["sizes"], equation.outvars, strict=True):
-        starts = [start if place == axis else 0 for place in range(len(lengths))]
+        starts = [start if i == axis else 0 for i in range(len(lengths))]
         start += int(size)
-        limits = [start if place == axis else n for place, n in enumerate(lengths)]
+        limits = [start if i == axis else n for i, n in enumerate(lengths)]
         parts.append(x.cut(starts, limits, (1,) * len(lengths), jaxpr.read_shape(variable)))
     return parts
 

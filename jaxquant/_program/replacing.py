@@ -116,8 +116,8 @@ class ReplacingInterpreter(Interpreter):
             scope = jaxpr.find_scope(equation) or site.operation
             # A parameter next to the weight is activations: the entry that an index selects.
             operands = [
-                self.mode.convert_to_array(x) if place != site.weight and self.mode.is_parameter(x) else x
-                for place, x in enumerate(operands)
+                self.mode.convert_to_array(x) if operand != site.weight and self.mode.is_parameter(x) else x
+                for operand, x in enumerate(operands)
             ]
             # A new operation does not have the name scope of the equation it replaces, by which profilers find it.
             with _name_scope(scope), checks.prefix_errors(site.describe()):
@@ -244,7 +244,7 @@ class ReplacingInterpreter(Interpreter):
         invariant = self.analysis.invariant.get(address, frozenset())
         # A parameter that no iteration changes is a constant of the loop, in its own form: a carry would have to be
         # floats.
-        carried = [self._read_array(x) for place, x in enumerate(carries) if place not in invariant]
+        carried = [self._read_array(x) for carry, x in enumerate(carries) if carry not in invariant]
         parts = [self.mode.prepare_stacked(x) if self.mode.is_parameter(x) else x for x in stacked]
         layered, shared = self._split_records(address)
         updates = self.mode.updates_records
@@ -255,7 +255,7 @@ class ReplacingInterpreter(Interpreter):
             results, inner = self.run_inner(
                 scan.body, [*constants, *values, *layer], (*address, 0), {**shared, **common, **records}
             )
-            kept = [x for place, x in enumerate(results[: scan.carries]) if place not in invariant]
+            kept = [x for carry, x in enumerate(results[: scan.carries]) if carry not in invariant]
             outputs = results[scan.carries :], {name: inner[name] for name in records} if updates else {}
             return (kept, {name: inner[name] for name in common}), outputs
 
@@ -273,7 +273,7 @@ class ReplacingInterpreter(Interpreter):
         first, second = loop.condition_constants, loop.condition_constants + loop.body_constants
         carries = operands[second:]
         invariant = self.analysis.invariant.get(address, frozenset())
-        carried = [self._read_array(x) for place, x in enumerate(carries) if place not in invariant]
+        carried = [self._read_array(x) for carry, x in enumerate(carries) if carry not in invariant]
         _, shared = self._split_records(address)
         updates = self.mode.updates_records
 
@@ -289,7 +289,7 @@ class ReplacingInterpreter(Interpreter):
             results, inner = self.run_inner(
                 loop.body, [*operands[first:second], *values], (*address, 1), {**shared, **common}
             )
-            kept = [x for place, x in enumerate(results) if place not in invariant]
+            kept = [x for carry, x in enumerate(results) if carry not in invariant]
             if loop.is_vectorized:
                 going = check(moving)
                 kept = [_select_examples(going, *pair) for pair in zip(kept, moving, strict=True)]
@@ -335,4 +335,4 @@ def _name_scope(scope: str) -> Any:
 def _merge_carries(carries: Sequence[Any], moving: Sequence[Any], invariant: frozenset[int]) -> list[Any]:
     """Return the carries of a loop: those that hold a parameter as they are outside of it, and the others."""
     rest = iter(moving)
-    return [x if place in invariant else next(rest) for place, x in enumerate(carries)]
+    return [x if carry in invariant else next(rest) for carry, x in enumerate(carries)]

@@ -35,11 +35,11 @@ class View(NamedTuple):
     """Elements of one parameter, moved.
 
     Attributes:
-        leaf: the place of the parameter among the leaves of the tree of parameters.
+        leaf: the number of the parameter among the leaves of the tree of parameters.
         dimensions: the factors of each dimension, the slowest first.
         dtype: the dtype to which the elements were converted.
         history: the operations that moved the elements; two views with equal histories have equal elements.
-        selection: that activations select these elements by a dynamic slice, and the place in the source, or "".
+        selection: that activations select these elements by a dynamic slice, and the line of source, or "".
     """
 
     leaf: int
@@ -48,9 +48,9 @@ class View(NamedTuple):
     history: tuple[Any, ...] = ()
     selection: str = ""
 
-    def list_axes(self, places: Sequence[int]) -> set[int]:
-        """Return the axes of the parameter that have factors in the dimensions at these places."""
-        return {atom.axis for place in places for atom in self.dimensions[place] if atom.axis is not None}
+    def list_axes(self, dimensions: Sequence[int]) -> set[int]:
+        """Return the axes of the parameter that have factors in these dimensions."""
+        return {atom.axis for dimension in dimensions for atom in self.dimensions[dimension] if atom.axis is not None}
 
     # The methods of `moves.Elements`.
 
@@ -80,12 +80,12 @@ class View(NamedTuple):
         """Return the view without some dimensions."""
         return self._replace(dimensions=tuple(d for axis, d in enumerate(self.dimensions) if axis not in axes))
 
-    def broadcast(self, places: Sequence[int], shape: Sequence[Any]) -> View:
+    def broadcast(self, dimensions: Sequence[int], shape: Sequence[Any]) -> View:
         """Return the view repeated along new dimensions."""
-        sources = {to: axis for axis, to in enumerate(places)}
+        sources = {to: axis for axis, to in enumerate(dimensions)}
         dimensions = []
-        for place, size in enumerate(shape):
-            dimension = self.dimensions[sources[place]] if place in sources else ()
+        for to, size in enumerate(shape):
+            dimension = self.dimensions[sources[to]] if to in sources else ()
             is_repeated = math.prod(atom.size for atom in dimension) != size
             dimensions.append((Atom(None, size),) if is_repeated else dimension)
         return self._replace(dimensions=tuple(dimensions))
@@ -101,8 +101,8 @@ class View(NamedTuple):
     def reverse(self, axes: Sequence[int]) -> View:
         """Return the view with the indices of some dimensions in reverse order."""
         dimensions = tuple(
-            tuple(atom._replace(is_whole=False) for atom in dimension) if place in axes else dimension
-            for place, dimension in enumerate(self.dimensions)
+            tuple(atom._replace(is_whole=False) for atom in dimension) if axis in axes else dimension
+            for axis, dimension in enumerate(self.dimensions)
         )
         return self._replace(dimensions=dimensions)
 
@@ -149,8 +149,8 @@ class Lost(NamedTuple):
     """An array computed from parameters by an operation that has no equivalent on codes.
 
     Attributes:
-        leaves: the places of the parameters, sorted.
-        reason: the operation and its place in the source.
+        leaves: the numbers of the parameters, sorted.
+        reason: the operation and its line of source.
     """
 
     leaves: tuple[int, ...]
@@ -163,7 +163,7 @@ class Data:
 
     Attributes:
         leaves: the parameters that its elements come from, if activations only select them.
-        reason: that they are selected, and the place in the source.
+        reason: that they are selected, and the line of source.
     """
 
     leaves: tuple[int, ...] = ()
@@ -193,7 +193,7 @@ def list_views(origin: Origin) -> tuple[View, ...]:
 
 
 def list_leaves(origin: Origin) -> tuple[int, ...]:
-    """Return the places of the parameters that an array is computed from, if it is computed from nothing else."""
+    """Return the numbers of the parameters that an array is computed from, if it is computed from nothing else."""
     if isinstance(origin, Lost):
         return origin.leaves
     return tuple(view.leaf for view in list_views(origin))
@@ -238,7 +238,7 @@ def resolve_selections(origins: Sequence[Origin]) -> list[Origin]:
 
 
 def locate_selection(origin: Origin, where: str) -> Origin:
-    """Return an origin that `follow_equation` found, with the place in the source if activations select it."""
+    """Return an origin that `follow_equation` found, with the line of source if activations select it."""
     if isinstance(origin, Data) and origin.reason == _SELECTED:
         return dataclasses.replace(origin, reason=f"{_SELECTED} at {where}")
     return origin
@@ -297,7 +297,7 @@ def _follow_view(equation: Equation, move: Callable[..., Any], view: View, other
         return results
     # Where a dynamic slice starts is not known, so its elements are equal to no others.
     step = object() if name == "dynamic_slice" else (name, tuple(equation.params.items()))
-    return [result._replace(history=(*view.history, step, place)) for place, result in enumerate(results)]
+    return [result._replace(history=(*view.history, step, number)) for number, result in enumerate(results)]
 
 
 def _regroup(atoms: list[Atom], shape: Sequence[Any]) -> tuple[tuple[Atom, ...], ...] | None:

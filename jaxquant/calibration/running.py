@@ -199,8 +199,8 @@ def _extend(state: ExtremesState, batch: jax.Array, *, block: int | None) -> Ext
 def merge_extremes(a: Any, b: Any) -> ExtremesState:
     """Return the extremes of the data of two states, NaN for a slice that has a NaN in one of them."""
     # The integer keys keep NaN, subnormal numbers and the sign of 0, which a float minimum would not.
-    low = lax.min(*(min_max.encode_order(state.low) for state in (a, b)))
-    high = lax.max(*(min_max.encode_order(state.high) for state in (a, b)))
+    low = lax.min(*(affine.encode_order(state.low) for state in (a, b)))
+    high = lax.max(*(affine.encode_order(state.high) for state in (a, b)))
     return ExtremesState(*min_max.decode_ends(low, high))
 
 
@@ -210,8 +210,8 @@ _merge_extremes_jitted = functools.partial(jax.jit, inline=True)(merge_extremes)
 
 def reduce_extremes(state: Any, axis_name: Hashable) -> ExtremesState:
     """Return the extremes over a mapped axis, NaN for a slice that has a NaN in any state."""
-    low = lax.pmin(min_max.encode_order(state.low), axis_name)
-    high = lax.pmax(min_max.encode_order(state.high), axis_name)
+    low = lax.pmin(affine.encode_order(state.low), axis_name)
+    high = lax.pmax(affine.encode_order(state.high), axis_name)
     return ExtremesState(*min_max.decode_ends(low, high))
 
 

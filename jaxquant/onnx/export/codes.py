@@ -57,10 +57,10 @@ def write_requantization(graph: ModelGraph, call: WriterCall) -> Value | None:
         return None
     is_conv = node.op_type == "ConvInteger"
     axis = 1 if is_conv else len(acc.shape) - 1
-    bias, y_scale, y_steps = p["bias"], p["y_scale"], p["y_steps"]
+    bias, y_scale, y_center = p["bias"], p["y_scale"], p["y_center"]
     # QGemm takes matrices only. In the form "qdq", MatMul and Add stand for products of any rank.
     is_matrix = graph.form == "qdq" or len(acc.shape) == 2
-    if not all(_is_single(x) for x in (p["a_scale"], y_scale, y_steps)) or not (bias is None or is_conv or is_matrix):
+    if not all(_is_single(x) for x in (p["a_scale"], y_scale, y_center)) or not (bias is None or is_conv or is_matrix):
         return None
     rhs_scale = _store_vector(graph, p["b_scale"], axis)
     offset = None if bias is None else _store_bias(graph, bias, axis, acc.shape)
@@ -74,7 +74,7 @@ def write_requantization(graph: ModelGraph, call: WriterCall) -> Value | None:
         points[1] = _repeat_point(graph, node.input, count)
     scales = [_store_scalar(graph, p["a_scale"], _FLOAT32), rhs_scale, _store_scalar(graph, y_scale, _FLOAT32)]
     operands = [node.input[0], scales[0], points[0], node.input[1], scales[1], points[1]]
-    result = [scales[2], _store_scalar(graph, y_steps, dtype)]
+    result = [scales[2], _store_scalar(graph, y_center, dtype)]
     name = _write_contraction(graph, node, operands, offset, result, len(acc.shape))
     return Value(tuple(call.outputs[0].shape), dtype, name)
 
