@@ -445,7 +445,7 @@ def conv_general_dilated(
 
     An int32 overflow wraps around, as in ONNX. Padding, and the gaps that `lhs_dilation` makes, count as 0 after the
     zero point is subtracted. A convolution of any layout, grouping and batching runs as an int8 convolution or
-    contraction. The operands are never widened to more than 8 bits, except in a depthwise convolution, whose products
+    contraction. The operands are never widened to more than 8 bits, except in a depthwise convolution, where products
     are summed element by element in int32.
 
     Args:

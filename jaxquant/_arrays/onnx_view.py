@@ -153,8 +153,8 @@ def from_onnx(
 
     Raises:
         TypeError: an argument has an unsupported type or dtype.
-        ValueError: shapes, `axis` or `block_size` do not fit each other; a float x has a zero point; or a scale whose
-            value is known (not traced) is 0, negative, NaN or infinite. (The operator `dequantize_linear` accepts such
+        ValueError: shapes, `axis` or `block_size` do not fit each other; a float x has a zero point; or a scale that
+            is known (not traced) is 0, negative, NaN or infinite. (The operator `dequantize_linear` accepts such
             scales.)
 
     Example:

@@ -50,10 +50,10 @@ def check_parts(
     if not is_converted or not (zero_point is None or isinstance(zero_point, jax.Array)):
         codes, scale, zero_point = _convert_parts(function, argument, parts)
     # Pass dtypes and shapes instead of arrays: arrays are not hashable, and the cache would keep them alive.
-    point_dtype, point_shape = (None, None) if zero_point is None else (zero_point.dtype, zero_point.shape)
+    zero_point_dtype, zero_point_shape = (None, None) if zero_point is None else (zero_point.dtype, zero_point.shape)
     shape = codes.shape if order is None else find_logical_shape(function, argument, codes.shape, order)
     _check_types(
-        function, argument, codes.dtype, shape, scale.dtype, scale.shape, point_dtype, point_shape, dtype,
+        function, argument, codes.dtype, shape, scale.dtype, scale.shape, zero_point_dtype, zero_point_shape, dtype,
         block_size, codebook,
     )  # fmt: skip
     # Accept NaN and infinity: `quantize` gives such a scale to data that contain one, and it shows in every result.
@@ -88,8 +88,8 @@ def _convert_parts(function: str, argument: str, parts: tuple[Any, Any, Any]) ->
 @functools.lru_cache(maxsize=4096)
 def _check_types(
     function: str, argument: str, codes_dtype: np.dtype, codes_shape: tuple[int, ...], scale_dtype: np.dtype,
-    scale_shape: tuple[int, ...], point_dtype: np.dtype | None, point_shape: tuple[int, ...] | None, dtype: np.dtype,
-    block_size: int | None, codebook: Codebook | None,
+    scale_shape: tuple[int, ...], zero_point_dtype: np.dtype | None, zero_point_shape: tuple[int, ...] | None,
+    dtype: np.dtype, block_size: int | None, codebook: Codebook | None,
 ) -> None:  # fmt: skip
     """Check the dtypes and the shapes of the parts; the static values other than `dtype` have been checked."""
     allowed = dtypes.QUANTIZED if codebook is None else (codebook.carrier,)
@@ -99,15 +99,15 @@ def _check_types(
     checks.require_type(scale_dtype in _SCALES, function, f"{argument}.scale", expected, scale_dtype)
     checks.check_dtype(function, f"{argument}.dtype", dtype, dtypes.FLOATS)
     _check_aligned(function, f"{argument}.scale", scale_shape, codes_shape, block_size)
-    if point_shape is None:
+    if zero_point_shape is None:
         return
     name = f"{argument}.zero_point"
-    has_point = codes_dtype in dtypes.INTEGERS and codebook is None
+    has_zero_point = codes_dtype in dtypes.INTEGERS and codebook is None
     expected = f"None, because {codebook or codes_dtype} has no zero point"
-    checks.require(has_point, function, name, expected, f"an array of {point_dtype}{list(point_shape)}")
+    checks.require(has_zero_point, function, name, expected, f"an array of {zero_point_dtype}{list(zero_point_shape)}")
     expected = f"dtype {codes_dtype}, that of the codes"
-    checks.require_type(point_dtype == codes_dtype, function, name, expected, point_dtype)
-    _check_aligned(function, name, point_shape, codes_shape, block_size)
+    checks.require_type(zero_point_dtype == codes_dtype, function, name, expected, zero_point_dtype)
+    _check_aligned(function, name, zero_point_shape, codes_shape, block_size)
 
 
 def _check_aligned(
@@ -228,9 +228,9 @@ def describe_array(codes: Any, scale: Any, zero_point: Any, static: Static) -> s
         return f"QuantizedArray({name}={codes!r}, scale={scale!r}, zero_point={zero_point!r}{stored})"
     shape = find_logical_shape("QuantizedArray", "self", codes.shape, order)
     name = codes.dtype if codebook is None else codebook.name
-    point = "None" if zero_point is None else describe_part(zero_point)
+    described = "None" if zero_point is None else describe_part(zero_point)
     blocks = f", block_size={block_size}" if block_size else ""
-    text = f"{name}[{','.join(map(str, shape))}], scale={describe_part(scale)}, zero_point={point}{blocks}{stored}"
+    text = f"{name}[{','.join(map(str, shape))}], scale={describe_part(scale)}, zero_point={described}{blocks}{stored}"
     return f"QuantizedArray({text}, dtype={dtype}, nbytes={count_all_bytes(codes, scale, zero_point)})"
 
 

@@ -78,7 +78,7 @@ def quantize(
 
     Returns:
         A QuantizedArray with x's shape and dtype. Its scale and its zero point have x's rank, with length 1 in each
-        dimension whose elements share an entry.
+        dimension along which elements share an entry.
 
     Raises:
         TypeError: an argument has an unsupported type or dtype.
@@ -207,38 +207,38 @@ def find_parameters(
     function: str, x: Any, spec: QuantSpec, lo: jax.Array | None, hi: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None, tuple[int, ...]]:
     """Return the scale and the zero point, for the given range or the extremes of x, and the shape of the ranges."""
-    scale_shape, point_shape = scale_from_range.find_shapes(function, spec, x.shape)
+    scale_shape, zero_point_shape = scale_from_range.find_shapes(function, spec, x.shape)
     shape = scale_from_range.derive_range_shape(function, spec, x.shape)
     if lo is None or hi is None:
         block_size = scale_from_range.check_one_block_size(function, spec)
         # A symmetric range is recorded as extremes, for which an exporter has operators.
         is_symmetric = scale_from_range.has_equal_reach(spec) and not recording.is_recording()
         if spec.fixed_zero_point is None or is_symmetric:
-            return *_compute_own_parameters(x, spec, shape, block_size, scale_shape, point_shape), shape
+            return *_compute_own_parameters(x, spec, shape, block_size, scale_shape, zero_point_shape), shape
         low, high = min_max.find_extremes(x, shape, block_size)
     else:
         low, high = (
             _broadcast_end(function, argument, end, shape) for argument, end in zip(_ENDS, (lo, hi), strict=True)
         )
-    found = scale_from_range.compute_scale_and_zero_point(spec, low, high, scale_shape, point_shape, x.dtype)
+    found = scale_from_range.compute_scale_and_zero_point(spec, low, high, scale_shape, zero_point_shape, x.dtype)
     return *found, shape
 
 
 def _list_parameters(
-    spec: QuantSpec, scale_shape: tuple[int, ...], point_shape: tuple[int, ...] | None, **_: object
+    spec: QuantSpec, scale_shape: tuple[int, ...], zero_point_shape: tuple[int, ...] | None, **_: object
 ) -> list[Any]:
-    return [(scale_shape, spec.scale_dtype), (point_shape, spec.carrier)]
+    return [(scale_shape, spec.scale_dtype), (zero_point_shape, spec.carrier)]
 
 
 # A jit, so that JAX keeps the trace, as for `quantize_affine`.
 @recording.mark("own_range", _list_parameters)
-@functools.partial(jax.jit, static_argnames=("spec", "shape", "block_size", "scale_shape", "point_shape"))
+@functools.partial(jax.jit, static_argnames=("spec", "shape", "block_size", "scale_shape", "zero_point_shape"))
 def _compute_own_parameters(
     x: jax.Array, spec: QuantSpec, shape: tuple[int, ...], block_size: int | None, scale_shape: tuple[int, ...],
-    point_shape: tuple[int, ...],
+    zero_point_shape: tuple[int, ...],
 ) -> tuple[jax.Array, Any]:  # fmt: skip
     """Return the scale and the zero point for the range of x."""
-    return scale_from_range.compute_own_scale_and_zero_point(spec, x, shape, block_size, scale_shape, point_shape)
+    return scale_from_range.compute_own_scale_and_zero_point(spec, x, shape, block_size, scale_shape, zero_point_shape)
 
 
 def _broadcast_end(function: str, argument: str, end: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -287,7 +287,7 @@ def quantize_kernel(kernel: jax.Array, spec: QuantSpec, stored_axes: Sequence[in
     values = np.asarray(kernel)
     padded = np.zeros([max(_LEAST_LENGTH, 2 ** (n - 1).bit_length()) for n in table], values.dtype)
     padded[:rows, :columns] = values.reshape(table)
-    scale_shape, point_shape = scale_from_range.find_shapes("quantize", spec, values.shape)
+    scale_shape, zero_point_shape = scale_from_range.find_shapes("quantize", spec, values.shape)
     granularity = PerTensor() if math.prod(scale_shape) == 1 else PerAxis(1)
     flat_spec = dataclasses.replace(spec, granularity=granularity, zero_point_granularity=None)
     # The padding is removed by numpy, because JAX would compile a program for each shape to do it.
@@ -299,7 +299,7 @@ def quantize_kernel(kernel: jax.Array, spec: QuantSpec, stored_axes: Sequence[in
         host = np.asarray(part)[:row_count, : columns if part.shape[1] > 1 else 1].reshape(shape)
         return jax.device_put(np.array(parts.store_codes(host, order), order="C"))
 
-    zero_point = None if q.zero_point is None else trim(q.zero_point, 1, point_shape)
+    zero_point = None if q.zero_point is None else trim(q.zero_point, 1, zero_point_shape)
     stored, scale = trim(q.codes, rows, values.shape, order), trim(q.scale, 1, scale_shape)
     return QuantizedArray.tree_unflatten((q.dtype, None, q.codebook, order), (stored, scale, zero_point))
 

@@ -176,7 +176,7 @@ class QuantizedArray(RefusedOperators):
 
     No granularity is stored, because the shapes imply it, and still do after `jax.vmap`, a slice or a transpose.
     `scale` and `zero_point` have the rank of `codes`. Each of their dimensions is 1 (all indices share an entry), as
-    long as that of `codes` (one entry per index), or the number of blocks. `scale` and `zero_point` may have different
+    long as `codes.shape[i]` (one entry per index), or the number of blocks. `scale` and `zero_point` may have different
     shapes.
 
     `jax.vmap` and `jax.lax.scan` map each of the arrays, so the scale must have an entry for each index of the mapped
@@ -193,7 +193,7 @@ class QuantizedArray(RefusedOperators):
         codes: the quantized values, int2 to uint16, float8 or float4_e2m1fn. With a codebook: indices into it.
         scale: the real value of one step, float32, float16, bfloat16 or float8_e8m0fnu.
         zero_point: the code of 0.0, in steps and in the dtype of `codes`, or None for 0.
-        dtype: Static. The dtype that `dequantize` returns: float32, float16 or bfloat16. By default that of the
+        dtype: Static. The dtype that `dequantize` returns: float32, float16 or bfloat16. By default the dtype of the
             scale.
         block_size: Static. The number of indices that share an entry in a dimension divided into blocks. None if there
             are no blocks, or if they divide the dimension evenly. It is stored because the shapes do not imply the

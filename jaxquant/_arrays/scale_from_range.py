@@ -23,11 +23,11 @@ _TINY_BITS, _INFINITY_BITS = _TINY.view(np.int32), _INFINITY.view(np.int32)
 
 def find_shapes(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of the scale and of the zero point of an x of this shape; both have x's rank."""
-    point_granularity = spec.zero_point_granularity
-    assert point_granularity is not None
+    zero_point_granularity = spec.zero_point_granularity
+    assert zero_point_granularity is not None
     return (
         granularities.find_scale_shape(function, spec.granularity, shape),
-        granularities.find_scale_shape(function, point_granularity, shape),
+        granularities.find_scale_shape(function, zero_point_granularity, shape),
     )
 
 
@@ -86,7 +86,7 @@ def _list_block_sizes(spec: QuantSpec) -> list[int]:
 
 
 def compute_scale_and_zero_point(
-    spec: QuantSpec, low: jax.Array, high: jax.Array, scale_shape: tuple[int, ...], point_shape: tuple[int, ...],
+    spec: QuantSpec, low: jax.Array, high: jax.Array, scale_shape: tuple[int, ...], zero_point_shape: tuple[int, ...],
     dtype: np.dtype = dtypes.FLOAT32,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Return the scale and the zero point of float32 ranges; the arguments have been checked.
@@ -104,39 +104,41 @@ def compute_scale_and_zero_point(
         low: the lower ends, in the finer of the two shapes.
         high: the upper ends, in the same shape.
         scale_shape: Static. The shape of the scale.
-        point_shape: Static. The shape of the zero point.
+        zero_point_shape: Static. The shape of the zero point.
         dtype: Static. The dtype of the dequantized values: float32, float16 or bfloat16.
 
     Returns:
         The scale in `spec.scale_dtype`, and the zero point in `spec.carrier`, or None if the spec fixes it to 0.
     """
-    return barriers.compute_once(_compute_from_ranges(spec, low, high, scale_shape, point_shape, dtype))
+    return barriers.compute_once(_compute_from_ranges(spec, low, high, scale_shape, zero_point_shape, dtype))
 
 
 def _compute_from_ranges(
-    spec: QuantSpec, low: jax.Array, high: jax.Array, scale_shape: tuple[int, ...], point_shape: tuple[int, ...],
+    spec: QuantSpec, low: jax.Array, high: jax.Array, scale_shape: tuple[int, ...], zero_point_shape: tuple[int, ...],
     dtype: np.dtype,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     # A code must represent 0 exactly, so that padding and ReLU stay exact.
     low, high = _widen_to_zero(low, -1), _widen_to_zero(high, 1)
     if spec.fixed_zero_point is not None:
         scale = _round_scale_up(spec, _compute_symmetric_scale(spec, low, high, float(spec.fixed_zero_point), dtype))
-        return scale, _fill_zero_point(spec, point_shape, low)
+        return scale, _fill_zero_point(spec, zero_point_shape, low)
     # From here on the zero point depends on the range.
     qmin, qmax = spec.bounds
-    if scale_shape == low.shape != point_shape:  # several scales share a zero point
-        pooled_low, pooled_high = _pool(low, point_shape, jnp.min), _pool(high, point_shape, jnp.max)
+    if scale_shape == low.shape != zero_point_shape:  # several scales share a zero point
+        pooled_low, pooled_high = _pool(low, zero_point_shape, jnp.min), _pool(high, zero_point_shape, jnp.max)
         # The zero point belongs to the union of the ranges. Each scale must then reach both ends of its own range.
-        point = _compute_zero_point(spec, pooled_low, _compute_asymmetric_scale(pooled_low, pooled_high, qmax - qmin))
+        zero_point = _compute_zero_point(
+            spec, pooled_low, _compute_asymmetric_scale(pooled_low, pooled_high, qmax - qmin)
+        )
         # If an end is not 0, there must be a code on its side of the zero point, or no scale would reach it.
         least = (pooled_low < 0).astype(jnp.int32) + np.int32(qmin)
         largest = np.int32(qmax) - (pooled_high > 0).astype(jnp.int32)
-        point = jnp.clip(point.astype(jnp.int32), least, largest).astype(spec.carrier)
-        steps = _spread_like(point.astype(jnp.float32), low)
+        zero_point = jnp.clip(zero_point.astype(jnp.int32), least, largest).astype(spec.carrier)
+        steps = _spread_like(zero_point.astype(jnp.float32), low)
         scale = jnp.maximum(_divide_bound(low, np.float32(qmin) - steps), _divide_bound(high, np.float32(qmax) - steps))
         scale = _round_scale_up(spec, _guard_scale(scale, low, high))
-        scale, _ = _keep_finite(spec, scale, _spread_like(point, low), low, high, None, dtype)
-        return scale, point
+        scale, _ = _keep_finite(spec, scale, _spread_like(zero_point, low), low, high, None, dtype)
+        return scale, zero_point
     own = wide = _compute_asymmetric_scale(low, high, qmax - qmin)
     if scale_shape != low.shape:  # several zero points share a scale, which must span the widest range
         # The scale 1 of an empty range must not count in the maximum over the other ranges.
@@ -144,13 +146,13 @@ def _compute_from_ranges(
         wide = jnp.where(wide == 0, _ONE, wide)
     # The zero point must be computed with the rounded scale that is stored.
     scale = _round_scale_up(spec, wide)
-    point = _compute_zero_point(spec, low, _spread_like(dtypes.scale_as_float32(scale), low))
-    return _keep_finite(spec, scale, point, low, high, own, dtype)
+    zero_point = _compute_zero_point(spec, low, _spread_like(dtypes.scale_as_float32(scale), low))
+    return _keep_finite(spec, scale, zero_point, low, high, own, dtype)
 
 
 def compute_own_scale_and_zero_point(
     spec: QuantSpec, x: jax.Array, shape: tuple[int, ...], block_size: int | None, scale_shape: tuple[int, ...],
-    point_shape: tuple[int, ...],
+    zero_point_shape: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Return the scale and the zero point of the ranges of x; the arguments have been checked.
 
@@ -162,14 +164,14 @@ def compute_own_scale_and_zero_point(
         shape: Static. The shape of the ranges, the finer of the two shapes.
         block_size: Static. The length of a block, or None.
         scale_shape: Static. The shape of the scale.
-        point_shape: Static. The shape of the zero point.
+        zero_point_shape: Static. The shape of the zero point.
     """
     # An exporter has operators for the extremes, and none for bits.
     is_symmetric = has_equal_reach(spec)
-    is_pair = spec.fixed_zero_point is None and point_shape == shape
+    is_pair = spec.fixed_zero_point is None and zero_point_shape == shape
     if scale_shape != shape or not (is_symmetric or is_pair) or recording.is_recording():
         low, high = min_max.find_extremes(x, shape, block_size)
-        return compute_scale_and_zero_point(spec, low, high, scale_shape, point_shape, x.dtype)
+        return compute_scale_and_zero_point(spec, low, high, scale_shape, zero_point_shape, x.dtype)
     # The comparisons are made on the bits of the larger magnitude: with floats they take more operations. XLA compiles
     # these loops, without dimensions of 1, once for all arrays with as many ranges, whatever their rank.
     if is_symmetric:
@@ -178,17 +180,17 @@ def compute_own_scale_and_zero_point(
         scale = _limit_scale(spec, _divide_by_number(largest, _compute_reach(spec)), largest, largest, x.dtype)
         scale = _guard_scale_by_bits(scale, bits)
         scale = barriers.compute_once(_round_scale_up(spec, scale)).reshape(shape)
-        return scale, _fill_zero_point(spec, point_shape, scale)
+        return scale, _fill_zero_point(spec, zero_point_shape, scale)
     low, high, bits = min_max.compute_signed_extremes(x, shape, block_size)
     qmin, qmax = spec.bounds
     half = np.float32(0.5)
     scale = _divide_by_number(lax.sub(lax.mul(high, half), lax.mul(low, half)), (qmax - qmin) / 2)
     own = _guard_scale_by_bits(scale, bits)
     scale = _round_scale_up(spec, own)
-    point = _compute_zero_point(spec, low, dtypes.scale_as_float32(scale))
-    parts = _keep_finite(spec, scale, point, low, high, own, x.dtype)
-    scale, point = barriers.compute_once(parts)
-    return scale.reshape(shape), point.reshape(shape)
+    zero_point = _compute_zero_point(spec, low, dtypes.scale_as_float32(scale))
+    parts = _keep_finite(spec, scale, zero_point, low, high, own, x.dtype)
+    scale, zero_point = barriers.compute_once(parts)
+    return scale.reshape(shape), zero_point.reshape(shape)
 
 
 def has_equal_reach(spec: QuantSpec) -> bool:
@@ -202,16 +204,16 @@ def _compute_reach(spec: QuantSpec) -> float:
     return spec.codebook.largest if spec.codebook else spec.bounds[1] - float(spec.fixed_zero_point or 0)
 
 
-def _fill_zero_point(spec: QuantSpec, point_shape: tuple[int, ...], like: jax.Array) -> jax.Array | None:
+def _fill_zero_point(spec: QuantSpec, zero_point_shape: tuple[int, ...], like: jax.Array) -> jax.Array | None:
     """Return the fixed zero point of a spec, or None if it is 0."""
     fixed = spec.fixed_zero_point
     assert fixed is not None
     if fixed == 0:
         return None
-    point = jnp.full(point_shape, fixed, spec.carrier)
+    zero_point = jnp.full(zero_point_shape, fixed, spec.carrier)
     # Under shard_map, a barrier over both would make a constant vary on one platform only, which JAX refuses.
     is_mapped = AxisType.Manual in jax.typeof(like).sharding.mesh.axis_types
-    return sharding.vary_like(point, like) if is_mapped else point
+    return sharding.vary_like(zero_point, like) if is_mapped else zero_point
 
 
 def _spread_like(value: jax.Array, like: jax.Array) -> jax.Array:
@@ -283,7 +285,7 @@ def _limit_scale(spec: QuantSpec, scale: jax.Array, below: jax.Array, above: jax
 
 
 def _keep_finite(
-    spec: QuantSpec, scale: jax.Array, point: jax.Array, low: jax.Array, high: jax.Array, own: jax.Array | None,
+    spec: QuantSpec, scale: jax.Array, zero_point: jax.Array, low: jax.Array, high: jax.Array, own: jax.Array | None,
     dtype: np.dtype,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Return the scale and the zero point, both changed where a value of the range would become infinite.
@@ -293,7 +295,7 @@ def _keep_finite(
     Args:
         spec: Static. A spec with zero points that depend on the ranges.
         scale: in `spec.scale_dtype`; several ranges may share an entry.
-        point: the zero points, in the shape of the ranges.
+        zero_point: the zero points, in the shape of the ranges.
         low: the lower ends of the ranges, at most 0.
         high: the upper ends, at least 0.
         own: the scale that each range needs, before it is rounded; None if the zero points must stay as they are.
@@ -301,7 +303,7 @@ def _keep_finite(
     """
     is_shared, is_power = scale.shape != low.shape, spec.power_of_two
     step = _spread_like(dtypes.scale_as_float32(scale), low)
-    down, up = _count_steps(spec, point)
+    down, up = _count_steps(spec, zero_point)
     used, largest = lax.max(down, up), lax.max(lax.neg(low), high)
     if is_shared or is_power:  # not every code is used
         ends = ((lax.neg(low), down), (high, up))
@@ -310,7 +312,7 @@ def _keep_finite(
     # A scale that is too large for its dtype is infinite already, and stays so.
     is_finite = lax.bitwise_and(lax.lt(largest, _INFINITY), lax.lt(step, _INFINITY))
     overflows = lax.bitwise_and(lax.ge(lax.mul(used, step), _compute_least_overflow(dtype)), is_finite)
-    moved, most = point, used
+    moved, most = zero_point, used
     if own is not None and (is_power or (spec.scale_dtype != dtypes.FLOAT32 and not is_shared)):
         # With the zero point of a scale that was rounded up, one end would have too few codes.
         moved = _compute_zero_point(spec, low, own)
@@ -322,7 +324,7 @@ def _keep_finite(
         most = lax.min(lax.max(down, up), lax.add(used, _ONE))
     elif is_shared:  # rounding the smaller scale may take many more
         most = lax.max(down, up)
-    elif moved is not point:
+    elif moved is not zero_point:
         most = lax.max(*_count_steps(spec, moved))
     limit = affine.divide(lax.full_like(most, _compute_largest_product(dtype)), lax.max(most, _ONE))
     limit = _round_down(spec, limit)
@@ -332,17 +334,17 @@ def _keep_finite(
         limit = _pool(jnp.where(is_far, limit, _INFINITY), scale.shape, jnp.min)
         overflows = _pool(overflows.astype(jnp.float32), scale.shape, jnp.max) > 0
     result = jnp.where(overflows, _encode_scale(spec, limit), scale)
-    if moved is point or own is None:
-        return result, point
+    if moved is zero_point or own is None:
+        return result, zero_point
     if is_shared:
         overflows, limit = _spread_like(overflows, low), _spread_like(limit, low)
         moved = _compute_zero_point(spec, low, lax.max(limit, own))
-    return result, jnp.where(overflows, moved, point)
+    return result, jnp.where(overflows, moved, zero_point)
 
 
-def _count_steps(spec: QuantSpec, point: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _count_steps(spec: QuantSpec, zero_point: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the numbers of codes below and above zero points, float32."""
-    steps = point.astype(jnp.int32).astype(jnp.float32)
+    steps = zero_point.astype(jnp.int32).astype(jnp.float32)
     qmin, qmax = (np.float32(bound) for bound in spec.bounds)
     return lax.sub(steps, qmin), lax.sub(qmax, steps)
 

@@ -52,7 +52,7 @@ def conv_general_dilated(
 
     With a bias of integers, out = float32(acc + bias) * (lhs.scale * rhs.scale). With an output, the result is a
     QuantizedArray, and no float tensor lies in between: its codes are
-    saturate(round_half_even(float32(acc + bias) * (lhs.scale * rhs.scale / scale)) + zero_point), those of ONNX's
+    saturate(round_half_even(float32(acc + bias) * (lhs.scale * rhs.scale / scale)) + zero_point), as in ONNX's
     QLinearConv. acc + bias wraps around.
 
     If one operand is a float array (weight-only), the other one is dequantized as a whole, and both are convolved in
@@ -76,8 +76,8 @@ def conv_general_dilated(
             the operands, or float32 if they differ.
         bias: int32, in steps of lhs.scale * rhs.scale, one for each output feature, if both operands are quantized.
             None means 0.
-        output: how the result is quantized, if both operands are: a `Quantizer` with a scale; a QuantizedArray whose
-            scale and zero point the result gets; or None for a float result.
+        output: how the result is quantized, if both operands are: a `Quantizer` with a scale; a QuantizedArray
+            that gives its scale and zero point to the result; or None for a float result.
 
     Returns:
         The convolution, in the layout of the dimension numbers: an array of floats, or with `output` a QuantizedArray.
@@ -231,16 +231,16 @@ def _convolve_integers(
     if plan.batches > 1 and images.size > 1:
         images = jnp.repeat(images.reshape(plan.batches, -1).T, features // plan.batches, axis=1)
     kernels = _read_entries(rhs, rhs_scale, plan.numbers.rhs_spec[0]).reshape(1, -1)
-    points = [
+    zero_points = [
         None if q.zero_point is None else _read_entries(q, q.zero_point, spec[0])
         for q, spec in ((lhs, plan.numbers.lhs_spec), (rhs, plan.numbers.rhs_spec))
     ]
     codes, correction = lhs.codes, None
-    if points[0] is not None and points[0].size != 1:
-        codes, points[0], correction, plan = _move_zero_points(lhs, points[0], rhs, points[1], plan)
+    if zero_points[0] is not None and zero_points[0].size != 1:
+        codes, zero_points[0], correction, plan = _move_zero_points(lhs, zero_points[0], rhs, zero_points[1], plan)
     lhs_center, rhs_center = (
-        signed_codes.derive_center(point, q.codes.dtype, signed_codes.is_centred(point, q.codes.dtype))
-        for point, q in zip(points, (lhs, rhs), strict=True)
+        signed_codes.derive_center(zero_point, q.codes.dtype, signed_codes.is_centred(zero_point, q.codes.dtype))
+        for zero_point, q in zip(zero_points, (lhs, rhs), strict=True)
     )
 
     def finish(acc: jax.Array, axis: int) -> jax.Array:
@@ -262,7 +262,11 @@ def _convolve_integers(
 
 
 def _move_zero_points(
-    lhs: QuantizedArray, points: jax.Array, rhs: QuantizedArray, rhs_point: jax.Array | None, plan: ConvolutionPlan
+    lhs: QuantizedArray,
+    zero_points: jax.Array,
+    rhs: QuantizedArray,
+    rhs_zero_point: jax.Array | None,
+    plan: ConvolutionPlan,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array, ConvolutionPlan]:
     """Return images with a zero point each in a form that the kernel takes, which knows one zero point.
 
@@ -278,22 +282,22 @@ def _move_zero_points(
     for axis, (low, high), step in zip(spatial, geometry.padding, geometry.lhs_dilation, strict=True):
         pads[axis] = (low, high, step - 1)
     if any(pad != (0, 0, 0) for pad in pads):
-        codes = _pad_with_zero_points(codes, points, image, pads)
+        codes = _pad_with_zero_points(codes, zero_points, image, pads)
         ones = (1,) * len(spatial)
         plan = plan._replace(geometry=geometry._replace(padding=((0, 0),) * len(spatial), lhs_dilation=ones))
     # The kernel subtracts 128 from uint8 codes in any case.
     middle = 128 if lhs.codes.dtype == jnp.uint8 else 0
     feature = plan.numbers.rhs_spec[0]
     sums = _sum_kernels(rhs.codes, feature)
-    if rhs_point is not None:
-        sums = sums - rhs_point.astype(jnp.int32) * np.int32(math.prod(rhs.shape) // max(rhs.shape[feature], 1))
-    correction = (points.astype(jnp.int32) - np.int32(middle)).reshape(-1, 1) * sums.reshape(1, -1)
+    if rhs_zero_point is not None:
+        sums = sums - rhs_zero_point.astype(jnp.int32) * np.int32(math.prod(rhs.shape) // max(rhs.shape[feature], 1))
+    correction = (zero_points.astype(jnp.int32) - np.int32(middle)).reshape(-1, 1) * sums.reshape(1, -1)
     return codes, jnp.full((1,), middle, lhs.codes.dtype) if middle else None, correction, plan
 
 
-def _pad_with_zero_points(codes: jax.Array, points: jax.Array, image: int, pads: Sequence[Any]) -> jax.Array:
-    """Return images padded with their own zero points: image i with `points[i]`."""
-    own = lax.broadcast_in_dim(points.astype(codes.dtype), (codes.shape[image],), (0,))
+def _pad_with_zero_points(codes: jax.Array, zero_points: jax.Array, image: int, pads: Sequence[Any]) -> jax.Array:
+    """Return images padded with their own zero points: image i with `zero_points[i]`."""
+    own = lax.broadcast_in_dim(zero_points.astype(codes.dtype), (codes.shape[image],), (0,))
     zero = np.zeros((), codes.dtype)
 
     def spread(like: jax.Array) -> jax.Array:

@@ -47,17 +47,17 @@ def dot_general(
     acc = sum of (lhs.codes - lhs.zero_point) * (rhs.codes - rhs.zero_point) is exact in int32, and
     out = float32(acc) * (lhs.scale * rhs.scale), each product rounded once. If a scale or a zero point varies from
     block to block of a contracted dimension, each block has such a contraction, and out is their sum in float32 in
-    ascending order, each addition rounded once. A contraction whose acc could exceed int32 is cut into blocks in the
+    ascending order, each addition rounded once. If acc could exceed int32, the contraction is cut into blocks in the
     same way. Operands that cannot be contracted in integers raise an error.
 
     With a bias of integers, out = float32(acc + bias) * (lhs.scale * rhs.scale). With an output, the result is a
     QuantizedArray, and no float tensor lies in between: its codes are
-    saturate(round_half_even(float32(acc + bias) * (lhs.scale * rhs.scale / scale)) + zero_point), those of ONNX
+    saturate(round_half_even(float32(acc + bias) * (lhs.scale * rhs.scale / scale)) + zero_point), as in ONNX
     Runtime's QGemm and QLinearMatMul. acc + bias wraps around. Neither is possible with blocks.
 
     If one operand is a float array (weight-only), out is the float product with the other operand dequantized, with an
     error of at most 2e-6 of the sum of magnitudes sum |lhs| * |rhs|. On a CPU, a few rows are contracted as integers:
-    each float32 row becomes six rows of int8 digits, whose sums are exact. With more rows, a large quantized operand is
+    each float32 row becomes six rows of int8 digits with exact sums. With more rows, a large quantized operand is
     dequantized a chunk at a time.
 
     Args:
@@ -72,8 +72,8 @@ def dot_general(
             int32, so the integers stay the same; a sharded contracted dimension with blocks is gathered first.
         bias: int32, in steps of lhs.scale * rhs.scale, of a shape that broadcasts against the result, if both operands
             are quantized. None means 0.
-        output: how the result is quantized, if both operands are: a `Quantizer` with a scale; a QuantizedArray whose
-            scale and zero point the result gets; or None for a float result.
+        output: how the result is quantized, if both operands are: a `Quantizer` with a scale; a QuantizedArray
+            that gives its scale and zero point to the result; or None for a float result.
 
     Returns:
         The result, with the batch dimensions first, then the free dimensions of lhs and of rhs: an array of
@@ -249,8 +249,8 @@ def matmul(
         out_sharding: Static. The sharding of the product on a mesh with explicit axes, as in `dot_general`.
         bias: int32, in steps of lhs.scale * rhs.scale, [N], one for each column of rhs, if both operands are
             quantized. None means 0.
-        output: how the result is quantized, if both operands are: a `Quantizer` with a scale; a QuantizedArray whose
-            scale and zero point the result gets; or None for a float result.
+        output: how the result is quantized, if both operands are: a `Quantizer` with a scale; a QuantizedArray
+            that gives its scale and zero point to the result; or None for a float result.
 
     Returns:
         The product, of numpy.matmul's shape: an array of floats, or with `output` a QuantizedArray.

@@ -240,10 +240,10 @@ def prepare_side(q: QuantizedArray, role: Role) -> _Side:
     """Return an operand with an entry of its scale and zero point for each index of the kept dimensions."""
     aligned, kept = granularity.Aligned(q.block_size), (*role.batch, *role.free)
     runs = tuple(None if p is None else aligned.sizes(p.shape, q.shape) for p in (q.zero_point, q.scale))
-    point = None if q.zero_point is None else granularity.expand_along(q.zero_point, q.shape, q.block_size, kept)
+    zero_point = None if q.zero_point is None else granularity.expand_along(q.zero_point, q.shape, q.block_size, kept)
     scale = dtypes.scale_as_float32(q.scale)
     centred = signed_codes.is_centred(q.zero_point, q.codes.dtype)
-    center = signed_codes.derive_center(point, q.codes.dtype, centred)
+    center = signed_codes.derive_center(zero_point, q.codes.dtype, centred)
     return _Side(
         role,
         signed_codes.shift_to_signed(q.codes),

@@ -243,7 +243,7 @@ def _contract_planes(
 ) -> jax.Array:
     """Return the contraction of x with codes of 2 or 4 bits, one plane after the other."""
     count, last, role = packed_codes.count_column_planes(codes, scale, zero_point), codes.ndim - 1, config.role
-    point = None if zero_point is None else zero_point.astype(jnp.int8)
+    narrow = None if zero_point is None else zero_point.astype(jnp.int8)
     is_summed = last in role.contracted
     results = []
     for position in range(count):
@@ -252,8 +252,8 @@ def _contract_planes(
             axis = config.x_role.contracted[role.contracted.index(last)]
             x_plane = lax.slice_in_dim(x, position, None, count, axis)
         plane = packed_codes.take_code_plane(codes, position, count)
-        plane_scale, plane_point = (packed_codes.take_plane(part, position, count) for part in (scale, point))
-        results.append(_contract_by_size(config, x_plane, plane, plane_scale, plane_point, few_rows))
+        plane_scale, plane_zero_point = (packed_codes.take_plane(part, position, count) for part in (scale, narrow))
+        results.append(_contract_by_size(config, x_plane, plane, plane_scale, plane_zero_point, few_rows))
     if is_summed:
         return functools.reduce(jnp.add, results)
     before = 0 if config.quantized == 0 else len(config.left.free)

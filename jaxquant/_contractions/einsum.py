@@ -65,12 +65,12 @@ def einsum(
         preferred_element_type: Static. float32, float16 or bfloat16: the dtype of the result. By default the dtype of
             the operands, or float32 if they differ.
         out_sharding: Static. The sharding of the output on a mesh with explicit axes, as in `dot_general`. With more
-            than two operands it applies to the last pair; the shardings of the other operands must determine those of
+            than two operands it applies to the last pair; the other operands must determine the shardings of
             their results.
         bias: int32, in steps of lhs.scale * rhs.scale, of a shape that broadcasts against the result, for two quantized
             operands. None means 0.
         output: how the result is quantized, for two quantized operands: a `Quantizer` with a scale; a QuantizedArray
-            whose scale and zero point the result gets; or None for a float result.
+            that gives its scale and zero point to the result; or None for a float result.
 
     Returns:
         The result, with the output's indices in their order as its dimensions: an array of floats, or with `output` a

@@ -69,7 +69,7 @@ def take(
 
     Source: `jax.numpy.take`.
 
-    Cotangent of q.scale: as in `dequantize_linear`, summed over the entries taken. Of an array of floats: that of each
+    Cotangent of q.scale: as in `dequantize_linear`, summed over the entries taken. Of an array of floats: g of each
     entry, summed over the indices that take it. Integers have no cotangent.
     """
     table: Any = check_operand(_NAME, "q", q)

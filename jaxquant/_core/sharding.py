@@ -56,7 +56,7 @@ def split_into_runs(value: jax.Array, counts: Sequence[int], sizes: Sequence[int
     With explicit mesh axes, JAX cannot infer the sharding. A dimension stays sharded where each device has whole runs.
 
     Args:
-        value: an array whose dimensions are counts[i] * sizes[i].
+        value: an array of the shape counts[i] * sizes[i].
         counts: the number of runs of each dimension.
         sizes: their lengths.
     """

@@ -61,7 +61,7 @@ _LARGEST_CONSTANT = 2**15
 
 LANES = 16
 # The largest and the smallest number of products of a lane that one loop adds up. It adds up the same number in each
-# segment, so this number must divide that of all products of the lane. With fewer, it would write too many sums.
+# segment, so this number must divide the number of all products of the lane. With fewer, it would write too many sums.
 _MOST_TERMS, _FEWEST_TERMS = 32, 8
 # With fewer codes, the second thread costs more than it saves.
 _FEWEST_FOR_LANES = 2**18

@@ -250,7 +250,7 @@ def contract_row(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tuple[
 def choose_groups(q: ScaledCodes, role: Role) -> int | None:
     """Return how many groups of lanes one loop of `contract_lanes` adds up, or None if it does not apply.
 
-    The codes must be integers of 8 bits whose last dimension, and only that, is contracted, with one scale and one zero
+    The codes must be integers of 8 bits, of which only the last dimension is contracted, with one scale and one zero
     point along it.
     """
     is_last = role.contracted == (q.codes.ndim - 1,) and not role.batch

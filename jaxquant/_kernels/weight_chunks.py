@@ -154,7 +154,7 @@ def contract_in_chunks(
         wait = functools.partial(_delay_scale, predecessor=products[-1] if products else None)
         chunk = Chunk(start, min(rows, length - start))
         weights = config.dequantize_chunk(codes, scale, zero_point, chunk, wait)
-        # The barrier keeps XLA from fusing the dequantization into the contraction, whose fast kernel reads its
+        # The barrier keeps XLA from fusing the dequantization into the contraction: its fast kernel reads
         # operands from memory.
         part = config.contract_chunk(config.select_operand(operand, chunk), lax.optimization_barrier(weights))
         if axis is None and products:

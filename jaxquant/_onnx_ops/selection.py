@@ -44,7 +44,7 @@ def qlinear_concat(
             dtype of the codes.
         inputs: for each array its codes, its scale and its zero point, in this order. The codes are int8 or uint8, of
             one dtype and of shapes that are equal except along `axis`. The scales and the zero points are scalars like
-            those of y.
+            y_scale and y_zero_point.
         axis: Static. The dimension along which the arrays are joined; a negative one counts from the back.
 
     Returns:

@@ -102,7 +102,7 @@ def _finish(state: HistogramState, *, spec: QuantSpec, grid: int) -> tuple[jax.A
     shares = shares.reshape((grid,) + (1,) * low.ndim)
     ranges = _list_candidates(spec, low, high, shares)
     parameters = functools.partial(
-        scale_from_range.compute_scale_and_zero_point, spec, scale_shape=low.shape, point_shape=low.shape
+        scale_from_range.compute_scale_and_zero_point, spec, scale_shape=low.shape, zero_point_shape=low.shape
     )
     scales, points = jax.vmap(lambda lo, hi: parameters(low=lo, high=hi))(*ranges)
     wide = dtypes.scale_as_float32(scales)

@@ -110,7 +110,7 @@ def contract_digits(x: Any, q: QuantizedArray) -> jax.Array:
     """x @ q by digits, whatever the size."""
     role = Role((), (1,), (0,))
     side = prepare_side(q, role)
-    y, is_exact = float_rows.contract_digits(x, side.codes, side.steps, side.scale, Role((), (0,), (1,)), role)
+    y, is_exact = float_rows.contract_digits(x, side.codes, side.center, side.scale, Role((), (0,), (1,)), role)
     is_exact &= float_rows.has_moderate_scales(q.scale)
     return lax.cond(is_exact, lambda: y, lambda: jnp.matmul(x, q.dequantize(), precision="highest"))
 
