@@ -16,7 +16,7 @@ from .._arrays import parts
 from .._arrays.error_metrics import quantization_error
 from .._core import checks
 from ..calibration import loop
-from ..transform import Prepared
+from ..transform import Prepared, QuantizedTree
 from ..transform._calls import Call, Signature, is_quantized
 from ..transform._inspect import InspectMode, check_prepared, contract_codes, find_ranges, read_converted
 from ..transform._modes import Twin
@@ -91,9 +91,7 @@ def _count_saturated(x: jax.Array, q: Any, scale: jax.Array) -> dict[str, jax.Ar
     return {"saturated": jnp.sum(is_beyond, dtype=jnp.float32), "elements": jnp.float32(x.size)}
 
 
-def compare(
-    prepared: Prepared, params: Any, qparams: Any, batches: Iterable[Any], *, ranges: Any = None, **arguments: Any
-) -> Report:
+def compare(prepared: Prepared, params: Any, q: QuantizedTree, batches: Iterable[Any], **arguments: Any) -> Report:
     """Measure the error that each contraction of a prepared function gets from its codes.
 
     SQNR = 10 log10(sum x^2 / sum (x - x_q)^2), in decibels
@@ -105,9 +103,8 @@ def compare(
     Args:
         prepared: the prepared function.
         params: its parameters, in floats.
-        qparams: its converted parameters, as `Prepared.convert` or a pass of `jaxquant.ptq` returns them.
+        q: its converted parameters and ranges, as `Prepared.convert` or a pass of `jaxquant.ptq` returns them.
         batches: batches, as for `Prepared.calibrate`.
-        ranges: the ranges of the static activations. None if there are none.
         **arguments: keyword arguments of every call.
 
     Returns:
@@ -134,15 +131,16 @@ def compare(
     Source: Widrow and Kollar, Quantization Noise (Cambridge University Press, 2008), for the ratio.
     """
     check_prepared(_NAME, prepared)
-    signature, codes = prepared._read_parameters("convert", params), read_converted(_NAME, prepared, qparams)
-    records = prepared._read_records("apply", "ranges", ranges)
+    signature, codes = prepared._read_parameters("convert", params), read_converted(_NAME, prepared, q)
+    with checks.name_errors(_NAME):
+        records = prepared._read_records("apply", "q.ranges", q.ranges)
     loop._check_batches(_NAME, batches)
     step = loop.Step(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
     calls = [loop.split_arguments(step, index, batch) for index, batch in enumerate(batches)]
     checks.require(bool(calls), _NAME, "batches", "at least one batch", "none")
     others = [Signature((args, {**kwargs, **arguments})) for args, kwargs in calls]
     measured, activations = _measure_calls(prepared, signature, codes, records, others)
-    result = _measure_result(prepared, params, qparams, ranges, others)
+    result = _measure_result(prepared, params, q, others)
     weights = _count_weights(prepared, signature, codes)
     rows = tuple(_make_row(prepared, row, measured.get(row.name, {}), signature, codes) for row in prepared.coverage)
     histograms = {
@@ -236,16 +234,16 @@ def _make_records(call: Call, ranges: Any, edges: Mapping[str, jax.Array]) -> di
     return records
 
 
-def _measure_result(prepared: Prepared, params: Any, qparams: Any, ranges: Any, others: Sequence[Signature]) -> float:
+def _measure_result(prepared: Prepared, params: Any, q: QuantizedTree, others: Sequence[Signature]) -> float:
     """Return the ratio of the result of the function, in decibels."""
     totals, is_empty = np.zeros(2), True
-    floats, codes = Signature(params), Signature(qparams)
+    floats, codes = Signature(params), Signature(q.params)
 
     @jax.jit
     def run_results(arrays: Any, quantized: Any, other: Signature) -> tuple[jax.Array, jax.Array, jax.Array]:
         positional, named = other.rebuild(other.arrays)
         expected = prepared.function(floats.rebuild(arrays), *positional, **named)
-        actual = prepared.apply(codes.rebuild(quantized), ranges, *positional, **named)
+        actual = prepared.apply(q.replace(params=codes.rebuild(quantized)), *positional, **named)
         pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True)
         results = [(x, y) for x, y in pairs if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
         sums = [list(_sum_squares(x, y, "x").values()) for x, y in results]

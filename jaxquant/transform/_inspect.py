@@ -14,10 +14,11 @@ from .._training.rounding_vjp import Config, make_array
 from ._calls import Call, Signature, check_names, is_quantized
 from ._modes import TrainMode, Twin, find_scale
 from ._plan import OperandPlan, Plan
-from ._prepared import Prepared
+from ._prepared import Prepared, read_quantized
 from ._programs import operations
 from ._programs.interpret import Records, Stores
 from ._programs.sites import Address, Site
+from ._trees import QuantizedTree
 
 
 def check_prepared(function: str, prepared: Any) -> None:
@@ -32,15 +33,15 @@ def check_prepared(function: str, prepared: Any) -> None:
     checks.require(not names, function, "prepared", expected, got)
 
 
-def read_converted(function: str, prepared: Prepared, qparams: Any) -> Signature:
+def read_converted(function: str, prepared: Prepared, q: QuantizedTree) -> Signature:
     """Return converted parameters, which must have the paths and the shapes that `prepare` saw."""
-    converted = Signature(qparams)
-    check_names(function, prepared.names, converted.names, "qparams")
+    converted = Signature(read_quantized(function, q).params)
+    check_names(function, prepared.names, converted.names, "q.params")
     for leaf, plan in prepared.leaves.items():
-        path, q = prepared.names[leaf], converted.arrays[leaf]
-        checks.require_type(is_quantized(q), function, "qparams", f"a quantized array at {path}", type(q).__name__)
+        path, w = prepared.names[leaf], converted.arrays[leaf]
+        checks.require_type(is_quantized(w), function, "q.params", f"a quantized array at {path}", type(w).__name__)
         expected = f"the shape {plan.shape} at {path}, as in prepare"
-        checks.require(q.shape == plan.shape, function, "qparams", expected, q.shape)
+        checks.require(w.shape == plan.shape, function, "q.params", expected, w.shape)
     return converted
 
 

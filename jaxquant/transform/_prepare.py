@@ -65,8 +65,8 @@ def prepare(
         >>> prepared = jq.prepare(apply, params, x, rules=jq.recipes.w8a8_dynamic())
         >>> prepared
         Prepared(<lambda>: 2 integer)
-        >>> qparams = prepared.convert(params)
-        >>> prepared.apply(qparams, None, x).round(2)
+        >>> q = prepared.convert(params)
+        >>> prepared.apply(q, x).round(2)
         Array([[4., 4.]], dtype=float32)
 
     Source: Jacob et al., arXiv 1712.05877, section 2, for contractions of codes; Bradbury et al., "JAX: composable
@@ -136,6 +136,6 @@ def _check_specs(prepared: Prepared, params: Any, args: Any, kwargs: Any) -> Non
     def apply_abstractly(arrays: Any, rest: Any) -> Any:
         positional, named = others.rebuild(rest)
         ranges = prepared.finalize(prepared.init())
-        return prepared.apply(prepared.convert(signature.rebuild(arrays)), ranges, *positional, **named)
+        return prepared.apply(prepared.convert(signature.rebuild(arrays), ranges), *positional, **named)
 
     jax.eval_shape(apply_abstractly, signature.arrays, others.arrays)
