@@ -151,8 +151,8 @@ def _make_prepared() -> Callable[[Any, jax.Array], Calls]:
     def make(variables: Any, images: jax.Array) -> Calls:
         ranges = prepared.calibrate(variables, [images], progress=False)
         return {
-            "prepare, training": functools.partial(train, variables, ranges),
-            "prepare, codes": functools.partial(serve, prepared.convert(variables, ranges), ranges),
+            "prepare, training": functools.partial(train, prepared.trainable(variables, ranges)),
+            "prepare, codes": functools.partial(serve, prepared.convert(variables, ranges)),
         }
 
     return make

@@ -122,7 +122,7 @@ class FixedRanges(Mapping[str, Mapping[str, Range]]):
 
 
 def _fix(end: Any) -> Any:
-    return end if checks.is_traced(end) else np.asarray(end, np.float32)
+    return end if checks.is_traced(end) else np.asarray(end)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["params", "scales"], meta_fields=[])
@@ -144,8 +144,8 @@ class TrainableTree:
         >>> t = prepared.trainable(params, prepared.calibrate(params, [x]))
         >>> gradient = jax.grad(lambda t: prepared.fake_apply(t, x).sum())(t)
         >>> jax.tree.leaves(gradient)  # x in steps of 1 / 255; the range has no gradient
-        [Array([[0.5019608],
-               [1.       ]], dtype=float32)]
+        [Array([[0.49803925],
+               [1.        ]], dtype=float32)]
         >>> prepared.convert(jax.tree.map(lambda p, g: p - 0.1 * g, t, gradient))
         QuantizedTree(1 quantized array, 0 other, 1 range, nbytes=14)
     """

@@ -21,9 +21,9 @@ def test_params_of_64_bits_have_the_dtype_that_jax_has_for_them() -> None:
 
     x = jnp.ones((2, 3))
     params = {"scale": np.float64(2.5), "shift": np.array([0.1, 0.2, 0.3]), "steps": np.arange(3)}
-    model = jqonnx.export(apply, [x], params=params)
+    model = jqonnx.export(apply, params, [x])
     onnx.checker.check_model(model, full_check=True)
-    report = jqonnx.verify(model, apply, [x], params=params, tolerance=0)
+    report = jqonnx.verify(model, apply, params, [x], tolerance=0)
     assert report.is_exact, str(report)
 
 
