@@ -187,13 +187,13 @@ SIGNATURES = {
     "percentile": "spec q bins every",
     "mse": "spec bins grid every",
     "entropy": "spec bins every",
-    "onnx.export": "function example_args params form opset scan batch weights input_names output_names name",
+    "onnx.export": "function arguments form opset scan batch weights input_names output_names name",
     "onnx.save": "model path",
     "onnx.find_saturating_products": "model",
     "onnx.convert_weights_to_uint8": "model",
     "onnx.make_session": "model level options providers",
     "count_saturating_pairs": "weights contracting_axis",
-    "onnx.verify": "model function batches params level tolerance",
+    "onnx.verify": "model function arguments level tolerance",
     "onnx.check": "model limits",
     "onnx.load": "model limits trainable fusions constants parameters",
     "ptq.gptq": "w hessian spec grid axis activation_order damping sweeps stored_last diagnostics",
@@ -205,14 +205,14 @@ SIGNATURES = {
     "ptq.second_moments": "groups",
     "ptq.collect": "prepared params batches limit checkpoint progress arguments",
     "ptq.collect_gradients": "prepared params batches key progress arguments",
-    "ptq.apply": "prepared params data method match_floats gradients state on_layer progress arguments",
+    "ptq.apply": "prepared params data method ranges match_floats gradients state on_layer progress arguments",
     "ptq.smooth": "prepared params stats batch method alpha arguments",
     "ptq.equalize": "prepared params batch arguments",
     "ptq.rotate": "prepared params batch key arguments",
-    "ptq.correct_bias": "prepared params qparams data batch ranges arguments",
-    "ptq.tune": "prepared params qparams batches held_out rounds rate codes code_rate progress arguments",
+    "ptq.correct_bias": "prepared params q data batch arguments",
+    "ptq.tune": "prepared params q batches held_out rounds rate codes code_rate progress arguments",
     "ptq.allocate_bits": "prepared params batches budget most_damage dtypes arguments",
-    "report.compare": "prepared params qparams batches ranges arguments",
+    "report.compare": "prepared params q batches arguments",
     "optim.quantize_state": "tx spec second_spec overrides min_size seed",
     "optim.describe_state": "state",
     "report.plot_notes": "notes path",
@@ -319,6 +319,7 @@ def test_few_modules_define_the_same_function_name() -> None:
         if is_function and (path, node.lineno) not in implementing and not re.fullmatch(r"__\w+__", node.name):
             modules[node.name].add(str(path.relative_to(PACKAGE)))
     public = {name for prefix in ("", "integer.", "onednn.", "flax.", "flax.nnx.") for name in PACKAGES[prefix].__all__}
+    public.add("nbytes")  # numpy's name
     repeated = {}
     for name, paths in modules.items():
         lower = [path for path in paths if not path.startswith(INDEPENDENT)]

@@ -502,7 +502,7 @@ def test_integer_outputs_are_refused(rng: np.random.Generator) -> None:
     """Such a contraction multiplies its weights by other parameters before they become codes."""
     params, x = {"w": jnp.asarray(rng.normal(size=(8, 5)), F32)}, jnp.asarray(rng.normal(size=(4, 8)), F32)
     prepared = jq.prepare(lambda params, x: x @ params["w"], params, x, rules=jq.recipes.onnx_runtime())
-    qparams = prepared.convert(params)
+    qparams = prepared.convert(params, prepared.calibrate(params, [x]))
     calls: dict[str, Any] = {
         "ptq.apply": lambda: ptq.apply(prepared, params, [x], ptq.GPTQ()),
         "ptq.collect": lambda: ptq.collect(prepared, params, [x]),

@@ -89,7 +89,7 @@ def test_converted_parameters_of_another_function(rng: np.random.Generator) -> N
     for name, function in {**names, "jaxquant.report.compare": jq.report.compare}.items():
         for wrong, text in cases:
             with pytest.raises(ValueError, match=rf"^{re.escape(name)}: q.params: expected {text}"):
-                function(prepared, params, wrong, batches)
+                function(prepared, params, qparams.replace(params=wrong), batches)
 
 
 @pytest.mark.slow

@@ -109,7 +109,9 @@ def test_the_error_is_that_of_rounded_scales(rng: np.random.Generator) -> None:
     qparams = prepared.convert(params)
     tuned, notes = ptq.tune(prepared, params, qparams, [x], rounds=40)
     before, after = (
-        float(np.sum((np.asarray(x @ q["w"].dequantize()) - x @ params["w"]) ** 2) / np.sum((x @ params["w"]) ** 2))
+        float(
+            np.sum((np.asarray(x @ q.params["w"].dequantize()) - x @ params["w"]) ** 2) / np.sum((x @ params["w"]) ** 2)
+        )
         for q in (qparams, tuned)
     )
     assert notes["w"].after in (None, pytest.approx(after, rel=1e-2))
