@@ -39,8 +39,8 @@ from jaxquant.flax import linen as qnn
 _SEEDS, _FIRST_SEED = 5, 100  # learning rates and widths were chosen with other seeds
 _FLOAT, _TRAINED = "float32", "trained on"
 _POST_TRAINING = {
-    "minmax": (jqf.Dynamic(), jqf.Observed(jq.minmax)),
-    "mse": (jqf.Dynamic(jq.mse), jqf.Observed(jq.mse)),
+    "minmax": (jqf.Dynamic(), jqf.Observed(jq.calibration.minmax)),
+    "mse": (jqf.Dynamic(jq.calibration.mse), jqf.Observed(jq.calibration.mse)),
 }
 _LEARNED = (jqf.Learned(jq.LSQPlus()), jqf.Learned(jq.LSQPlus()))
 _WEIGHTS = {name: jq.QuantSpec(name, jq.PerAxis(-1)) for name in ("int8", "int4", "int2")}

@@ -43,14 +43,14 @@ def _extremes(size: tuple[int, int], axes: _Axes, name: str) -> Contest:
     reductions = [models.single_node(f"Reduce{end}", {"x": x}, {}, axes=axes) for end in ("Min", "Max")]
     calls = [call for call in reductions if not isinstance(call, Missing)]
     onnx = (lambda: [call() for call in calls]) if len(calls) == 2 else Missing("not installed")
-    calibrator = getattr(jq, name)(_spec(axes))
+    calibrator = getattr(jq.calibration, name)(_spec(axes))
     return _contest(calibrator, x, axes, onnx, expected, calibrator.finalize)
 
 
 def _histogram(size: tuple[int, int], axes: _Axes, name: str, every: int) -> Contest:
     x = inputs.finite(size)
     further = {"percentile": (_PERCENTILE,)}.get(name, ())
-    calibrator = getattr(jq, name)(_spec(axes), *further, bins=_BINS, every=every)
+    calibrator = getattr(jq.calibration, name)(_spec(axes), *further, bins=_BINS, every=every)
     onnx = _collector(name, x, axes)
     if name != "percentile" or every > 1:
         return _contest(calibrator, x, axes, onnx, Missing("not compared"), lambda state: state)

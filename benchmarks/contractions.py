@@ -114,7 +114,7 @@ def _dynamic_dense(shape: tuple[int, ...], constant: bool = False) -> Contest:
         **_floats(lambda a, b, bias: a @ b + bias, *floats),
         QWIX: qwix_calls.matmul(*floats),
     }
-    ours = _ours(jq.dynamic_quantize_matmul, a, *weights.values(), constant=constant)
+    ours = _ours(jq.ops.dynamic_quantize_matmul, a, *weights.values(), constant=constant)
     bytes_read = a.nbytes + b.nbytes + b_scale.nbytes + bias.nbytes
     multiply_adds = math.prod(shape)
     return Contest(ours, opponents, exact, bytes_read, unlike=_UNLIKE, multiply_adds=multiply_adds, judges_runtime=True)
@@ -205,7 +205,7 @@ def _blocked_scales(shape: tuple[int, ...]) -> Contest:
         **_floats(jnp.matmul, *floats),
         QWIX: qwix_calls.matmul(*floats, block_size=_BLOCK),
     }
-    ours = partial(jq.matmul_integer_to_float, *jax.device_put((a, b, a_scale, b_scale)))
+    ours = partial(jq.ops.matmul_integer_to_float, *jax.device_put((a, b, a_scale, b_scale)))
     bytes_read = a.nbytes + b.nbytes + b_scale.nbytes
     return Contest(ours, opponents, expected, bytes_read, unlike=_UNLIKE, multiply_adds=math.prod(shape))
 
@@ -229,7 +229,7 @@ def _nbits(shape: tuple[int, ...], constant: bool = False) -> Contest:
         **_floats(jnp.matmul, a, w),
         QWIX: qwix_calls.int4_weights(a, w, _NIBBLE_BLOCK),
     }
-    ours = _ours(partial(jq.matmul_nbits, **attributes), a, b, scales, constant=constant)
+    ours = _ours(partial(jq.ops.matmul_nbits, **attributes), a, b, scales, constant=constant)
     bytes_read = a.nbytes + b.nbytes + scales.nbytes
     all_close = partial(np.ones, (m, n), bool)
     return Contest(

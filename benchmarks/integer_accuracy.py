@@ -5,7 +5,7 @@ Run `python -m benchmarks.integer_accuracy` from the repository root, with the e
 The network consists of Flax's own layers: convolutions with batch normalization, a residual sum, both poolings, a
 concatenation, a mean and a dense layer. It is trained in float32. Then it becomes integer-only in two ways:
 
-- layers: the same network of jaxquant's layers with `jq.RUNTIME`, with the batch normalizations folded into the
+- layers: the same network of jaxquant's layers with `jq.flax.RUNTIME`, with the batch normalizations folded into the
   convolutions, calibrated and converted
 - prepare: `jq.prepare` with `jq.recipes.onnx_runtime`, calibrated and converted
 
@@ -63,13 +63,16 @@ class IntegerNetwork(nn.Module):
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        spec = jq.RUNTIME["output_spec"]
-        x = qnn.Conv(16, (3, 3), output_relu=True, **jq.RUNTIME)(x)
-        x = jq.add(x, qnn.Conv(16, (3, 3), **jq.RUNTIME)(x), qnn.OutputRange(spec, relu=True))
-        pools = [jq.max_pool(x, (2, 2), (2, 2)), jq.average_pool(x, (2, 2), (2, 2), output=qnn.OutputRange(spec))]
+        spec = jq.flax.RUNTIME["output_spec"]
+        x = qnn.Conv(16, (3, 3), output_relu=True, **jq.flax.RUNTIME)(x)
+        x = jq.codes.add(x, qnn.Conv(16, (3, 3), **jq.flax.RUNTIME)(x), output=qnn.OutputRange(spec, relu=True))
+        pools = [
+            jq.codes.max_pool(x, (2, 2), (2, 2)),
+            jq.codes.average_pool(x, (2, 2), (2, 2), output=qnn.OutputRange(spec)),
+        ]
         x = jq.concatenate(pools, -1, output=qnn.OutputRange(spec))
-        x = qnn.Conv(32, (3, 3), output_relu=True, **jq.RUNTIME)(x)
-        return qnn.Dense(_CLASSES, **jq.RUNTIME)(jq.mean(x, (1, 2), output=qnn.OutputRange(spec)))
+        x = qnn.Conv(32, (3, 3), output_relu=True, **jq.flax.RUNTIME)(x)
+        return qnn.Dense(_CLASSES, **jq.flax.RUNTIME)(jq.codes.mean(x, (1, 2), output=qnn.OutputRange(spec)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

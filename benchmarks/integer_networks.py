@@ -73,7 +73,7 @@ class _Network:
             self.rng.normal(0, np.prod(shape[:-1]) ** -0.5, shape).astype(np.float32),
             jq.QuantSpec("int8", jq.PerAxis(-1)),
         )
-        bias = jq.quantize_bias(self.rng.normal(0, 0.3, shape[-1]).astype(np.float32), x.scale, w.scale)
+        bias = jq.codes.quantize_bias(self.rng.normal(0, 0.3, shape[-1]).astype(np.float32), x.scale, w.scale)
         scale = np.asarray(x.scale).reshape(()) * np.asarray(w.scale).reshape(-1)
         activate = jax.nn.relu if relu else lambda y: y
         self.floats.append((w.dequantize(), jnp.asarray(np.asarray(bias) * scale)))
@@ -108,13 +108,17 @@ class _Network:
     def add(self, a: int, b: int) -> int:
         """Add a sum with a relu; return the number of its result."""
         return self._combine(
-            (a, b), lambda xs, output: jq.add(xs[0], xs[1], output), lambda xs: jax.nn.relu(xs[0] + xs[1]), "Add", {}
+            (a, b),
+            lambda xs, output: jq.codes.add(xs[0], xs[1], output=output),
+            lambda xs: jax.nn.relu(xs[0] + xs[1]),
+            "Add",
+            {},
         )
 
     def mean(self, source: int) -> int:
         """Add a mean over positions; return the number of its result."""
         return self._combine(
-            (source,), lambda xs, output: jq.mean(xs[0], (1, 2), output=output), lambda xs: xs[0].mean((1, 2)),
+            (source,), lambda xs, output: jq.codes.mean(xs[0], (1, 2), output=output), lambda xs: xs[0].mean((1, 2)),
             "GlobalAveragePool", {},
         )  # fmt: skip
 
@@ -125,7 +129,9 @@ class _Network:
             return lax.reduce_window(xs[0], -np.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
 
         attributes = {"kernel_shape": [2, 2], "strides": [2, 2]}
-        return self._combine((source,), lambda xs, _: jq.max_pool(xs[0], (2, 2), (2, 2)), pool, "MaxPool", attributes)
+        return self._combine(
+            (source,), lambda xs, _: jq.codes.max_pool(xs[0], (2, 2), (2, 2)), pool, "MaxPool", attributes
+        )
 
     def _combine(
         self, sources: tuple[int, ...], run: Callable[..., Any], run_floats: Callable[..., Any], operator: str,
@@ -155,7 +161,7 @@ class _Network:
         return len(self.arrays) - 1
 
     def _choose_output(self, y: Any) -> jq.Quantizer:
-        return jq.Quantizer.from_range(_UINT8, y.min(), y.max())
+        return jq.Quantizer.from_range(_UINT8, (y.min(), y.max()))
 
     def _hold(self, array: np.ndarray) -> str:
         name = f"constant{len(self.constants)}"

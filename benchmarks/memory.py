@@ -116,7 +116,9 @@ def _measure_calibration(case: dict[str, Any], granularity: Any) -> dict[str, in
     import jaxquant as jq
 
     spec = jq.QuantSpec(jnp.int8, granularity)
-    calibrator = getattr(jq, case["calibrator"])(spec, *((99.9,) if case["calibrator"] == "percentile" else ()))
+    calibrator = getattr(jq.calibration, case["calibrator"])(
+        spec, *((99.9,) if case["calibrator"] == "percentile" else ())
+    )
     grown = jax.jit(lambda x, i: x * (i + 1.0))  # the batches have increasing ranges, so that histograms grow too
     first = _make_floats((_BATCH_BYTES // _FLOAT_BYTES // _CHANNELS, _CHANNELS))
     jax.block_until_ready(grown(first, 0.0))

@@ -228,7 +228,7 @@ def _on_codes(shape: tuple[int, ...], name: str) -> Contest:
         y = jnp.round(compute(*steps) / given["y_scale"]) + given["y_zero_point"].astype(jnp.float32)
         return jnp.clip(y, 0, 255).astype(jnp.uint8)
 
-    ours = partial(getattr(jq, f"qlinear_{name}"), *(given[n] for n in names), **attributes)
+    ours = partial(getattr(jq.ops, f"qlinear_{name}"), *(given[n] for n in names), **attributes)
     opponents = {ONNX_RUNTIME: onnx, PLAIN: partial(plain, given)}
     return Contest(ours, opponents, onnx, sum(x.nbytes for x in arrays.values()), unlike=frozenset({PLAIN}))
 
@@ -249,7 +249,7 @@ def _reduce_mean(shape: tuple[int, ...]) -> Contest:
         return inputs.encoded(steps + zero_point[1].astype(np.float32), "uint8")[0]
 
     opponents = {ONNX_RUNTIME: Missing("no kernel for CPUs"), PLAIN: partial(plain, *given)}
-    ours = partial(jq.qlinear_reduce_mean, *given, axes=(-1,), keepdims=False)
+    ours = partial(jq.ops.qlinear_reduce_mean, *given, axes=(-1,), keepdims=False)
     return Contest(ours, opponents, expected, x.nbytes, unlike=frozenset({PLAIN}))
 
 

@@ -63,10 +63,12 @@ def _judge(data: _Data, dtype: Any) -> list[str]:
     spec = jq.QuantSpec(dtype, data.granularity)
     ranges = {name: _range(name, spec, data.batches) for name in _COLUMNS if name != "entropy" or dtype in _INTEGERS}
     held_out = jnp.asarray(data.held_out)
-    sqnr = {n: float(jq.quantization_error(held_out, jq.quantize(held_out, spec, *r))[0]) for n, r in ranges.items()}
+    sqnr = {
+        n: float(jq.quantization_error(held_out, jq.quantize(held_out, spec, range=r))[0]) for n, r in ranges.items()
+    }
     calibration_data = np.concatenate(data.batches)
     unseen_gain, seen_gain = (
-        _gain(*(_noise(x, jq.quantize(jnp.asarray(x), spec, *ranges[name])) for name in ("minmax", "mse")))
+        _gain(*(_noise(x, jq.quantize(jnp.asarray(x), spec, range=ranges[name])) for name in ("minmax", "mse")))
         for x in (data.held_out, calibration_data)
     )
     cells = [f"{sqnr[name]:.2f}" if name in sqnr else "" for name in _COLUMNS]
@@ -80,7 +82,7 @@ def _judge(data: _Data, dtype: Any) -> list[str]:
 
 def _range(name: str, spec: jq.QuantSpec, batches: Sequence[np.ndarray]) -> Any:
     kind, *arguments = name.split()
-    calibrator = getattr(jq, kind)(spec, *map(float, arguments))
+    calibrator = getattr(jq.calibration, kind)(spec, *map(float, arguments))
     state = calibrator.init(batches[0])
     for batch in batches:
         state = calibrator.update(state, jnp.asarray(batch))

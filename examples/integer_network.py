@@ -19,12 +19,12 @@ class CNN(nn.Module):
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        x = qnn.Conv(16, (3, 3), output_relu=True, **jq.RUNTIME)(x)
-        y: Any = qnn.Conv(16, (3, 3), output_relu=True, **jq.RUNTIME)(x)
-        y = qnn.Conv(16, (3, 3), **jq.RUNTIME)(y)
-        x = jq.add(x, y, qnn.OutputRange(jq.RUNTIME["output_spec"], relu=True))
-        x = qnn.Conv(32, (1, 1), output_relu=True, **jq.RUNTIME)(jq.max_pool(x, (2, 2), (2, 2)))
-        return qnn.Dense(10, **jq.RUNTIME)(jq.reshape(x, (x.shape[0], -1)))
+        x = qnn.Conv(16, (3, 3), output_relu=True, **jq.flax.RUNTIME)(x)
+        y: Any = qnn.Conv(16, (3, 3), output_relu=True, **jq.flax.RUNTIME)(x)
+        y = qnn.Conv(16, (3, 3), **jq.flax.RUNTIME)(y)
+        x = jq.codes.add(x, y, output=qnn.OutputRange(jq.flax.RUNTIME["output_spec"], relu=True))
+        x = qnn.Conv(32, (1, 1), output_relu=True, **jq.flax.RUNTIME)(jq.codes.max_pool(x, (2, 2), (2, 2)))
+        return qnn.Dense(10, **jq.flax.RUNTIME)(jq.codes.reshape(x, (x.shape[0], -1)))
 
 
 def compute_loss(params, ranges, x, y):

@@ -56,7 +56,7 @@ def quantize_kernel(kernel: jax.Array) -> Quantized:
 def apply_dense(x: jax.Array, kernel: Quantized, bias: jax.Array) -> jax.Array:
     """Quantize x to uint8, contract the integers, and convert the result to float32."""
     codes, scale, zero_point = kernel
-    return jq.dynamic_quantize_matmul(x, codes, scale, zero_point, bias)
+    return jq.ops.dynamic_quantize_matmul(x, codes, scale, zero_point, bias)
 
 
 @jax.jit

@@ -19,7 +19,9 @@ from sklearn.model_selection import train_test_split
 import jaxquant as jq
 
 OPTIMIZER = optax.adam(1e-3)
-UINT8 = jq.Activation(jnp.uint8, range=jq.minmax)  # one scale and zero point, from the range of the training images
+UINT8 = jq.Activation(
+    jnp.uint8, range=jq.calibration.minmax
+)  # one scale and zero point, from the range of the training images
 INT4 = (jq.Rule(weight=jq.Weight(jnp.int4), activation=UINT8),)  # one scale for each output feature
 
 

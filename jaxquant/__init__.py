@@ -1,14 +1,17 @@
 """Quantization in JAX that produces the same integers as ONNX Runtime and oneDNN, bit for bit.
 
-`jaxquant.flax`, `jaxquant.onnx`, `jaxquant.checkpoint`, `jaxquant.optim`, `jaxquant.distributed`, `jaxquant.transform`,
-`jaxquant.ptq` and `jaxquant.report` are imported when they are first used.
+The root has what most programs use. `jaxquant.ops` has all operators of ONNX and ONNX Runtime, `jaxquant.codes` the
+operations between the contractions of an integer network, and `jaxquant.calibration` the calibrators.
+
+`jaxquant.ops`, `jaxquant.codes`, `jaxquant.flax`, `jaxquant.onnx`, `jaxquant.checkpoint`, `jaxquant.optim`,
+`jaxquant.distributed`, `jaxquant.transform`, `jaxquant.ptq` and `jaxquant.report` are imported on first use.
 """
 
 import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from . import integer, onednn
+from . import calibration, integer, onednn
 from ._arrays.codebook import Codebook, nf4
 from ._arrays.error_metrics import QuantizationError, quantization_error
 from ._arrays.onnx_view import OnnxView, from_onnx, onnx_view
@@ -19,12 +22,7 @@ from ._arrays.spec import QuantSpec
 from ._attention.attention import attention
 from ._attention.dot_product_attention import quantized_dot_product_attention
 from ._attention.kv_cache import KVCache
-from ._codes.arrangement import concatenate, pad, reshape, transpose
-from ._codes.bias import quantize_bias
-from ._codes.carrier import FakeQuantizedArray
-from ._codes.elementwise import add, multiply, relu
-from ._codes.pooling import average_pool, max_pool, mean
-from ._codes.preset import RUNTIME
+from ._codes.arrangement import concatenate
 from ._contractions.conv import conv_general_dilated
 from ._contractions.dot import dot_general, matmul
 from ._contractions.einsum import einsum
@@ -33,20 +31,7 @@ from ._core.granularity import Blocked, PerAxis, PerFeature, PerTensor, PerToken
 from ._onnx_ops.conv_integer import conv_integer
 from ._onnx_ops.dequantize_linear import dequantize_linear
 from ._onnx_ops.dynamic_quantize_linear import DynamicQuantizeLinearOutput, dynamic_quantize_linear
-from ._onnx_ops.dynamic_quantize_matmul import dynamic_quantize_matmul
 from ._onnx_ops.matmul_integer import matmul_integer
-from ._onnx_ops.matmul_integer_to_float import matmul_integer_to_float
-from ._onnx_ops.matmul_nbits import matmul_nbits
-from ._onnx_ops.microsoft.qlinear_add import qlinear_add
-from ._onnx_ops.microsoft.qlinear_average_pool import qlinear_average_pool
-from ._onnx_ops.microsoft.qlinear_concat import qlinear_concat
-from ._onnx_ops.microsoft.qlinear_global_average_pool import qlinear_global_average_pool
-from ._onnx_ops.microsoft.qlinear_leaky_relu import qlinear_leaky_relu
-from ._onnx_ops.microsoft.qlinear_mul import qlinear_mul
-from ._onnx_ops.microsoft.qlinear_reduce_mean import qlinear_reduce_mean
-from ._onnx_ops.microsoft.qlinear_sigmoid import qlinear_sigmoid
-from ._onnx_ops.microsoft.qlinear_softmax import qlinear_softmax
-from ._onnx_ops.microsoft.qlinear_where import qlinear_where
 from ._onnx_ops.qlinear_conv import qlinear_conv
 from ._onnx_ops.qlinear_matmul import qlinear_matmul
 from ._onnx_ops.quantize_linear import quantize_linear
@@ -60,11 +45,11 @@ from ._training.estimators import LSQ, PACT, LSQPlus, StochasticRounding, Straig
 from ._training.fake_quantize import fake_quantize
 from ._training.fake_quantize_linear import fake_quantize_linear
 from ._training.quantizer import Quantizer
-from .calibration import Calibrator, Range, absmax, entropy, minmax, moving_average, mse, percentile
+from .calibration import Range
 from .onednn import dynamic_dequantize
 
 __all__ = [  # noqa: RUF022 as grouped
-    # ONNX and ONNX Runtime operators, and oneDNN's: plain arrays and an explicit scale.
+    # Operators of ONNX and oneDNN: plain arrays and an explicit scale.
     "quantize_linear",
     "dequantize_linear",
     "dynamic_quantize_linear",
@@ -74,19 +59,6 @@ __all__ = [  # noqa: RUF022 as grouped
     "qlinear_matmul",
     "conv_integer",
     "qlinear_conv",
-    "dynamic_quantize_matmul",
-    "matmul_integer_to_float",
-    "matmul_nbits",
-    "qlinear_add",
-    "qlinear_mul",
-    "qlinear_average_pool",
-    "qlinear_global_average_pool",
-    "qlinear_reduce_mean",
-    "qlinear_concat",
-    "qlinear_where",
-    "qlinear_sigmoid",
-    "qlinear_leaky_relu",
-    "qlinear_softmax",
     # Quantized arrays, and JAX's functions over them.
     "QuantizedArray",
     "QuantSpec",
@@ -110,28 +82,8 @@ __all__ = [  # noqa: RUF022 as grouped
     "quantization_error",
     "QuantizationError",
     "count_saturating_pairs",
-    # Between the contractions of an integer network: codes in, codes out.
-    "add",
-    "multiply",
-    "relu",
-    "max_pool",
-    "average_pool",
-    "mean",
-    "reshape",
-    "transpose",
-    "pad",
-    "quantize_bias",
-    "FakeQuantizedArray",
-    "RUNTIME",
-    # Ranges of streams of data.
-    "Calibrator",
+    # A range of values, as a calibrator finds it.
     "Range",
-    "minmax",
-    "absmax",
-    "moving_average",
-    "percentile",
-    "mse",
-    "entropy",
     # Floats in, floats out, with a gradient.
     "fake_quantize",
     "fake_quantize_linear",
@@ -157,49 +109,46 @@ __all__ = [  # noqa: RUF022 as grouped
     "Prepared",
     "QuantizedTree",
     "TrainableTree",
-    "Coverage",
     "Rule",
     "Weight",
     "Activation",
     "recipes",
     # Modules.
     "calibration",
+    "codes",
     "integer",
     "onednn",
+    "ops",
     "transform",
 ]
 
 if TYPE_CHECKING:
     from . import checkpoint as checkpoint
+    from . import codes as codes
     from . import distributed as distributed
     from . import flax as flax
     from . import onnx as onnx
+    from . import ops as ops
     from . import optim as optim
     from . import ptq as ptq
     from . import report as report
     from . import transform as transform
-    from .transform import (
-        Activation,
-        Coverage,
-        Prepared,
-        QuantizedTree,
-        Rule,
-        TrainableTree,
-        Weight,
-        prepare,
-        recipes,
-    )
+    from .transform import Activation, Prepared, QuantizedTree, Rule, TrainableTree, Weight, prepare, recipes
+
+    __version__: str
 else:  # type checkers would take every name for one that is there
-    _LAZY = ("checkpoint", "distributed", "flax", "onnx", "optim", "ptq", "report", "transform")
+    _LAZY = ("checkpoint", "codes", "distributed", "flax", "onnx", "ops", "optim", "ptq", "report", "transform")
     _NEEDED_PACKAGES = {"flax": "flax", "onnx": "onnx", "optim": "optax"}  # which jaxquant does not depend on
     _IN_TRANSFORM = (
-        "Activation", "Coverage", "Prepared", "QuantizedTree", "Rule", "TrainableTree", "Weight", "prepare", "recipes",
+        "Activation", "Prepared", "QuantizedTree", "Rule", "TrainableTree", "Weight", "prepare", "recipes",
     )  # fmt: skip
 
     def __getattr__(name: str) -> Any:
         """Imports a module of jaxquant that is not imported with it, or a name in one (PEP 562)."""
         if name in _IN_TRANSFORM:
             return getattr(importlib.import_module(".transform", __name__), name)
+        if name == "__version__":
+            return importlib.import_module("importlib.metadata").version(__name__)
         if name not in _LAZY:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:

@@ -141,7 +141,7 @@ def list_contraction_checks(rng: np.random.Generator) -> Iterator[Check]:
     bias = rng.normal(size=40).astype(np.float32)
     operands = (a, b, a_scale, b_scale, left, right, bias)
     want = contraction_text.matmul_integer_to_float(*operands)
-    yield "matmul_integer_to_float", jq.matmul_integer_to_float, operands, want
+    yield "matmul_integer_to_float", jq.ops.matmul_integer_to_float, operands, want
     requantized = (a, a_scale[0], left, b, b_scale, np.zeros(40, np.int8) + right, np.float32(90), np.uint8(7))
     yield "qlinear_matmul", jq.qlinear_matmul, requantized, contraction_text.qlinear_matmul(*requantized)
     blocks = jq.QuantSpec("int4", jq.Blocked(0, 8))

@@ -41,7 +41,7 @@ class Codebook:
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> ternary = jq.Codebook("ternary", (-1.0, 0.0, 0.5, 1.0))
-        >>> q = jq.quantize(jnp.array([-2.0, 0.5, 0.6, 9.0]), jq.QuantSpec(ternary), -2.0, 2.0)  # 0.5 is a tie
+        >>> q = jq.quantize(jnp.array([-2.0, 0.5, 0.6, 9.0]), jq.QuantSpec(ternary), range=(-2.0, 2.0))  # 0.5 is a tie
         >>> q.codes, q.dequantize()
         (Array([0, 1, 2, 3], dtype=uint2), Array([-2.,  0.,  1.,  2.], dtype=float32))
     """

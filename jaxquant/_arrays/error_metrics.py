@@ -66,7 +66,7 @@ def quantization_error(x: ArrayLike, q: QuantizedArray) -> QuantizationError:
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> x = jnp.array([0.0, 0.25, -0.75, 1.0])  # a scale of 0.5: two ties, 0.25 off each
-        >>> q = jq.quantize(x, jq.QuantSpec(jnp.int2, narrow_range=False), -1.0, 0.5)
+        >>> q = jq.quantize(x, jq.QuantSpec(jnp.int2, narrow_range=False), range=(-1.0, 0.5))
         >>> q.dequantize()
         Array([ 0. ,  0. , -1. ,  0.5], dtype=float32)
         >>> error = jq.quantization_error(x, q)

@@ -21,13 +21,12 @@ from .quantized_array import QuantizedArray
 from .spec import QuantSpec
 
 _NAME = "quantize"
+_ENDS = ("range[0]", "range[1]")  # the names of the ends in errors
 
 
 def quantize(
     x: ArrayLike,
     spec: QuantSpec,
-    lo: ArrayLike | None = None,
-    hi: ArrayLike | None = None,
     range: tuple[ArrayLike, ArrayLike] | None = None,
     *,
     stored_last: int | Sequence[int] | None = None,
@@ -61,17 +60,15 @@ def quantize(
     A float16 scale is at most 65504. A range that needs a larger one raises an error; if it is traced, its scale is
     infinite, as for a range with an infinity, so that the slice is lost visibly instead of saturating.
 
-    Neither the codes nor the scale and the zero point have a gradient with respect to x, `lo` or `hi`. Use
+    Neither the codes nor the scale and the zero point have a gradient with respect to x or `range`. Use
     `fake_quantize_linear` for training.
 
     Args:
         x: values of any shape, float32, float16 or bfloat16. A Python number becomes float32.
         spec: Static. The dtype of the codes, which elements share a scale, and how the scale is computed from a range.
-        lo: the lower end of the range, in the units of x, float32, float16 or bfloat16. Either one element, or an array
-            of x's rank, each of whose dimensions is that of the scale or 1. A Python number becomes float32. Requires
-            `hi`.
-        hi: the upper end of the range, in the same form. Requires `lo`.
-        range: both ends in one argument, (lo, hi), as the `finalize` of a calibrator returns them.
+        range: the lower and the upper end, (lo, hi), in the units of x: a pair, or the `Range` that the `finalize` of a
+            calibrator returns. Each end is float32, float16 or bfloat16, and has one element or x's rank, in which
+            each dimension is that of the scale or 1. A Python number becomes float32. None takes the extremes of x.
         stored_last: Static. An axis, or several, that the codes hold last in memory, as after `store_last`. None stores
             them in the order of x. Weights of which few rows are contracted are up to twice as fast on a CPU with their
             contracted axis last.
@@ -82,9 +79,9 @@ def quantize(
 
     Raises:
         TypeError: an argument has an unsupported type or dtype.
-        ValueError: an axis is out of range; only one of `lo` and `hi` is given, or one has a wrong shape;
-            `range` is given in addition to them; the ends are known (not traced), and one is NaN or infinite, or `lo`
-            is greater than `hi`; or a known range needs a scale that float16, the spec's scale_dtype, cannot hold.
+        ValueError: an axis is out of range; an end of the range has a wrong shape; the ends are known (not traced), and
+            one is NaN or infinite, or lo is greater than hi; or a known range needs a scale that float16, the spec's
+            scale_dtype, cannot hold.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -103,12 +100,9 @@ def quantize(
     Source: ONNX QuantizeLinear-25 and DynamicQuantizeLinear-11; Jacob et al., arXiv 1712.05877, section 2.1.
     """
     checks.require_type(isinstance(spec, QuantSpec), _NAME, "spec", "a QuantSpec", checks.describe_value(spec))
+    lo, hi = None, None
     if range is not None:
-        lo, hi = _split_range(range, lo, hi)
-    missing = "lo" if lo is None else "hi"
-    checks.require((lo is None) == (hi is None), _NAME, missing, "both lo and hi, or neither of them", "None")
-    lo, hi = entry_point.convert_number(lo), entry_point.convert_number(hi)
-    if lo is not None:
+        lo, hi = map(entry_point.convert_number, _check_pair(range))
         _check_known_range(lo, hi)
     if stored_last is not None:
         is_axes = isinstance(stored_last, tuple | list)
@@ -120,12 +114,11 @@ def quantize(
     return q
 
 
-def _split_range(ends: Any, lo: Any, hi: Any) -> tuple[Any, Any]:
-    """Return the two ends of a range; raise if `lo` or `hi` is given as well."""
-    is_pair = isinstance(ends, tuple | list) and len(ends) == 2
+def _check_pair(ends: Any) -> tuple[Any, Any]:
+    """Return the two ends of a range; raise unless it has two."""
+    is_pair = isinstance(ends, tuple | list) and len(ends) == 2 and all(end is not None for end in ends)
     expected = "a pair (lo, hi), as the finalize of a calibrator returns it"
     checks.require_type(is_pair, _NAME, "range", expected, checks.describe_value(ends))
-    checks.require(lo is None and hi is None, _NAME, "range", "either range=(lo, hi) or lo and hi, not both", "both")
     return ends[0], ends[1]
 
 
@@ -140,11 +133,11 @@ def _check_known_range(lo: Any, hi: Any) -> None:
     # A number too large for float32 becomes an infinity, which the check below rejects.
     with np.errstate(over="ignore"):
         low, high = (np.asarray(end, np.float32) for end in ends)
-    for argument, end in (("lo", low), ("hi", high)):
+    for argument, end in zip(_ENDS, (low, high), strict=True):
         is_finite = bool(np.isfinite(end).all())
         checks.require(is_finite, _NAME, argument, "finite numbers", "NaN or an infinity")
     if low.shape == high.shape or low.size == 1 or high.size == 1:
-        checks.require(bool((low <= high).all()), _NAME, "lo", "at most hi", "more")
+        checks.require(bool((low <= high).all()), _NAME, "range", "a pair (lo, hi) with lo at most hi", "more")
 
 
 def check_known_result(function: str, x: Any, spec: QuantSpec, y: Any) -> None:
@@ -181,12 +174,12 @@ def check_known_scale(function: str, x: Any, spec: QuantSpec, lo: Any, hi: Any, 
     # A range with an infinity has an infinite scale whatever the dtype.
     too_large = needed[np.isinf(np.asarray(scale)) & np.isfinite(needed)]
     if too_large.size:
-        argument = "x" if lo is None else "lo, hi"
+        argument = "x" if lo is None else "range"
         expected = "a range whose scale is at most 65504, the largest float16 (or scale_dtype=jnp.bfloat16)"
         checks.require(False, function, argument, expected, f"a range with the scale {too_large.max():.6g}")
 
 
-@compile_entry_point(_NAME)
+@compile_entry_point(_NAME, ("x", *_ENDS))
 def _quantize(
     x: jax.Array, lo: jax.Array | None, hi: jax.Array | None, *, spec: QuantSpec, stored_last: Any
 ) -> QuantizedArray:
@@ -216,7 +209,9 @@ def find_parameters(
             return *_find_own_parameters(x, spec, shape, block_size, scale_shape, point_shape), shape
         low, high = min_max.find_extremes(x, shape, block_size)
     else:
-        low, high = (_broadcast_end(function, argument, end, shape) for argument, end in (("lo", lo), ("hi", hi)))
+        low, high = (
+            _broadcast_end(function, argument, end, shape) for argument, end in zip(_ENDS, (lo, hi), strict=True)
+        )
     found = scale_from_range.find_scale_and_zero_point(spec, low, high, scale_shape, point_shape, x.dtype)
     return *found, shape
 

@@ -25,7 +25,7 @@ def leaky_relu(q: Any, slope: float, *, output: Output) -> Any:
         return train_codes(
             lambda q, y: leaky_relu(q, slope, output=y), lambda x: jax.nn.leaky_relu(x, slope), (q,), output
         )
-    q, affine, result = read_operand("leaky_relu", q, output)
+    q, affine, result = read_operand("codes.leaky_relu", q, output)
     codes = qlinear_leaky_relu(
         q.codes, affine.scale, affine.zero_point, result.scale, result.zero_point, alpha=slope
     )  # fmt: skip
@@ -41,6 +41,6 @@ def sigmoid(q: Any, *, output: Output) -> Any:
     """
     if isinstance(q, FakeQuantizedArray):
         return train_codes(lambda q, y: sigmoid(q, output=y), jax.nn.sigmoid, (q,), output)
-    q, affine, result = read_operand("sigmoid", q, output)
+    q, affine, result = read_operand("codes.sigmoid", q, output)
     codes = qlinear_sigmoid(q.codes, affine.scale, affine.zero_point, result.scale, result.zero_point)
     return make_array(codes, result, q.dtype)

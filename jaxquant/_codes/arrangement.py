@@ -102,14 +102,14 @@ def reshape(q: Any, shape: int | Sequence[int]) -> Any:
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
-        >>> jq.reshape(jq.quantize(jnp.ones((2, 3)), jq.QuantSpec(jnp.int8)), (3, -1)).shape
+        >>> jq.codes.reshape(jq.quantize(jnp.ones((2, 3)), jq.QuantSpec(jnp.int8)), (3, -1)).shape
         (3, 2)
 
     Source: `jax.numpy.reshape`.
     """
     if isinstance(q, FakeQuantizedArray):
         return q.replace_values(jnp.reshape(q.values, shape))
-    return quantized_array.check_lazy("reshape", "q", q).reshape(shape)
+    return quantized_array.check_lazy("codes.reshape", "q", q).reshape(shape)
 
 
 def transpose(q: Any, axes: Sequence[int] | None = None) -> Any:
@@ -128,14 +128,14 @@ def transpose(q: Any, axes: Sequence[int] | None = None) -> Any:
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
-        >>> jq.transpose(jq.quantize(jnp.ones((2, 3, 4)), jq.QuantSpec(jnp.int8)), (0, 2, 1)).shape
+        >>> jq.codes.transpose(jq.quantize(jnp.ones((2, 3, 4)), jq.QuantSpec(jnp.int8)), (0, 2, 1)).shape
         (2, 4, 3)
 
     Source: `jax.numpy.transpose`.
     """
     if isinstance(q, FakeQuantizedArray):
         return q.replace_values(jnp.transpose(q.values, axes))
-    return quantized_array.check_lazy("transpose", "q", q).transpose(axes)
+    return quantized_array.check_lazy("codes.transpose", "q", q).transpose(axes)
 
 
 def pad(q: Any, pad_width: Any) -> Any:
@@ -156,23 +156,23 @@ def pad(q: Any, pad_width: Any) -> Any:
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> q = jq.quantize(jnp.array([-1.0, 0.5, 1.55]), jq.QuantSpec(jnp.uint8))
-        >>> jq.pad(q, (1, 2)).codes
+        >>> jq.codes.pad(q, (1, 2)).codes
         Array([100,   0, 150, 255, 100, 100], dtype=uint8)
 
     Source: `jax.numpy.pad`.
     """
     if isinstance(q, FakeQuantizedArray):
         return q.replace_values(jnp.pad(q.values, pad_width))
-    q = quantized_array.check_lazy("pad", "q", q)
+    q = quantized_array.check_lazy("codes.pad", "q", q)
     is_integer = q.codebook is None and q.codes.dtype in dtypes.INTEGERS
-    checks.require_type(is_integer, "pad", "q", "codes of an integer dtype", q.codebook or q.codes.dtype)
-    widths = _read_widths(checks.check_integers("pad", "pad_width", pad_width), q.ndim)
+    checks.require_type(is_integer, "codes.pad", "q", "codes of an integer dtype", q.codebook or q.codes.dtype)
+    widths = _read_widths(checks.check_integers("codes.pad", "pad_width", pad_width), q.ndim)
     parts = [part for part in (q.scale, q.zero_point) if part is not None]
     for axis, pair in enumerate(widths):
         is_shared = all(part.shape[axis] == 1 for part in parts)
         expected = f"one scale and one zero point along dimension {axis}, which is padded, or q.dequantize()"
         got = " and ".join(f"shape {part.shape}" for part in parts)
-        checks.require(is_shared or not any(pair), "pad", "q", expected, got)
+        checks.require(is_shared or not any(pair), "codes.pad", "q", expected, got)
     if not any(any(pair) for pair in widths):
         return q
     config = [(low, high, 0) for low, high in widths]
@@ -199,5 +199,5 @@ def _read_widths(pad_width: Any, rank: int) -> Any:
     holds = isinstance(widths, tuple) and len(widths) == rank
     holds = holds and all(isinstance(w, tuple) and len(w) == 2 and min(w) >= 0 for w in widths)
     expected = f"an int, a pair, or {rank} pairs (before, after) of ints that are not negative"
-    checks.require(holds, "pad", "pad_width", expected, pad_width)
+    checks.require(holds, "codes.pad", "pad_width", expected, pad_width)
     return widths

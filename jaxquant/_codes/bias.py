@@ -23,7 +23,7 @@ from .._core.known_values import find_known
 from .._core.number_arguments import convert_plain_scale
 from ..integer import _scaling
 
-_NAME = "quantize_bias"
+_NAME = "codes.quantize_bias"
 # XLA:CPU takes less than the least normal float32 for 0. Steps are float32, which has no 2**31 - 1.
 _TINY, _LIMIT = float(np.finfo(np.float32).tiny), 2.0**31
 _MOST = 2**31 - 1
@@ -52,7 +52,7 @@ def quantize_bias(bias: ArrayLike, lhs_scale: ArrayLike, rhs_scale: ArrayLike) -
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
-        >>> jq.quantize_bias(jnp.array([0.125, -1.0, 0.375]), 0.5, jnp.array([0.5, 0.25, 0.5]))  # halves go to even
+        >>> jq.codes.quantize_bias(jnp.array([0.125, -1.0, 0.375]), 0.5, jnp.array([0.5, 0.25, 0.5]))  # ties go to even
         Array([ 0, -8,  2], dtype=int32)
 
     Source: Jacob et al., arXiv 1712.05877, section 2.4; ONNX Runtime's fusion of QLinearConv.

@@ -30,7 +30,7 @@ class FakeQuantizedArray:
     values = (codes - zero_point) * scale
 
     A layer with an output spec returns one in training, and a `QuantizedArray` with the same codes when it serves. The
-    functions over quantized arrays, such as `jq.add`, take both. Gradients pass through `values`.
+    functions over quantized arrays, such as `jq.codes.add`, take both. Gradients pass through `values`.
 
     The constructor checks nothing, because JAX also builds pytrees of objects that are not arrays.
 
@@ -42,9 +42,9 @@ class FakeQuantizedArray:
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
-        >>> x = jq.FakeQuantizedArray(jnp.array([0.5, 1.5]), jnp.float32(0.5), None, jnp.dtype("uint8"))
+        >>> x = jq.codes.FakeQuantizedArray(jnp.array([0.5, 1.5]), jnp.float32(0.5), None, jnp.dtype("uint8"))
         >>> output = jq.Quantizer(jq.QuantSpec(jnp.uint8), 1.0, 0)
-        >>> add = lambda values: jq.add(x.replace_values(values), x, output)
+        >>> add = lambda values: jq.codes.add(x.replace_values(values), x, output=output)
         >>> add(x.values).values, add(x.values).quantize().codes
         (Array([1., 3.], dtype=float32), Array([1, 3], dtype=uint8))
         >>> jax.grad(lambda values: add(values).values.sum())(x.values)
@@ -152,6 +152,6 @@ def train_codes(
 
 def finish_training(y: jax.Array, quantizer: Quantizer, exact: QuantizedArray) -> FakeQuantizedArray:
     """Return the values of codes, with the gradient of floats that the quantizer rounds."""
-    affine = read_affine("FakeQuantizedArray", "output", exact)
+    affine = read_affine("codes.FakeQuantizedArray", "output", exact)
     values = replace_value(quantizer(y), exact.dequantize())
     return FakeQuantizedArray(values, affine.scale, affine.zero_point, affine.dtype)

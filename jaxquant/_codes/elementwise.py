@@ -20,7 +20,7 @@ from .._onnx_ops.microsoft.qlinear_mul import qlinear_mul
 from .carrier import FakeQuantizedArray, Output, has_fake, train_codes
 
 
-def add(a: Any, b: Any, output: Output) -> Any:
+def add(a: Any, b: Any, *, output: Output) -> Any:
     """Add two quantized arrays, as ONNX Runtime's QLinearAdd does.
 
     The codes of the result are those of `qlinear_add`: the sum of the two values, rounded once to a code of `output`.
@@ -42,16 +42,16 @@ def add(a: Any, b: Any, output: Output) -> Any:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> spec = jq.QuantSpec(jnp.uint8)
         >>> a = jq.quantize(jnp.array([0.0, 0.5, 1.5, 127.5]), spec)  # scale 0.5
-        >>> y = jq.add(a, a[1], jq.Quantizer(spec, 1.0, 1))
+        >>> y = jq.codes.add(a, a[1], output=jq.Quantizer(spec, 1.0, 1))
         >>> y.codes, y.dequantize()  # 0.5 and 2.0, to which 1 is added before the sum is rounded half to even
         (Array([  2,   2,   3, 129], dtype=uint8), Array([  1.,   1.,   2., 128.], dtype=float32))
 
     Source: ONNX Runtime's com.microsoft QLinearAdd-1.
     """
-    return _combine("add", a, b, output)
+    return _combine("codes.add", a, b, output)
 
 
-def multiply(a: Any, b: Any, output: Output) -> Any:
+def multiply(a: Any, b: Any, *, output: Output) -> Any:
     """Multiply two quantized arrays element by element, as ONNX Runtime's QLinearMul does.
 
     The codes of the result are those of `qlinear_mul`.
@@ -73,16 +73,16 @@ def multiply(a: Any, b: Any, output: Output) -> Any:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> spec = jq.QuantSpec(jnp.uint8)
         >>> a = jq.quantize(jnp.array([0.0, 0.5, 1.5, 127.5]), spec)  # scale 0.5
-        >>> jq.multiply(a, a, jq.Quantizer(spec, 0.5, 0)).dequantize()  # 0.25 is half a step
+        >>> jq.codes.multiply(a, a, output=jq.Quantizer(spec, 0.5, 0)).dequantize()  # 0.25 is half a step
         Array([  0. ,   0. ,   2. , 127.5], dtype=float32)
 
     Source: ONNX Runtime's com.microsoft QLinearMul-1.
     """
-    return _combine("multiply", a, b, output)
+    return _combine("codes.multiply", a, b, output)
 
 
-_OPERATORS = {"add": qlinear_add, "multiply": qlinear_mul}
-_FLOATS = {"add": jnp.add, "multiply": jnp.multiply}
+_OPERATORS = {"codes.add": qlinear_add, "codes.multiply": qlinear_mul}
+_FLOATS = {"codes.add": jnp.add, "codes.multiply": jnp.multiply}
 
 
 def _combine(function: str, a: Any, b: Any, output: Any) -> Any:
@@ -123,17 +123,17 @@ def relu(q: Any) -> Any:
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> q = jq.quantize(jnp.array([-1.0, 0.5, 1.55]), jq.QuantSpec(jnp.uint8))  # scale 0.01, zero point 100
-        >>> jq.relu(q).codes
+        >>> jq.codes.relu(q).codes
         Array([100, 150, 255], dtype=uint8)
 
     Source: `jax.nn.relu`.
     """
     if isinstance(q, FakeQuantizedArray):
         return q.replace_values(jax.nn.relu(q.values))
-    q = quantized_array.check_lazy("relu", "q", q)
+    q = quantized_array.check_lazy("codes.relu", "q", q)
     is_integer = q.codebook is None and q.codes.dtype in dtypes.INTEGERS
     expected = "codes of an integer dtype, or q.dequantize()"
-    checks.require_type(is_integer, "relu", "q", expected, q.codebook or q.codes.dtype)
+    checks.require_type(is_integer, "codes.relu", "q", expected, q.codebook or q.codes.dtype)
     lowest = dtypes.find_bounds(q.codes.dtype)[0]
     known = np.zeros(()) if q.zero_point is None else find_known(q.zero_point)
     if known is not None and (known == lowest).all():

@@ -56,17 +56,17 @@ def max_pool(
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> q = jq.quantize(jnp.array([[[-1.0], [0.5], [1.55]]]), jq.QuantSpec(jnp.uint8))
-        >>> jq.max_pool(q, (2,)).codes.tolist()
+        >>> jq.codes.max_pool(q, (2,)).codes.tolist()
         [[[150], [255]]]
 
     Source: `flax.linen.max_pool`.
     """
     if isinstance(q, FakeQuantizedArray):
-        windows = _read_windows("max_pool", q, window_shape, strides, padding, channels_last)
+        windows = _read_windows("codes.max_pool", q, window_shape, strides, padding, channels_last)
         return q.replace_values(find_maxima(q.values, windows=windows))
-    q = quantized_array.check_lazy("max_pool", "q", q)
-    affine = read_affine("max_pool", "q", q)
-    windows = _read_windows("max_pool", q, window_shape, strides, padding, channels_last)
+    q = quantized_array.check_lazy("codes.max_pool", "q", q)
+    affine = read_affine("codes.max_pool", "q", q)
+    windows = _read_windows("codes.max_pool", q, window_shape, strides, padding, channels_last)
     return make_array(find_maxima(q.codes, windows=windows), affine, q.dtype)
 
 
@@ -104,16 +104,16 @@ def average_pool(
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> q = jq.quantize(jnp.array([[[-1.0], [0.5], [1.55]]]), jq.QuantSpec(jnp.uint8))  # scale 0.01
-        >>> jq.average_pool(q, (2,), output=q).codes.tolist()
+        >>> jq.codes.average_pool(q, (2,), output=q).codes.tolist()
         [[[75], [202]]]
 
     Source: ONNX Runtime's com.microsoft QLinearAveragePool-1; `flax.linen.avg_pool`.
     """
     windows = functools.partial(
-        _read_windows, "average_pool", window_shape=window_shape, strides=strides, padding=padding,
+        _read_windows, "codes.average_pool", window_shape=window_shape, strides=strides, padding=padding,
         channels_last=channels_last,
     )  # fmt: skip
-    checks.check_flag("average_pool", "count_include_pad", count_include_pad)
+    checks.check_flag("codes.average_pool", "count_include_pad", count_include_pad)
     if isinstance(q, FakeQuantizedArray):
 
         def compute(codes: QuantizedArray, output: Any) -> Any:
@@ -122,7 +122,7 @@ def average_pool(
 
         differentiate = functools.partial(_average_floats, windows=windows(q), counts_padding=count_include_pad)
         return train_codes(compute, differentiate, (q,), output)
-    q, affine, result = read_operand("average_pool", q, output)
+    q, affine, result = read_operand("codes.average_pool", q, output)
     windows = windows(q)
     lows, highs = zip(*windows.padding, strict=True)
     codes = qlinear_average_pool(
@@ -160,22 +160,22 @@ def mean(
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> q = jq.quantize(jnp.array([[-1.0, 0.5, 1.55]]), jq.QuantSpec(jnp.uint8))  # scale 0.01
-        >>> jq.mean(q, 1, output=q).dequantize()
+        >>> jq.codes.mean(q, 1, output=q).dequantize()
         Array([0.35], dtype=float32)
 
     Source: ONNX Runtime's com.microsoft QLinearGlobalAveragePool-1 and QLinearReduceMean-1.
     """
-    checks.check_flag("mean", "keepdims", keepdims)
+    checks.check_flag("codes.mean", "keepdims", keepdims)
     if isinstance(q, FakeQuantizedArray):
         # `jnp.mean` takes no list.
         axes = tuple(axis) if isinstance(axis, Sequence) else axis
         differentiate = functools.partial(jnp.mean, axis=axes, keepdims=keepdims)
         return train_codes(lambda q, y: mean(q, axis, keepdims, output=y), differentiate, (q,), output)
-    q, affine, result = read_operand("mean", q, output)
-    axis = checks.check_integers("mean", "axis", axis)
+    q, affine, result = read_operand("codes.mean", q, output)
+    axis = checks.check_integers("codes.mean", "axis", axis)
     axes = tuple(range(q.ndim)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    axes = tuple(checks.check_axis("mean", a, q.ndim) for a in axes)
-    checks.require(len(set(axes)) == len(axes), "mean", "axis", "different axes", axis)
+    axes = tuple(checks.check_axis("codes.mean", a, q.ndim) for a in axes)
+    checks.require(len(set(axes)) == len(axes), "codes.mean", "axis", "different axes", axis)
     codes = qlinear_reduce_mean(
         q.codes, affine.scale, affine.zero_point, result.scale, result.zero_point, axes=axes, keepdims=keepdims
     )

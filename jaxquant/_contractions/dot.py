@@ -236,7 +236,8 @@ def matmul(
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
-        >>> x = jq.quantize(jnp.array([[-1.0, 0.0, 1.55], [0.495, 0.015, 0.025]]), jq.QuantSpec(jnp.uint8), -1, 1.55)
+        >>> x = jnp.array([[-1.0, 0.0, 1.55], [0.495, 0.015, 0.025]])
+        >>> x = jq.quantize(x, jq.QuantSpec(jnp.uint8), range=(-1, 1.55))
         >>> w = jq.quantize(jnp.array([[63.5], [-3.25], [0.25]]), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
         >>> x.codes, jq.matmul(x, w)
         (Array([[  0, 100, 255],

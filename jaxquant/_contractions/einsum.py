@@ -84,7 +84,7 @@ def einsum(
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> spec = jq.QuantSpec(jnp.int8)
-        >>> query = jq.quantize(jnp.array([[127.0, 2.5], [-0.5, 300.0]]), spec, -127.0, 127.0)  # 2 ties; 300 saturates
+        >>> query = jq.quantize(jnp.array([[127.0, 2.5], [-0.5, 300.0]]), spec, range=(-127.0, 127.0))  # ties, and 300
         >>> key = jq.quantize(jnp.array([[1.0, -1.0], [63.5, 0.25], [0.0, 2.0]]), spec)  # 0.25 is half a step
         >>> jq.einsum("qd,kd->kq", query, key).tolist()
         [[125.0, -127.0], [8064.5, 0.0], [4.0, 254.0]]

@@ -19,7 +19,9 @@ _NUMPY_INTEGERS = (np.ndarray, np.integer)
 _LARGEST = 3e38  # less than the largest float32
 
 
-def compile_entry_point(function: str) -> Callable[[Callable[..., _Output]], Callable[..., _Output]]:
+def compile_entry_point(
+    function: str, names: tuple[str, ...] | None = None
+) -> Callable[[Callable[..., _Output]], Callable[..., _Output]]:
     """Return a decorator that jits an operator and names the public function in the errors of its arguments.
 
     The positional parameters of the operator are arrays and the keyword-only ones are static. The operator gets JAX
@@ -32,11 +34,12 @@ def compile_entry_point(function: str) -> Callable[[Callable[..., _Output]], Cal
 
     Args:
         function: the name of the public function, without "jaxquant.".
+        names: the names of the arrays in errors, or None if they are those of the parameters.
     """
 
     def decorate(operator: Callable[..., _Output]) -> Callable[..., _Output]:
         parameters = inspect.signature(operator).parameters.values()
-        arrays = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
+        arrays = names or tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
         statics = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
         @functools.wraps(operator)

@@ -20,7 +20,7 @@ from . import _rows_and_columns
 from ._scaled_product import count_blocks, multiply_scaled, read_scaled_columns
 from .dynamic_quantize_linear import encode_dynamic, find_dynamic_range
 
-_NAME = "dynamic_quantize_matmul"
+_NAME = "ops.dynamic_quantize_matmul"
 _UINT8 = np.dtype(jnp.uint8)
 
 
@@ -57,7 +57,7 @@ def dynamic_quantize_matmul(
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> a = jnp.array([[-10.0, 3.4, 10.0]])  # 0, 170 and 254, zero point 127
         >>> b = jnp.array([[1, -128], [2, 127], [3, 1]], jnp.int8)
-        >>> jq.dynamic_quantize_matmul(a, b, jnp.array([0.25, 2.0]))
+        >>> jq.ops.dynamic_quantize_matmul(a, b, jnp.array([0.25, 2.0]))
         Array([[   6.666667, 3426.51    ]], dtype=float32)
 
     Source: ONNX Runtime's com.microsoft DynamicQuantizeMatMul-1; the blocks are an addition of this library.

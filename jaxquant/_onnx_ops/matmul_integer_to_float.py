@@ -12,7 +12,7 @@ from ..integer import _matmul_shapes, _operands, _scaling
 from . import _rows_and_columns
 from ._scaled_product import multiply_scaled, read_scaled_columns
 
-_NAME = "matmul_integer_to_float"
+_NAME = "ops.matmul_integer_to_float"
 
 
 def matmul_integer_to_float(
@@ -59,7 +59,7 @@ def matmul_integer_to_float(
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> a = jnp.array([[0, 128, 255]], jnp.uint8)
         >>> b = jnp.array([[1, -128], [2, 127], [3, 1]], jnp.int8)
-        >>> jq.matmul_integer_to_float(a, b, 0.5, jnp.array([0.25, 2.0]), 128, bias=jnp.array([0.1, -1.0]))
+        >>> jq.ops.matmul_integer_to_float(a, b, 0.5, jnp.array([0.25, 2.0]), 128, bias=jnp.array([0.1, -1.0]))
         Array([[   31.725, 16510.   ]], dtype=float32)
 
     Source: ONNX Runtime's com.microsoft MatMulIntegerToFloat-1; the blocks are an addition of this library.

@@ -17,7 +17,7 @@ from .._arrays.weight_only import Chunk, Cut
 from .._core import checks, dtypes, entry_point, recording, rounding, sharding
 from .._core.entry_point import compile_entry_point
 
-_NAME = "matmul_nbits"
+_NAME = "ops.matmul_nbits"
 _UINT8 = np.dtype(jnp.uint8)
 # The largest number of rows of a that are contracted one after the other.
 _FEW_ROWS = 3
@@ -72,7 +72,7 @@ def matmul_nbits(
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> b = jnp.full((2, 1, 8), 0x1F, jnp.uint8)  # 15, 1, 15, 1, ...; the zero point is 8
         >>> a = jnp.zeros((1, 16)).at[0, :2].set(jnp.array([1.0, 0.5]))
-        >>> jq.matmul_nbits(a, b, jnp.array([[1.0], [0.5]]), K=16, N=2, block_size=16)
+        >>> jq.ops.matmul_nbits(a, b, jnp.array([[1.0], [0.5]]), K=16, N=2, block_size=16)
         Array([[3.5 , 1.75]], dtype=float32)
 
     Source: ONNX Runtime's com.microsoft MatMulNBits-1, without its deprecated g_idx.

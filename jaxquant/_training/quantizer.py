@@ -51,14 +51,13 @@ class Quantizer:
 
     @classmethod
     def from_range(
-        cls, spec: QuantSpec, lo: ArrayLike, hi: ArrayLike, gradient: Rule = StraightThrough()
+        cls, spec: QuantSpec, range: tuple[ArrayLike, ArrayLike], gradient: Rule = StraightThrough()
     ) -> Quantizer:  # fmt: skip
         """Return the Quantizer of a range, with the scale and the zero point that `quantize` computes for it.
 
         Args:
             spec: how to quantize, with one scale and one zero point (`PerTensor()`).
-            lo: the lower end of the range, one element.
-            hi: the upper end.
+            range: the ends (lo, hi), as for `quantize`, one element each.
             gradient: the gradient rule.
 
         Raises:
@@ -66,7 +65,7 @@ class Quantizer:
             ValueError: the spec has several scales, or an end is known and not finite.
         """
         with checks.name_errors("Quantizer.from_range"):
-            q = quantize(np.zeros((), np.float32), spec, lo, hi)
+            q = quantize(np.zeros((), np.float32), spec, range)
         return cls(spec, q.scale, q.zero_point, gradient)
 
     def __call__(self, x: ArrayLike) -> jax.Array:

@@ -59,7 +59,7 @@ class Calibrator(NamedTuple):
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
-        >>> cal = jq.minmax(jq.QuantSpec(jnp.uint8))
+        >>> cal = jq.calibration.minmax(jq.QuantSpec(jnp.uint8))
         >>> batches = jnp.array([[0.5, -1.0], [2.5, 0.0]])
         >>> step = lambda state, batch: (cal.update(state, batch), None)
         >>> state, _ = jax.lax.scan(step, cal.init(batches[0]), batches)

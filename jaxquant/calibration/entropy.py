@@ -17,7 +17,7 @@ from .calibrator import Calibrator, Range
 from .histogram import HistogramState, Settings
 from .uint64 import Words
 
-_NAME = "entropy"
+_NAME = "calibration.entropy"
 _MAX_BINS = 2**13  # the time of `finalize` grows with the square of the number of bins
 _EPSILON = np.float32(1e-4)  # the count that an empty bin gets
 
@@ -68,7 +68,7 @@ def entropy(spec: QuantSpec, *, bins: int = 2048, every: int = 1) -> Calibrator:
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> spec = jq.QuantSpec(jnp.int4)
-        >>> cal = jq.entropy(spec)
+        >>> cal = jq.calibration.entropy(spec)
         >>> x = jnp.sinh(jnp.linspace(-8.0, 8.0, 4001))  # most values are small, the largest is 1490
         >>> lo, hi = cal.finalize(cal.update(cal.init(x), x))
         >>> bool(hi < x.max()), bool(lo == -hi)

@@ -13,7 +13,7 @@ from .._core import checks
 from .calibrator import Calibrator
 
 Factory = Callable[[QuantSpec], Calibrator]
-_FACTORY = "a function from a spec to a calibrator, such as jq.moving_average"
+_FACTORY = "a function from a spec to a calibrator, such as jq.calibration.moving_average"
 
 
 @dataclasses.dataclass(frozen=True)

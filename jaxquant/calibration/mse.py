@@ -17,7 +17,7 @@ from . import calibrator, histogram, uint64
 from .calibrator import Calibrator, Range
 from .histogram import HistogramState, Settings
 
-_NAME = "mse"
+_NAME = "calibration.mse"
 _SHORT = np.float32(1e-3)  # in steps; a shorter interval is not integrated, because float32 differences would cancel
 _CERTAINTY = np.float32(4)  # the standard deviations by which a range must be better than the whole range
 
@@ -65,7 +65,7 @@ def mse(spec: QuantSpec, *, bins: int = 2048, grid: int = 100, every: int = 1) -
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> spec = jq.QuantSpec(jnp.int4)
-        >>> cal = jq.mse(spec)
+        >>> cal = jq.calibration.mse(spec)
         >>> x = jnp.concatenate([jnp.linspace(-1.0, 1.0, 1000), jnp.array([4.0])])
         >>> lo, hi = cal.finalize(cal.update(cal.init(x), x))
         >>> lo, hi  # the outlier is cut

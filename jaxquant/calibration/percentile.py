@@ -17,7 +17,7 @@ from .calibrator import Calibrator, Range
 from .histogram import HistogramState, Settings
 from .uint64 import Words
 
-_NAME = "percentile"
+_NAME = "calibration.percentile"
 
 
 def percentile(spec: QuantSpec, q: float, *, bins: int = 2048, every: int = 1) -> Calibrator:
@@ -58,7 +58,7 @@ def percentile(spec: QuantSpec, q: float, *, bins: int = 2048, every: int = 1) -
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
-        >>> cal = jq.percentile(jq.QuantSpec(jnp.int8), 90)
+        >>> cal = jq.calibration.percentile(jq.QuantSpec(jnp.int8), 90)
         >>> state = cal.init(jnp.zeros(10))
         >>> for batch in (-jnp.arange(10.0), jnp.array([100.0])):  # the outlier widens the bins, and no count is lost
         ...     state = cal.update(state, batch)

@@ -62,7 +62,7 @@ def minmax(spec: QuantSpec) -> Calibrator:
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
-        >>> cal = jq.minmax(jq.QuantSpec(jnp.uint8, jq.PerAxis(1)))
+        >>> cal = jq.calibration.minmax(jq.QuantSpec(jnp.uint8, jq.PerAxis(1)))
         >>> state = cal.init(jnp.zeros((2, 2)))
         >>> for batch in (jnp.array([[-0.5, 1.0], [2.05, 3.0]]), jnp.array([[0.0, 0.0]])):
         ...     state = cal.update(state, batch)
@@ -75,7 +75,7 @@ def minmax(spec: QuantSpec) -> Calibrator:
 
     Source: ONNX Runtime's MinMaxCalibrater; torch's MinMaxObserver and PerChannelMinMaxObserver.
     """
-    return _build("minmax", spec, _finish_minmax)
+    return _build("calibration.minmax", spec, _finish_minmax)
 
 
 def absmax(spec: QuantSpec) -> Calibrator:
@@ -101,7 +101,7 @@ def absmax(spec: QuantSpec) -> Calibrator:
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
-        >>> cal = jq.absmax(jq.QuantSpec(jnp.int8))
+        >>> cal = jq.calibration.absmax(jq.QuantSpec(jnp.int8))
         >>> lo, hi = cal.finalize(cal.update(cal.init(jnp.zeros(3)), jnp.array([0.5, -1.27, 1.0])))
         >>> lo, hi
         (Array([-1.27], dtype=float32), Array([1.27], dtype=float32))
@@ -110,7 +110,7 @@ def absmax(spec: QuantSpec) -> Calibrator:
 
     Source: the max calibration of NVIDIA's TensorRT, Migacz, 8-bit Inference with TensorRT, GTC 2017.
     """
-    return _build("absmax", spec, _finish_absmax)
+    return _build("calibration.absmax", spec, _finish_absmax)
 
 
 def moving_average(spec: QuantSpec, decay: float = 0.99) -> Calibrator:
@@ -144,7 +144,7 @@ def moving_average(spec: QuantSpec, decay: float = 0.99) -> Calibrator:
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
-        >>> cal = jq.moving_average(jq.QuantSpec(jnp.uint8), decay=0.5)
+        >>> cal = jq.calibration.moving_average(jq.QuantSpec(jnp.uint8), decay=0.5)
         >>> state = cal.update(cal.init(jnp.zeros(2)), jnp.array([0.0, 1.0]))
         >>> cal.finalize(cal.update(state, jnp.array([-3.0, 4.0])))  # the weights are 1 / 3 and 2 / 3
         Range(lo=Array([-2.], dtype=float32), hi=Array([3.], dtype=float32))
@@ -152,11 +152,19 @@ def moving_average(spec: QuantSpec, decay: float = 0.99) -> Calibrator:
     Source: the average of torch's MovingAverageMinMaxObserver, with averaging_constant = 1 - decay; it starts at
     the first batch; Kingma and Ba, arXiv 1412.6980, section 3, for the division.
     """
-    checks.check_real("moving_average", "decay", decay)
-    checks.require(0 <= decay < 1, "moving_average", "decay", "a number in [0, 1)", decay)
-    calibrator.check_spec("moving_average", spec)
+    checks.check_real("calibration.moving_average", "decay", decay)
+    checks.require(0 <= decay < 1, "calibration.moving_average", "decay", "a number in [0, 1)", decay)
+    calibrator.check_spec("calibration.moving_average", spec)
     step = functools.partial(_update_average, block=scale_from_range.find_block_size(spec), decay=float(decay))
-    parts = Parts("moving_average", spec, _make_empty_average, step, _merge_averages, _reduce_averages, _finish_average)
+    parts = Parts(
+        "calibration.moving_average",
+        spec,
+        _make_empty_average,
+        step,
+        _merge_averages,
+        _reduce_averages,
+        _finish_average,
+    )
     return calibrator.build_calibrator(parts)
 
 

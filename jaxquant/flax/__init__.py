@@ -13,9 +13,11 @@ from .linen.calibrate import calibrate, check_calibrated
 from .linen.contraction import promote_dtype
 from .linen.convert import convert
 from .linen.hooks import conv_general_dilated, dot_general
+from .preset import RUNTIME
 from .ranges import Dynamic, Learned, Observed
 
 __all__ = [
+    "RUNTIME",
     "Dynamic",
     "Learned",
     "Observed",

@@ -42,7 +42,7 @@ class Relay:
         """Return a call with the codes in place of the floats that flax's layer passed."""
         if self.x is None:
             return call
-        expected = "VALID, SAME or pairs of ints, because codes are not padded by flax (jq.pad pads them)"
+        expected = "VALID, SAME or pairs of ints, because codes are not padded by flax (jq.codes.pad pads them)"
         is_same = math.prod(self.x.shape) == math.prod(call.x.shape)
         checks.require(is_same, "flax", "padding", expected, f"shape {call.x.shape} of inputs {self.x.shape}")
         return call._replace(x=self.x if self.x.shape == call.x.shape else reshape(self.x, call.x.shape))

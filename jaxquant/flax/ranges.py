@@ -18,8 +18,8 @@ class Dynamic:
     (lo, hi) = the range that the calibrator finds in x
 
     Attributes:
-        calibrator: A function from a spec to a calibrator, such as `jq.mse`, which finds the range through its `init`,
-            `update` and `finalize`. None (the default) takes the least and the largest value of x.
+        calibrator: A function from a spec to a calibrator, such as `jq.calibration.mse`, which finds the range through
+            its `init`, `update` and `finalize`. None (the default) takes the least and the largest value of x.
         gradient: The gradient rule of the rounding, `jq.StraightThrough()` or `jq.StraightThrough(clip=False)`.
 
     Raises:
@@ -27,7 +27,7 @@ class Dynamic:
 
     Example:
         >>> import jaxquant as jq, jaxquant.flax
-        >>> jq.flax.Dynamic(jq.mse) == jq.flax.Dynamic(jq.mse)
+        >>> jq.flax.Dynamic(jq.calibration.mse) == jq.flax.Dynamic(jq.calibration.mse)
         True
     """
 
@@ -56,9 +56,9 @@ class Observed:
     a value, so the layer returns NaN there; `check_calibrated` raises the error outside of `jit`.
 
     Attributes:
-        calibrator: A function from a spec to a calibrator: `jq.moving_average` (the default), `jq.minmax`, `jq.mse`, or
-            a `functools.partial` of one. It is static and compared by identity, so do not define it inside a function
-            that is called often.
+        calibrator: A function from a spec to a calibrator: `jq.calibration.moving_average` (the default), another of
+            `jq.calibration`, or a `functools.partial` of one. It is static and compared by identity, so do not define
+            it inside a function that is called often.
         freeze_after: The number of batches after which the range no longer changes. None (the default) means that every
             batch changes it.
         gradient: The gradient rule of the rounding, `jq.StraightThrough()` or `jq.StraightThrough(clip=False)`.
@@ -70,8 +70,8 @@ class Observed:
 
     Example:
         >>> import functools, jaxquant as jq, jaxquant.flax
-        >>> source = jq.flax.Observed(functools.partial(jq.moving_average, decay=0.9), freeze_after=1000)
-        >>> source == jq.flax.Observed(functools.partial(jq.moving_average, decay=0.9), freeze_after=1000)
+        >>> source = jq.flax.Observed(functools.partial(jq.calibration.moving_average, decay=0.9), freeze_after=1000)
+        >>> source == jq.flax.Observed(functools.partial(jq.calibration.moving_average, decay=0.9), freeze_after=1000)
         True
     """
 

@@ -138,7 +138,7 @@ def find_saturating_products(model: ModelProto | str | os.PathLike[str]) -> tupl
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> from jaxquant import onnx as jqonnx
         >>> def export_layer(w):
-        ...     layer = lambda x: jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.uint8), -1.0, 1.55), w)
+        ...     layer = lambda x: jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.uint8), range=(-1.0, 1.55)), w)
         ...     return jqonnx.export(layer, [jnp.zeros((4, 2))], weights="int8")
         >>> w = jnp.array([[0.5, -1.0], [0.52, 0.25]])
         >>> model = export_layer(jq.quantize(w, jq.QuantSpec(jnp.int8)))
@@ -179,7 +179,7 @@ def convert_weights_to_uint8(model: ModelProto | str | os.PathLike[str]) -> Mode
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> from jaxquant import onnx as jqonnx
         >>> w = jq.quantize(jnp.array([[0.5, -1.0], [0.49, -0.25]]), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
-        >>> layer = lambda x: jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.uint8), -1.0, 1.55), w)
+        >>> layer = lambda x: jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.uint8), range=(-1.0, 1.55)), w)
         >>> model = jqonnx.export(layer, [jnp.zeros((4, 2))], weights="int8")
         >>> len(jqonnx.find_saturating_products(model))
         1

@@ -177,7 +177,7 @@ def verify(
         >>> from jaxquant import onnx as jqonnx
         >>> w = jq.quantize(jnp.array([[0.5, -1.0], [2.0, 0.25]]), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
         >>> def layer(x):
-        ...     return jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.uint8), -1.0, 1.55), w)
+        ...     return jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.uint8), range=(-1.0, 1.55)), w)
         >>> x = jnp.array([[0.495, 0.015], [-2.0, 3.0]])  # two ties, and values that saturate
         >>> report = jqonnx.verify(jqonnx.export(layer, [x]), layer, [x])
         >>> report.is_exact, [(row.kind, row.elements, row.differing) for row in report.rows]

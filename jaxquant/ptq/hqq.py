@@ -93,7 +93,7 @@ def hqq(
     w = convert_number(w)
     _grid.check_finite(_NAME, w=w)
     ends, sums = _find_range(w, spec=spec, p=float(p), beta=float(beta), growth=float(growth), steps=int(steps))
-    q = quantize(w, spec, *ends, stored_last=stored_last)
+    q = quantize(w, spec, ends, stored_last=stored_last)
     return (q, sums) if diagnostics else q
 
 

@@ -56,8 +56,8 @@ class Activation:
         per: "tensor" for one scale; "row" for one scale for each index of the dimensions that the contraction does not
             sum over, such as each token; "image" for one scale for each image of a convolution. Only dynamic ranges
             can differ between rows and images.
-        range: a function from a spec to a calibrator, such as `jq.minmax`, which finds a static range; or None, which
-            finds the range in each array that is quantized (a dynamic range).
+        range: a function from a spec to a calibrator, such as `jq.calibration.minmax`, which finds a static range; or
+            None, which finds the range in each array that is quantized (a dynamic range).
         options: further attributes of `QuantSpec`.
 
     Raises:
@@ -201,7 +201,9 @@ class Rule:
     def _check_output(self, output: Activation) -> None:
         """Check that integer kernels return such codes, for such operands."""
         check_output_spec("Rule", "output", output.make_spec())
-        expected = "a function that makes a calibrator, such as jq.minmax, because a result has a static range"
+        expected = (
+            "a function that makes a calibrator, such as jq.calibration.minmax, because a result has a static range"
+        )
         checks.require(output.range is not None, "Rule", "output.range", expected, "None")
         expected = 'a Weight without blocks and an Activation with per="tensor", because of the output'
         holds = self.weight is not None and self.weight.block is None

@@ -112,7 +112,7 @@ def test_a_given_range_that_is_cut(rng: np.random.Generator, kind: AxisType) -> 
     scale, point = array_text.parameters(low, high, "uint8", False, False)
     assert point is not None
     codes = array_text.codes(x, scale, point, "uint8", False)
-    quantize = jax.jit(lambda x, low, high: jq.quantize(x, spec, low, high))
+    quantize = jax.jit(lambda x, low, high: jq.quantize(x, spec, range=(low, high)))
     for axis, ends in ((0, 0), (1, 0), (0, None)):
         q = quantize(shard(x, axis, kind), *shard((low, high), ends, kind))
         check_equal((q.codes, q.scale, q.zero_point), (codes, scale, point.astype(np.uint8)))
@@ -306,7 +306,7 @@ def test_quantized_arrays_in_and_out_of_shard_map(rng: np.random.Generator) -> N
         check_equal(mapped(lambda q: q.T[::2].dequantize(), (place,), P(*place[::-1]))(want), want.dequantize().T[::2])
     whole = QuantSpec("uint8")
     places = QuantizedArray(P("d"), P(), P(), dtype=F32)
-    quantize_shard = lambda x: jq.quantize(x, whole, lax.pmin(x.min(), "d"), lax.pmax(x.max(), "d"))  # noqa: E731
+    quantize_shard = lambda x: jq.quantize(x, whole, range=(lax.pmin(x.min(), "d"), lax.pmax(x.max(), "d")))  # noqa: E731
     check_equal(mapped(quantize_shard, (P("d"),), places)(x), jq.quantize(x, whole))
 
 

@@ -87,8 +87,8 @@ def test_quantizing_again_gives_the_same(data: st.DataObject, shape: tuple[int, 
     spec = data.draw(specs(len(shape)))
     x = values(seed, shape)
     low, high = F32(-1.5), F32(2.75)
-    q = jq.quantize(x, spec, low, high)
-    requantized = jq.quantize(q.dequantize(), spec, low, high)
+    q = jq.quantize(x, spec, range=(low, high))
+    requantized = jq.quantize(q.dequantize(), spec, range=(low, high))
     for actual, expected in zip(jax.tree.leaves(requantized), jax.tree.leaves(q), strict=True):
         assert transforms.mismatches(np.asarray(actual), np.asarray(expected)) == 0
     assert jax.tree.structure(requantized) == jax.tree.structure(q)

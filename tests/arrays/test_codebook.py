@@ -54,7 +54,10 @@ def test_ties_go_to_the_lower_entry(rng: np.random.Generator) -> None:
         x = sample(rng, book, np.full(500, 4.0)) if book.levels[-1] == 1 else sample(rng, book, np.full(500, 1.0))
         span = 4.0 if book.levels[-1] == 1 else 155.0
         spec = jq.QuantSpec(book)
-        for q in (jq.quantize(x, spec, -span, span), jax.jit(lambda x, s=spec, e=span: jq.quantize(x, s, -e, e))(x)):
+        for q in (
+            jq.quantize(x, spec, range=(-span, span)),
+            jax.jit(lambda x, s=spec, e=span: jq.quantize(x, s, range=(-e, e)))(x),
+        ):
             scale = F32(span) / F32(max(abs(level) for level in book.levels))
             np.testing.assert_array_equal(q.scale, [scale])
             value = onnx_text.quotient(x, np.full(x.shape, scale), np.dtype(F32))

@@ -60,7 +60,7 @@ def check_ranges(dtype: Any, scale_dtype: str, floats: tuple[str, ...], rng: np.
     @jax.jit
     def run(x: jax.Array) -> Any:
         low, high = (jnp.minimum(x.min(1, keepdims=True), 0), jnp.maximum(x.max(1, keepdims=True), 0))
-        return [(jq.quantize(x, s), jq.quantize(x, s, low, high), jq.fake_quantize(x, s)) for s in specs]
+        return [(jq.quantize(x, s), jq.quantize(x, s, range=(low, high)), jq.fake_quantize(x, s)) for s in specs]
 
     for name in floats:
         values = rows_of(rng, name)
@@ -129,8 +129,8 @@ def test_a_scale_beyond_float16(dtype: Any) -> None:
     for name, call in (("quantize", jq.quantize), ("fake_quantize", jq.fake_quantize)):
         with pytest.raises(ValueError, match=rf"^jaxquant\.{name}: x: expected a range whose scale is at most 65504"):
             call(x, spec)
-    with pytest.raises(ValueError, match=r"^jaxquant\.quantize: lo, hi: expected a range whose scale is at most 65504"):
-        jq.quantize(x, spec, -1e20, 1e20)
+    with pytest.raises(ValueError, match=r"^jaxquant\.quantize: range: expected a range whose scale is at most 65504"):
+        jq.quantize(x, spec, range=(-1e20, 1e20))
     for y in (jax.jit(lambda x: jq.quantize(x, spec).dequantize())(x), jax.jit(lambda x: jq.fake_quantize(x, spec))(x)):
         assert np.isfinite(np.asarray(y)[0]).all()
         assert not np.isfinite(np.asarray(y)[1]).any()
@@ -171,7 +171,9 @@ def test_optimizer_states_and_caches_of_large_values_are_finite() -> None:
         assert np.isfinite(np.asarray(q.dequantize())).all()
 
 
-@pytest.mark.parametrize("factory", [jq.minmax, jq.absmax, jq.moving_average, jq.mse])
+@pytest.mark.parametrize(
+    "factory", [jq.calibration.minmax, jq.calibration.absmax, jq.calibration.moving_average, jq.calibration.mse]
+)
 def test_calibrators_of_large_values_give_finite_ranges(factory: Any) -> None:
     largest = np.finfo(F32).max
     spec = QuantSpec("uint16")
@@ -183,7 +185,7 @@ def test_calibrators_of_large_values_give_finite_ranges(factory: Any) -> None:
     lo, hi = calibrator.finalize(state)
     assert np.isfinite(lo).all()
     assert np.isfinite(hi).all()
-    y = np.asarray(jq.quantize(batch, spec, lo, hi).dequantize())
+    y = np.asarray(jq.quantize(batch, spec, range=(lo, hi)).dequantize())
     assert np.isfinite(y).all()
 
 

@@ -40,7 +40,7 @@ TURNS: dict[str, Callable[[QuantizedArray], QuantizedArray]] = {
     "mT": lambda q: q.mT,
     "swapaxes": lambda q: q.swapaxes(0, -1),
     "transpose": lambda q: q.transpose(1, 0),
-    "jq.transpose": lambda q: jq.transpose(q, (-1, 0)),
+    "jq.codes.transpose": lambda q: jq.codes.transpose(q, (-1, 0)),
 }
 DOTS: dict[str, Callable[[Any, QuantizedArray], jax.Array]] = {
     "@": lambda x, w: x @ w,

@@ -68,7 +68,7 @@ def test_the_measures(name: str, rng: np.random.Generator) -> None:
     x = (rng.standard_normal((24, 32)) * 4 + 1).astype(dtype)
     x[0, :3] = -3.5, 3.5, 0
     reach = float(np.abs(x).max()) * share
-    q = jq.quantize(x, spec, -reach, reach)
+    q = jq.quantize(x, spec, range=(-reach, reach))
     actual = jq.quantization_error(x, q)
     assert all(v.dtype == jnp.float32 and v.shape == () for v in actual)
     expected = oracle(x, q, spec)
@@ -81,10 +81,10 @@ def test_under_jit_and_vmap(rng: np.random.Generator) -> None:
     spec = jq.QuantSpec(jnp.uint4, jq.PerAxis(0))
 
     def measured(x: jax.Array) -> jq.QuantizationError:
-        return jq.quantization_error(x, jq.quantize(x, spec, -0.5, 1.25))
+        return jq.quantization_error(x, jq.quantize(x, spec, range=(-0.5, 1.25)))
 
     measures = jax.jit(jax.vmap(measured))(x)
-    want = [oracle(row, jq.quantize(row, spec, -0.5, 1.25), spec) for row in x]
+    want = [oracle(row, jq.quantize(row, spec, range=(-0.5, 1.25)), spec) for row in x]
     np.testing.assert_allclose(np.stack(measures, axis=1), want, rtol=2e-6, atol=1e-5)
 
 

@@ -53,7 +53,7 @@ def test_codes_are_those_of_the_formula(dtype, symmetric, rng):
     lo, hi = np.float32(-2.5), np.float32(3.25)
     codes = {}
     for name, call in {"eager": jq.quantize, "jit": jax.jit(jq.quantize, static_argnums=1)}.items():
-        q = call(jnp.asarray(x), spec, lo, hi)
+        q = call(jnp.asarray(x), spec, (lo, hi))
         point = 0 if q.zero_point is None else q.zero_point.item()
         exact = np.clip(np.rint(x / np.asarray(q.scale)), low - point, high - point) + point
         np.testing.assert_array_equal(np.asarray(q.codes, np.int64), exact)
@@ -72,9 +72,9 @@ def test_training_computes_the_same_values(rng):
 
 def test_saturated_elements_are_counted_at_the_ends_of_the_reduced_range():
     x = jnp.array([-9.0, -1.0, 0.5, 1.0, 7.0])
-    q = jq.quantize(x, jq.QuantSpec(jnp.int8, reduce_range=True), -1.0, 1.0)
+    q = jq.quantize(x, jq.QuantSpec(jnp.int8, reduce_range=True), range=(-1.0, 1.0))
     assert float(jq.quantization_error(x, q).saturated) == pytest.approx(0.4)
-    q = jq.quantize(x, jq.QuantSpec(jnp.uint8, reduce_range=True), -1.0, 1.0)
+    q = jq.quantize(x, jq.QuantSpec(jnp.uint8, reduce_range=True), range=(-1.0, 1.0))
     assert float(jq.quantization_error(x, q).saturated) == pytest.approx(0.4)
 
 
@@ -138,7 +138,7 @@ def test_bits_are_allocated_to_weights_of_a_reduced_range(rng):
 def test_saturated_elements_of_symmetric_unsigned_codes_are_counted_on_both_sides():
     """Their lowest code is 1, and only elements above the range were counted."""
     x = jnp.array([-3.0, -1.0, 0.0, 0.5, 1.0, 3.0])
-    q = jq.quantize(x, jq.QuantSpec(jnp.uint8, symmetric=True, reduce_range=True), -1.0, 1.0)
+    q = jq.quantize(x, jq.QuantSpec(jnp.uint8, symmetric=True, reduce_range=True), range=(-1.0, 1.0))
     assert (int(q.codes.min()), int(q.codes.max())) == (1, 127)
     assert float(jq.quantization_error(x, q).saturated) == np.float32(2 / 6)
 
@@ -146,4 +146,4 @@ def test_saturated_elements_of_symmetric_unsigned_codes_are_counted_on_both_side
 def test_entropy_has_the_levels_of_the_reduced_range():
     """A symmetric range of 7 bits was chosen for the 128 levels of 8 bits."""
     with pytest.raises(ValueError, match=r"entropy: bins: .* because there are 64 levels"):
-        jq.entropy(jq.QuantSpec(jnp.int8, reduce_range=True), bins=128)
+        jq.calibration.entropy(jq.QuantSpec(jnp.int8, reduce_range=True), bins=128)

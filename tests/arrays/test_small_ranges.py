@@ -76,7 +76,7 @@ def test_quantize_gives_no_scale_of_zero(scale_dtype: str) -> None:
     def all_of_them(x: jax.Array) -> Any:
         row_arrays = [jax.vmap(functools.partial(jq.quantize, spec=whole[spec]))(x) for spec in specs]
         ends = [(jnp.minimum(x.min(1, keepdims=True), 0), jnp.maximum(x.max(1, keepdims=True), 0)) for _ in specs]
-        ranged_arrays = [jq.quantize(x, spec, *range_) for spec, range_ in zip(specs, ends, strict=True)]
+        ranged_arrays = [jq.quantize(x, spec, range=range_) for spec, range_ in zip(specs, ends, strict=True)]
         return [jq.quantize(x, spec) for spec in specs], row_arrays, ranged_arrays
 
     for x in rows.values():
@@ -139,7 +139,7 @@ def test_callers_of_dynamic_ranges() -> None:
         assert (np.abs(np.asarray(fake) - x) <= 1.01 * TINY).all()
         slope = jax.grad(lambda x: jq.dynamic_fake_quantize_linear(x).sum())(jnp.asarray(x))
         np.testing.assert_array_equal(slope, np.ones_like(x))
-        y = jq.dynamic_quantize_matmul(x, np.eye(5, dtype=np.int8), F32(1e10))
+        y = jq.ops.dynamic_quantize_matmul(x, np.eye(5, dtype=np.int8), F32(1e10))
         np.testing.assert_allclose(y, flushed(np.asarray(fake)) * F32(1e10), rtol=1e-6)
 
 

@@ -26,22 +26,22 @@ SPECS = {
 REDUCED = {"per-tensor": (0, 1, 2), "rows": (0, 2), "columns": (0, 1), "two axes": (1,)}
 # One of each: the statistics differ, the contracts do not.
 FACTORIES: dict[str, Callable[..., Any]] = {
-    "minmax": jq.minmax,
-    "absmax": jq.absmax,
-    "moving_average": jq.moving_average,
-    "percentile": functools.partial(jq.percentile, q=99.0, bins=64),
-    "mse": functools.partial(jq.mse, bins=64, grid=8),
-    "entropy": functools.partial(jq.entropy, bins=64),
+    "minmax": jq.calibration.minmax,
+    "absmax": jq.calibration.absmax,
+    "moving_average": jq.calibration.moving_average,
+    "percentile": functools.partial(jq.calibration.percentile, q=99.0, bins=64),
+    "mse": functools.partial(jq.calibration.mse, bins=64, grid=8),
+    "entropy": functools.partial(jq.calibration.entropy, bins=64),
 }
 INT4 = jq.QuantSpec(jnp.int4)
 KEPT = [name for name in FACTORIES if name != "moving_average"]  # the order of what they see does not matter
 
 
-def make(name: str, spec: jq.QuantSpec = INT4) -> jq.Calibrator:
+def make(name: str, spec: jq.QuantSpec = INT4) -> jq.calibration.Calibrator:
     return FACTORIES[name](spec)
 
 
-def feed(cal: jq.Calibrator, *batches: Any) -> Any:
+def feed(cal: jq.calibration.Calibrator, *batches: Any) -> Any:
     state = cal.init(batches[0])
     for batch in batches:
         state = cal.update(state, batch)
@@ -69,11 +69,11 @@ def test_extremes_are_numpy_s(rng: np.random.Generator, name: str, dtype: str) -
     for offset in (0.0, 9.0, -9.0):
         x = (np.clip(rng.normal(size=(5, 7, 6)), -4, 4) + offset).astype(jnp.dtype(dtype))
         low, high = least_most(x.astype(np.float32), name)
-        state = feed(jq.minmax(SPECS[name]), x)
-        check_equal(tuple(jq.minmax(SPECS[name]).finalize(state)), (low, high))
+        state = feed(jq.calibration.minmax(SPECS[name]), x)
+        check_equal(tuple(jq.calibration.minmax(SPECS[name]).finalize(state)), (low, high))
         size = np.maximum(np.abs(low), np.abs(high))
-        check_equal(tuple(jq.absmax(SPECS[name]).finalize(state)), (-size, size))
-        q = jq.quantize(jnp.asarray(x), SPECS[name], *jq.minmax(SPECS[name]).finalize(state))
+        check_equal(tuple(jq.calibration.absmax(SPECS[name]).finalize(state)), (-size, size))
+        q = jq.quantize(jnp.asarray(x), SPECS[name], range=jq.calibration.minmax(SPECS[name]).finalize(state))
         check_equal(q, jq.quantize(jnp.asarray(x), SPECS[name]))
 
 
@@ -87,7 +87,7 @@ def test_extremes_of_long_arrays(rng: np.random.Generator, shape: tuple[int, ...
     spec = jq.QuantSpec(jnp.int8) if axis is None else jq.QuantSpec(jnp.int8, jq.PerAxis(axis))
     axes = tuple(a for a in range(len(shape)) if axis is None or a != axis % len(shape))
     x = rng.normal(size=shape).astype(np.float32)
-    cal = jq.minmax(spec)
+    cal = jq.calibration.minmax(spec)
     state = feed(cal, x)
     want = [f(x, axis=axes, keepdims=True) for f in (np.min, np.max)]
     check_equal(tuple(state), [np.asarray(v, np.float32) for v in want])
@@ -105,7 +105,7 @@ def test_extremes_of_long_arrays(rng: np.random.Generator, shape: tuple[int, ...
 @pytest.mark.slow
 def test_denormal_numbers_are_no_zeros() -> None:
     x = np.array([0, 1e-40, -3e-42], np.float32)
-    assert [float(v[0]) for v in feed(jq.minmax(INT4), x)] == [x[2], x[1]]
+    assert [float(v[0]) for v in feed(jq.calibration.minmax(INT4), x)] == [x[2], x[1]]
     lo, hi = make("minmax").finalize(feed(make("minmax"), x))
     assert (lo[0], hi[0]) == (x[2], x[1])
     for name in FACTORIES:  # whatever a histogram makes of them, they are data
@@ -236,7 +236,7 @@ def test_what_has_no_range(name: str, fault: str) -> None:
         ranges = cal.finalize(state, allow_zero=True)
         assert (ranges.lo[1, 0, 0], ranges.hi[1, 0, 0]) == (0, 0)
         assert (np.asarray(ranges.hi)[[0, 0, 0, 1, 1], [0, 1, 2, 1, 2], 0] > 0).all()
-        q = jq.quantize(jnp.asarray(x), jq.QuantSpec(jnp.int4, jq.PerAxis((0, 1))), *ranges)
+        q = jq.quantize(jnp.asarray(x), jq.QuantSpec(jnp.int4, jq.PerAxis((0, 1))), range=ranges)
         assert q.scale[1, 0, 0] == 1
         check_equal(jax.jit(functools.partial(cal.finalize, allow_zero=True))(state), ranges)
     else:
@@ -248,51 +248,59 @@ def test_what_has_no_range(name: str, fault: str) -> None:
 
 F = np.ones((2, 3), np.float32)
 ROWS: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: jq.minmax(jnp.int8), TypeError, "minmax: spec: expected a QuantSpec, got"),  # type: ignore[arg-type]
-    (lambda: jq.absmax("int8"), TypeError, "absmax: spec: expected a QuantSpec, got 'int8'"),  # type: ignore[arg-type]
-    (lambda: jq.percentile(None, 99), TypeError, "percentile: spec: expected a QuantSpec"),  # type: ignore[arg-type]
-    (lambda: jq.entropy(None), TypeError, "entropy: spec: expected a QuantSpec"),  # type: ignore[arg-type]
-    (lambda: jq.mse(None), TypeError, "mse: spec: expected a QuantSpec"),  # type: ignore[arg-type]
-    (lambda: jq.moving_average(INT4, "x"), TypeError, "decay: expected a static Python number"),  # type: ignore[arg-type]
-    (lambda: jq.moving_average(INT4, 1.0), ValueError, r"decay: expected a number in \[0, 1\), got 1.0"),
-    (lambda: jq.moving_average(INT4, -0.1), ValueError, r"decay: expected a number in \[0, 1\), got -0.1"),
-    (lambda: jq.percentile(INT4, 0), ValueError, r"q: expected a percentage in \(0, 100\], got 0"),
-    (lambda: jq.percentile(INT4, 100.1), ValueError, r"q: expected a percentage in \(0, 100\], got 100.1"),
-    (lambda: jq.percentile(INT4, True), TypeError, "q: expected a static Python number"),
-    (lambda: jq.percentile(INT4, 9, bins=100), ValueError, r"percentile: bins: expected a power of two .*100"),
+    (lambda: jq.calibration.minmax(jnp.int8), TypeError, "minmax: spec: expected a QuantSpec, got"),  # type: ignore[arg-type]
+    (lambda: jq.calibration.absmax("int8"), TypeError, "absmax: spec: expected a QuantSpec, got 'int8'"),  # type: ignore[arg-type]
+    (lambda: jq.calibration.percentile(None, 99), TypeError, "percentile: spec: expected a QuantSpec"),  # type: ignore[arg-type]
+    (lambda: jq.calibration.entropy(None), TypeError, "entropy: spec: expected a QuantSpec"),  # type: ignore[arg-type]
+    (lambda: jq.calibration.mse(None), TypeError, "mse: spec: expected a QuantSpec"),  # type: ignore[arg-type]
+    (lambda: jq.calibration.moving_average(INT4, "x"), TypeError, "decay: expected a static Python number"),  # type: ignore[arg-type]
+    (lambda: jq.calibration.moving_average(INT4, 1.0), ValueError, r"decay: expected a number in \[0, 1\), got 1.0"),
+    (lambda: jq.calibration.moving_average(INT4, -0.1), ValueError, r"decay: expected a number in \[0, 1\), got -0.1"),
+    (lambda: jq.calibration.percentile(INT4, 0), ValueError, r"q: expected a percentage in \(0, 100\], got 0"),
+    (lambda: jq.calibration.percentile(INT4, 100.1), ValueError, r"q: expected a percentage in \(0, 100\], got 100.1"),
+    (lambda: jq.calibration.percentile(INT4, True), TypeError, "q: expected a static Python number"),
     (
-        lambda: jq.percentile(INT4, 9, bins=8),
+        lambda: jq.calibration.percentile(INT4, 9, bins=100),
+        ValueError,
+        r"percentile: bins: expected a power of two .*100",
+    ),
+    (
+        lambda: jq.calibration.percentile(INT4, 9, bins=8),
         ValueError,
         r"bins: expected a power of two in \[16, 65536\], got 8",
     ),
-    (lambda: jq.percentile(INT4, 9, bins=2**17), ValueError, r"bins: expected a power of two .*, got 131072"),
-    (lambda: jq.mse(INT4, bins=64.0), TypeError, "mse: bins: expected an int, got 64.0"),  # type: ignore[arg-type]
-    (lambda: jq.mse(INT4, grid=0), ValueError, r"mse: grid: expected an int in \[1, 65536\], got 0"),
-    (lambda: jq.mse(INT4, grid=True), TypeError, "mse: grid: expected an int, got True"),
-    (lambda: jq.mse(INT4, every=0), ValueError, "mse: every: expected a positive int, got 0"),
     (
-        lambda: jq.mse(jq.QuantSpec(jnp.uint8, zero_point_granularity=jq.PerAxis(0))),
+        lambda: jq.calibration.percentile(INT4, 9, bins=2**17),
+        ValueError,
+        r"bins: expected a power of two .*, got 131072",
+    ),
+    (lambda: jq.calibration.mse(INT4, bins=64.0), TypeError, "mse: bins: expected an int, got 64.0"),  # type: ignore[arg-type]
+    (lambda: jq.calibration.mse(INT4, grid=0), ValueError, r"mse: grid: expected an int in \[1, 65536\], got 0"),
+    (lambda: jq.calibration.mse(INT4, grid=True), TypeError, "mse: grid: expected an int, got True"),
+    (lambda: jq.calibration.mse(INT4, every=0), ValueError, "mse: every: expected a positive int, got 0"),
+    (
+        lambda: jq.calibration.mse(jq.QuantSpec(jnp.uint8, zero_point_granularity=jq.PerAxis(0))),
         ValueError,
         r"mse: spec.zero_point_granularity: expected the granularity of the scale.*, got PerAxis\(axis=0\)",
     ),
     (
-        lambda: jq.entropy(INT4, bins=16),
+        lambda: jq.calibration.entropy(INT4, bins=16),
         ValueError,
         r"entropy: bins: .* \[32, 8192\], because there are 8 levels, got 16",
     ),
     (
-        lambda: jq.entropy(jq.QuantSpec(jnp.int16)),
+        lambda: jq.calibration.entropy(jq.QuantSpec(jnp.int16)),
         TypeError,
         "entropy: spec.dtype: expected int2, .* or uint8, got int16",
     ),
-    (lambda: jq.entropy(jq.QuantSpec(jq.nf4)), TypeError, "entropy: spec.dtype: expected .*, got nf4"),
+    (lambda: jq.calibration.entropy(jq.QuantSpec(jq.nf4)), TypeError, "entropy: spec.dtype: expected .*, got nf4"),
     (
         lambda: make("minmax").init([1.0]),
         TypeError,
         "minmax.init: example: expected an array or a jax.Shape.*, got list",
     ),
     (
-        lambda: jq.minmax(SPECS["two axes"]).init(F),
+        lambda: jq.calibration.minmax(SPECS["two axes"]).init(F),
         ValueError,
         r"minmax.init: axis: expected an integer in \[-2, 1\], .*, got 2",
     ),
@@ -308,24 +316,24 @@ ROWS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "mse.update: batch: expected an array, got list",
     ),
     (
-        lambda: feed(jq.minmax(jq.QuantSpec(jnp.int8, jq.PerAxis(1))), F, F[:, :2]),
+        lambda: feed(jq.calibration.minmax(jq.QuantSpec(jnp.int8, jq.PerAxis(1))), F, F[:, :2]),
         ValueError,
         r"minmax.update: batch: expected a batch whose ranges have shape \(1, 3\), .*, got ranges of shape \(1, 2\) for .*",
     ),
     (
         lambda: make("minmax").update(make("mse").init(F), F),
         TypeError,
-        "minmax.update: state: expected a ExtremesState, as minmax.init returns it, got HistogramState",
+        "minmax.update: state: expected a ExtremesState, as calibration.minmax.init returns it, got HistogramState",
     ),
     (
-        lambda: make("percentile").merge(make("percentile").init(F), jq.percentile(INT4, 9).init(F)),
+        lambda: make("percentile").merge(make("percentile").init(F), jq.calibration.percentile(INT4, 9).init(F)),
         ValueError,
         r"percentile.merge: b.counts: expected uint32\[1, 1, 64\], .*, got uint32\[1, 1, 2048\]",
     ),
     (
         lambda: make("mse").merge(make("entropy").init(F), make("mse").init(F)),
         ValueError,
-        r"mse.merge: a.least: expected int32\[1, 1, 64\], as mse.init returns it, got None",
+        r"mse.merge: a.least: expected int32\[1, 1, 64\], as calibration.mse.init returns it, got None",
     ),
     (
         lambda: make("minmax").merge(make("minmax").init(F), make("minmax").init(F[0])),
@@ -354,7 +362,9 @@ ROWS: list[tuple[Callable[[], Any], type[Exception], str]] = [
 @pytest.mark.parametrize("row", range(len(ROWS)))
 def test_refusals(row: int) -> None:
     call, error, text = ROWS[row]
-    with pytest.raises(error, match=rf"jaxquant\.{text}" if not text.startswith(("bins", "decay", "q:")) else text):
+    with pytest.raises(
+        error, match=rf"jaxquant\.calibration\.{text}" if not text.startswith(("bins", "decay", "q:")) else text
+    ):
         call()
 
 

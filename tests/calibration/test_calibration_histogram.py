@@ -75,7 +75,7 @@ def batches(rng: np.random.Generator, shape: tuple[int, ...], n: int) -> list[np
 @pytest.mark.parametrize("has_ends", [False, True])
 def test_the_order_changes_no_bit(rng: np.random.Generator, has_ends: bool) -> None:
     """Any order of batches, split anywhere, merged in any tree: the histogram of all the data at once."""
-    cal = jq.mse(SPEC, bins=BINS) if has_ends else jq.percentile(SPEC, 99, bins=BINS)
+    cal = jq.calibration.mse(SPEC, bins=BINS) if has_ends else jq.calibration.percentile(SPEC, 99, bins=BINS)
     for _ in range(5):
         data = batches(rng, (3, 40), 6)
         whole = np.concatenate(data, axis=1)
@@ -96,7 +96,7 @@ def test_the_order_changes_no_bit(rng: np.random.Generator, has_ends: bool) -> N
 @pytest.mark.slow
 def test_from_the_least_to_the_largest_number() -> None:
     info = np.finfo(np.float32)
-    cal = jq.mse(jq.QuantSpec(jnp.int8), bins=BINS)
+    cal = jq.calibration.mse(jq.QuantSpec(jnp.int8), bins=BINS)
     x = np.array([info.tiny, -info.tiny, 2.0**-100, -(2.0**-100), 1, info.max, -info.max, 0], np.float32)
     for order in (x, x[::-1]):
         state = cal.init(x)
@@ -112,7 +112,7 @@ def test_from_the_least_to_the_largest_number() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_short_floats_are_counted_as_they_are(rng: np.random.Generator, dtype: str) -> None:
-    cal = jq.percentile(SPEC, 99, bins=BINS)
+    cal = jq.calibration.percentile(SPEC, 99, bins=BINS)
     x = rng.normal(size=(3, 50)).astype(jnp.dtype(dtype))
     state = cal.update(cal.init(x), x)
     holds(state, list(x.astype(np.float32)), BINS)
@@ -145,7 +145,7 @@ def test_every_layout(rng: np.random.Generator, name: str, every: int) -> None:
     """And of every third element only, in the order of the slice, with the extremes of all."""
     shape, granularity, slices = LAYOUTS[name]
     x = np.asarray(np.where(rng.uniform(size=shape) < 0.3, 0, rng.normal(size=shape)), np.float32)
-    cal = jq.mse(jq.QuantSpec(jnp.int8, granularity), bins=BINS, every=every)
+    cal = jq.calibration.mse(jq.QuantSpec(jnp.int8, granularity), bins=BINS, every=every)
     state = cal.update(cal.init(x), x)
     holds(state, slices(x), BINS, every)
     assert state.low.shape == jq.quantize(jnp.asarray(x), jq.QuantSpec(jnp.int8, granularity)).scale.shape
@@ -153,7 +153,7 @@ def test_every_layout(rng: np.random.Generator, name: str, every: int) -> None:
 
 @pytest.mark.slow
 def test_a_bad_slice_spoils_no_other(rng: np.random.Generator) -> None:
-    cal = jq.mse(SPEC, bins=BINS)
+    cal = jq.calibration.mse(SPEC, bins=BINS)
     x = rng.normal(size=(3, 100)).astype(np.float32)
     want = cal.update(cal.init(x), x)
     for value in (np.nan, -np.nan, np.inf, -np.inf):
@@ -168,7 +168,7 @@ def test_a_bad_slice_spoils_no_other(rng: np.random.Generator) -> None:
 @pytest.mark.slow
 def test_counts_beyond_32_bits(rng: np.random.Generator) -> None:
     """States merged with themselves until a slice has seen 2**45 elements; and summed over eight more."""
-    cal = jq.percentile(SPEC, 90, bins=BINS)
+    cal = jq.calibration.percentile(SPEC, 90, bins=BINS)
     x = batches(rng, (2, 2**12), 1)[0]
     state = cal.update(cal.init(x), x)
     total = state
@@ -215,7 +215,10 @@ def test_sixty_four_bits_in_two_words(rng: np.random.Generator) -> None:
 def test_a_state_has_the_size_that_is_said() -> None:
     example = jax.ShapeDtypeStruct((1024, 3), jnp.float32)
     # percentile also has two sides with 16 octaves of 32 fine bins.
-    for cal, expected in ((jq.percentile(SPEC, 99), 8 * (2048 + 1024)), (jq.mse(SPEC), 16 * 2048)):
+    for cal, expected in (
+        (jq.calibration.percentile(SPEC, 99), 8 * (2048 + 1024)),
+        (jq.calibration.mse(SPEC), 16 * 2048),
+    ):
         state = jax.eval_shape(lambda cal=cal: cal.init(example))
         size = sum(math.prod(v.shape) * v.dtype.itemsize for v in jax.tree.leaves(state))
         assert 0 <= size - expected * 1024 <= 64 * 1024
@@ -226,7 +229,7 @@ def test_a_state_has_the_size_that_is_said() -> None:
 def test_sixty_four_bits_change_nothing() -> None:
     x = np.random.default_rng(3).normal(size=(3, 5)).astype(np.float32)
     spec = jq.QuantSpec("int8", jq.PerAxis(1))
-    for calibrator in (jq.mse(spec), jq.entropy(spec), jq.percentile(spec, 99.0)):
+    for calibrator in (jq.calibration.mse(spec), jq.calibration.entropy(spec), jq.calibration.percentile(spec, 99.0)):
         expected = calibrator.update(calibrator.init(x), x)
         with jax.enable_x64(True):
             state = calibrator.update(calibrator.init(x), x)

@@ -48,14 +48,14 @@ def draw_samples(rng: np.random.Generator) -> dict[str, np.ndarray]:
     return {name: x.astype(np.float32) for name, x in data.items()}
 
 
-def state_of(cal: jq.Calibrator, x: np.ndarray) -> Any:
+def state_of(cal: jq.calibration.Calibrator, x: np.ndarray) -> Any:
     state = cal.init(x)
     for part in np.array_split(x, [len(x) // 2]):
         state = cal.update(state, part)
     return state
 
 
-def ends(cal: jq.Calibrator, x: np.ndarray) -> tuple[float, float]:
+def ends(cal: jq.calibration.Calibrator, x: np.ndarray) -> tuple[float, float]:
     lo, hi = cal.finalize(state_of(cal, x))
     return float(lo[0]), float(hi[0])
 
@@ -69,7 +69,7 @@ def test_percentiles_are_numpy_s(rng: np.random.Generator, kind: str, q: float) 
     data["two"] = np.array([1, 100], np.float32)
     data["one"] = np.array([-3], np.float32)
     data["an outlier"] = np.append(rng.normal(size=999), 1e4).astype(np.float32)
-    cal = jq.percentile(KINDS[kind], q)
+    cal = jq.calibration.percentile(KINDS[kind], q)
     for name, x in data.items():
         wide = x.astype(np.float64)
         if kind == "int8":
@@ -87,16 +87,16 @@ def test_percentiles_are_numpy_s(rng: np.random.Generator, kind: str, q: float) 
 def test_percentile_of_everything_and_of_zeros(rng: np.random.Generator) -> None:
     x = rng.normal(size=1000).astype(np.float32)
     for spec in KINDS.values():
-        assert ends(jq.percentile(spec, 100), x) == ends(jq.minmax(spec), x)
+        assert ends(jq.calibration.percentile(spec, 100), x) == ends(jq.calibration.minmax(spec), x)
     x = np.append(np.zeros(700), rng.normal(size=300)).astype(np.float32)
-    assert ends(jq.percentile(KINDS["int8"], 69), x)[1] == 0  # no part of a bin: exactly
-    assert ends(jq.percentile(KINDS["uint8"], 60), x) == (0, 0)
+    assert ends(jq.calibration.percentile(KINDS["int8"], 69), x)[1] == 0  # no part of a bin: exactly
+    assert ends(jq.calibration.percentile(KINDS["uint8"], 60), x) == (0, 0)
 
 
 @pytest.mark.slow
 def test_slices_get_their_own_percentiles(rng: np.random.Generator) -> None:
     x = (rng.normal(size=(4, 5, 600)) * np.exp(rng.uniform(-9, 9, (1, 5, 1)))).astype(np.float32)
-    cal = jq.percentile(jq.QuantSpec(jnp.int8, jq.PerAxis(1)), 99)
+    cal = jq.calibration.percentile(jq.QuantSpec(jnp.int8, jq.PerAxis(1)), 99)
     state = cal.update(cal.init(x), x)
     want = np.percentile(np.abs(x.astype(np.float64)), 99, axis=(0, 2))
     width = np.ldexp(1.0, np.asarray(state.exponent).ravel()) / 1024
@@ -111,7 +111,7 @@ def test_least_squared_error_is_brute_force_s(fixed_rng: np.random.Generator, ki
     and never worse than minmax."""
     grid, spec = 50, KINDS[kind]
     levels = np.array(jq.nf4.levels) if kind == "nf4" else None
-    cal = jq.mse(spec, grid=grid)
+    cal = jq.calibration.mse(spec, grid=grid)
     for name, x in draw_samples(fixed_rng).items():
         lo, hi = ends(cal, x)
         low, high = min(x.min(), 0), max(x.max(), 0)
@@ -122,7 +122,7 @@ def test_least_squared_error_is_brute_force_s(fixed_rng: np.random.Generator, ki
         assert abs(step - best) <= 1 or level or (step == grid and gain < 0.05), (name, step, best, gain)
         whole, error = (oracle.squared_error(kind, x, a, b, levels) for a, b in ((x.min(), x.max()), (lo, hi)))
         assert error <= whole, (name, error, whole)
-        q = jq.quantize(jnp.asarray(x), spec, lo, hi)
+        q = jq.quantize(jnp.asarray(x), spec, range=(lo, hi))
         mean_error = np.mean((x - np.asarray(q.dequantize(), np.float64)) ** 2)
         np.testing.assert_allclose(mean_error, error, rtol=1e-3, atol=1e-12)
         assert (lo, hi) == (x.min(), x.max()) or step < grid
@@ -140,12 +140,12 @@ def test_least_squared_error_of_other_scales(fixed_rng: np.random.Generator) -> 
         jq.QuantSpec(jnp.float8_e5m2, jq.PerAxis(0)),
         jq.QuantSpec(jq.Codebook("no zero", (-3.0, -1.0, 1.0, 3.0)), jq.PerAxis(0)),
     ):
-        cal = jq.mse(spec, grid=20)
+        cal = jq.calibration.mse(spec, grid=20)
         ranges = cal.finalize(cal.update(cal.init(x), x))
         low, high = (f(x, axis=1, keepdims=True) for f in (np.min, np.max))
 
         def errors(lo: Any, hi: Any, spec: jq.QuantSpec = spec) -> np.ndarray:
-            q = jq.quantize(jnp.asarray(x), spec, lo, hi)
+            q = jq.quantize(jnp.asarray(x), spec, range=(lo, hi))
             return np.mean((x - np.asarray(q.dequantize(), np.float64)) ** 2, axis=1)
 
         least = np.min([errors(low * np.float32(i / 20), high * np.float32(i / 20)) for i in range(1, 21)], axis=0)
@@ -162,7 +162,7 @@ def test_entropy_is_brute_force_s(fixed_rng: np.random.Generator, kind: str) -> 
     as float32 can tell: where a bin more is empty, candidates differ by less."""
     bins, spec = 1024, KINDS[kind] if kind in KINDS else jq.QuantSpec("int8", reduce_range=True)
     levels = {"int8": 128, "uint8": 256, "int4": 8, "int8-reduced": 64}[kind]
-    cal = jq.entropy(spec, bins=bins)
+    cal = jq.calibration.entropy(spec, bins=bins)
     data = draw_samples(fixed_rng)
     for name in ("heavy tails", "normal", "uniform", "after a ReLU", "below 0", "centred pixels"):
         x = data[name]
@@ -197,10 +197,10 @@ def test_side_by_side_with_onnx_runtime(fixed_rng: np.random.Generator) -> None:
     table = []
     for name, wide in data.items():
         x = wide.astype(np.float32)
-        assert ends(jq.minmax(KINDS["int8"]), x) == (x.min(), x.max())
+        assert ends(jq.calibration.minmax(KINDS["int8"]), x) == (x.min(), x.max())
         width = oracle.width(oracle.histogram(x, 2048)[0], 2048)
         for kind, symmetric in (("int8", True), ("uint8", False)):
-            actual = ends(jq.percentile(KINDS[kind], 99.9), x)
+            actual = ends(jq.calibration.percentile(KINDS[kind], 99.9), x)
             expected = theirs("percentile", x, symmetric, 2048)
             # Theirs is the edge of a bin; and they interpolate nothing between two neighbours.
             part = (100 - 99.9) / (1 if symmetric else 2)
@@ -209,7 +209,7 @@ def test_side_by_side_with_onnx_runtime(fixed_rng: np.random.Generator) -> None:
             slack = 2 * width + np.abs(ranks - percentiles).max()
             table.append((name, "percentile", kind, actual, expected, slack))
             assert np.abs(np.subtract(actual, expected)).max() <= slack, table
-        actual = ends(jq.entropy(KINDS["int8"]), x)
+        actual = ends(jq.calibration.entropy(KINDS["int8"]), x)
         expected = theirs("entropy", x, True, 2048)
         table.append((name, "entropy", "int8", actual, expected, 2))
         assert 0.5 < actual[1] / expected[1] < 2, table
@@ -237,7 +237,7 @@ def test_minmax_is_onnx_runtime_s(rng: np.random.Generator, tmp_path: pathlib.Pa
         calibrator = create_calibrator(path, ["Identity"], augmented, CalibrationMethod.MinMax)
         calibrator.collect_data(Reader())
         low, high = calibrator.compute_data()["x"].range_value
-    cal = jq.minmax(KINDS["uint8"])
+    cal = jq.calibration.minmax(KINDS["uint8"])
     state = cal.init(batches[0])
     for batch in batches:
         state = cal.update(state, batch)
@@ -249,7 +249,7 @@ def test_minmax_is_onnx_runtime_s(rng: np.random.Generator, tmp_path: pathlib.Pa
 def test_one_outlier_leaves_a_useful_percentile(symmetric: bool, rng: np.random.Generator) -> None:
     """1e4 among a hundred thousand normal numbers: the bins are 16 wide, and the percentile is 3.3."""
     x = rng.standard_normal(100_000).astype(np.float32)
-    calibrator = jq.percentile(jq.QuantSpec("int8", symmetric=symmetric), 99.9)
+    calibrator = jq.calibration.percentile(jq.QuantSpec("int8", symmetric=symmetric), 99.9)
     states = []
     for outlier in (1e4, -3e5):
         x[rng.integers(x.size)] = outlier
@@ -274,7 +274,7 @@ def test_fine_bins_count_what_numpy_counts(bins: int, rng: np.random.Generator) 
     """Each fine bin holds the numbers between its ends, whatever arrived first, and the bins hold them, too."""
     sizes = 2.0 ** rng.uniform(-30, 3, 4000) * rng.choice([-1, 1], 4000)
     x = np.r_[sizes, 0, 0, 2.0 ** np.arange(-30, 3)].astype(np.float32)
-    calibrator = jq.percentile(jq.QuantSpec("int8"), 99, bins=bins)
+    calibrator = jq.calibration.percentile(jq.QuantSpec("int8"), 99, bins=bins)
     state = calibrator.init(jnp.zeros(4))
     for batch in np.array_split(x[np.argsort(np.abs(x))], 7):  # every batch makes the bins wider
         state = calibrator.update(state, batch)

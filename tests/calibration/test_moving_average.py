@@ -20,7 +20,7 @@ INT4 = jq.QuantSpec(jnp.int4)
 COLUMNS = jq.QuantSpec(jnp.int8, jq.PerAxis(-1))
 
 
-def feed(cal: jq.Calibrator, *batches: Any) -> Any:
+def feed(cal: jq.calibration.Calibrator, *batches: Any) -> Any:
     state = cal.init(batches[0])
     for batch in batches:
         state = cal.update(state, batch)
@@ -39,7 +39,7 @@ def columns(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def test_every_operation_is_rounded_once(rng: np.random.Generator) -> None:
     """numpy's float32, step by step; and the weighted mean in float64, within the roundings of the steps."""
-    cal = jq.moving_average(COLUMNS, decay=0.9)
+    cal = jq.calibration.moving_average(COLUMNS, decay=0.9)
     batches = rng.uniform(-1, 1, (20, 3, 5, 6)).astype(F32)
     low, high = columns(batches[0])
     weight = share = F32(1 - 0.9)
@@ -59,7 +59,7 @@ def test_every_operation_is_rounded_once(rng: np.random.Generator) -> None:
 
 
 def test_the_first_batch_counts_no_more_than_others() -> None:
-    cal = jq.moving_average(INT4)
+    cal = jq.calibration.moving_average(INT4)
     zero, batch = np.zeros(4, F32), np.array([-1, 1], F32)
     lo, hi = cal.finalize(feed(cal, zero, batch, batch, batch))
     # Nearly 3 / 4: the weights are 0.99**3, 0.99**2, 0.99 and 1. Not 1 - 0.99**3, as if all began with zeros.
@@ -67,16 +67,16 @@ def test_the_first_batch_counts_no_more_than_others() -> None:
     np.testing.assert_allclose([-lo[0], hi[0]], want, rtol=1e-6)
     for x in (batch, np.array([-0.0, 1e-40], F32), np.array([0.1, 3e38], F32)):
         check_equal(tuple(cal.finalize(feed(cal, x))), (x[:1], x[1:]))  # one batch: its own extremes, to the bit
-    last = jq.moving_average(INT4, decay=0.0)
+    last = jq.calibration.moving_average(INT4, decay=0.0)
     assert float(last.finalize(feed(last, np.array([1, 9], F32), np.array([2, 3], F32))).hi[0]) == 3
-    long = jq.moving_average(INT4, decay=1 - 1e-9)  # a plain mean
+    long = jq.calibration.moving_average(INT4, decay=1 - 1e-9)  # a plain mean
     ends = [float(long.finalize(feed(long, *(batch * n for n in range(1, last + 1)))).hi[0]) for last in (2, 3, 7)]
     np.testing.assert_allclose(ends, [1.5, 2, 4], rtol=1e-6)
 
 
 def test_merging_adds_the_weights(rng: np.random.Generator) -> None:
     """Each batch keeps the weight that it has in its own state: in any order, and so over a mapped axis."""
-    cal = jq.moving_average(INT4, decay=0.5)
+    cal = jq.calibration.moving_average(INT4, decay=0.5)
     batches = rng.uniform(1, 2, (4, 10)).astype(F32)
     a, b, empty = feed(cal, *batches[:3]), feed(cal, batches[3]), cal.init(batches[0])
     merged = cal.merge(a, b)
@@ -98,7 +98,7 @@ def test_merging_adds_the_weights(rng: np.random.Generator) -> None:
 
 
 def test_an_infinity_stays_one() -> None:
-    cal = jq.moving_average(INT4)
+    cal = jq.calibration.moving_average(INT4)
     batches = [np.array(x, F32) for x in ([1, np.inf], [1, 2], [-np.inf, 0])]
     for state in (feed(cal, *batches), cal.merge(feed(cal, batches[0]), feed(cal, *batches[1:]))):
         with pytest.raises(ValueError, match="an infinity"):
@@ -149,6 +149,6 @@ def test_the_time_steps_of_a_recurrent_layer(fixed_rng: np.random.Generator) -> 
         y = jax.jit(nn.RNN(cell, variable_broadcast=("params", "ranges")).apply)(variables, x[-1])
         return float(jnp.linalg.norm(y - want) / jnp.linalg.norm(want))
 
-    errors = {source: find_error(source) for source in (Observed(), Observed(jq.minmax))}
-    assert errors[Observed(jq.minmax)] < 0.03, errors
+    errors = {source: find_error(source) for source in (Observed(), Observed(jq.calibration.minmax))}
+    assert errors[Observed(jq.calibration.minmax)] < 0.03, errors
     assert errors[Observed()] < 0.06, errors  # the mean of the largest values of the steps lies below the largest

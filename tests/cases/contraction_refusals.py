@@ -42,7 +42,7 @@ def conv_general_dilated(lhs: Any, rhs: Any, lhs_zero_point: Any, rhs_zero_point
 
 
 MI, QM, CI, QC = jq.matmul_integer, jq.qlinear_matmul, jq.conv_integer, jq.qlinear_conv
-DM, MF, NB = jq.dynamic_quantize_matmul, jq.matmul_integer_to_float, P(jq.matmul_nbits, K=40, N=5)
+DM, MF, NB = jq.ops.dynamic_quantize_matmul, jq.ops.matmul_integer_to_float, P(jq.ops.matmul_nbits, K=40, N=5)
 DG, CG = dot_general, conv_general_dilated
 A, B, X, W = ones(U8, 4, 6), ones(I8, 6, 5), ones(U8, 2, 4, 7, 9), ones(I8, 6, 4, 3, 3)
 GOOD: dict[Callable[..., Any], dict[str, Any]] = {

@@ -45,7 +45,7 @@ def make_integer_mlp(rng: np.random.Generator, *widths: int) -> Callable[[jax.Ar
     codes = jq.QuantSpec(jnp.uint8)
 
     def apply(x: jax.Array) -> jax.Array:
-        q = jq.quantize(x, codes, -2.0, 2.0)
+        q = jq.quantize(x, codes, range=(-2.0, 2.0))
         for w, bias in zip(weights, biases, strict=True):
             q = jq.matmul(q, w, bias=bias, output=jq.Quantizer(codes, 0.04, 0))
         return q.codes

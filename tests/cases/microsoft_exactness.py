@@ -95,7 +95,7 @@ def build_case(
 ) -> Case:
     """Return a case of an operator whose last argument is the zero point of the result."""
     node = "QL" + "".join(part.title() for part in name.split("_"))[2:]
-    op = functools.partial(getattr(jq, name), **attributes)
+    op = functools.partial(getattr(jq.ops, name), **attributes)
     want = find_oracle(node, getattr(microsoft_text, name), **attributes)
     case = Case(name, dtype, variant, "ONNX Runtime", op, draw_batch(*kinds), want, by_default=BY_DEFAULT)
     return case if every else dataclasses.replace(case, transforms=FEW, by_default=None)
@@ -143,7 +143,7 @@ def joined_cases() -> Iterator[Case]:
             text = functools.partial(_concat_last, microsoft_text.qlinear_concat, axis=axis)
             kernel = functools.partial(_concat_last, _run_concat, axis=axis)
             want = functools.partial(_choose, kernel, text)
-            op = functools.partial(_concat_last, jq.qlinear_concat, axis=axis)
+            op = functools.partial(_concat_last, jq.ops.qlinear_concat, axis=axis)
             drawn = draw_batch(*kinds)
             shown = f"axis {axis}"
             yield Case("qlinear_concat", name, shown, "ONNX Runtime", op, drawn, want, by_default=BY_DEFAULT)
@@ -208,7 +208,7 @@ def pool_cases() -> Iterator[Case]:
             attributes = {"kernel_shape": window, "strides": window}
             yield build_case("qlinear_average_pool", f"{len(window)}-D", kinds, name, False, **attributes)
         kinds = ((name, (4, 5, 6)), *affine(name), *affine(name))
-        op = functools.partial(jq.qlinear_reduce_mean, axes=(0, -1))
+        op = functools.partial(jq.ops.qlinear_reduce_mean, axes=(0, -1))
         want = functools.partial(microsoft_text.qlinear_reduce_mean, axes=(0, -1))
         drawn = draw_batch(*kinds)
         yield Case("qlinear_reduce_mean", name, "axes 0 -1", "numpy (text)", op, drawn, want, by_default=BY_DEFAULT)

@@ -68,9 +68,9 @@ def run_onnx(data: Any) -> Results:
         "dynamic_quantize_linear": dynamic,
         "matmul_integer": jq.matmul_integer(codes, weights, point),
         "qlinear_matmul": jq.qlinear_matmul(codes, F(0.03), point, weights, columns, I8(0), F(0.2), U8(120)),
-        "dynamic_quantize_matmul": jq.dynamic_quantize_matmul(x, weights, columns),
-        "matmul_integer_to_float": jq.matmul_integer_to_float(codes, weights, F(0.03), columns, point, I8(0)),
-        "float matmul_nbits": jq.matmul_nbits(
+        "dynamic_quantize_matmul": jq.ops.dynamic_quantize_matmul(x, weights, columns),
+        "matmul_integer_to_float": jq.ops.matmul_integer_to_float(codes, weights, F(0.03), columns, point, I8(0)),
+        "float matmul_nbits": jq.ops.matmul_nbits(
             x, packed.reshape(w.shape[1], blocks, 16), jnp.full((w.shape[1], blocks), F(0.02)), **nbits
         ),
     }
@@ -82,17 +82,17 @@ def run_microsoft(data: Any) -> Results:
     one, two, out = (F(0.03), U8(131)), (F(0.02), U8(117)), (F(0.041), U8(125))
     images = jq.quantize_linear(data["images"], *one)
     return {
-        "add": jq.qlinear_add(a, *one, b, *two, *out),
-        "mul": jq.qlinear_mul(a, *one, b, *two, *out),
-        "where": jq.qlinear_where(data["x"] > 0, a, *one, b, *two, *out),
-        "concat": jq.qlinear_concat(*out, a, *one, b, *two, axis=1),
-        "concat rows": jq.qlinear_concat(*out, a, *one, b, *two, axis=0),
-        "sigmoid": jq.qlinear_sigmoid(a, *one, F(1 / 256), U8(0)),
-        "leaky_relu": jq.qlinear_leaky_relu(a, *one, *out),
-        "softmax": jq.qlinear_softmax(a, *one, F(1 / 256), U8(0)),
-        "reduce_mean": jq.qlinear_reduce_mean(a, *one, *out, axes=(0,)),
-        "average_pool": jq.qlinear_average_pool(images, *one, *out, kernel_shape=(2, 2)),
-        "global_average_pool": jq.qlinear_global_average_pool(images, *one, *out),
+        "add": jq.ops.qlinear_add(a, *one, b, *two, *out),
+        "mul": jq.ops.qlinear_mul(a, *one, b, *two, *out),
+        "where": jq.ops.qlinear_where(data["x"] > 0, a, *one, b, *two, *out),
+        "concat": jq.ops.qlinear_concat(*out, a, *one, b, *two, axis=1),
+        "concat rows": jq.ops.qlinear_concat(*out, a, *one, b, *two, axis=0),
+        "sigmoid": jq.ops.qlinear_sigmoid(a, *one, F(1 / 256), U8(0)),
+        "leaky_relu": jq.ops.qlinear_leaky_relu(a, *one, *out),
+        "softmax": jq.ops.qlinear_softmax(a, *one, F(1 / 256), U8(0)),
+        "reduce_mean": jq.ops.qlinear_reduce_mean(a, *one, *out, axes=(0,)),
+        "average_pool": jq.ops.qlinear_average_pool(images, *one, *out, kernel_shape=(2, 2)),
+        "global_average_pool": jq.ops.qlinear_global_average_pool(images, *one, *out),
     }
 
 
@@ -172,18 +172,18 @@ def run_codes(data: Any) -> Results:
     images = jq.quantize(jnp.moveaxis(data["images"], 1, 3), UINT8)
     out = jq.Quantizer(UINT8, F(0.05), U8(128))
     results = {
-        "add": jq.add(x, x, out),
-        "multiply": jq.multiply(x, x, out),
-        "relu": jq.relu(x),
-        "max_pool": jq.max_pool(images, (2, 2)),
-        "average_pool": jq.average_pool(images, (2, 2), output=out),
-        "mean": jq.mean(images, (1, 2), output=out),
-        "reshape": jq.reshape(images, (images.shape[0], -1)),
-        "transpose": jq.transpose(x),
-        "pad": jq.pad(x, 1),
+        "add": jq.codes.add(x, x, output=out),
+        "multiply": jq.codes.multiply(x, x, output=out),
+        "relu": jq.codes.relu(x),
+        "max_pool": jq.codes.max_pool(images, (2, 2)),
+        "average_pool": jq.codes.average_pool(images, (2, 2), output=out),
+        "mean": jq.codes.mean(images, (1, 2), output=out),
+        "reshape": jq.codes.reshape(images, (images.shape[0], -1)),
+        "transpose": jq.codes.transpose(x),
+        "pad": jq.codes.pad(x, 1),
         "concatenate": jq.concatenate([x, x], 1, output=out),
     }
-    bias = jq.quantize_bias(data["w"][0], F(0.01), np.linspace(0.01, 0.05, data["w"].shape[1], dtype=np.float32))
+    bias = jq.codes.quantize_bias(data["w"][0], F(0.01), np.linspace(0.01, 0.05, data["w"].shape[1], dtype=np.float32))
     return {**{name: q.codes for name, q in results.items()}, "quantize_bias": bias}
 
 

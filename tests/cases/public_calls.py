@@ -54,6 +54,10 @@ def quantized_einsum(operands_0: Any, operands_1: Any, **statics: Any) -> Any:
     return jq.quantized_einsum("ij,jk->ik", operands_0, operands_1, specs=specs, **statics)
 
 
+def quantize(range_0: Any, range_1: Any, **arguments: Any) -> Any:
+    return jq.quantize(**arguments, range=(range_0, range_1))
+
+
 def calls() -> list[Call]:
     """Return the calls. They quantize, so they are not built on import."""
     return [*elementwise(), *integer_operators(), *on_codes(), *over_arrays(), *trained(), *others()]
@@ -93,14 +97,14 @@ def integer_operators() -> list[Call]:
     scales = {"a_scale": ones(F), "b_scale": ones(F)}
     return [
         Call("matmul_integer", jq.matmul_integer, {"a": A, "b": B, **points}, ("a", "b"), tuple(points)),
-        Call("matmul_integer_to_float", jq.matmul_integer_to_float,
+        Call("ops.matmul_integer_to_float", jq.ops.matmul_integer_to_float,
              {"a": A, "b": B, **scales, **points, "bias": ones(F, 5)}, ("a", "b", "bias"), (*scales, *points)),
         Call("qlinear_matmul", jq.qlinear_matmul, {"a": A, "b": B, **scales, **points, **result,
               "bias": ones(I32, 5)}, ("a", "b", "bias"), (*scales, *points, *result)),
-        Call("dynamic_quantize_matmul", jq.dynamic_quantize_matmul,
+        Call("ops.dynamic_quantize_matmul", jq.ops.dynamic_quantize_matmul,
              {"a": X, "b": B, "b_scale": ones(F), "b_zero_point": ones(I8), "bias": ones(F, 5)}, ("a", "b", "bias"),
              ("b_scale", "b_zero_point")),
-        Call("matmul_nbits", jq.matmul_nbits,
+        Call("ops.matmul_nbits", jq.ops.matmul_nbits,
              {"a": ones(F, 3, 40), "b": ones(U8, 5, 2, 16), "scales": ones(F, 5, 2), "zero_points": ones(U8, 5, 1),
               "bias": ones(F, 5), "K": 40, "N": 5}, ("a", "b", "bias"), ("scales", "zero_points")),
         Call("conv_integer", jq.conv_integer, {"x": IMAGES, "w": KERNEL, **images}, ("x", "w"), tuple(images)),
@@ -124,24 +128,25 @@ def on_codes() -> list[Call]:
     images = ones(U8, 2, 4, 7, 9)
 
     def concat(y_scale: Any, y_zero_point: Any, **inputs: Any) -> Any:
-        return jq.qlinear_concat(y_scale, y_zero_point, *(inputs[f"inputs_{i}"] for i in range(6)), axis=0)
+        return jq.ops.qlinear_concat(y_scale, y_zero_point, *(inputs[f"inputs_{i}"] for i in range(6)), axis=0)
 
     joined = {**affine("y"), "inputs_1": ones(F), "inputs_2": ones(U8), "inputs_4": ones(F), "inputs_5": ones(U8)}
     return [
-        Call("qlinear_add", jq.qlinear_add, {"a": codes, "b": codes, **two}, ("a", "b"), tuple(two)),
-        Call("qlinear_mul", jq.qlinear_mul, {"a": codes, "b": codes, **two}, ("a", "b"), tuple(two)),
-        Call("qlinear_where", jq.qlinear_where,
+        Call("ops.qlinear_add", jq.ops.qlinear_add, {"a": codes, "b": codes, **two}, ("a", "b"), tuple(two)),
+        Call("ops.qlinear_mul", jq.ops.qlinear_mul, {"a": codes, "b": codes, **two}, ("a", "b"), tuple(two)),
+        Call("ops.qlinear_where", jq.ops.qlinear_where,
              {"condition": np.ones((4, 6), bool), "x": codes, "y": codes, **one, **affine("z")}, ("x", "y"),
              (*one, *affine("z"))),
-        Call("qlinear_concat", concat, {"inputs_0": codes, "inputs_3": codes, **joined}, ("inputs_0", "inputs_3"),
+        Call("ops.qlinear_concat", concat, {"inputs_0": codes, "inputs_3": codes, **joined}, ("inputs_0", "inputs_3"),
              tuple(joined)),
-        *(Call(name, getattr(jq, name), {"x": codes, **one}, ("x",), tuple(one))
+        *(Call(f"ops.{name}", getattr(jq.ops, name), {"x": codes, **one}, ("x",), tuple(one))
           for name in ("qlinear_sigmoid", "qlinear_leaky_relu", "qlinear_softmax")),
-        Call("qlinear_average_pool", functools.partial(jq.qlinear_average_pool, kernel_shape=(2, 2)),
+        Call("ops.qlinear_average_pool", functools.partial(jq.ops.qlinear_average_pool, kernel_shape=(2, 2)),
              {"x": images, **one}, ("x",), tuple(one)),
-        Call("qlinear_global_average_pool", jq.qlinear_global_average_pool, {"x": images, **one}, ("x",), tuple(one)),
-        Call("qlinear_reduce_mean", jq.qlinear_reduce_mean, {"data": codes, **affine("data", "reduced")}, ("data",),
-             tuple(affine("data", "reduced"))),
+        Call("ops.qlinear_global_average_pool", jq.ops.qlinear_global_average_pool, {"x": images, **one}, ("x",),
+             tuple(one)),
+        Call("ops.qlinear_reduce_mean", jq.ops.qlinear_reduce_mean, {"data": codes, **affine("data", "reduced")},
+             ("data",), tuple(affine("data", "reduced"))),
     ]  # fmt: skip
 
 
@@ -157,8 +162,8 @@ def over_arrays() -> list[Call]:
     preferred = ("preferred_element_type",)
     both = ("lhs", "rhs")
     return [
-        Call("quantize", jq.quantize, {"x": X, "spec": jq.QuantSpec(I8), "lo": ones(F), "hi": ones(F)}, ("x",),
-             ("lo", "hi")),
+        Call("quantize", quantize, {"x": X, "spec": jq.QuantSpec(I8), "range_0": ones(F), "range_1": ones(F)}, ("x",),
+             ("range_0", "range_1")),
         Call("quantization_error", jq.quantization_error, {"x": X, "q": left}, ("x", "q")),
         Call("onnx_view", jq.onnx_view, {"q": left}, ("q",)),
         Call("from_onnx", jq.from_onnx, {"x": CODES, "x_scale": ones(F), "x_zero_point": ones(I8)}, ("x",),
@@ -177,17 +182,19 @@ def to_codes(table: jq.QuantizedArray, images: jq.QuantizedArray) -> list[Call]:
     """Return calls of the functions over quantized arrays whose results are codes."""
     q, pool = {"q": table}, {"q": images, "window_shape": (2, 2)}
     return [
-        *(Call(name, getattr(jq, name), {"a": table, "b": table, "output": table}, ("a", "b", "output"))
+        *(Call(f"codes.{name}", getattr(jq.codes, name), {"a": table, "b": table, "output": table},
+               ("a", "b", "output"))
           for name in ("add", "multiply")),
-        Call("relu", jq.relu, q, ("q",)),
-        Call("max_pool", jq.max_pool, pool, ("q",)),
-        Call("average_pool", jq.average_pool, {**pool, "output": images}, ("q", "output")),
-        Call("mean", jq.mean, {**q, "output": table}, ("q", "output")),
-        Call("reshape", jq.reshape, {**q, "shape": (6, 4)}, ("q",)),
-        Call("transpose", jq.transpose, q, ("q",)),
-        Call("pad", jq.pad, {**q, "pad_width": 1}, ("q",)),
-        Call("quantize_bias", jq.quantize_bias, {"bias": ones(F, 5), "lhs_scale": ones(F), "rhs_scale": ones(F, 5)},
-             ("bias",), ("lhs_scale", "rhs_scale")),
+        Call("codes.relu", jq.codes.relu, q, ("q",)),
+        Call("codes.max_pool", jq.codes.max_pool, pool, ("q",)),
+        Call("codes.average_pool", jq.codes.average_pool, {**pool, "output": images}, ("q", "output")),
+        Call("codes.mean", jq.codes.mean, {**q, "output": table}, ("q", "output")),
+        Call("codes.reshape", jq.codes.reshape, {**q, "shape": (6, 4)}, ("q",)),
+        Call("codes.transpose", jq.codes.transpose, q, ("q",)),
+        Call("codes.pad", jq.codes.pad, {**q, "pad_width": 1}, ("q",)),
+        Call("codes.quantize_bias", jq.codes.quantize_bias,
+             {"bias": ones(F, 5), "lhs_scale": ones(F), "rhs_scale": ones(F, 5)}, ("bias",),
+             ("lhs_scale", "rhs_scale")),
     ]  # fmt: skip
 
 
@@ -215,15 +222,22 @@ def trained() -> list[Call]:
 def calibrator(factory: Any) -> Any:
     """Call `update` by the names of its arguments, with an empty state."""
     spec = jq.QuantSpec(I8)
-    made = factory(spec, 99.0) if factory is jq.percentile else factory(spec)
+    made = factory(spec, 99.0) if factory is jq.calibration.percentile else factory(spec)
     return lambda batch: made.update(made.init(X), batch)
 
 
 def others() -> list[Call]:
-    factories = (jq.minmax, jq.absmax, jq.moving_average, jq.percentile, jq.mse, jq.entropy)
+    factories = (
+        jq.calibration.minmax,
+        jq.calibration.absmax,
+        jq.calibration.moving_average,
+        jq.calibration.percentile,
+        jq.calibration.mse,
+        jq.calibration.entropy,
+    )
     parts = {"scale": ones(F, 1, 1), "zero_point": ones(I8, 1, 1)}
     return [
-        *(Call(f"{f.__name__}.update", calibrator(f), {"batch": X}, ("batch",)) for f in factories),
+        *(Call(f"calibration.{f.__name__}.update", calibrator(f), {"batch": X}, ("batch",)) for f in factories),
         Call("QuantizedArray.dequantize", lambda codes, **parts: jq.QuantizedArray(codes, **parts).dequantize(),
              {"codes": CODES, **parts}, ("codes",), ("scale", "zero_point"), ("dtype",)),
         Call("checkpoint.pack", checkpoint.pack, {"values": CODES}, ("values",)),
@@ -234,5 +248,7 @@ def others() -> list[Call]:
 
 def has(call: Call, argument: str) -> bool:
     """Return whether a function has a parameter of this name."""
-    function = {einsum: jq.einsum, quantized_einsum: jq.quantized_einsum}.get(call.function, call.function)
+    function = {einsum: jq.einsum, quantized_einsum: jq.quantized_einsum, quantize: jq.quantize}.get(
+        call.function, call.function
+    )
     return argument in inspect.signature(function).parameters

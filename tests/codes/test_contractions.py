@@ -145,8 +145,8 @@ def test_transformations(rng: np.random.Generator) -> None:
 
     def run(codes: Any, scale: Any, point: Any) -> Any:
         x = jq.QuantizedArray(codes, scale, point)
-        hidden = jq.relu(jq.matmul(x, first, bias=bias, output=outputs[0]))
-        return jq.add(jq.matmul(hidden, second, output=outputs[1]), x, outputs[2]).codes
+        hidden = jq.codes.relu(jq.matmul(x, first, bias=bias, output=outputs[0]))
+        return jq.codes.add(jq.matmul(hidden, second, output=outputs[1]), x, output=outputs[2]).codes
 
     xs = [draw(rng, "uint8", (4, 8)) for _ in range(3)]
     want = []
@@ -164,7 +164,7 @@ def test_transformations(rng: np.random.Generator) -> None:
             x.scale.reshape(()),
             x.zero_point.reshape(()),
         ]
-        operator: Any = jq.qlinear_add
+        operator: Any = jq.ops.qlinear_add
         want.append(np.asarray(operator(*args, F(outputs[2].scale), int(outputs[2].zero_point))))
     leaves = [tuple(map(np.asarray, (x.codes, x.scale, x.zero_point))) for x in xs]
     same(run(*leaves[0]), want[0])
@@ -210,7 +210,7 @@ def test_no_float_tensor_between_layers(rng: np.random.Generator) -> None:
         for _ in range(2):
             numbers = ("NHWC", "HWIO", "NHWC")
             y = jq.conv_general_dilated(x, w, (1, 1), "SAME", None, None, numbers, bias=bias, output=output)
-            x = jq.relu(y)
+            x = jq.codes.relu(y)
         return x
 
     x = draw(rng, "uint8", (8, 32, 32, 8))
@@ -275,23 +275,23 @@ def test_quantize_bias(rng: np.random.Generator) -> None:
     bias = np.nextafter(ties, np.where(np.arange(50) % 3, np.inf, -np.inf).astype(F))
     bias[::4] = ties[::4]
     want = np.rint(bias / products).astype(np.int32)
-    same(jq.quantize_bias(bias, scale, scales), want)
-    same(jax.jit(jq.quantize_bias)(bias, scale, scales), want)
-    same(jax.jit(lambda b: jq.quantize_bias(b, scale, scales))(bias), want)
+    same(jq.codes.quantize_bias(bias, scale, scales), want)
+    same(jax.jit(jq.codes.quantize_bias)(bias, scale, scales), want)
+    same(jax.jit(lambda b: jq.codes.quantize_bias(b, scale, scales))(bias), want)
     huge = np.array([3e38, -3e38, np.nan, np.inf], F)
-    assert jax.jit(jq.quantize_bias)(huge, F(1e-3), F(1e-3)).tolist() == [2**31 - 1, -(2**31), 0, 2**31 - 1]
-    with pytest.raises(ValueError, match="quantize_bias: bias: expected biases of at most"):
-        jq.quantize_bias(np.ones(2, F), 1e-6, 1e-6)
-    with pytest.raises(ValueError, match="quantize_bias: lhs_scale, rhs_scale: expected scales whose product"):
-        jq.quantize_bias(np.zeros(2, F), 1e-30, 1e-30)
-    with pytest.raises(ValueError, match="quantize_bias: rhs_scale: expected one element or 2"):
-        jq.quantize_bias(np.zeros(2, F), 1.0, np.ones(3, F))
+    assert jax.jit(jq.codes.quantize_bias)(huge, F(1e-3), F(1e-3)).tolist() == [2**31 - 1, -(2**31), 0, 2**31 - 1]
+    with pytest.raises(ValueError, match=r"codes\.quantize_bias: bias: expected biases of at most"):
+        jq.codes.quantize_bias(np.ones(2, F), 1e-6, 1e-6)
+    with pytest.raises(ValueError, match=r"codes\.quantize_bias: lhs_scale, rhs_scale: expected scales whose product"):
+        jq.codes.quantize_bias(np.zeros(2, F), 1e-30, 1e-30)
+    with pytest.raises(ValueError, match=r"codes\.quantize_bias: rhs_scale: expected one element or 2"):
+        jq.codes.quantize_bias(np.zeros(2, F), 1.0, np.ones(3, F))
 
 
 def test_an_output_from_a_range() -> None:
     spec = jq.QuantSpec("uint8")
     x = np.array([-1.0, 0.3, 1.55], F)
-    output = jq.Quantizer.from_range(spec, -1.0, 1.55)
-    q = jq.quantize(x, spec, -1.0, 1.55)
+    output = jq.Quantizer.from_range(spec, (-1.0, 1.55))
+    q = jq.quantize(x, spec, range=(-1.0, 1.55))
     assert (float(output.scale), int(output.zero_point)) == (float(q.scale[0]), int(q.zero_point[0]))
     same(jq.matmul(X, W, output=output).codes, np.full((2, 3), 255, np.uint8))

@@ -55,12 +55,12 @@ class Recorder:
     def choose_output(self, y: Any, is_positive: bool = False) -> jq.Quantizer:
         y = np.asarray(y)
         # Some values saturate.
-        return jq.Quantizer.from_range(SPEC, F(0) if is_positive else np.quantile(y, 0.01), np.quantile(y, 0.99))
+        return jq.Quantizer.from_range(SPEC, (F(0) if is_positive else np.quantile(y, 0.01), np.quantile(y, 0.99)))
 
     def draw_weights(self, shape: tuple[int, ...]) -> tuple[jq.QuantizedArray, jax.Array]:
         w = self.rng.normal(0, np.prod(shape[:-1]) ** -0.5, shape).astype(F)
         q = jq.quantize(w, jq.QuantSpec("int8", jq.PerAxis(-1)))
-        return q, jq.quantize_bias(self.rng.normal(0, 0.3, shape[-1]).astype(F), self.q.scale, q.scale)
+        return q, jq.codes.quantize_bias(self.rng.normal(0, 0.3, shape[-1]).astype(F), self.q.scale, q.scale)
 
     def hold_bias(self, bias: jax.Array, w: jq.QuantizedArray) -> Tensor:
         return self.graph.hold(np.asarray(bias), self.tensor[1] * np.asarray(w.scale).reshape(-1))
@@ -74,7 +74,7 @@ class Recorder:
 
         def compute(x: jq.QuantizedArray) -> jq.QuantizedArray:
             y = jq.conv_general_dilated(x, w, bias=bias, output=output, **statics)
-            return jq.relu(y) if relu else y
+            return jq.codes.relu(y) if relu else y
 
         q = compute(self.q)
         weights = self.graph.hold(np.asarray(w.codes).transpose(3, 2, 0, 1), np.asarray(w.scale).reshape(-1))
@@ -100,22 +100,22 @@ class Recorder:
 
     def add(self, other: tuple[jq.QuantizedArray, Tensor]) -> None:
         output = self.choose_output(self.q.dequantize() + other[0].dequantize(), True)
-        q = jq.add(self.q, other[0], output)
+        q = jq.codes.add(self.q, other[0], output=output)
         name = self.graph.apply("Add", (self.tensor, other[1]), *self.find_affine(q))
-        self.keep(q, name, lambda a, b: jq.relu(jq.add(a, b, output)), [other[1]])
+        self.keep(q, name, lambda a, b: jq.codes.relu(jq.codes.add(a, b, output=output)), [other[1]])
 
     def max_pool(self) -> None:
-        q = jq.max_pool(self.q, (2, 2), (2, 2))
+        q = jq.codes.max_pool(self.q, (2, 2), (2, 2))
         attributes: dict[str, Any] = {"kernel_shape": [2, 2], "strides": [2, 2]}
         name = self.graph.apply("MaxPool", (self.tensor,), *self.find_affine(q), **attributes)
-        self.keep(q, name, lambda x: jq.max_pool(x, (2, 2), (2, 2)))
+        self.keep(q, name, lambda x: jq.codes.max_pool(x, (2, 2), (2, 2)))
 
     def average_pool(self) -> None:
         output = self.choose_output(self.q.dequantize(), True)
-        q = jq.average_pool(self.q, (2, 2), (2, 2), output=output)
+        q = jq.codes.average_pool(self.q, (2, 2), (2, 2), output=output)
         attributes: dict[str, Any] = {"kernel_shape": [2, 2], "strides": [2, 2]}
         name = self.graph.apply("AveragePool", (self.tensor,), *self.find_affine(q), **attributes)
-        self.keep(q, name, lambda x: jq.average_pool(x, (2, 2), (2, 2), output=output))
+        self.keep(q, name, lambda x: jq.codes.average_pool(x, (2, 2), (2, 2), output=output))
 
     def concatenate(self, other: tuple[jq.QuantizedArray, Tensor]) -> None:
         output = self.choose_output(other[0].dequantize(), True)
@@ -125,13 +125,13 @@ class Recorder:
 
     def mean(self) -> None:
         output = self.choose_output(self.q.dequantize().mean((1, 2)), True)
-        q = jq.mean(self.q, (1, 2), True, output=output)
+        q = jq.codes.mean(self.q, (1, 2), True, output=output)
         name = self.graph.apply("GlobalAveragePool", (self.tensor,), *self.find_affine(q))
-        self.keep(q, name, lambda x: jq.mean(x, (1, 2), True, output=output))
+        self.keep(q, name, lambda x: jq.codes.mean(x, (1, 2), True, output=output))
         shape = (q.shape[0], q.shape[-1])
-        flat = jq.reshape(q, shape)
+        flat = jq.codes.reshape(q, shape)
         name = self.graph.apply("Reshape", (self.tensor,), *self.find_affine(q), shape=shape)
-        self.keep(flat, name, lambda x: jq.reshape(x, (x.shape[0], -1)))
+        self.keep(flat, name, lambda x: jq.codes.reshape(x, (x.shape[0], -1)))
 
 
 def build_residual(rng: np.random.Generator) -> Recorder:

@@ -64,21 +64,21 @@ def test_against_onnx_runtime(name: str, rng: np.random.Generator) -> None:
     a, b, image = draw(rng, name, (3, 40)), draw(rng, name, (2, 3, 40)), draw(rng, name, (2, 9, 8, 5))
     y, z = draw_output(rng, name), draw_output(rng, name, 100)
     ys = (np.asarray(y.scale), np.asarray(y.zero_point))
-    same(jq.add(a, b, y), ask("QLinearAdd", *parts(a), *parts(b), *ys), y)
-    same(jq.multiply(a, b, z), ask("QLinearMul", *parts(a), *parts(b), z.scale, z.zero_point), z)
+    same(jq.codes.add(a, b, output=y), ask("QLinearAdd", *parts(a), *parts(b), *ys), y)
+    same(jq.codes.multiply(a, b, output=z), ask("QLinearMul", *parts(a), *parts(b), z.scale, z.zero_point), z)
     same(jq.concatenate([a, a[:1]], output=y), ask("QLinearConcat", *ys, *parts(a), *parts(a[:1]), axis=0), y)
     like = jq.concatenate([image, image], axis=-1, output=image)
     same(like, np.concatenate([image.codes, image.codes], -1), image)
-    got = jq.average_pool(image, (3, 2), (2, 1), ((1, 0), (0, 1)), count_include_pad=False, output=y)
+    got = jq.codes.average_pool(image, (3, 2), (2, 1), ((1, 0), (0, 1)), count_include_pad=False, output=y)
     attributes = {"kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 0, 0, 1]}
     same(got, ask("QLinearAveragePool", *parts(image), *ys, channels_last=1, **attributes), y)
-    got = jq.mean(image, (1, 2), output=y)
+    got = jq.codes.mean(image, (1, 2), output=y)
     same(got, ask("QLinearGlobalAveragePool", *parts(image), *ys, channels_last=1)[:, 0, 0], y)
-    first = jq.transpose(image, (0, 3, 1, 2))
+    first = jq.codes.transpose(image, (0, 3, 1, 2))
     for padding, auto in (("SAME", "SAME_UPPER"), ("VALID", "VALID")):
         want = ask("MaxPool", np.asarray(first.codes), kernel_shape=[3, 2], strides=[2, 2], auto_pad=auto)
-        same(jq.max_pool(first, (3, 2), (2, 2), padding, channels_last=False), want, image)
-        same(jq.max_pool(image, (3, 2), (2, 2), padding), want.transpose(0, 2, 3, 1), image)
+        same(jq.codes.max_pool(first, (3, 2), (2, 2), padding, channels_last=False), want, image)
+        same(jq.codes.max_pool(image, (3, 2), (2, 2), padding), want.transpose(0, 2, 3, 1), image)
 
 
 @pytest.mark.slow
@@ -89,29 +89,33 @@ def test_codes_that_move(name: str, rng: np.random.Generator) -> None:
     spec = jq.QuantSpec(name, jq.PerAxis(1), symmetric=False)
     q = jq.quantize(rng.normal(size=(4, 6, 3)).astype(F), spec)
     x = np.asarray(q.dequantize())
-    np.testing.assert_array_equal(jq.relu(q).dequantize(), np.maximum(x, 0))
-    np.testing.assert_array_equal(jq.pad(q, ((1, 2), (0, 0), (3, 0))).dequantize(), np.pad(x, ((1, 2), (0, 0), (3, 0))))
-    np.testing.assert_array_equal(jq.transpose(q).dequantize(), x.T)
-    np.testing.assert_array_equal(jq.reshape(q, (2, 2, 6, -1)).dequantize(), x.reshape(2, 2, 6, 3))
+    np.testing.assert_array_equal(jq.codes.relu(q).dequantize(), np.maximum(x, 0))
+    np.testing.assert_array_equal(
+        jq.codes.pad(q, ((1, 2), (0, 0), (3, 0))).dequantize(), np.pad(x, ((1, 2), (0, 0), (3, 0)))
+    )
+    np.testing.assert_array_equal(jq.codes.transpose(q).dequantize(), x.T)
+    np.testing.assert_array_equal(jq.codes.reshape(q, (2, 2, 6, -1)).dequantize(), x.reshape(2, 2, 6, 3))
     single = jq.quantize(x, jq.QuantSpec(name))
-    np.testing.assert_array_equal(jq.pad(single, 2).dequantize(), np.pad(np.asarray(single.dequantize()), 2))
-    np.testing.assert_array_equal(jq.relu(single).dequantize(), np.maximum(np.asarray(single.dequantize()), 0))
-    assert jq.pad(q, 0) is q
+    np.testing.assert_array_equal(jq.codes.pad(single, 2).dequantize(), np.pad(np.asarray(single.dequantize()), 2))
+    np.testing.assert_array_equal(jq.codes.relu(single).dequantize(), np.maximum(np.asarray(single.dequantize()), 0))
+    assert jq.codes.pad(q, 0) is q
 
 
 def test_a_relu_at_the_lowest_code_changes_nothing() -> None:
     q = jq.quantize(jnp.array([0.0, 2.0]), jq.QuantSpec(jnp.uint8))
-    assert jq.relu(q) is q
-    assert jax.jit(jq.relu)(q).codes.tolist() == q.codes.tolist()
+    assert jq.codes.relu(q) is q
+    assert jax.jit(jq.codes.relu)(q).codes.tolist() == q.codes.tolist()
 
 
 def chain(a: jq.QuantizedArray, b: jq.QuantizedArray, y: jq.Quantizer) -> jq.QuantizedArray:
     """Return the result of all operations on two images (N, H, W, C)."""
-    total = jq.relu(jq.add(a, jq.multiply(a, b, a), y))
-    pooled = jq.concatenate([jq.max_pool(total, (2, 2)), jq.average_pool(a, (2, 2), output=b)], axis=-1, output=y)
-    flat = jq.reshape(jq.pad(pooled, ((0, 0), (0, 0), (1, 0), (0, 0))), (pooled.shape[0], -1))
-    wide = jq.concatenate([jq.mean(flat, 1, True, output=b), jq.transpose(flat).T], axis=1, output=a)
-    return jq.mean(wide, 1, True, output=y)
+    total = jq.codes.relu(jq.codes.add(a, jq.codes.multiply(a, b, output=a), output=y))
+    pooled = jq.concatenate(
+        [jq.codes.max_pool(total, (2, 2)), jq.codes.average_pool(a, (2, 2), output=b)], axis=-1, output=y
+    )
+    flat = jq.codes.reshape(jq.codes.pad(pooled, ((0, 0), (0, 0), (1, 0), (0, 0))), (pooled.shape[0], -1))
+    wide = jq.concatenate([jq.codes.mean(flat, 1, True, output=b), jq.codes.transpose(flat).T], axis=1, output=a)
+    return jq.codes.mean(wide, 1, True, output=y)
 
 
 def run_text(a: Any, b: Any, y: Any) -> np.ndarray:
@@ -155,9 +159,11 @@ def test_sharded(kind: AxisType, rng: np.random.Generator) -> None:
     y = draw_output(rng, "uint8")
 
     def compute(a: jq.QuantizedArray, b: jq.QuantizedArray) -> jq.QuantizedArray:
-        total = jq.relu(jq.add(a, b, y))
-        pooled = jq.concatenate([jq.max_pool(total, (2, 2)), jq.average_pool(a, (2, 2), output=b)], 3, output=y)
-        return jq.mean(pooled, (1, 2), output=a)
+        total = jq.codes.relu(jq.codes.add(a, b, output=y))
+        pooled = jq.concatenate(
+            [jq.codes.max_pool(total, (2, 2)), jq.codes.average_pool(a, (2, 2), output=b)], 3, output=y
+        )
+        return jq.codes.mean(pooled, (1, 2), output=a)
 
     want = np.asarray(compute(a, b).codes)
     with jax.set_mesh(mesh):
@@ -171,12 +177,12 @@ def test_sharded(kind: AxisType, rng: np.random.Generator) -> None:
 
 
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "add": lambda q, y: jq.add(q, q[::-1], y),
-    "multiply": lambda q, y: jq.multiply(q, q[::-1], y),
-    "concatenate": lambda q, y: jq.concatenate([q, jq.add(q, q, y)], -1, output=y),
-    "mean": lambda q, y: jq.mean(q, (1, 2), output=y),
-    "average_pool": lambda q, y: jq.average_pool(q, (2, 2), output=y),
-    "max_pool": lambda q, _: jq.max_pool(jq.relu(q), (2, 2)),
+    "add": lambda q, y: jq.codes.add(q, q[::-1], output=y),
+    "multiply": lambda q, y: jq.codes.multiply(q, q[::-1], output=y),
+    "concatenate": lambda q, y: jq.concatenate([q, jq.codes.add(q, q, output=y)], -1, output=y),
+    "mean": lambda q, y: jq.codes.mean(q, (1, 2), output=y),
+    "average_pool": lambda q, y: jq.codes.average_pool(q, (2, 2), output=y),
+    "max_pool": lambda q, _: jq.codes.max_pool(jq.codes.relu(q), (2, 2)),
 }
 
 
@@ -200,7 +206,7 @@ def test_a_sum_reads_the_codes_of_a_layer_once(rng: np.random.Generator) -> None
     """Without a barrier, XLA requantizes the sums of the layer in two loops, one for each form of the addition."""
     q, y = draw(rng, "uint8", (1024, 128)), draw_output(rng, "uint8")
     w = jq.QuantizedArray(cases.draw_codes(rng, "int8", (128, 128)), np.full((1, 128), 0.01, F))
-    program = hlo.Program(lambda q, w, y: jq.add(jq.matmul(q, w, output=y), q, y), q, w, y)
+    program = hlo.Program(lambda q, w, y: jq.codes.add(jq.matmul(q, w, output=y), q, output=y), q, w, y)
     inside = [i for i in program.in_memory() if i.opcode == "fusion"]
     sums = [i.name for i in program.in_memory() if ("s32", (1024, 128)) in i.results]
     assert len(sums) == 1, program.text
@@ -214,56 +220,61 @@ WIDE = Q8.replace(scale=np.ones((1, 4), F))
 U8 = jq.QuantSpec("uint8")
 Y = jq.Quantizer(U8, 0.5, 3)
 ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
-    "float": (lambda: jq.add(np.ones(2, F), Q8, Y), "add: a: expected a QuantizedArray"),  # type: ignore[arg-type]
-    "dtypes": (lambda: jq.add(Q8, S8, Y), "add: b: expected codes of uint8, as a has, got int8"),
-    "scales": (lambda: jq.add(Q8, WIDE, Y), r"add: b.scale: expected one scale, .*, got shape \(1, 4\)"),
-    "shapes": (lambda: jq.multiply(Q8, Q8[:, :3], Y), r"multiply: a, b: expected shapes .*, got \(2, 4\) and \(2, 3\)"),
-    "spec": (lambda: jq.add(Q8, Q8, U8), "add: output: expected a Quantizer with a scale"),  # type: ignore[arg-type]
-    "no scale": (lambda: jq.add(Q8, Q8, jq.Quantizer(U8)), "add: output.scale: expected a scale"),
-    "no point": (lambda: jq.add(Q8, Q8, jq.Quantizer(U8, 0.5)), "add: output.zero_point: expected a zero point"),
-    "negative": (lambda: jq.add(Q8, Q8, jq.Quantizer(U8, -1.0, 3)), "add: output.scale: expected finite positive"),
+    "float": (lambda: jq.codes.add(np.ones(2, F), Q8, output=Y), "add: a: expected a QuantizedArray"),  # type: ignore[arg-type]
+    "dtypes": (lambda: jq.codes.add(Q8, S8, output=Y), "add: b: expected codes of uint8, as a has, got int8"),
+    "scales": (lambda: jq.codes.add(Q8, WIDE, output=Y), r"add: b.scale: expected one scale, .*, got shape \(1, 4\)"),
+    "shapes": (
+        lambda: jq.codes.multiply(Q8, Q8[:, :3], output=Y),
+        r"multiply: a, b: expected shapes .*, got \(2, 4\) and \(2, 3\)",
+    ),
+    "spec": (lambda: jq.codes.add(Q8, Q8, output=U8), "add: output: expected a Quantizer with a scale"),  # type: ignore[arg-type]
+    "no scale": (lambda: jq.codes.add(Q8, Q8, output=jq.Quantizer(U8)), "add: output.scale: expected a scale"),
+    "no point": (lambda: jq.codes.add(Q8, Q8, output=jq.Quantizer(U8, 0.5)), "add: output.zero_point: expected a zero"),
+    "negative": (lambda: jq.codes.add(Q8, Q8, output=jq.Quantizer(U8, -1.0, 3)), "add: output.scale: expected finite"),
     "narrow": (
-        lambda: jq.add(S8, S8, jq.Quantizer(jq.QuantSpec("int8"), 0.5)), "add: output.spec: expected narrow_range=False"
+        lambda: jq.codes.add(S8, S8, output=jq.Quantizer(jq.QuantSpec("int8"), 0.5)),
+        "add: output.spec: expected narrow_range=False",
     ),
     "int4": (
-        lambda: jq.add(S8, S8, jq.Quantizer(jq.QuantSpec("int4", symmetric=False), 0.5, 0)),
+        lambda: jq.codes.add(S8, S8, output=jq.Quantizer(jq.QuantSpec("int4", symmetric=False), 0.5, 0)),
         "add: output.spec: expected a spec of int8 or uint8",
     ),
     "axis": (
-        lambda: jq.add(Q8, Q8, jq.Quantizer(jq.QuantSpec("uint8", jq.PerAxis(0)), np.ones((2, 1), F), 3)),
+        lambda: jq.codes.add(Q8, Q8, output=jq.Quantizer(jq.QuantSpec("uint8", jq.PerAxis(0)), np.ones((2, 1), F), 3)),
         r"add: output.spec: expected PerTensor\(\)",
     ),
-    "other dtype": (lambda: jq.mean(S8, output=Y), "mean: output: expected codes of int8, as q has, got uint8"),
-    "mean": (lambda: jq.mean(Q8, (0, -2), output=Y), "mean: axis: expected different axes"),
+    "other dtype": (lambda: jq.codes.mean(S8, output=Y), "mean: output: expected codes of int8, as q has, got uint8"),
+    "mean": (lambda: jq.codes.mean(Q8, (0, -2), output=Y), "mean: axis: expected different axes"),
     "concatenate": (lambda: jq.concatenate([Q8, WIDE], output=Y), r"concatenate: arrays\[1\].scale: expected one"),
-    "relu": (lambda: jq.relu(jq.quantize(jnp.ones(3), jq.QuantSpec(jq.nf4))), "relu: q: expected codes of an integer"),
-    "rank": (lambda: jq.max_pool(Q8, (2,)), "max_pool: q: expected rank 3 or more"),
-    "window": (lambda: jq.max_pool(IMAGE, (2,)), "max_pool: window_shape: expected 2 positive ints"),
-    "long": (lambda: jq.max_pool(IMAGE, (2, 5)), "max_pool: window_shape: expected windows no longer than q"),
-    "strides": (lambda: jq.max_pool(IMAGE, (2, 2), (0, 1)), "max_pool: strides: expected 2 positive ints"),
+    "relu": (lambda: jq.codes.relu(jq.quantize(jnp.ones(3), jq.QuantSpec(jq.nf4))), "relu: q: expected codes of"),
+    "rank": (lambda: jq.codes.max_pool(Q8, (2,)), "max_pool: q: expected rank 3 or more"),
+    "window": (lambda: jq.codes.max_pool(IMAGE, (2,)), "max_pool: window_shape: expected 2 positive ints"),
+    "long": (lambda: jq.codes.max_pool(IMAGE, (2, 5)), "max_pool: window_shape: expected windows no longer than q"),
+    "strides": (lambda: jq.codes.max_pool(IMAGE, (2, 2), (0, 1)), "max_pool: strides: expected 2 positive ints"),
     "padding": (
-        lambda: jq.average_pool(IMAGE, (2, 2), None, "FULL", output=Y), "average_pool: padding: expected 'SAME'"
+        lambda: jq.codes.average_pool(IMAGE, (2, 2), None, "FULL", output=Y), "average_pool: padding: expected 'SAME'"
     ),
-    "pads": (lambda: jq.max_pool(IMAGE, (2, 2), None, ((2, 0), (0, 0))), "max_pool: padding: expected .* 2 pairs"),
-    "pad": (lambda: jq.pad(WIDE, 1), "pad: q: expected one scale and one zero point along dimension 1"),
-    "crop": (lambda: jq.pad(Q8, -1), "pad: pad_width: expected an int, a pair, or 2 pairs"),
+    "pads": (lambda: jq.codes.max_pool(IMAGE, (2, 2), None, ((2, 0), (0, 0))), "max_pool: padding: expected .* pairs"),
+    "pad": (lambda: jq.codes.pad(WIDE, 1), "pad: q: expected one scale and one zero point along dimension 1"),
+    "crop": (lambda: jq.codes.pad(Q8, -1), "pad: pad_width: expected an int, a pair, or 2 pairs"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(ERRORS))
 def test_errors(name: str) -> None:
     call, text = ERRORS[name]
-    with pytest.raises((TypeError, ValueError), match=rf"^jaxquant.{text}"):
+    prefix = "" if name == "concatenate" else "codes."  # the root has concatenate
+    with pytest.raises((TypeError, ValueError), match=rf"^jaxquant.{prefix}{text}"):
         call()
 
 
 @pytest.mark.slow
 def test_empty() -> None:
     q = jq.QuantizedArray(np.zeros((0, 4, 4, 2), np.uint8), np.ones((1, 1, 1, 1), F))
-    assert jq.add(q, q, Y).shape == q.shape
-    assert jq.max_pool(q, (2, 2)).shape == (0, 3, 3, 2)
+    assert jq.codes.add(q, q, output=Y).shape == q.shape
+    assert jq.codes.max_pool(q, (2, 2)).shape == (0, 3, 3, 2)
     assert jq.concatenate([q, q], axis=0, output=Y).shape == q.shape
-    assert jq.pad(q, ((0, 1), (0, 0), (0, 0), (0, 0))).codes.tolist() == np.zeros((1, 4, 4, 2)).tolist()
+    assert jq.codes.pad(q, ((0, 1), (0, 0), (0, 0), (0, 0))).codes.tolist() == np.zeros((1, 4, 4, 2)).tolist()
     scalar = jq.QuantizedArray(np.uint8(3), F(0.5))
-    assert jq.add(scalar, scalar, Y).codes.tolist() == 9
-    assert jq.mean(scalar, output=Y).codes.tolist() == 6
+    assert jq.codes.add(scalar, scalar, output=Y).codes.tolist() == 9
+    assert jq.codes.mean(scalar, output=Y).codes.tolist() == 6

@@ -248,7 +248,7 @@ def test_the_program_stays_int8(spec: QuantSpec) -> None:
         pytest.skip("jax 0.10's XLA keeps the quotient of x, for the first block and for the loop over the others")
 
     def program(x: jax.Array, w: QuantizedArray) -> jax.Array:
-        return jq.matmul(jq.quantize(x, QuantSpec(jnp.uint8), -1.0, 1.0), w)
+        return jq.matmul(jq.quantize(x, QuantSpec(jnp.uint8), range=(-1.0, 1.0)), w)
 
     # x has more elements than what `barriers.split_small_fusion` splits, which writes one wide buffer.
     x, w = jax.ShapeDtypeStruct((37, 2048), jnp.float32), jax.ShapeDtypeStruct((2048, 53), jnp.float32)

@@ -92,10 +92,10 @@ OPERATIONS: dict[str, Operation] = {
         lambda a, b, s: jq.qlinear_matmul(a, 0.5, 3, b, s, 5, 4.0, 7), (aval(U8, N, N), aval(I8, N, N), ROW)
     ),
     "matmul_integer_to_float": (
-        lambda a, b, s, bias: jq.matmul_integer_to_float(a, b, 0.5, s, 3, 5, bias=bias),
+        lambda a, b, s, bias: jq.ops.matmul_integer_to_float(a, b, 0.5, s, 3, 5, bias=bias),
         (aval(U8, N, N), aval(I8, N, N), ROW, ROW),
     ),
-    "dynamic_quantize_matmul": (jq.dynamic_quantize_matmul, (X, aval(I8, N, N), ROW)),
+    "dynamic_quantize_matmul": (jq.ops.dynamic_quantize_matmul, (X, aval(I8, N, N), ROW)),
     "qlinear_conv": (
         lambda x, w, s, b: jq.qlinear_conv(x, 0.5, 3, w, s, 0, 4.0, 7, b, pads=(1, 1, 1, 1)),
         (aval(U8, 1, 16, 16, 16), aval(I8, 16, 16, 3, 3), aval(F, 16), aval(jnp.int32, 16)),

@@ -562,6 +562,6 @@ def test_checksums(rng: np.random.Generator) -> None:
 def test_one_process_agrees_with_itself() -> None:
     q = jq.quantize(jnp.ones((4, 6)), INT4)
     jqd.check_processes({"q": q, "spec": INT4, "key": jax.random.key(0), "name": "a"})
-    rules = {"calibrator": jq.minmax(INT4), "rules": jq.recipes.w8a8_static()}
+    rules = {"calibrator": jq.calibration.minmax(INT4), "rules": jq.recipes.w8a8_static()}
     jqd.check_processes({**rules, "function": np.sin, "book": jq.Quantizer(jq.QuantSpec(jq.nf4))})
     jqd.check_processes({})

@@ -21,7 +21,7 @@ from jaxquant.flax import nnx as qnnx
 
 F32 = np.float32
 W, A = jq.QuantSpec("int8", jq.PerFeature()), jq.QuantSpec("uint8")
-MINMAX = Observed(jq.minmax)
+MINMAX = Observed(jq.calibration.minmax)
 
 
 class Net(nn.Module):
@@ -80,7 +80,7 @@ def test_linen_finds_the_ranges_of_what_is_served() -> None:
     assert_same(arrays_of({name: calibrated[name] for name in originals}), arrays_of(originals))
     state = calibrated["ranges"]["Dense_0"]["DotGeneral_0"]["activation"]
     assert int(state["batches"]) == 5
-    lo, hi = jq.minmax(A).finalize(state["state"])
+    lo, hi = jq.calibration.minmax(A).finalize(state["state"])
     np.testing.assert_allclose([lo.item(), hi.item()], range_of(batches), rtol=1e-6)
     serving = qflax.convert(module, calibrated)
     np.testing.assert_array_equal(module.apply(serving, batches[0]), module.apply(calibrated, batches[0]))
@@ -101,7 +101,7 @@ def test_nnx_finds_the_ranges_of_what_is_served() -> None:
     assert not model.dropout.deterministic, "the model keeps its mode"
     contraction = model.layer.dot_general
     assert int(contraction.activation_batches[...]) == 5
-    lo, hi = jq.minmax(A).finalize(contraction.activation_range.get_value())
+    lo, hi = jq.calibration.minmax(A).finalize(contraction.activation_range.get_value())
     np.testing.assert_allclose([lo.item(), hi.item()], range_of(batches), rtol=1e-6)
     # A loop of one's own, over the view that calibrates.
     other = Model()
@@ -114,7 +114,7 @@ def test_nnx_finds_the_ranges_of_what_is_served() -> None:
     assert int(contraction.activation_batches[...]) == 5, "an evaluation reads the ranges"
     third = Model()
     qnnx.calibrate(third, [{"x": batches[0], "scale": 3.0}])
-    lo, hi = jq.minmax(A).finalize(third.layer.dot_general.activation_range.get_value())
+    lo, hi = jq.calibration.minmax(A).finalize(third.layer.dot_general.activation_range.get_value())
     np.testing.assert_allclose([lo.item(), hi.item()], 3 * np.asarray(range_of(batches[:1])), rtol=1e-5)
 
 

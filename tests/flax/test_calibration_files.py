@@ -20,7 +20,7 @@ from jaxquant.flax import nnx as qnnx
 
 F32 = np.float32
 W, A = jq.QuantSpec("int8", jq.PerFeature()), jq.QuantSpec("uint8")
-MINMAX = Observed(jq.minmax)
+MINMAX = Observed(jq.calibration.minmax)
 BATCHES = list(np.random.default_rng(5).normal(0.2, 1, (3, 2, 4)).astype(F32))
 
 
@@ -38,8 +38,8 @@ def linear(features: int = 4, **options: Any) -> Any:
 OTHERS: list[dict[str, Any]] = [
     {"weight_spec": jq.QuantSpec("int4", jq.PerFeature())},
     {"activation_spec": jq.QuantSpec("uint4")},
-    {"activation_range": Observed(jq.absmax)},
-    {"activation_range": Observed(jq.minmax, freeze_after=2)},
+    {"activation_range": Observed(jq.calibration.absmax)},
+    {"activation_range": Observed(jq.calibration.minmax, freeze_after=2)},
 ]
 
 
@@ -156,9 +156,9 @@ def test_batches_without_a_length_have_a_progress_bar(capsys: Any, monkeypatch: 
 def test_a_factory_that_makes_no_calibrator() -> None:
     for source in (Observed, Dynamic):
         with pytest.raises(TypeError, match=r"calibrator: .*, got <lambda>, which does not take a spec$"):
-            source(lambda: jq.minmax(A))  # type: ignore[misc,arg-type]
+            source(lambda: jq.calibration.minmax(A))  # type: ignore[misc,arg-type]
         with pytest.raises(TypeError, match=r"or functools\.partial\(percentile, q=\.\.\.\), got percentile, which"):
-            source(functools.partial(jq.percentile))  # type: ignore[arg-type]
+            source(functools.partial(jq.calibration.percentile))  # type: ignore[arg-type]
         layer = dense(activation_range=source(lambda spec: 3))  # type: ignore[arg-type,return-value]
         text = rf"^Dense: jaxquant\.{source.__name__}: calibrator: expected a function .*lambda>, which returns int"
         with pytest.raises(TypeError, match=text):
@@ -167,14 +167,14 @@ def test_a_factory_that_makes_no_calibrator() -> None:
         linear(activation_range=Observed(lambda spec: 3))  # type: ignore[arg-type,return-value]
 
 
-def make_calibrator(spec: jq.QuantSpec, inner: Any) -> jq.Calibrator:
+def make_calibrator(spec: jq.QuantSpec, inner: Any) -> jq.calibration.Calibrator:
     """A factory that is told of another one."""
     return inner(spec)
 
 
 @pytest.mark.slow
 def test_texts_are_equal_in_every_process() -> None:
-    source = Dynamic(functools.partial(make_calibrator, inner=jq.mse))
+    source = Dynamic(functools.partial(make_calibrator, inner=jq.calibration.mse))
     text = _layer_operand.describe_converted(_layer_operand.LayerOperand(A, source, "activation"))
     assert text.endswith("with Dynamic(partial(make_calibrator, inner=mse))")
 

@@ -28,14 +28,20 @@ class Residual(nn.Module):
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        x = qnn.Conv(8, (3, 3), output_relu=True, **jq.RUNTIME)(x)
-        y: Any = qnn.Conv(8, (3, 3), feature_group_count=8, output_relu=True, **jq.RUNTIME)(x)
-        y = qnn.Conv(8, (1, 1), **jq.RUNTIME)(y)
-        x = jq.add(x, y, qnn.OutputRange(A8, relu=True))
-        x = jq.concatenate([jq.max_pool(x, (2, 2), (2, 2)), jq.average_pool(y, (2, 2), (2, 2), output=x)], -1, output=x)
-        x = qnn.DenseGeneral((2, 6), axis=(1, -1), output_relu=True, **CODES)(jq.reshape(x, (x.shape[0], 4, 16, -1)))
-        x = jq.reshape(jq.pad(jq.transpose(x, (0, 2, 1, 3)), ((0, 0), (0, 1), (0, 0), (0, 0))), (x.shape[0], -1))
-        x = jq.multiply(x, x, qnn.OutputRange(A8, Learned()))
+        x = qnn.Conv(8, (3, 3), output_relu=True, **jq.flax.RUNTIME)(x)
+        y: Any = qnn.Conv(8, (3, 3), feature_group_count=8, output_relu=True, **jq.flax.RUNTIME)(x)
+        y = qnn.Conv(8, (1, 1), **jq.flax.RUNTIME)(y)
+        x = jq.codes.add(x, y, output=qnn.OutputRange(A8, relu=True))
+        x = jq.concatenate(
+            [jq.codes.max_pool(x, (2, 2), (2, 2)), jq.codes.average_pool(y, (2, 2), (2, 2), output=x)], -1, output=x
+        )
+        x = qnn.DenseGeneral((2, 6), axis=(1, -1), output_relu=True, **CODES)(
+            jq.codes.reshape(x, (x.shape[0], 4, 16, -1))
+        )
+        x = jq.codes.reshape(
+            jq.codes.pad(jq.codes.transpose(x, (0, 2, 1, 3)), ((0, 0), (0, 1), (0, 0), (0, 0))), (x.shape[0], -1)
+        )
+        x = jq.codes.multiply(x, x, output=qnn.OutputRange(A8, Learned()))
         return qnn.Dense(10, integer_bias=True, **BOTH)(x)
 
 
@@ -133,7 +139,7 @@ def test_an_integer_bias_with_floats(rng: np.random.Generator) -> None:
     serving = jq.flax.convert(layer, variables)
     constants, kernel = serving["ranges"]["DotGeneral_0"]["activation"], serving["params"]["kernel"]
     q = jq.quantize_linear(x, constants["scale"].reshape(()), constants["zero_point"].reshape(()))
-    bias = jq.quantize_bias(variables["params"]["bias"], constants["scale"], kernel.scale)
+    bias = jq.codes.quantize_bias(variables["params"]["bias"], constants["scale"], kernel.scale)
     point = constants["zero_point"].reshape(())
     want = jq.qlinear_matmul(
         q, constants["scale"].reshape(()), point, kernel.codes, kernel.scale.reshape(-1), 0, None, None, bias
@@ -183,7 +189,7 @@ class NnxNetwork(nnx.Module):
 
     def __call__(self, x: Any) -> Any:
         x = self.first(x)
-        return self.last(jq.mean(x, (1, 2), output=x))
+        return self.last(jq.codes.mean(x, (1, 2), output=x))
 
 
 @pytest.mark.slow
@@ -223,7 +229,7 @@ class Tokens(nn.Module):
     def __call__(self, tokens: Any) -> Any:
         x = qnn.Embed(16, 6, weight_spec=W8, output_spec=A8)(tokens)
         x = qnn.Einsum((6, 3, 4), "...ti,ihd->...tdh", **CODES)(x)
-        x = jq.add(x, x, qnn.OutputRange(A8, relu=True))
+        x = jq.codes.add(x, x, output=qnn.OutputRange(A8, relu=True))
         return qnn.Einsum((4, 3, 5), "btdh,dho->bot", **CODES)(x)
 
 
@@ -237,7 +243,7 @@ class NnxTokens(nnx.Module):
 
     def __call__(self, tokens: Any) -> Any:
         x: Any = self.first(self.embed(tokens))
-        return self.second(jq.add(x, x, self.sum))
+        return self.second(jq.codes.add(x, x, output=self.sum))
 
 
 @pytest.mark.slow
@@ -261,7 +267,7 @@ def test_tables_and_einsums_give_codes(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(nnx.jit(lambda model, x: model(x))(converted, tokens).codes, q.codes)
     # The formula of the second layer, with numpy.
     first: Any = converted.first(converted.embed(tokens))
-    first = jq.add(first, first, converted.sum)
+    first = jq.codes.add(first, first, output=converted.sum)
     kernel, scale = (
         np.asarray(part) for part in (converted.second.kernel[...].codes, converted.second.kernel[...].scale)
     )
@@ -278,7 +284,7 @@ def test_circular_padding_takes_no_codes() -> None:
     q = jq.quantize(X, A8)
     layer = qnn.Conv(2, (3,), padding="CIRCULAR", **BOTH)
     with pytest.raises(ValueError, match="padding: expected VALID, SAME or pairs of ints"):
-        layer.init(jax.random.key(0), jq.reshape(q, (1, 2, 4)))
+        layer.init(jax.random.key(0), jq.codes.reshape(q, (1, 2, 4)))
 
 
 X = np.ones((2, 4), F)
@@ -338,14 +344,16 @@ class Sum(nn.Module):
 
     @nn.compact
     def __call__(self, q: Any) -> Any:
-        return jq.add(
-            jq.FakeQuantizedArray(jnp.ones(3), jnp.float32(1), None, np.dtype("uint8")), q, qnn.OutputRange(self.spec)
+        return jq.codes.add(
+            jq.codes.FakeQuantizedArray(jnp.ones(3), jnp.float32(1), None, np.dtype("uint8")),
+            q,
+            output=qnn.OutputRange(self.spec),
         )
 
 
 @pytest.mark.slow
 def test_an_output_range_is_checked() -> None:
-    q = jq.FakeQuantizedArray(jnp.ones(3), jnp.float32(1), None, np.dtype("uint8"))
+    q = jq.codes.FakeQuantizedArray(jnp.ones(3), jnp.float32(1), None, np.dtype("uint8"))
     with pytest.raises(TypeError, match="spec: expected a QuantSpec"):
         qnn.OutputRange("uint8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"output_spec: expected PerTensor\(\)"):

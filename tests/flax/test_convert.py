@@ -133,7 +133,7 @@ def activation_codes(variables: Any, path: str, x: Any) -> np.ndarray:
     scales = variables.get("scales")
     if scales is None:
         state = find_subtree(variables["ranges"], path)["activation"]["state"]
-        return np.asarray(jq.quantize(x, A, *jq.moving_average(A).finalize(state)).codes)
+        return np.asarray(jq.quantize(x, A, range=jq.calibration.moving_average(A).finalize(state)).codes)
     parameters = find_subtree(scales, path)
     scale = np.abs(np.asarray(parameters["activation_scale"], F32))
     point = np.rint(np.asarray(parameters.get("activation_zero_point", 0.0), np.float64)).clip(0, 255)

@@ -326,8 +326,8 @@ def test_variables_of_another_spec() -> None:
     _, variables, serving = trained()
     whole, narrow = jq.QuantSpec("int8"), jq.QuantSpec("int8", jq.PerAxis(-1), narrow_range=False)
     others: list[tuple[str, Any]] = [
-        ("weight_spec", {"weight_spec": whole}), ("weight_spec", {"weight_spec": narrow}), ("weight_spec", {"weight_range": Dynamic(jq.mse)}),
-        ("activation_spec", {"activation_spec": jq.QuantSpec("int8")}), ("activation_spec", {"activation_range": Observed(jq.minmax)}),
+        ("weight_spec", {"weight_spec": whole}), ("weight_spec", {"weight_spec": narrow}), ("weight_spec", {"weight_range": Dynamic(jq.calibration.mse)}),
+        ("activation_spec", {"activation_spec": jq.QuantSpec("int8")}), ("activation_spec", {"activation_range": Observed(jq.calibration.minmax)}),
         ("activation_spec", {"activation_spec": None}), ("activation_spec", {"activation_range": Dynamic()}),
     ]  # fmt: skip
     for name, way in others:

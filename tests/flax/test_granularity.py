@@ -42,8 +42,8 @@ def test_per_token_and_per_feature_fit_every_rank() -> None:
             jax.tree.map(np.testing.assert_array_equal, q, jq.quantize(x, spec))
         assert tokens.scale.shape == (*shape[:-1], 1)
         assert features.scale.shape == (*(1,) * (len(shape) - 1), 5)
-    state = jq.minmax(TOKENS).init(draw(4, 3))
-    assert jq.minmax(TOKENS).update(state, draw(4, 3)).low.shape == (4, 1)
+    state = jq.calibration.minmax(TOKENS).init(draw(4, 3))
+    assert jq.calibration.minmax(TOKENS).update(state, draw(4, 3)).low.shape == (4, 1)
     with pytest.raises(ValueError, match=r"quantize: axis: .*rank 0"):
         jq.quantize(1.0, TOKENS)
 
@@ -145,7 +145,9 @@ def test_static_ranges_fit_every_batch() -> None:
     # A range per feature, of an axis that is not contracted, at another batch size and another rank.
     spec = jq.QuantSpec("int8", jq.PerFeature())
     specs: Any = {"weight_spec": jq.QuantSpec("int8"), "activation_spec": spec}
-    layer = qnn.Einsum((3, 2), "...td,ts->...sd", use_bias=False, **specs, activation_range=Observed(jq.minmax))
+    layer = qnn.Einsum(
+        (3, 2), "...td,ts->...sd", use_bias=False, **specs, activation_range=Observed(jq.calibration.minmax)
+    )
     x = draw(2, 3, 4)
     variables = qflax.calibrate(layer, layer.init(jax.random.key(0), x), [x, x[0], draw(5, 3, 4)])
     serving = qflax.convert(layer, variables)
@@ -185,7 +187,9 @@ def test_a_block_as_long_as_its_axis(case: str, size: int) -> None:
 def test_converted_variables_belong_to_their_specs(tmp_path: Any) -> None:
     """Another activation spec or range source: a different number, which no array would tell."""
     x = draw(2, 4)
-    layer = qnn.Dense(3, weight_spec=W, activation_spec=jq.QuantSpec("int8"), activation_range=Observed(jq.minmax))
+    layer = qnn.Dense(
+        3, weight_spec=W, activation_spec=jq.QuantSpec("int8"), activation_range=Observed(jq.calibration.minmax)
+    )
     serving = qflax.convert(layer, qflax.calibrate(layer, layer.init(jax.random.key(0), x), [x]))
     others: list[tuple[str, dict[str, Any]]] = [
         ("activation_spec", {"activation_spec": jq.QuantSpec("int4")}),
@@ -240,7 +244,12 @@ def test_a_converted_state_belongs_to_its_specs(tmp_path: Any) -> None:
     x = draw(2, 4)
 
     def make(**keywords: Any) -> Any:
-        arguments = {"weight_spec": W, "activation_spec": A, "activation_range": Observed(jq.minmax), **keywords}
+        arguments = {
+            "weight_spec": W,
+            "activation_spec": A,
+            "activation_range": Observed(jq.calibration.minmax),
+            **keywords,
+        }
         model = Around(qnnx.Linear(4, 3, rngs=nnx.Rngs(0), **arguments))
         if isinstance(arguments["activation_range"], Learned):
             qnnx.start(model, x)
@@ -371,8 +380,8 @@ def test_a_calibrator_is_a_function_of_a_spec() -> None:
         ):
             source("mse")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r", got a Calibrator, which has a spec already: pass the function that m"):
-            source(jq.minmax(A))  # type: ignore[arg-type]
+            source(jq.calibration.minmax(A))  # type: ignore[arg-type]
         with pytest.raises(
             TypeError, match=r"or functools\.partial\(percentile, q=\.\.\.\), got percentile, which needs"
         ):
-            source(jq.percentile)  # type: ignore[arg-type]
+            source(jq.calibration.percentile)  # type: ignore[arg-type]

@@ -123,10 +123,10 @@ def test_a_layer_is_flax_s_on_what_the_codes_stand_for(fixed_rng: np.random.Gene
 
 
 CALIBRATORS: dict[str, Any] = {
-    "moving average": jq.moving_average,
-    "slower": functools.partial(jq.moving_average, decay=0.9),
-    "extremes": jq.minmax,
-    "percentile": functools.partial(jq.percentile, q=99.0),
+    "moving average": jq.calibration.moving_average,
+    "slower": functools.partial(jq.calibration.moving_average, decay=0.9),
+    "extremes": jq.calibration.minmax,
+    "percentile": functools.partial(jq.calibration.percentile, q=99.0),
 }
 
 
@@ -153,7 +153,7 @@ def test_ranges_move_while_they_are_mutable(rng: np.random.Generator, name: str)
         jax.tree.map(np.testing.assert_array_equal, layer_ranges["state"], state)
         np.testing.assert_array_equal(module.apply(variables, x), y)  # it moved before it was used
     constants = qflax.convert(module, variables)["ranges"]["DotGeneral_0"]["activation"]
-    q = jq.quantize(batches[0], A, *calibrator.finalize(state))
+    q = jq.quantize(batches[0], A, range=calibrator.finalize(state))
     np.testing.assert_array_equal(constants["scale"], q.scale)
     np.testing.assert_array_equal(constants["zero_point"], q.zero_point)
 
@@ -164,7 +164,7 @@ class Anew(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
         """Returns the layer of x."""
-        source = Observed(functools.partial(jq.moving_average, decay=0.5))
+        source = Observed(functools.partial(jq.calibration.moving_average, decay=0.5))
         return qnn.Dense(3, weight_spec=W, activation_spec=A, activation_range=source)(x)
 
 
@@ -184,8 +184,8 @@ def test_a_step_is_compiled_once(rng: np.random.Generator) -> None:
 
 DYNAMIC = {
     "per tensor": (A, Dynamic(), W, Dynamic()),
-    "for each row": (jq.QuantSpec("uint8", jq.PerAxis(0)), Dynamic(), W, Dynamic(jq.mse)),
-    "blocks": (A, Dynamic(jq.minmax), jq.QuantSpec("int4", jq.Blocked(0, 4)), Dynamic()),
+    "for each row": (jq.QuantSpec("uint8", jq.PerAxis(0)), Dynamic(), W, Dynamic(jq.calibration.mse)),
+    "blocks": (A, Dynamic(jq.calibration.minmax), jq.QuantSpec("int4", jq.Blocked(0, 4)), Dynamic()),
     "weights alone": (None, Observed(), jq.QuantSpec(jq.nf4, jq.Blocked(0, 4)), Dynamic()),
 }
 
@@ -208,7 +208,7 @@ def test_dynamic_ranges_are_found_at_each_call(rng: np.random.Generator, name: s
         if source.calibrator is None:
             return jq.quantize(x, spec)
         calibrator = source.calibrator(spec)
-        return jq.quantize(x, spec, *calibrator.finalize(calibrator.update(calibrator.init(x), x)))
+        return jq.quantize(x, spec, range=calibrator.finalize(calibrator.update(calibrator.init(x), x)))
 
     kernel = codes(variables["params"]["kernel"], weight, weight_source)
     jax.tree.map(np.testing.assert_array_equal, serving["params"]["kernel"].store_last(), kernel)

@@ -170,7 +170,10 @@ def test_ranges_move_as_those_of_batch_norm(rng: np.random.Generator) -> None:
 
 @pytest.mark.slow
 def test_the_range_is_the_calibrator_s(rng: np.random.Generator) -> None:
-    for calibrator in (functools.partial(jq.mse, bins=64), functools.partial(jq.moving_average, decay=0.5)):
+    for calibrator in (
+        functools.partial(jq.calibration.mse, bins=64),
+        functools.partial(jq.calibration.moving_average, decay=0.5),
+    ):
         layer = qnnx.Linear(6, 5, **SPECS, activation_range=Observed(calibrator), rngs=rngs(rng))
         alone = calibrator(A)
         state = alone.init(jnp.zeros((1, 1, 6)))
@@ -179,7 +182,7 @@ def test_the_range_is_the_calibrator_s(rng: np.random.Generator) -> None:
             layer(x)
             state = alone.update(state, x)
         lo, hi = alone.finalize(state)
-        expected = jq.quantize(x, A, lo, hi)
+        expected = jq.quantize(x, A, range=(lo, hi))
         served = qnnx.convert(layer).dot_general
         check_equal(served.activation_scale[...].reshape(1, 1, 1), expected.scale)
         check_equal(served.activation_zero_point[...].reshape(1, 1, 1), expected.zero_point)

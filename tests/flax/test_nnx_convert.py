@@ -132,8 +132,8 @@ def test_no_code_differs(name: str) -> None:
             bound = 7 if way.startswith("int4") else 1
             kernel = coded(layer.kernel[...], training.weight_scale[...], 0, (-bound, bound))
         else:
-            ends = jq.moving_average(A).finalize(training.activation_range.get_value())
-            want = np.asarray(jq.quantize(layer_input, A, *ends).codes)
+            ends = jq.calibration.moving_average(A).finalize(training.activation_range.get_value())
+            want = np.asarray(jq.quantize(layer_input, A, range=ends).codes)
             kernel = np.asarray(jq.quantize(layer.kernel[...], WAYS[way]["weight_spec"]).codes)
         assert (codes != want).sum() == 0
         assert (np.asarray(converted.kernel.get_value().codes).astype(F32) != kernel.astype(F32)).sum() == 0

@@ -58,9 +58,9 @@ def make_integer_cnn(rng: np.random.Generator) -> tuple[Function, jax.Array]:
         return jq.conv_general_dilated(q, kernel, (1, 1), "SAME", dimension_numbers=NUMBERS, output=output)
 
     def function(x: jax.Array) -> jax.Array:
-        first = convolve(jq.quantize(x, UINT8, -2.0, 2.0), kernels[0])
-        total = jq.add(first, convolve(first, kernels[1]), output)
-        return jq.average_pool(total, (2, 2), (2, 2), output=pooled).codes
+        first = convolve(jq.quantize(x, UINT8, range=(-2.0, 2.0)), kernels[0])
+        total = jq.codes.add(first, convolve(first, kernels[1]), output=output)
+        return jq.codes.average_pool(total, (2, 2), (2, 2), output=pooled).codes
 
     return function, jnp.asarray(rng.normal(0, 1, (8, 16, 16, 3)), jnp.float32)
 
@@ -84,7 +84,7 @@ def main() -> None:
     normal = jnp.asarray(rng.normal(0, 1, 20_000), jnp.float32)
 
     def quantize(x: jax.Array) -> jax.Array:
-        return jq.quantize(x, UINT8, -2.0, 2.0).codes
+        return jq.quantize(x, UINT8, range=(-2.0, 2.0)).codes
 
     cases: dict[str, tuple[Function, jax.Array]] = {
         "quantize, normal numbers": (quantize, normal),

@@ -27,15 +27,15 @@ def make_network(rng: np.random.Generator):
     out, pooled = jq.Quantizer(UINT8, 0.05, 0), jq.Quantizer(UINT8, 0.02, 3)
 
     def apply(x: jax.Array) -> jax.Array:
-        q = jq.quantize(x, UINT8, -2.0, 2.0)
+        q = jq.quantize(x, UINT8, range=(-2.0, 2.0))
         skip = jq.conv_general_dilated(
             q, kernels[0], (1, 1), "SAME", dimension_numbers=NUMBERS, bias=biases[0], output=out
         )
         q = jq.conv_general_dilated(
             skip, kernels[1], (1, 1), "SAME", dimension_numbers=NUMBERS, bias=biases[1], output=out
         )
-        q = jq.max_pool(jq.add(q, skip, out), (2, 2), (2, 2))
-        return jq.mean(jq.average_pool(q, (2, 2), (2, 2), output=pooled), (1, 2), output=pooled).codes
+        q = jq.codes.max_pool(jq.codes.add(q, skip, output=out), (2, 2), (2, 2))
+        return jq.codes.mean(jq.codes.average_pool(q, (2, 2), (2, 2), output=pooled), (1, 2), output=pooled).codes
 
     return apply, jnp.asarray(rng.normal(0, 1, (3, 8, 8, 3)), jnp.float32)
 
@@ -88,7 +88,7 @@ def test_scales_of_weights_may_be_inputs(rng: np.random.Generator, form: str) ->
     bias, output = jnp.asarray(rng.integers(-900, 900, 4), jnp.int32), jq.Quantizer(UINT8, 0.05, 0)
 
     def function(x: jax.Array, scale: jax.Array) -> list[jax.Array]:
-        q, rows = (jq.quantize(v, UINT8, -2.0, 2.0) for v in (x, x[0, 0]))
+        q, rows = (jq.quantize(v, UINT8, range=(-2.0, 2.0)) for v in (x, x[0, 0]))
         kernels = jq.QuantizedArray(kernel, scale.reshape(1, 1, 1, 4), None)
         weights = jq.QuantizedArray(matrix, scale[None], None)
         results = [
@@ -109,16 +109,16 @@ def test_operators_on_codes(rng: np.random.Generator) -> None:
 
     def function(x: jax.Array) -> list[jax.Array]:
         q = jq.quantize_linear(x, 0.02, np.uint8(120))
-        a = jq.qlinear_sigmoid(q, 0.02, 120, 1 / 256, 0)
-        b = jq.qlinear_leaky_relu(q, 0.02, 120, 0.02, 100, alpha=0.1)
+        a = jq.ops.qlinear_sigmoid(q, 0.02, 120, 1 / 256, 0)
+        b = jq.ops.qlinear_leaky_relu(q, 0.02, 120, 0.02, 100, alpha=0.1)
         return [
             a,
             b,
-            jq.qlinear_softmax(q, 0.02, 120, 1 / 256, 0),
-            jq.qlinear_where(q > jnp.uint8(100), a, 1 / 256, 0, b, 0.02, 100, 0.03, 50),
-            jq.qlinear_global_average_pool(q, 0.02, 120, 0.01, 100),
-            jq.qlinear_add(a, 1 / 256, 0, b, 0.02, 100, 0.03, 7),
-            jq.qlinear_mul(a, 1 / 256, 0, b, 0.02, 100, 0.03, 7),
+            jq.ops.qlinear_softmax(q, 0.02, 120, 1 / 256, 0),
+            jq.ops.qlinear_where(q > jnp.uint8(100), a, 1 / 256, 0, b, 0.02, 100, 0.03, 50),
+            jq.ops.qlinear_global_average_pool(q, 0.02, 120, 0.01, 100),
+            jq.ops.qlinear_add(a, 1 / 256, 0, b, 0.02, 100, 0.03, 7),
+            jq.ops.qlinear_mul(a, 1 / 256, 0, b, 0.02, 100, 0.03, 7),
         ]
 
     model = jqonnx.export(function, [x])
@@ -135,15 +135,15 @@ def test_float_form_of_operators_on_codes(rng: np.random.Generator, level: str, 
 
     def function(x: jax.Array) -> list[jax.Array]:
         q = jq.quantize_linear(x, 0.02, np.uint8(120))
-        a = jq.qlinear_sigmoid(q, 0.02, 120, 1 / 256, 0)
-        b = jq.qlinear_leaky_relu(q, 0.02, 120, 0.02, 100, alpha=0.1)
-        pooled = jq.qlinear_average_pool(b, 0.02, 100, 0.015, 90, kernel_shape=(2, 2), strides=(2, 2))
-        total = jq.qlinear_add(a, 1 / 256, 0, b, 0.02, 100, 0.03, 7)
+        a = jq.ops.qlinear_sigmoid(q, 0.02, 120, 1 / 256, 0)
+        b = jq.ops.qlinear_leaky_relu(q, 0.02, 120, 0.02, 100, alpha=0.1)
+        pooled = jq.ops.qlinear_average_pool(b, 0.02, 100, 0.015, 90, kernel_shape=(2, 2), strides=(2, 2))
+        total = jq.ops.qlinear_add(a, 1 / 256, 0, b, 0.02, 100, 0.03, 7)
         return [
-            jq.qlinear_softmax(q, 0.02, 120, 1 / 256, 0),
-            jq.qlinear_global_average_pool(pooled, 0.015, 90, 0.01, 100),
-            jq.qlinear_mul(a, 1 / 256, 0, total, 0.03, 7, 0.03, 7),
-            jq.qlinear_concat(0.03, 7, total, 0.03, 7, b, 0.02, 100, axis=1),
+            jq.ops.qlinear_softmax(q, 0.02, 120, 1 / 256, 0),
+            jq.ops.qlinear_global_average_pool(pooled, 0.015, 90, 0.01, 100),
+            jq.ops.qlinear_mul(a, 1 / 256, 0, total, 0.03, 7, 0.03, 7),
+            jq.ops.qlinear_concat(0.03, 7, total, 0.03, 7, b, 0.02, 100, axis=1),
         ]
 
     model = jqonnx.export(function, [x], form="qdq", batch="N")
@@ -191,7 +191,7 @@ def test_codes_without_a_fused_kernel(rng: np.random.Generator) -> None:
     signed = jq.QuantSpec(jnp.int8, narrow_range=False)
 
     def function(x: jax.Array) -> list[jax.Array]:
-        qs = [jq.quantize(x, spec, -2.0, 2.0) for spec in (signed, UINT8)]
+        qs = [jq.quantize(x, spec, range=(-2.0, 2.0)) for spec in (signed, UINT8)]
         outputs = [jq.Quantizer(spec, 0.05, 3) for spec in (jq.QuantSpec(jnp.int8, symmetric=False), UINT8)]
         return [jq.matmul(q, w, output=output).codes for q in qs for output in outputs]
 

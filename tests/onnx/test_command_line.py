@@ -17,9 +17,9 @@ SOURCE = """
 import jax.numpy as jnp, jaxquant as jq
 W = jq.quantize(jnp.array([[0.5, -1.0], [2.0, 0.25]]), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
 def layer(x):
-    return jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.uint8), -1.0, 1.55), W)
+    return jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.uint8), range=(-1.0, 1.55)), W)
 def other(x):
-    return jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.uint8), -1.0, 1.56), W)
+    return jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.uint8), range=(-1.0, 1.56)), W)
 """
 
 

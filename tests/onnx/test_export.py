@@ -91,7 +91,7 @@ def test_codes_of_ties(rng: np.random.Generator, dtype) -> None:
     def quantize(x: jax.Array) -> list[jax.Array]:
         results = []
         for granularity in GRANULARITIES.values():
-            q = jq.quantize(x, jq.QuantSpec(dtype, granularity), -16.0, 15.75)
+            q = jq.quantize(x, jq.QuantSpec(dtype, granularity), range=(-16.0, 15.75))
             results += [q.codes.astype(jnp.int32), q.dequantize()]
         return results
 
@@ -103,7 +103,7 @@ def test_saturation_and_special_values() -> None:
     x = jnp.asarray([[jnp.inf, -jnp.inf, jnp.nan, 0.0, -0.0, 1e-40, 3e38, -3e38]])
 
     def quantize(x: jax.Array) -> tuple[jax.Array, ...]:
-        narrow = jq.quantize(x, jq.QuantSpec(jnp.int8), -1.27, 1.27).codes
+        narrow = jq.quantize(x, jq.QuantSpec(jnp.int8), range=(-1.27, 1.27)).codes
         wide = jq.quantize_linear(x, 0.5, np.uint8(3))
         return narrow, wide, jq.quantize_linear(x, jnp.float32(0.5), np.int16(-7))
 
@@ -115,10 +115,10 @@ def test_static_and_dynamic_layers(rng: np.random.Generator) -> None:
     w, x = make_weights(rng, 16, 8), jnp.asarray(rng.normal(0, 1, (4, 16)), jnp.float32)
 
     def static(x: jax.Array) -> jax.Array:
-        return jq.matmul(jq.quantize(x, UINT8, -2.0, 2.5), w)
+        return jq.matmul(jq.quantize(x, UINT8, range=(-2.0, 2.5)), w)
 
     def dynamic(x: jax.Array) -> jax.Array:
-        return jq.dynamic_quantize_matmul(x, w.codes, w.scale.reshape(-1), None, jnp.arange(8.0))
+        return jq.ops.dynamic_quantize_matmul(x, w.codes, w.scale.reshape(-1), None, jnp.arange(8.0))
 
     def dynamic_spec(x: jax.Array) -> jax.Array:
         return jq.matmul(jq.quantize(x, UINT8), w)
@@ -191,8 +191,8 @@ def test_contractions_with_zero_points_and_blocks(rng: np.random.Generator) -> N
     x = jnp.asarray(rng.normal(0, 1, (2, 3, 12)), jnp.float32)
 
     def contract(x: jax.Array) -> list[jax.Array]:
-        per_token = jq.quantize(x, jq.QuantSpec(jnp.uint8, jq.PerAxis((0, 1))), -2.0, 2.0)
-        per_tensor = jq.quantize(x, jq.QuantSpec(jnp.int8), -2.0, 2.0)
+        per_token = jq.quantize(x, jq.QuantSpec(jnp.uint8, jq.PerAxis((0, 1))), range=(-2.0, 2.0))
+        per_tensor = jq.quantize(x, jq.QuantSpec(jnp.int8), range=(-2.0, 2.0))
         products = [jq.matmul(q, w) for w in weights for q in (per_token, per_tensor)]
         return [*products, jq.einsum("btk,bsk->bts", per_tensor, per_tensor), jq.matmul(x, weights[1])]
 
@@ -203,7 +203,7 @@ def test_mapped_functions_export_as_operators(rng: np.random.Generator) -> None:
     w, x = make_weights(rng, 8, 4), jnp.asarray(rng.normal(0, 1, (3, 2, 8)), jnp.float32)
 
     def layer(x: jax.Array) -> jax.Array:
-        return jq.matmul(jq.quantize(x, UINT8, -2.0, 2.5), w)
+        return jq.matmul(jq.quantize(x, UINT8, range=(-2.0, 2.5)), w)
 
     function = jax.vmap(layer)
     model = jqonnx.export(function, [x])
@@ -320,7 +320,7 @@ def test_narrow_floats(dtype: Any, rng: np.random.Generator) -> None:
     weight = jnp.asarray(rng.normal(size=(8, 4)), dtype)
 
     def function(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jnp.tanh(x @ weight), jq.quantize(x, UINT8, -2.0, 2.0).codes
+        return jnp.tanh(x @ weight), jq.quantize(x, UINT8, range=(-2.0, 2.0)).codes
 
     x = jnp.asarray(rng.normal(size=(3, 8)), dtype)
     report = jqonnx.verify(jqonnx.export(function, [x]), function, [x], tolerance=0.02)
@@ -337,9 +337,9 @@ def test_verify_names_a_batch_of_another_shape() -> None:
 
 def test_verify_reports_a_difference(tmp_path: pathlib.Path) -> None:
     x = jnp.linspace(-1, 1, 8).reshape(2, 4)
-    model = jqonnx.export(lambda x: jq.quantize(x, UINT8, -1.0, 1.0).codes, [x])
+    model = jqonnx.export(lambda x: jq.quantize(x, UINT8, range=(-1.0, 1.0)).codes, [x])
     jqonnx.save(model, tmp_path / "model.onnx")
-    report = jqonnx.verify(tmp_path / "model.onnx", lambda x: jq.quantize(x, UINT8, -1.1, 1.0).codes, [x])
+    report = jqonnx.verify(tmp_path / "model.onnx", lambda x: jq.quantize(x, UINT8, range=(-1.1, 1.0)).codes, [x])
     assert not report.is_exact
     assert "first codes that differ" in str(report)
     with pytest.raises(ValueError, match="function: expected 2 quantize points"):
@@ -348,7 +348,7 @@ def test_verify_reports_a_difference(tmp_path: pathlib.Path) -> None:
 
 def test_verify_refuses_files_that_are_damaged_or_lie(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "model.onnx"
-    function, x = lambda x: jq.quantize(x, UINT8, -1.0, 1.0).codes, jnp.ones((2, 4))
+    function, x = lambda x: jq.quantize(x, UINT8, range=(-1.0, 1.0)).codes, jnp.ones((2, 4))
     for text in ('[["loop", "codes"]]', "[", "[1]", "5"):
         model = jqonnx.export(function, [x])
         next(entry for entry in model.metadata_props if entry.key == "jaxquant.quantize_points").value = text

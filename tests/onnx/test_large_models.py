@@ -31,7 +31,7 @@ def make_function(rng: np.random.Generator) -> tuple[Any, dict[str, Any], np.nda
     }
 
     def function(params: Any, x: Any) -> Any:
-        return jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.uint8), -3.0, 3.0), params["first"]) @ params["second"]
+        return jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.uint8), range=(-3.0, 3.0)), params["first"]) @ params["second"]
 
     return function, params, rng.normal(size=(4, 64)).astype(np.float32)
 

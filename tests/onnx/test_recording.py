@@ -20,7 +20,7 @@ W = jq.quantize(jnp.linspace(-1.0, 1.0, 12).reshape(4, 3), jq.QuantSpec(jnp.int8
 
 
 def contract(x: jax.Array) -> jax.Array:
-    return jq.matmul(jq.quantize(x, UINT8, -1.0, 1.55), W)
+    return jq.matmul(jq.quantize(x, UINT8, range=(-1.0, 1.55)), W)
 
 
 def list_marks(function, *arguments) -> list[str]:

@@ -199,7 +199,7 @@ def test_codes_stay_clipped(rng: np.random.Generator) -> None:
     x = rng.normal(size=(4, 6)).astype(np.float32)
 
     def function(x: jax.Array) -> list[jax.Array]:
-        codes = jq.quantize(x, jq.QuantSpec(jnp.int8), -3.0, 3.0).codes
+        codes = jq.quantize(x, jq.QuantSpec(jnp.int8), range=(-3.0, 3.0)).codes
         limited = [
             jnp.maximum(codes, 3),
             jnp.minimum(codes, jnp.int8(3)),

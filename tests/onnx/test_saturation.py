@@ -121,7 +121,7 @@ def test_only_int8_codes_have_saturating_pairs(rng):
     for spec in specs:
         assert not jq.count_saturating_pairs(jq.quantize(10 * jnp.abs(w), spec))
         assert not jq.count_saturating_pairs(jq.quantize(-10 * jnp.abs(w), spec))
-    codes = jq.quantize(jnp.abs(w) + 1, jq.QuantSpec(jnp.int8), -1.0, 1.0).codes
+    codes = jq.quantize(jnp.abs(w) + 1, jq.QuantSpec(jnp.int8), range=(-1.0, 1.0)).codes
     assert jq.count_saturating_pairs(codes) == 28
     assert jq.count_saturating_pairs(codes, contracting_axis=1) == 24
 
@@ -279,7 +279,7 @@ def make_layer(rng, **attributes):
     w = jq.quantize(
         jnp.asarray(rng.normal(size=(64, 8)), jnp.float32), jq.QuantSpec(jnp.int8, jq.PerAxis(1), **attributes)
     )
-    return lambda x: jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.uint8), 0.0, 1.0), w)
+    return lambda x: jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.uint8), range=(0.0, 1.0)), w)
 
 
 def test_export_warns_of_products_that_can_saturate(rng):
@@ -308,7 +308,7 @@ def test_both_remedies_are_exact_in_a_plain_session(form, remedy, rng):
     kernel = jq.quantize(jnp.asarray(rng.normal(size=(8, 6)), jnp.float32), spec)
 
     def network(x):
-        return jq.matmul(jq.quantize(layer(x), jq.QuantSpec(jnp.uint8), -9.0, 9.0), kernel, output=output).codes
+        return jq.matmul(jq.quantize(layer(x), jq.QuantSpec(jnp.uint8), range=(-9.0, 9.0)), kernel, output=output).codes
 
     x = jnp.asarray(rng.uniform(0.9, 1.1, (4, 64)), jnp.float32)
     model = jqonnx.export(network, [x], form=form, weights=weights, batch="N")
@@ -415,7 +415,7 @@ def test_int8_activations_are_exact_in_a_plain_session(rng):
     w = jq.quantize(jnp.asarray(rng.normal(size=(64, 8)), jnp.float32), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
 
     def layer(x):
-        return jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.int8), -1.0, 1.0), w)
+        return jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.int8), range=(-1.0, 1.0)), w)
 
     x = jnp.asarray(rng.uniform(0.5, 1.5, (4, 64)), jnp.float32)
     model = jqonnx.export(layer, [x])

@@ -25,9 +25,11 @@ def make_recurrence(rng: np.random.Generator, reverse: bool):
 
     def step(carry: Any, x: jax.Array) -> tuple[Any, Any]:
         h, codes, count = carry
-        total = jq.matmul(jq.quantize(x, UINT8, -2.0, 2.0), w) + jq.matmul(jq.quantize(h, UINT8, -1.0, 1.0), u)
+        total = jq.matmul(jq.quantize(x, UINT8, range=(-2.0, 2.0)), w) + jq.matmul(
+            jq.quantize(h, UINT8, range=(-1.0, 1.0)), u
+        )
         h = jnp.clip(total, -1, 1)
-        after = jq.quantize(h, jq.QuantSpec(jnp.int8), -1.0, 1.0).codes
+        after = jq.quantize(h, jq.QuantSpec(jnp.int8), range=(-1.0, 1.0)).codes
         return (h, after, count + jnp.int32(1)), (h, codes, count)
 
     def run(x: jax.Array) -> Any:
@@ -80,7 +82,7 @@ def test_nested_scans_without_operands(rng: np.random.Generator) -> None:
     w = jq.quantize(jnp.asarray(rng.normal(0, 0.3, (4, 4)), jnp.float32), INT8)
 
     def advance(x: jax.Array, _: None) -> tuple[jax.Array, None]:
-        return jnp.clip(jq.matmul(jq.quantize(x, UINT8, -1.0, 1.0), w), -1, 1), None
+        return jnp.clip(jq.matmul(jq.quantize(x, UINT8, range=(-1.0, 1.0)), w), -1, 1), None
 
     def run(x: jax.Array) -> jax.Array:
         def outer(x: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:

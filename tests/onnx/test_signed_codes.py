@@ -29,16 +29,16 @@ def check(function, *batches: jax.Array, batch: str | None = None, tolerance: fl
 @pytest.mark.slow
 def test_codes_without_a_zero_point(rng: np.random.Generator) -> None:
     def function(x: jax.Array) -> list[jax.Array]:
-        q = jq.quantize(x, INT8, -2.0, 2.0)
+        q = jq.quantize(x, INT8, range=(-2.0, 2.0))
         assert q.zero_point is None
-        out = jq.quantize(jnp.zeros((1,)), INT8, -3.0, 3.0)
+        out = jq.quantize(jnp.zeros((1,)), INT8, range=(-3.0, 3.0))
         return [
-            jq.add(q, q, output=out).codes,
-            jq.multiply(q, q, output=out).codes,
-            jq.average_pool(q, (2, 2), output=out).codes,
-            jq.max_pool(q, (2, 2)).codes,
-            jq.mean(q, (1, 2), output=out).codes,
-            jq.qlinear_softmax(q.codes, q.scale.reshape(()), None, np.float32(1 / 256), None, axis=-1),
+            jq.codes.add(q, q, output=out).codes,
+            jq.codes.multiply(q, q, output=out).codes,
+            jq.codes.average_pool(q, (2, 2), output=out).codes,
+            jq.codes.max_pool(q, (2, 2)).codes,
+            jq.codes.mean(q, (1, 2), output=out).codes,
+            jq.ops.qlinear_softmax(q.codes, q.scale.reshape(()), None, np.float32(1 / 256), None, axis=-1),
         ]
 
     check(function, jnp.asarray(rng.normal(0, 1, (2, 4, 4, 3)), jnp.float32))
@@ -49,13 +49,13 @@ def test_lookups_of_negative_codes(rng: np.random.Generator) -> None:
     """A loaded model relies on indices that are not negative, so the exporter reads the codes as uint8."""
 
     def function(x: jax.Array) -> list[jax.Array]:
-        q, wide = jq.quantize(x, INT8, -2.0, 2.0), jq.quantize(2 * x, INT8, -4.0, 4.0)
+        q, wide = jq.quantize(x, INT8, range=(-2.0, 2.0)), jq.quantize(2 * x, INT8, range=(-4.0, 4.0))
         codes, scale = q.codes, q.scale.reshape(())
         return [
             jq.concatenate([q, wide], 1, output=jq.Quantizer(INT8, 0.03, 4)).codes,
-            jq.qlinear_sigmoid(codes, scale, None, np.float32(1 / 256), np.int8(-128)),
-            jq.qlinear_leaky_relu(codes, scale, None, np.float32(0.02), np.int8(3), alpha=0.1),
-            jq.qlinear_where(x > 0, codes, scale, None, codes, np.float32(0.03), None, np.float32(0.02), None),
+            jq.ops.qlinear_sigmoid(codes, scale, None, np.float32(1 / 256), np.int8(-128)),
+            jq.ops.qlinear_leaky_relu(codes, scale, None, np.float32(0.02), np.int8(3), alpha=0.1),
+            jq.ops.qlinear_where(x > 0, codes, scale, None, codes, np.float32(0.03), None, np.float32(0.02), None),
         ]
 
     check(function, jnp.asarray(rng.normal(0, 1, (4, 6)), jnp.float32))

@@ -90,7 +90,7 @@ def test_a_tied_table_is_stored_once(name: str, function: Callable[..., Any], rn
 def test_both_forms_and_an_early_opset(form: str, rng: np.random.Generator) -> None:
     rules = [
         jq.Rule(operation="take", weight=jq.Weight("int8")),
-        jq.Rule(weight=jq.Weight("int8"), activation=jq.Activation("uint8", range=jq.minmax)),
+        jq.Rule(weight=jq.Weight("int8"), activation=jq.Activation("uint8", range=jq.calibration.minmax)),
     ]
     for opset in (13, 21):
         model, apply, converted = make_model(look_up_first, rules, make_params(rng), form=form, opset=opset)

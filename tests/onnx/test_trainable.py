@@ -81,9 +81,9 @@ def make_attention_weights(rng: np.random.Generator) -> dict[str, Any]:
 def apply_heads(params: dict[str, Any], x: jax.Array) -> jax.Array:
     """Return contractions with float results, of codes that are reshaped before and after."""
     x = x * 0.5 + params["first"][None]
-    q = jq.quantize(x, UINT8, -1.0, 2.0)
+    q = jq.quantize(x, UINT8, range=(-1.0, 2.0))
     split, other = (jq.einsum("bi,ihd->bhd", q, params[name]) for name in ("split", "other"))
-    heads = jq.quantize(jnp.tanh(split) + other, UINT8, -1.5, 2.0)
+    heads = jq.quantize(jnp.tanh(split) + other, UINT8, range=(-1.5, 2.0))
     return jq.einsum("bhd,hdo->bo", heads, params["merge"]) + params["second"][None]
 
 
@@ -133,7 +133,7 @@ def test_an_integer_network_with_float_results_is_trained(zero_point: int, rng: 
     output = jq.Quantizer(UINT8, 0.05, zero_point)
 
     def network(x: jax.Array) -> jax.Array:
-        q = jq.matmul(jq.quantize(x, UINT8, -3.0, 2.5), weights[0], output=output)
+        q = jq.matmul(jq.quantize(x, UINT8, range=(-3.0, 2.5)), weights[0], output=output)
         return jq.matmul(q, weights[1], output=output).dequantize()
 
     x = jnp.asarray(rng.normal(size=(5, 6)), jnp.float32)
@@ -208,7 +208,7 @@ def test_codes_without_gradients_are_refused(rng: np.random.Generator) -> None:
     w = jq.quantize(jnp.eye(3), jq.QuantSpec(jnp.int8))
 
     def loop(x: jax.Array) -> jax.Array:
-        step = lambda carry, row: (carry, jq.matmul(jq.quantize(row[None], UINT8, -1.0, 1.0), w))  # noqa: E731
+        step = lambda carry, row: (carry, jq.matmul(jq.quantize(row[None], UINT8, range=(-1.0, 1.0)), w))  # noqa: E731
         return jax.lax.scan(step, 0, x)[1]
 
     with pytest.raises(jqonnx.ModelError, match="'MatMulInteger'"):

@@ -100,7 +100,7 @@ def test_a_cached_program_does_not_admit_equal_values_of_other_types(call: Any, 
 
 def test_the_first_cause_is_chex() -> None:
     with pytest.raises(ValueError, match="bias") as raised:
-        jq.dynamic_quantize_matmul(ones(F, 4, 6), ones(I8, 6, 5), 0.5, bias=ones(F, 6))
+        jq.ops.dynamic_quantize_matmul(ones(F, 4, 6), ones(I8, 6, 5), 0.5, bias=ones(F, 6))
     assert "[Chex]" in str(raised.value.__cause__)
 
 
@@ -146,10 +146,12 @@ EMPTY: dict[str, tuple[Any, tuple[int, ...]]] = {
     "depth of a row": (lambda: jq.matmul_integer(ones(U8, 0), ones(I8, 0, 5), 3, 4), (5,)),
     "batch": (lambda: jq.matmul_integer(ones(U8, 0, 4, 6), ones(I8, 0, 6, 5), 3, 4), (0, 4, 5)),
     "no dimensions": (lambda: DG(ones(U8), ones(I8), ones(U8), ones(I8), dimension_numbers=(((), ()), ((), ()))), ()),
-    "dynamic rows": (lambda: jq.dynamic_quantize_matmul(ones(F, 0, 6), ones(I8, 6, 5), 0.5), (0, 5)),
-    "dynamic depth": (lambda: jq.dynamic_quantize_matmul(ones(F, 4, 0), ones(I8, 0, 5), 0.5), (4, 5)),
-    "blocks of rows": (lambda: jq.matmul_integer_to_float(ones(U8, 0, 6), ones(I8, 6, 5), 0.5, ones(F, 2, 5)), (0, 5)),
-    "blocks of nothing": (lambda: jq.matmul_integer_to_float(ones(U8, 4, 0), ones(I8, 0, 5), 0.5, ones(F, 2, 5)),
+    "dynamic rows": (lambda: jq.ops.dynamic_quantize_matmul(ones(F, 0, 6), ones(I8, 6, 5), 0.5), (0, 5)),
+    "dynamic depth": (lambda: jq.ops.dynamic_quantize_matmul(ones(F, 4, 0), ones(I8, 0, 5), 0.5), (4, 5)),
+    "blocks of rows": (
+        lambda: jq.ops.matmul_integer_to_float(ones(U8, 0, 6), ones(I8, 6, 5), 0.5, ones(F, 2, 5)), (0, 5),
+    ),
+    "blocks of nothing": (lambda: jq.ops.matmul_integer_to_float(ones(U8, 4, 0), ones(I8, 0, 5), 0.5, ones(F, 2, 5)),
         (4, 5)),
     "nbits rows": (lambda: NB(ones(F, 0, 40), ones(U8, 5, 2, 16), ones(F, 5, 2)), (0, 5)),
     "images": (lambda: jq.conv_integer(ones(U8, 0, 4, 7, 9), ones(I8, 6, 4, 3, 3), 3, 4), (0, 6, 5, 7)),

@@ -108,7 +108,7 @@ def test_dynamic_quantize_matmul(rng: np.random.Generator, layout: str, signed: 
     a = rng.normal(size=SHAPES[layout][0]).astype(np.float32)
     b, b_scale, point, bias = draw_weights(rng, layout, signed)
     arguments = {"a": a, "b": b, "b_scale": b_scale, "b_zero_point": point, "bias": bias}
-    g, gradients = find_gradients(jq.dynamic_quantize_matmul, arguments, rng)
+    g, gradients = find_gradients(jq.ops.dynamic_quantize_matmul, arguments, rng)
     codes, scale, zero_point = onnx_text.dynamic_quantize_linear(a)
     steps, matrix, g = as_matrices(codes.astype(np.float64) - float(zero_point), b, g)
     parts = (steps, float(scale), matrix, b_scale, point, g)
@@ -141,7 +141,9 @@ def test_matmul_integer_to_float(rng: np.random.Generator, layout: str, signed: 
     a_point = None if points is None else np.asarray(rng.integers(low, high, points)).astype(name)
     a_scale = np.asarray(np.exp(rng.uniform(-3, 0, rows)), np.float32)
     arguments = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "a_zero_point": a_point}
-    g, gradients = find_gradients(jq.matmul_integer_to_float, {**arguments, "b_zero_point": point, "bias": bias}, rng)
+    g, gradients = find_gradients(
+        jq.ops.matmul_integer_to_float, {**arguments, "b_zero_point": point, "bias": bias}, rng
+    )
     steps = np.asarray(a, np.float64) - (0 if a_point is None else contraction_text.per_row(a_point).astype(float))
     steps, matrix, g = as_matrices(steps, b, g)
     parts = (steps, a_scale, matrix, b_scale, point, g)
@@ -178,7 +180,7 @@ def nbits(rng: np.random.Generator, shape: tuple[int, ...], bits: int, block: in
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_matmul_nbits(rng: np.random.Generator, bits: int, shape: tuple[int, ...], points: str) -> None:
     arguments, statics, steps = nbits(rng, shape, bits, 16 if bits == 2 else 32, points, np.float32)
-    op = functools.partial(jq.matmul_nbits, **statics)
+    op = functools.partial(jq.ops.matmul_nbits, **statics)
     if points == "none":  # flat, as ONNX has it
         arguments["scales"] = arguments["scales"].reshape(-1)
     g, gradients = find_gradients(op, arguments, rng)
@@ -192,7 +194,7 @@ def test_matmul_nbits(rng: np.random.Generator, bits: int, shape: tuple[int, ...
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
 def test_half_precision_matmul_nbits(rng: np.random.Generator, dtype: Any, points: str) -> None:
     arguments, statics, steps = nbits(rng, (3, 40), 4, 32, points, dtype)
-    g, gradients = find_gradients(functools.partial(jq.matmul_nbits, **statics), arguments, rng)
+    g, gradients = find_gradients(functools.partial(jq.ops.matmul_nbits, **statics), arguments, rng)
     want, sizes = (f(arguments, steps, g) for f in (gradient_formulas.of_nbits, gradient_formulas.sizes_of_nbits))
     digits = float(ml_dtypes.finfo(dtype).eps)
     for name in ("a", "scales", "bias", *(("zero_points",) if points == "float" else ())):
@@ -206,7 +208,7 @@ def test_a_result_of_zero_has_a_gradient(rng: np.random.Generator, dtype: Any) -
     arguments["bias"] = None
     arguments["a"] = np.stack([np.zeros(40), np.full(40, 1e-8), np.full(40, 1e-6)]).astype(dtype)
     g = np.ones((3, 5), dtype)
-    _, gradients = find_gradients(functools.partial(jq.matmul_nbits, **statics), arguments, rng, g)
+    _, gradients = find_gradients(functools.partial(jq.ops.matmul_nbits, **statics), arguments, rng, g)
     close(gradients["a"], gradient_formulas.of_nbits(arguments, steps, g)["a"], float(ml_dtypes.finfo(dtype).eps))
 
 
@@ -216,7 +218,7 @@ def test_the_range_of_a_is_a_constant(rng: np.random.Generator) -> None:
     b, scale = rng.integers(-128, 128, (12, 5)).astype(np.int8), np.float32(0.25)
     weights = b.astype(np.float32) * scale
     for a in (np.zeros((4, 12), np.float32), np.full((4, 12), np.nan, np.float32), np.full((4, 12), 7, np.float32)):
-        da = jax.grad(lambda a: jq.dynamic_quantize_matmul(a, b, scale).sum())(a)
+        da = jax.grad(lambda a: jq.ops.dynamic_quantize_matmul(a, b, scale).sum())(a)
         np.testing.assert_allclose(da, np.broadcast_to(weights.sum(1), a.shape), rtol=1e-6, atol=1e-4)
 
 
@@ -229,17 +231,17 @@ def operators(rng: np.random.Generator) -> dict[str, tuple[Callable[..., jax.Arr
     codes = rng.integers(0, 256, (6, 4, 12)).astype(np.uint8)
     return {
         "dynamic_quantize_matmul": (
-            lambda p, x: jq.dynamic_quantize_matmul(x, b, p["b_scale"], point, p["bias"]),
+            lambda p, x: jq.ops.dynamic_quantize_matmul(x, b, p["b_scale"], point, p["bias"]),
             {"b_scale": b_scale, "bias": bias},
             x,
         ),
         "matmul_integer_to_float": (
-            lambda p, x: jq.matmul_integer_to_float(x, b, p["a_scale"], p["b_scale"], 3, point, p["bias"]),
+            lambda p, x: jq.ops.matmul_integer_to_float(x, b, p["a_scale"], p["b_scale"], 3, point, p["bias"]),
             {"a_scale": np.array([0.5, 1, 2, 3], np.float32), "b_scale": b_scale, "bias": bias},
             codes,
         ),
         "matmul_nbits": (
-            lambda p, x: jq.matmul_nbits(x, packed, **p, **statics),
+            lambda p, x: jq.ops.matmul_nbits(x, packed, **p, **statics),
             learned,
             rng.normal(size=(6, 4, 40)).astype(np.float32),
         ),
@@ -387,6 +389,6 @@ def test_forward_mode_of_scales(rng: np.random.Generator) -> None:
     a, b = rng.integers(0, 256, (4, 12)).astype(np.uint8), rng.integers(-128, 128, (12, 5)).astype(np.int8)
     for shape in ((), (5,), (3, 5)):
         scale = jnp.full(shape, 0.5)
-        op = functools.partial(jq.matmul_integer_to_float, a, b, jnp.float32(2))
+        op = functools.partial(jq.ops.matmul_integer_to_float, a, b, jnp.float32(2))
         y, tangent = jax.jvp(op, (scale,), (scale,))
         np.testing.assert_allclose(tangent, y, rtol=1e-6)

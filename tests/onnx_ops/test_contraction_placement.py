@@ -43,22 +43,22 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...],
         (16, 24), (32, 24), "uint8", "int8",
     ),
     "dynamic_quantize_matmul": (
-        lambda a, b: jq.dynamic_quantize_matmul(a, b, COLUMNS, 5, COLUMNS), (16, 24), (24, 32), "float32", "int8",
+        lambda a, b: jq.ops.dynamic_quantize_matmul(a, b, COLUMNS, 5, COLUMNS), (16, 24), (24, 32), "float32", "int8",
     ),
     "dynamic, blocks": (
-        lambda a, b: jq.dynamic_quantize_matmul(a, b, np.stack([COLUMNS] * 3), 5, COLUMNS),
+        lambda a, b: jq.ops.dynamic_quantize_matmul(a, b, np.stack([COLUMNS] * 3), 5, COLUMNS),
         (16, 24), (24, 32), "float32", "int8",
     ),
     "matmul_integer_to_float": (
-        lambda a, b: jq.matmul_integer_to_float(a, b, COLUMNS[:16], COLUMNS, 3, 5, COLUMNS),
+        lambda a, b: jq.ops.matmul_integer_to_float(a, b, COLUMNS[:16], COLUMNS, 3, 5, COLUMNS),
         (16, 24), (24, 32), "uint8", "int8",
     ),
     "to_float, blocks": (
-        lambda a, b: jq.matmul_integer_to_float(a, b, 0.5, np.stack([COLUMNS] * 3), 3, 5, COLUMNS),
+        lambda a, b: jq.ops.matmul_integer_to_float(a, b, 0.5, np.stack([COLUMNS] * 3), 3, 5, COLUMNS),
         (16, 24), (24, 32), "uint8", "int8",
     ),
     "matmul_nbits": (
-        lambda a, b: jq.matmul_nbits(a, b, np.stack([COLUMNS] * 2, 1), None, COLUMNS, K=64, N=32),
+        lambda a, b: jq.ops.matmul_nbits(a, b, np.stack([COLUMNS] * 2, 1), None, COLUMNS, K=64, N=32),
         (16, 64), (32, 2, 16), "float32", "uint8",
     ),
     "conv_integer": (
@@ -200,7 +200,7 @@ def mapped(op: Callable[..., Any], *specs: PartitionSpec) -> Callable[..., Any]:
 def test_under_shard_map_each_shard_is_on_its_own(rng: np.random.Generator, name: str) -> None:
     op, (a, b) = OPERATORS[name][0], draw_operands(rng, name)
     if name == "matmul_integer_to_float":  # a scale per row does not know which rows a shard has
-        op = lambda a, b: jq.matmul_integer_to_float(a, b, 0.5, COLUMNS, 3, 5)  # noqa: E731
+        op = lambda a, b: jq.ops.matmul_integer_to_float(a, b, 0.5, COLUMNS, 3, 5)  # noqa: E731
     specs = (PartitionSpec("d"), PartitionSpec("d") if name == "batched" else PartitionSpec(), PartitionSpec("d"))
     parts = [op(x, y) for x, y in zip(np.split(a, 8), np.split(b, 8) if name == "batched" else [b] * 8, strict=True)]
     check_equal(name, mapped(op, *specs)(a, b), np.concatenate(parts))
@@ -219,11 +219,11 @@ def test_partial_sums_of_a_cut_contraction_add_up(rng: np.random.Generator, name
 
 
 LOSSES: dict[str, Callable[..., jax.Array]] = {
-    "dynamic_quantize_matmul": lambda a, b, s: jq.dynamic_quantize_matmul(a, b, s, 5).sum(),
-    "dynamic, blocks": lambda a, b, s: jq.dynamic_quantize_matmul(a, b, jnp.stack([s] * 3), 5).sum(),
-    "matmul_integer_to_float": lambda a, b, s: jq.matmul_integer_to_float(a, b, 0.5, s, 3, 5).sum(),
-    "to_float, blocks": lambda a, b, s: jq.matmul_integer_to_float(a, b, 0.5, jnp.stack([s] * 3), 3, 5).sum(),
-    "matmul_nbits": lambda a, b, s: jq.matmul_nbits(a, b, jnp.stack([s] * 2, 1), K=64, N=32).sum(),
+    "dynamic_quantize_matmul": lambda a, b, s: jq.ops.dynamic_quantize_matmul(a, b, s, 5).sum(),
+    "dynamic, blocks": lambda a, b, s: jq.ops.dynamic_quantize_matmul(a, b, jnp.stack([s] * 3), 5).sum(),
+    "matmul_integer_to_float": lambda a, b, s: jq.ops.matmul_integer_to_float(a, b, 0.5, s, 3, 5).sum(),
+    "to_float, blocks": lambda a, b, s: jq.ops.matmul_integer_to_float(a, b, 0.5, jnp.stack([s] * 3), 3, 5).sum(),
+    "matmul_nbits": lambda a, b, s: jq.ops.matmul_nbits(a, b, jnp.stack([s] * 2, 1), K=64, N=32).sum(),
 }
 
 
@@ -299,7 +299,7 @@ def test_export_with_a_symbolic_batch(rng: np.random.Generator, name: str) -> No
     (batch,) = export.symbolic_shape("batch")
     op, (a, b) = OPERATORS[name][0], draw_operands(rng, name)
     if name == "matmul_integer_to_float":
-        op = lambda a, b: jq.matmul_integer_to_float(a, b, 0.5, COLUMNS, 3, 5)  # noqa: E731
+        op = lambda a, b: jq.ops.matmul_integer_to_float(a, b, 0.5, COLUMNS, 3, 5)  # noqa: E731
     shapes = [jax.ShapeDtypeStruct((batch, *a.shape[1:]), a.dtype), jax.ShapeDtypeStruct(b.shape, b.dtype)]
     if name == "batched":
         shapes[1] = jax.ShapeDtypeStruct((batch, *b.shape[1:]), b.dtype)

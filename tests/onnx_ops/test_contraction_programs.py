@@ -100,21 +100,22 @@ FORMS: dict[str, Form] = {
         (aval(U8, 37, 257), aval(I8, 257, 53), aval(F, 53))
     ),
     "matmul_integer_to_float": Form(
-        lambda a, b, s: jq.matmul_integer_to_float(a, b, 0.5, s, 3, 5),
+        lambda a, b, s: jq.ops.matmul_integer_to_float(a, b, 0.5, s, 3, 5),
         (aval(U8, 37, 257), aval(I8, 257, 53), aval(F, 53))
     ),
     "to_float, blocks": Form(
-        lambda a, b, s: jq.matmul_integer_to_float(a, b, 0.5, s, 3, 5),
+        lambda a, b, s: jq.ops.matmul_integer_to_float(a, b, 0.5, s, 3, 5),
         (aval(U8, 37, 822), aval(I8, 822, 53), aval(F, 3, 53))
     ),
     "dynamic_quantize_matmul": Form(
-        lambda a, b, s: jq.dynamic_quantize_matmul(a, b, s), (aval(F, 37, 2057), aval(I8, 2057, 53), aval(F, 53))
+        lambda a, b, s: jq.ops.dynamic_quantize_matmul(a, b, s), (aval(F, 37, 2057), aval(I8, 2057, 53), aval(F, 53))
     ),
     "dynamic, zero points": Form(
-        lambda a, b, s: jq.dynamic_quantize_matmul(a, b, s, 5), (aval(F, 37, 2057), aval(I8, 2057, 53), aval(F, 53))
+        lambda a, b, s: jq.ops.dynamic_quantize_matmul(a, b, s, 5), (aval(F, 37, 2057), aval(I8, 2057, 53), aval(F, 53))
     ),
     "dynamic, blocks": Form(
-        lambda a, b, s: jq.dynamic_quantize_matmul(a, b, s, 5), (aval(F, 37, 2055), aval(I8, 2055, 53), aval(F, 3, 53))
+        lambda a, b, s: jq.ops.dynamic_quantize_matmul(a, b, s, 5),
+        (aval(F, 37, 2055), aval(I8, 2055, 53), aval(F, 3, 53))
     ),
     "conv_integer": Form(
         lambda x, w: jq.conv_integer(x, w, 3, 5, pads=PADS),
@@ -228,17 +229,17 @@ NARROW: dict[str, tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...], fl
     "odd row": (row, (aval(U8, 1, 2047), aval(I8, 2047, 1001)), 1 / 16),
     "column": (row, (aval(U8, 1000, 2048), aval(U8, 2048, 1)), 1 / 32),
     "dynamic row": (
-        lambda a, b, s: jq.dynamic_quantize_matmul(a, b, s, 5),
+        lambda a, b, s: jq.ops.dynamic_quantize_matmul(a, b, s, 5),
         (aval(F, 1, 2048), aval(I8, 2048, 1000), aval(F, 1000)), 1 / 16,
     ),
     "dynamic row, blocks": (
-        lambda a, b, s: jq.dynamic_quantize_matmul(a, b, s),
+        lambda a, b, s: jq.ops.dynamic_quantize_matmul(a, b, s),
         (aval(F, 1, 2048), aval(I8, 2048, 1000), aval(F, 8, 1000)), 1 / 16,
     ),
     "batched rows": (row, (aval(U8, 3, 1, 1024), aval(I8, 3, 1024, 500)), 1 / 16),
     **{
         f"matmul_nbits {bits} bits, {rows} rows": (
-            lambda a, b, s, bits=bits: jq.matmul_nbits(a, b, s, K=4096, N=2048, bits=bits),
+            lambda a, b, s, bits=bits: jq.ops.matmul_nbits(a, b, s, K=4096, N=2048, bits=bits),
             (aval(F, rows, 4096), aval(U8, 2048, 128, 4 * bits), aval(F, 2048, 128)), 2 / bits,
         )
         for bits in (2, 4, 8)

@@ -51,9 +51,9 @@ def test_empty(a: tuple[int, ...], b: tuple[int, ...], rng: np.random.Generator)
     args = (codes[0], scales[0], points[0], codes[1], scales[1], points[1], scales[2], out_point)
     check_equal(jq.qlinear_matmul(*args), contraction_text.qlinear_matmul(*args))
     args = (*codes, scales[0], scales[1], *points)
-    check_equal(jq.matmul_integer_to_float(*args), contraction_text.matmul_integer_to_float(*args))
+    check_equal(jq.ops.matmul_integer_to_float(*args), contraction_text.matmul_integer_to_float(*args))
     floats = (codes[0].astype(np.float32), codes[1], scales[0], points[1])
-    check_equal(jq.dynamic_quantize_matmul(*floats), contraction_text.dynamic_quantize_matmul(*floats))
+    check_equal(jq.ops.dynamic_quantize_matmul(*floats), contraction_text.dynamic_quantize_matmul(*floats))
 
 
 def test_empty_with_parameters_per_row_and_column(rng: np.random.Generator) -> None:
@@ -65,9 +65,9 @@ def test_empty_with_parameters_per_row_and_column(rng: np.random.Generator) -> N
     acc = jq.integer.dot_general(a, b, MATRIX, lhs_zero_point=points[0], rhs_zero_point=points[1])
     check_equal(acc, np.zeros((3, 4), np.int32))
     bias = np.arange(4, dtype=np.float32)
-    check_equal(jq.matmul_integer_to_float(a, b, scale(rng), scale(rng, 4), bias=bias), np.tile(bias, (3, 1)))
+    check_equal(jq.ops.matmul_integer_to_float(a, b, scale(rng), scale(rng, 4), bias=bias), np.tile(bias, (3, 1)))
     check_equal(
-        jq.dynamic_quantize_matmul(np.zeros((3, 0), np.float32), b, scale(rng), None, bias), np.tile(bias, (3, 1))
+        jq.ops.dynamic_quantize_matmul(np.zeros((3, 0), np.float32), b, scale(rng), None, bias), np.tile(bias, (3, 1))
     )
 
 
@@ -212,10 +212,10 @@ def test_optional_arguments(rng: np.random.Generator) -> None:
     for left, right, added in itertools.product((None, az), (None, bz), (None, bias)):
         args = (a, b, s, columns, left, right, added)
         want = contraction_text.matmul_integer_to_float(*args)
-        check_equal(jq.matmul_integer_to_float(*args), want)
+        check_equal(jq.ops.matmul_integer_to_float(*args), want)
         dynamic = (x, b, columns, right, added)
         expected = contraction_text.dynamic_quantize_matmul(*dynamic)
-        check_equal(jq.dynamic_quantize_matmul(*dynamic), expected)
+        check_equal(jq.ops.dynamic_quantize_matmul(*dynamic), expected)
         check_equal(onnx_runtime.ask("MatMulIntegerToFloat", args, np.float32, MICROSOFT), want)
         check_equal(onnx_runtime.ask("DynamicQuantizeMatMul", dynamic, np.float32, MICROSOFT), expected)
 
@@ -223,7 +223,7 @@ def test_optional_arguments(rng: np.random.Generator) -> None:
 def test_ranges_that_are_special_to_the_dynamic_scale(rng: np.random.Generator) -> None:
     b, s = integers(rng, "int8", (7, 9)), scale(rng)
     positive = rng.uniform(1, 9, (5, 7)).astype(np.float32)
-    op = jax.jit(jq.dynamic_quantize_matmul)
+    op = jax.jit(jq.ops.dynamic_quantize_matmul)
     for x in (np.zeros((5, 7), np.float32), positive, -positive, np.full((5, 7), 0.1, np.float32)):
         want = contraction_text.dynamic_quantize_matmul(x, b, s)
         check_equal(op(x, b, s), want)
@@ -238,10 +238,10 @@ def test_blocks_of_scales(blocks: int, rng: np.random.Generator) -> None:
     s, az = scale(rng, blocks, 9), point(rng, "uint8")
     for bz in (None, point(rng, "int8"), point(rng, "int8", (blocks, 9))):
         args = (a, b, np.float32(0.1), s, az, bz)
-        check_equal(jax.jit(jq.matmul_integer_to_float)(*args), contraction_text.matmul_integer_to_float(*args))
+        check_equal(jax.jit(jq.ops.matmul_integer_to_float)(*args), contraction_text.matmul_integer_to_float(*args))
     if blocks == 1:
-        columns = jq.matmul_integer_to_float(a, b, np.float32(0.1), s[0], az)
-        check_equal(jq.matmul_integer_to_float(a, b, np.float32(0.1), s, az), columns)
+        columns = jq.ops.matmul_integer_to_float(a, b, np.float32(0.1), s[0], az)
+        check_equal(jq.ops.matmul_integer_to_float(a, b, np.float32(0.1), s, az), columns)
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def test_beside_onnx_runtime(k: int, block: int, bits: int, rng: np.random.Gener
     a, b, scales, points, bias = draw(rng, k, bits, block)
     static = attributes(b, k, bits, block)
     for given in ((None, None), (points, None), (None, bias), (points, bias)):
-        got = jax.jit(lambda *args: jq.matmul_nbits(*args, **static))(a, b, scales, *given)
+        got = jax.jit(lambda *args: jq.ops.matmul_nbits(*args, **static))(a, b, scales, *given)
         near(got, contraction_text.matmul_nbits(a, b, scales, *given, **static))
         near(got, asked(a, b, scales, *given, **static))
 
@@ -67,13 +67,13 @@ def test_beside_onnx_runtime(k: int, block: int, bits: int, rng: np.random.Gener
 def test_sixteen_bit_floats(bits: int, dtype: str, rng: np.random.Generator) -> None:
     args = draw(rng, 70, bits, 32, dtype=dtype)
     static = attributes(args[1], 70, bits, 32)
-    got = jax.jit(lambda *a: jq.matmul_nbits(*a, **static))(*args)
+    got = jax.jit(lambda *a: jq.ops.matmul_nbits(*a, **static))(*args)
     near(got, contraction_text.matmul_nbits(*args, **static), args[0].dtype)
 
 
 def test_defaults_are_four_bits_in_blocks_of_32(rng: np.random.Generator) -> None:
     a, b, scales, _, _ = draw(rng, 64, 4, 32)
-    near(jq.matmul_nbits(a, b, scales, K=64, N=9), contraction_text.matmul_nbits(a, b, scales, K=64, N=9))
+    near(jq.ops.matmul_nbits(a, b, scales, K=64, N=9), contraction_text.matmul_nbits(a, b, scales, K=64, N=9))
 
 
 def test_low_bits_come_first() -> None:
@@ -82,7 +82,7 @@ def test_low_bits_come_first() -> None:
         b = np.zeros((1, 1, 16 * bits // 8), np.uint8)
         b[0, 0, 0] = 0x21
         one, scale = np.eye(16, dtype=np.float32), np.ones((1, 1), np.float32)
-        got = jq.matmul_nbits(one, b, scale, K=16, N=1, bits=bits, block_size=16)
+        got = jq.ops.matmul_nbits(one, b, scale, K=16, N=1, bits=bits, block_size=16)
         want = np.zeros((16, 1), np.float32)
         want[: 8 // bits, 0] = codes
         np.testing.assert_array_equal(got, want - 2 ** (bits - 1))
@@ -94,7 +94,7 @@ def test_zero_points_are_packed_by_row() -> None:
     b, scales = np.zeros((2, 3, 8), np.uint8), np.ones((2, 3), np.float32)
     points = np.array([[0x21, 0xF3], [0x65, 0xF7]], np.uint8)
     a = np.kron(np.eye(3), np.eye(1, block)).astype(np.float32)
-    got = jq.matmul_nbits(a, b, scales, points, K=K, N=2, bits=4, block_size=block)
+    got = jq.ops.matmul_nbits(a, b, scales, points, K=K, N=2, bits=4, block_size=block)
     np.testing.assert_array_equal(got, -np.array([[1, 5], [2, 6], [3, 7]], np.float32))
 
 
@@ -104,7 +104,7 @@ def test_what_fills_the_last_block_is_not_read(rng: np.random.Generator) -> None
     other = b.copy()
     other[:, 1, 1:] ^= 0xFF
     other[:, 1, 0] ^= 0xF0
-    got, want = (jq.matmul_nbits(a, codes, scales, points, bias, **static) for codes in (other, b))
+    got, want = (jq.ops.matmul_nbits(a, codes, scales, points, bias, **static) for codes in (other, b))
     np.testing.assert_array_equal(got, want)
 
 
@@ -114,7 +114,7 @@ def test_shapes_of_a(shape: tuple[int, ...], rng: np.random.Generator) -> None:
     static = attributes(b, 33, 4, 16)
     a = rng.normal(0, 1, shape).astype(np.float32)
     want = contraction_text.matmul_nbits(a, b, scales, points, bias, **static)
-    near(jq.matmul_nbits(a, b, scales, points, bias, **static), want)
+    near(jq.ops.matmul_nbits(a, b, scales, points, bias, **static), want)
 
 
 def test_vmap(rng: np.random.Generator) -> None:
@@ -124,7 +124,7 @@ def test_vmap(rng: np.random.Generator) -> None:
     static = attributes(drawn[0][1], 50, 4, 16)
 
     def op(*given: Any) -> Any:
-        return jq.matmul_nbits(*given, **static)
+        return jq.ops.matmul_nbits(*given, **static)
 
     for mapped in ((0,) * 5, (0, *(None,) * 4), (None, *(0,) * 4), (None, None, 0, None, None), (None, 0, 0, 0, None)):
         given = [v if m == 0 else v[0] for v, m in zip(args, mapped, strict=True)]
@@ -154,7 +154,7 @@ def test_a_single_row(k: int, block: int, bits: int, rng: np.random.Generator) -
 
     def contract(points: Any, a: Any, b: Any, scales: Any) -> tuple[jax.Array, jax.Array]:
         def op(x: Any) -> jax.Array:
-            return jq.matmul_nbits(x, b, scales, points, **static)
+            return jq.ops.matmul_nbits(x, b, scales, points, **static)
 
         return op(a[:1]), jax.vmap(op)(a)
 
@@ -171,7 +171,7 @@ def test_unusual_numbers_in_a_single_row(rng: np.random.Generator) -> None:
     """Infinities, NaN, and products of a code and an element that exceed float32 unless the scale comes first."""
     a, b, scales, _, _ = draw(rng, 256, 4, 32, M=1)
     static = attributes(b, 256, 4, 32)
-    contract = jax.jit(functools.partial(jq.matmul_nbits, **static))
+    contract = jax.jit(functools.partial(jq.ops.matmul_nbits, **static))
     b[:, 0, 0], scales[2, 1] = 0x88, np.inf  # 0 and 0, and an infinite scale
     b[2, 1] = 0x19
     for element, want in ((np.inf, "nan"), (np.nan, "nan"), (1.0, "finite")):
@@ -194,7 +194,7 @@ def test_rows_under_vmap_become_one_contraction(rng: np.random.Generator) -> Non
     static = attributes(b, 256, 4, 32)
     for rows, contractions in ((1, 0), (16, 2)):
         x = jax.ShapeDtypeStruct((rows, 256), jnp.float32)
-        program = Program(jax.vmap(lambda row: jq.matmul_nbits(row, b, scales, **static)), x)
+        program = Program(jax.vmap(lambda row: jq.ops.matmul_nbits(row, b, scales, **static)), x)
         assert len(list(program.contractions())) == contractions
 
 
@@ -205,7 +205,7 @@ def test_gradient_of_a_is_the_weights(rng: np.random.Generator) -> None:
     g = rng.normal(0, 1, (5, 9)).astype(np.float32)
 
     def loss(x: jax.Array) -> jax.Array:
-        return jnp.sum(jq.matmul_nbits(x, b, scales, points, bias, **static) * g)
+        return jnp.sum(jq.ops.matmul_nbits(x, b, scales, points, bias, **static) * g)
 
     weights = contraction_text.nbits_weights(b, scales, points, **static)
     near(jax.grad(loss)(jnp.asarray(a)), g.astype(np.float64) @ weights)

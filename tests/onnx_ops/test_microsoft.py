@@ -45,7 +45,7 @@ FACTORS = (1.0, 1.0, 1.0, 2.0**-5, 2.0**-8, 2.0**-13, 2.0**-25, 8.0, 2.0**12)
 def test_add_of_all_pairs(name: str, rng: np.random.Generator) -> None:
     """Factors of all sizes: with the larger ones the fast form is exact, with the smaller ones it is not used."""
     a, b = list_pairs(name)
-    op = jax.jit(jq.qlinear_add)
+    op = jax.jit(jq.ops.qlinear_add)
     for factor in FACTORS:
         scales = [cases.draw_scale(rng), F(cases.draw_scale(rng) * F(factor)), cases.draw_scale(rng)]
         points = [cases.draw_point(rng, name) for _ in range(3)]
@@ -62,7 +62,7 @@ def test_add_of_all_pairs(name: str, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("name", BYTES)
 def test_mul_of_all_pairs(name: str, rng: np.random.Generator) -> None:
     a, b = list_pairs(name)
-    op = jax.jit(jq.qlinear_mul)
+    op = jax.jit(jq.ops.qlinear_mul)
     for _ in range(10):
         scales = [cases.draw_scale(rng) for _ in range(3)]
         points = [cases.draw_point(rng, name) for _ in range(3)]
@@ -87,7 +87,7 @@ def test_add_with_known_scales(name: str, rng: np.random.Generator) -> None:
 
         def add(a, b, scales=scales, points=points):
             s = [float(scale) for scale in scales]
-            return jq.qlinear_add(a, s[0], points[0], b, s[1], points[1], s[2], points[2])
+            return jq.ops.qlinear_add(a, s[0], points[0], b, s[1], points[1], s[2], points[2])
 
         same(jax.jit(add)(a, b), want)
         same(add(a, b), want)
@@ -146,7 +146,7 @@ def test_broadcasting(function: str, rng: np.random.Generator) -> None:
         if cases.is_fused():
             same(onnx_runtime.ask(node, arguments, name, cases.MICROSOFT), want)
         if i < 4:
-            same(getattr(jq, function)(*arguments), want)
+            same(getattr(jq.ops, function)(*arguments), want)
 
 
 @pytest.mark.parametrize("node", ["QLinearAdd", "QLinearMul"])
@@ -211,14 +211,14 @@ def test_exponentials(rng: np.random.Generator) -> None:
 
 
 EMPTY: dict[str, Callable[[np.ndarray], Any]] = {
-    "add": lambda x: jq.qlinear_add(x, 0.5, 0, x, 0.5, 0, 1.0, 0),
-    "sigmoid": lambda x: jq.qlinear_sigmoid(x, 0.5, 0, 1 / 256, 0),
-    "leaky_relu": lambda x: jq.qlinear_leaky_relu(x, 0.5, 0, 0.5, 0),
-    "softmax": lambda x: jq.qlinear_softmax(x, 0.5, 0, 1 / 256, 0),
-    "average_pool": lambda x: jq.qlinear_average_pool(x, 0.5, 0, 1.0, 0, kernel_shape=[2], pads=[1, 0]),
-    "global_average_pool": lambda x: jq.qlinear_global_average_pool(x, 0.5, 0, 1.0, 0),
-    "concat": lambda x: jq.qlinear_concat(0.5, 0, x, 0.5, 1, x, 0.25, 0, axis=0),
-    "where": lambda x: jq.qlinear_where(np.ones((), bool), x, 0.5, 0, x, 0.5, 1, 1.0, 0),
+    "add": lambda x: jq.ops.qlinear_add(x, 0.5, 0, x, 0.5, 0, 1.0, 0),
+    "sigmoid": lambda x: jq.ops.qlinear_sigmoid(x, 0.5, 0, 1 / 256, 0),
+    "leaky_relu": lambda x: jq.ops.qlinear_leaky_relu(x, 0.5, 0, 0.5, 0),
+    "softmax": lambda x: jq.ops.qlinear_softmax(x, 0.5, 0, 1 / 256, 0),
+    "average_pool": lambda x: jq.ops.qlinear_average_pool(x, 0.5, 0, 1.0, 0, kernel_shape=[2], pads=[1, 0]),
+    "global_average_pool": lambda x: jq.ops.qlinear_global_average_pool(x, 0.5, 0, 1.0, 0),
+    "concat": lambda x: jq.ops.qlinear_concat(0.5, 0, x, 0.5, 1, x, 0.25, 0, axis=0),
+    "where": lambda x: jq.ops.qlinear_where(np.ones((), bool), x, 0.5, 0, x, 0.5, 1, 1.0, 0),
 }
 
 
@@ -237,7 +237,7 @@ def test_long_windows_are_added_in_order(rng: np.random.Generator) -> None:
     arguments = (x, F(0.37), np.uint8(3), F(0.11), np.uint8(9))
     attributes = {"kernel_shape": (9, 8), "strides": (3, 2), "pads": (1, 0, 2, 3), "count_include_pad": 0}
     want = microsoft_text.qlinear_average_pool(*arguments, **attributes)
-    same(jq.qlinear_average_pool(*arguments, **attributes), want)
+    same(jq.ops.qlinear_average_pool(*arguments, **attributes), want)
     same(onnx_runtime.ask("QLinearAveragePool", arguments, np.uint8, cases.MICROSOFT, **attributes), want)
 
 
@@ -249,7 +249,7 @@ def test_means_of_many_codes(axes: tuple[int, ...], rng: np.random.Generator) ->
     arguments = (x, F(0.37), np.int8(-3), F(0.02), np.int8(9))
     for keepdims in (True, False):
         want = microsoft_text.qlinear_reduce_mean(*arguments, axes=axes, keepdims=keepdims)
-        same(jq.qlinear_reduce_mean(*arguments, axes=axes, keepdims=keepdims), want)
+        same(jq.ops.qlinear_reduce_mean(*arguments, axes=axes, keepdims=keepdims), want)
 
 
 def run_softmax(arguments: tuple[Any, ...], name: str) -> np.ndarray:
@@ -268,10 +268,10 @@ def test_softmax_saturates(name: str) -> None:
     low, high = np.iinfo(name).min, np.iinfo(name).max
     x = np.array([[7], [-128]], np.int8).view(name)
     for y_scale in (1 / 256, 1 / 300, 1e-5, 1e-37):
-        assert jq.qlinear_softmax(x, 0.1, 0, y_scale, low).tolist() == [[high], [high]]
-    pair = jq.qlinear_softmax(np.full(2, 7, np.uint8), 0.1, 0, 1 / 300)
+        assert jq.ops.qlinear_softmax(x, 0.1, 0, y_scale, low).tolist() == [[high], [high]]
+    pair = jq.ops.qlinear_softmax(np.full(2, 7, np.uint8), 0.1, 0, 1 / 300)
     assert pair.tolist() == [150, 150]
-    assert jq.qlinear_softmax(np.array([[0, 100]], np.int8), 5.0, 0, 1 / 512, -128).tolist() == [[-128, 127]]
+    assert jq.ops.qlinear_softmax(np.array([[0, 100]], np.int8), 5.0, 0, 1 / 512, -128).tolist() == [[-128, 127]]
 
 
 @pytest.mark.sample(2)
@@ -284,7 +284,7 @@ def test_softmax_of_any_size(shape: tuple[int, int], name: str, rng: np.random.G
     y_scale = F(1 / 256) if shape[1] < 8 else F(1 / 1000)
     arguments = (x, F(0.02), dtype(3), y_scale, dtype(28))
     want = microsoft_text.qlinear_softmax(*arguments)
-    same(jq.qlinear_softmax(*arguments), want)
+    same(jq.ops.qlinear_softmax(*arguments), want)
     same(run_softmax(arguments, name), want)
 
 
@@ -300,7 +300,7 @@ def test_softmax_rounds_once(name: str, rng: np.random.Generator) -> None:
             y_scale = F(1 / (int(factor) * length % 1500 / 2 + 0.3))
             arguments = (x, F(10.0 ** rng.uniform(-3, 0)), dtype(3), y_scale, cases.draw_point(rng, name))
             want = microsoft_text.qlinear_softmax(*arguments)
-            same(jq.qlinear_softmax(*arguments), want)
+            same(jq.ops.qlinear_softmax(*arguments), want)
             if onnx_runtime.VERSION >= (1, 32):
                 same(run_softmax(arguments, name), want)
 
@@ -312,28 +312,28 @@ def test_softmax_of_any_scale(rng: np.random.Generator) -> None:
         for x_scale in (1e-30, 1e-3, 0.3, 1e30):
             arguments = (x, F(x_scale), np.uint8(3), F(y_scale), np.uint8(28))
             want = microsoft_text.qlinear_softmax(*arguments)
-            same(jq.qlinear_softmax(*arguments), want)
-            same(jq.qlinear_softmax(~x, -F(x_scale), *arguments[2:]), want)
+            same(jq.ops.qlinear_softmax(*arguments), want)
+            same(jq.ops.qlinear_softmax(~x, -F(x_scale), *arguments[2:]), want)
 
 
 def test_copies_need_the_same_scale(rng: np.random.Generator) -> None:
     """Codes whose scale and zero point are those of the result do not change, whatever the scale."""
     x = cases.draw_codes(rng, "int8", (50,))
     for scale in (F(0.1), F(3e38), F(2.0**-120)):
-        same(jq.qlinear_concat(scale, -3, x, scale, -3, axis=0), x)
+        same(jq.ops.qlinear_concat(scale, -3, x, scale, -3, axis=0), x)
         same(onnx_runtime.ask("QLinearConcat", (scale, np.int8(-3), x, scale, np.int8(-3)), np.int8, cases.MICROSOFT,
                               axis=0), x)  # fmt: skip
 
 
 SHARDED: dict[str, Callable[[jax.Array, jax.Array], Any]] = {
-    "qlinear_add": lambda a, b: jq.qlinear_add(a, 0.5, 3, b, 0.3, 5, 0.7, 1),
-    "qlinear_add, one scale small": lambda a, b: jq.qlinear_add(a, 0.5, 3, b, 1e-5, 5, 0.7, 1),
-    "qlinear_mul": lambda a, b: jq.qlinear_mul(a, 0.5, 3, b, 0.3, 5, 0.7, 1),
-    "qlinear_concat": lambda a, b: jq.qlinear_concat(0.4, 3, a, 0.5, 3, b, 0.3, 5, axis=1),
-    "qlinear_sigmoid": lambda a, b: jq.qlinear_sigmoid(a, 0.05, 128, 1 / 256, 0),
-    "qlinear_softmax": lambda a, b: jq.qlinear_softmax(a, 0.05, 128, 1 / 256, 0),
-    "qlinear_reduce_mean": lambda a, b: jq.qlinear_reduce_mean(a, 0.05, 128, 0.1, 0, axes=[1]),
-    "qlinear_average_pool": lambda a, b: jq.qlinear_average_pool(a[:, None], 0.05, 8, 0.1, 0, kernel_shape=[3]),
+    "qlinear_add": lambda a, b: jq.ops.qlinear_add(a, 0.5, 3, b, 0.3, 5, 0.7, 1),
+    "qlinear_add, one scale small": lambda a, b: jq.ops.qlinear_add(a, 0.5, 3, b, 1e-5, 5, 0.7, 1),
+    "qlinear_mul": lambda a, b: jq.ops.qlinear_mul(a, 0.5, 3, b, 0.3, 5, 0.7, 1),
+    "qlinear_concat": lambda a, b: jq.ops.qlinear_concat(0.4, 3, a, 0.5, 3, b, 0.3, 5, axis=1),
+    "qlinear_sigmoid": lambda a, b: jq.ops.qlinear_sigmoid(a, 0.05, 128, 1 / 256, 0),
+    "qlinear_softmax": lambda a, b: jq.ops.qlinear_softmax(a, 0.05, 128, 1 / 256, 0),
+    "qlinear_reduce_mean": lambda a, b: jq.ops.qlinear_reduce_mean(a, 0.05, 128, 0.1, 0, axes=[1]),
+    "qlinear_average_pool": lambda a, b: jq.ops.qlinear_average_pool(a[:, None], 0.05, 8, 0.1, 0, kernel_shape=[3]),
 }
 
 

@@ -76,8 +76,8 @@ MEAN = {"data": CODES, "data_scale": F(1), "data_zero_point": U8(0), "reduced_sc
     ],
 )
 def test_errors(name: str, arguments: dict[str, Any], changes: dict[str, Any], text: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=rf"^jaxquant.{name}: {text}"):
-        getattr(jq, name)(**{**arguments, **changes})
+    with pytest.raises((TypeError, ValueError), match=rf"^jaxquant.ops.{name}: {text}"):
+        getattr(jq.ops, name)(**{**arguments, **changes})
 
 
 @pytest.mark.parametrize(
@@ -95,21 +95,21 @@ def test_errors(name: str, arguments: dict[str, Any], changes: dict[str, Any], t
     ],
 )
 def test_errors_of_concat(inputs: tuple[Any, ...], axis: int, text: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=rf"^jaxquant.qlinear_concat: {text}"):
-        jq.qlinear_concat(1.0, 0, *inputs, axis=axis)
+    with pytest.raises((TypeError, ValueError), match=rf"^jaxquant.ops.qlinear_concat: {text}"):
+        jq.ops.qlinear_concat(1.0, 0, *inputs, axis=axis)
 
 
 @pytest.mark.slow
 def test_python_numbers_and_single_elements_are_scalars() -> None:
-    want = np.asarray(jq.qlinear_add(CODES, F(0.1), U8(3), CODES, F(0.2), U8(0), F(0.5), U8(7)))
+    want = np.asarray(jq.ops.qlinear_add(CODES, F(0.1), U8(3), CODES, F(0.2), U8(0), F(0.5), U8(7)))
     single: Any = [np.array([v]) for v in (F(0.1), U8(3), F(0.2), U8(0), F(0.5), U8(7))]
     for got in (
-        jq.qlinear_add(CODES, 0.1, 3, CODES, 0.2, None, 0.5, 7),
-        jq.qlinear_add(*(CODES, *single[:2], CODES, *single[2:])),
+        jq.ops.qlinear_add(CODES, 0.1, 3, CODES, 0.2, None, 0.5, 7),
+        jq.ops.qlinear_add(*(CODES, *single[:2], CODES, *single[2:])),
     ):
         np.testing.assert_array_equal(np.asarray(got), want)
     # A missing zero point is 0.
-    left, right = jq.qlinear_sigmoid(CODES, 0.1, None, 0.01), jq.qlinear_sigmoid(CODES, 0.1, 0, 0.01, 0)
+    left, right = jq.ops.qlinear_sigmoid(CODES, 0.1, None, 0.01), jq.ops.qlinear_sigmoid(CODES, 0.1, 0, 0.01, 0)
     np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 
 
@@ -119,7 +119,7 @@ def test_any_scale_gives_codes() -> None:
     @jax.jit
     def compute(scale: jax.Array) -> tuple[jax.Array, ...]:
         two = (CODES, scale, 0, CODES, 0.5, 0, 1.0, 0)
-        return jq.qlinear_add(*two), jq.qlinear_mul(*two), jq.qlinear_softmax(CODES, scale, 0, 0.5, 0)
+        return jq.ops.qlinear_add(*two), jq.ops.qlinear_mul(*two), jq.ops.qlinear_softmax(CODES, scale, 0, 0.5, 0)
 
     for scale in (0.0, -1.0, float("nan"), float("inf"), 1e30):
         assert all(y.dtype == jnp.uint8 for y in compute(F(scale)))
@@ -127,7 +127,7 @@ def test_any_scale_gives_codes() -> None:
 
 def test_a_negative_scale_is_a_number_like_any_other() -> None:
     codes = np.arange(256, dtype=U8)
-    a = jq.qlinear_add(codes, -0.5, 3, codes, 0.25, 5, 0.75, 101)
+    a = jq.ops.qlinear_add(codes, -0.5, 3, codes, 0.25, 5, 0.75, 101)
     exact = ((codes - 3.0) * -0.5 + (codes - 5.0) * 0.25) / 0.75 + 101
     np.testing.assert_allclose(np.asarray(a), np.clip(exact, 0, 255), atol=0.5001)
 
@@ -135,8 +135,8 @@ def test_a_negative_scale_is_a_number_like_any_other() -> None:
 def test_large_factors_saturate() -> None:
     """ONNX Runtime converts to int32 first, and gives the lowest code beyond 2**31."""
     x = np.array([0, 1, 255], U8)
-    assert jq.qlinear_add(x, 1e10, 0, x, 1.0, 0, 1.0, 5).tolist() == [5, 255, 255]
-    assert jq.qlinear_mul(x, 1e10, 0, x, 1.0, 0, 1.0, 5).tolist() == [5, 255, 255]
+    assert jq.ops.qlinear_add(x, 1e10, 0, x, 1.0, 0, 1.0, 5).tolist() == [5, 255, 255]
+    assert jq.ops.qlinear_mul(x, 1e10, 0, x, 1.0, 0, 1.0, 5).tolist() == [5, 255, 255]
 
 
 @pytest.mark.slow
@@ -144,5 +144,5 @@ def test_large_factors_saturate() -> None:
 @pytest.mark.parametrize("name", ["qlinear_add", "qlinear_mul"])
 def test_under_disable_jit(name: str) -> None:
     with jax.disable_jit():
-        y = getattr(jq, name)(CODES, 0.5, 0, CODES, 0.5, 0, 0.5, 0)
+        y = getattr(jq.ops, name)(CODES, 0.5, 0, CODES, 0.5, 0, 0.5, 0)
     assert y.tolist() == [[{"qlinear_add": 2, "qlinear_mul": 0}[name]] * 6] * 4

@@ -55,24 +55,24 @@ def run(model: Any, inputs: list[tuple[Any, Any, Any]], level: Any, path: pathli
 BINARY = ((3, 4, 50), (4, 50))
 IMAGE = ((2, 6, 8, 9),)
 CASES: dict[str, tuple[str, tuple[Any, ...], float, Callable[..., Any], dict[str, Any]]] = {
-    "QLinearAdd": ("Add", BINARY, 1.0, lambda a, b, y: jq.qlinear_add(*a, *b, *y), {}),
-    "QLinearMul": ("Mul", BINARY, 50.0, lambda a, b, y: jq.qlinear_mul(*a, *b, *y), {}),
+    "QLinearAdd": ("Add", BINARY, 1.0, lambda a, b, y: jq.ops.qlinear_add(*a, *b, *y), {}),
+    "QLinearMul": ("Mul", BINARY, 50.0, lambda a, b, y: jq.ops.qlinear_mul(*a, *b, *y), {}),
     "QLinearConcat": (
-        "Concat", ((3, 50), (2, 50)), 1.0, lambda a, b, y: jq.qlinear_concat(*y, *a, *b, axis=0), {"axis": 0}
+        "Concat", ((3, 50), (2, 50)), 1.0, lambda a, b, y: jq.ops.qlinear_concat(*y, *a, *b, axis=0), {"axis": 0}
     ),
     "QLinearAveragePool": (
         "AveragePool", IMAGE, 1.0,
-        lambda x, y: jq.qlinear_average_pool(*x, *y, kernel_shape=[3, 2], pads=[1, 0, 1, 1], strides=[2, 2]),
+        lambda x, y: jq.ops.qlinear_average_pool(*x, *y, kernel_shape=[3, 2], pads=[1, 0, 1, 1], strides=[2, 2]),
         {"kernel_shape": [3, 2], "pads": [1, 0, 1, 1], "strides": [2, 2]},
     ),
     "QLinearGlobalAveragePool": (
-        "GlobalAveragePool", IMAGE, 0.2, lambda x, y: jq.qlinear_global_average_pool(*x, *y), {}
+        "GlobalAveragePool", IMAGE, 0.2, lambda x, y: jq.ops.qlinear_global_average_pool(*x, *y), {}
     ),
-    "QLinearSigmoid": ("Sigmoid", ((5, 60),), 1 / 32, lambda x, y: jq.qlinear_sigmoid(*x, *y), {}),
+    "QLinearSigmoid": ("Sigmoid", ((5, 60),), 1 / 32, lambda x, y: jq.ops.qlinear_sigmoid(*x, *y), {}),
     "QLinearLeakyRelu": (
-        "LeakyRelu", ((5, 60),), 1.0, lambda x, y: jq.qlinear_leaky_relu(*x, *y, alpha=0.2), {"alpha": 0.2}
+        "LeakyRelu", ((5, 60),), 1.0, lambda x, y: jq.ops.qlinear_leaky_relu(*x, *y, alpha=0.2), {"alpha": 0.2}
     ),
-    "QLinearSoftmax": ("Softmax", ((5, 60),), 0.01, lambda x, y: jq.qlinear_softmax(*x, *y), {"axis": -1}),
+    "QLinearSoftmax": ("Softmax", ((5, 60),), 0.01, lambda x, y: jq.ops.qlinear_softmax(*x, *y), {"axis": -1}),
 }  # fmt: skip
 
 

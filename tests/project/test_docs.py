@@ -34,8 +34,10 @@ MODULES = {
     "jaxquant.integer": jq.integer,
     "jaxquant.calibration": jq.calibration,
     "jaxquant.checkpoint": jq.checkpoint,
+    "jaxquant.codes": jq.codes,
     "jaxquant.distributed": jq.distributed,
     "jaxquant.onnx": jq.onnx,
+    "jaxquant.ops": jq.ops,
     "jaxquant.optim": jq.optim,
     "jaxquant.ptq": jq.ptq,
     "jaxquant.report": jq.report,
@@ -58,7 +60,7 @@ def list_anchors(text: str) -> set[str]:
 
 
 # Their names are also those of another module, under which they are documented.
-DOCUMENTED_ELSEWHERE = {"jaxquant.transform": jq, "jaxquant.calibration": jq}
+DOCUMENTED_ELSEWHERE = {"jaxquant.transform": jq, "jaxquant.calibration": jq, "jaxquant.ops": jq}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -129,7 +131,7 @@ def test_every_public_name_is_in_the_api_reference() -> None:
 
 def test_the_list_of_modules_is_complete() -> None:
     """A public package has no underscore, and has `__all__`."""
-    found = {"jaxquant", "jaxquant.recipes"}
+    found = {"jaxquant", "jaxquant.codes", "jaxquant.ops", "jaxquant.recipes"}
     for module in pkgutil.walk_packages(jq.__path__, "jaxquant."):
         # The packages that load and export models have no names that users import.
         is_inner = "._" in module.name or module.name.startswith(("jaxquant.onnx.load", "jaxquant.onnx.export"))

@@ -35,6 +35,7 @@ PACKAGES = {
     "": jq,
     "calibration.": jq.calibration,
     "checkpoint.": checkpoint,
+    "codes.": jq.codes,
     "distributed.": distributed,
     "flax.": jqf,
     "flax.linen.": qnn,
@@ -42,6 +43,7 @@ PACKAGES = {
     "integer.": jq.integer,
     "onednn.": jq.onednn,
     "onnx.": jqonnx,
+    "ops.": jq.ops,
     "optim.": optim,
     "ptq.": ptq,
     "report.": report,
@@ -57,11 +59,12 @@ POLICIES = ("save_codes",)
 
 
 def list_public_functions() -> dict[str, Callable[..., Any]]:
-    """Return the public functions by their path below jaxquant; the calibrators only under their shortest path."""
+    """Return the public functions by their path below jaxquant; the operators of the root only under that path."""
     functions = {}
     for prefix, package in PACKAGES.items():
         for name in package.__all__:
-            if inspect.isfunction(getattr(package, name)) and name not in POLICIES and prefix != "calibration.":
+            is_new = prefix != "ops." or name not in jq.__all__
+            if inspect.isfunction(getattr(package, name)) and name not in POLICIES and is_new:
                 functions[prefix + name] = getattr(package, name)
     return functions
 
@@ -93,7 +96,7 @@ LIKE_JAX = (
     "einsum",
     "take",
     "concatenate",
-    *("max_pool", "average_pool", "mean", "reshape", "transpose", "pad"),
+    *("codes.max_pool", "codes.average_pool", "codes.mean", "codes.reshape", "codes.transpose", "codes.pad"),
     *("distributed.all_gather", "distributed.all_to_all", "distributed.ppermute", "distributed.psum"),
     *("distributed.pmean", "distributed.psum_scatter", "distributed.psum_with_error_feedback"),
     "distributed.compare_devices",
@@ -109,11 +112,18 @@ TRACED_IN_JAX = (
     *("lhs", "rhs", "lhs_zero_point", "rhs_zero_point", "operands", "q", "indices", "arrays", "output", "bias"),
 )
 # A factory of functions: all its arguments are static, and only the keyword-only ones are marked as such.
-FACTORIES = ("absmax", "entropy", "minmax", "moving_average", "mse", "percentile")
+FACTORIES = (
+    "calibration.absmax",
+    "calibration.entropy",
+    "calibration.minmax",
+    "calibration.moving_average",
+    "calibration.mse",
+    "calibration.percentile",
+)
 # An operator has all the inputs of its standard, however many.
 MANY_INPUTS = (
-    *("qlinear_matmul", "qlinear_conv", "matmul_integer_to_float"),
-    *("qlinear_add", "qlinear_mul", "qlinear_where"),
+    *("qlinear_matmul", "qlinear_conv", "ops.matmul_integer_to_float"),
+    *("ops.qlinear_add", "ops.qlinear_mul", "ops.qlinear_where"),
 )
 
 CONV_ATTRIBUTES = "auto_pad dilations group kernel_shape pads strides"
@@ -137,22 +147,22 @@ SIGNATURES = {
     "qlinear_matmul": "a a_scale a_zero_point b b_scale b_zero_point y_scale y_zero_point bias",
     "conv_integer": f"x w x_zero_point w_zero_point {CONV_ATTRIBUTES}",
     "qlinear_conv": f"x x_scale x_zero_point w w_scale w_zero_point y_scale y_zero_point b {CONV_ATTRIBUTES}",
-    "dynamic_quantize_matmul": "a b b_scale b_zero_point bias",
-    "matmul_integer_to_float": "a b a_scale b_scale a_zero_point b_zero_point bias",
-    "matmul_nbits": "a b scales zero_points bias K N bits block_size",
-    "qlinear_add": "a a_scale a_zero_point b b_scale b_zero_point c_scale c_zero_point",
-    "qlinear_mul": "a a_scale a_zero_point b b_scale b_zero_point c_scale c_zero_point",
-    "qlinear_average_pool": f"{ONE_TENSOR} kernel_shape auto_pad ceil_mode channels_last {POOL_ATTRIBUTES}",
-    "qlinear_global_average_pool": f"{ONE_TENSOR} channels_last",
-    "qlinear_reduce_mean": "data data_scale data_zero_point reduced_scale reduced_zero_point axes keepdims",
-    "qlinear_concat": "y_scale y_zero_point inputs axis",
-    "qlinear_where": "condition x x_scale x_zero_point y y_scale y_zero_point z_scale z_zero_point",
-    "qlinear_sigmoid": ONE_TENSOR,
-    "qlinear_leaky_relu": f"{ONE_TENSOR} alpha",
-    "qlinear_softmax": f"{ONE_TENSOR} axis opset",
+    "ops.dynamic_quantize_matmul": "a b b_scale b_zero_point bias",
+    "ops.matmul_integer_to_float": "a b a_scale b_scale a_zero_point b_zero_point bias",
+    "ops.matmul_nbits": "a b scales zero_points bias K N bits block_size",
+    "ops.qlinear_add": "a a_scale a_zero_point b b_scale b_zero_point c_scale c_zero_point",
+    "ops.qlinear_mul": "a a_scale a_zero_point b b_scale b_zero_point c_scale c_zero_point",
+    "ops.qlinear_average_pool": f"{ONE_TENSOR} kernel_shape auto_pad ceil_mode channels_last {POOL_ATTRIBUTES}",
+    "ops.qlinear_global_average_pool": f"{ONE_TENSOR} channels_last",
+    "ops.qlinear_reduce_mean": "data data_scale data_zero_point reduced_scale reduced_zero_point axes keepdims",
+    "ops.qlinear_concat": "y_scale y_zero_point inputs axis",
+    "ops.qlinear_where": "condition x x_scale x_zero_point y y_scale y_zero_point z_scale z_zero_point",
+    "ops.qlinear_sigmoid": ONE_TENSOR,
+    "ops.qlinear_leaky_relu": f"{ONE_TENSOR} alpha",
+    "ops.qlinear_softmax": f"{ONE_TENSOR} axis opset",
     "integer.dot_general": f"{DOT} lhs_zero_point rhs_zero_point out_sharding",
     "integer.conv_general_dilated": f"{CONV} lhs_zero_point rhs_zero_point",
-    "quantize": "x spec lo hi range stored_last",
+    "quantize": "x spec range stored_last",
     "onnx_view": "q",
     "from_onnx": "x x_scale x_zero_point axis block_size output_dtype",
     "dot_general": f"{DOT} precision preferred_element_type out_sharding bias output",
@@ -161,16 +171,16 @@ SIGNATURES = {
     "conv_general_dilated": f"{CONV} precision preferred_element_type bias output",
     "take": "q indices axis mode out_sharding",
     "concatenate": "arrays axis output",
-    "add": "a b output",
-    "multiply": "a b output",
-    "relu": "q",
-    "max_pool": "q window_shape strides padding channels_last",
-    "average_pool": "q window_shape strides padding count_include_pad channels_last output",
-    "mean": "q axis keepdims output",
-    "reshape": "q shape",
-    "transpose": "q axes",
-    "pad": "q pad_width",
-    "quantize_bias": "bias lhs_scale rhs_scale",
+    "codes.add": "a b output",
+    "codes.multiply": "a b output",
+    "codes.relu": "q",
+    "codes.max_pool": "q window_shape strides padding channels_last",
+    "codes.average_pool": "q window_shape strides padding count_include_pad channels_last output",
+    "codes.mean": "q axis keepdims output",
+    "codes.reshape": "q shape",
+    "codes.transpose": "q axes",
+    "codes.pad": "q pad_width",
+    "codes.quantize_bias": "bias lhs_scale rhs_scale",
     "quantization_error": "x q",
     "fake_quantize": "x spec scale zero_point gradient",
     "quantized_dot_general": (f"{DOT} lhs_spec rhs_spec backward key precision preferred_element_type out_sharding"),
@@ -181,12 +191,12 @@ SIGNATURES = {
         "query key value bias mask scale is_causal query_seq_lengths key_value_seq_lengths local_window_size "
         "implementation query_spec key_spec value_spec weight_digits"
     ),
-    "minmax": "spec",
-    "absmax": "spec",
-    "moving_average": "spec decay",
-    "percentile": "spec q bins every",
-    "mse": "spec bins grid every",
-    "entropy": "spec bins every",
+    "calibration.minmax": "spec",
+    "calibration.absmax": "spec",
+    "calibration.moving_average": "spec decay",
+    "calibration.percentile": "spec q bins every",
+    "calibration.mse": "spec bins grid every",
+    "calibration.entropy": "spec bins every",
     "onnx.export": "function arguments form opset scan batch weights input_names output_names name",
     "onnx.save": "model path",
     "onnx.find_saturating_products": "model",
@@ -318,7 +328,11 @@ def test_few_modules_define_the_same_function_name() -> None:
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if is_function and (path, node.lineno) not in implementing and not re.fullmatch(r"__\w+__", node.name):
             modules[node.name].add(str(path.relative_to(PACKAGE)))
-    public = {name for prefix in ("", "integer.", "onednn.", "flax.", "flax.nnx.") for name in PACKAGES[prefix].__all__}
+    public = {
+        name
+        for prefix in ("", "codes.", "integer.", "onednn.", "ops.", "flax.", "flax.nnx.")
+        for name in PACKAGES[prefix].__all__
+    }
     public.add("nbytes")  # numpy's name
     repeated = {}
     for name, paths in modules.items():

@@ -38,7 +38,7 @@ BLOCKS = jq.QuantSpec("int4", jq.Blocked(0, 5))
 MATRIX = (((1,), (0,)), ((), ()))
 
 
-def calibrated(factory: Callable[..., jq.Calibrator], spec: jq.QuantSpec) -> Any:
+def calibrated(factory: Callable[..., jq.calibration.Calibrator], spec: jq.QuantSpec) -> Any:
     """Return a merged state of an eager batch and two scanned ones, its sum over a mapped axis, and its range."""
     cal = factory(spec)
     state = cal.update(cal.init(LONG), LONG)
@@ -68,10 +68,10 @@ def operators() -> Any:
     codes = jq.quantize_linear(X, scale, point)
     return (
         dynamic, codes, jq.dequantize_linear(codes, scale, point),
-        jq.matmul_integer(codes, WEIGHTS, point), jq.dynamic_quantize_matmul(X, WEIGHTS, scale),
-        jq.matmul_integer_to_float(codes, WEIGHTS, scale, scale, point),
+        jq.matmul_integer(codes, WEIGHTS, point), jq.ops.dynamic_quantize_matmul(X, WEIGHTS, scale),
+        jq.ops.matmul_integer_to_float(codes, WEIGHTS, scale, scale, point),
         jq.qlinear_matmul(codes, scale, point, WEIGHTS, scale, np.int8(1), scale, point),
-        jq.matmul_nbits(SHORT, NIBBLES, np.ones((4, 1), F32), K=16, N=4, block_size=16),
+        jq.ops.matmul_nbits(SHORT, NIBBLES, np.ones((4, 1), F32), K=16, N=4, block_size=16),
         jq.onednn.quantize(X, np.full(1, scale), np.full(1, 3)), jq.integer.dot_general(CODES, WEIGHTS, MATRIX),
     )  # fmt: skip
 
@@ -81,11 +81,13 @@ def on_codes() -> Any:
     one, images = (scale, point, F32(0.04), point), IMAGES.astype(np.int8)
     two = (codes, scale, point, codes[:1], F32(1e-5), point, scale, point)
     return (
-        jq.qlinear_add(*two), jq.qlinear_mul(*two), jq.qlinear_where(codes > 0, *two),
-        jq.qlinear_concat(scale, point, *two[:6], axis=0), jq.qlinear_sigmoid(codes, *one),
-        jq.qlinear_leaky_relu(codes, *one), jq.qlinear_softmax(codes, *one), jq.qlinear_reduce_mean(codes, *one),
-        jq.qlinear_average_pool(images, *one, kernel_shape=(2, 2)), jq.qlinear_global_average_pool(images, *one),
-        jq.qlinear_average_pool(np.tile(images, (1, 1, 2, 2)), *one, kernel_shape=(9, 8)),
+        jq.ops.qlinear_add(*two), jq.ops.qlinear_mul(*two), jq.ops.qlinear_where(codes > 0, *two),
+        jq.ops.qlinear_concat(scale, point, *two[:6], axis=0), jq.ops.qlinear_sigmoid(codes, *one),
+        jq.ops.qlinear_leaky_relu(codes, *one), jq.ops.qlinear_softmax(codes, *one),
+        jq.ops.qlinear_reduce_mean(codes, *one),
+        jq.ops.qlinear_average_pool(images, *one, kernel_shape=(2, 2)),
+        jq.ops.qlinear_global_average_pool(images, *one),
+        jq.ops.qlinear_average_pool(np.tile(images, (1, 1, 2, 2)), *one, kernel_shape=(9, 8)),
     )  # fmt: skip
 
 
@@ -114,11 +116,11 @@ def pulled() -> Any:
 
 
 CALLS: dict[str, Callable[[], Any]] = {
-    "minmax": functools.partial(calibrated, jq.minmax, ROWS),
-    "moving_average": functools.partial(calibrated, jq.moving_average, ROWS),
-    "percentile": functools.partial(calibrated, functools.partial(jq.percentile, q=99.0, bins=64), ROWS),
-    "mse": functools.partial(calibrated, functools.partial(jq.mse, bins=64, grid=8), ROWS),
-    "entropy": functools.partial(calibrated, functools.partial(jq.entropy, bins=64), jq.QuantSpec("int4")),
+    "minmax": functools.partial(calibrated, jq.calibration.minmax, ROWS),
+    "moving_average": functools.partial(calibrated, jq.calibration.moving_average, ROWS),
+    "percentile": functools.partial(calibrated, functools.partial(jq.calibration.percentile, q=99.0, bins=64), ROWS),
+    "mse": functools.partial(calibrated, functools.partial(jq.calibration.mse, bins=64, grid=8), ROWS),
+    "entropy": functools.partial(calibrated, functools.partial(jq.calibration.entropy, bins=64), jq.QuantSpec("int4")),
     "quantized": quantized,
     "contracted": contracted,
     "operators": operators,
@@ -142,7 +144,7 @@ def test_same_bits_and_dtypes(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", [Observed(jq.mse), Observed(), Learned(jq.LSQPlus())], ids=["mse", "average", "lsq+"]
+    "source", [Observed(jq.calibration.mse), Observed(), Learned(jq.LSQPlus())], ids=["mse", "average", "lsq+"]
 )
 def test_layers_train_and_serve(source: Any) -> None:
     with jax.enable_x64(True):
@@ -162,7 +164,7 @@ def test_float64_is_refused() -> None:
     with jax.enable_x64(True):
         wide = jnp.asarray(X.astype(np.float64))
         assert wide.dtype == jnp.float64
-        cal = jq.percentile(I8, 99)
+        cal = jq.calibration.percentile(I8, 99)
         for call in (
             lambda: jq.quantize(wide, I8),
             lambda: jq.quantize_linear(wide, F32(1), np.uint8(0)),

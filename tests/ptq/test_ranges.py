@@ -81,7 +81,7 @@ def test_searched_range_is_the_best_of_all(rng: np.random.Generator, spec: Any) 
         return values.sum(tuple(a for a in range(2) if shape[a] == 1), keepdims=True)
 
     def measure(lo: Any, hi: Any) -> np.ndarray:
-        values = np.asarray(jq.quantize(w, spec, lo, hi).dequantize(), np.float64)
+        values = np.asarray(jq.quantize(w, spec, range=(lo, hi)).dequantize(), np.float64)
         return sum_slices(importance * (w - values) ** 2)
 
     largest = [np.asarray(x) for x in ptq.search_range(w, spec, least=1.0, steps=1)]

@@ -29,17 +29,17 @@ P = PartitionSpec
 SEED = int(os.environ.get("JAXQUANT_SEED", "0"))
 INT8 = jq.QuantSpec(jnp.int8, jq.Blocked(-1, 128))
 CALIBRATORS = {
-    "minmax": jq.minmax(jq.QuantSpec(jnp.uint8, jq.PerAxis(1))),
-    "absmax": jq.absmax(jq.QuantSpec(jnp.int8)),
-    "percentile": jq.percentile(jq.QuantSpec(jnp.uint8), 99.0),
-    "mse": jq.mse(jq.QuantSpec(jnp.uint8)),
-    "entropy": jq.entropy(jq.QuantSpec(jnp.int8)),
-    "float moving_average": jq.moving_average(jq.QuantSpec(jnp.uint8)),
+    "minmax": jq.calibration.minmax(jq.QuantSpec(jnp.uint8, jq.PerAxis(1))),
+    "absmax": jq.calibration.absmax(jq.QuantSpec(jnp.int8)),
+    "percentile": jq.calibration.percentile(jq.QuantSpec(jnp.uint8), 99.0),
+    "mse": jq.calibration.mse(jq.QuantSpec(jnp.uint8)),
+    "entropy": jq.calibration.entropy(jq.QuantSpec(jnp.int8)),
+    "float moving_average": jq.calibration.moving_average(jq.QuantSpec(jnp.uint8)),
 }
 WITHOUT_CONTRACTIONS = ("microsoft", "onednn", "codes")
 RECIPES = {
     "static": jq.recipes.w8a8_static(),
-    "percentile": jq.recipes.w8a8_static(lambda spec: jq.percentile(spec, 99.9)),
+    "percentile": jq.recipes.w8a8_static(lambda spec: jq.calibration.percentile(spec, 99.9)),
     "codes": jq.recipes.onnx_runtime(),
     "dynamic": jq.recipes.w8a8_dynamic(),
     "weights": jq.recipes.weight_only_int4(),

@@ -82,7 +82,7 @@ def compute_integers(x: jax.Array, w: jax.Array) -> dict[str, Any]:
         "conv_integer": jq.conv_integer(images, kernel, np.uint8(3), pads=(1, 1, 1, 1)),
         "accumulator": jq.integer.dot_general(qx.codes, channels.codes, (((1,), (0,)), ((), ()))),
         "product": jq.matmul(qx, channels),
-        "added": jq.qlinear_add(codes, 0.037, np.uint8(3), codes, 0.02, np.uint8(9), 0.05, np.uint8(1)),
+        "added": jq.ops.qlinear_add(codes, 0.037, np.uint8(3), codes, 0.02, np.uint8(9), 0.05, np.uint8(1)),
     }
 
 
@@ -95,7 +95,7 @@ def calibrate(data: Any, observe: Any) -> dict[str, Any]:
     """
     params = {name: data[name] for name in ("first", "second")}
     results: dict[str, Any] = {}
-    minmax = jq.minmax(jq.QuantSpec(jnp.uint8))
+    minmax = jq.calibration.minmax(jq.QuantSpec(jnp.uint8))
     state = observe(minmax.all_reduce, lambda x: minmax.update(minmax.init(x), x))
     results |= minmax.finalize(state)._asdict()
     prepared = jq.prepare(apply, params, data["x"][0], rules=jq.recipes.w8a8_static())
@@ -167,7 +167,7 @@ def find_disagreements(index: int, mesh: Mesh) -> list[str]:
             messages.append(str(error))
     same = spread(mesh, np.ones((8, 4), np.float32), P("d"))
     # Nothing is raised for what is the same, although functions have other addresses in each process.
-    rules = {"calibrator": jq.minmax(GRADIENTS), "rules": jq.recipes.w8a8_static(), "function": lambda x: x}
+    rules = {"calibrator": jq.calibration.minmax(GRADIENTS), "rules": jq.recipes.w8a8_static(), "function": lambda x: x}
     jqd.check_processes({"spec": GRADIENTS, "sharded": same, **rules}, "settings")
     return messages
 
@@ -186,7 +186,7 @@ def make_observe(mesh: Mesh, x: np.ndarray) -> Any:
 
 def find_fault(mesh: Mesh, x: np.ndarray) -> str:
     """Return the message of the error for a range of all devices, of which one, of the second process, has a NaN."""
-    minmax, x = jq.minmax(jq.QuantSpec(jnp.uint8)), x.copy()
+    minmax, x = jq.calibration.minmax(jq.QuantSpec(jnp.uint8)), x.copy()
     x[5, 1, 2] = np.nan
     state = make_observe(mesh, x)(minmax.all_reduce, lambda x: minmax.update(minmax.init(x), x))
     try:

@@ -277,8 +277,8 @@ def test_initial_parameters_with_an_offset(fixed_rng: np.random.Generator) -> No
     scale, point = jq.LSQPlus().initial(x, spec)
     assert point is not None
     assert (scale.dtype, point.dtype) == (jnp.float32, jnp.float32)
-    calibrator = jq.mse(spec)
-    want = jq.quantize(x, spec, *calibrator.finalize(calibrator.update(calibrator.init(x), x)))
+    calibrator = jq.calibration.mse(spec)
+    want = jq.quantize(x, spec, range=calibrator.finalize(calibrator.update(calibrator.init(x), x)))
     np.testing.assert_array_equal(scale, want.scale)
     np.testing.assert_array_equal(point, np.asarray(want.zero_point, F32))
     y = jq.fake_quantize(x, spec, scale, point, gradient=jq.LSQPlus())

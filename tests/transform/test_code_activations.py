@@ -114,7 +114,7 @@ def test_clips_have_the_codes_of_numpy(rng: np.random.Generator) -> None:
         (y, read, folded),
     )
     spec = jq.QuantSpec("uint8")
-    output = jq.Quantizer.from_range(spec, *(end.reshape(()) for end in ranges["a"]["output"]))
+    output = jq.Quantizer.from_range(spec, jax.tree.map(jnp.ravel, ranges["a"]["output"]))
     # The codes of y between those of the bounds.
     scale, point = np.asarray(output.scale), np.asarray(output.zero_point)
     codes = np.rint(np.asarray(y) / scale) + point
@@ -147,7 +147,7 @@ def test_leaks_and_sigmoids_have_the_codes_of_the_operators(rng: np.random.Gener
     spec = jq.QuantSpec("uint8")
 
     def find(name: str) -> tuple[jax.Array, jax.Array]:
-        quantizer = jq.Quantizer.from_range(spec, *(end.reshape(()) for end in ranges[name]["output"]))
+        quantizer = jq.Quantizer.from_range(spec, jax.tree.map(jnp.ravel, ranges[name]["output"]))
         return quantizer.scale.reshape(()), quantizer.zero_point.reshape(())
 
     def encode(values: Any, name: str) -> jax.Array:
@@ -159,12 +159,12 @@ def test_leaks_and_sigmoids_have_the_codes_of_the_operators(rng: np.random.Gener
     codes = encode(y, "a")
     for place, (value, (_, slope)) in enumerate(zip(leaks, LEAKS.values(), strict=True)):
         name = f"leaky_relu#{place}" if place else "leaky_relu"
-        want = jq.qlinear_leaky_relu(codes, *find("a"), *find(name), alpha=slope)
+        want = jq.ops.qlinear_leaky_relu(codes, *find("a"), *find(name), alpha=slope)
         np.testing.assert_array_equal(value, decode(want, name))
-    want = jq.qlinear_sigmoid(codes, *find("a"), *find("sigmoid"))
+    want = jq.ops.qlinear_sigmoid(codes, *find("a"), *find("sigmoid"))
     np.testing.assert_array_equal(logistic, decode(want, "sigmoid"))
-    second = jq.qlinear_sigmoid(codes, *find("a"), *find("sigmoid#1"))
-    want = jq.qlinear_mul(codes, *find("a"), second, *find("sigmoid#1"), *find("multiply"))
+    second = jq.ops.qlinear_sigmoid(codes, *find("a"), *find("sigmoid#1"))
+    want = jq.ops.qlinear_mul(codes, *find("a"), second, *find("sigmoid#1"), *find("multiply"))
     np.testing.assert_array_equal(silu, decode(want, "multiply"))
 
 

@@ -21,7 +21,7 @@ from ..support.prepared import find_ranges, find_sqnr
 
 F = np.float32
 RULES = jq.recipes.onnx_runtime()
-ACTIVATIONS = jq.Rule(operands="activations", activation=jq.Activation("uint8", range=jq.minmax))
+ACTIVATIONS = jq.Rule(operands="activations", activation=jq.Activation("uint8", range=jq.calibration.minmax))
 NHWC = ("NHWC", "HWIO", "NHWC")
 
 
@@ -137,16 +137,16 @@ def test_functions_on_codes_give_the_same_numbers(rng: np.random.Generator) -> N
     assert [sorted(record) for record in ranges.values()] == [["0", "output"], ["output"], ["output"], ["output"]]
 
     def output(name: str) -> jq.Quantizer:
-        return jq.Quantizer.from_range(spec, *(end.reshape(()) for end in ranges[name]["output"]))
+        return jq.Quantizer.from_range(spec, jax.tree.map(jnp.ravel, ranges[name]["output"]))
 
     @jax.jit
     def compute(x: jax.Array) -> jax.Array:
         a, b = converted.params["a"], converted.params["b"]
-        q = jq.quantize(x, spec, *ranges["a"]["0"])
-        bias = jq.quantize_bias(params["g"][:8], q.scale, a.scale)
-        y = jq.relu(jq.matmul(q, a, bias=bias, output=output("a")))
-        z = jq.relu(jq.add(y, jq.matmul(y, a, output=output("a#1")), output("add")))
-        bias = jq.quantize_bias(params["h"], z.scale, b.scale)
+        q = jq.quantize(x, spec, range=ranges["a"]["0"])
+        bias = jq.codes.quantize_bias(params["g"][:8], q.scale, a.scale)
+        y = jq.codes.relu(jq.matmul(q, a, bias=bias, output=output("a")))
+        z = jq.codes.relu(jq.codes.add(y, jq.matmul(y, a, output=output("a#1")), output=output("add")))
+        bias = jq.codes.quantize_bias(params["h"], z.scale, b.scale)
         return jq.matmul(z, b, bias=bias, output=output("b")).dequantize()
 
     y = compute(x)
@@ -365,17 +365,21 @@ def test_another_program_is_refused(rng: np.random.Generator) -> None:
         prepared.check(variables, x, True)
 
 
-A = jq.Activation("uint8", range=jq.minmax)
+A = jq.Activation("uint8", range=jq.calibration.minmax)
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "type": ({"output": "uint8"}, "Rule: output: expected an Activation or None"),
     "range": ({"output": jq.Activation("uint8")}, "Rule: output.range: expected a function that makes a calibrator"),
-    "dtype": ({"output": jq.Activation("int4", range=jq.minmax)}, "Rule: output: expected a spec of int8 or uint8"),
+    "dtype": ({"output": jq.Activation("int4", range=jq.calibration.minmax)}, "Rule: output: expected a spec of int8"),
     "blocks": ({"weight": jq.Weight("int8", block=4)}, "Rule: weight, activation: expected a Weight without blocks"),
     "rows": ({"activation": jq.Activation("uint8", per="row")}, "Rule: weight, activation: expected a Weight without"),
     "floats": ({"activation": None}, "Rule: weight, activation: expected a Weight without blocks"),
     "keep": ({"weight": None, "activation": None, "keep": "float"}, "Rule: output: expected None"),
     "narrow": (
-        {"output": jq.Activation("int8", range=jq.absmax, options={"symmetric": True, "narrow_range": True})},
+        {
+            "output": jq.Activation(
+                "int8", range=jq.calibration.absmax, options={"symmetric": True, "narrow_range": True}
+            )
+        },
         "Rule: output: expected narrow_range=False",
     ),
 }  # fmt: skip

@@ -25,7 +25,9 @@ SIGNED = (
     jq.Rule(operation="take", weight=jq.Weight("int8")),
 )
 STATIC = (
-    jq.Rule(operation="dot_general", weight=jq.Weight("int8"), activation=jq.Activation("int8", range=jq.absmax)),
+    jq.Rule(
+        operation="dot_general", weight=jq.Weight("int8"), activation=jq.Activation("int8", range=jq.calibration.absmax)
+    ),
     jq.Rule(operation="take", weight=jq.Weight("int8")),
 )
 ROWS: dict[str, tuple[jq.Rule, ...]] = {"signed": SIGNED, "signed static": STATIC}

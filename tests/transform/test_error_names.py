@@ -65,9 +65,9 @@ def test_ranges_of_quantizers_and_initial_values() -> None:
     spec = jq.QuantSpec("uint8")
     pairs: list[Any] = [(jnp.zeros(3), jnp.ones(3)), (5.0, 1.0), (np.nan, 1.0), ("a", 1.0), (None, 1.0)]
     for ends in pairs:
-        check_name(r"Quantizer\.from_range", lambda ends=ends: jq.Quantizer.from_range(spec, *ends))
+        check_name(r"Quantizer\.from_range", lambda ends=ends: jq.Quantizer.from_range(spec, ends))
     check_name(
-        r"Quantizer\.from_range", lambda: jq.Quantizer.from_range(jq.QuantSpec("uint8", jq.PerAxis(0)), 0.0, 1.0)
+        r"Quantizer\.from_range", lambda: jq.Quantizer.from_range(jq.QuantSpec("uint8", jq.PerAxis(0)), (0.0, 1.0))
     )
     check_name(r"LSQPlus\.initial", lambda: jq.LSQPlus().initial(jnp.full((2, 2), np.nan), spec))
     for rule in (jq.LSQ(), jq.LSQPlus(), jq.PACT()):

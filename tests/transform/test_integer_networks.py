@@ -91,13 +91,13 @@ class Graph:
         self.variables, self.converted, self.ranges = variables, converted, ranges
         self.graph = QdqGraph()
         self.points: list[Tensor] = []  # the codes at each rounding
-        q = jq.quantize(x, SPEC, *ranges[first]["0"])
+        q = jq.quantize(x, SPEC, range=ranges[first]["0"])
         codes = np.asarray(q.codes)
         codes = np.moveaxis(codes, -1, 1) if codes.ndim == 4 else codes
         self.start = self.graph.feed(codes, np.asarray(q.scale).reshape(()), np.asarray(q.zero_point).reshape(()))
 
     def find_affine(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        q = jq.Quantizer.from_range(SPEC, *(end.reshape(()) for end in self.ranges[name]["output"]))
+        q = jq.Quantizer.from_range(SPEC, jax.tree.map(jnp.ravel, self.ranges[name]["output"]))
         return np.asarray(q.scale).reshape(()), np.asarray(q.zero_point).reshape(())
 
     def find_weights(self, layer: str, norm: str | None) -> tuple[jq.QuantizedArray, np.ndarray]:

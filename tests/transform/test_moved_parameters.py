@@ -172,7 +172,9 @@ def test_symbolic_repetitions_of_a_parameter_can_be_exported(rng: np.random.Gene
 
 # Ranges that all uses of a parameter share.
 
-SHARED = [jq.Rule(weight=jq.Weight("int8"), activation=jq.Activation("uint8", range=jq.minmax), shared=True)]
+SHARED = [
+    jq.Rule(weight=jq.Weight("int8"), activation=jq.Activation("uint8", range=jq.calibration.minmax), shared=True)
+]
 
 
 @pytest.mark.slow

@@ -179,7 +179,7 @@ def test_shared_range_serves_any_number_of_uses() -> None:
 
     params, rng = {"w": jnp.linspace(-1, 1, 16, dtype=F32).reshape(4, 4)}, np.random.default_rng(1)
     xs = jnp.asarray(rng.normal(size=(6, 2, 4)).astype(F32))
-    rule = jq.Rule(weight=W, activation=jq.Activation("int8", range=jq.absmax), shared=True)
+    rule = jq.Rule(weight=W, activation=jq.Activation("int8", range=jq.calibration.absmax), shared=True)
     prepared = jq.prepare(unroll, params, xs[:3], rules=[rule], strict=True)
     ranges = prepared.calibrate(params, [xs[:3]])
     assert list(ranges) == ["w"]
@@ -198,7 +198,7 @@ UNTYPED: Any = jq  # a type checker would refuse these arguments, too
 
 
 def raise_static() -> jq.Activation:
-    return jq.Activation("int8", per="row", range=jq.minmax)
+    return jq.Activation("int8", per="row", range=jq.calibration.minmax)
 
 
 @pytest.mark.parametrize(
@@ -214,8 +214,8 @@ def raise_static() -> jq.Activation:
         (lambda: UNTYPED.Weight("int8", options={"axis": 1}), ValueError, r"Weight: options: expected 'narrow_range' or .* got 'axis'"),
         (lambda: UNTYPED.Activation("int8", per="token"), ValueError, r"Activation: per: expected 'tensor' or 'row' or 'image'"),
         (raise_static, ValueError, r'Activation: per: expected "tensor", because a static range'),
-        (lambda: UNTYPED.Activation("int8", range="minmax"), TypeError, r"range: .*got the string 'minmax': pass the function jq.minmax"),
-        (lambda: UNTYPED.Activation("int8", range=jq.percentile), TypeError, r"functools.partial\(percentile, q=...\)"),
+        (lambda: UNTYPED.Activation("int8", range="minmax"), TypeError, r"range: .*got the string 'minmax': pass the function jq.calibration.minmax"),
+        (lambda: UNTYPED.Activation("int8", range=jq.calibration.percentile), TypeError, r"functools.partial\(percentile, q=...\)"),
         (lambda: UNTYPED.Rule(3, weight=W), TypeError, r"Rule: path: expected a pattern, a compiled regular expression or None"),
         (lambda: UNTYPED.Rule(), ValueError, r"Rule: weight: expected a Weight, or keep="),
         (lambda: UNTYPED.Rule(weight="int8"), TypeError, r"Rule: weight: expected a Weight or None"),
@@ -234,5 +234,7 @@ def test_rule_is_refused(make: Any, error: type[Exception], text: str) -> None:
 
 
 def test_partials_with_equal_arguments_are_equal() -> None:
-    first, second = (jq.Activation("int8", range=functools.partial(jq.percentile, q=99.9)) for _ in range(2))
+    first, second = (
+        jq.Activation("int8", range=functools.partial(jq.calibration.percentile, q=99.9)) for _ in range(2)
+    )
     assert first == second

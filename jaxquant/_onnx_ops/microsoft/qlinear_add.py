@@ -16,7 +16,7 @@ from ..._core.known_values import find_known
 from ._arguments import Encoding, broadcast_operands, convert_two, read_two
 from ._multiply_add import multiply_add
 
-_NAME = "qlinear_add"
+_NAME = "ops.qlinear_add"
 # The places of the scales among the arguments.
 _SCALES = (1, 4, 6)
 
@@ -65,7 +65,7 @@ def qlinear_add(
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> a, b = jnp.array([0, 1, 3, 255], jnp.uint8), jnp.array([0, 0, 0, 255], jnp.uint8)
-        >>> jq.qlinear_add(a, 0.5, 0, b, 0.5, 0, 1.0, 1)  # 1, 1.5, 2.5, 256: halves go to even after 1 is added
+        >>> jq.ops.qlinear_add(a, 0.5, 0, b, 0.5, 0, 1.0, 1)  # 1, 1.5, 2.5, 256: halves go to even after 1 is added
         Array([  1,   2,   2, 255], dtype=uint8)
 
     Source: ONNX Runtime's com.microsoft QLinearAdd-1.

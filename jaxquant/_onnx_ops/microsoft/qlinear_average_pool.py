@@ -20,7 +20,7 @@ from ._arguments import Encoding, check_eight_bits, convert_numbers, read_encodi
 from ._pool_window import Attributes, Windows, check_pool_attributes, find_windows
 from .qlinear_global_average_pool import average_codes
 
-_NAME = "qlinear_average_pool"
+_NAME = "ops.qlinear_average_pool"
 # Up to this many elements of a window, the sum is written out; a longer one is a loop, which compiles in less time.
 _MOST_UNROLLED = 64
 
@@ -77,7 +77,7 @@ def qlinear_average_pool(
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> x = jnp.array([[[0, 1, 2, 3, 255, 255]]], jnp.uint8)
-        >>> jq.qlinear_average_pool(x, 1.0, 0, 1.0, 1, kernel_shape=[2], strides=[2])  # 0.5, 2.5 and 255, then 1 more
+        >>> jq.ops.qlinear_average_pool(x, 1.0, 0, 1.0, 1, kernel_shape=[2], strides=[2])  # 0.5, 2.5, 255, then 1 more
         Array([[[  2,   4, 255]]], dtype=uint8)
 
     Source: ONNX Runtime's com.microsoft QLinearAveragePool-1.

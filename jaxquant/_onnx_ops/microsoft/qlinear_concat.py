@@ -15,7 +15,7 @@ from ...integer import _operands
 from ._arguments import check_eight_bits, convert_numbers, read_encoding, read_named
 from ._tables import requantize_codes
 
-_NAME = "qlinear_concat"
+_NAME = "ops.qlinear_concat"
 
 
 def qlinear_concat(
@@ -48,7 +48,7 @@ def qlinear_concat(
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> a, b = jnp.array([1, 3, 5], jnp.uint8), jnp.array([200], jnp.uint8)
-        >>> jq.qlinear_concat(1.0, 1, a, 0.5, 0, b, 2.0, 0, axis=0)  # 0.5, 1.5, 2.5 and 400
+        >>> jq.ops.qlinear_concat(1.0, 1, a, 0.5, 0, b, 2.0, 0, axis=0)  # 0.5, 1.5, 2.5 and 400
         Array([  1,   3,   3, 255], dtype=uint8)
 
     Source: ONNX Runtime's com.microsoft QLinearConcat-1.

@@ -16,7 +16,7 @@ from ..._core.entry_point import compile_entry_point
 from ...integer import _requantize
 from ._arguments import Encoding, check_eight_bits, convert_numbers, read_encoding
 
-_NAME = "qlinear_global_average_pool"
+_NAME = "ops.qlinear_global_average_pool"
 # How many slices are added element by element before the reduction.
 _SLICES = 16
 _FEWEST_SLICED = 2**12
@@ -57,7 +57,7 @@ def qlinear_global_average_pool(
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> x = jnp.array([[[1, 2], [3, 2], [255, 255]]], jnp.uint8)
-        >>> jq.qlinear_global_average_pool(x, 1.0, 0, 1.0, 1)  # 1.5, 2.5 and 255: halves go to even, then 1 is added
+        >>> jq.ops.qlinear_global_average_pool(x, 1.0, 0, 1.0, 1)  # 1.5, 2.5 and 255: ties go to even, then 1 is added
         Array([[[  3],
                 [  3],
                 [255]]], dtype=uint8)
@@ -79,7 +79,7 @@ def _find_pooled_shape(x: jax.Array, channels_last: bool, **_: Any) -> tuple[tup
 
 
 @compile_entry_point(_NAME)
-@recording.mark(_NAME, _find_pooled_shape)
+@recording.mark("qlinear_global_average_pool", _find_pooled_shape)
 def _qlinear_global_average_pool(
     x: jax.Array, x_scale: jax.Array, x_zero_point: jax.Array | None, y_scale: jax.Array,
     y_zero_point: jax.Array | None, *, channels_last: bool,

@@ -12,7 +12,7 @@ from ..._core.entry_point import compile_entry_point
 from ._arguments import check_eight_bits, convert_numbers, read_encoding
 from ._tables import encode_values, list_values, look_up
 
-_NAME = "qlinear_leaky_relu"
+_NAME = "ops.qlinear_leaky_relu"
 
 
 def qlinear_leaky_relu(
@@ -48,7 +48,7 @@ def qlinear_leaky_relu(
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
-        >>> jq.qlinear_leaky_relu(jnp.array([-128, -6, -2, 1, 127], jnp.int8), 0.5, 0, 0.25, 3, alpha=0.25)
+        >>> jq.ops.qlinear_leaky_relu(jnp.array([-128, -6, -2, 1, 127], jnp.int8), 0.5, 0, 0.25, 3, alpha=0.25)
         Array([-61,   0,   2,   5, 127], dtype=int8)
 
     Source: ONNX Runtime's com.microsoft QLinearLeakyRelu-1.
@@ -61,7 +61,7 @@ def qlinear_leaky_relu(
 
 
 @compile_entry_point(_NAME)
-@recording.mark(_NAME, lambda x, **_: (x.shape, x.dtype))
+@recording.mark("qlinear_leaky_relu", lambda x, **_: (x.shape, x.dtype))
 def _qlinear_leaky_relu(
     x: jax.Array, x_scale: jax.Array, x_zero_point: jax.Array | None, y_scale: jax.Array,
     y_zero_point: jax.Array | None, *, alpha: float,

@@ -11,7 +11,7 @@ from ..._core.entry_point import compile_entry_point
 from ...integer import _requantize
 from ._arguments import broadcast_operands, convert_two, read_two
 
-_NAME = "qlinear_mul"
+_NAME = "ops.qlinear_mul"
 
 
 def qlinear_mul(
@@ -54,7 +54,7 @@ def qlinear_mul(
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> a, b = jnp.array([0, 1, 3, 255], jnp.uint8), jnp.array([1, 1, 1, 255], jnp.uint8)
-        >>> jq.qlinear_mul(a, 0.5, 0, b, 1.0, 0, 1.0, 1)  # 1, 1.5, 2.5, 32513.5: halves go to even after 1 is added
+        >>> jq.ops.qlinear_mul(a, 0.5, 0, b, 1.0, 0, 1.0, 1)  # 1, 1.5, 2.5, 32513.5: halves go to even after 1 is added
         Array([  1,   2,   2, 255], dtype=uint8)
 
     Source: ONNX Runtime's com.microsoft QLinearMul-1.

@@ -13,7 +13,7 @@ from ..._core.entry_point import compile_entry_point
 from ._arguments import check_eight_bits, convert_numbers, read_encoding
 from .qlinear_global_average_pool import average_codes
 
-_NAME = "qlinear_reduce_mean"
+_NAME = "ops.qlinear_reduce_mean"
 
 
 def qlinear_reduce_mean(
@@ -55,7 +55,7 @@ def qlinear_reduce_mean(
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> data = jnp.array([[1, 2], [3, 2], [255, 255]], jnp.uint8)
-        >>> jq.qlinear_reduce_mean(data, 1.0, 0, 1.0, 1, axes=[1], keepdims=False)  # 1.5, 2.5 and 255
+        >>> jq.ops.qlinear_reduce_mean(data, 1.0, 0, 1.0, 1, axes=[1], keepdims=False)  # 1.5, 2.5 and 255
         Array([  3,   3, 255], dtype=uint8)
 
     Source: ONNX Runtime's com.microsoft QLinearReduceMean-1, a definition without a kernel for CPUs.

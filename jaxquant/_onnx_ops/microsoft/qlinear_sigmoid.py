@@ -14,7 +14,7 @@ from ._arguments import check_eight_bits, convert_numbers, read_encoding
 from ._multiply_add import multiply_add
 from ._tables import encode_values, list_values, look_up_stored
 
-_NAME = "qlinear_sigmoid"
+_NAME = "ops.qlinear_sigmoid"
 
 
 def qlinear_sigmoid(
@@ -47,7 +47,7 @@ def qlinear_sigmoid(
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
-        >>> jq.qlinear_sigmoid(jnp.array([-128, -10, 0, 10, 127], jnp.int8), 0.125, 0, 1 / 256, -128)
+        >>> jq.ops.qlinear_sigmoid(jnp.array([-128, -10, 0, 10, 127], jnp.int8), 0.125, 0, 1 / 256, -128)
         Array([-128,  -71,    0,   71,  127], dtype=int8)
 
     Source: ONNX Runtime's com.microsoft QLinearSigmoid-1.
@@ -59,7 +59,7 @@ def qlinear_sigmoid(
 
 
 @compile_entry_point(_NAME)
-@recording.mark(_NAME, lambda x, **_: (x.shape, x.dtype))
+@recording.mark("qlinear_sigmoid", lambda x, **_: (x.shape, x.dtype))
 def _qlinear_sigmoid(
     x: jax.Array, x_scale: jax.Array, x_zero_point: jax.Array | None, y_scale: jax.Array,
     y_zero_point: jax.Array | None,

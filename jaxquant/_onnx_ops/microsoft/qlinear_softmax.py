@@ -19,7 +19,7 @@ from ._exponential import list_exponentials
 from ._multiply_add import multiply_exactly, split_bits
 from ._tables import look_up
 
-_NAME = "qlinear_softmax"
+_NAME = "ops.qlinear_softmax"
 _OPSET_WITH_ONE_AXIS = 13
 # How many codes a word has, how many words of a row one step of the loop adds, and how many rows a tile has.
 _BYTES, _WORDS, _TILE = 4, 4, 16
@@ -74,10 +74,11 @@ def qlinear_softmax(
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
-        >>> jq.qlinear_softmax(jnp.array([[-128, 0, 0, 7], [-128, -128, -128, 127]], jnp.int8), 0.1, 0, 1 / 256, -128)
+        >>> x = jnp.array([[-128, 0, 0, 7], [-128, -128, -128, 127]], jnp.int8)
+        >>> jq.ops.qlinear_softmax(x, 0.1, 0, 1 / 256, -128)
         Array([[-128,  -64,  -64,    0],
                [-128, -128, -128,  127]], dtype=int8)
-        >>> jq.qlinear_softmax(jnp.array([7, 7], jnp.uint8), 0.1, 0, 1 / 300)
+        >>> jq.ops.qlinear_softmax(jnp.array([7, 7], jnp.uint8), 0.1, 0, 1 / 300)
         Array([150, 150], dtype=uint8)
 
     Source: ONNX Runtime's com.microsoft QLinearSoftmax-1, version 1.32.

@@ -12,7 +12,7 @@ from ..._core.entry_point import compile_entry_point
 from ._arguments import broadcast_operands, check_eight_bits, convert_numbers, read_encoding
 from ._tables import requantize_codes
 
-_NAME = "qlinear_where"
+_NAME = "ops.qlinear_where"
 
 
 def qlinear_where(
@@ -55,7 +55,7 @@ def qlinear_where(
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> x, y = jnp.array([1, 3, 5], jnp.uint8), jnp.array([200], jnp.uint8)
-        >>> jq.qlinear_where(jnp.array([True, True, False]), x, 0.5, 0, y, 2.0, 0, 1.0, 1)  # 0.5, 1.5 and 400
+        >>> jq.ops.qlinear_where(jnp.array([True, True, False]), x, 0.5, 0, y, 2.0, 0, 1.0, 1)  # 0.5, 1.5 and 400
         Array([  1,   3, 255], dtype=uint8)
 
     Source: ONNX Runtime's com.microsoft QLinearWhere-1.

@@ -21,7 +21,7 @@ _NAME = "flax.linen.OutputRange"
 
 
 class OutputRange(RangeModule):
-    """How the result of an operation on codes is quantized: the `output` of `jq.add` and the like in a network.
+    """How the result of an operation on codes is quantized: the `output` of `jq.codes.add` and the like in a network.
 
     It finds the range of the result in training, as a layer with an output_spec does, and `jq.flax.convert` makes it
     constant.
@@ -45,7 +45,7 @@ class OutputRange(RangeModule):
         ...     @nn.compact
         ...     def __call__(self, x):
         ...         layer = qnn.Dense(2, weight_spec=jq.QuantSpec(jnp.int8), activation_spec=spec, output_spec=spec)
-        ...         return jq.add(layer(x), layer(x), qnn.OutputRange(spec, relu=True))
+        ...         return jq.codes.add(layer(x), layer(x), output=qnn.OutputRange(spec, relu=True))
         >>> x = jnp.array([[-1.0, 0.5, 2.0]])
         >>> variables = jq.flax.calibrate(Block(), Block().init(jax.random.key(0), x), [x])
         >>> Block().apply(jq.flax.convert(Block(), variables), x)

@@ -19,7 +19,7 @@ _NAME = "flax.nnx.OutputRange"
 
 
 class OutputRange(Contraction):
-    """How the result of an operation on codes is quantized: the `output` of `jq.add` and the like in a network.
+    """How the result of an operation on codes is quantized: the `output` of `jq.codes.add` and the like in a network.
 
     It finds the range of the result in training, as a layer with an output_spec does, and `convert` makes it constant.
 
@@ -45,7 +45,7 @@ class OutputRange(Contraction):
         ...         self.layer = qnnx.Linear(3, 2, **specs, rngs=rngs)
         ...         self.sum = qnnx.OutputRange(spec, relu=True)
         ...     def __call__(self, x):
-        ...         return jq.add(self.layer(x), self.layer(x), self.sum)
+        ...         return jq.codes.add(self.layer(x), self.layer(x), output=self.sum)
         >>> block, x = Block(nnx.Rngs(0)), jnp.array([[-1.0, 0.5, 2.0]])
         >>> qnnx.calibrate(block, [x])
         >>> qnnx.convert(block)(x)

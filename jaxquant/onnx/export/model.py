@@ -126,7 +126,7 @@ def export(
         >>> w = jq.quantize(jnp.array([[0.5, -1.0], [2.0, 0.25]]), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
         >>> spec = jq.QuantSpec(jnp.uint8)
         >>> def layer(x):
-        ...     return jq.matmul(jq.quantize(x, spec, -1.0, 1.55), w)
+        ...     return jq.matmul(jq.quantize(x, spec, range=(-1.0, 1.55)), w)
         >>> model = jqonnx.export(layer, [jnp.zeros((4, 2))], batch="N")
         >>> [node.op_type for node in model.graph.node]
         ['QuantizeLinear', 'MatMulInteger', 'Cast', 'Mul']

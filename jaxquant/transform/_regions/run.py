@@ -158,11 +158,11 @@ def combine_codes(graph: Graph, point: Point, arrays: Sequence[Array], output: A
 
 
 def _add(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
-    return elementwise.add(arrays[0], arrays[1], output)
+    return elementwise.add(arrays[0], arrays[1], output=output)
 
 
 def _multiply(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
-    return elementwise.multiply(arrays[0], arrays[1], output)
+    return elementwise.multiply(arrays[0], arrays[1], output=output)
 
 
 def _concatenate(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:

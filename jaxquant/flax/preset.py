@@ -27,5 +27,5 @@ RUNTIME: LayerSpecs = {
 """The arguments of layers that ONNX Runtime fuses to integer kernels on x86-64.
 
 The weights are int8 of 7 bits with one scale for each output feature, symmetric. The activations and the results are
-uint8, asymmetric. With an `output_spec`, a layer's bias is int32. Use it as `qnn.Conv(64, (3, 3), **jq.RUNTIME)`.
+uint8, asymmetric. With an `output_spec`, a layer's bias is int32. Use it as `qnn.Conv(64, (3, 3), **jq.flax.RUNTIME)`.
 """
