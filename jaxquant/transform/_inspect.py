@@ -27,6 +27,9 @@ def check_prepared(function: str, prepared: Any) -> None:
     A contraction that returns codes has the factors of a batch normalization in its weights, and a bias of integers.
     """
     checks.require_type(isinstance(prepared, Prepared), function, "prepared", "a Prepared", type(prepared).__name__)
+    names = [prepared.names[place] for place in sorted(prepared.given)]
+    expected = "a function whose parameters were floats in prepare"
+    checks.require(not names, function, "prepared", expected, f"codes at {', '.join(names[:4])}")
     names = [row.name for row in prepared.coverage.rows if row.output is not None]
     expected = "rules without `output`, such as those of jq.recipes.w8a8_static()"
     got = f"codes as the result of {', '.join(names[:4])}"

@@ -47,6 +47,7 @@ class Prepared:
         strict: whether a contraction that a rule wants on codes may stay in floats.
         names: the path of each array among the parameters.
         leaves: for each parameter that is quantized, by its place in `names`: its spec.
+        given: the places of those that had codes already when `prepare` saw them.
         coverage: what becomes of each contraction at the arguments of `prepare`.
         regions: what stays in codes between contractions, for the use of this class.
         static_ranges: the activations whose range calibration finds, by name.
@@ -58,6 +59,7 @@ class Prepared:
     strict: bool
     names: tuple[str, ...]
     leaves: Mapping[int, LeafPlan]
+    given: frozenset[int]
     coverage: _coverage.Coverage
     static_ranges: _ranges.StaticRanges
     regions: Regions
@@ -97,7 +99,8 @@ class Prepared:
         call = self._trace("observe", params, args, kwargs)
         self._check_floats("observe", call.parameters)
         self._check_records("observe", "state", call, state)
-        return self._interpret(_modes.ObserveMode(call.plan), call, call.parameters.arrays, state)[1]
+        arrays = [x.dequantize() if place in self.given else x for place, x in enumerate(call.parameters.arrays)]
+        return self._interpret(_modes.ObserveMode(call.plan), call, arrays, state)[1]
 
     def merge(self, a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
         """Return the states that have seen the data of both."""
@@ -188,7 +191,8 @@ class Prepared:
         it does. On a CPU, weights of many shapes share a few compiled programs.
 
         Args:
-            params: the parameters of the function, in floats; or a `TrainableTree`, with its ranges or scales.
+            params: the parameters of the function, in floats; or a `TrainableTree`, with its ranges or scales. Those
+                that had codes in `prepare` keep them.
             ranges: the ranges of the static activations, as `calibrate` returns them. None or {} if there are none, and
                 with a `TrainableTree`.
             delete: whether to delete the float array of each weight after it was quantized. The memory then holds the
@@ -221,7 +225,7 @@ class Prepared:
         originals, converted = signature.arrays, list(signature.arrays)
         # The floats are read again where a bias needs a larger scale.
         has_biases, unused = bool(self.regions.points), []
-        for place, plan in self.leaves.items():
+        for place, plan in self._list_floats().items():
             name, w = self.names[place], converted[place]
             with checks.prefix_errors(name), checks.name_errors("Prepared.convert"):
                 folded = plan.multiply(w, signature.arrays)
@@ -274,7 +278,7 @@ class Prepared:
             return TrainableTree(params, FixedRanges(records))
         parameters = {
             self.names[place]: (plan.multiply(signature.arrays[place], signature.arrays), plan)
-            for place, plan in self.leaves.items()
+            for place, plan in self._list_floats().items()
         }
         with checks.name_errors("Prepared.trainable"):
             return TrainableTree(params, make_scales(parameters, self.static_ranges, records, estimator))
@@ -328,6 +332,10 @@ class Prepared:
         arrays, parameters = call.parameters.arrays, list(call.parameters.arrays)
         for place, plan in self.leaves.items():
             name = self.names[place]
+            if place in self.given:
+                codes = jax.lax.stop_gradient(arrays[place])
+                parameters[place] = _modes.Twin(codes.dequantize(), codes)
+                continue
             with checks.prefix_errors(name), checks.name_errors("Prepared.fake_apply"):
                 w = plan.multiply(arrays[place], arrays)
                 parameters[place] = make_weight_twin(w, plan, learned.weights.get(name), learned.estimator)
@@ -379,7 +387,8 @@ class Prepared:
         signature = Signature(params)
         check_names(function, self.names, signature.names)
         self._check_shapes(function, signature)
-        call = trace_call(self.traced, self.rules, params, args, kwargs, self.leaves.keys())
+        given = {place: self.leaves[place].spec for place in self.given}
+        call = trace_call(self.traced, self.rules, params, args, kwargs, self.leaves.keys(), given)
         if self.strict:
             _coverage.check_strict(function, _coverage.make_coverage(call.analysis, call.plan, self.names))
         check_leaves(function, self.names, self.leaves, call.plan.leaves)
@@ -416,11 +425,15 @@ class Prepared:
         if not isinstance(scales, LearnedScales):
             return self._read_records(method, argument, scales), _NONE_LEARNED
         # PACT trains no scales of weights.
-        names = {self.names[place] for place in self.leaves}
+        names = {self.names[place] for place in self._list_floats()}
         differing = sorted(names ^ set(scales.weights)) if scales.weights else []
         expected = "scales of the weights of this prepared function"
         checks.require(not differing, function, argument, expected, f"others at {', '.join(differing[:4])}")
         return self._read_records(method, argument, scales.activations), scales
+
+    def _list_floats(self) -> dict[int, LeafPlan]:
+        """Return the plans of the parameters that are floats until they are converted."""
+        return {place: plan for place, plan in self.leaves.items() if place not in self.given}
 
     def _check_shapes(self, function: str, parameters: Signature) -> None:
         for place, plan in self.leaves.items():
@@ -430,9 +443,12 @@ class Prepared:
 
     def _check_floats(self, method: str, parameters: Signature) -> None:
         for place in self.leaves:
-            is_float = not is_quantized(parameters.arrays[place])
-            expected = f"floats at {self.names[place]}"
-            checks.require(is_float, f"Prepared.{method}", "params", expected, "a quantized array, as for apply")
+            has_codes, name = is_quantized(parameters.arrays[place]), self.names[place]
+            if place in self.given:
+                checks.require(has_codes, f"Prepared.{method}", "params", f"a quantized array at {name}", "floats")
+                continue
+            got = "a quantized array, as for apply"
+            checks.require(not has_codes, f"Prepared.{method}", "params", f"floats at {name}", got)
 
     def _check_converted(self, call: Call) -> None:
         for place, plan in self.leaves.items():

@@ -272,8 +272,8 @@ def test_wrong_options(options, text: str) -> None:
     ("function", "argument", "text"),
     [
         (lambda x: (), jnp.ones(3), "function: expected a result of one array or more"),
-        (lambda x: x, "text", "example_args: expected arrays of numbers"),
-        (lambda x: x, jax.random.key(0), "example_args: expected arrays of numbers"),
+        (lambda x: x, "text", "inputs: expected arrays of numbers"),
+        (lambda x: x, jax.random.key(0), "inputs: expected arrays of numbers"),
     ],
 )
 def test_functions_and_arguments_that_no_model_has(function, argument, text: str) -> None:

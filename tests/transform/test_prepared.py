@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import jaxquant as jq
 from jaxquant.transform import _calls, _prepared
@@ -493,6 +493,70 @@ def test_quantized_parameters_are_left_alone(params: Any, batches: Any) -> None:
     assert qparams.params["first"]["kernel"] is given["first"]["kernel"]
     y = jax.jit(prepared.apply)(qparams, x)
     np.testing.assert_array_equal(y, jax.jit(prepared.fake_apply)(given, x))
+
+
+RULES = {
+    "dynamic": DYNAMIC, "static": STATIC, "weight_only": jq.recipes.weight_only_int8(),
+    "onnx_runtime": jq.recipes.onnx_runtime(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rules", list(RULES))
+def test_contractions_run_on_the_codes_that_parameters_have(rules: str, params: Any, batches: Any) -> None:
+    """Those of a loaded checkpoint: with the scales of the file, which are other ones than those of the rules."""
+    x = jnp.asarray(batches[0])
+    q = jq.quantize(params["first"]["kernel"], jq.QuantSpec("int8", jq.PerAxis(1), power_of_two=True))
+    given = {**params, "first": {**params["first"], "kernel": q}}
+    prepared = jq.prepare(apply, given, x, rules=RULES[rules], strict=True)
+    row, other = prepared.coverage.rows
+    assert row.form == ("weight-only" if rules == "weight_only" else "integer")
+    assert row.reason == "the codes of first/kernel are those that it had"
+    assert other.reason == ""
+    ranges = prepared.calibrate(given, batches)
+    converted = prepared.convert(given, ranges)
+    assert converted.params["first"]["kernel"] is q
+    y = jax.jit(prepared.apply)(converted, x)
+    np.testing.assert_array_equal(y, jax.jit(prepared.fake_apply)(prepared.trainable(given, ranges), x))
+    assert np.abs(y - apply(params, x)).max() < 0.05 * np.abs(y).max()
+    if rules == "dynamic":
+        activations = jq.quantize(x, prepared.coverage.rows[0].activations[0])
+        h = jax.nn.relu(jq.matmul(activations, q) + params["first"]["bias"])
+        rest = jq.quantize(h, other.activations[0])
+        np.testing.assert_array_equal(y, jq.matmul(rest, converted.params["second"]["kernel"]))
+    # The learned scales are those of the weights in floats.
+    learned: Any = prepared.trainable(given, ranges, estimator=jq.LSQ())
+    assert set(learned.scales.weights) == {"second/kernel"}
+    assert prepared.convert(learned).params["first"]["kernel"] is q
+    with pytest.raises(ValueError, match=r"convert: params: expected a quantized array at first/kernel, got floats"):
+        prepared.convert(params, ranges)
+    with pytest.raises(ValueError, match=r"ptq.collect: prepared: expected .* floats in prepare, got codes at first/k"):
+        jq.ptq.collect(prepared, given, batches)
+
+
+def test_a_flax_model_with_loaded_codes(batches: Any) -> None:
+    """Flax's layers take no quantized arrays, so they see floats in place of them."""
+    model, x = linen.Dense(5), jnp.asarray(batches[0])
+    variables = model.init(jax.random.key(0), x)
+    first = jq.prepare(model.apply, variables, x, rules=DYNAMIC)
+    q = first.convert(variables)
+    loaded = jq.prepare(model.apply, q.params, x, rules=DYNAMIC, strict=True)
+    again = loaded.convert(q.params)
+    assert equal(again, q)
+    np.testing.assert_array_equal(jax.jit(loaded.apply)(again, x), jax.jit(first.apply)(q, x))
+
+
+@pytest.mark.parametrize("kind", ["axis that is summed", "float8", "codebook"])
+def test_codes_that_a_rule_cannot_contract_are_left_alone(kind: str, params: Any, batches: Any) -> None:
+    spec = {
+        "axis that is summed": jq.QuantSpec("int8", jq.PerAxis(0)),
+        "float8": jq.QuantSpec("float8_e4m3fn"), "codebook": jq.QuantSpec(jq.nf4, jq.PerAxis(1)),
+    }[kind]  # fmt: skip
+    x, q = jnp.asarray(batches[0]), jq.quantize(params["first"]["kernel"], spec)
+    prepared = jq.prepare(lambda p, x: x @ p["q"] @ p["w"], {"q": q, "w": params["second"]["kernel"]}, x, rules=DYNAMIC)
+    assert [row.name for row in prepared.coverage.rows if row.form == "integer"] == ["w"]
+    converted = prepared.convert({"q": q, "w": params["second"]["kernel"]})
+    y = jax.jit(prepared.apply)(converted, x)
+    assert np.abs(y - x @ q.dequantize() @ params["second"]["kernel"]).max() < 0.05 * np.abs(y).max()
 
 
 def test_function_is_traced_once_for_each_structure_and_shape(params: Any, batches: Any) -> None:
