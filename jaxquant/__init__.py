@@ -39,11 +39,10 @@ from ._training.backward import FloatBackward, Int8Backward
 from ._training.contraction_vjp import save_codes
 from ._training.conv_general_dilated import quantized_conv_general_dilated
 from ._training.dot_general import quantized_dot_general
-from ._training.dynamic_fake_quantize_linear import dynamic_fake_quantize_linear
 from ._training.einsum import quantized_einsum
 from ._training.estimators import LSQ, PACT, LSQPlus, StochasticRounding, StraightThrough
 from ._training.fake_quantize import fake_quantize
-from ._training.fake_quantize_linear import fake_quantize_linear
+from ._training.fake_quantize_linear import dynamic_fake_quantize_linear, fake_quantize_linear
 from ._training.quantizer import Quantizer
 from .calibration import Range
 from .onednn import dynamic_dequantize

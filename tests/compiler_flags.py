@@ -1,7 +1,7 @@
 """A check of all operators against numpy under different compiler flags, with a new process for each set of flags.
 
-`python -m tests.compiler_flags` prints the table of `docs/exactness.md`. XLA reads `XLA_FLAGS` only once, so each row
-is measured in a subprocess with the flags of the row: `python -m tests.compiler_flags --measure`.
+`python -m tests.compiler_flags` prints a table of `docs/measured/exactness.md`. XLA reads `XLA_FLAGS` only once, so
+each row is measured in a subprocess with the flags of the row: `python -m tests.compiler_flags --measure`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The full check of each operator, dtype and granularity against its oracle under each transform.
 
-`pytest` runs the cases one by one. `python -m tests.exactness` prints the table of docs/exactness.md.
+`pytest` runs the cases one by one. `python -m tests.exactness` prints the table of docs/measured/exactness.md.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def check(case: Case, seed: int) -> dict[str, tuple[int, int]]:
 
 
 def table(seed: int) -> tuple[str, int, int]:
-    """Return the table of docs/exactness.md, the number of elements, and the number of mismatches."""
+    """Return the table of docs/measured/exactness.md, the number of elements, and the number of mismatches."""
     lines: dict[tuple[str, str, str], list[int]] = {}
     for case in cases():
         counts = check(case, seed).values()

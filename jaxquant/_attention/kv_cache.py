@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,17 +15,22 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
+from .._arrays.quantize import quantize
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point, known_values
 from .._core.granularity import PerToken
-from . import arguments, cache_layout
-from .cache_layout import KEY_AXES, VALUE_AXES
+from . import arguments
 
 _CREATE, _APPEND, _CHECK = "KVCache.create", "KVCache.append", "KVCache.check"
 INT8 = QuantSpec(jnp.int8, PerToken())
 _DTYPES = (np.dtype(jnp.int8), np.dtype(jnp.int4))
 _SCALES = dtypes.FLOATS
+# The axis of the features, which is packed, and that of the tokens, in the codes of keys and of values. Keys are
+# contracted along their features and values along their tokens. XLA:CPU reads an operand of which few rows are
+# contracted fastest if its contracted dimension is the last.
+KEY_AXES = (3, 2)
+VALUE_AXES = (2, 3)
 
 
 @jax.tree_util.register_dataclass
@@ -121,7 +128,7 @@ class KVCache:
             checks.check_integer(_CREATE, "window", window)
             expected = f"an int in [1, {length}], the length of the cache, or None"
             checks.require(1 <= window <= length, _CREATE, "window", expected, window)
-        keys, values = (cache_layout.count_packed(spec, features) for spec in (spec_k, spec_v))
+        keys, values = (_count_packed(spec, features) for spec in (spec_k, spec_v))
         return cls(
             jnp.zeros((batch, heads, length, keys), _find_stored_dtype(spec_k)),
             jnp.zeros((batch, heads, values, length), _find_stored_dtype(spec_v)),
@@ -233,13 +240,13 @@ class KVCache:
     @property
     def quantized_keys(self) -> QuantizedArray:
         """The keys as a QuantizedArray [batch, kv_heads, length, head_dim] of int8 codes."""
-        codes = cache_layout.unpack_codes(self.keys, self.spec_k, KEY_AXES[0], self.head_dim)
+        codes = unpack_codes(self.keys, self.spec_k, KEY_AXES[0], self.head_dim)
         return QuantizedArray(codes, self.key_scale[..., None], dtype=jnp.float32)
 
     @property
     def quantized_values(self) -> QuantizedArray:
         """The values as a QuantizedArray [batch, kv_heads, head_dim, length] of int8 codes."""
-        codes = cache_layout.unpack_codes(self.values, self.spec_v, VALUE_AXES[0], self.head_dim)
+        codes = unpack_codes(self.values, self.spec_v, VALUE_AXES[0], self.head_dim)
         return QuantizedArray(codes, self.value_scale[:, :, None], dtype=jnp.float32)
 
     def partition_specs(self, batch: Any = None, heads: Any = None) -> KVCache:
@@ -262,8 +269,8 @@ def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | Non
     if lengths is not None:
         # An index must never decrease or count tokens that do not exist, whatever the caller passes.
         counts = jnp.clip(lengths, np.int32(0), np.int32(tokens))
-    codes, scales = cache_layout.encode_tokens(k, cache.spec_k, KEY_AXES)
-    value_codes, value_scales = cache_layout.encode_tokens(v, cache.spec_v, VALUE_AXES)
+    codes, scales = _encode_tokens(k, cache.spec_k, KEY_AXES)
+    value_codes, value_scales = _encode_tokens(v, cache.spec_v, VALUE_AXES)
     updates = ((codes, KEY_AXES[1]), (value_codes, VALUE_AXES[1]), (scales, 2), (value_scales, 2))
     stored = (cache.keys, cache.values, cache.key_scale, cache.value_scale)
     # One token, and tokens that share an index in a cache that is no ring, are contiguous.
@@ -272,14 +279,14 @@ def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | Non
         places = cache.index if cache.window is None else cache.index % np.int32(length)
     else:
         places = _find_places(cache, tokens, counts)
-    write_one = cache_layout.write_slice if is_slice else cache_layout.write_places
+    write_one = _write_slice if is_slice else _write_places
 
     def write(arrays: Any) -> tuple[jax.Array, ...]:
         pairs = zip(arrays, updates, strict=True)
         return tuple(write_one(array, update, axis, places) for array, (update, axis) in pairs)
 
     # On a GPU the host would wait for the condition of that loop.
-    on_cpu = functools.partial(cache_layout.run_once, write)
+    on_cpu = functools.partial(_run_once, write)
     keys, values, key_scale, value_scale = lax.platform_dependent(stored, cpu=on_cpu, default=write)
     return dataclasses.replace(
         cache, keys=keys, values=values, key_scale=key_scale, value_scale=value_scale, index=cache.index + counts
@@ -303,7 +310,7 @@ def _find_places(cache: KVCache, tokens: int, counts: Any) -> jax.Array:
 
 
 def _find_stored_dtype(spec: QuantSpec) -> Any:
-    return jnp.uint8 if cache_layout.is_packed(spec) else jnp.int8
+    return jnp.uint8 if is_packed(spec) else jnp.int8
 
 
 def _read_shape(shape: Any) -> tuple[int, ...]:
@@ -345,3 +352,98 @@ def _check_tokens(cache: KVCache, k: Any, v: Any, lengths: Any) -> None:
     elif cache.window is None:
         expected = f"at most {cache.length} tokens, the length of the cache (a window makes it a ring)"
         checks.require(k.shape[1] <= cache.length, _APPEND, "k", expected, k.shape[1])
+
+
+# The arrays of a KVCache: how codes are arranged and packed, and how tokens are written.
+
+
+def is_packed(spec: QuantSpec) -> bool:
+    """Return whether two codes share a byte."""
+    return dtypes.find_width(spec.dtype) == 4
+
+
+def _count_packed(spec: QuantSpec, features: int) -> int:
+    """Return the number of bytes that hold the codes of the features of a token and head."""
+    return math.ceil(features / 2) if is_packed(spec) else features
+
+
+def _encode_tokens(x: jax.Array, spec: QuantSpec, axes: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+    """Return the codes of tokens as a cache stores them, and their scales.
+
+    Args:
+        x: float [batch, tokens, heads, features].
+        spec: how to quantize, with a scale for each token and head.
+        axes: `KEY_AXES` or `VALUE_AXES`.
+
+    Returns:
+        Codes [batch, heads, tokens, features] of keys, or [batch, heads, features, tokens] of values, and scales
+        [batch, heads, tokens].
+    """
+    q = quantize(x, spec)
+    order = (0, 2, 1, 3) if axes == KEY_AXES else (0, 2, 3, 1)
+    codes = lax.transpose(q.codes.astype(jnp.int8), order)
+    if is_packed(spec):
+        codes = _pack_halves(codes, axes[0])
+    return codes, lax.transpose(lax.squeeze(q.scale, (3,)), (0, 2, 1))
+
+
+def _pack_halves(codes: jax.Array, axis: int) -> jax.Array:
+    """Return 4-bit codes, int8, as bytes: the first half of an axis in the low bits, the second half in the high ones.
+
+    Neighbors in a byte are half an axis apart, so that packing and unpacking move whole slices.
+    """
+    length = codes.shape[axis]
+    half = math.ceil(length / 2)
+    # Shifts of unsigned bytes fill with zeros and never extend the sign.
+    bits = lax.bitcast_convert_type(codes, jnp.uint8)
+    low = lax.slice_in_dim(bits, 0, half, axis=axis) & np.uint8(15)
+    high = lax.slice_in_dim(bits, half, length, axis=axis) << np.uint8(4)
+    padding = [(0, 2 * half - length if a == axis else 0, 0) for a in range(codes.ndim)]
+    return low | lax.pad(high, np.uint8(0), padding)
+
+
+def unpack_codes(stored: jax.Array, spec: QuantSpec, axis: int, features: int) -> jax.Array:
+    """Return the codes of a cache as int8, with `features` entries along the axis of the features."""
+    if not is_packed(spec):
+        return stored
+    signed = lax.bitcast_convert_type(stored, jnp.int8)
+    # A shift to the right extends the sign.
+    low, high = (signed << np.int8(4)) >> np.int8(4), signed >> np.int8(4)
+    return lax.slice_in_dim(lax.concatenate([low, high], axis), 0, features, axis=axis)
+
+
+def _run_once(function: Callable[[Any], Any], arrays: Any) -> Any:
+    """Return a function of arrays, computed in a loop of one step.
+
+    XLA:CPU would fuse the writing of tokens with each contraction that reads the cache, and write them there into a
+    further copy of it. A fusion does not cross the end of a loop, and a loop updates its carry in place. The compiler
+    does not know the number of steps; a barrier alone would do with jax 0.12, but jax 0.10's XLA removes it too early.
+    """
+    return lax.fori_loop(np.int32(0), lax.optimization_barrier(np.int32(1)), lambda _, x: function(x), arrays)
+
+
+def _write_slice(stored: jax.Array, update: jax.Array, axis: int, start: jax.Array) -> jax.Array:
+    """Return an array with the slice of an axis from `start`, an int32 scalar, replaced; it is moved to fit if need be.
+
+    XLA writes it in place if the array is donated or is the carry of a loop.
+    """
+    return lax.dynamic_update_slice_in_dim(stored, update, start, axis)
+
+
+def _write_places(stored: jax.Array, update: jax.Array, axis: int, places: jax.Array) -> jax.Array:
+    """Return an array with some indices of an axis replaced; those beyond the axis are dropped.
+
+    Args:
+        stored: [batch, heads, ...].
+        update: the same shape, with an entry for each place along the axis.
+        axis: the axis of the tokens, 2 or more.
+        places: int32 [tokens], or [batch, tokens] for places that differ between rows.
+    """
+    if places.ndim == 2:
+        return jax.vmap(functools.partial(_scatter, axis=axis - 1))(stored, update, places)
+    return _scatter(stored, update, places, axis=axis)
+
+
+def _scatter(stored: jax.Array, update: jax.Array, places: jax.Array, *, axis: int) -> jax.Array:
+    index = (*(slice(None),) * axis, places)
+    return stored.at[index].set(update, mode="drop", unique_indices=True)

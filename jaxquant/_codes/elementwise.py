@@ -1,4 +1,4 @@
-"""Sums and products of two quantized arrays, and `relu`: codes in, codes out."""
+"""Element-wise operations on quantized arrays: codes in, codes out."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from .._core import checks, dtypes
 from .._core.granularity import Aligned
 from .._core.known_values import find_known
 from .._onnx_ops.microsoft.qlinear_add import qlinear_add
+from .._onnx_ops.microsoft.qlinear_leaky_relu import qlinear_leaky_relu
 from .._onnx_ops.microsoft.qlinear_mul import qlinear_mul
+from .._onnx_ops.microsoft.qlinear_sigmoid import qlinear_sigmoid
 from .carrier import FakeQuantizedArray, Output, has_fake, train_codes
+from .pooling import read_operand
 
 
 def add(a: Any, b: Any, *, output: Output) -> Any:
@@ -148,3 +151,39 @@ def _clip_codes(q: QuantizedArray) -> QuantizedArray:
     if q.zero_point is None:
         return q.replace(codes=jnp.maximum(codes, jnp.zeros_like(codes)))
     return q.replace(codes=jnp.maximum(codes, Aligned(q.block_size).expand(q.zero_point, codes)))
+
+
+# Activation functions of quantized arrays that change the scale: codes in, codes out.
+
+
+def leaky_relu(q: Any, slope: float, *, output: Output) -> Any:
+    """Multiply negative values by a number, as ONNX Runtime's QLinearLeakyRelu does.
+
+    Args:
+        q: codes of int8 or uint8 with one scale and one zero point.
+        slope: Static. The number.
+        output: how the result is quantized.
+    """
+    if isinstance(q, FakeQuantizedArray):
+        return train_codes(
+            lambda q, y: leaky_relu(q, slope, output=y), lambda x: jax.nn.leaky_relu(x, slope), (q,), output
+        )
+    q, affine, result = read_operand("codes.leaky_relu", q, output)
+    codes = qlinear_leaky_relu(
+        q.codes, affine.scale, affine.zero_point, result.scale, result.zero_point, alpha=slope
+    )  # fmt: skip
+    return make_array(codes, result, q.dtype)
+
+
+def sigmoid(q: Any, *, output: Output) -> Any:
+    """Apply the logistic function, as ONNX Runtime's QLinearSigmoid does.
+
+    Args:
+        q: codes of int8 or uint8 with one scale and one zero point.
+        output: how the result is quantized.
+    """
+    if isinstance(q, FakeQuantizedArray):
+        return train_codes(lambda q, y: sigmoid(q, output=y), jax.nn.sigmoid, (q,), output)
+    q, affine, result = read_operand("codes.sigmoid", q, output)
+    codes = qlinear_sigmoid(q.codes, affine.scale, affine.zero_point, result.scale, result.zero_point)
+    return make_array(codes, result, q.dtype)

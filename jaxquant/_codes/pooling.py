@@ -20,7 +20,7 @@ from .._onnx_ops.microsoft.qlinear_reduce_mean import qlinear_reduce_mean
 from .carrier import FakeQuantizedArray, Output, train_codes
 
 
-class Windows(NamedTuple):
+class PoolWindows(NamedTuple):
     """The windows of a pooling: lengths, strides and (low, high) paddings of the spatial dimensions, and their axes."""
 
     lengths: tuple[int, ...]
@@ -191,7 +191,9 @@ def read_operand(function: str, q: Any, output: Any) -> tuple[QuantizedArray, Af
     return q, affine, result
 
 
-def _read_windows(function: str, q: Any, window_shape: Any, strides: Any, padding: Any, channels_last: Any) -> Windows:
+def _read_windows(
+    function: str, q: Any, window_shape: Any, strides: Any, padding: Any, channels_last: Any
+) -> PoolWindows:
     """Return the windows of a pooling after checking that they fit the array."""
     checks.check_flag(function, "channels_last", channels_last)
     expected = "rank 3 or more: (N, *spatial, C), or (N, C, *spatial) with channels_last=False"
@@ -212,7 +214,7 @@ def _read_windows(function: str, q: Any, window_shape: Any, strides: Any, paddin
     reach = [n + sum(pair) - k for n, pair, k in zip(spatial, padding, lengths, strict=True)]
     expected = f"windows no longer than q with its padding, {spatial}"
     checks.require(min(reach) >= 0, function, "window_shape", expected, lengths)
-    return Windows(lengths, steps, padding, axes)
+    return PoolWindows(lengths, steps, padding, axes)
 
 
 def _check_lengths(function: str, argument: str, value: Any, rank: int) -> tuple[int, ...]:
@@ -224,7 +226,7 @@ def _check_lengths(function: str, argument: str, value: Any, rank: int) -> tuple
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("windows",))
-def find_maxima(codes: jax.Array, *, windows: Windows) -> jax.Array:
+def find_maxima(codes: jax.Array, *, windows: PoolWindows) -> jax.Array:
     """Return the maximum of each window of codes or floats.
 
     One dimension after the other: a window of k * l elements takes k + l maxima. XLA:CPU vectorizes a maximum of
@@ -243,7 +245,7 @@ def find_maxima(codes: jax.Array, *, windows: Windows) -> jax.Array:
     return codes
 
 
-def _average_floats(x: jax.Array, *, windows: Windows, counts_padding: bool) -> jax.Array:
+def _average_floats(x: jax.Array, *, windows: PoolWindows, counts_padding: bool) -> jax.Array:
     """Return the mean of each window of floats, whose derivative is that of the mean of codes."""
 
     def sum_windows(values: jax.Array) -> jax.Array:

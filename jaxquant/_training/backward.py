@@ -19,7 +19,7 @@ from .._contractions.einsum import contract_operands
 from .._core import checks, dtypes, granularity, sharding, small_floats
 from .._core.granularity import PerAxis, PerTensor
 from . import estimators
-from .rounding_vjp import Config, make_array
+from .rounding_vjp import RoundingConfig, make_array
 
 Labels = tuple[str, ...]
 
@@ -106,7 +106,7 @@ def quantize_gradient(g: jax.Array, axes: tuple[int, ...], key: Any) -> Quantize
     if key is None:
         return q
     # The scale is that of the nearest rounding, so both roundings have the same range.
-    return make_array(Config(spec, estimators.StochasticRounding(None)), g, q.scale, None, key)
+    return make_array(RoundingConfig(spec, estimators.StochasticRounding(None)), g, q.scale, None, key)
 
 
 def fold_scale_into_gradient(

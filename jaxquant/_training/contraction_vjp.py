@@ -24,11 +24,11 @@ from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity, sharding
 from .._core.affine import divide_by_scale
-from . import estimators, slopes
+from . import estimators
 from .backward import Backward, Int8Backward, check_backward, split_keys
 from .fake_quantize import read_parts
 from .quantizer import Quantizer, read_quantizer, split_quantizer
-from .rounding_vjp import Config, find_cotangents, make_array, round_zero_point
+from .rounding_vjp import RoundingConfig, find_cotangents, find_mask, make_array, round_zero_point
 
 CODES = "jaxquant.codes"
 _POLICY = jax.checkpoint_policies.save_only_these_names(CODES)
@@ -56,7 +56,7 @@ def save_codes(primitive: Any, *operands: Any, **parameters: Any) -> Any:
     return _POLICY(primitive, *operands, **parameters)
 
 
-class Operation(Protocol):
+class LinearContraction(Protocol):
     """A contraction that is linear in each of its operands, with its static attributes."""
 
     @property
@@ -77,7 +77,7 @@ class Operation(Protocol):
         ...
 
 
-class Side(NamedTuple):
+class OperandRounding(NamedTuple):
     """The static part of one operand.
 
     Attributes:
@@ -85,16 +85,16 @@ class Side(NamedTuple):
         is_dynamic: whether its scale was found from the operand itself.
     """
 
-    config: Config | None
+    config: RoundingConfig | None
     is_dynamic: bool
 
 
-class Product(NamedTuple):
+class TrainedContraction(NamedTuple):
     """The static part of a contraction; `function` names it in errors."""
 
     function: str
-    operation: Operation
-    sides: tuple[Side, ...]
+    operation: LinearContraction
+    sides: tuple[OperandRounding, ...]
     backward: Backward
 
 
@@ -125,8 +125,8 @@ def check_options(
 
 
 def contract_with_gradient(
-    function: str, names: Sequence[tuple[str, str]], operation: Operation, xs: Sequence[Any], specs: Sequence[Any],
-    backward: Any, key: Any,
+    function: str, names: Sequence[tuple[str, str]], operation: LinearContraction, xs: Sequence[Any],
+    specs: Sequence[Any], backward: Any, key: Any,
 ) -> jax.Array:  # fmt: skip
     """Check float operands against their specs, quantize them, and return their contraction with a gradient.
 
@@ -146,14 +146,14 @@ def contract_with_gradient(
     sides, operands = [], []
     for (name, spec_name), x, quantizer in zip(names, xs, specs, strict=True):
         if quantizer is None:
-            sides.append(Side(None, False))
+            sides.append(OperandRounding(None, False))
             operands.append((x, None, None, None))
             continue
         config, (scale, zero_point, rounding_key) = split_quantizer(quantizer)
         labels = (name, f"{spec_name}.scale", f"{spec_name}.zero_point")
-        sides.append(Side(config, scale is None))
+        sides.append(OperandRounding(config, scale is None))
         operands.append((*read_parts(function, labels, x, scale, zero_point, quantizer.spec), rounding_key))
-    return _contract(Product(function, operation, tuple(sides), backward), _vary_alike(operands), key)
+    return _contract(TrainedContraction(function, operation, tuple(sides), backward), _vary_alike(operands), key)
 
 
 def _vary_alike(operands: Sequence[tuple[Any, ...]]) -> tuple[tuple[Any, ...], ...]:
@@ -173,12 +173,12 @@ def _vary_alike(operands: Sequence[tuple[Any, ...]]) -> tuple[tuple[Any, ...], .
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _contract(product: Product, operands: Any, key: Any) -> jax.Array:
+def _contract(product: TrainedContraction, operands: Any, key: Any) -> jax.Array:
     """Return the contraction; all arguments are checked."""
     return product.operation.contract_quantized(*_quantize_operands(product, operands))
 
 
-def _quantize_operands(product: Product, operands: Any) -> list[Any]:
+def _quantize_operands(product: TrainedContraction, operands: Any) -> list[Any]:
     return [
         x if side.config is None else make_array(side.config, jnp.asarray(x), jnp.asarray(scale), zero_point, key)
         for side, (x, scale, zero_point, key) in zip(product.sides, operands, strict=True)
@@ -189,7 +189,7 @@ def _name_codes(part: jax.Array) -> jax.Array:
     return checkpoint_name(part, CODES)
 
 
-def _contract_fwd(product: Product, operands: Any, key: Any) -> tuple[jax.Array, Any]:
+def _contract_fwd(product: TrainedContraction, operands: Any, key: Any) -> tuple[jax.Array, Any]:
     is_needed = [[leaf is not None and leaf.perturbed for leaf in operand] for operand in operands]
     values = [[_find_value(product.function, leaf) for leaf in operand] for operand in operands]
     # The codes are named before they are contracted, so that a checkpoint can start its recomputation from them.
@@ -200,7 +200,7 @@ def _contract_fwd(product: Product, operands: Any, key: Any) -> tuple[jax.Array,
     return y, (side_residuals, None if key is None else key.value)
 
 
-def _contract_bwd(product: Product, residuals: Any, g: Any) -> tuple[Any, Any]:
+def _contract_bwd(product: TrainedContraction, residuals: Any, g: Any) -> tuple[Any, Any]:
     side_residuals, key = residuals
     # A symbolic zero: the differentiated function does not depend on the result, so no contraction is needed.
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
@@ -264,7 +264,7 @@ class _Kept(NamedTuple):
 _NO_MASK, _NO_X = np.zeros(0, np.int8), np.zeros(0, np.bool_)
 
 
-def _keep_residuals(side: Side, values: Sequence[Any], is_needed: Sequence[bool], q: Any) -> _Kept:
+def _keep_residuals(side: OperandRounding, values: Sequence[Any], is_needed: Sequence[bool], q: Any) -> _Kept:
     """Return the residuals of one operand, given its (x, scale, zero_point, key) and which cotangents are needed."""
     if side.config is None:
         return _Kept(values[0], _NO_MASK, _NO_X, (None, None, None))
@@ -278,12 +278,12 @@ def _keep_residuals(side: Side, values: Sequence[Any], is_needed: Sequence[bool]
         aligned = granularity.Aligned(q.block_size)
         steps = round_zero_point(spec, values[2])
         u = divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32)
-        mask = slopes.find_mask(rule, spec, u, None if steps is None else aligned.expand(steps, x))
+        mask = find_mask(rule, spec, u, None if steps is None else aligned.expand(steps, x))
     bits = _NO_MASK if mask is None else _name_codes(_pack_mask(mask))
     return _Kept(q, bits, _NO_X, empty)
 
 
-def _never_saturates(side: Side) -> bool:
+def _never_saturates(side: OperandRounding) -> bool:
     """Return whether no finite x can saturate.
 
     That takes a range found from x, as many codes below the zero point as above it, and a scale dtype that can hold
@@ -299,7 +299,7 @@ def _never_saturates(side: Side) -> bool:
     return spec.scale_dtype != dtypes.FLOAT16 and not (spec.power_of_two and dtypes.count_bits(spec.carrier) == 2)
 
 
-def _find_operand_cotangents(product: Product, values: Sequence[Any], g: jax.Array, key: Any) -> list[Any]:
+def _find_operand_cotangents(product: TrainedContraction, values: Sequence[Any], g: jax.Array, key: Any) -> list[Any]:
     """Return the cotangents of the dequantized operands, each from a float or from an integer contraction."""
     backward, operation = product.backward, product.operation
     floats = [dequantize_checked(v) if isinstance(v, QuantizedArray) else v for v in values]
@@ -317,7 +317,7 @@ def _find_operand_cotangents(product: Product, values: Sequence[Any], g: jax.Arr
     return cotangents
 
 
-def _pull_through_rounding(side: Side, residuals: _Kept, d: jax.Array) -> tuple[Any, Any, Any, Any]:
+def _pull_through_rounding(side: OperandRounding, residuals: _Kept, d: jax.Array) -> tuple[Any, Any, Any, Any]:
     """Return the cotangents of (x, scale, zero_point, key), given the cotangent of the dequantized operand."""
     if side.config is None:
         return d.astype(residuals.q.dtype), None, None, None

@@ -112,7 +112,7 @@ def quantized_conv_general_dilated(
         _NAME, lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
         batch_group_count,
     )  # fmt: skip
-    operation = Conv(plan, precision, dtype)
+    operation = ConvContraction(plan, precision, dtype)
     expected = "FloatBackward(), because batch_group_count is not 1"
     checks.require(plan.batches == 1 or isinstance(backward, FloatBackward), _NAME, "backward", expected, backward)
     return _quantized_conv(lhs, rhs, *quantizers, key, operation=operation, backward=backward)
@@ -120,7 +120,7 @@ def quantized_conv_general_dilated(
 
 @functools.partial(jax.jit, inline=True, static_argnames=("operation", "backward"))
 def _quantized_conv(
-    lhs: jax.Array, rhs: jax.Array, lhs_spec: Any, rhs_spec: Any, key: Any, *, operation: Conv, backward: Any
+    lhs: jax.Array, rhs: jax.Array, lhs_spec: Any, rhs_spec: Any, key: Any, *, operation: ConvContraction, backward: Any
 ) -> jax.Array:
     names = (("lhs", "lhs_spec"), ("rhs", "rhs_spec"))
     return contraction_vjp.contract_with_gradient(
@@ -128,7 +128,7 @@ def _quantized_conv(
     )
 
 
-class Conv(NamedTuple):
+class ConvContraction(NamedTuple):
     """A `conv_general_dilated` with its static attributes."""
 
     plan: Plan
@@ -235,7 +235,7 @@ def _group_channels(q: QuantizedArray, groups: int) -> QuantizedArray:
     return q.replace(codes=values, scale=scale, zero_point=point)
 
 
-class _Sizes(NamedTuple):
+class _SpatialSizes(NamedTuple):
     """The spatial sizes of the images, the kernel and the result, dilated by their dilations and strides."""
 
     image: list[int]
@@ -243,7 +243,7 @@ class _Sizes(NamedTuple):
     out: list[int]
 
 
-def _find_sizes(plan: Plan, lhs: Any, rhs: Any, g: Any) -> _Sizes:
+def _find_sizes(plan: Plan, lhs: Any, rhs: Any, g: Any) -> _SpatialSizes:
     """Return the dilated spatial sizes of the images, of the kernel and of the result."""
     numbers, geometry = plan.numbers, plan.geometry
     dilations = (
@@ -254,4 +254,4 @@ def _find_sizes(plan: Plan, lhs: Any, rhs: Any, g: Any) -> _Sizes:
     sizes = []
     for x, spec, steps in dilations:
         sizes.append([max((x.shape[axis] - 1) * step + 1, 0) for axis, step in zip(spec[2:], steps, strict=True)])
-    return _Sizes(*sizes)
+    return _SpatialSizes(*sizes)

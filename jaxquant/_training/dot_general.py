@@ -93,13 +93,13 @@ def quantized_dot_general(
         _NAME, {"lhs_spec": lhs_spec, "rhs_spec": rhs_spec}, backward, key, precision, preferred_element_type,
         out_sharding,
     )  # fmt: skip
-    operation = Dot(_NAME, numbers, precision, dtype, out_sharding)
+    operation = DotContraction(_NAME, numbers, precision, dtype, out_sharding)
     return _quantized_dot_general(lhs, rhs, *quantizers, key, operation=operation, backward=backward)
 
 
 @compile_entry_point(_NAME)
 def _quantized_dot_general(
-    lhs: Any, rhs: Any, lhs_spec: Any, rhs_spec: Any, key: Any, *, operation: Dot, backward: Any
+    lhs: Any, rhs: Any, lhs_spec: Any, rhs_spec: Any, key: Any, *, operation: DotContraction, backward: Any
 ) -> jax.Array:
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         checks.check_array(_NAME, name, x, dtypes.FLOATS)
@@ -111,7 +111,7 @@ def _quantized_dot_general(
     )
 
 
-class Dot(NamedTuple):
+class DotContraction(NamedTuple):
     """A `dot_general` with its static attributes."""
 
     function: str

@@ -95,17 +95,17 @@ def quantized_einsum(
     )
     # Parse the subscripts only to check them; the operation parses them again when it is traced.
     parse_subscripts(_NAME, subscripts, [x.ndim for x in arrays])
-    operation = Einsum(subscripts, precision, dtype, out_sharding)
+    operation = EinsumContraction(subscripts, precision, dtype, out_sharding)
     return _quantized_einsum(arrays, tuple(quantizers), key, operation=operation, backward=backward)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("operation", "backward"))
-def _quantized_einsum(operands: Any, specs: Any, key: Any, *, operation: Einsum, backward: Any) -> jax.Array:
+def _quantized_einsum(operands: Any, specs: Any, key: Any, *, operation: EinsumContraction, backward: Any) -> jax.Array:
     names = [(f"operands[{i}]", f"specs[{i}]") for i in range(len(operands))]
     return contraction_vjp.contract_with_gradient(_NAME, names, operation, operands, specs, backward, key)
 
 
-class Einsum(NamedTuple):
+class EinsumContraction(NamedTuple):
     """An `einsum` with its static attributes."""
 
     subscripts: str

@@ -303,13 +303,13 @@ class StochasticRounding:
     clip: bool = True
 
 
-Rule = StraightThrough | LSQ | LSQPlus | PACT | StochasticRounding
+Estimator = StraightThrough | LSQ | LSQPlus | PACT | StochasticRounding
 
 
 def check_estimator(function: str, argument: str, rule: Any, spec: QuantSpec, zero_point: Any) -> None:
     """Check that `rule` is an estimator, and that it supports the spec and the zero point."""
     names = "StraightThrough(), LSQ(), LSQPlus(), PACT() or StochasticRounding(key)"
-    checks.require_type(isinstance(rule, Rule), function, argument, names, checks.describe_value(rule))
+    checks.require_type(isinstance(rule, Estimator), function, argument, names, checks.describe_value(rule))
     if isinstance(rule, StochasticRounding):
         is_key, got = checks.is_key(rule.key), checks.describe_value(rule.key)
         checks.require_type(is_key, function, f"{argument}.key", "one key of jax.random", got)
@@ -369,3 +369,21 @@ def _make_positive(scale: jax.Array, reach: jax.Array) -> jax.Array:
     """Return a scale that is 1 where x has only zeros and subnormal numbers, and a normal float32 elsewhere."""
     tiny = np.finfo(np.float32).tiny
     return jnp.where(jnp.abs(reach) < tiny, _ONE, jnp.maximum(scale, tiny))
+
+
+# How a scale and a zero point that are trained become those that codes have.
+
+
+def read_learned_scale(spec: QuantSpec, scale: jax.Array) -> jax.Array:
+    """Return the magnitude of a learned scale in the dtype of the spec; 0 becomes the least scale."""
+    # The least scale of the scale's own dtype: float16 rounds the least float32 to 0.
+    least = scale_from_range.find_least_scale(spec.scale_dtype)
+    return jnp.maximum(jnp.abs(scale), least).astype(spec.scale_dtype)
+
+
+def read_learned_zero_point(spec: QuantSpec, zero_point: jax.Array) -> Any:
+    """Return a learned zero point within the codes of the spec, still in float32."""
+    # fake_quantize rejects a known zero point outside the codes, and training may move one there.
+    if checks.is_traced(zero_point):
+        return zero_point
+    return jnp.clip(zero_point, *map(np.float32, spec.bounds))

@@ -18,8 +18,8 @@ from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point, known_values
 from .._core.entry_point import compile_entry_point
 from . import estimators
-from .estimators import Rule, StochasticRounding, StraightThrough
-from .rounding_vjp import Config, quantize_and_dequantize
+from .estimators import Estimator, StochasticRounding, StraightThrough
+from .rounding_vjp import RoundingConfig, quantize_and_dequantize
 
 _NAME = "fake_quantize"
 
@@ -29,7 +29,7 @@ def fake_quantize(
     spec: QuantSpec,
     scale: ArrayLike | None = None,
     zero_point: ArrayLike | None = None,
-    gradient: Rule = StraightThrough(),
+    gradient: Estimator = StraightThrough(),
 ) -> jax.Array:
     """Round x to the values that a spec can represent, with a gradient for training.
 
@@ -93,12 +93,12 @@ def fake_quantize(
 
 
 @compile_entry_point(_NAME)
-def _fake_quantize(x: Any, scale: Any, zero_point: Any, key: Any, *, spec: QuantSpec, rule: Rule) -> jax.Array:
+def _fake_quantize(x: Any, scale: Any, zero_point: Any, key: Any, *, spec: QuantSpec, rule: Estimator) -> jax.Array:
     arrays = read_parts(_NAME, ("x", "scale", "zero_point"), x, scale, zero_point, spec)
-    return quantize_and_dequantize(Config(spec, rule), *arrays, key)
+    return quantize_and_dequantize(RoundingConfig(spec, rule), *arrays, key)
 
 
-def split_key(rule: Rule) -> tuple[Rule, Any]:
+def split_key(rule: Estimator) -> tuple[Estimator, Any]:
     """Return a rule without its key, so that the rule is static, and the key."""
     if isinstance(rule, StochasticRounding):
         return dataclasses.replace(rule, key=None), rule.key

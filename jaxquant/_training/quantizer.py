@@ -13,9 +13,9 @@ from .._arrays.quantize import quantize
 from .._arrays.spec import QuantSpec
 from .._core import checks, entry_point
 from . import estimators
-from .estimators import Rule, StochasticRounding, StraightThrough
+from .estimators import Estimator, StochasticRounding, StraightThrough
 from .fake_quantize import check_parts, fake_quantize, split_key
-from .rounding_vjp import Config
+from .rounding_vjp import RoundingConfig
 
 _NAME = "Quantizer"
 
@@ -47,11 +47,11 @@ class Quantizer:
     spec: QuantSpec
     scale: Any = None
     zero_point: Any = None
-    gradient: Rule = StraightThrough()
+    gradient: Estimator = StraightThrough()
 
     @classmethod
     def from_range(
-        cls, spec: QuantSpec, range: tuple[ArrayLike, ArrayLike], gradient: Rule = StraightThrough()
+        cls, spec: QuantSpec, range: tuple[ArrayLike, ArrayLike], gradient: Estimator = StraightThrough()
     ) -> Quantizer:  # fmt: skip
         """Return the Quantizer of a range, with the scale and the zero point that `quantize` computes for it.
 
@@ -102,7 +102,7 @@ def read_quantizer(function: str, argument: str, value: Any) -> Quantizer | None
     return dataclasses.replace(quantizer, scale=scale, zero_point=point)
 
 
-def split_quantizer(quantizer: Quantizer) -> tuple[Config, tuple[Any, Any, Any]]:
+def split_quantizer(quantizer: Quantizer) -> tuple[RoundingConfig, tuple[Any, Any, Any]]:
     """Return the static part of a Quantizer, and (scale, zero_point, key)."""
     (scale, zero_point, key), static = quantizer.tree_flatten()
-    return Config(*static), (scale, zero_point, key)
+    return RoundingConfig(*static), (scale, zero_point, key)

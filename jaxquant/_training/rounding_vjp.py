@@ -3,22 +3,139 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._arrays import scale_from_range
 from .._arrays.codebook import Codebook
 from .._arrays.quantize import encode_array
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
-from .._core import dtypes, granularity, rounding, small_floats
+from .._core import dtypes, granularity, min_max, rounding, small_floats
 from .._core.affine import dequantize_affine, divide_by_scale
 from .._onnx_ops import toolkit_attributes
-from . import slopes
-from .estimators import Rule, StraightThrough
+from .estimators import LSQ, PACT, Estimator, LSQPlus, StochasticRounding, StraightThrough
+
+_ZERO, _ONE = np.float32(0), np.float32(1)
+
+
+# The formulas of the gradient rules: the mask of x, the slopes and factors of scales, and stochastic rounding.
+
+
+class _CodeFormat(Protocol):
+    """The attributes of a QuantSpec that masks and slopes depend on."""
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the codes, or a codebook."""
+        ...
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The least and the largest code."""
+        ...
+
+    @property
+    def codebook(self) -> Codebook | None:
+        """The codebook, or None for a dtype."""
+        ...
+
+    @property
+    def fixed_zero_point(self) -> int | None:
+        """The zero point that the codes fix, or None."""
+        ...
+
+
+def _round_stochastically(value: jax.Array, key: Any) -> jax.Array:
+    """Return float32 values rounded to an integer: up with a probability equal to their fraction, otherwise down."""
+    below = lax.floor(value)
+    # The fraction and its product with 2**32 are both exact. An infinity has no fraction; 0 leaves it unchanged.
+    fraction = lax.mul(lax.sub(value, below), np.float32(2**32))
+    fraction = lax.select(lax.is_finite(fraction), fraction, lax.full_like(fraction, 0))
+    # float32 rounds a fraction within 2**-25 of 1 to 1. Its product is 2**32, which a uint32 cannot hold, so such a
+    # value is rounded up without a sample.
+    is_whole = lax.ge(fraction, np.float32(2**32))
+    threshold = lax.convert_element_type(lax.min(fraction, np.float32(2**32 - 2**8)), jnp.uint32)
+    rounds_up = lax.bitwise_or(is_whole, lax.lt(jax.random.bits(key, value.shape, jnp.uint32), threshold))
+    return lax.select(rounds_up, lax.add(below, np.float32(1)), below)
+
+
+def find_mask(rule: Estimator, spec: _CodeFormat, u: jax.Array, steps: jax.Array | None) -> jax.Array | None:
+    """Return a mask of the elements whose gradient passes to x, False for NaN; or None if all of them pass.
+
+    Args:
+        rule: Static. The estimator.
+        spec: Static. How x is quantized.
+        u: x / scale, float32.
+        steps: the zero point, int32, in u's shape; None for 0.
+    """
+    if isinstance(rule, StraightThrough | StochasticRounding) and not rule.clip:
+        return None
+    low, high = (np.float32(b) for b in spec.bounds)
+    if isinstance(rule, StraightThrough):
+        if spec.codebook is not None:
+            return (u >= low) & (u <= high)
+        bounds = None if spec.dtype in dtypes.SMALL_FLOATS else (int(low), int(high))
+        return rounding.find_in_range(u, steps, spec.dtype, bounds)
+    # u + z would be rounded. Subtracting z from the bounds is exact, because they are whole numbers.
+    least, most = (bound if steps is None else bound - steps.astype(jnp.float32) for bound in (low, high))
+    if isinstance(rule, StochasticRounding):
+        return (u >= least) & (u <= most)
+    above = u >= least if isinstance(rule, PACT) and low == (spec.fixed_zero_point or 0) else u > least
+    return above & (u < most)
+
+
+def _find_slopes(
+    rule: Estimator, spec: _CodeFormat, u: jax.Array, steps: jax.Array | None, distance: jax.Array
+) -> tuple[jax.Array | None, jax.Array, bool]:
+    """Return the mask of x, the summands of dy/dscale, and whether a zero point gets -scale where the mask is False.
+
+    Args:
+        rule: Static. The estimator.
+        spec: Static. How x is quantized.
+        u: x / scale, float32.
+        steps: the zero point, int32, in u's shape; None for 0.
+        distance: the number of steps of y, float32.
+    """
+    inside = find_mask(rule, spec, u, steps)
+    if inside is None:
+        return None, distance - u, False
+    if isinstance(rule, PACT):
+        return inside, jnp.where(inside, _ZERO, distance), False
+    # Inside the range the slope is the rounding error; outside it is the number of steps to the end.
+    ds = distance - jnp.where(inside, u, _ZERO)
+    return inside, ds, not isinstance(rule, LSQ)
+
+
+def _find_factor(
+    rule: Estimator, spec: QuantSpec, x: jax.Array, shape: tuple[int, ...], steps: jax.Array | None
+) -> Any:
+    """Return the factor of the gradient of a scale: a float32, or one for each entry of `shape`.
+
+    Args:
+        rule: Static. The estimator.
+        spec: Static. How x is quantized.
+        x: the values.
+        shape: Static. The shape of the scale or of the zero point.
+        steps: the zero point, int32; None for 0.
+    """
+    if not isinstance(rule, LSQ | LSQPlus):
+        return _ONE
+    count: Any = rule.elements
+    if count is None:
+        counts = np.maximum(min_max.count_members(x, shape, scale_from_range.find_block_size(spec)), 1)
+        count = counts if counts.size and (counts != counts.flat[0]).any() else counts.max(initial=1)
+    most = spec.bounds[1]
+    if steps is None or isinstance(rule, LSQPlus):
+        return np.asarray(1 / np.sqrt(count * most), np.float32)
+    # If the zero point is finer than the scale, the largest number of steps among its entries counts.
+    shared = tuple(a for a, (n, m) in enumerate(zip(steps.shape, shape, strict=True)) if m == 1 != n)
+    reach = np.int32(most) - jnp.min(steps, axis=shared, keepdims=True)
+    return lax.rsqrt(jnp.maximum(reach, 1).astype(jnp.float32) * np.asarray(count, np.float32))
 
 
 class LinearCodes(NamedTuple):
@@ -58,7 +175,7 @@ class LinearOptions(NamedTuple):
     function: str
 
 
-class Config(NamedTuple):
+class RoundingConfig(NamedTuple):
     """The static part of a rounding.
 
     Attributes:
@@ -68,12 +185,14 @@ class Config(NamedTuple):
     """
 
     spec: QuantSpec | LinearCodes
-    rule: Rule = StraightThrough()
+    rule: Estimator = StraightThrough()
     linear: LinearOptions | None = None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def quantize_and_dequantize(config: Config, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any) -> jax.Array:
+def quantize_and_dequantize(
+    config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any
+) -> jax.Array:
     """Return x rounded to the values of its codes, differentiable under the rule of `config`; arguments are checked.
 
     Args:
@@ -92,14 +211,14 @@ def quantize_and_dequantize(config: Config, x: jax.Array, scale: jax.Array, zero
 
 
 def _quantize_and_dequantize_fwd(
-    config: Config, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any
+    config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any
 ) -> tuple[jax.Array, Any]:
     if config.linear is not None:
         toolkit_attributes.refuse_backward(config.linear.function, config.linear.training)
     return quantize_and_dequantize(config, x, scale, zero_point, key), (x, scale, zero_point, key)
 
 
-def _quantize_and_dequantize_bwd(config: Config, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
+def _quantize_and_dequantize_bwd(config: RoundingConfig, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
     x, scale, zero_point, key = residuals
     return (*find_cotangents(config, x, scale, zero_point, key, g), None)
 
@@ -108,7 +227,7 @@ quantize_and_dequantize.defvjp(_quantize_and_dequantize_fwd, _quantize_and_dequa
 
 
 def find_cotangents(
-    config: Config, x: Any, scale: Any, zero_point: Any, key: Any, g: jax.Array
+    config: RoundingConfig, x: Any, scale: Any, zero_point: Any, key: Any, g: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Return the cotangents of x, scale and zero_point; None for an E8M0 scale and for an integer zero point.
 
@@ -122,7 +241,7 @@ def find_cotangents(
     u = _divide(config, x, scale)
     expanded = None if steps is None else shared.expand(steps, x)
     distance = _count_steps(config, x, scale, zero_point, steps, key)
-    inside, slope, has_offset = slopes.find_slopes(rule, spec, u, expanded, distance)
+    inside, slope, has_offset = _find_slopes(rule, spec, u, expanded, distance)
     g, zero = g.astype(jnp.float32), np.float32(0)
     dx = g if inside is None else jnp.where(inside, g, zero)
     if config.linear is not None:
@@ -132,7 +251,7 @@ def find_cotangents(
     def sum_to_entries(values: jax.Array, like: jax.Array) -> jax.Array:
         factor = np.float32(1)
         if isinstance(spec, QuantSpec):  # ONNX has no estimator with a factor
-            factor = slopes.find_factor(rule, spec, x, like.shape, steps)
+            factor = _find_factor(rule, spec, x, like.shape, steps)
         return (granularity.sum_to_scale(shared, values, like) * factor).astype(like.dtype)
 
     dscale = None if scale.dtype == dtypes.E8M0 else sum_to_entries(g * slope, scale)
@@ -146,7 +265,7 @@ def find_cotangents(
 
 
 def _count_steps(
-    config: Config, x: jax.Array, scale: jax.Array, zero_point: Any, steps: jax.Array | None, key: Any
+    config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: Any, steps: jax.Array | None, key: Any
 ) -> jax.Array:
     """Return how many steps the rounded x is away from 0, float32: its codes dequantized with a scale of 1."""
     unit = jnp.ones(scale.shape, jnp.float32)
@@ -157,7 +276,7 @@ def _count_steps(
     return dequantize_affine(codes, unit, steps, _find_granularity(config), dtypes.FLOAT32)
 
 
-def make_array(config: Config, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any) -> QuantizedArray:
+def make_array(config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any) -> QuantizedArray:
     """Return x as codes under a scale and a zero point of its rank; `config` holds a QuantSpec."""
     spec, steps = config.spec, round_zero_point(config.spec, zero_point)
     assert isinstance(spec, QuantSpec)
@@ -184,13 +303,13 @@ def round_zero_point(spec: QuantSpec | LinearCodes, zero_point: Any) -> jax.Arra
     return zero_point.astype(jnp.int32)
 
 
-def _find_codes(config: Config, x: jax.Array, scale: jax.Array, steps: jax.Array | None, key: Any) -> jax.Array:
+def _find_codes(config: RoundingConfig, x: jax.Array, scale: jax.Array, steps: jax.Array | None, key: Any) -> jax.Array:
     """Return the codes of x, those of an integer dtype as int32."""
     spec, value = config.spec, _divide(config, x, scale)
     if spec.dtype in dtypes.SMALL_FLOATS:
         return small_floats.encode_small_float(value, spec.dtype, True)
     if key is not None:
-        value = slopes.round_stochastically(value, key)
+        value = _round_stochastically(value, key)
     low, high = (int(bound) for bound in spec.bounds)
     # int16 holds the codes of every integer dtype except uint16, and unlike narrower codes it needs no packing.
     carrier = spec.dtype if spec.dtype == jnp.uint16 else np.dtype(jnp.int16)
@@ -198,13 +317,13 @@ def _find_codes(config: Config, x: jax.Array, scale: jax.Array, steps: jax.Array
     return rounding.encode_steps(value, expanded, carrier, (low, high)).astype(jnp.int32)
 
 
-def _divide(config: Config, x: jax.Array, scale: jax.Array) -> jax.Array:
+def _divide(config: RoundingConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
     """Return x / scale as float32, rounded to the dtype in which the operator divides."""
     precision = dtypes.FLOAT32 if config.linear is None else scale.dtype
     return divide_by_scale(x, _find_granularity(config).expand(scale, x), precision)
 
 
-def _find_granularity(config: Config) -> granularity.Granularity:
+def _find_granularity(config: RoundingConfig) -> granularity.Granularity:
     if config.linear is not None:
         return config.linear.granularity
     assert isinstance(config.spec, QuantSpec)

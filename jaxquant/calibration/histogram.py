@@ -26,7 +26,8 @@ from jax import export, lax
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
 from .._core import checks, min_max, sharding
-from . import running, slice_layout, uint64
+from .._core.min_max import find_slice_sizes
+from . import running, uint64
 from .calibrator import Calibrator, Parts, build_calibrator, check_spec
 from .uint64 import Words
 
@@ -294,8 +295,8 @@ def _count_in_bins(batch: jax.Array, per_width: jax.Array, settings: Settings) -
     A table has the shape of the ranges and a last dimension of the bins, then the extra slots.
     """
     shape, block = per_width.shape, scale_from_range.find_block_size(settings.spec)
-    is_padded = slice_layout.is_padded(batch, shape, block)
-    x = _sample(slice_layout.arrange_slices(sharding.place_whole(batch), shape, block, np.nan), settings.every)
+    is_padded = _is_padded(batch, shape, block)
+    x = _sample(_arrange_slices(sharding.place_whole(batch), shape, block, np.nan), settings.every)
     entries = x.shape[1]
     per_width = per_width.reshape(entries)
     slots = settings.bins + _SPARE + settings.fine
@@ -452,3 +453,39 @@ def _reduce_states(state: HistogramState, axis_name: Any) -> HistogramState:
         None if state.most is None else lax.pmax(state.most, axis_name),
         None if state.fine is None else uint64.sum_over_devices(state.fine, axis_name),
     )
+
+
+# Arrangement of a batch for a histogram: three dimensions, the middle one of which counts the slices.
+
+
+def _is_padded(x: Any, shape: tuple[int, ...], block: int | None) -> bool:
+    """Return whether `_arrange_slices` has to pad a short block."""
+    return any(s * e != n for s, e, n in zip(find_slice_sizes(x, shape, block), shape, x.shape, strict=True))
+
+
+def _arrange_slices(x: jax.Array, shape: tuple[int, ...], block: int | None, fill: Any) -> jax.Array:
+    """Return x in three dimensions, (before, slices, after): slice i is x[:, i, :], in the order of x.
+
+    x is transposed only if its kept dimensions are not adjacent. Short blocks are padded with `fill`.
+    """
+    # Each dimension is split into a kept one, with an index for each range, and a reduced one within the range.
+    lengths: list[int] = []
+    kept_flags: list[bool] = []
+    padding = []
+    for size, entries, n in zip(find_slice_sizes(x, shape, block), shape, x.shape, strict=True):
+        padding.append((0, size * entries - n, 0))
+        lengths += [entries, size]
+        kept_flags += [True, False]
+    if any(high for _, high, _ in padding):
+        x = lax.pad(x, jnp.asarray(fill, x.dtype), padding)
+    # Dimensions of length 1 would only separate kept dimensions that are in fact adjacent.
+    dimensions = [(n, is_kept) for n, is_kept in zip(lengths, kept_flags, strict=True) if n != 1]
+    x = x.reshape([n for n, _ in dimensions])
+    flags = [is_kept for _, is_kept in dimensions]
+    first = flags.index(True) if any(flags) else 0
+    last = len(flags) - flags[::-1].index(True) if any(flags) else 0
+    if not all(flags[first:last]):
+        order = sorted(range(len(flags)), key=lambda a: not flags[a])
+        x, first, last = x.transpose(order), 0, sum(flags)
+    before, slices, after = (math.prod(x.shape[i:j]) for i, j in ((0, first), (first, last), (last, x.ndim)))
+    return x.reshape(before, slices, after)

@@ -29,7 +29,7 @@ _HAS_RICH = importlib.util.find_spec("rich") is not None  # flax installs it
 _CHECKSUM_BYTES = 4  # at the start of the file, so that a damaged file is rejected and not read as other ranges
 
 
-class Step(NamedTuple):
+class BatchStep(NamedTuple):
     """The function that processes a batch, and what its result depends on.
 
     Attributes:
@@ -73,7 +73,7 @@ def find_fingerprint(tree: Any) -> int:
 
 
 def split_arguments(
-    step: Step, index: int, batch: Any, name: str = "batches"
+    step: BatchStep, index: int, batch: Any, name: str = "batches"
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a batch as positional and keyword arguments.
 
@@ -120,7 +120,7 @@ def _check_arrays(function: str, place: str, batch: Any) -> None:
 
 
 def run_loop(
-    step: Step, state: Any, batches: Iterable[Any], *, checkpoint: Any, progress: Any,
+    step: BatchStep, state: Any, batches: Iterable[Any], *, checkpoint: Any, progress: Any,
     inspect: Callable[[Any], None], keep: Callable[[Any], None] = lambda state: None,
 ) -> Any:  # fmt: skip
     """Return the state after all batches.
@@ -162,7 +162,7 @@ def run_loop(
 
 
 def _iterate_positions(
-    step: Step, start: Position, batches: Iterable[Any], path: pathlib.Path | None
+    step: BatchStep, start: Position, batches: Iterable[Any], path: pathlib.Path | None
 ) -> Iterator[Position]:
     """Yield the position after each batch, and check that its values are finite.
 
@@ -197,7 +197,7 @@ def _iterate_positions(
         yield position
 
 
-def _check_finite(step: Step, index: int, state: Any, finite: jax.Array | Mapping[str, jax.Array]) -> Position:
+def _check_finite(step: BatchStep, index: int, state: Any, finite: jax.Array | Mapping[str, jax.Array]) -> Position:
     """Return the position after a batch, and check that the state is finite."""
     flags = finite if isinstance(finite, Mapping) else {"": finite}
     expected = "arrays that are not traced, because the loop runs outside of jax.jit"
@@ -297,12 +297,12 @@ def _show_progress(batches: Iterable[Any], progress: bool | None) -> Iterator[An
         bar.stop()
 
 
-def _find_origin(step: Step, state: Any) -> int:
+def _find_origin(step: BatchStep, state: Any) -> int:
     """Return a checksum of the weights and of the description of the quantized layers."""
     return zlib.crc32(step.describe(state).encode(), step.fingerprint())
 
 
-def _save(path: pathlib.Path, step: Step, position: Position) -> None:
+def _save(path: pathlib.Path, step: BatchStep, position: Position) -> None:
     """Write the position to a file, so that the file is complete at any time."""
     leaves = jax.tree_util.tree_leaves_with_path(position.state)
     header = {
@@ -319,7 +319,7 @@ def _save(path: pathlib.Path, step: Step, position: Position) -> None:
     partial.replace(path)
 
 
-def _load(path: pathlib.Path, step: Step, target: Any) -> Position:
+def _load(path: pathlib.Path, step: BatchStep, target: Any) -> Position:
     """Return the position in a file, and check that it was written for the same weights and layers.
 
     Args:

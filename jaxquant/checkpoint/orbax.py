@@ -12,9 +12,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks
-from .arrays import import_library, is_stored_apart, restore_tree, to_arrays
-from .static_text import StaticText
-from .stored_arrays import KEY, find_stored_type, list_parts, store_text, write_description
+from .arrays import (
+    KEY,
+    StaticText,
+    find_stored_type,
+    import_library,
+    is_stored_apart,
+    list_parts,
+    restore_tree,
+    store_text,
+    to_arrays,
+    write_description,
+)
 
 _SAVE, _LOAD = "checkpoint.save_orbax", "checkpoint.load_orbax"
 

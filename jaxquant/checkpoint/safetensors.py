@@ -13,8 +13,16 @@ import numpy as np
 from .._arrays import serialization
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes
-from .arrays import import_library, is_stored_apart, restore_tree, to_arrays
-from .stored_arrays import FORMAT, read_type, restore_part, store_part
+from .arrays import (
+    FORMAT,
+    import_library,
+    is_stored_apart,
+    read_type,
+    restore_part,
+    restore_tree,
+    store_part,
+    to_arrays,
+)
 
 _SAVE, _LOAD = "checkpoint.save_safetensors", "checkpoint.load_safetensors"
 # safetensors has names for some of these dtypes only, so all of them are stored as bits.

@@ -24,8 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._core import checks
-from ._plan.count import Plan, make_plan
-from ._plan.sizes import FORMATS, PRESETS, Sizes
+from ._plan import FORMATS, PRESETS, MeshPlan, ModelSizes, make_plan
 
 _NAME = "distributed.plan"
 _STEPS = {"train": True, "decode": False}
@@ -33,7 +32,7 @@ _AXES = ("data", "model")
 
 
 # The name of the sizes, the sizes, the mesh, and the plan in each format.
-Row = tuple[str, Sizes, dict[str, int], dict[str, Plan]]
+Row = tuple[str, ModelSizes, dict[str, int], dict[str, MeshPlan]]
 
 
 class StoreOnce(argparse.Action):
@@ -82,20 +81,20 @@ def read_formats(text: str) -> list[str]:
     return names
 
 
-def read_sizes(arguments: argparse.Namespace, preset: str | None) -> Sizes:
+def read_sizes(arguments: argparse.Namespace, preset: str | None) -> ModelSizes:
     """Return the sizes of a preset, with those that are given in their place."""
     start = PRESETS[preset] if preset else None
-    values = {name: getattr(arguments, name) for name in Sizes._fields}
+    values = {name: getattr(arguments, name) for name in ModelSizes._fields}
     if start is None:
         given = [f"--{name}" for name in ("layers", "width", "heads") if values[name] is not None]
         expected = "--preset, or --layers, --width and --heads"
         got = f"only {' and '.join(given)}" if given else "neither"
         checks.require(len(given) == 3, _NAME, "sizes", expected, got)
-        start = Sizes(0, 0, 0, values["heads"], 4 * values["width"], 32000)
+        start = ModelSizes(0, 0, 0, values["heads"], 4 * values["width"], 32000)
     return start._replace(**{name: value for name, value in values.items() if value is not None})
 
 
-def format_table(columns: dict[str, Plan]) -> str:
+def format_table(columns: dict[str, MeshPlan]) -> str:
     """Return a table of the bytes of each format, in GB of 10**9 bytes."""
     plans = list(columns.values())
     rows = [["GB on each device", *columns]]
@@ -173,7 +172,7 @@ def print_plan(arguments: argparse.Namespace) -> None:
 
 
 def _describe_plans(
-    arguments: argparse.Namespace, name: str, sizes: Sizes, mesh: dict[str, int], columns: dict[str, Plan]
+    arguments: argparse.Namespace, name: str, sizes: ModelSizes, mesh: dict[str, int], columns: dict[str, MeshPlan]
 ) -> dict[str, Any]:
     """Return the plans of all formats for one mesh, as JSON has them."""
     formats = {
@@ -195,7 +194,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = functools.partial(plan.add_argument, action=StoreOnce)
     names = ", ".join(PRESETS)
     add("--preset", type=read_presets, help=f"sizes among {names}, which other options may replace")
-    for name in Sizes._fields:
+    for name in ModelSizes._fields:
         add(f"--{name.replace('_', '-')}", type=int)
     plan.add_argument(
         "--mesh", type=read_mesh, action="append", help="data=N,model=N, may be repeated (default data=8)"

@@ -16,7 +16,7 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._training.quantizer import Quantizer
-from ._axis_names import find_axis_size
+from ._messages import find_axis_size
 
 _UINT32 = np.uint32
 # Odd constants of the finalizer of MurmurHash3, and 2**32 divided by the golden ratio.

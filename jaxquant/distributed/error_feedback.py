@@ -13,8 +13,8 @@ from jax import lax
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from . import _messages
-from ._axis_names import find_axis_size
-from ._hops import Reduction, add_messages, share_sums
+from ._messages import find_axis_size
+from .reduce import Reduction, add_messages, share_sums
 
 
 def psum_with_error_feedback(

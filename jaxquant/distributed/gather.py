@@ -18,9 +18,8 @@ from .._arrays.scale_from_range import find_shapes
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity, sharding
 from . import _messages
-from ._axis_names import find_axis_size
-from ._hops import Reduction, Scatter, scatter_sums
-from ._wire import join_stack, move_array, move_plain
+from ._messages import find_axis_size, join_stack, move_array, move_plain
+from .reduce import Reduction, Scatter, scatter_sums
 
 
 class Transfer(NamedTuple):

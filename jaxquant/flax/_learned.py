@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core import checks
-from .._training import learned_parts
-from .._training.estimators import LSQ, LSQPlus
+from .._training.estimators import LSQ, LSQPlus, read_learned_scale, read_learned_zero_point
 from .._training.rounding_vjp import round_zero_point
 from ._layer_operand import UNSIGNED_AT_ZERO, LayerOperand, is_unsigned_at_zero
 from .ranges import Learned
@@ -46,9 +45,9 @@ def find_initial(operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, ...]:
 def read_learned(operand: LayerOperand, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
     """Return the scale and the zero point that a layer quantizes with, from the variables that are learned."""
     spec = operand.spec
-    scale = learned_parts.read_scale(spec, parts[0])
+    scale = read_learned_scale(spec, parts[0])
     if len(parts) == 2:
-        return scale, learned_parts.read_zero_point(spec, parts[1])
+        return scale, read_learned_zero_point(spec, parts[1])
     if spec.symmetric:
         return scale, None
     # The zero point gets the shape of the scale, so that nn.scan can slice both in the same way.

@@ -14,7 +14,7 @@ from .._arrays.quantized_array import QuantizedArray
 from .._training.estimators import LSQ, LSQPlus, StraightThrough
 from .._training.fake_quantize import read_parts
 from .._training.quantizer import Quantizer
-from .._training.rounding_vjp import Config, make_array
+from .._training.rounding_vjp import RoundingConfig, make_array
 from . import _observed
 from ._layer_operand import LayerOperand
 from .ranges import Dynamic
@@ -77,4 +77,4 @@ def encode_operand(role: str, quantizer: Quantizer, x: jax.Array) -> QuantizedAr
     # `check_servable` rejects a scale that cannot be served.
     labels = (role, f"{role}.scale", f"{role}.zero_point")
     x, scale, zero_point = read_parts("quantize", labels, x, quantizer.scale, quantizer.zero_point, spec)
-    return jax.lax.stop_gradient(make_array(Config(spec, StraightThrough()), x, scale, zero_point, None))
+    return jax.lax.stop_gradient(make_array(RoundingConfig(spec, StraightThrough()), x, scale, zero_point, None))

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from .._core import checks
-from .._training.estimators import LSQ, PACT, LSQPlus, Rule, StraightThrough
+from .._training.estimators import LSQ, PACT, Estimator, LSQPlus, StraightThrough
 from ..calibration import moving_average
 from ..calibration.factory import Factory, check_factory
 
@@ -128,7 +128,7 @@ class Learned:
 Source = Dynamic | Observed | Learned
 
 
-def _check_gradient(name: str, gradient: Any, rules: tuple[type[Rule], ...]) -> None:
+def _check_gradient(name: str, gradient: Any, rules: tuple[type[Estimator], ...]) -> None:
     """Raise ContractTypeError unless a gradient is one of these rules."""
     expected = " or ".join(f"{rule.__name__}()" for rule in rules)
     checks.require_type(isinstance(gradient, rules), name, "gradient", expected, checks.describe_value(gradient))

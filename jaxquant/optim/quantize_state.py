@@ -2,24 +2,79 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
+from jax.core import eval_jaxpr
+from jax.extend import core
 
+from .._arrays import scale_from_range
 from .._arrays.codebook import Codebook
 from .._arrays.quantized_array import QuantizedArray, check_lazy
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes
-from . import blocks, ordering, roles
-from .codebooks import dynamic, logarithmic
+from .._core import barriers, checks, dtypes, rounding, sharding, small_floats
+from .._core.affine import divide_by_scale
+from .._core.granularity import Aligned, Blocked, PerTensor
+from .codebooks import dynamic, logarithmic, read_levels, round_to_levels
 
 _NAME = "optim.quantize_state"
 _Spec = QuantSpec | Codebook
+MOMENT, SECOND_MOMENT, KEPT = "moment", "second moment", "kept"
+
+# The leaves of optax's states that hold averages of gradients or updates, or the last gradients.
+_MOMENTS = {
+    "ScaleByAdamState": ("mu",),
+    "ScaleByAmsgradState": ("mu",),
+    "ScaleByRStdDevState": ("mu",),
+    "ScaleByRStdDevWithCountState": ("mu",),
+    "ScaleByLionState": ("mu",),
+    "ScaleByBeliefState": ("mu",),
+    "ScaleByNovogradState": ("mu",),
+    "ScaleByAdanState": ("m", "v", "g"),
+    "ScaleBySM3State": ("nu",),
+    "ScaleByOptimisticGradientState": ("previous_gradient",),
+    "TraceState": ("trace",),
+    "EmaState": ("ema",),
+    "MuonState": ("mu",),
+    "SophiaState": ("mu",),
+    "ScaleByAdemamixState": ("m1",),
+    "ProdigyState": ("exp_avg",),
+    "DAdaptAdamWState": ("exp_avg",),
+    "MomoState": ("exp_avg",),
+    "MomoAdamState": ("exp_avg",),
+}
+# Those that are never negative and by whose root an update is divided: averages and maxima of squares.
+_SECOND_MOMENTS = {
+    "ScaleByAdamState": ("nu",),
+    "ScaleByAmsgradState": ("nu", "nu_max"),
+    "ScaleByRmsState": ("nu",),
+    "ScaleByRmsWithCountState": ("nu",),
+    "ScaleByRStdDevState": ("nu",),
+    "ScaleByRStdDevWithCountState": ("nu",),
+    "ScaleByBeliefState": ("nu",),
+    "ScaleByAdaDeltaState": ("e_g", "e_x"),
+    "ScaleByAdanState": ("n",),
+    "FactoredState": ("v_row", "v_col", "v"),
+    "ScaleByAdemamixState": ("nu",),
+    "ScaleBySimplifiedAdEMAMixState": ("n",),
+    "ProdigyState": ("exp_avg_sq",),
+    "DAdaptAdamWState": ("exp_avg_sq",),
+    "MomoAdamState": ("exp_avg_sq",),
+}
+_LARGEST_BLOCK = 256
+# Square tiles first: a mesh that divides the matrix divides its tiles of 16 more often than rows of 256.
+_LENGTHS = (16, 32, 64, 128, 256, 8, 4, 2)
+_SLACK = 1.2
+# JAX requires it of a program, and uses it only in error messages about its arguments.
+_NO_DEBUG_INFO = core.DebugInfo("update", "jaxquant", None, None)
 
 
 class QuantizedState(NamedTuple):
@@ -126,7 +181,7 @@ def quantize_state(
         quantized = [leaf for leaf in old if _is_quantized(leaf)]
         # Outside of a program each operation runs for itself, and memory is freed as soon as it can be.
         is_traced = any(checks.is_traced(leaf) for leaf in jax.tree.leaves(quantized))
-        run = ordering.run_in_order if is_traced else lambda function, held: function(held)
+        run = run_in_order if is_traced else lambda function, held: function(held)
         changes, new = run(compute, quantized)
         return changes, QuantizedState(new, step)
 
@@ -144,10 +199,10 @@ class _Rules(NamedTuple):
         """Return the path of each leaf, and its spec, or None for one that stays as it is."""
         leaves = jax.tree_util.tree_leaves_with_path(state)
         specs = []
-        for (path, leaf), role in zip(leaves, jax.tree.leaves(roles.mark_leaves(state)), strict=True):
+        for (path, leaf), role in zip(leaves, jax.tree.leaves(_mark_leaves(state)), strict=True):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             spec = self._choose_spec(name, leaf, role, min_size) if checks.has_dtype(leaf, dtypes.FLOATS) else None
-            complete = None if spec is None or leaf.size == 0 else blocks.complete_spec(spec, leaf.shape)
+            complete = None if spec is None or leaf.size == 0 else complete_spec(spec, leaf.shape)
             specs.append((name, complete))
         return specs
 
@@ -155,9 +210,9 @@ class _Rules(NamedTuple):
         for pattern, spec in self.overrides:
             if pattern.search(name):
                 return spec
-        if role == roles.KEPT or leaf.size < min_size:
+        if role == KEPT or leaf.size < min_size:
             return None
-        return self.second_spec if role == roles.SECOND_MOMENT else self.spec
+        return self.second_spec if role == SECOND_MOMENT else self.spec
 
 
 def _read_transformation(tx: Any) -> Any:
@@ -238,7 +293,7 @@ def _is_quantized(node: Any) -> bool:
 
 
 def _dequantize(leaf: Any) -> Any:
-    return blocks.dequantize_leaf(leaf) if isinstance(leaf, QuantizedArray) else leaf
+    return _dequantize_leaf(leaf) if isinstance(leaf, QuantizedArray) else leaf
 
 
 def _quantize_first(leaf: Any, named_spec: tuple[str, QuantSpec | None], key: Any) -> Any:
@@ -246,7 +301,7 @@ def _quantize_first(leaf: Any, named_spec: tuple[str, QuantSpec | None], key: An
     if spec is None:
         return leaf
     with checks.prefix_errors(name):
-        return blocks.quantize_leaf(leaf, key, function=_NAME, spec=spec)
+        return quantize_leaf(leaf, key, function=_NAME, spec=spec)
 
 
 def _quantize_again(leaf: Any, old: Any, key: Any) -> Any:
@@ -255,4 +310,307 @@ def _quantize_again(leaf: Any, old: Any, key: Any) -> Any:
         return leaf
     expected = "a transformation whose update keeps the shapes of its state"
     checks.require(leaf.shape == old.shape, f"{_NAME}.update", "tx", expected, f"{leaf.shape} for {old.shape}")
-    return blocks.quantize_like(leaf, key, old)
+    return quantize_like(leaf, key, old)
+
+
+# Which leaves of optax's states become codes: moments and second moments.
+
+
+def _mark_leaves(state: Any) -> Any:
+    """Return a tree of the structure of an optimizer state with the role of each leaf."""
+
+    def mark_node(node: Any) -> Any:
+        if not _is_state(node):
+            return KEPT
+        name = type(node).__name__
+        roles = dict.fromkeys(_MOMENTS.get(name, ()), MOMENT)
+        roles |= dict.fromkeys(_SECOND_MOMENTS.get(name, ()), SECOND_MOMENT)
+        fields = []
+        for field, child in zip(node._fields, node, strict=True):
+            role = roles.get(field)
+            fields.append(_mark_leaves(child) if role is None else jax.tree.map(lambda _, role=role: role, child))
+        return type(node)(*fields)
+
+    return jax.tree.map(mark_node, state, is_leaf=_is_state)
+
+
+def _is_state(node: Any) -> bool:
+    """Return whether a node is a state that optax defines; another library may use the same names for other things."""
+    name = type(node).__name__
+    is_named = name in _MOMENTS or name in _SECOND_MOMENTS
+    return is_named and type(node).__module__.partition(".")[0] == "optax" and hasattr(node, "_fields")
+
+
+# Leaves of an optimizer state as blocks of codes: which elements share a scale, and how they are rounded.
+
+
+def choose_blocks(shape: tuple[int, ...]) -> PerTensor | Blocked:
+    """Return blocks of up to 256 elements, cut to the same length along one or more of the last axes.
+
+    They are squares of 16 for most matrices. Others are chosen where those would need a fifth more scales, as in a
+    matrix with few columns or a vector.
+
+    Args:
+        shape: the shape of the array, without a dimension of 0.
+    """
+    choices = {}
+    for length in _LENGTHS:
+        for count in range(1, len(shape) + 1):
+            last = shape[-count:]
+            if math.prod(min(n, length) for n in last) <= _LARGEST_BLOCK:
+                # Blocks along more axes never need more scales, so they replace those along fewer.
+                scales = math.prod(shape[:-count]) * math.prod(-(-n // length) for n in last)
+                choices[length] = scales, Blocked(tuple(range(-count, 0)), length)
+    if not choices:  # rank 0
+        return PerTensor()
+    fewest = min(scales for scales, _ in choices.values())
+    return next(blocks for scales, blocks in choices.values() if scales <= _SLACK * fewest)
+
+
+def complete_spec(spec: QuantSpec | Codebook, shape: tuple[int, ...]) -> QuantSpec:
+    """Return a spec with the blocks of its granularity, or, of a codebook alone, with those chosen for the shape."""
+    return QuantSpec(spec, choose_blocks(shape)) if isinstance(spec, Codebook) else spec
+
+
+@functools.partial(jax.jit, static_argnames=("function", "spec"))
+def quantize_leaf(x: jax.Array, key: jax.Array | None, *, function: str, spec: QuantSpec) -> QuantizedArray:
+    """Return an array as codes; with a codebook from 0 up, positive numbers do not become 0.
+
+    Args:
+        x: float32, float16 or bfloat16.
+        key: the key of a stochastic rounding, or None to round to the nearest level.
+        function: Static. The public function that errors name.
+        spec: Static. A codebook with a level 0, and a granularity.
+    """
+    scale_shape, _ = scale_from_range.find_shapes(function, spec, x.shape)
+    block_size = scale_from_range.find_stored_block_size(function, spec, x.shape)
+    return _quantize_blocks(x, key, spec, scale_shape, block_size)
+
+
+@jax.jit
+def quantize_like(x: jax.Array, key: jax.Array | None, old: QuantizedArray) -> QuantizedArray:
+    """Return an array as codes of the codebook and in the blocks of another array of its shape."""
+    # Under jax.vmap and jax.shard_map the shapes of the old array are those of its part, as that of x is.
+    spec = QuantSpec(old.codebook, scale_dtype=old.scale.dtype)
+    return _quantize_blocks(x, key, spec, old.scale.shape, old.block_size)
+
+
+@jax.jit
+def _dequantize_leaf(q: QuantizedArray) -> jax.Array:
+    """Return what `q.dequantize` returns, for an array of a codebook."""
+    assert q.codebook is not None
+    scale = small_floats.scale_as_float32(q.scale)
+    product = read_levels(q.codebook, q.codes) * Aligned(q.block_size).expand(scale, q.codes)
+    return rounding.round_to_dtype(barriers.round_result(product), q.dtype).astype(q.dtype)
+
+
+def _quantize_blocks(
+    x: jax.Array, key: jax.Array | None, spec: QuantSpec, scale_shape: tuple[int, ...], block_size: int | None
+) -> QuantizedArray:
+    assert spec.codebook is not None
+    x = lax.stop_gradient(x)
+    values = x.astype(jnp.float32)
+    largest = _find_largest(values, scale_shape, block_size)
+    scale, _ = scale_from_range.find_scale_and_zero_point(spec, -largest, largest, scale_shape, scale_shape, x.dtype)
+    quotient = divide_by_scale(values, Aligned(block_size).expand(scale, values), dtypes.FLOAT32)
+    round_quotient = round_to_levels if key is None else functools.partial(_round_stochastically, key=key)
+    codes = round_quotient(spec.codebook, quotient)
+    if spec.codebook.levels[0] == 0:
+        # The update of Adam divides by the root of the second moment: one that became 0 would make it huge. The next
+        # level makes it smaller. A first moment may become 0: here the next level would make the update larger.
+        codes = jnp.where((codes == 0) & (values > 0), 1, codes.astype(jnp.int32)).astype(spec.codebook.carrier)
+    return QuantizedArray(codes, scale, dtype=x.dtype, block_size=block_size, codebook=spec.codebook)
+
+
+def _find_largest(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> jax.Array:
+    """Return the largest magnitude in each block; NaN where a block has a NaN, 0 where it has no elements."""
+    sizes = Aligned(block_size).sizes(shape, x.shape)
+    assert sizes is not None
+    # Of magnitudes, the bits sort as the numbers do, with NaN above infinity: an integer maximum loses no NaN.
+    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+    padding = [(0, n * size - length, 0) for n, size, length in zip(shape, sizes, x.shape, strict=True)]
+    if any(high for _, high, _ in padding):
+        # With explicit mesh axes, JAX cannot infer how a padded dimension is sharded.
+        bits = sharding.gather_axes(bits, [axis for axis, (_, high, _) in enumerate(padding) if high])
+        bits = lax.pad(bits, np.int32(0), padding)
+    bits = sharding.split_into_runs(bits, shape, sizes)
+    # One axis after another: XLA:CPU uses vectors for the first ones only if they are reduced alone.
+    for axis in range(1, x.ndim + 1):
+        bits = jnp.max(bits, axis=axis, initial=0)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _round_stochastically(codebook: Codebook, value: jax.Array, key: jax.Array) -> jax.Array:
+    """Return the code of one of the two levels around each value, with the value as expectation.
+
+    Values beyond the levels get the code of the first or the last one, and NaN that of the first.
+    """
+    codes = round_to_levels(codebook, value)
+    below = codes.astype(jnp.int32) - (read_levels(codebook, codes) > value).astype(jnp.int32)
+    last = len(codebook.levels) - 1
+    below = jnp.clip(below, 0, last - 1)
+    low, high = (read_levels(codebook, (below + step).astype(codebook.carrier)) for step in (0, 1))
+    chance = (value - low) / (high - low)
+    is_above = jax.random.uniform(key, value.shape) < chance
+    return (below + is_above.astype(jnp.int32)).astype(codebook.carrier)
+
+
+# The order of an update: one array of the state after the other, so that few of them exist as floats at a time.
+#
+# XLA:CPU would dequantize all arrays before it quantizes the first new one. All floats of the state would then be in
+# memory at once, which the codes are to avoid. An update of `optax` is one function of all arrays, so its program is
+# cut into parts that share no array of the state, and each part gets its codes through a barrier that waits for the
+# codes of the part before it.
+
+
+def run_in_order(function: Callable[[list[Any]], Any], held: Sequence[Any]) -> Any:
+    """Return the result of a function of pytrees, computed so that what depends on one of them follows another.
+
+    Args:
+        function: a function of a list of pytrees; it may close over further arrays. Results that depend on several of
+            the pytrees join these in one part.
+        held: the pytrees: arrays, of which at least one is traced.
+    """
+    counts = [len(jax.tree.leaves(tree)) for tree in held]
+    owners = [place for place, count in enumerate(counts) for _ in range(count)]
+    program, result = jax.make_jaxpr(function, return_shape=True)(list(held))
+    body, constants = _split_constants(program)
+    # Optax computes some steps of all arrays in one call.
+    inline_calls = functools.partial(_run_with_inlined_calls, body, constants, [{owner} for owner in owners])
+    body, constants = _split_constants(jax.make_jaxpr(inline_calls)(*jax.tree.leaves(list(held))))
+    values = dict(zip((*body.constvars, *body.invars), (*constants, *jax.tree.leaves(list(held))), strict=True))
+    given, waiting, token = dict(values), list(body.eqns), []
+    for outputs in _find_parts(body, owners):
+        chosen, waiting = _select_equations(waiting, outputs)
+        if token:
+            # Also what a part takes from outside, such as gradients, of which XLA would compute too much too early.
+            own = [atom for atom in given if atom in chosen.free and _is_numeric(atom)]
+            arrays, _ = lax.optimization_barrier(([given[atom] for atom in own], token))
+            values |= given | dict(zip(own, arrays, strict=True))
+        _evaluate(chosen, values)
+        # The updates are not waited for: XLA may compute them where they are added to the parameters.
+        codes = [atom for atom in outputs if jnp.issubdtype(atom.aval.dtype, jnp.integer)]
+        token = [values[atom] for atom in codes or outputs]
+    values |= given
+    _evaluate(_select_equations(waiting, None)[0], values)
+    results = [atom.val if isinstance(atom, core.Literal) else values[atom] for atom in body.outvars]
+    return jax.tree.unflatten(jax.tree.structure(result), results)
+
+
+def _split_constants(program: Any) -> tuple[Any, Sequence[Any]]:
+    """Return a program without its constants, and these. Newer versions of JAX keep them in the program itself."""
+    return getattr(program, "jaxpr", program), tuple(getattr(program, "consts", ()))
+
+
+def _run_with_inlined_calls(body: Any, constants: Sequence[Any], sources: list[set[int]], *arguments: Any) -> list[Any]:
+    """Return the results of a program, with the bodies of calls that depend on several pytrees in place of the calls.
+
+    Args:
+        body: the program.
+        constants: the values of its `constvars`.
+        sources: the places of the pytrees that each argument depends on.
+        arguments: its arguments.
+    """
+    values = dict(zip(body.constvars, constants, strict=True)) | dict(zip(body.invars, arguments, strict=True))
+    needed: dict[Any, set[int]] = dict(zip(body.invars, sources, strict=True))
+
+    def read_atom(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+    for equation in body.eqns:
+        operands = [set() if isinstance(atom, core.Literal) else needed.get(atom, set()) for atom in equation.invars]
+        joined = set().union(*operands)
+        if len(joined) > 1 and len(equation.outvars) > 1 and _is_plain_call(equation):
+            inner, inner_constants = _split_constants(equation.params["jaxpr"])
+            results = _run_with_inlined_calls(
+                inner, inner_constants, operands, *(read_atom(atom) for atom in equation.invars)
+            )
+            values |= dict(zip(equation.outvars, results, strict=True))
+        else:
+            _evaluate(_select_equations([equation], None)[0], values)
+        needed |= dict.fromkeys(equation.outvars, joined)
+    return [read_atom(atom) for atom in body.outvars]
+
+
+def _is_plain_call(equation: Any) -> bool:
+    """Return whether an equation is a call by `jax.jit` that asks for no sharding."""
+    shardings = [*equation.params.get("in_shardings", ()), *equation.params.get("out_shardings", ())]
+    is_call = equation.primitive.name in ("jit", "pjit")
+    return is_call and not any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
+
+
+def _find_parts(body: Any, owners: list[int]) -> list[list[Any]]:
+    """Return the results that depend on pytrees, in parts of which no two depend on the same one.
+
+    Args:
+        body: the program.
+        owners: the place of the pytree of each of its arguments.
+    """
+    needed: dict[Any, set[int]] = {variable: {owner} for variable, owner in zip(body.invars, owners, strict=True)}
+    for equation in body.eqns:
+        joined = set().union(*(needed.get(atom, set()) for atom in _list_operands(equation)))
+        needed |= dict.fromkeys(equation.outvars, joined)
+    parts: list[tuple[set[int], list[Any]]] = []
+    for atom in body.outvars:
+        places, outputs = (set() if isinstance(atom, core.Literal) else needed.get(atom, set())), [atom]
+        if not places:
+            continue
+        apart = []
+        for part in parts:
+            if part[0] & places:
+                places, outputs = places | part[0], part[1] + outputs
+            else:
+                apart.append(part)
+        parts = [*apart, (places, outputs)]
+    return [outputs for _, outputs in sorted(parts, key=lambda part: min(part[0]))]
+
+
+class _Equations(NamedTuple):
+    """Some equations of a program.
+
+    Attributes:
+        equations: in the order of the program.
+        free: the variables that they read and do not compute.
+        results: the variables that they compute.
+    """
+
+    equations: list[Any]
+    free: dict[Any, None]
+    results: list[Any]
+
+
+def _select_equations(equations: Sequence[Any], outputs: list[Any] | None) -> tuple[_Equations, list[Any]]:
+    """Return the equations that some outputs need, or all of them for None, and the others."""
+    chosen, others = list(equations), []
+    if outputs is not None:
+        wanted, chosen = set(outputs), []
+        for equation in reversed(equations):
+            is_wanted = not wanted.isdisjoint(equation.outvars)
+            (chosen if is_wanted else others).append(equation)
+            if is_wanted:
+                wanted.update(_list_operands(equation))
+        chosen.reverse()
+        others.reverse()
+    results = [atom for equation in chosen for atom in equation.outvars if not isinstance(atom, core.DropVar)]
+    computed = set(results)
+    # A dict keeps the order, which in a set would differ between runs.
+    free = dict.fromkeys(atom for equation in chosen for atom in _list_operands(equation) if atom not in computed)
+    return _Equations(chosen, free, results), others
+
+
+def _list_operands(equation: Any) -> list[Any]:
+    """Return the variables that an equation reads."""
+    return [atom for atom in equation.invars if not isinstance(atom, core.Literal)]
+
+
+def _is_numeric(atom: Any) -> bool:
+    """Return whether a variable holds numbers. A barrier does not accept keys of `jax.random`."""
+    return jnp.issubdtype(atom.aval.dtype, jnp.number)
+
+
+def _evaluate(chosen: _Equations, values: dict[Any, Any]) -> None:
+    """Add the results of equations to the values."""
+    effects = frozenset().union(*(equation.effects for equation in chosen.equations))
+    program = core.Jaxpr([], list(chosen.free), chosen.results, chosen.equations, effects, _NO_DEBUG_INFO)
+    results = eval_jaxpr(program, (), *(values[atom] for atom in chosen.free))
+    values |= dict(zip(chosen.results, results, strict=True))

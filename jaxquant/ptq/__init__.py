@@ -1,21 +1,21 @@
 """Post-training quantization with calibration data: arrays, and passes over prepared functions."""
 
-from ._passes.allocate import BitPlan, allocate_bits
-from ._passes.apply import apply
-from ._passes.collect import Statistics, collect
-from ._passes.correct_bias import correct_bias
-from ._passes.gradients import collect_gradients
-from ._passes.notes import Note, Notes, Outcome
-from ._passes.rotate import rotate
-from ._passes.scaling import equalize, smooth
-from ._passes.tune import tune
 from .adaround import adaround
+from .allocate import BitPlan, allocate_bits
+from .apply import apply
+from .collect import Statistics, collect
+from .correct_bias import correct_bias
 from .gptq import Diagnostics, gptq
+from .gradients import collect_gradients
 from .hqq import hqq
 from .input_scales import awq, smoothquant
 from .methods import GPTQ, HQQ, AdaRound, Nearest
 from .moments import Accumulator, Moments, MomentsState, second_moments
+from .notes import Note, Notes, Outcome
+from .rotate import rotate
+from .scaling import equalize, smooth
 from .search_range import search_range
+from .tune import tune
 
 __all__ = [  # noqa: RUF022 as grouped
     # Arrays.

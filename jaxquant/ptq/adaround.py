@@ -15,10 +15,9 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks
 from .._core.entry_point import compile_entry_point, convert_number
-from . import _grid, _matrix
-from ._descent import descend
-from ._grid import Grid
-from .gptq import factor_groups, map_groups, quantize_group
+from . import _grid
+from ._grid import Grid, read_hessian
+from .gptq import descend, factor_groups, map_groups, quantize_group
 
 _NAME = "ptq.adaround"
 _HIGHEST = lax.Precision.HIGHEST
@@ -119,7 +118,7 @@ def _adaround(
     w: jax.Array, hessian: jax.Array, grid: QuantizedArray | None, *, spec: QuantSpec, axis: Any, steps: int,
     rate: float, penalty: float, sweeps: int, stored_last: Any,
 ) -> QuantizedArray:  # fmt: skip
-    hessian, layout = _matrix.read_hessian(_NAME, w, hessian, axis)
+    hessian, layout = read_hessian(_NAME, w, hessian, axis)
     _grid.check_grid(_NAME, grid, w, spec)
     w, hessian, grid = lax.stop_gradient((w, hessian, grid))
     scales = _grid.find_scales(_NAME, w, spec, _grid.read_grid(_NAME, grid))

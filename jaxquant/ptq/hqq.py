@@ -16,9 +16,9 @@ from .._arrays.quantize import quantize
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, sharding
 from .._core.entry_point import compile_entry_point, convert_number
-from . import _grid, _matrix, _ranges
-from ._grid import Grid
-from ._ranges import Slices
+from . import _grid
+from ._grid import Grid, check_weight
+from .search_range import Slices, keep_better, make_slices
 
 _NAME = "ptq.hqq"
 # About how many elements of a large weight are in work at a time, so that the arrays of a step fit into a cache.
@@ -101,8 +101,8 @@ def hqq(
 def _find_range(
     w: jax.Array, *, spec: QuantSpec, p: float, beta: float, growth: float, steps: int
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    _matrix.check_weight(_NAME, w)
-    slices = _ranges.make_slices(_NAME, lax.stop_gradient(w), spec)
+    check_weight(_NAME, w)
+    slices = make_slices(_NAME, lax.stop_gradient(w), spec)
     solve = functools.partial(_solve, p=p, weights=np.asarray(beta * growth ** np.arange(steps), np.float32))
     axis, rows = _find_chunks(slices)
     # On a mesh with explicit axes, JAX refuses to split an axis that devices share.
@@ -158,7 +158,7 @@ def _solve(slices: Slices, p: float, weights: np.ndarray) -> tuple[tuple[jax.Arr
 
     def try_step(best: tuple[jax.Array, ...], weight: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
         ends = _improve(slices, best[1], best[2], unit, p, weight)
-        best = _ranges.keep_better(best, (measure(*ends), *ends))  # type: ignore[assignment]
+        best = keep_better(best, (measure(*ends), *ends))  # type: ignore[assignment]
         return best, jnp.sum(best[0])
 
     start = (measure(low, high), low, high)

@@ -21,8 +21,8 @@ from .._arrays.scale_from_range import find_stored_block_size
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._core.entry_point import compile_entry_point, convert_number, convert_numpy
-from . import _grid, _matrix
-from ._matrix import Layout
+from . import _grid
+from ._grid import MatrixLayout, read_hessian
 from .gptq import find_error
 from .moments import Moments
 
@@ -191,7 +191,7 @@ def awq(
 def _awq(
     w: jax.Array, hessian: jax.Array, magnitude: jax.Array, *, spec: QuantSpec, axis: Any, channel: Any, steps: int
 ) -> jax.Array:
-    hessian, layout = _matrix.read_hessian(_AWQ, w, hessian, axis)
+    hessian, layout = read_hessian(_AWQ, w, hessian, axis)
     shape = (layout.groups, layout.inputs)[1 if layout.groups == 1 and magnitude.ndim == 1 else 0 :]
     checks.check_shape(_AWQ, "moments.magnitude", magnitude, shape, "that of the inputs")
     w, hessian, magnitude = lax.stop_gradient((w.astype(jnp.float32), hessian, magnitude))
@@ -216,7 +216,7 @@ def _awq(
     return _grid.spoil_scale(scale, is_valid)
 
 
-def _pool_channels(layout: Layout, values: jax.Array, channel: Any) -> jax.Array:
+def _pool_channels(layout: MatrixLayout, values: jax.Array, channel: Any) -> jax.Array:
     """Return the means of numbers of the inputs [groups, inputs] over those of one channel, of the weight's rank."""
     rank = len(layout.shape)
     axes = layout.summed if channel is None else channel if isinstance(channel, tuple) else (channel,)

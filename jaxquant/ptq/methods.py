@@ -16,7 +16,8 @@ from .._arrays.quantize import quantize
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks
-from . import _grid, _matrix
+from . import _grid
+from ._grid import MatrixLayout, make_layout
 from .adaround import adaround
 from .gptq import factor_groups, round_on_grid
 from .hqq import hqq
@@ -157,7 +158,7 @@ def find_grid(name: str, w: jax.Array, hessian: jax.Array | None, spec: QuantSpe
         return pick_best(w, hessian, axis, list_grids(name, w, hessian, spec, axis))
     importance = None
     if hessian is not None:
-        layout = _matrix.make_layout("ptq.apply", w.shape, axis, hessian.shape[0])
+        layout = make_layout("ptq.apply", w.shape, axis, hessian.shape[0])
         squares = jnp.diagonal(hessian, axis1=1, axis2=2)[:, :, None]
         outputs = w.size // layout.inputs // layout.groups
         # An input without data must not make its weights free of cost: only they may share the scale.
@@ -184,7 +185,7 @@ def pick_best(w: jax.Array, hessian: jax.Array, axis: Any, candidates: Iterable[
         axis: the axes that are kept.
         candidates: arrays with the same spec.
     """
-    layout = _matrix.make_layout("ptq.apply", w.shape, axis, hessian.shape[0])
+    layout = make_layout("ptq.apply", w.shape, axis, hessian.shape[0])
     best, least = None, None
     for q in candidates:
         costs = measure_outputs(w, q, hessian, axis)
@@ -206,7 +207,7 @@ def refit_scale(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Any) 
     of linear equations: A f = b, with A_ij = v_i^T H v_j, b_i = v_i^T H w and the values v_i of a block, 0 elsewhere.
     None if several outputs share a scale.
     """
-    layout = _matrix.make_layout("ptq.apply", w.shape, axis, hessian.shape[0])
+    layout = make_layout("ptq.apply", w.shape, axis, hessian.shape[0])
     if any(q.scale.shape[a] != w.shape[a] for a in layout.kept):
         return None
     return q.replace(scale=_refit_scale(w, q, hessian, axis))
@@ -214,7 +215,7 @@ def refit_scale(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Any) 
 
 @functools.partial(jax.jit, static_argnames=("axis",))
 def _refit_scale(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Any) -> jax.Array:
-    layout = _matrix.make_layout("ptq.apply", w.shape, axis, hessian.shape[0])
+    layout = make_layout("ptq.apply", w.shape, axis, hessian.shape[0])
     # The inputs in the order of the blocks, which have the same length.
     blocks = [q.scale.shape[a] for a in layout.summed]
     places = np.arange(math.prod(blocks)).reshape(blocks)
@@ -259,9 +260,7 @@ def _solve_factors(matrix: jax.Array, product: jax.Array) -> jax.Array:
     return jnp.clip(factors, *_FACTORS)  # a scale stays positive
 
 
-def _choose_outputs(
-    layout: _matrix.Layout, mask: jax.Array, q: QuantizedArray, other: QuantizedArray
-) -> QuantizedArray:
+def _choose_outputs(layout: MatrixLayout, mask: jax.Array, q: QuantizedArray, other: QuantizedArray) -> QuantizedArray:
     """Return the outputs of one array where the mask [groups, outputs] is True, and those of another one elsewhere."""
     wide, outputs = _spread_outputs(layout, mask)
 
@@ -277,7 +276,7 @@ def _choose_outputs(
     )
 
 
-def _spread_outputs(layout: _matrix.Layout, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _spread_outputs(layout: MatrixLayout, values: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return values [groups, outputs] for each element of the weight, and with length 1 along the summed axes."""
     wide = layout.restore(jnp.repeat(values[:, None], layout.inputs, 1))
     return wide, wide[tuple(slice(None) if a in layout.kept else slice(0, 1) for a in range(wide.ndim))]
@@ -286,7 +285,7 @@ def _spread_outputs(layout: _matrix.Layout, values: jax.Array) -> tuple[jax.Arra
 @functools.partial(jax.jit, static_argnames=("axis",))
 def measure_outputs(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Any) -> jax.Array:
     """Return the mean squared error of each output, [groups, outputs]: the diagonal of E^T H E."""
-    layout = _matrix.make_layout("ptq.apply", w.shape, axis, hessian.shape[0])
+    layout = make_layout("ptq.apply", w.shape, axis, hessian.shape[0])
     errors = layout.arrange(w.astype(jnp.float32) - q.dequantize().astype(jnp.float32))
     squares = jnp.sum(errors * jnp.matmul(hessian, errors, precision=jax.lax.Precision.HIGHEST), 1)
     # Rounding can leave less than 0 of an error of 0.

@@ -135,7 +135,7 @@ def compare(prepared: Prepared, params: Any, q: QuantizedTree, batches: Iterable
     with checks.name_errors(_NAME):
         records = prepared._read_records("apply", "q.ranges", q.ranges)
     loop._check_batches(_NAME, batches)
-    step = loop.Step(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
+    step = loop.BatchStep(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
     calls = [loop.split_arguments(step, index, batch) for index, batch in enumerate(batches)]
     checks.require(bool(calls), _NAME, "batches", "at least one batch", "none")
     others = [Signature((args, {**kwargs, **arguments})) for args, kwargs in calls]

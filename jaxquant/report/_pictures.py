@@ -1,9 +1,13 @@
-"""Pictures of what the passes of `jaxquant.ptq` did: before and after each algorithm, and plans of bits."""
+"""Pictures of a report, of the notes of passes of `jaxquant.ptq`, and of plans of bits."""
 
 from __future__ import annotations
 
+import importlib.util
+import io
+import itertools
 import math
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +15,15 @@ import numpy as np
 
 from .._core import checks
 from ..ptq import BitPlan, Note, Notes
-from ..ptq._passes.allocate import solve_plan
-from ._report import import_plot
+from ..ptq.allocate import solve_plan
+from ._report import Report
 
 _POINTS = 40
+# Of Okabe and Ito's palette, which color-blind readers can tell apart.
+_COLORS = {"weight": "#0072B2", "activation": "#E69F00", "output": "#009E73"}
+_RANGE_COLOR, _GRAY = "#D55E00", "#999999"
+_MOST_HISTOGRAMS, _COLUMNS = 24, 4
+_TOP = 120.0  # decibels: no float32 has more, and an exact result has infinitely many
 
 
 def plot_notes(notes: Notes | Mapping[str, Notes], path: str | os.PathLike[str] | None = None) -> Any:
@@ -52,7 +61,7 @@ def plot_notes(notes: Notes | Mapping[str, Notes], path: str | os.PathLike[str] 
     checks.require_type(is_notes, name, "notes", "a ptq.Notes, or a dict of them", checks.describe_value(notes))
     has_measure = any(is_measured(note) for rows in groups.values() for note in rows)
     checks.require(has_measure, name, "notes", "a row with a measure before and after, both finite", "none")
-    return _write(import_plot().draw_notes(dict(groups)), path)
+    return _write(_draw_notes(dict(groups)), path)
 
 
 def is_measured(note: Note) -> bool:
@@ -86,7 +95,8 @@ def plot_plan(plan: BitPlan, path: str | os.PathLike[str] | None = None) -> Any:
     """
     is_plan = isinstance(plan, BitPlan)
     checks.require_type(is_plan, "report.plot_plan", "plan", "a ptq.BitPlan", type(plan).__name__)
-    figure = import_plot().draw_plan(find_front(plan), _list_uniform(plan), (plan.nbytes, plan.damage))
+    check_matplotlib()
+    figure = _draw_plan(find_front(plan), _list_uniform(plan), (plan.nbytes, plan.damage))
     return _write(figure, path)
 
 
@@ -116,3 +126,186 @@ def _write(figure: Any, path: Any) -> Any:
     if path is not None:
         figure.savefig(path)
     return figure
+
+
+def check_matplotlib() -> None:
+    """Raise an error that says how to install matplotlib, unless it is installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        text = 'jaxquant.report: expected the package matplotlib: pip install "jaxquant[report]", got none installed'
+        raise ModuleNotFoundError(text, name="matplotlib")
+
+
+def _make_figure(**options: Any) -> Any:
+    """Return an empty figure of matplotlib, which is optional, and slow to import."""
+    check_matplotlib()
+    from matplotlib.figure import Figure
+
+    # A figure of its own: one of pyplot would stay in memory, and might need a display.
+    return Figure(**options)
+
+
+def draw_report(report: Report) -> Any:
+    """Return a figure: bars for the errors of each contraction, and histograms of weights and activations."""
+    rows = [row for row in report.rows if row.form != "float"]
+    groups = [
+        ("weights, on a logarithmic scale; dashed: the range of their codes", "weight", report.histograms),
+        (
+            "activations, on a logarithmic scale; dashed: the range of their codes, if it is static; "
+            "the tail beyond it is saturated",
+            "activation", report.activations,
+        ),
+    ]  # fmt: skip
+    shown = [(text, kind, list(items.items())[:_MOST_HISTOGRAMS]) for text, kind, items in groups if items]
+    bars = 1.2 + 0.45 * max(len(rows), 1)
+    heights = [bars, *(0.3 + 2.1 * math.ceil(len(items) / _COLUMNS) for _, _, items in shown)]
+    figure = _make_figure(figsize=(11, sum(heights)), layout="constrained")
+    parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
+    _draw_bars(parts[0, 0].subplots(), rows)
+    for (text, kind, items), part in zip(shown, parts[1:, 0], strict=True):
+        total = {"weight": len(report.histograms), "activation": len(report.activations)}[kind]
+        part.suptitle(f"{text}; the first {len(items)} of {total}" if total > len(items) else text, fontsize=8)
+        lines = math.ceil(len(items) / _COLUMNS)
+        _draw_histograms(part.subplots(lines, _COLUMNS, squeeze=False).ravel(), items, _COLORS[kind])
+    return figure
+
+
+def _draw_bars(axes: Any, rows: list[Any]) -> None:
+    """Draw the ratios of weights, activations and outputs, the first contraction at the top."""
+    for offset, (name, color) in zip((-0.27, 0.0, 0.27), _COLORS.items(), strict=True):
+        values = [getattr(row, f"{name}_sqnr") for row in rows]
+        places = [place + offset for place, value in enumerate(values) if value is not None]
+        if not places:
+            continue
+        ratios = [value for value in values if value is not None]
+        # A NaN has no bar, and neither has an error that is as large as the signal.
+        sizes = [0.0 if math.isnan(value) else min(max(value, 0.0), _TOP) for value in ratios]
+        axes.barh(places, sizes, 0.25, color=color, label=name)
+        for place, size, value in zip(places, sizes, ratios, strict=True):
+            if size != value:
+                label = "no error" if value == math.inf else f"{value:.1f}"
+                axes.annotate(label, (size, place), textcoords="offset points", xytext=(3, -2.5), fontsize=6)
+    axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
+    axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
+    axes.set_xlabel("signal over error, dB (more is better; 6 dB are one bit)")
+    axes.grid(axis="x", color=_GRAY, alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=8, frameon=False)
+
+
+def _draw_histograms(grid: Any, items: list[Any], color: str) -> None:
+    """Draw distributions on a logarithmic scale, with the ends of the range of the codes and what is beyond it."""
+    names = _shorten_names([name for name, _ in items])
+    for axes, name, (_, histogram) in zip(grid, names, items, strict=False):
+        axes.stairs(histogram.counts, histogram.edges, fill=True, color=color)
+        ends = (histogram.low, histogram.high)
+        for end, sign in zip(ends, (-1, 1), strict=True):
+            if end is None:
+                continue
+            axes.axvline(end, color=_RANGE_COLOR, linewidth=1, linestyle="--")
+            limits = (histogram.edges[0], histogram.edges[-1])
+            if sign * (limits[(sign + 1) // 2] - end) > 0:
+                axes.axvspan(*sorted((end, limits[(sign + 1) // 2])), color=_RANGE_COLOR, alpha=0.15, linewidth=0)
+        # A logarithmic scale has no place for bins without elements.
+        axes.set_yscale("symlog", linthresh=1)
+        axes.set_ylim(bottom=0)
+        axes.locator_params(axis="x", nbins=4)
+        axes.set_title(name, fontsize=7)
+        axes.tick_params(labelsize=6)
+    for axes in grid[len(items) :]:
+        axes.set_visible(False)
+
+
+def _shorten_names(names: list[str]) -> list[str]:
+    """Return names without the parts that all of them begin or end with, and without the middle of what is long."""
+    separators = re.compile(r"[./]")
+    starts = [name[: match.end()] for name in names[:1] for match in separators.finditer(name)]
+    start = max((part for part in starts if all(name.startswith(part) for name in names)), key=len, default="")
+    names = [name[len(start) :] for name in names]
+    ends = [name[match.start() :] for name in names[:1] for match in separators.finditer(name)]
+    end = max((part for part in ends if all(name.endswith(part) for name in names)), key=len, default="")
+    names = [name[: len(name) - len(end)] for name in names] if len(names) > 1 else names
+    return [name if len(name) < 38 else f"{name[:17]}...{name[-17:]}" for name in names]
+
+
+def _draw_plan(front: list[tuple[int, float]], uniform: dict[str, tuple[int, float]], chosen: tuple[int, float]) -> Any:
+    """Return a figure of damage against bytes: the best plans, those with one dtype, and the chosen one."""
+    figure = _make_figure(figsize=(7, 4.5), layout="constrained")
+    axes: Any = figure.subplots()
+    axes.plot(*zip(*front, strict=True), color=_COLORS["weight"], marker=".", drawstyle="steps-post",
+              label="the best plans")  # fmt: skip
+    for index, (name, (size, damage)) in enumerate(uniform.items()):
+        label = "one dtype for all" if not index else None
+        axes.plot(size, damage, color=_COLORS["activation"], marker="s", linestyle="none", label=label, clip_on=False)
+        axes.annotate(name, (size, damage), textcoords="offset points", xytext=(7, 4), fontsize=9)
+    axes.plot(*chosen, color=_RANGE_COLOR, marker="*", markersize=16, linestyle="none", label="the chosen plan",
+              clip_on=False)  # fmt: skip
+    axes.set_xscale("log")
+    # A plan in floats has no damage.
+    _set_scale(axes, "y", [damage for _, damage in (*front, *uniform.values(), chosen)])
+    axes.set_xlabel("bytes of all weights")
+    axes.set_ylabel("damage: squared error of the results,\nrelative to their squares")
+    _label_axes(axes)
+    return figure
+
+
+def _draw_notes(notes: dict[str, Any]) -> Any:
+    """Return a figure: for each weight the measure before and after each algorithm, joined by a line."""
+    measured = {name: [note for note in rows if is_measured(note)] for name, rows in notes.items()}
+    paths = list(dict.fromkeys(note.path for rows in measured.values() for note in rows))
+    figure = _make_figure(figsize=(8, 1.4 + 0.22 * len(paths) * max(len(notes), 1)), layout="constrained")
+    axes: Any = figure.subplots()
+    styles = itertools.cycle(zip((*_COLORS.values(), "#CC79A7", "#56B4E9", _RANGE_COLOR), "os^Dv>", strict=True))
+    # There may be more algorithms than colors.
+    for index, ((name, rows), (color, marker)) in enumerate(zip(measured.items(), styles, strict=False)):
+        offset = 0.7 * ((index + 0.5) / len(notes) - 0.5)
+        for note in rows:
+            place = paths.index(note.path) + offset
+            axes.plot([note.before, note.after], [place, place], color=_GRAY, linewidth=1, zorder=1)
+            # Without a clip, because a marker at 0 is on the edge.
+            options = {"marker": marker, "markersize": 6, "clip_on": False}
+            axes.plot(note.before, place, color="white", markeredgecolor=color, **options)
+            axes.plot(note.after, place, color=color, **options)
+        axes.plot([], [], marker=marker, color=color, linestyle="none", label=f"after {name}")
+    axes.plot([], [], marker="o", color="white", markeredgecolor=_GRAY, linestyle="none", label="before")
+    axes.set_yticks(range(len(paths)), _shorten_names(paths), fontsize=8)
+    axes.invert_yaxis()
+    _set_scale(axes, "x", [value for rows in measured.values() for note in rows for value in (note.before, note.after)])
+    texts = sorted({rows.measure for rows in notes.values()})
+    hidden = [
+        f"{note.path} ({name}: {note.before:.4g}, {note.after:.4g})"
+        for name, rows in notes.items()
+        for note in rows
+        if note.before is not None and note.after is not None and not is_measured(note)
+    ]
+    texts += [f"not finite, and not drawn: {', '.join(hidden)}"] if hidden else []
+    axes.set_xlabel("\n".join(texts), fontsize=9)
+    _label_axes(axes)
+    return figure
+
+
+def _set_scale(axes: Any, name: str, values: list[float]) -> None:
+    """Make an axis logarithmic; with zeros among the values, linear from 0 to the least positive one."""
+    positive = [value for value in values if value > 0]
+    set_scale, set_limits = (getattr(axes, f"set_{name}{what}") for what in ("scale", "lim"))
+    if min(values) > 0:
+        set_scale("log")
+        return
+    set_scale("symlog", linthresh=10.0 ** math.floor(math.log10(min(positive))) if positive else 1.0)
+    set_limits(min(values))
+
+
+def _label_axes(axes: Any) -> None:
+    axes.grid(color=_GRAY, alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+
+
+def write_svg(figure: Any) -> str:
+    """Return a figure as the text of an SVG element."""
+    stream = io.StringIO()
+    figure.savefig(stream, format="svg")
+    text = stream.getvalue()
+    # An element inside of HTML has no XML declaration in front.
+    return text[text.index("<svg") :]

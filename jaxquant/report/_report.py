@@ -143,7 +143,10 @@ class Report:
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
         """
-        figure = import_plot().draw_report(self)
+        # The pictures read the passes of ptq, which a table does not need.
+        from ._pictures import draw_report
+
+        figure = draw_report(self)
         if path is not None:
             figure.savefig(path)
         return figure
@@ -165,7 +168,7 @@ class Report:
         rows = "\n".join(_make_html_row(row, columns) for row in self.rows)
         picture = ""
         if importlib.util.find_spec("matplotlib") is not None:
-            from ._plot import draw_report, write_svg
+            from ._pictures import draw_report, write_svg
 
             picture = write_svg(draw_report(self))
         file.write_text(
@@ -174,16 +177,6 @@ class Report:
             f"<table><thead><tr>{cells}</tr></thead><tbody>\n{rows}\n</tbody></table>\n{picture}</body></html>\n",
             encoding="utf-8",
         )
-
-
-def import_plot() -> Any:
-    """Return the module that draws; raise an error that says how to install what it needs."""
-    if importlib.util.find_spec("matplotlib") is None:
-        text = 'jaxquant.report: expected the package matplotlib: pip install "jaxquant[report]", got none installed'
-        raise ModuleNotFoundError(text, name="matplotlib")
-    from . import _plot
-
-    return _plot
 
 
 def _make_html_row(row: SiteRow, columns: Sequence[int]) -> str:

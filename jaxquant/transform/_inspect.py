@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .._core import checks
 from .._training.estimators import StraightThrough
-from .._training.rounding_vjp import Config, make_array
+from .._training.rounding_vjp import RoundingConfig, make_array
 from ._calls import Call, Signature, check_names, is_quantized
 from ._modes import TrainMode, Twin, find_scale
 from ._plan import OperandPlan, Plan
@@ -107,7 +107,7 @@ def contract_codes(
     for operand in plan.sites[site.name].activations:
         place = int(operand.place)
         scale, point = find_scale(operand.spec, operands[place], ranges.get(str(place)))
-        codes[place] = make_array(Config(operand.spec), operands[place], scale, point, None)
+        codes[place] = make_array(RoundingConfig(operand.spec), operands[place], scale, point, None)
         activations.append((operand, codes[place], scale))
     return operations.make_operation(site.equation).contract_quantized(*codes), activations
 

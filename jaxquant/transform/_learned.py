@@ -14,15 +14,14 @@ import numpy as np
 from .._arrays.quantize import find_parameters
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
-from .._training import learned_parts
-from .._training.estimators import LSQ, PACT, LSQPlus, Rule
+from .._training.estimators import LSQ, PACT, Estimator, LSQPlus, read_learned_scale, read_learned_zero_point
 from .._training.fake_quantize import read_parts
 from ..calibration import Range
 from ._plan import LeafPlan
 from ._ranges import StaticRange, StaticRanges
 
 _NAME = "Prepared.trainable"
-Estimator = LSQ | LSQPlus | PACT
+ScaleEstimator = LSQ | LSQPlus | PACT
 
 
 class LearnedScale(NamedTuple):
@@ -50,7 +49,7 @@ class LearnedScales:
 
     weights: dict[str, LearnedScale]
     activations: dict[str, dict[str, LearnedScale]]
-    estimator: Rule
+    estimator: Estimator
 
 
 def make_scales(
@@ -64,7 +63,7 @@ def make_scales(
         ranges: what calibration found for them.
         estimator: the gradient rule.
     """
-    is_estimator = isinstance(estimator, Estimator)
+    is_estimator = isinstance(estimator, ScaleEstimator)
     expected = "LSQ(), LSQPlus() or PACT()"
     checks.require_type(is_estimator, _NAME, "estimator", expected, checks.describe_value(estimator))
     weights = {}
@@ -88,7 +87,7 @@ def _start_weight(w: Any, spec: QuantSpec, estimator: LSQ | LSQPlus) -> LearnedS
     return LearnedScale(scale, None if spec.symmetric else zero_point)
 
 
-def _start_activation(entry: StaticRange, ends: Any, estimator: Estimator) -> LearnedScale:
+def _start_activation(entry: StaticRange, ends: Any, estimator: ScaleEstimator) -> LearnedScale:
     spec = entry.operand.spec
     _check_scale_dtype(spec)
     is_learned = not spec.symmetric and not isinstance(estimator, PACT)
@@ -116,9 +115,9 @@ def _check_scale_dtype(spec: QuantSpec) -> None:
 
 def read_learned(function: str, part: LearnedScale, x: Any, spec: QuantSpec) -> tuple[jax.Array, Any]:
     """Return the scale and the zero point of x, from those that are learned."""
-    scale, zero_point = learned_parts.read_scale(spec, part.scale), part.zero_point
+    scale, zero_point = read_learned_scale(spec, part.scale), part.zero_point
     if zero_point is not None:
-        zero_point = learned_parts.read_zero_point(spec, zero_point)
+        zero_point = read_learned_zero_point(spec, zero_point)
     # PACT learns no zero point, because its codes begin at 0.
     elif not spec.symmetric:
         zero_point = jnp.zeros((1,) * scale.ndim, spec.carrier)

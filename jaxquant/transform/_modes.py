@@ -15,9 +15,9 @@ from .._arrays.quantize import find_parameters
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._codes.carrier import finish_training, replace_value
-from .._training.estimators import LSQ, LSQPlus, Rule, StraightThrough
+from .._training.estimators import LSQ, Estimator, LSQPlus, StraightThrough
 from .._training.quantizer import Quantizer
-from .._training.rounding_vjp import Config, make_array, quantize_and_dequantize
+from .._training.rounding_vjp import RoundingConfig, make_array, quantize_and_dequantize
 from ._learned import LearnedScale, read_learned
 from ._plan import OperandPlan, Plan
 from ._programs import jaxpr, operations, restructure
@@ -197,7 +197,9 @@ class IntegerMode(_CodesMode):
             store = stores[place] if part is None else {}
             if operand.spec not in store:
                 x = operations.refuse_gradient(operands[place])
-                store[operand.spec] = make_array(Config(operand.spec), x, *find_scale(operand.spec, x, part), None)
+                store[operand.spec] = make_array(
+                    RoundingConfig(operand.spec), x, *find_scale(operand.spec, x, part), None
+                )
             codes[place] = store[operand.spec]
         if self.plan.regions.find_point(site) is not None:
             return self.finish_contraction(site, codes, records), records
@@ -263,7 +265,7 @@ class TrainMode(_CodesMode):
         estimator: the gradient rule of scales that are trained.
     """
 
-    def __init__(self, plan: Plan, statics: StaticValues | None, estimator: Rule) -> None:
+    def __init__(self, plan: Plan, statics: StaticValues | None, estimator: Estimator) -> None:
         super().__init__(plan, statics)
         self.estimator = estimator
 
@@ -294,7 +296,7 @@ class TrainMode(_CodesMode):
         floats, codes = zip(*twins, strict=True)
         return operations.contract_with_gradient(operation, floats, codes), records
 
-    def find_rule(self, part: Any, shape: Sequence[int]) -> Rule:
+    def find_rule(self, part: Any, shape: Sequence[int]) -> Estimator:
         """Return the gradient rule of activations of a shape."""
         if not isinstance(part, LearnedScale):
             return StraightThrough()
@@ -390,9 +392,9 @@ def make_finder(ranges: StaticRanges, records: Mapping[str, Any]) -> Callable[[s
     return find
 
 
-def make_twin(spec: QuantSpec, x: jax.Array, part: Any, rule: Rule) -> Twin:
+def make_twin(spec: QuantSpec, x: jax.Array, part: Any, rule: Estimator) -> Twin:
     """Return an array as floats with a gradient, and as codes."""
     scale, zero_point = find_scale(spec, x, part)
-    config = Config(spec, rule)
+    config = RoundingConfig(spec, rule)
     floats = quantize_and_dequantize(config, x, scale, zero_point, None)
     return Twin(floats, lax.stop_gradient(make_array(config, x, scale, zero_point, None)))

@@ -16,7 +16,7 @@ from ..calibration import Range, loop
 from ..calibration.calibrator import is_finite_state
 from . import _coverage, _modes, _ranges
 from ._calls import Call, Signature, TracedFunctions, check_leaves, check_names, is_quantized, trace_call
-from ._learned import Estimator, LearnedScales, make_scales, read_part
+from ._learned import LearnedScales, ScaleEstimator, make_scales, read_part
 from ._plan import LeafPlan
 from ._programs import jaxpr
 from ._programs.interpret import Interpreter, Mode
@@ -169,7 +169,7 @@ class Prepared:
 
         # The parameters are arguments of the jitted function: arrays that it closes over would be copied into the
         # program.
-        step = loop.Step(
+        step = loop.BatchStep(
             "Prepared.calibrate", lambda state, *batch: observe_batch(state, signature.arrays, Signature(batch)),
             functools.cache(lambda: loop.find_fingerprint(dict(zip(signature.names, signature.arrays, strict=True)))),
             lambda state: _ranges.describe(self.static_ranges), frozenset(arguments),
@@ -249,7 +249,7 @@ class Prepared:
         return QuantizedTree(signature.rebuild(converted), records)
 
     def trainable(
-        self, params: Any, ranges: Ranges | None = None, *, estimator: Estimator | None = None
+        self, params: Any, ranges: Ranges | None = None, *, estimator: ScaleEstimator | None = None
     ) -> TrainableTree:
         """Return the parameters together with the ranges, which stay as they are, or with scales that are trained.
 

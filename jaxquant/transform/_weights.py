@@ -12,7 +12,7 @@ from .._arrays.quantize import encode_array
 from .._arrays.quantize_padded import quantize_kernel
 from .._arrays.quantized_array import QuantizedArray
 from .._training.estimators import StraightThrough
-from .._training.rounding_vjp import Config, make_array
+from .._training.rounding_vjp import RoundingConfig, make_array
 from ._learned import LearnedScale, read_learned
 from ._modes import Twin, make_twin
 from ._plan import LeafPlan
@@ -21,7 +21,7 @@ from ._plan import LeafPlan
 @functools.partial(jax.jit, static_argnames="plan")
 def _encode_learned(w: jax.Array, part: LearnedScale, plan: LeafPlan) -> Any:
     scale, zero_point = read_learned("Prepared.convert", part, w, plan.spec)
-    return make_array(Config(plan.spec), w, scale, zero_point, None)
+    return make_array(RoundingConfig(plan.spec), w, scale, zero_point, None)
 
 
 def quantize_weight(w: Any, plan: LeafPlan, part: LearnedScale | None) -> Any:

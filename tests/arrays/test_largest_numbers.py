@@ -163,11 +163,11 @@ def test_initial_scales_of_large_values_are_finite(rule: Any, rng: np.random.Gen
 def test_optimizer_states_and_caches_of_large_values_are_finite() -> None:
     largest = np.finfo(F32).max
     x = jnp.asarray(np.linspace(-1, 1, 512) * float(largest), jnp.float32)
-    from jaxquant.optim import blocks
+    from jaxquant.optim.quantize_state import quantize_leaf
 
     for codebook in (jq.nf4, TABLE):
         spec = QuantSpec(codebook, Blocked(-1, 64), scale_dtype="bfloat16")
-        q = blocks.quantize_leaf(x, None, function="optim.quantize_state", spec=spec)
+        q = quantize_leaf(x, None, function="optim.quantize_state", spec=spec)
         assert np.isfinite(np.asarray(q.dequantize())).all()
 
 

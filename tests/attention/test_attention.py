@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import jaxquant as jq
-from jaxquant._attention import cache_contractions, weigh_values
-from jaxquant._attention.scores import find_scores, group_queries
+from jaxquant._attention import attention, scores_and_values
+from jaxquant._attention.scores_and_values import find_scores, find_weights, group_queries
 
 from ..oracles.attention_text import (
     attend,
@@ -241,7 +241,7 @@ def test_exponentials_of_long_rows_are_those_of_short_ones(rng: np.random.Genera
     @jax.jit
     def run(scores: jax.Array) -> jax.Array:
         visible = jnp.arange(scores.shape[1])[None] < 96
-        return weigh_values.find_weights(scores, jnp.ones((1, 1)), visible, 2).exponentials
+        return find_weights(scores, jnp.ones((1, 1)), visible, 2).exponentials
 
     np.testing.assert_array_equal(run(scores)[:, :96], run(scores[:, :96]))
 
@@ -269,13 +269,13 @@ def test_chunks_of_int4_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch, 
         whole, keys=cache.quantized_keys.codes, values=cache.quantized_values.codes, key_scale=cache.key_scale,
         value_scale=cache.value_scale, index=cache.index,
     )  # fmt: skip
-    monkeypatch.setattr(cache_contractions, "_CHUNK", 1)
-    monkeypatch.setattr(cache_contractions, "_FEWEST", 4)
+    monkeypatch.setattr(attention, "_CHUNK", 1)
+    monkeypatch.setattr(attention, "_FEWEST", 4)
     for spec in (INT8, ASYMMETRIC, jq.QuantSpec("int8", jq.Blocked(-1, 2))):
         chunked = jax.jit(lambda q, cache, spec=spec: jq.attention(q, cache, bias=bias, spec=spec))(q, cache)
         np.testing.assert_array_equal(chunked, jq.attention(q, whole, bias=bias, spec=spec))
     # With the loop over 2**17 tokens, too.
-    monkeypatch.setattr(weigh_values, "_LONGEST", 6)
+    monkeypatch.setattr(scores_and_values, "_LONGEST", 6)
     chunked, expected = (jax.jit(lambda q, cache: jq.attention(q, cache) + 0)(q, cache) for cache in (cache, whole))
     np.testing.assert_array_equal(chunked, expected)
 
@@ -364,14 +364,14 @@ def test_weights_of_a_long_context(fixed_rng: np.random.Generator) -> None:
 def test_chunks_of_tokens(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     """More tokens than int32 can sum are contracted in chunks."""
     q, k, v = sample(rng, 1, 2, 1, 8), *(sample(rng, 1, 11, 1, 8) for _ in "kv")
-    monkeypatch.setattr(weigh_values, "_LONGEST", 4)
+    monkeypatch.setattr(scores_and_values, "_LONGEST", 4)
     y = jq.quantized_dot_product_attention(q, k, v, scale=0.35)
     monkeypatch.undo()
     codes = [quantize_tokens(x, 127) for x in (q, k, v)]
     rescaled = codes[0]._replace(scale=codes[0].scale * np.float32(0.35 * 8**0.5))
     check_against_float64(y, [rescaled, *codes[1:]], np.ones((1, 1, 2, 11), bool))
     # The longest chunk does not overflow.
-    assert weigh_values._LONGEST * 127 * 128 < 2**31
+    assert scores_and_values._LONGEST * 127 * 128 < 2**31
 
 
 def test_contractions_are_of_integers() -> None:

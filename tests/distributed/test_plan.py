@@ -14,11 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxquant import distributed as jqd
 from jaxquant.distributed import __main__ as command_line
-from jaxquant.distributed._plan import count
-from jaxquant.distributed._plan.sizes import FORMATS, PRESETS, Sizes
+from jaxquant.distributed._plan import FORMATS, PRESETS, ModelSizes, make_decoding_step, make_plan, make_training_step
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "distributed.md"
-SMALL = Sizes(layers=3, width=64, heads=8, kv_heads=4, hidden=160, vocabulary=96)
+SMALL = ModelSizes(layers=3, width=64, heads=8, kv_heads=4, hidden=160, vocabulary=96)
 AXES = {"data": 2, "model": 4}
 
 
@@ -40,8 +39,8 @@ def sum_by_kind(collectives: list[jqd.Collective]) -> dict[str, int]:
 def test_counts_are_those_of_eight_devices(name: str, is_training: bool) -> None:
     """The bytes that the compiled step sends, and those of arrays that devices hold."""
     form, mesh = FORMATS[name], Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
-    plan = count.make_plan(SMALL, form, AXES, batch=4, sequence=16, is_training=is_training)
-    make_step = count.make_training_step if is_training else count.make_decoding_step
+    plan = make_plan(SMALL, form, AXES, batch=4, sequence=16, is_training=is_training)
+    make_step = make_training_step if is_training else make_decoding_step
     step = make_step(SMALL, form, 4, 16)
     arguments = [place(tree, specs, mesh) for tree, specs in zip(step.arguments, step.in_specs, strict=True)]
     for stored, i in step.stored.items():
@@ -79,9 +78,7 @@ def test_plans_of_large_meshes(preset: str, data: int, model: int) -> None:
     """They need no devices; codes take the part of the bytes that their widths say."""
     mesh = {"data": data, "model": model}
     plans = {
-        (name, step): count.make_plan(
-            PRESETS[preset], form, mesh, batch=512, sequence=2048, is_training=step == "train"
-        )
+        (name, step): make_plan(PRESETS[preset], form, mesh, batch=512, sequence=2048, is_training=step == "train")
         for name, form in FORMATS.items()
         for step in ("train", "decode")
     }
@@ -173,9 +170,7 @@ def test_the_command_compares_plans(capsys: pytest.CaptureFixture[str]) -> None:
         for text in ("data=1, model=8", "data=2, model=4")
         for what in ("stored", "sent in a step")
     ]
-    plan = count.make_plan(
-        PRESETS["70B"], FORMATS["int8"], {"data": 2, "model": 4}, batch=8, sequence=32, is_training=False
-    )
+    plan = make_plan(PRESETS["70B"], FORMATS["int8"], {"data": 2, "model": 4}, batch=8, sequence=32, is_training=False)
     assert [row[4] for row in rows[-2:]] == [f"{sum(part.values()) / 1e9:.3f}" for part in (plan.stored, plan.sent)]
 
 

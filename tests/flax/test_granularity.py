@@ -16,7 +16,7 @@ from flax import nnx, serialization
 import jaxquant as jq
 from jaxquant import checkpoint
 from jaxquant import flax as qflax
-from jaxquant.checkpoint.static_text import StaticText
+from jaxquant.checkpoint.arrays import StaticText
 from jaxquant.flax import Dynamic, Learned, Observed
 from jaxquant.flax import linen as qnn
 from jaxquant.flax import nnx as qnnx

@@ -1,4 +1,4 @@
-"""Every case of the full check; the table of docs/exactness.md is the same check, printed.
+"""Every case of the full check; the table of docs/measured/exactness.md is the same check, printed.
 
 By default the first case of an operator runs under all of its transforms, or those that it names, and each other one
 under one of them, in turn; the marker `full` has the rest.

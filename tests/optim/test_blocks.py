@@ -14,7 +14,8 @@ from jax import lax
 
 import jaxquant as jq
 from jaxquant._core.granularity import Aligned
-from jaxquant.optim import blocks, codebooks
+from jaxquant.optim import codebooks
+from jaxquant.optim.quantize_state import choose_blocks, complete_spec, quantize_leaf, quantize_like
 
 from ..oracles import optimizer_text
 
@@ -92,11 +93,11 @@ def make_leaf(rng: np.random.Generator, shape: tuple[int, ...], book: jq.Codeboo
 def test_blocks_against_numpy(rng: np.random.Generator, shape: tuple[int, ...]) -> None:
     """One program for each way of calling; the codebook differs between the ways, and so do the numbers."""
     for book in BOOKS:
-        spec = blocks.complete_spec(book, shape)
+        spec = complete_spec(book, shape)
         x = np.stack([make_leaf(rng, shape, book) for _ in range(3)])
         x[2].reshape(-1)[:4] = np.array([np.inf, 1, -np.inf, 0], F32)
         x[1].reshape(-1)[5] = F32(np.nan)
-        quantize = functools.partial(blocks.quantize_leaf, key=None, function="test", spec=spec)
+        quantize = functools.partial(quantize_leaf, key=None, function="test", spec=spec)
         mapped = jax.jit(jax.vmap(quantize) if book is BOOKS[0] else functools.partial(lax.map, quantize))(x)
         for place in range(3):
             q = jax.tree.map(lambda leaf, i=place: leaf[i], mapped)
@@ -106,7 +107,7 @@ def test_blocks_against_numpy(rng: np.random.Generator, shape: tuple[int, ...]) 
             codes, scale = optimizer_text.quantize(x[place], np.asarray(book.levels), sizes)
             np.testing.assert_array_equal(q.scale, scale)
             alone = quantize(jnp.asarray(x[place]))
-            again = blocks.quantize_like(jnp.asarray(x[place]), None, alone)
+            again = quantize_like(jnp.asarray(x[place]), None, alone)
             for other in (alone, again):
                 np.testing.assert_array_equal(q.codes, other.codes)
                 np.testing.assert_array_equal(q.scale, other.scale)
@@ -121,10 +122,10 @@ def test_blocks_against_numpy(rng: np.random.Generator, shape: tuple[int, ...]) 
 def test_codes_are_those_of_quantize_except_beside_zero(rng: np.random.Generator) -> None:
     x = rng.normal(size=(64, 48)).astype(F32)
     for book in BOOKS:
-        spec = blocks.complete_spec(book, x.shape)
+        spec = complete_spec(book, x.shape)
         plain = jq.quantize(np.abs(x) if book is jq.optim.logarithmic else x, spec)
         leaf = jnp.abs(x) if book is jq.optim.logarithmic else jnp.asarray(x)
-        q = blocks.quantize_leaf(leaf, None, function="test", spec=spec)
+        q = quantize_leaf(leaf, None, function="test", spec=spec)
         expected = np.asarray(plain.codes)
         np.testing.assert_array_equal(q.codes, np.maximum(expected, 1) if book is jq.optim.logarithmic else expected)
         np.testing.assert_array_equal(q.scale, plain.scale)
@@ -148,7 +149,7 @@ def test_codes_are_those_of_quantize_except_beside_zero(rng: np.random.Generator
 )
 def test_the_choice_of_blocks(shape: tuple[int, ...], block: tuple[int, ...] | None, scales: int) -> None:
     q = jax.eval_shape(
-        functools.partial(blocks.quantize_leaf, key=None, function="test", spec=blocks.complete_spec(BOOKS[0], shape)),
+        functools.partial(quantize_leaf, key=None, function="test", spec=complete_spec(BOOKS[0], shape)),
         jax.ShapeDtypeStruct(shape, F32),
     )
     sizes = Aligned(q.block_size).sizes(q.scale.shape, shape)
@@ -166,7 +167,7 @@ def test_large_arrays_take_little_more_than_a_byte() -> None:
         shape = tuple(int(n) for n in rng.integers(1, 200, rng.integers(1, 5)))
         if math.prod(shape) < 4096:
             continue
-        blocked = blocks.choose_blocks(shape)
+        blocked = choose_blocks(shape)
         assert not isinstance(blocked, jq.PerTensor)
         axes = (blocked.axis,) if isinstance(blocked.axis, int) else blocked.axis
         cut = {axis % len(shape) for axis in axes}
@@ -180,8 +181,8 @@ def test_stochastic_rounding_is_unbiased(fixed_rng: np.random.Generator) -> None
     x = jnp.asarray(fixed_rng.normal(size=(16, 16)), jnp.float32)
     for book in BOOKS:
         leaf = jnp.abs(x) if book is jq.optim.logarithmic else x
-        spec = blocks.complete_spec(book, x.shape)
-        draw = functools.partial(blocks.quantize_leaf, function="test", spec=spec)
+        spec = complete_spec(book, x.shape)
+        draw = functools.partial(quantize_leaf, function="test", spec=spec)
         keys = jax.random.split(jax.random.key(3), 400)
         values = np.asarray(jax.vmap(lambda key, draw=draw, leaf=leaf: draw(leaf, key).dequantize())(keys), np.float64)
         error = values.mean(0) - np.asarray(leaf, np.float64)

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jaxquant as jq
-from jaxquant.optim import ordering
+from jaxquant.optim.quantize_state import run_in_order
 
 COUNT, SIDE = 6, 256
 PARAMS = {f"layer{i}": jnp.full((SIDE, SIDE), 1.0) for i in range(COUNT)}
@@ -64,7 +64,7 @@ def test_parts_share_no_array() -> None:
         return {"a": joined[0] + 1, "b": joined[1], "cd": c * d, "constant": 2.0, "input": d}
 
     def spy(xs: list[jax.Array]) -> Any:
-        return ordering.run_in_order(run, xs)
+        return run_in_order(run, xs)
 
     xs = [jnp.full(3, float(i)) for i in range(4)]
     text = str(jax.make_jaxpr(spy)(xs))

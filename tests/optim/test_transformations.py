@@ -14,7 +14,7 @@ import pytest
 
 import jaxquant as jq
 from jaxquant._core.granularity import Aligned
-from jaxquant.optim import roles
+from jaxquant.optim.quantize_state import _MOMENTS, _SECOND_MOMENTS
 
 from ..oracles import optimizer_text
 
@@ -208,6 +208,6 @@ def test_the_states_of_optax_are_known() -> None:
     for tx in unnamed:
         state = tx.init({"w": jnp.ones(2)})
         states[type(state).__name__] = type(state)
-    for table in (roles._MOMENTS, roles._SECOND_MOMENTS):
+    for table in (_MOMENTS, _SECOND_MOMENTS):
         for name, fields in table.items():
             assert set(fields) <= set(states[name]._fields), name

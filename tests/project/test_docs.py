@@ -21,6 +21,7 @@ from flax import nnx
 import jaxquant as jq
 from jaxquant.flax import linen as qnn
 from jaxquant.flax import nnx as qnnx
+from tests.project import module_map
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -245,15 +246,13 @@ def test_names_of_other_libraries_exist(library: str) -> None:
     assert run.returncode == 0, run.stderr[-2000:]
 
 
-def test_the_module_map_has_every_module() -> None:
-    spec: Any = importlib.util.spec_from_file_location("module_map", DOCS / "_hooks" / "module_map.py")
-    hook = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hook)
-    page = hook.on_page_markdown((DOCS / "architecture.md").read_text())
-    assert hook.MARKER not in page
+def test_the_module_map_is_current() -> None:
+    """It names every package and every module, and nothing else."""
+    page = module_map.PAGE.read_text()
+    assert page == module_map.insert_map(page), f"run {module_map.COMMAND}"
     rows = re.findall(r"^\| `(\w+)` \| (?:\S.*) \|$", page, re.MULTILINE)
     modules = [path.stem for path in (ROOT / "jaxquant").rglob("*.py") if path.name != "__init__.py"]
-    assert sorted(rows) == sorted(modules)
+    assert sorted(rows) == sorted(modules), "a module without a docstring"
 
 
 @pytest.mark.slow

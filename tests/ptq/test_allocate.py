@@ -12,7 +12,7 @@ import pytest
 
 import jaxquant as jq
 from jaxquant import ptq
-from jaxquant.ptq._passes.allocate import solve_plan
+from jaxquant.ptq.allocate import solve_plan
 
 pytest.importorskip("scipy")
 F32 = np.float32

@@ -12,7 +12,7 @@ import pytest
 
 import jaxquant as jq
 from jaxquant import ptq
-from jaxquant.ptq import _hadamard
+from jaxquant.ptq.rotate import find_block, make_hadamard
 
 F32 = np.float32
 RULES = (jq.Rule(weight=jq.Weight("int4")),)
@@ -20,14 +20,14 @@ RULES = (jq.Rule(weight=jq.Weight("int4")),)
 
 def test_hadamard_matrices() -> None:
     """Orthogonal, with entries of 1 and -1; for each size that powers of two and Paley's constructions reach."""
-    sizes = [n for n in range(1, 129) if _hadamard.find_block(n) == n]
+    sizes = [n for n in range(1, 129) if find_block(n) == n]
     # Of the multiples of 4 up to 128, these need other constructions.
     assert sizes == [1, 2, *(n for n in range(4, 129, 4) if n not in (52, 92, 100, 116))]
     for size in (*sizes, 384, 768, 1536):
-        matrix = _hadamard.make_hadamard(size).astype(float)  # exact, and fast to multiply
+        matrix = make_hadamard(size).astype(float)  # exact, and fast to multiply
         np.testing.assert_array_equal(np.abs(matrix), 1)
         np.testing.assert_array_equal(matrix @ matrix.T, size * np.eye(size))
-    assert [_hadamard.find_block(n) for n in (3, 10, 92, 100, 384, 11008)] == [1, 2, 4, 20, 384, 11008]
+    assert [find_block(n) for n in (3, 10, 92, 100, 384, 11008)] == [1, 2, 4, 20, 384, 11008]
 
 
 def check_same_function(apply: Any, params: Any, rotated: Any, *args: Any) -> None:

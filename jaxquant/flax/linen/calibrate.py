@@ -94,7 +94,7 @@ def calibrate(
         updated = {**moving, **updates}  # type: ignore[dict-item]
         return updated, is_finite_state(updated)
 
-    step = loop.Step(
+    step = loop.BatchStep(
         _CALIBRATE, lambda *rest: run_batch(fixed, *rest),
         # The weights do not change in the loop, so their fingerprint is computed once.
         functools.cache(lambda: loop.find_fingerprint(fixed)), _describe_layers,

@@ -15,7 +15,7 @@ from ..._arrays.quantize import find_parameters
 from ..._arrays.quantized_array import QuantizedArray
 from ..._core import checks
 from ..._training.backward import Int8Backward
-from ...checkpoint.static_text import StaticText
+from ...checkpoint.arrays import StaticText
 from .. import _converted, _layer_operand, _learned, _observed, _operations
 from .._layer_operand import LayerOperand, Operands, Quantization
 from .._operations import Operation

@@ -12,7 +12,7 @@ from flax.core import FrozenDict, meta, unfreeze
 
 from ..._arrays.quantized_array import QuantizedArray
 from ..._core import checks
-from ...checkpoint.static_text import StaticText
+from ...checkpoint.arrays import StaticText
 from .. import _converted, _layer_operand, _learned, _observed
 from .._layer_operand import LayerOperand
 from ..ranges import Dynamic, Observed

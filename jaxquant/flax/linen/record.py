@@ -12,7 +12,7 @@ from flax import serialization, traverse_util
 from flax.core import FrozenDict
 
 from ..._arrays.quantized_array import QuantizedArray
-from ...checkpoint.static_text import StaticText
+from ...checkpoint.arrays import StaticText
 from .._layer_operand import LayerOperand
 
 NAME = "layer"

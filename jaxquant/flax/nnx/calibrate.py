@@ -95,7 +95,7 @@ def calibrate(
         updated = nnx.state(merged, Ranges)
         return updated, is_finite_state(nnx.to_pure_dict(updated))
 
-    step = loop.Step(
+    step = loop.BatchStep(
         _CALIBRATE, lambda *rest: run_batch(fixed, *rest),
         # The weights do not change in the loop, so their fingerprint is computed once.
         functools.cache(lambda: loop.find_fingerprint(fixed)), lambda state: "\n".join(layers),

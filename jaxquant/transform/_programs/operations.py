@@ -15,8 +15,8 @@ from ..._arrays.quantized_array import QuantizedArray, dequantize_checked
 from ..._contractions.conv import plan_array_convolution
 from ..._contractions.take import take
 from ..._core import checks, sharding
-from ..._training.conv_general_dilated import Conv
-from ..._training.dot_general import Dot
+from ..._training.conv_general_dilated import ConvContraction
+from ..._training.dot_general import DotContraction
 from . import jaxpr, sites
 
 _NAME = "prepare"
@@ -42,14 +42,14 @@ def make_operation(equation: Any) -> Operation:
     parameters, dtype = equation.params, equation.outvars[0].aval.dtype
     if sites.OPERATIONS[jaxpr.find_name(equation)] == "dot_general":
         out_sharding = parameters.get("out_sharding")
-        return Dot(_NAME, parameters["dimension_numbers"], parameters["precision"], dtype, out_sharding)
+        return DotContraction(_NAME, parameters["dimension_numbers"], parameters["precision"], dtype, out_sharding)
     lhs, rhs = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars)
     plan = plan_array_convolution(
         _NAME, lhs, rhs, parameters["window_strides"], parameters["padding"], parameters["lhs_dilation"],
         parameters["rhs_dilation"], parameters["dimension_numbers"], parameters["feature_group_count"],
         parameters["batch_group_count"],
     )  # fmt: skip
-    return Conv(plan, parameters["precision"], dtype)
+    return ConvContraction(plan, parameters["precision"], dtype)
 
 
 def look_up(equation: Any, table: QuantizedArray, indices: jax.Array) -> jax.Array:

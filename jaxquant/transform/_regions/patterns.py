@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..._codes.pooling import Windows
+from ..._codes.pooling import PoolWindows
 from .graph import Graph, Node
 from .point import Step
 from .statics import find_number, find_varying
@@ -33,7 +33,7 @@ def is_move(graph: Graph, node: Node) -> bool:
     return node.name != "reduce_window_max" or find_windows(node.parameters) is not None
 
 
-def find_windows(parameters: dict[str, Any]) -> Windows | None:
+def find_windows(parameters: dict[str, Any]) -> PoolWindows | None:
     """Return the windows of a pooling with these parameters, or None if they have gaps."""
     if any(n != 1 for name in ("base_dilation", "window_dilation") for n in parameters[name]):
         return None
@@ -43,16 +43,16 @@ def find_windows(parameters: dict[str, Any]) -> Windows | None:
     pairs = tuple((int(low), int(high)) for low, high in padding)
     # With more padding a window would hold no element, which no pooling of codes takes.
     is_covered = all(0 <= n < length for length, pair in zip(lengths, pairs, strict=True) for n in pair)
-    return Windows(tuple(map(int, lengths)), tuple(map(int, strides)), pairs, axes) if is_covered else None
+    return PoolWindows(tuple(map(int, lengths)), tuple(map(int, strides)), pairs, axes) if is_covered else None
 
 
-def find_spatial(windows: Windows, rank: int) -> tuple[Windows, bool] | None:
+def find_spatial(windows: PoolWindows, rank: int) -> tuple[PoolWindows, bool] | None:
     """Return windows over all spatial dimensions, and whether the features are last; None for other windows."""
     for channels_last, axes in ((True, range(1, rank - 1)), (False, range(2, rank))):
         if rank >= 3 and set(windows.axes) <= set(axes):
             parts = {axis: part for axis, *part in zip(windows.axes, *windows[:3], strict=True)}
             lengths, strides, padding = zip(*(parts.get(axis, (1, 1, (0, 0))) for axis in axes), strict=True)
-            return Windows(lengths, strides, padding, tuple(axes)), channels_last
+            return PoolWindows(lengths, strides, padding, tuple(axes)), channels_last
     return None
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from ..._arrays.quantized_array import QuantizedArray
-from ..._codes import activations, arrangement, elementwise, pooling
+from ..._codes import arrangement, elementwise, pooling
 from ..._codes.bias import quantize_added_bias
 from ..._codes.carrier import FakeQuantizedArray, replace_value
 from ..._contractions.output import make_array, read_affine, read_epilogue
@@ -182,11 +182,11 @@ def _find_mean(arrays: Sequence[Array], attributes: dict[str, Any], output: Any)
 
 
 def _leak(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
-    return activations.leaky_relu(arrays[0], attributes["slope"], output=output)
+    return elementwise.leaky_relu(arrays[0], attributes["slope"], output=output)
 
 
 def _find_logistic(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
-    return activations.sigmoid(arrays[0], output=output)
+    return elementwise.sigmoid(arrays[0], output=output)
 
 
 _OPERATIONS = {

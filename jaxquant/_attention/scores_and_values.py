@@ -1,0 +1,318 @@
+"""The arithmetic of attention: which tokens a query sees, its scores, and the values that these weigh."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._arrays.quantized_array import QuantizedArray
+from .._contractions.einsum import contract_operands
+from .._core import dtypes, small_floats
+from .._core.barriers import pin_layout, round_result
+from ..integer.dot_general import Role, contract_roles
+
+# XLA:CPU contracts an operand of many rows with up to so many columns in up to half of the time that the transposed
+# product takes.
+_FEW_ROWS = 32
+# A digit of 7 bits is an int8 that is not negative, so the contraction needs no zero point.
+_DIGIT = 7
+# With this many tokens a sum of products of a digit and an int8 fits in int32, and so do the sums of the upper and of
+# the lower bits of exponentials.
+_LONGEST = 2**17
+# An exponential, at most 1, as a multiple of 2**-27, and the bits of its lower part.
+_FRACTION = 27
+_LOW = 14
+_TINY = np.finfo(np.float32).tiny
+_ZERO = np.float32(0)
+
+
+# Which tokens a query attends to: masks of arrays, lengths, causality and windows.
+
+
+class Hiding(NamedTuple):
+    """The static part of what hides tokens in `quantized_dot_product_attention`.
+
+    Attributes:
+        is_causal: whether a query attends to no later token.
+        window: the number of tokens before and after a query that it attends to, or None.
+    """
+
+    is_causal: bool
+    window: tuple[int, int] | None
+
+
+def group_heads(value: jax.Array, heads: int) -> jax.Array:
+    """Return a mask or bias [batch, query heads, queries, tokens] as [batch, kv heads, groups, queries, tokens].
+
+    Args:
+        value: an array of rank 4, whose dimensions may be 1.
+        heads: Static. The number of heads of the keys and values.
+    """
+    batch, query_heads, queries, tokens = value.shape
+    groups = (1, 1) if query_heads == 1 else (heads, query_heads // heads)
+    return value.reshape(batch, *groups, queries, tokens)
+
+
+def merge_masks(masks: list[Any]) -> Any:
+    """Return the conjunction of masks, which broadcast against each other; None if there is none."""
+    present = [mask for mask in masks if mask is not None]
+    return functools.reduce(operator.and_, present) if present else None
+
+
+def find_visible(
+    hiding: Hiding, queries: int, tokens: int, mask: Any, query_lengths: Any, token_lengths: Any
+) -> jax.Array | None:  # fmt: skip
+    """Return which tokens a query attends to, of a shape that broadcasts against [batch, 1, 1, queries, tokens].
+
+    Args:
+        hiding: Static. Causality and the window.
+        queries: Static. The number of queries.
+        tokens: Static. The number of keys.
+        mask: bool of rank 5, or None.
+        query_lengths: int32 [batch], or None.
+        token_lengths: int32 [batch], or None.
+    """
+    query = jnp.arange(queries, dtype=jnp.int32)[None, None, None, :, None]
+    token = jnp.arange(tokens, dtype=jnp.int32)[None, None, None, None, :]
+    masks = [mask]
+    if hiding.is_causal:
+        masks.append(token <= query)
+    if hiding.window is not None:
+        # A longer window is no limit, and a sum with it must not overflow int32.
+        before, after = (np.int32(min(n, 2**30)) for n in hiding.window)
+        masks.append((query <= token + before) & (query >= token - after))
+    for place, lengths in ((query, query_lengths), (token, token_lengths)):
+        if lengths is not None:
+            masks.append(place < lengths.reshape(-1, 1, 1, 1, 1))
+    return merge_masks(masks)
+
+
+def find_visible_in_cache(positions: jax.Array, query_positions: jax.Array, window: int | None) -> jax.Array:
+    """Return which places of a cache queries attend to: bool [batch or 1, 1, 1, queries, places].
+
+    Args:
+        positions: the position of the token in each place, -1 for none: int32 [batch or 1, places].
+        query_positions: int32 [batch or 1, queries].
+        window: Static. The number of tokens that a query attends to, or None for all.
+    """
+    # Positions, not places, are compared: in a ring the order of the places is not that of the tokens.
+    place = positions[:, None, None, None, :]
+    query = query_positions[:, None, None, :, None]
+    visible = (place >= 0) & (place <= query)
+    return visible if window is None else visible & (place > query - np.int32(window))
+
+
+# The scores of queries and keys, contracted as integers.
+
+
+def group_queries(q: QuantizedArray, heads: int, factor: float) -> QuantizedArray:
+    """Return queries [batch, queries, query heads, features] as [batch, kv heads, groups, queries, features].
+
+    Args:
+        q: the queries.
+        heads: Static. The number of heads of the keys.
+        factor: Static. What the scores are multiplied by; it becomes a part of the scale, which is then float32.
+    """
+
+    def regroup(part: jax.Array) -> jax.Array:
+        batch, queries, query_heads, features = part.shape
+        # A scale or zero point that all heads share stays a single one, and broadcasts.
+        groups = (1, 1) if query_heads == 1 != q.shape[2] else (heads, query_heads // heads)
+        return lax.transpose(part, (0, 2, 1, 3)).reshape(batch, *groups, queries, features)
+
+    # Scaling the few scales is cheaper than scaling the scores.
+    scale = small_floats.scale_as_float32(q.scale) * np.float32(factor)
+    point = None if q.zero_point is None else regroup(q.zero_point)
+    return QuantizedArray(regroup(q.codes), regroup(scale), point, dtype=jnp.float32, block_size=q.block_size)
+
+
+def find_scores(function: str, q: QuantizedArray, k: QuantizedArray) -> jax.Array:
+    """Return the scores, float32 [batch, kv heads, groups, queries, tokens].
+
+    Args:
+        function: the name of the public function, for errors.
+        q: the result of `group_queries`.
+        k: keys [batch, kv heads, tokens, features].
+    """
+    rows = q.shape[2] * q.shape[3]
+    if not _has_few_rows(rows, q, k):
+        return contract_operands(function, "bkgtd,bksd->bkgts", (q, k), None, dtypes.FLOAT32)
+    # A single column would miss the kernel: add one of zeros.
+    wide = _pad_queries(q) if rows == 1 else q
+    scores = contract_operands(function, "bksd,bkgtd->bkgts", (k, wide), None, dtypes.FLOAT32)
+    scores = lax.slice_in_dim(scores, 0, q.shape[3], axis=3)
+    # The softmax reads the scores several times, and XLA:CPU would transpose the product of the codes in each of these
+    # loops. The scores of a single query are read in order anyway.
+    return scores if rows == 1 else pin_layout(scores)
+
+
+def _has_few_rows(rows: Any, q: QuantizedArray, k: QuantizedArray) -> bool:
+    """Return whether the contraction reads the keys faster as its left operand."""
+    # The sums of the keys, which zero points need, are cheaper with the keys on the right. So are blocks of features.
+    is_plain = all(x.zero_point is None and x.scale.shape[-1] == 1 for x in (q, k))
+    return is_plain and isinstance(rows, int) and rows <= _FEW_ROWS
+
+
+def _pad_queries(q: QuantizedArray) -> QuantizedArray:
+    """Return queries with a further one of zeros."""
+    codes, scale = (
+        lax.pad(x, jnp.zeros((), x.dtype), [(0, int(axis == 3 and x.shape[3] == q.shape[3]), 0) for axis in range(5)])
+        for x in (q.codes, q.scale)
+    )
+    return QuantizedArray(codes, scale, dtype=q.dtype, block_size=q.block_size)
+
+
+def add_bias(scores: jax.Array, bias: Any) -> jax.Array:
+    """Return scores plus an array that broadcasts against them, or the scores for None."""
+    return scores if bias is None else scores + bias.astype(jnp.float32)
+
+
+# The softmax of scores as integers, and their contraction with the codes of values.
+#
+# With scores s, the scales v of the values' tokens, and the digits n of a weight:
+#
+# p = exp(s - max(s)), u = p v, codes = round_half_even(u / step), step = max(u) / (128**n - 1)
+#
+# out = (codes contracted with the codes of the values) * step / sum(p)
+#
+# The scales of the values' tokens vary along the contracted dimension, so they belong to the weights before these are
+# rounded. A row has its own step, because with a fixed one, 1 / 255 of the sum, all weights of a row that attends
+# evenly to 1000 tokens would round to 0. The sum is divided by at the end: the codes then depend on element-wise
+# operations and on a maximum, whose order does not matter. The sum is one of integers, for the same reason. So hidden
+# tokens change no bit of a result: it is the same with a longer cache, for one query or many, and in training.
+
+
+class RowWeights(NamedTuple):
+    """The weights of a row of scores.
+
+    Attributes:
+        exponentials: exp(s - max(s)), float32; 0 where a token is hidden.
+        codes: int32, 0 where a token is hidden.
+        step: the value of a step of the codes, float32, with one entry along the tokens.
+        total: the sum of the exponentials, float32, with one entry along the tokens. NaN if a token that is not hidden
+            has a NaN.
+    """
+
+    exponentials: jax.Array
+    codes: jax.Array
+    step: jax.Array
+    total: jax.Array
+
+
+def find_weights(scores: jax.Array, value_scale: jax.Array, visible: Any, digits: int) -> RowWeights:
+    """Return the softmax of scores along their last axis, as codes that include the scales of the values.
+
+    Args:
+        scores: float32, of any shape.
+        value_scale: float32, of a shape that broadcasts against the scores.
+        visible: bool, of a shape that broadcasts against the scores: False hides a token. None hides none.
+        digits: Static. The number of digits of a code.
+    """
+    hide = functools.partial(_hide, visible=visible)
+    top = jnp.max(hide(scores, np.float32(-np.inf)), axis=-1, keepdims=True, initial=-np.inf)
+    # In a row that sees no token the difference is infinite, and everything is hidden. In one that sees only scores of
+    # -inf it is NaN, as in the softmax of floats.
+    exponentials = hide(_exponentiate(scores - top), _ZERO)
+    scaled = hide(exponentials * value_scale, _ZERO)
+    total = _add_exponentials(exponentials, jnp.isnan(scaled))
+    largest = jnp.max(scaled, axis=-1, keepdims=True, initial=0.0)
+    most = 2 ** (_DIGIT * digits) - 1
+    # A row of zeros gets codes of 0. The reciprocal of a step of this size is finite.
+    step = jnp.maximum(largest * np.float32(1 / most), _TINY)
+    steps = lax.round(scaled * (np.float32(1) / step), lax.RoundingMethod.TO_NEAREST_EVEN)
+    codes = jnp.clip(steps, _ZERO, np.float32(most)).astype(jnp.int32)
+    return RowWeights(exponentials, codes, step, total)
+
+
+def _exponentiate(differences: jax.Array) -> jax.Array:
+    """Return the exponentials, with the same bits in every program on a machine.
+
+    XLA:CPU computes the maximum of a long row, the differences from it and their exponentials in a call of a library,
+    which rounds a few exponentials differently than the code that XLA generates for a short row. It does so with
+    jax 0.12, and not where an integer operation is between these operations.
+    """
+    return round_result(jnp.exp(round_result(differences)))
+
+
+def _add_exponentials(exponentials: jax.Array, is_nan: jax.Array) -> jax.Array:
+    """Return the sum along the last axis, which does not depend on the order of the terms; NaN if one is NaN.
+
+    A term is rounded to a multiple of 2**-27, which is finer than a code of three digits. Its upper and lower bits are
+    summed in int32.
+    """
+    steps = jnp.where(is_nan, _ZERO, exponentials * np.float32(2**_FRACTION))
+    fixed = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int32)
+    total = None
+    for start in range(0, fixed.shape[-1], _LONGEST):
+        chunk = lax.slice_in_dim(fixed, start, min(start + _LONGEST, fixed.shape[-1]), axis=fixed.ndim - 1)
+        high, low = chunk >> np.int32(_LOW), chunk & np.int32(2**_LOW - 1)
+        high, low = (jnp.sum(part, axis=-1, keepdims=True, dtype=jnp.int32).astype(jnp.float32) for part in (high, low))
+        part = high * np.float32(2.0 ** (_LOW - _FRACTION)) + low * np.float32(2.0**-_FRACTION)
+        total = part if total is None else total + part
+    assert total is not None
+    return jnp.where(jnp.any(is_nan, axis=-1, keepdims=True), np.float32(np.nan), total)
+
+
+def _hide(values: jax.Array, filling: np.float32, *, visible: Any) -> jax.Array:
+    return values if visible is None else jnp.where(visible, values, filling)
+
+
+def find_reciprocal(total: jax.Array) -> jax.Array:
+    """Return 1 / total, or 0 for a row that sees no token."""
+    return jnp.where(total == 0, _ZERO, np.float32(1) / total)
+
+
+def weigh_values(
+    weights: RowWeights, values: Any, features: int, digits: int, contract: Callable[..., jax.Array] | None = None
+) -> jax.Array:
+    """Return the values weighted by each row, float32 [batch, heads, groups, queries, features].
+
+    A row that sees no token gets 0.
+
+    Args:
+        weights: arrays of [batch, heads, groups, queries, tokens].
+        values: the codes of the values, [batch, heads, features, tokens]: int8, or what `contract` takes.
+        features: the number of features.
+        digits: Static. The number of digits of a code.
+        contract: Static. A function in place of `contract_digits`.
+    """
+    batch, heads, groups, queries, tokens = weights.codes.shape
+    rows = weights.codes.reshape(batch, heads, groups * queries, tokens)
+    parts = [(rows >> np.int32(_DIGIT * place)) & np.int32(2**_DIGIT - 1) for place in reversed(range(digits))]
+    # The digits are further rows of one contraction, which reads the values once.
+    stacked = lax.concatenate([part.astype(jnp.int8) for part in parts], 2)
+    contract = contract_digits if contract is None else contract
+    y = None
+    for start in range(0, tokens, _LONGEST):
+        end = min(start + _LONGEST, tokens)
+        chunk = (lax.slice_in_dim(stacked, start, end, axis=3), lax.slice_in_dim(values, start, end, axis=3))
+        total = _add_digits(contract(*chunk), digits)
+        y = total if y is None else y + total
+    assert y is not None
+    y = y.reshape(batch, heads, groups, queries, features)
+    return y * (weights.step * find_reciprocal(weights.total))
+
+
+def contract_digits(digits: jax.Array, values: jax.Array) -> jax.Array:
+    """Return the int32 contraction of int8 [batch, heads, rows, tokens] and [batch, heads, features, tokens]."""
+    role = Role((0, 1), (2,), (3,))
+    if isinstance(digits.shape[2], int) and 1 < digits.shape[2] <= _FEW_ROWS:
+        acc = contract_roles(values, digits, None, None, role, role)
+        return lax.transpose(acc, (0, 1, 3, 2))
+    return contract_roles(digits, values, None, None, role, role)
+
+
+def _add_digits(acc: jax.Array, digits: int) -> jax.Array:
+    """Return the float32 sum of the products with each digit, each times its power of 128."""
+    rows = acc.shape[2] // digits
+    # A product with a power of two is exact, so only the conversions and the additions round.
+    parts = [lax.slice_in_dim(acc, i * rows, (i + 1) * rows, axis=2).astype(jnp.float32) for i in range(digits)]
+    scaled = [part * np.float32(2 ** (_DIGIT * (digits - 1 - i))) for i, part in enumerate(parts)]
+    return functools.reduce(jnp.add, scaled)

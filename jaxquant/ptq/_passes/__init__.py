@@ -1,1 +1,0 @@
-"""Passes over prepared functions, and what they share."""

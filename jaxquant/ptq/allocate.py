@@ -1,0 +1,284 @@
+"""`allocate_bits`: the dtype of each weight, by an integer program over bytes and damage."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._arrays import parts
+from .._arrays.quantized_array import QuantizedArray
+from .._core import checks
+from ..transform import Prepared, Rule
+from ..transform._calls import Call, Signature, find_programs
+from ..transform._inspect import check_prepared
+from ..transform._plan import describe_site
+from .apply import _read_batches
+from .methods import Nearest
+
+_NAME = "ptq.allocate_bits"
+FLOAT = "float"
+
+
+@dataclasses.dataclass(frozen=True)
+class BitPlan:
+    """A dtype for each weight.
+
+    Attributes:
+        choices: the dtype of each weight by its path, "float" for one that stays in floats.
+        nbytes: the bytes of all these weights.
+        damage: the sum of the damages of the choices.
+        table: for each weight and each candidate, the bytes and the damage.
+        rules: rules for `jq.prepare`: those of the function, with these dtypes.
+    """
+
+    choices: Mapping[str, str]
+    nbytes: int
+    damage: float
+    table: Mapping[str, Mapping[str, tuple[int, float]]]
+    rules: tuple[Rule, ...]
+
+    def __str__(self) -> str:
+        """Return the choices as a table."""
+        width = max((len(path) for path in self.choices), default=0)
+        lines = [
+            f"{path.ljust(width)}  {dtype:8}  {self.table[path][dtype][0]:>10,} bytes  {self.table[path][dtype][1]:.3g}"
+            for path, dtype in self.choices.items()
+        ]
+        return "\n".join([*lines, f"{self.nbytes:,} bytes, damage {self.damage:.3g}"])
+
+
+def allocate_bits(
+    prepared: Prepared, params: Any, batches: Iterable[Any], *, budget: int | None = None,
+    most_damage: float | None = None, dtypes: Sequence[str] = ("int2", "int4", "int8", FLOAT), **arguments: Any,
+) -> BitPlan:  # fmt: skip
+    """Choose a dtype for each weight: the least damage for a budget of bytes, or the fewest bytes for some damage.
+
+    minimize sum_l damage[l, choice_l] subject to sum_l bytes[l, choice_l] <= budget
+
+    The damage of a choice is measured: the sum of squared differences of the function's results, with this weight
+    rounded (with the range of `search_range`) and all others in floats, over the sum of squared results. Damages of
+    several weights are taken to add up. The program is solved exactly, by branch and bound.
+
+    Args:
+        prepared: the prepared function; each weight gets one of the dtypes in place of that of its rule.
+        params: its parameters, in floats.
+        batches: batches, as for `Prepared.calibrate`.
+        budget: the most bytes of all weights that the rules quantize, scales and zero points included.
+        most_damage: the largest sum of damages. Either this or `budget`.
+        dtypes: the candidates, "float" for a weight that stays as it is. Candidates that the operation cannot contract
+            are left out by the caller.
+        **arguments: keyword arguments of every call.
+
+    Returns:
+        A `ptq.BitPlan`, whose `rules` prepare the function with these dtypes.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: both or none of budget and most_damage are given; no plan meets them: the error says what the least
+            is; no batch reaches a weight; the function returns no floats, or a NaN or an infinity; or the package scipy
+            is not installed.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq
+        >>> from jaxquant import ptq
+        >>> apply = lambda params, x: (x @ params["large"]) + 0.01 * (x @ params["small"])
+        >>> keys = jax.random.split(jax.random.key(0), 3)
+        >>> params = {"large": jax.random.normal(keys[0], (64, 8)), "small": jax.random.normal(keys[1], (64, 8))}
+        >>> x = jax.random.normal(keys[2], (32, 64))
+        >>> prepared = jq.prepare(apply, params, x, rules=jq.recipes.weight_only_int8())
+        >>> plan = ptq.allocate_bits(prepared, params, [x], budget=750)
+        >>> plan.choices, plan.nbytes
+        ({'large': 'int8', 'small': 'int2'}, 704)
+
+    Source: Hubara et al., arXiv 2006.10518, section 3.4, for the integer program.
+    """
+    check_prepared(_NAME, prepared)
+    has_one = (budget is None) != (most_damage is None)
+    checks.require(has_one, _NAME, "budget", "either budget or most_damage", "both" if budget is not None else "none")
+    checks.check_real(_NAME, *(("budget", budget) if most_damage is None else ("most_damage", most_damage)))
+    is_list = not isinstance(dtypes, str)
+    checks.require_type(is_list, _NAME, "dtypes", f"several dtypes, such as [{dtypes!r}]", repr(dtypes))
+    names = tuple(dtypes)
+    checks.require(bool(names), _NAME, "dtypes", "one or more dtypes", "none")
+    expected = "a function with weights that its rules quantize"
+    checks.require(bool(prepared.leaves), _NAME, "prepared", expected, "none")
+    signature = prepared._read_parameters("convert", params)
+    split = _read_batches(_NAME, "batches", batches, arguments)
+    calls = [(args, {**kwargs, **arguments}) for args, kwargs in split]
+    others = [Signature(call) for call in calls]
+    measure = _make_measure(prepared, signature, others)
+    # Each batch may have a program of its own, if it has other static arguments.
+    traced = [prepared._trace("check", params, *other.rebuild(other.arrays)) for other in find_programs(others)]
+    read = {path for call in traced for path in _list_replaced(prepared, call)}
+    missing = [prepared.names[leaf] for leaf in prepared.leaves if prepared.names[leaf] not in read]
+    # No damage would be measured for it, and the least dtype would be the best one.
+    expected, got = "batches that reach each weight that the rules quantize", f"none for {', '.join(missing[:4])}"
+    checks.require(not missing, _NAME, "batches", expected, got)
+    table: dict[str, dict[str, tuple[int, float]]] = {}
+    for leaf, plan in prepared.leaves.items():
+        w, row = jnp.asarray(signature.arrays[leaf]), {}
+        for name in names:
+            q = w if name == FLOAT else _round_leaf(w, dataclasses.replace(plan.spec, **_change_dtype(plan.spec, name)))
+            is_codes = isinstance(q, QuantizedArray)
+            size = q.nbytes if isinstance(q, QuantizedArray) else parts.count_stored_bytes(w)
+            row[name] = (int(size), measure(leaf, q.dequantize()) if is_codes else 0.0)  # type: ignore[union-attr]
+        table[prepared.names[leaf]] = row
+    sizes, damages = (np.array([[row[name][k] for name in names] for row in table.values()], float) for k in range(2))
+    places = solve_plan(sizes, damages, budget, most_damage, list(table))
+    choices = {path: names[place] for path, place in zip(table, places, strict=True)}
+    chosen = [table[path][name] for path, name in choices.items()]
+    return BitPlan(
+        choices, sum(size for size, _ in chosen), float(sum(damage for _, damage in chosen)), table,
+        _make_rules(prepared, traced, choices),
+    )  # fmt: skip
+
+
+def _change_dtype(spec: Any, name: str) -> dict[str, Any]:
+    """Return the attributes of a spec that another dtype changes: those that follow from the dtype."""
+    attributes = {"dtype": name, "symmetric": None, "narrow_range": None, "zero_point_granularity": None}
+    return {**attributes, "reduce_range": spec.reduce_range and _has_reduced_range(name)}
+
+
+def _has_reduced_range(name: str) -> bool:
+    return name in ("int8", "uint8")
+
+
+def _round_leaf(w: jax.Array, spec: Any) -> QuantizedArray:
+    return Nearest("searched").quantize(w, None, spec, -1)
+
+
+def _make_measure(prepared: Prepared, signature: Signature, others: Sequence[Signature]) -> Any:
+    """Return a function of a parameter and its replacement, which returns the damage."""
+
+    @jax.jit
+    def run_function(arrays: Any, other: Signature) -> jax.Array:
+        positional, named = other.rebuild(other.arrays)
+        results = jax.tree.leaves(prepared.function(signature.rebuild(arrays), *positional, **named))
+        floats = [x for x in results if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+        checks.require(bool(floats), _NAME, "prepared", "a function that returns floats", "none")
+        return jnp.concatenate([x.astype(jnp.float32).ravel() for x in floats])
+
+    expected = [np.asarray(run_function(signature.arrays, other), np.float64) for other in others]
+    for index, result in enumerate(expected):
+        # The damage of every dtype would be NaN.
+        wanted, got = "batches with finite results", f"a NaN or an infinity in those of batches[{index}]"
+        checks.require(bool(np.isfinite(result).all()), _NAME, "batches", wanted, got)
+    # Each damage would be 0.
+    is_empty = not sum(x.size for x in expected)
+    checks.require(not is_empty, _NAME, "batches", "batches with results", "results without elements")
+    total = sum(float(np.sum(x**2)) for x in expected)
+
+    def measure_damage(leaf: int, values: jax.Array) -> float:
+        arrays = [values if place == leaf else x for place, x in enumerate(signature.arrays)]
+        pairs = zip(others, expected, strict=True)
+        # In float64, in which a sum over many elements keeps the small squares that 8 bits leave.
+        squares = [np.sum((np.asarray(run_function(arrays, other), np.float64) - x) ** 2) for other, x in pairs]
+        return float(np.sum(squares)) / max(total, np.finfo(np.float64).tiny)
+
+    return measure_damage
+
+
+def solve_plan(
+    sizes: np.ndarray, damages: np.ndarray, budget: float | None, most_damage: float | None, paths: Sequence[str] = (),
+) -> tuple[int, ...]:  # fmt: skip
+    """Return the choice of each weight: the exact minimum of damage within a budget, or of size within some damage.
+
+    Args:
+        sizes: [weights, candidates], in bytes.
+        damages: [weights, candidates].
+        budget: the most bytes, or None.
+        most_damage: the largest damage, or None.
+        paths: the paths of the weights, for errors.
+    """
+    goal, limited, limit = (damages, sizes, budget) if most_damage is None else (sizes, damages, most_damage)
+    assert limit is not None
+    least = float(limited.min(1).sum())
+    argument = "budget" if most_damage is None else "most_damage"
+    expected = f"at least {least:.6g}, what the candidates with the least take"
+    if paths:
+        largest = int(limited.min(1).argmax())
+        expected += f" (most of it {paths[largest]}: {limited.min(1)[largest]:.6g})"
+    checks.require(limit >= least, _NAME, argument, expected, limit)
+    try:
+        # scipy is optional, and nothing but this solver needs it.
+        optimize = importlib.import_module("scipy.optimize")
+    except ModuleNotFoundError as error:
+        text = f'jaxquant.{_NAME}: expected the package scipy: pip install "jaxquant[ptq]", got none installed'
+        raise ModuleNotFoundError(text, name="scipy") from error
+    # A candidate that exceeds the limit alone is in no plan, and its row would be larger than 1.
+    is_allowed = limited <= limit
+    while True:
+        choice = _solve_once(optimize, goal, limited / (limit if limit > 0 else 1), is_allowed)
+        checks.require(choice is not None, _NAME, argument, "a plan that meets it", limit)
+        assert choice is not None
+        # The solver stops within an absolute gap. A candidate that alone costs more than this plan is in no better
+        # one: without it the costs are of the size of the plan's, and so is the gap.
+        value = goal[np.arange(len(goal)), choice].sum()
+        is_rest = is_allowed & (goal <= value)
+        if (is_rest == is_allowed).all():
+            return tuple(int(place) for place in choice)
+        is_allowed = is_rest
+
+
+def _solve_once(optimize: Any, goal: np.ndarray, rows: np.ndarray, is_allowed: np.ndarray) -> np.ndarray | None:
+    """Return the choice with the least goal of which the sum of the rows is at most 1, or None."""
+    weights, candidates = goal.shape
+    # The solver's tolerances are absolute, so that all numbers are at most 1.
+    costs, rows = (np.where(is_allowed, x, 0).ravel() for x in (goal, rows))
+    result = optimize.milp(
+        costs / max(costs.max(), np.finfo(float).tiny), integrality=np.ones(goal.size),
+        bounds=optimize.Bounds(0, is_allowed.ravel().astype(float)),
+        constraints=[
+            optimize.LinearConstraint(np.kron(np.eye(weights), np.ones(candidates)), 1, 1),
+            optimize.LinearConstraint(rows[None], -np.inf, 1),
+        ],
+        # By default the solver stops at a plan that is up to 1e-4 worse than the best one.
+        options={"mip_rel_gap": 0.0},
+    )  # fmt: skip
+    return None if result.x is None else result.x.reshape(weights, candidates).argmax(1)
+
+
+def _list_replaced(prepared: Prepared, call: Call) -> set[str]:
+    """Return the paths of the weights that contractions of a call get as codes."""
+    sites = [site for site in call.analysis.sites.values() if call.plan.sites[site.name].is_replaced]
+    return {path for site in sites for path in describe_site(site, prepared.names).paths}
+
+
+def _make_rules(prepared: Prepared, calls: Sequence[Call], choices: Mapping[str, str]) -> tuple[Rule, ...]:
+    """Return the rules of a prepared function, with another dtype for each weight in front."""
+    changed: dict[Rule, int] = {}
+    weights = {prepared.names[leaf]: plan.weight for leaf, plan in prepared.leaves.items()}
+    pairs = [(call.plan, site) for call in calls for site in call.analysis.sites.values()]
+    for plan, site in pairs:
+        if not plan.sites[site.name].is_replaced:
+            continue
+        view = describe_site(site, prepared.names)
+        place, rule = next(
+            ((place, rule) for place, rule in enumerate(prepared.rules) if rule.matches(view)), (0, None)
+        )
+        for path in view.paths:
+            if rule is None or rule.weight is None or path not in choices:
+                continue
+            # A path may have characters that a pattern as in a shell would interpret.
+            pattern = re.compile(f"^{re.escape(path)}$")
+            if choices[path] == FLOAT:
+                new = Rule(pattern, keep=FLOAT)
+            else:
+                # The Weight that was measured, which is that of another rule where the uses of a tied table differ.
+                weight = weights[path] or rule.weight
+                options = dict(weight.options)
+                if not _has_reduced_range(choices[path]):
+                    options.pop("reduce_range", None)
+                weight = dataclasses.replace(weight, dtype=choices[path], options=options)
+                new = dataclasses.replace(rule, path=pattern, weight=weight)
+            changed.setdefault(new, place)
+    # In front, because the first rule that matches applies, and in their order: those of the uses of one parameter may
+    # have different conditions. The rules of the function still hold for all other contractions.
+    return (*sorted(changed, key=changed.__getitem__), *prepared.rules)

@@ -1,0 +1,237 @@
+"""`collect`: statistics of the inputs of each contraction of a prepared function."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import os
+from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._core import checks
+from ..calibration import loop
+from ..transform import Prepared
+from ..transform._calls import Call, Signature
+from ..transform._inspect import InspectMode, check_prepared
+from ..transform._programs import jaxpr
+from ..transform._programs.interpret import Records
+from ..transform._programs.sites import Site
+from . import inputs
+from .moments import Moments, MomentsState, find_status, second_moments
+
+_NAME = "ptq.collect"
+MOMENTS = second_moments(groups=True)
+Uses = tuple[tuple[str, tuple[inputs.Uses, ...]], ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """What `collect` found: a pytree of the moments, with how each parameter is read.
+
+    Attributes:
+        moments: a `ptq.Moments` for each contraction, by its name in `prepared.coverage`.
+        uses: Static. For each parameter, by its path, how each contraction reads it.
+    """
+
+    moments: dict[str, Moments]
+    uses: Uses = dataclasses.field(metadata={"static": True})
+
+    def __getitem__(self, name: str) -> Moments:
+        """Return the moments of a contraction."""
+        return self.moments[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Return an iterator over the names."""
+        return iter(self.moments)
+
+    def __len__(self) -> int:
+        """Return the number of contractions."""
+        return len(self.moments)
+
+    def find_uses(self, path: str) -> tuple[inputs.Uses, ...]:
+        """Return how the contractions read a parameter."""
+        return dict(self.uses).get(path, ())
+
+
+def make_mode(plan: Any, names: Container[str]) -> InspectMode:
+    """Return the float program that also accumulates the second moments of the inputs of some contractions."""
+    return InspectMode(plan, lambda site: has_statistics(plan, site) and site.name in names, _accumulate)
+
+
+def _accumulate(site: Site, operands: Any, records: Records) -> tuple[Any, Records]:
+    """Return the float result, and the states updated by the inputs."""
+    vectors = inputs.read_vectors(site, lax.stop_gradient(inputs.find_operand(site, operands)))
+    state = MOMENTS.update(records[site.name], vectors)
+    (result,) = jaxpr.evaluate(site.equation, operands)
+    return result, {**records, site.name: state}
+
+
+def has_statistics(plan: Any, site: Site) -> bool:
+    """Return whether a contraction has inputs whose statistics help to quantize its parameter."""
+    # The inputs of a lookup are indices, whose moments say nothing about the rows of its table.
+    return plan.sites[site.name].is_replaced and bool(site.views) and site.operation != "take"
+
+
+def make_states(call: Call, names: Container[str] | None = None) -> dict[str, MomentsState]:
+    """Return the states without data of some contractions, or of all, by the name of the contraction."""
+    states = {}
+    for site in call.analysis.sites.values():
+        if has_statistics(call.plan, site) and (names is None or site.name in names):
+            operand = site.equation.invars[1 - site.weight].aval  # type: ignore[operator]
+            shape = jax.ShapeDtypeStruct(operand.shape, operand.dtype)
+            state = MOMENTS.init(jax.eval_shape(functools.partial(inputs.read_vectors, site), shape))
+            lengths = site.lengths
+            states[site.name] = jax.tree.map(lambda x, n=lengths: jnp.broadcast_to(x, (*n, *x.shape)), state)
+    return states
+
+
+def update_states(prepared: Prepared, states: Any, call: Call) -> Any:
+    """Return the states after one call of the function in floats."""
+    prepared._check_floats("collect", call.parameters)
+    return prepared._interpret(make_mode(call.plan, states), call, call.parameters.arrays, states)[1]
+
+
+def collect(
+    prepared: Prepared, params: Any, batches: Iterable[Any], *, limit: int | None = None, checkpoint: Any = None,
+    progress: bool | None = None, **arguments: Any,
+) -> Statistics:  # fmt: skip
+    """Return statistics of the inputs of each contraction with a parameter that the rules quantize.
+
+    The function runs in floats on each batch, in one jitted program. A contraction with d inputs has a state of 8 d^2
+    bytes, and statistics of 4 d^2. The inputs of a convolution are its windows. A contraction in a scan over stacked
+    layers has statistics for each layer; one in another loop has those of all iterations.
+
+    Args:
+        prepared: the prepared function.
+        params: its parameters, in floats.
+        batches: an iterable of batches, as for `Prepared.calibrate`: an array is one argument, a tuple holds positional
+            arguments, a mapping keyword arguments.
+        limit: the most bytes of states at a time. What does not fit is accumulated in further passes over the batches,
+            which must not be an iterator then. The activations of one batch and the statistics come on top. None for
+            one pass.
+        checkpoint: the path of a file from which an interrupted loop goes on, and which it writes every minute. With
+            several passes, later ones have files of this name and a number.
+        progress: whether to show a progress bar, with the package rich. None shows it on a terminal.
+        **arguments: keyword arguments of every call, such as `train=False`.
+
+    Returns:
+        A `ptq.Statistics`, which holds a `ptq.Moments` for each contraction, by its name in `prepared.coverage`. The
+        arrays have a first axis for groups, of length 1 without groups, and before it the axes of scans over layers.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: there is no batch, a batch is not finite, or the sum of its squares overflows float32 (activations
+            of 1e19 and more), or it has contractions that the first one has not, a contraction has seen no data, the
+            state of a contraction exceeds the limit, or the file was written for another function or other parameters.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq
+        >>> from jaxquant import ptq
+        >>> apply = lambda params, x: jax.nn.relu(x @ params["first"]) @ params["second"]
+        >>> params = {"first": jnp.eye(4), "second": jnp.ones((4, 2))}
+        >>> x = jnp.array([[0.0, 0.5, -1.0, 2.5]])
+        >>> prepared = jq.prepare(apply, params, x, rules=jq.recipes.weight_only_int4(block=4))
+        >>> stats = ptq.collect(prepared, params, [x, -x])
+        >>> stats["second"].largest, stats["second"].mean
+        (Array([[0. , 0.5, 1. , 2.5]], dtype=float32), Array([[0.  , 0.25, 0.5 , 1.25]], dtype=float32))
+
+    Source: Frantar et al., arXiv 2210.17323, section 3, for second moments of a layer's inputs.
+    """
+    check_prepared(_NAME, prepared)
+    signature = Signature(params)
+    call: Call | None = None
+    uses: Uses = ()
+
+    @jax.jit
+    def observe_batch(state: Any, arrays: Any, batch: Signature) -> tuple[Any, dict[str, jax.Array]]:
+        args, kwargs = batch.rebuild(batch.arrays)
+        current = prepared._trace("collect", signature.rebuild(arrays), args, {**kwargs, **arguments})
+        _check_contractions(current, shapes)
+        updated = update_states(prepared, state, current)
+        # Looked at after each batch, so that the error names the first batch with a NaN.
+        return updated, _are_finite(updated)
+
+    # The parameters are arguments of the jitted function: arrays that it closes over would be copied into the program.
+    step = loop.BatchStep(
+        _NAME, lambda state, *batch: observe_batch(state, signature.arrays, Signature(batch)),
+        functools.cache(lambda: loop.find_fingerprint(dict(zip(signature.names, signature.arrays, strict=True)))),
+        lambda state: "\n".join(f"{name} {x.largest.shape}" for name, x in state.items()), frozenset(arguments),
+    )  # fmt: skip
+    first, again = _take_first(step, batches)
+    if first is not None:
+        call = prepared._trace("collect", params, first[0], {**first[1], **arguments})
+        uses = list_all_uses(prepared, call)
+    # Only the shapes: all states together may not fit.
+    shapes = {} if call is None else jax.eval_shape(functools.partial(make_states, call))
+    passes = _plan_passes(shapes, limit)
+    can_repeat = len(passes) == 1 or again is batches
+    expected = f"batches that can be read {len(passes)} times, such as a list, because of the limit"
+    checks.require_type(can_repeat, _NAME, "batches", expected, type(batches).__name__)
+    moments: dict[str, Moments] = {}
+    for index, names in enumerate(passes):
+        path = checkpoint if index == 0 or checkpoint is None else f"{os.fspath(checkpoint)}.{index}"
+        start = {} if call is None else make_states(call, names)
+        final = loop.run_loop(step, start, again, checkpoint=path, progress=progress, inspect=lambda state: None)
+        moments |= {name: finalize_moments(_NAME, name, state) for name, state in final.items()}
+    return Statistics(moments, uses)
+
+
+def _check_contractions(call: Call, known: Container[str]) -> None:
+    """Raise unless a call has the contractions of the first batch only, which says how each weight is read."""
+    names = [site.name for site in call.analysis.sites.values() if has_statistics(call.plan, site)]
+    added = [name for name in names if name not in known]
+    expected, got = "batches whose calls have the contractions of the first one", f"also {', '.join(added[:4])}"
+    checks.require(not added, _NAME, "batches", expected, got)
+
+
+def _plan_passes(states: Mapping[str, Any], limit: int | None) -> list[list[str]]:
+    """Return the names of the contractions of each pass, whose states fit into a limit together."""
+    if limit is None:
+        return [list(states)]
+    checks.check_integer(_NAME, "limit", limit)
+    passes, free = [[]], limit
+    for name, state in states.items():
+        size = sum(x.size * x.dtype.itemsize for x in state)
+        checks.require(size <= limit, _NAME, "limit", f"at least {size} bytes, for {name}", limit)
+        if size > free:
+            passes.append([])
+            free = limit
+        passes[-1].append(name)
+        free -= size
+    return passes
+
+
+def list_all_uses(prepared: Prepared, call: Call) -> Uses:
+    """Return how each quantized parameter is read, by its path."""
+    return tuple((prepared.names[leaf], inputs.list_uses(call, leaf)) for leaf in prepared.leaves)
+
+
+def _take_first(step: loop.BatchStep, batches: Any) -> tuple[Any, Any]:
+    """Return the arguments of the first batch, and all batches; None and the value itself if it holds none."""
+    if not isinstance(batches, Iterable) or isinstance(batches, jax.Array | Mapping | str) or hasattr(batches, "dtype"):
+        return None, batches  # the loop raises
+    first = next(iterator := iter(batches), None)
+    if iterator is batches:  # it cannot be started again
+        batches = itertools.chain(() if first is None else (first,), iterator)
+    return (None if first is None else loop.split_arguments(step, 0, first)), batches
+
+
+def _are_finite(states: Any) -> dict[str, jax.Array]:
+    return {name: find_status(state) for name, state in states.items()}
+
+
+def finalize_moments(function: str, name: str, state: MomentsState) -> Moments:
+    """Return the moments of a contraction, with the axes of its scans; errors name a public function."""
+    lengths = state.count.shape
+    with checks.prefix_errors(name), checks.name_errors(function):
+        layers = state.count.size
+        flat = jax.tree.map(lambda x: x.reshape(layers, *x.shape[len(lengths) :]), state)
+        # One layer after the other, and not vectorized: `finalize` looks at the values, and raises an error for one.
+        parts = [MOMENTS.finalize(jax.tree.map(lambda x, at=index: x[at], flat)) for index in range(layers)]
+    return jax.tree.map(lambda *xs: jnp.stack(xs).reshape(*lengths, *xs[0].shape), *parts)
