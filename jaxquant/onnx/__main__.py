@@ -19,7 +19,7 @@ import os
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -80,7 +80,7 @@ def import_name(argument: str, place: str) -> Any:
         sys.path.pop(0)
 
 
-def import_call(arguments: argparse.Namespace) -> tuple[Callable[..., Any] | Prepared, list[Any], list[np.ndarray]]:
+def import_call(arguments: argparse.Namespace) -> tuple[Any, list[Any], list[np.ndarray]]:
     """Return the function that a command names, its parameters in a list, if it has any, and its inputs."""
     place = arguments.function_place
     function: Any = import_name("function", place)
@@ -137,7 +137,8 @@ def export_function(arguments: argparse.Namespace) -> None:
     """Write a function as a model."""
     function, params, inputs = import_call(arguments)
     options = {name: getattr(arguments, name) for name in ("form", "opset", "scan", "batch", "weights")}
-    model = export(function, *params, inputs, **options)
+    write: Any = export  # whose overloads tell the two numbers of arguments apart
+    model = write(function, *params, inputs, **options)
     save(model, arguments.model)
     print(f"{arguments.model}: {len(model.graph.node)} nodes, {count_bytes(model):,} bytes")
 
@@ -146,7 +147,8 @@ def verify_model(arguments: argparse.Namespace) -> None:
     """Compare a model with the function that it was exported from; raise ModelError if they differ."""
     function, params, inputs = import_call(arguments)
     with name_file(arguments.model):
-        report = verify(arguments.model, function, *params, [tuple(inputs)], level=arguments.level)
+        compare: Any = verify  # as `export`
+        report = compare(arguments.model, function, *params, [tuple(inputs)], level=arguments.level)
     print(report)
     if not report.is_exact:
         raise ModelError("the model and the function differ")

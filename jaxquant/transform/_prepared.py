@@ -500,13 +500,14 @@ def read_quantized(function: str, q: Any) -> QuantizedTree:
         expected += ", or QuantizedTree(**tree) of a loaded tree"
     got = "a TrainableTree, as for fake_apply" if isinstance(q, TrainableTree) else _describe_tree(q)
     checks.require_type(isinstance(q, QuantizedTree), function, "q", expected, got)
+    assert isinstance(q, QuantizedTree)
     return q
 
 
 def _describe_tree(tree: Any) -> str:
     """Return what a tree is, without its arrays."""
     is_leaf = jax.tree_util.all_leaves([tree]) or tree is None
-    return checks.describe_value(tree) if is_leaf else f"a {type(tree).__name__}"
+    return str(checks.describe_value(tree)) if is_leaf else f"a {type(tree).__name__}"
 
 
 def _holds_ranges(value: Any) -> bool:

@@ -409,7 +409,7 @@ def test_a_rule_for_weights_only_reads_floats() -> None:
     codes = prepared.convert(params, ranges)
     y, z = jax.jit(prepared.apply)(codes, x)
     np.testing.assert_allclose(
-        z, np.asarray(y, np.float64) @ np.asarray(codes["b"].dequantize(), np.float64), rtol=1e-5
+        z, np.asarray(y, np.float64) @ np.asarray(codes.params["b"].dequantize(), np.float64), rtol=1e-5
     )
     alone = jq.prepare(lambda p, x: jax.nn.relu(x @ p["a"]), params, x, rules=RULES)
     integers = [

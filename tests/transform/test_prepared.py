@@ -199,7 +199,8 @@ def test_parameters_have_names_of_their_own() -> None:
     names = ["['a/b']", "['a']['b']"]
     assert [row.name for row in prepared.coverage.rows] == names
     ranges = prepared.calibrate(params, [x])
-    assert sorted(prepared.trainable(params, ranges, estimator=jq.LSQ()).scales.weights) == sorted(names)
+    t: Any = prepared.trainable(params, ranges, estimator=jq.LSQ())
+    assert sorted(t.scales.weights) == sorted(names)
     # Parameters that are a single array have a name, too.
     assert jq.prepare(lambda w, x: x @ w, params["a/b"], x, rules=STATIC).coverage.rows[0].name == "params"
 
@@ -258,7 +259,8 @@ def test_coverage_of_symbolic_shapes_is_for_json(params: Any, batches: Any) -> N
 def test_trained_scales_are_those_that_are_served(params: Any, batches: Any, rules: Any, estimator: Any) -> None:
     x = jnp.asarray(batches[0])
     prepared = jq.prepare(apply, params, x, rules=rules)
-    start = trained = prepared.trainable(params, prepared.calibrate(params, batches), estimator=estimator)
+    start: Any = prepared.trainable(params, prepared.calibrate(params, batches), estimator=estimator)
+    trained = start
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(start.scales))
     assert set(start.scales.activations) == (set(prepared.static_ranges))
 
@@ -332,7 +334,7 @@ def test_apply_refuses_a_gradient_that_rounding_makes_zero(params: Any, batches:
 def test_pact_trains_activations_only(params: Any, batches: Any) -> None:
     x = [np.abs(batch) for batch in batches]
     prepared = jq.prepare(apply, params, x[0], rules=STATIC)
-    t = prepared.trainable(params, prepared.calibrate(params, x), estimator=jq.PACT())
+    t: Any = prepared.trainable(params, prepared.calibrate(params, x), estimator=jq.PACT())
     assert not t.scales.weights
     assert set(t.scales.activations) == {"first/kernel", "second/kernel"}
     y = jax.jit(prepared.fake_apply)(t, x[0])
@@ -388,7 +390,7 @@ def test_fixed_ranges_stay(optimizer: str, params: Any, batches: Any) -> None:
     x = jnp.asarray(batches[0])
     prepared = jq.prepare(apply, params, x, rules=STATIC)
     ranges = prepared.calibrate(params, batches)
-    transform = {
+    transform: Any = {
         "adamw": optax.adamw(0.1, weight_decay=0.5), "lion": optax.lion(0.1, weight_decay=0.5),
         "sgd": optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1, momentum=0.9)),
     }[optimizer]  # fmt: skip
@@ -399,12 +401,13 @@ def test_fixed_ranges_stay(optimizer: str, params: Any, batches: Any) -> None:
         updates, state = transform.update(gradient, state, t)
         return optax.apply_updates(t, updates), state
 
-    start = t = prepared.trainable(params, ranges)
+    start: Any = prepared.trainable(params, ranges)
+    t = start
     state = transform.init(t)
     with jax.numpy_dtype_promotion("standard"):  # optax multiplies floats by counts
         for _ in range(3):
             t, state = step(t, state)
-    assert step._cache_size() == 1
+    assert step._cache_size() == 1  # type: ignore[attr-defined]
     assert t.scales == start.scales
     assert not equal(t.params, start.params)
     q = prepared.convert(t)
@@ -417,7 +420,7 @@ def test_learned_scales_are_kept_from_weight_decay_by_a_mask(params: Any, batche
     prepared = jq.prepare(apply, params, x, rules=STATIC)
     t = prepared.trainable(params, prepared.calibrate(params, batches), estimator=jq.LSQ())
     mask = t.replace(params=True, scales=False)
-    transform = optax.add_decayed_weights(0.5, mask=mask)
+    transform: Any = optax.add_decayed_weights(0.5, mask=mask)
     updates, _ = transform.update(jax.tree.map(jnp.zeros_like, t), transform.init(t), t)
     assert not any(x.any() for x in jax.tree.leaves(updates.scales))
     assert updates.params["first"]["kernel"].any()
