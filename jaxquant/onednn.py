@@ -347,7 +347,7 @@ def dynamic_dequantize(
     Args:
         src: codes of any shape: uint8, int8, uint4 or int4.
         scales: value per step, float32, float16 or bfloat16: per tensor, a scalar or one element; per channel, one for
-            each index of `axis`; per group, an array of src's rank, with the dimensions `src.shape[i] / group_shape[i]`.
+            each index of `axis`; per group, an array of src's rank, with dimensions `src.shape[i] / group_shape[i]`.
             A Python number becomes float32.
         zps: in steps, of scales' shape: uint4, int4, uint8, int8 or int32; an int becomes int32, and None means 0.
         qtype: Static. "per_tensor", "per_channel" or "per_group".
