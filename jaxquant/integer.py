@@ -134,7 +134,7 @@ def check_placement(
 ) -> None:
     """Raise ContractValueError unless out_sharding fits the result, or the operands determine its sharding."""
     rank = len(left.batch) + len(left.free) + len(right.free)
-    if sharding.find_out_partition(function, out_sharding, rank) is not None:
+    if sharding.read_out_partition(function, out_sharding, rank) is not None:
         return
     if not (sharding.is_placed(lhs) or sharding.is_placed(rhs)) or determines_sharding(lhs, rhs, left, right):
         return
@@ -150,7 +150,7 @@ def determines_sharding(lhs: jax.Array, rhs: jax.Array, left: Role, right: Role)
     It can if no contracted dimension is sharded in both operands, batch dimensions are sharded in the same way, and no
     mesh axis would occur twice in the result.
     """
-    partitions = [sharding.find_partition(x) for x in (lhs, rhs)]
+    partitions = [sharding.read_partition(x) for x in (lhs, rhs)]
     batches, frees = [], []
     for partition, role in zip(partitions, (left, right), strict=True):
         batches.append([partition[axis] for axis in role.batch])
@@ -305,7 +305,7 @@ def check_channel_placement(function: str, names: Sequence[str], operands: Seque
     """
     for name, operand, features in zip(names, operands, axes, strict=True):
         x = getattr(operand, "codes", operand)  # the codes of a quantized array
-        partition = sharding.find_partition(x)
+        partition = sharding.read_partition(x)
         if all(partition[axis] is None for axis in features):
             continue
         expected = "channels and features that are not sharded (jax.sharding.reshard gathers them)"

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from .._core import checks, granularity
-from .._core.dtypes import find_width
+from .._core.dtypes import count_packed_bits
 from . import quantized_array
-from .parts import StoredOrder, find_places
+from .parts import StoredOrder, match_dimensions
 from .quantized_array import QuantizedArray
 
 _NAME = "concatenate"
@@ -142,7 +142,7 @@ def _concatenate_codes(arrays: list[QuantizedArray], axis: int) -> tuple[jax.Arr
     order = arrays[0].stored_order
     if any(q.stored_order != order for q in arrays):
         return _concatenate_parts([q.codes for q in arrays], axis), None
-    dimension = find_places(order, arrays[0].ndim)[axis]
+    dimension = match_dimensions(order, arrays[0].ndim)[axis]
     return _concatenate_parts([q.stored_codes for q in arrays], dimension), order
 
 
@@ -150,7 +150,7 @@ def _concatenate_parts(parts: list[jax.Array], axis: int) -> jax.Array:
     """Return arrays joined along an axis."""
     dtype = parts[0].dtype
     # XLA:CPU aborts the process if it joins arrays of 2-bit elements.
-    if find_width(dtype) > 2:
+    if count_packed_bits(dtype) > 2:
         return jnp.concatenate(parts, axis)
     return jnp.concatenate([part.astype(jnp.int8) for part in parts], axis).astype(dtype)
 

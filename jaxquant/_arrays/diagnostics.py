@@ -142,11 +142,11 @@ def _is_saturated(x: jax.Array, q: QuantizedArray) -> jax.Array:
         return (value < np.float32(first - slack)) | (value > np.float32(last + slack))
     if q.codes.dtype in dtypes.SMALL_FLOATS:
         return dtypes.mark_overflow(value, q.codes.dtype)
-    low, high = dtypes.find_bounds(q.codes.dtype)
+    low, high = dtypes.read_bounds(q.codes.dtype)
     codes = q.codes.astype(jnp.int32)
     if dtypes.count_bits(q.codes.dtype) == 8:
         # An array does not store its spec: if all codes lie in the reduced range, it was quantized with `reduce_range`.
-        least, most = dtypes.find_reduced_bounds(q.codes.dtype)
+        least, most = dtypes.derive_reduced_bounds(q.codes.dtype)
         is_reduced = jnp.all((codes >= least) & (codes <= most))
         low, high = jnp.where(is_reduced, least, low), jnp.where(is_reduced, most, high)
     zero_point = None if q.zero_point is None else aligned.expand(q.zero_point.astype(jnp.int32), x)
@@ -159,7 +159,7 @@ def _is_saturated(x: jax.Array, q: QuantizedArray) -> jax.Array:
 def _measure_used_codes(q: QuantizedArray) -> jax.Array:
     """Return the fraction of the codes of q's format that occur in q."""
     codes, dtype = q.codes, q.codes.dtype
-    count = 2 ** dtypes.find_width(dtype)
+    count = 2 ** dtypes.count_packed_bits(dtype)
     # Number the codes of every format from 0.
     if dtype in dtypes.FLOAT8:
         index = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.int32)
@@ -167,7 +167,7 @@ def _measure_used_codes(q: QuantizedArray) -> jax.Array:
         wide = dtypes.decode_small_float(codes)
         index = dtypes.encode_magnitude(wide, dtype) + jnp.where(jnp.signbit(wide), count // 2, 0)
     else:
-        index = codes.astype(jnp.int32) - dtypes.find_bounds(dtype)[0]
+        index = codes.astype(jnp.int32) - dtypes.read_bounds(dtype)[0]
     # Under explicit sharding a scatter would need an out_sharding, so the codes are gathered first.
     index = sharding.place_whole(index)
     is_used = jnp.zeros(count, jnp.bool_).at[index].set(True, mode="promise_in_bounds")

@@ -51,7 +51,7 @@ def check_parts(
         codes, scale, zero_point = _convert_parts(function, argument, parts)
     # Pass dtypes and shapes instead of arrays: arrays are not hashable, and the cache would keep them alive.
     zero_point_dtype, zero_point_shape = (None, None) if zero_point is None else (zero_point.dtype, zero_point.shape)
-    shape = codes.shape if order is None else find_logical_shape(function, argument, codes.shape, order)
+    shape = codes.shape if order is None else derive_logical_shape(function, argument, codes.shape, order)
     _check_types(
         function, argument, codes.dtype, shape, scale.dtype, scale.shape, zero_point_dtype, zero_point_shape, dtype,
         block_size, codebook,
@@ -167,7 +167,7 @@ def derive_permutation(order: StoredOrder, rank: int) -> tuple[int, ...]:
     return (*range(rank - len(moved)), *(axis + rank for axis in moved))
 
 
-def find_places(order: StoredOrder, rank: int) -> tuple[int, ...]:
+def match_dimensions(order: StoredOrder, rank: int) -> tuple[int, ...]:
     """Return the dimension of the stored codes that holds each logical axis."""
     permutation = derive_permutation(order, rank)
     return tuple(permutation.index(axis) for axis in range(rank))
@@ -179,7 +179,7 @@ def derive_transposed_order(order: StoredOrder, axes: Sequence[int]) -> StoredOr
     return _shorten_order([tuple(axes).index(axis) - rank for axis in derive_permutation(order, rank)])
 
 
-def find_logical_shape(function: str, argument: str, shape: tuple[int, ...], order: StoredOrder) -> tuple[int, ...]:
+def derive_logical_shape(function: str, argument: str, shape: tuple[int, ...], order: StoredOrder) -> tuple[int, ...]:
     """Return the logical shape of stored codes; raise if they have lost a dimension of the order."""
     moved = order or ()
     expected = (
@@ -187,14 +187,14 @@ def find_logical_shape(function: str, argument: str, shape: tuple[int, ...], ord
         "call q.store_last(), which returns the logical order)"
     )
     checks.require(len(shape) >= len(moved), function, f"{argument}.stored_codes", expected, f"shape {shape}")
-    return tuple(shape[dimension] for dimension in find_places(order, len(shape)))
+    return tuple(shape[dimension] for dimension in match_dimensions(order, len(shape)))
 
 
 def store_codes(codes: Any, order: StoredOrder) -> Any:
     """Return codes with their dimensions in the stored order, and an object that is not an array unchanged."""
     if order is None or not hasattr(codes, "ndim"):
         return codes
-    find_logical_shape("QuantizedArray", "self", tuple(codes.shape), order)  # raises if the rank is too low
+    derive_logical_shape("QuantizedArray", "self", tuple(codes.shape), order)  # raises if the rank is too low
     return _transpose_any(codes, derive_permutation(order, codes.ndim))
 
 
@@ -202,8 +202,8 @@ def restore_codes(stored: Any, order: StoredOrder) -> Any:
     """Return stored codes with their dimensions in the logical order; the inverse of `store_codes`."""
     if order is None or not hasattr(stored, "ndim"):
         return stored
-    find_logical_shape("QuantizedArray", "self", tuple(stored.shape), order)
-    return _transpose_any(stored, find_places(order, stored.ndim))
+    derive_logical_shape("QuantizedArray", "self", tuple(stored.shape), order)
+    return _transpose_any(stored, match_dimensions(order, stored.ndim))
 
 
 def _transpose_any(codes: Any, axes: tuple[int, ...]) -> Any:
@@ -226,7 +226,7 @@ def describe_array(codes: Any, scale: Any, zero_point: Any, static: Static) -> s
     if not has_shapes or len(codes.shape) < len(order or ()):
         name = "codes" if order is None else "stored_codes"
         return f"QuantizedArray({name}={codes!r}, scale={scale!r}, zero_point={zero_point!r}{stored})"
-    shape = find_logical_shape("QuantizedArray", "self", codes.shape, order)
+    shape = derive_logical_shape("QuantizedArray", "self", codes.shape, order)
     name = codes.dtype if codebook is None else codebook.name
     described = "None" if zero_point is None else describe_part(zero_point)
     blocks = f", block_size={block_size}" if block_size else ""
@@ -242,7 +242,7 @@ def describe_part(part: jax.Array | jax.ShapeDtypeStruct) -> str:
 def count_stored_bytes(part: jax.Array | jax.ShapeDtypeStruct) -> int:
     """Return the number of bytes of an array if its elements are packed without unused bits."""
     dtype = np.dtype(part.dtype)
-    return -(-math.prod(part.shape) * dtypes.find_width(dtype) // 8)
+    return -(-math.prod(part.shape) * dtypes.count_packed_bits(dtype) // 8)
 
 
 def read_dtype(function: str, dtype: DTypeLike) -> np.dtype:

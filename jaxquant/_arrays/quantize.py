@@ -130,7 +130,7 @@ def _check_known_range(lo: ArrayLike, hi: ArrayLike) -> None:
     # The usual case comes first: two numbers.
     if type(lo) is np.float32 and type(hi) is np.float32 and -np.inf < lo <= hi < np.inf:
         return
-    ends = [entry_point.find_known(v, is_awaited=True) for v in (lo, hi)]
+    ends = [entry_point.read_elements(v, is_awaited=True) for v in (lo, hi)]
     if any(end is None for end in ends):
         return
     # A number too large for float32 becomes an infinity, which the check below rejects.
@@ -195,7 +195,7 @@ def _quantize(
     order = None if stored_last is None else move_axes_last(_NAME, "stored_last", stored_last, x.ndim)
     # Without this the scale would have a gradient and the codes would not, so their product would have a wrong one.
     x, lo, hi = jax.lax.stop_gradient((x, lo, hi))
-    scale, zero_point, _ = find_parameters(_NAME, x, spec, lo, hi)
+    scale, zero_point, _ = compute_parameters(_NAME, x, spec, lo, hi)
     codes = encode_array(x, scale, zero_point, spec)
     block_size = scale_from_range.derive_stored_block_size(_NAME, spec, x.shape)
     return QuantizedArray(
@@ -203,11 +203,11 @@ def _quantize(
     )
 
 
-def find_parameters(
+def compute_parameters(
     function: str, x: Any, spec: QuantSpec, lo: jax.Array | None, hi: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None, tuple[int, ...]]:
     """Return the scale and the zero point, for the given range or the extremes of x, and the shape of the ranges."""
-    scale_shape, zero_point_shape = scale_from_range.find_shapes(function, spec, x.shape)
+    scale_shape, zero_point_shape = scale_from_range.derive_shapes(function, spec, x.shape)
     shape = scale_from_range.derive_range_shape(function, spec, x.shape)
     if lo is None or hi is None:
         block_size = scale_from_range.check_one_block_size(function, spec)
@@ -215,7 +215,7 @@ def find_parameters(
         is_symmetric = scale_from_range.has_equal_reach(spec) and not recording.is_recording()
         if spec.fixed_zero_point is None or is_symmetric:
             return *_compute_own_parameters(x, spec, shape, block_size, scale_shape, zero_point_shape), shape
-        low, high = min_max.find_extremes(x, shape, block_size)
+        low, high = min_max.compute_extremes(x, shape, block_size)
     else:
         low, high = (
             _broadcast_end(function, argument, end, shape) for argument, end in zip(_ENDS, (lo, hi), strict=True)
@@ -287,7 +287,7 @@ def quantize_kernel(kernel: jax.Array, spec: QuantSpec, stored_axes: Sequence[in
     values = np.asarray(kernel)
     padded = np.zeros([max(_LEAST_LENGTH, 2 ** (n - 1).bit_length()) for n in table], values.dtype)
     padded[:rows, :columns] = values.reshape(table)
-    scale_shape, zero_point_shape = scale_from_range.find_shapes("quantize", spec, values.shape)
+    scale_shape, zero_point_shape = scale_from_range.derive_shapes("quantize", spec, values.shape)
     granularity = PerTensor() if math.prod(scale_shape) == 1 else PerAxis(1)
     flat_spec = dataclasses.replace(spec, granularity=granularity, zero_point_granularity=None)
     # The padding is removed by numpy, because JAX would compile a program for each shape to do it.
@@ -312,7 +312,7 @@ def _match_table(kernel: jax.Array, spec: QuantSpec) -> tuple[int, int] | None:
     if not _is_on_cpu(kernel) or kernel.dtype not in dtypes.FLOATS or kernel.size == 0 or kernel.ndim == 0:
         return None
     shape = tuple(kernel.shape)
-    scale_shape = scale_from_range.find_shapes("quantize", spec, shape)[0]
+    scale_shape = scale_from_range.derive_shapes("quantize", spec, shape)[0]
     shared = len(shape) - 1
     if math.prod(scale_shape) > 1:
         shared = next(axis for axis, entries in enumerate(scale_shape) if entries > 1)

@@ -379,7 +379,7 @@ class QuantizedArray(RefusedOperators):
         """The shape of `codes`."""
         stored = getattr(self._stored, "shape", None)  # each eager call asks several times, and `jnp.shape` is slow
         stored = tuple(jnp.shape(self._stored)) if stored is None else tuple(stored)
-        return stored if self._order is None else parts.find_logical_shape(_NAME, "self", stored, self._order)
+        return stored if self._order is None else parts.derive_logical_shape(_NAME, "self", stored, self._order)
 
     @property
     def ndim(self) -> int:

@@ -21,13 +21,13 @@ _TO_EVEN = lax.RoundingMethod.TO_NEAREST_EVEN
 _TINY_BITS, _INFINITY_BITS = _TINY.view(np.int32), _INFINITY.view(np.int32)
 
 
-def find_shapes(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def derive_shapes(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of the scale and of the zero point of an x of this shape; both have x's rank."""
     zero_point_granularity = spec.zero_point_granularity
     assert zero_point_granularity is not None
     return (
-        granularities.find_scale_shape(function, spec.granularity, shape),
-        granularities.find_scale_shape(function, zero_point_granularity, shape),
+        granularities.derive_scale_shape(function, spec.granularity, shape),
+        granularities.derive_scale_shape(function, zero_point_granularity, shape),
     )
 
 
@@ -47,7 +47,7 @@ def choose_finest_shape(scale: tuple[int, ...], zero_point: tuple[int, ...]) -> 
 
 def derive_range_shape(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of the ranges of an x of this shape: the finer of scale.shape and zero_point.shape."""
-    range_shape = choose_finest_shape(*find_shapes(function, spec, shape))
+    range_shape = choose_finest_shape(*derive_shapes(function, spec, shape))
     if range_shape is None:
         expected = "granularities of scale and zero point of which one is at least as fine as the other"
         got = f"{spec.granularity} and {spec.zero_point_granularity}"
@@ -56,7 +56,7 @@ def derive_range_shape(function: str, spec: QuantSpec, shape: tuple[int, ...]) -
     return range_shape
 
 
-def find_block_size(spec: QuantSpec) -> int | None:
+def derive_block_size(spec: QuantSpec) -> int | None:
     """Return the block size of the scale, or else of the zero point; None if neither has blocks."""
     sizes = _list_block_sizes(spec)
     return sizes[0] if sizes else None
@@ -66,7 +66,7 @@ def check_one_block_size(function: str, spec: QuantSpec) -> int | None:
     """Check that all blocks of the spec have the same size, and return it; None without blocks."""
     sizes = sorted(set(_list_block_sizes(spec)))
     checks.require(len(sizes) < 2, function, "spec", "blocks of the same size", f"sizes {sizes}")
-    return find_block_size(spec)
+    return derive_block_size(spec)
 
 
 def derive_stored_block_size(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> int | None:
@@ -156,7 +156,7 @@ def compute_own_scale_and_zero_point(
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Return the scale and the zero point of the ranges of x; the arguments have been checked.
 
-    The result equals `compute_scale_and_zero_point` for `min_max.find_extremes` and the dtype of x.
+    The result equals `compute_scale_and_zero_point` for `min_max.compute_extremes` and the dtype of x.
 
     Args:
         spec: Static. The spec of the scale and the zero point.
@@ -170,7 +170,7 @@ def compute_own_scale_and_zero_point(
     is_symmetric = has_equal_reach(spec)
     is_pair = spec.fixed_zero_point is None and zero_point_shape == shape
     if scale_shape != shape or not (is_symmetric or is_pair) or recording.is_recording():
-        low, high = min_max.find_extremes(x, shape, block_size)
+        low, high = min_max.compute_extremes(x, shape, block_size)
         return compute_scale_and_zero_point(spec, low, high, scale_shape, zero_point_shape, x.dtype)
     # The comparisons are made on the bits of the larger magnitude: with floats they take more operations. XLA compiles
     # these loops, without dimensions of 1, once for all arrays with as many ranges, whatever their rank.
@@ -420,7 +420,7 @@ def _list_sides(spec: QuantSpec) -> list[tuple[np.ndarray, np.ndarray]]:
         # A tie takes the lower level.
         return [(below, np.ones(below.size, bool)), (above, np.zeros(above.size, bool))]
     if spec.dtype in dtypes.SMALL_FLOATS:
-        codes = np.arange(2 ** (dtypes.find_width(spec.dtype) - 1), dtype=np.uint8)
+        codes = np.arange(2 ** (dtypes.count_packed_bits(spec.dtype) - 1), dtype=np.uint8)
         levels = codes.view(spec.dtype).astype(np.float64)
         levels = levels[np.isfinite(levels)]
         return [(levels, np.arange(levels.size) % 2 == 1)] * 2

@@ -195,7 +195,7 @@ nf4 = Codebook(
 """4-bit NormalFloat: Dettmers et al., arXiv 2305.14314, appendix E."""
 
 
-def find_carrier(dtype: Format) -> np.dtype:
+def read_carrier(dtype: Format) -> np.dtype:
     """Return the dtype of the codes: a dtype itself, or the dtype of the indices into a codebook."""
     return dtype.carrier if isinstance(dtype, Codebook) else dtype
 
@@ -216,7 +216,7 @@ def _read_dtype(dtype: object) -> Any:
 
 def _is_signed(dtype: Format) -> bool:
     """Return whether a dtype is signed. Float dtypes and codebooks are: their range is symmetric."""
-    return dtype not in dtypes.INTEGERS or dtypes.find_bounds(dtype)[0] < 0
+    return dtype not in dtypes.INTEGERS or dtypes.read_bounds(dtype)[0] < 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,7 +333,7 @@ class QuantSpec:
     @property
     def carrier(self) -> np.dtype:
         """The dtype of the codes: `dtype`, or the dtype of the indices into the codebook."""
-        return find_carrier(self.dtype)
+        return read_carrier(self.dtype)
 
     @property
     def codebook(self) -> Codebook | None:
@@ -346,8 +346,8 @@ class QuantSpec:
         if self.codebook:
             return self.codebook.levels[0], self.codebook.levels[-1]
         if self.dtype in dtypes.SMALL_FLOATS:
-            return -dtypes.find_largest(self.dtype), dtypes.find_largest(self.dtype)
-        low, high = dtypes.find_reduced_bounds(self.dtype) if self.reduce_range else dtypes.find_bounds(self.dtype)
+            return -dtypes.read_largest(self.dtype), dtypes.read_largest(self.dtype)
+        low, high = dtypes.derive_reduced_bounds(self.dtype) if self.reduce_range else dtypes.read_bounds(self.dtype)
         # The reduced range of int8 is symmetric as it is.
         is_shortened = self.narrow_range and low != -high
         return low + int(bool(is_shortened)), high

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes
-from .._core.entry_point import compile_entry_point, convert_float32_scale, find_known
+from .._core.entry_point import compile_entry_point, convert_float32_scale, read_elements
 from .._core.granularity import Aligned
 from .._kernels import accumulator, affine
 
@@ -157,7 +157,7 @@ def compute_largest_sums(weight: QuantizedArray, places: Sequence[int]) -> jax.A
 def _count_known_steps(function: str, bias: Any, lhs_scale: Any, rhs_scale: Any) -> np.ndarray | None:
     """Return the steps of a bias, or None if an array is not known; raise if int32 cannot hold them."""
     # Not from the results of the compiled function, which are traced in another one even if the arguments are known.
-    known = [find_known(value) for value in (bias, lhs_scale, rhs_scale)]
+    known = [read_elements(value) for value in (bias, lhs_scale, rhs_scale)]
     if any(value is None for value in known):
         return None
     values, left, right = (np.asarray(value, np.float32) for value in known)

@@ -164,7 +164,7 @@ def convolve_checked(
     if not any(quantized):
         got = f"{checks.describe_value(x)} and {checks.describe_value(w)}"
         checks.refuse_type(function, "lhs, rhs", "a QuantizedArray on at least one side", got)
-    dtype = preferred or dtypes.find_wider(x.dtype, w.dtype)
+    dtype = preferred or dtypes.choose_wider(x.dtype, w.dtype)
     if not all(quantized):
         return _convolve_weight_only(x, w, plan=plan, precision=precision, dtype=dtype)
     _check_integers(function, x, w, plan)

@@ -191,7 +191,7 @@ def _read_as_stored(x: QuantizedArray | jax.Array, role: Role) -> tuple[Any, Rol
     """
     if not isinstance(x, QuantizedArray) or x.stored_order is None:
         return x, role
-    dimensions = parts.find_places(x.stored_order, x.ndim)
+    dimensions = parts.match_dimensions(x.stored_order, x.ndim)
     batch, free, contracted = (tuple(dimensions[axis] for axis in axes) for axes in role)
     # `jax.lax.dot_general` returns the free dimensions in the order of its operand.
     if free != tuple(sorted(free)):
@@ -316,7 +316,7 @@ def _match_partition(
     out_sharding: NamedSharding | PartitionSpec | None,
 ) -> tuple[Any, ...] | None:
     """Return the mesh axes of the matrix product, in which a vector operand is a matrix of one row or column."""
-    partition = sharding.find_out_partition(function, out_sharding, len(shapes.out))
+    partition = sharding.read_out_partition(function, out_sharding, len(shapes.out))
     if partition is None:
         return None
     batch, matrix = partition[: len(shapes.product) - 2], list(partition[len(shapes.product) - 2 :])

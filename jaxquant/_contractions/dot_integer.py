@@ -74,7 +74,7 @@ def plan_contraction(
     axes, length = _choose_cut(function, lhs, rhs, left, right, caller_axes)
     if axes is not None and out_sharding is None:
         for q, axis in zip((lhs, rhs), axes, strict=True):
-            if sharding.find_partition(q.codes)[axis] is not None:
+            if sharding.read_partition(q.codes)[axis] is not None:
                 expected = (
                     f"the sharding of the result, because blocks of {length} are cut from a sharded dimension, "
                     "which is gathered"
@@ -165,7 +165,7 @@ def count_exact_terms(lhs: QuantizedArray, rhs: QuantizedArray) -> int:
     """Return how many products of two codes, with their zero points subtracted, int32 can hold in the worst case."""
     largest = []
     for q in (lhs, rhs):
-        low, high = dtypes.find_bounds(np.dtype(q.codes.dtype))
+        low, high = dtypes.read_bounds(np.dtype(q.codes.dtype))
         largest.append(max(-low, high) if q.zero_point is None else high - low)
     return (2**31 - 1) // math.prod(largest)
 
@@ -174,7 +174,7 @@ def multiply_codes(
     lhs: QuantizedArray, rhs: QuantizedArray, plan: IntegerPlan, preferred: np.dtype | None
 ) -> jax.Array:
     """Return the product of two quantized arrays in the dtype `preferred`, or in the wider of their dtypes."""
-    dtype = preferred or dtypes.find_wider(lhs.dtype, rhs.dtype)
+    dtype = preferred or dtypes.choose_wider(lhs.dtype, rhs.dtype)
     # A sharded dimension is gathered, because JAX refuses to split it into blocks.
     if plan.axes is not None:
         lhs, rhs = (_gather_dimension(q, axis) for q, axis in zip((lhs, rhs), plan.axes, strict=True))
@@ -208,7 +208,7 @@ def multiply_to_codes(
         expected = f"a shape that broadcasts against the result, {acc.shape}"
         checks.require(fits, function, "bias", expected, f"shape {bias.shape}")
     y = epilogue.finish(acc, *_spread_scales(sides), lambda part: accumulator.spread_over_product(part, acc))
-    return epilogue.wrap(y, preferred or dtypes.find_wider(lhs.dtype, rhs.dtype))
+    return epilogue.wrap(y, preferred or dtypes.choose_wider(lhs.dtype, rhs.dtype))
 
 
 def _gather_dimension(q: QuantizedArray, axis: int) -> QuantizedArray:

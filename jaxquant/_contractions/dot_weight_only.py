@@ -182,7 +182,7 @@ def choose_contraction(
     q: Any = (lhs, rhs)[quantized]
     x: Any = (lhs, rhs)[1 - quantized]
     # Convert both sides to one dtype, because JAX refuses to mix dtypes if the user has chosen strict promotion.
-    wide = dtypes.find_wider(q.dtype, x.dtype)
+    wide = dtypes.choose_wider(q.dtype, x.dtype)
     leaves, static = q.astype(wide).tree_flatten()
     product = _WeightOnlyProduct(left, right, quantized, static, precision, out_sharding)
     # Reshapes and slices of an array with its sharding in its type may not be possible.
@@ -281,7 +281,7 @@ def _choose_few_rows(q: QuantizedArray, role: Role) -> int:
     is_last = not barriers.is_moving((*role.free, *role.contracted), q.shape)
     if is_last:
         return _FEW_ROWS_LAST
-    return _FEW_ROWS if dtypes.find_width(q.codes.dtype) == 8 else _FEW_ROWS_PACKED
+    return _FEW_ROWS if dtypes.count_packed_bits(q.codes.dtype) == 8 else _FEW_ROWS_PACKED
 
 
 def _count_run(q: QuantizedArray, part: jax.Array, axis: int) -> int:

@@ -127,7 +127,7 @@ def contract_operands(
     dtypes = {x.dtype for x in operands}
     dtype = preferred or (dtypes.pop() if len(dtypes) == 1 else FLOAT32)
     labels_of_operands, out = parse_subscripts(function, subscripts, [x.ndim for x in operands])
-    sharding.find_out_partition(function, out_sharding, len(out))
+    sharding.read_out_partition(function, out_sharding, len(out))
     sizes = _match_sizes(function, subscripts, operands, labels_of_operands)
     terms = []
     for i, (x, labels) in enumerate(zip(operands, labels_of_operands, strict=True)):
@@ -155,7 +155,7 @@ def _contract_to_codes(subscripts: str, operands: Sequence[Any], epilogue: Epilo
     """Return the einsum of two quantized operands with a bias of integers, as floats or as a QuantizedArray."""
     precision, preferred, out_sharding = statics
     labels_of_operands, out = parse_subscripts(_NAME, subscripts, [x.ndim for x in operands])
-    sharding.find_out_partition(_NAME, out_sharding, len(out))
+    sharding.read_out_partition(_NAME, out_sharding, len(out))
     sizes = _match_sizes(_NAME, subscripts, operands, labels_of_operands)
     pairs = zip(operands, labels_of_operands, strict=True)
     lhs, rhs = (_remove_repeats(_NAME, i, x, labels, sizes) for i, (x, labels) in enumerate(pairs))
@@ -314,7 +314,7 @@ class _Statics(NamedTuple):
 
     def order_out_sharding(self, labels: _Labels) -> Any:
         """Return the out_sharding of a result with these labels; a label that the output lacks is unsharded."""
-        partition = sharding.find_out_partition(self.function, self.out_sharding, len(self.out))
+        partition = sharding.read_out_partition(self.function, self.out_sharding, len(self.out))
         if partition is None:
             return None
         entries = dict(zip(self.out, partition, strict=True))

@@ -109,7 +109,7 @@ def _read_zero_point(function: str, spec: QuantSpec, value: Any) -> Any:
         return entry_point.fit_number(function, name, value, spec.carrier)
     checks.check_array(function, name, value, (spec.carrier, dtypes.FLOAT32))
     if value.dtype == dtypes.FLOAT32:  # a learned zero point
-        entry_point.check_rounded_zero_point(function, name, value, dtypes.find_bounds(spec.carrier))
+        entry_point.check_rounded_zero_point(function, name, value, dtypes.read_bounds(spec.carrier))
         value = affine.encode_steps(jnp.asarray(value), None, spec.carrier)
     return _read_scalar(function, name, value)
 

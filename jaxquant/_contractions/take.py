@@ -156,9 +156,9 @@ def _check_placement(
         out_sharding: the sharding of the result, or None.
     """
     rank = q.ndim - 1 + indices.ndim
-    if sharding.find_out_partition(_NAME, out_sharding, rank) is not None:
+    if sharding.read_out_partition(_NAME, out_sharding, rank) is not None:
         return
-    if sharding.find_partition(table)[axis] is None and not any(sharding.find_partition(indices)):
+    if sharding.read_partition(table)[axis] is None and not any(sharding.read_partition(indices)):
         return
     operands = f"q {sharding.describe_placement(table)} and indices {sharding.describe_placement(indices)}"
     expected = f"a NamedSharding or PartitionSpec for the {rank} dimensions of the result, not determined by {operands}"

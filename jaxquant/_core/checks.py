@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from .dtypes import find_dtype, is_float6, is_known, list_names
+from .dtypes import is_float6, is_known, list_names, parse_dtype
 
 _ARRAYS = (jax.Array, np.ndarray)
 _NUMBERS = (int, float)
@@ -224,7 +224,7 @@ def check_name(function: str, value: object) -> None:
 def check_dtype(function: str, argument: str, value: object, allowed: Sequence[np.dtype]) -> np.dtype:
     """Return the dtype that `value` names; raise ContractTypeError unless it is one of the allowed dtypes."""
     try:
-        dtype = find_dtype(value)
+        dtype = parse_dtype(value)
     except (TypeError, ValueError):  # numpy reads a tuple or a dict as fields, and raises ValueError for invalid ones
         dtype = None
     if dtype is None or dtype not in allowed:

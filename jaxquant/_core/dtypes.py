@@ -37,7 +37,7 @@ CONTRACTED: tuple[np.dtype, ...] = tuple(
 EIGHT_BITS = CONTRACTED[:2]
 
 
-def find_dtype(dtype: Any) -> np.dtype:
+def parse_dtype(dtype: Any) -> np.dtype:
     """Return the numpy dtype that `dtype` names; raise TypeError if it does not name one."""
     if dtype is None:
         raise TypeError("None is not a dtype")  # numpy would read None as float64
@@ -66,39 +66,39 @@ def count_bits(dtype: np.dtype) -> int:
 
 
 @functools.cache
-def find_bounds(dtype: np.dtype) -> tuple[int, int]:
+def read_bounds(dtype: np.dtype) -> tuple[int, int]:
     """Return (qmin, qmax) of an integer dtype: its lowest and its highest value."""
     info = jnp.iinfo(dtype)
     return int(info.min), int(info.max)
 
 
-def find_narrow_bounds(dtype: np.dtype) -> tuple[int, int]:
+def derive_narrow_bounds(dtype: np.dtype) -> tuple[int, int]:
     """Return (qmin, qmax) without the lowest code of a signed dtype: (-127, 127) for int8, (0, 255) for uint8."""
-    low, high = find_bounds(dtype)
+    low, high = read_bounds(dtype)
     return (-high, high) if low < 0 else (low, high)
 
 
-def find_reduced_bounds(dtype: np.dtype) -> tuple[int, int]:
+def derive_reduced_bounds(dtype: np.dtype) -> tuple[int, int]:
     """Return (qmin, qmax) of 7-bit codes in int8 or uint8, as `reduce_range` in ONNX Runtime's quantizer.
 
     Two products of a uint8 code with such a code of int8 add up to 255 * 128 = 32640 at most, which int16 holds.
     """
-    return (-64, 64) if find_bounds(dtype)[0] < 0 else (0, 127)
+    return (-64, 64) if read_bounds(dtype)[0] < 0 else (0, 127)
 
 
-def find_largest(dtype: np.dtype) -> float:
+def read_largest(dtype: np.dtype) -> float:
     """Return the largest finite value of a small float dtype: 448 for float8_e4m3fn, 6 for float4_e2m1fn."""
     return float(jnp.finfo(dtype).max)
 
 
-def find_width(dtype: np.dtype) -> int:
+def count_packed_bits(dtype: np.dtype) -> int:
     """Return the number of bits of a packed element."""
     if dtype in FLOAT4:
         return 4
     return count_bits(dtype) if dtype in INTEGERS else 8 * dtype.itemsize
 
 
-def find_wider(left: np.dtype, right: np.dtype) -> np.dtype:
+def choose_wider(left: np.dtype, right: np.dtype) -> np.dtype:
     """Return the dtype of the result of two float operands: their common dtype, or float32 if they differ."""
     return left if left == right else FLOAT32
 

@@ -184,7 +184,7 @@ def fit_number(function: str, argument: str, value: object, dtype: np.dtype) -> 
         if value != 0:
             checks.refuse(function, argument, f"0, the only zero point of {dtype}", value)
     else:
-        low, high = dtypes.find_bounds(dtype)
+        low, high = dtypes.read_bounds(dtype)
         if not low <= value <= high:
             checks.refuse(function, argument, f"an int in [{low}, {high}], the range of {dtype}", value)
     return np.asarray(value, dtype)
@@ -243,7 +243,7 @@ def convert_operand_zero_point(function: str, argument: str, value: object, oper
 _MOST_ELEMENTS = 2**16
 
 
-def find_known(value: object, *, is_awaited: bool = False) -> np.ndarray | None:
+def read_elements(value: object, *, is_awaited: bool = False) -> np.ndarray | None:
     """Return the elements of an array of numbers if they are known and few, and None otherwise.
 
     Args:
@@ -277,11 +277,11 @@ def check_positive_scale(
     Args:
         function: the name of the public function, for the error.
         argument: the name of the scale, for the error.
-        scale: anything; the elements that `find_known` returns are checked.
+        scale: anything; the elements that `read_elements` returns are checked.
         allow_overflow: whether NaN and infinity are accepted.
         is_awaited: whether to wait for an accelerator.
     """
-    values = find_known(scale, is_awaited=is_awaited)
+    values = read_elements(scale, is_awaited=is_awaited)
     if values is None:
         return
     # The usual case, a positive float32 scale, is tested first, because every eager call with a scale pays for it.
@@ -303,7 +303,7 @@ def check_rounded_zero_point(function: str, argument: str, zero_point: object, b
     """Raise ContractValueError if a known element of a float zero point does not round to a code in `bounds`."""
     if getattr(zero_point, "dtype", None) != dtypes.FLOAT32:
         return
-    values = find_known(zero_point)
+    values = read_elements(zero_point)
     if values is None:
         return
     steps = np.rint(values)

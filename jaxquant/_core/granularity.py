@@ -176,7 +176,7 @@ Granularity = PerTensor | PerAxis | Blocked | Groups | Aligned
 Choice = PerTensor | PerAxis | Blocked | PerToken | PerFeature  # the granularities that a user can choose
 
 
-def find_scale_shape(function: str, granularity: Choice, shape: tuple[int, ...]) -> tuple[int, ...]:
+def derive_scale_shape(function: str, granularity: Choice, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape, of x's rank, that a scale of this granularity has for an x of the given shape."""
     if isinstance(granularity, PerTensor):
         return (1,) * len(shape)
@@ -250,7 +250,7 @@ def check_matching(function: str, argument: str, zero_point: jax.Array, scale: j
         checks.check_shape(function, argument, zero_point, scale.shape, reason)
 
 
-def find_slices(function: str, axis: int | None, shape: tuple[int, ...]) -> Granularity:
+def resolve_axis(function: str, axis: int | None, shape: tuple[int, ...]) -> Granularity:
     """Return the granularity that an operator's argument `axis` means if the operator computes the scale itself."""
     return PerTensor() if axis is None else PerAxis(checks.check_axis(function, axis, len(shape)))
 

@@ -34,7 +34,7 @@ def place_whole(value: jax.Array) -> jax.Array:
     return reshard(value, NamedSharding(mesh, PartitionSpec(*(None,) * value.ndim)))
 
 
-def find_partition(value: jax.Array) -> tuple[Any, ...]:
+def read_partition(value: jax.Array) -> tuple[Any, ...]:
     """Return the mesh axes over which the type of `value` shards each dimension; None for an unsharded dimension."""
     spec = jax.typeof(value).sharding.spec
     return (*spec, *(None,) * (value.ndim - len(spec)))  # a PartitionSpec may leave out the last dimensions
@@ -42,7 +42,7 @@ def find_partition(value: jax.Array) -> tuple[Any, ...]:
 
 def gather_axes(value: jax.Array, axes: Sequence[int]) -> jax.Array:
     """Return `value` with the dimensions `axes` unsharded if JAX tracks shardings in types; otherwise unchanged."""
-    partition = find_partition(value)
+    partition = read_partition(value)
     if all(partition[a] is None for a in axes):
         return value
     mesh = jax.typeof(value).sharding.mesh
@@ -73,7 +73,7 @@ def match_whole_runs(like: jax.Array, counts: Sequence[int], sizes: Sequence[int
     """Return the mesh axes of each dimension of a placed array; None where a device does not have whole runs of it."""
     lengths = jax.typeof(like).sharding.mesh.shape
     kept = []
-    for entry, count, size, length in zip(find_partition(like), counts, sizes, like.shape, strict=True):
+    for entry, count, size, length in zip(read_partition(like), counts, sizes, like.shape, strict=True):
         names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
         is_whole = count * size == length and count % math.prod(lengths[name] for name in names) == 0
         kept.append(entry if is_whole else None)
@@ -97,7 +97,7 @@ def check_out_sharding(function: str, out_sharding: object) -> None:
         checks.require(has_mesh, function, "out_sharding", expected, out_sharding)
 
 
-def find_out_partition(
+def read_out_partition(
     function: str, out_sharding: NamedSharding | PartitionSpec | None, rank: int
 ) -> tuple[Any, ...] | None:
     """Return the mesh axes of an out_sharding, one entry for each dimension of the result; raise if it does not fit."""
@@ -118,14 +118,14 @@ def set_partition(out_sharding: NamedSharding | PartitionSpec | None, partition:
     return NamedSharding(out_sharding.mesh, spec) if isinstance(out_sharding, NamedSharding) else spec
 
 
-def find_placement(value: jax.Array) -> PartitionSpec:
+def read_placement(value: jax.Array) -> PartitionSpec:
     """Return the sharding in the type of `value`, for errors."""
-    return PartitionSpec(*find_partition(value))
+    return PartitionSpec(*read_partition(value))
 
 
 def describe_placement(value: jax.Array) -> str:
     """Return a text with the dtype, the shape and the sharding of an array, for errors."""
-    return f"{value.dtype}{list(value.shape)} sharded as {find_placement(value)}"
+    return f"{value.dtype}{list(value.shape)} sharded as {read_placement(value)}"
 
 
 def vary_like(value: jax.Array, like: jax.Array) -> jax.Array:

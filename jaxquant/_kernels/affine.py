@@ -81,7 +81,7 @@ def encode_steps(
         bounds: (qmin, qmax); the default is the bounds of the dtype.
         most: Static. The largest number of elements that are encoded in two fusions; see `split_small_fusion`.
     """
-    low, high = dtypes.find_bounds(dtype) if bounds is None else bounds
+    low, high = dtypes.read_bounds(dtype) if bounds is None else bounds
     zero = np.int32(_MAGIC_BITS + _NAN_WRAP)  # the bits that represent code 0; the low 16 are zeros
     code = lax.bitcast_convert_type(lax.add(value, _MAGIC), jnp.int32)
     # The sum of the zero point and the constant has the zero point's own shape in the compiled program, so each element
@@ -105,7 +105,7 @@ def mark_in_range(
     """Return a mask of the quotients that round to a code of `dtype` without saturation; False for NaN."""
     if dtype in dtypes.SMALL_FLOATS:
         return ~(dtypes.mark_overflow(value, dtype) | jnp.isnan(value))
-    low, high = dtypes.find_bounds(dtype) if bounds is None else bounds
+    low, high = dtypes.read_bounds(dtype) if bounds is None else bounds
     # The division before this, and the comparisons after it, are one fusion each if there are few elements.
     code = barriers.split_small_fusion(lax.round(value, lax.RoundingMethod.TO_NEAREST_EVEN))
     if zero_point is not None:

@@ -488,7 +488,7 @@ def _contract_signed(
     if not is_unpacked:
         lhs = lax.optimization_barrier(lhs) if columns == 1 else lhs
         rhs = lax.optimization_barrier(rhs) if rows == 1 else rhs
-        is_unpacked = any(dtypes.find_width(x.dtype) < 8 for x in (lhs, rhs))
+        is_unpacked = any(dtypes.count_packed_bits(x.dtype) < 8 for x in (lhs, rhs))
     lhs, rhs = signed_codes.convert_to_signed(lhs), signed_codes.convert_to_signed(rhs)
     # If the contracted dimensions are in the order in which lhs has them, lhs often needs no transpose.
     order = sorted(range(len(left.contracted)), key=lambda i: left.contracted[i])

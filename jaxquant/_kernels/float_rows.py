@@ -313,7 +313,7 @@ def _cut_rows(q: ScaledCodes, terms: int) -> list[Chunk]:
     They also keep these arrays below the size from which malloc maps new pages in each call.
     """
     depth = q.codes.shape[0]
-    most = _CHUNK if dtypes.find_width(q.codes.dtype) < 8 else _BYTE_CHUNK
+    most = _CHUNK if dtypes.count_packed_bits(q.codes.dtype) < 8 else _BYTE_CHUNK
     runs = [depth // part.shape[0] for part in (q.scale, q.zero_point) if part is not None and part.shape[0] != 1]
     step = math.lcm(terms, *runs)
     count = min(-(-q.codes.size // most), _MOST_CHUNKS, depth // step)

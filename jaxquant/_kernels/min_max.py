@@ -46,11 +46,11 @@ class _Measure(NamedTuple):
 
 
 def _batch_extremes(_: object, x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> Any:
-    return find_extremes(x, (x.shape[0], *shape), block_size)
+    return compute_extremes(x, (x.shape[0], *shape), block_size)
 
 
 @recording.mark("extremes", lambda shape, **_: [(shape, jnp.float32)] * 2, _batch_extremes)
-def find_extremes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> tuple[jax.Array, jax.Array]:
+def compute_extremes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> tuple[jax.Array, jax.Array]:
     """Return the least and the largest value of each slice, bit for bit.
 
     Both are NaN for a slice that contains a NaN. A slice without elements gives (inf, -inf).
@@ -70,7 +70,7 @@ def compute_magnitudes(x: jax.Array, shape: tuple[int, ...], block_size: int | N
     """Return the bits of the largest magnitude of each slice, as int32, without the dimensions of 1 of the given shape.
 
     They are the bits of a NaN if the slice has one, and 0 for a slice without elements. The arguments are as in
-    `find_extremes`.
+    `compute_extremes`.
     """
     (bits,) = _reduce_slices(x, shape, block_size, _MAGNITUDES)
     return bits.reshape(_drop_units(shape))
@@ -83,7 +83,7 @@ def compute_signed_extremes(
 
     The bits are max(abs(low), abs(high)) read as int32. If a slice has a NaN, they are the bits of a NaN, and
     at least one of the other results is a NaN. A slice without elements gives (-0, 0, 0). The arguments are as in
-    `find_extremes`.
+    `compute_extremes`.
     """
     kept = _drop_units(shape)
     low, high, bits = _include_zero(*(end.reshape(kept) for end in _reduce_slices(x, shape, block_size, _ENDS)))

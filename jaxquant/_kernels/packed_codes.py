@@ -38,7 +38,7 @@ def count_per_byte(codes: jax.Array, dtype: np.dtype | None = None) -> int:
     It is 1 if a byte holds codes of different rows, or cannot be read as a whole.
     """
     dtype = np.dtype(codes.dtype) if dtype is None else dtype
-    width = dtypes.find_width(dtype)
+    width = dtypes.count_packed_bits(dtype)
     if width >= 8 or dtype not in dtypes.INTEGERS or not codes.ndim or sharding.is_placed(codes):
         return 1
     length = codes.shape[-1]
@@ -66,7 +66,7 @@ def read_plane(stored: jax.Array, dtype: np.dtype, position: int, count: int) ->
     if count == 1:
         return wide
     width = 8 // count
-    if dtypes.find_bounds(dtype)[0] == 0:
+    if dtypes.read_bounds(dtype)[0] == 0:
         return lax.shift_right_logical(wide, np.int32(position * width)) & np.int32(2**width - 1)
     # A shift to the left and back extends the sign.
     raised = lax.shift_left(wide, np.int32(32 - (position + 1) * width))
@@ -88,10 +88,10 @@ def read_lane(words: jax.Array, dtype: np.dtype, first_bit: jax.Array) -> jax.Ar
         dtype: the dtype of the codes, of less than 8 bits.
         first_bit: int32, of the shape of `words`.
     """
-    width, wide = dtypes.find_width(dtype), words.astype(jnp.int32)
+    width, wide = dtypes.count_packed_bits(dtype), words.astype(jnp.int32)
     # A shift to the left and back removes the other bits and extends the sign.
     raised = lax.shift_left(wide, np.int32(32 - width) - first_bit)
-    is_signed = dtypes.find_bounds(dtype)[0] < 0
+    is_signed = dtypes.read_bounds(dtype)[0] < 0
     return (lax.shift_right_arithmetic if is_signed else lax.shift_right_logical)(raised, np.int32(32 - width))
 
 
@@ -130,7 +130,7 @@ def count_column_planes(codes: jax.Array, *entries: jax.Array | None) -> int:
         codes: codes of any dtype and shape.
         entries: arrays of the rank of the codes, or None: their scale and zero point.
     """
-    width = dtypes.find_width(codes.dtype)
+    width = dtypes.count_packed_bits(codes.dtype)
     if codes.dtype not in dtypes.INTEGERS or width >= 8 or codes.ndim == 0 or sharding.is_placed(codes):
         return 1
     count, length = 8 // width, codes.shape[-1]

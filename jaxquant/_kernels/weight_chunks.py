@@ -60,7 +60,7 @@ class Chunk(NamedTuple):
     def take(self, part: jax.Array, axis: int, size: int = 1) -> jax.Array:
         """Return the part of an array that belongs to the chunk, where each entry belongs to `size` indices."""
         first, count = self.start // size, -(-self.length // size)
-        if axis == part.ndim - 1 and dtypes.find_width(part.dtype) < 8:  # a byte holds several of these codes
+        if axis == part.ndim - 1 and dtypes.count_packed_bits(part.dtype) < 8:  # a byte holds several of these codes
             return lax.slice_in_dim(part, first, first + count, axis=axis)
         # The barrier hides the index from XLA, so that the loops over chunks of the same length are the same program,
         # which XLA:CPU compiles once.

@@ -9,7 +9,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._core import recording
-from .._core.entry_point import compile_entry_point, find_known
+from .._core.entry_point import compile_entry_point, read_elements
 from .._kernels import accumulator, affine, barriers
 from .encodings import Encoding, broadcast_operands, convert_two, read_two
 
@@ -194,7 +194,7 @@ def _add_codes(a: jax.Array, b: jax.Array, p: jax.Array, q: jax.Array, r: jax.Ar
 
 def _are_aligned(a_scale: jax.Array, b_scale: jax.Array, c_scale: jax.Array) -> bool:
     """Return whether the scales are known, and the fast form is exact with them, with a factor of 2 to spare."""
-    known = [find_known(scale) for scale in (a_scale, b_scale, c_scale)]
+    known = [read_elements(scale) for scale in (a_scale, b_scale, c_scale)]
     if any(scale is None or scale.size != 1 or scale.dtype != np.float32 for scale in known):
         return False
     a, b, c = (abs(float(np.asarray(scale).reshape(()))) for scale in known)

@@ -26,8 +26,8 @@ from .._core.granularity import (
     PerAxis,
     PerTensor,
     check_matching,
-    find_slices,
     list_reduced_axes,
+    resolve_axis,
     resolve_onnx,
 )
 from .._core.sharding import place_like
@@ -397,7 +397,7 @@ def _dynamic_quantize_fwd(config: _Config, x: jax.Array) -> tuple[_Outputs, Any]
 def _dynamic_quantize_bwd(config: _Config, residuals: Any, g: _Outputs) -> tuple[jax.Array]:
     granularity = config.granularity
     x, low, high = map(jnp.asarray, residuals)
-    qmin, qmax = dtypes.find_narrow_bounds(config.dtype)
+    qmin, qmax = dtypes.derive_narrow_bounds(config.dtype)
     # An end of the range that is 0 does not depend on x: the range always includes 0.
     upper = _share_gradient(x, high, granularity, high <= 0)
     lower = _share_gradient(x, low, granularity, low >= 0)
@@ -435,7 +435,7 @@ def compute_dynamic_range(
     """Return (low, high, scale, zero_point) of x, where [low, high] is its range extended to 0."""
     axes = list_reduced_axes(granularity, x.ndim)
     low, high = min_max.compute_min_max(x, axes)
-    qmin, qmax = dtypes.find_narrow_bounds(dtype)
+    qmin, qmax = dtypes.derive_narrow_bounds(dtype)
     width = high - low
     # The divisor is an array, because `divide` takes operands of one shape.
     steps = place_like(jnp.full(width.shape, qmax - qmin, jnp.float32), width)
@@ -454,7 +454,7 @@ def compute_dynamic_range(
 
 def encode_dynamic(x: jax.Array, scale: jax.Array, zero_point: jax.Array, granularity: Granularity) -> jax.Array:
     """Return the codes of x for a scale and zero point of `compute_dynamic_range`."""
-    bounds = dtypes.find_narrow_bounds(zero_point.dtype)
+    bounds = dtypes.derive_narrow_bounds(zero_point.dtype)
     return quantize_affine(x, scale, zero_point, granularity, zero_point.dtype, dtypes.FLOAT32, bounds=bounds)
 
 
@@ -462,7 +462,7 @@ def check_dynamic(function: str, x: jax.Array, dtype: DTypeLike, axis: int | Non
     """Check the arguments of a dynamic ONNX operator, and return the dtype and the granularity of its codes."""
     checks.check_array(function, "x", x, (dtypes.FLOAT32,))
     code_dtype = checks.check_dtype(function, "dtype", dtype, DTYPES)
-    return code_dtype, find_slices(function, axis, x.shape)
+    return code_dtype, resolve_axis(function, axis, x.shape)
 
 
 # The parameters of the LabVIEW toolkit's node that ONNX does not have; three operators accept them.

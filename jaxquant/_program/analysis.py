@@ -87,38 +87,38 @@ class Site:
         """The dimensions of the parameter operand that the operation sums; of a lookup, those within an entry."""
         assert self.weight is not None
         shape = jaxpr.read_shape(self.equation.invars[self.weight])
-        return find_contracted(self.equation, self.weight, len(shape))
+        return list_contracted(self.equation, self.weight, len(shape))
 
 
-def find_contracted(equation: Equation, operand: int, rank: int) -> tuple[int, ...]:
+def list_contracted(equation: Equation, operand: int, rank: int) -> tuple[int, ...]:
     """Return the dimensions of an operand that an operation sums over."""
     numbers = equation.params["dimension_numbers"]
-    operation = OPERATIONS[jaxpr.find_name(equation)]
+    operation = OPERATIONS[jaxpr.read_name(equation)]
     if operation == "dot_general":
         return tuple(numbers[0][operand])
     if operation == "conv_general_dilated":
         kept = (numbers.lhs_spec[0], numbers.rhs_spec[0])[operand]
         return tuple(axis for axis in range(rank) if axis != kept)
-    axis = find_lookup_axis(equation)
+    axis = match_lookup(equation)
     return tuple(other for other in range(rank) if other != axis)
 
 
-def find_float_reason(equation: Equation, origins: Sequence[Origin]) -> str:
+def explain_floats(equation: Equation, origins: Sequence[Origin]) -> str:
     """Return why a contraction with these operands cannot run on codes, or "" if it can."""
-    if jaxpr.find_name(equation) not in OPERATIONS:
-        return f"{jaxpr.find_name(equation)} has no form on codes{_FLOAT_ADVICE.get(jaxpr.find_name(equation), '')}"
+    if jaxpr.read_name(equation) not in OPERATIONS:
+        return f"{jaxpr.read_name(equation)} has no form on codes{_FLOAT_ADVICE.get(jaxpr.read_name(equation), '')}"
     dtypes = [str(jaxpr.read_dtype(variable)) for variable in equation.invars[:2]]
-    if OPERATIONS[jaxpr.find_name(equation)] != "take" and any(dtype not in _FLOATS for dtype in dtypes):
+    if OPERATIONS[jaxpr.read_name(equation)] != "take" and any(dtype not in _FLOATS for dtype in dtypes):
         return "integers already" if all("int" in dtype for dtype in dtypes) else f"operands are {' and '.join(dtypes)}"
     if (
-        OPERATIONS[jaxpr.find_name(equation)] == "conv_general_dilated"
+        OPERATIONS[jaxpr.read_name(equation)] == "conv_general_dilated"
         and len(jaxpr.read_shape(equation.invars[0])) < 3
     ):
         return "a convolution without spatial dimensions: write it as a product"
     lost = [origin for origin in origins if isinstance(origin, views.Lost)]
     if lost:
         return lost[0].reason
-    if OPERATIONS[jaxpr.find_name(equation)] == "take" and find_lookup_axis(equation) is None:
+    if OPERATIONS[jaxpr.read_name(equation)] == "take" and match_lookup(equation) is None:
         return "a gather of something else than whole entries along one axis"
     if sum(bool(views.list_leaves(origin)) for origin in origins) > 1:
         return "both operands are parameters"
@@ -133,23 +133,23 @@ def find_float_reason(equation: Equation, origins: Sequence[Origin]) -> str:
         if isinstance(origin, views.Joined):
             operand = list(origins).index(origin)
             rank = len(jaxpr.read_shape(equation.invars[operand]))
-            if origin.axis in find_contracted(equation, operand, rank):
+            if origin.axis in list_contracted(equation, operand, rank):
                 return "parameters are concatenated along an axis that is summed"
     return ""
 
 
 def is_listed_lookup(equation: Equation, origins: Sequence[Origin]) -> bool:
     """Return whether an equation looks up entries of parameters, so that coverage lists it."""
-    if jaxpr.find_name(equation) != "gather" or not views.list_leaves(origins[0]):
+    if jaxpr.read_name(equation) != "gather" or not views.list_leaves(origins[0]):
         return False
-    if views.list_views(origins[0]) and find_lookup_axis(equation) is not None:
+    if views.list_views(origins[0]) and match_lookup(equation) is not None:
         return True
     # Other gathers stay in floats. With constant indices they are a step in the computation of another parameter.
     is_float = str(jaxpr.read_dtype(equation.invars[0])) in _FLOATS
     return is_float and any(isinstance(origin, views.Data) for origin in origins[1:])
 
 
-def find_lookup_axis(equation: Equation) -> int | None:
+def match_lookup(equation: Equation) -> int | None:
     """Return the axis along which a gather takes whole entries, as `jnp.take` does, or None if it is another gather."""
     # Any other gather has no equivalent in `take`, which copies entries along one axis.
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
@@ -307,7 +307,7 @@ def _walk(body: Body, origins: Sequence[Origin], around: _Surroundings, findings
 def _walk_equation(
     equation: Equation, origins: list[Origin], around: _Surroundings, findings: _Findings
 ) -> list[Origin]:
-    name = jaxpr.find_name(equation)
+    name = jaxpr.read_name(equation)
     if name in _BODIES:
         results = _BODIES[name](equation, origins, around, findings)
         if any(views.list_views(result) for result in results):
@@ -334,9 +334,9 @@ def _walk_equation(
 
 
 def _add_site(equation: Equation, origins: Sequence[Origin], around: _Surroundings, findings: _Findings) -> None:
-    operation = OPERATIONS.get(jaxpr.find_name(equation), jaxpr.find_name(equation))
-    reason = around.reason or find_float_reason(equation, origins)
-    scope = "/".join(part for part in (around.scope, jaxpr.find_scope(equation)) if part)
+    operation = OPERATIONS.get(jaxpr.read_name(equation), jaxpr.read_name(equation))
+    reason = around.reason or explain_floats(equation, origins)
+    scope = "/".join(part for part in (around.scope, jaxpr.read_scope(equation)) if part)
     stem = f"{operation}@{scope}" if scope else operation
     where = jaxpr.locate(equation) or around.where
     layers, lengths = around.layers, around.lengths
@@ -349,11 +349,11 @@ def _add_hidden_sites(
     equation: Equation, origins: Sequence[Origin], around: _Surroundings, findings: _Findings
 ) -> None:
     """Add the contractions inside an equation that is not entered; all of them stay in floats."""
-    name = jaxpr.find_name(equation)
+    name = jaxpr.read_name(equation)
     reason = around.reason or f"inside of {name}, which is not entered{_ADVICE.get(name, '')}"
     leaves = tuple(sorted({leaf for origin in origins for leaf in views.list_leaves(origin)}))
     hidden = dataclasses.replace(around, reason=reason)
-    for number, body in enumerate(jaxpr.find_bodies(equation)):
+    for number, body in enumerate(jaxpr.list_bodies(equation)):
         inner = dataclasses.replace(hidden, address=(*hidden.address, number))
         _walk(body, [views.Lost(leaves, reason) if leaves else Data()] * len(body.program.invars), inner, findings)
 
@@ -374,12 +374,12 @@ def _walk_boundary(
     # Without a contraction the body is evaluated in its place, so that a parameter which it returns stays one.
     if len(findings.sites) == count:
         return results
-    reason = f"{jaxpr.find_name(equation)} at {jaxpr.locate(equation)}"
+    reason = f"{jaxpr.read_name(equation)} at {jaxpr.locate(equation)}"
     return [views.combine([result], reason) if views.list_views(result) else result for result in results]
 
 
 def _enter(equation: Equation, around: _Surroundings, number: int) -> _Surroundings:
-    scope = "/".join(part for part in (around.scope, jaxpr.find_scope(equation)) if part)
+    scope = "/".join(part for part in (around.scope, jaxpr.read_scope(equation)) if part)
     where = jaxpr.locate(equation) or around.where
     return dataclasses.replace(around, address=(*around.address, number), scope=scope, where=where)
 
@@ -409,7 +409,7 @@ def _walk_scan(equation: Equation, origins: list[Origin], around: _Surroundings,
     def walk_body(assumed: list[Origin], trial: _Findings) -> list[Origin]:
         return _walk(scan.body, [*constants, *assumed, *parts], inner, trial)
 
-    assumed, results = _find_fixpoint(equation, carries, walk_body, around, findings)
+    assumed, results = _compute_fixpoint(equation, carries, walk_body, around, findings)
     stacked = [views.combine([origin], _describe_loop(equation)) for origin in results[scan.carries :]]
     return [*assumed, *stacked]
 
@@ -426,10 +426,10 @@ def _walk_while(equation: Equation, origins: list[Origin], around: _Surroundings
         _walk(loop.condition, [*origins[:first], *assumed], condition, trial)
         return _walk(loop.body, [*origins[first:second], *assumed], _enter(equation, around, 1), trial)
 
-    return _find_fixpoint(equation, origins[second:], walk_bodies, around, findings)[0]
+    return _compute_fixpoint(equation, origins[second:], walk_bodies, around, findings)[0]
 
 
-def _find_fixpoint(
+def _compute_fixpoint(
     equation: Equation, carries: list[Origin], walk: Callable[..., Any], around: _Surroundings, findings: _Findings
 ) -> tuple[list[Origin], list[Origin]]:
     """Return origins of the carries of a loop that hold in every iteration, and origins of the results of its body."""
@@ -456,7 +456,7 @@ def _merge(equation: Equation, before: Origin, after: Origin) -> Origin:
 
 
 def _describe_loop(equation: Equation) -> str:
-    return f"{jaxpr.find_name(equation)} at {jaxpr.locate(equation)}"
+    return f"{jaxpr.read_name(equation)} at {jaxpr.locate(equation)}"
 
 
 _BODIES = {

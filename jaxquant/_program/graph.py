@@ -35,7 +35,7 @@ class EquationNode:
     @property
     def name(self) -> str:
         """The name of its primitive."""
-        return jaxpr.find_name(self.equation)
+        return jaxpr.read_name(self.equation)
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -80,16 +80,16 @@ class ProgramGraph:
         self.avals.append(aval)
         return len(self.avals) - 1
 
-    def find_shape(self, value: int) -> tuple[int, ...]:
+    def get_shape(self, value: int) -> tuple[int, ...]:
         """Return the shape of a value."""
         return tuple(self.avals[value].shape)
 
-    def find_single_use(self, value: int) -> tuple[EquationNode, int] | None:
+    def match_single_use(self, value: int) -> tuple[EquationNode, int] | None:
         """Return the only node that reads a value, with the place of the operand; None if there are others."""
         uses = self.uses.get(value, [])
         return uses[0] if len(uses) == 1 and value not in self.results else None
 
-    def find_node(self, address: Address) -> EquationNode | None:
+    def get_node(self, address: Address) -> EquationNode | None:
         """Return the node at an address; None for an equation that is unused, or in a loop or a branch."""
         return self.by_address.get(address)
 
@@ -162,7 +162,7 @@ def _add_body(
     for index in jaxpr.list_live(program):
         equation, address = program.eqns[index], (*around.address, index)
         operands = tuple(read(atom) for atom in equation.invars)
-        scope = "/".join(part for part in (around.scope, jaxpr.find_scope(equation)) if part)
+        scope = "/".join(part for part in (around.scope, jaxpr.read_scope(equation)) if part)
         where = jaxpr.locate(equation) or around.where
         if is_inlined(equation, address):
             inner = _Surroundings((*address, 0), scope, where)

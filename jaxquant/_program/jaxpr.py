@@ -101,7 +101,7 @@ def holds_tracers(body: Body) -> bool:
     """Return whether a tracer is among the arrays that a program, or one inside of it, closes over."""
     if any(checks.is_traced(value) for value in body.constants):
         return True
-    return any(holds_tracers(inner) for equation in body.program.eqns for inner in find_bodies(equation))
+    return any(holds_tracers(inner) for equation in body.program.eqns for inner in list_bodies(equation))
 
 
 def is_program(value: object) -> bool:
@@ -129,7 +129,7 @@ def read_dtype(atom: Atom) -> Any:
     return atom.aval.dtype  # type: ignore[attr-defined]
 
 
-def find_name(equation: Equation) -> str:
+def read_name(equation: Equation) -> str:
     """Return the name of an equation's primitive."""
     return str(equation.primitive.name)
 
@@ -138,24 +138,24 @@ def list_equations(program: Program) -> Iterator[Equation]:
     """Yield the equations of a program and of all programs in it."""
     for equation in program.eqns:
         yield equation
-        for body in find_bodies(equation):
+        for body in list_bodies(equation):
             yield from list_equations(body.program)
 
 
-def find_bodies(equation: Equation) -> list[Body]:
+def list_bodies(equation: Equation) -> list[Body]:
     """Return all programs in the parameters of an equation, in their order."""
-    return [open_body(value) for value in _find_programs(equation.params)]
+    return [open_body(value) for value in _list_programs(equation.params)]
 
 
-def _find_programs(value: object) -> Iterator[Any]:
+def _list_programs(value: object) -> Iterator[Any]:
     if is_program(value):
         yield value
     elif isinstance(value, dict):
         for entry in value.values():
-            yield from _find_programs(entry)
+            yield from _list_programs(entry)
     elif isinstance(value, tuple | list):
         for entry in value:
-            yield from _find_programs(entry)
+            yield from _list_programs(entry)
 
 
 def has_effect(equation: Equation) -> bool:
@@ -205,7 +205,7 @@ def is_clipped(program: Program, atom: Atom) -> bool:
         return False
     for equation in program.eqns:
         if atom in equation.outvars:
-            name = find_name(equation)
+            name = read_name(equation)
             if name not in CALLS:
                 return name in _CLIPS
             inner = read_call(equation).program
@@ -278,6 +278,6 @@ def locate(equation: Equation) -> str:
     return str(source_info_util.summarize(equation.source_info))
 
 
-def find_scope(equation: Equation) -> str:
+def read_scope(equation: Equation) -> str:
     """Return the name scopes around an equation, as `module/layer`."""
     return str(equation.source_info.name_stack)

@@ -183,7 +183,7 @@ def keeps_order(name: str) -> bool:
     return name in MOVES and MOVES[name].keeps != ""
 
 
-def find_join(equation: Equation) -> tuple[int, bool] | None:
+def match_join(equation: Equation) -> tuple[int, bool] | None:
     """Return the dimension along which an equation joins its operands, and whether it is new; None if it joins none."""
-    row = MOVES.get(jaxpr.find_name(equation))
+    row = MOVES.get(jaxpr.read_name(equation))
     return None if row is None or row.join is None else row.join(equation)

@@ -42,7 +42,7 @@ class Mode(Protocol):
         """Return the result of a contraction, and the records of its site."""
         ...
 
-    def find_record(self, site: Site) -> tuple[str, tuple[Address, ...]]:
+    def locate_record(self, site: Site) -> tuple[str, tuple[Address, ...]]:
         """Return the name of a site's record, and the addresses of the scans with an entry for each iteration."""
         ...
 
@@ -62,7 +62,7 @@ class Mode(Protocol):
         """Return a parameter, or codes between contractions, as an array of floats."""
         ...
 
-    def find_action(self, address: Address) -> Any:
+    def choose_action(self, address: Address) -> Any:
         """Return what becomes of an equation between contractions that runs on codes, or None."""
         ...
 
@@ -109,11 +109,11 @@ class ReplacingInterpreter(Interpreter):
     def evaluate_equation(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:
         """Return the results of an equation: what the mode makes of it, or what JAX computes on arrays."""
         address = visit.address
-        if jaxpr.find_name(equation) in jaxpr.REDUCTIONS and jaxpr.is_clipped(visit.program, equation.invars[0]):
+        if jaxpr.read_name(equation) in jaxpr.REDUCTIONS and jaxpr.is_clipped(visit.program, equation.invars[0]):
             operands = [self._write_clipped(operands[0])]
         site = self.analysis.sites.get(address)
         if site is not None and self.mode.replaces(site):
-            scope = jaxpr.find_scope(equation) or site.operation
+            scope = jaxpr.read_scope(equation) or site.operation
             # A parameter next to the weight is activations: the entry that an index selects.
             operands = [
                 self.mode.convert_to_array(x) if operand != site.weight and self.mode.is_parameter(x) else x
@@ -123,19 +123,19 @@ class ReplacingInterpreter(Interpreter):
             with _name_scope(scope), checks.prefix_errors(site.describe()):
                 result, self.records = self.mode.contract(site, operands, self.records, visit.stores)
             return [result]
-        action = self.mode.find_action(address)
+        action = self.mode.choose_action(address)
         if action is not None:
-            scope = jaxpr.find_scope(equation)
+            scope = jaxpr.read_scope(equation)
             with _name_scope(scope), checks.prefix_errors(action.describe_action()):
                 results, self.records = self.mode.run_action(action, operands, self.records)
             return results
         if address in self.analysis.followed and self.can_move(equation, operands):
-            with checks.prefix_errors(f"{jaxpr.find_name(equation)} at {jaxpr.locate(equation)}"):
+            with checks.prefix_errors(f"{jaxpr.read_name(equation)} at {jaxpr.locate(equation)}"):
                 return self.mode.move_elements(equation, operands)
         if self.can_enter(equation) and address in self.analysis.entered:
             if not is_inlined(self.analysis, equation, address):
                 operands = [self._read_codes(value) for value in operands]
-            with _name_scope(jaxpr.find_scope(equation)):
+            with _name_scope(jaxpr.read_scope(equation)):
                 return self.enter(equation, operands, visit)
         return self.compute_equation(equation, self.read_arrays(operands), visit)
 
@@ -149,9 +149,9 @@ class ReplacingInterpreter(Interpreter):
     def can_move(self, equation: Equation, operands: Sequence[Any]) -> bool:
         """Return whether the elements of parameters can be moved in their form."""
         are_parameters = [self.mode.is_parameter(value) for value in operands]
-        if moves.find_join(equation) is not None:
+        if moves.match_join(equation) is not None:
             return all(are_parameters) and self.mode.can_join(operands)
-        takes_several = jaxpr.find_name(equation) in (moves.BARRIER, moves.SELECTION)
+        takes_several = jaxpr.read_name(equation) in (moves.BARRIER, moves.SELECTION)
         return any(are_parameters) if takes_several else are_parameters[0]
 
     def _read_array(self, value: object) -> Any:
@@ -168,7 +168,7 @@ class ReplacingInterpreter(Interpreter):
         """Return the records of the sites in an equation: those with an entry per iteration, and the others."""
         stacked, shared = {}, {}
         for site in self.analysis.list_below(address):
-            name, layers = self.mode.find_record(site)
+            name, layers = self.mode.locate_record(site)
             if name in self.records:
                 (stacked if address in layers else shared)[name] = self.records[name]
         return stacked, shared
@@ -323,7 +323,7 @@ def _select_examples(going: jax.Array, new: Any, old: Any) -> Any:
 
 def is_inlined(analysis: Analysis, equation: Equation, address: Address) -> bool:
     """Return whether an equation with a body is evaluated as if the body stood in its place."""
-    name = jaxpr.find_name(equation)
+    name = jaxpr.read_name(equation)
     # A function with a derivative rule keeps it around contractions.
     return name in jaxpr.CALLS and not (name in jaxpr.CUSTOM_RULES and analysis.list_below(address))
 

@@ -216,11 +216,11 @@ def combine(origins: Sequence[Origin], reason: str) -> Origin:
 
 def _read_selection(origin: Origin) -> Origin:
     """Return the origin of elements that are computed with: those that activations select depend on activations."""
-    reason = _find_selection(origin)
+    reason = _describe_selection(origin)
     return Data(list_leaves(origin), reason) if reason else origin
 
 
-def _find_selection(origin: Origin) -> str:
+def _describe_selection(origin: Origin) -> str:
     """Return that a dynamic slice selects the elements of an array, and where, or ""."""
     return next((view.selection for view in list_views(origin) if view.selection), "")
 
@@ -232,9 +232,9 @@ def resolve_selections(origins: Sequence[Origin]) -> list[Origin]:
     meets a parameter, it is activations itself, such as the embedding of a token.
     """
     parameters = [origin for origin in origins if list_leaves(origin)]
-    if len([origin for origin in parameters if not _find_selection(origin)]) != 1:
+    if len([origin for origin in parameters if not _describe_selection(origin)]) != 1:
         return list(origins)
-    return [Data() if _find_selection(origin) else origin for origin in origins]
+    return [Data() if _describe_selection(origin) else origin for origin in origins]
 
 
 def locate_selection(origin: Origin, where: str) -> Origin:
@@ -259,12 +259,12 @@ def _take_layer(view: View) -> View:
 
 def follow_equation(equation: Equation, origins: Sequence[Origin]) -> list[Origin] | None:
     """Return the views that an equation makes from views, or None if it has no equivalent on codes."""
-    name = jaxpr.find_name(equation)
+    name = jaxpr.read_name(equation)
     if name == moves.BARRIER:
         return list(origins)
     if name == moves.SELECTION:
         return _select(origins)
-    join = moves.find_join(equation)
+    join = moves.match_join(equation)
     if join is not None:
         return _join(*join, origins)
     row = moves.MOVES.get(name)
@@ -289,7 +289,7 @@ def follow_equation(equation: Equation, origins: Sequence[Origin]) -> list[Origi
 
 
 def _follow_view(equation: Equation, move: Callable[..., Any], view: View, others: Sequence[Any]) -> list[View] | None:
-    name, results = jaxpr.find_name(equation), move(equation, view, *others)
+    name, results = jaxpr.read_name(equation), move(equation, view, *others)
     if any(result is None for result in results):
         return None
     # A copy has equal elements, and is not part of the history; a conversion may round them.

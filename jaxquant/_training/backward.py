@@ -180,7 +180,7 @@ def compute_operand_cotangent(
     pair = (quantize_gradient(g, scaled_axes, key), partner)
     out_sharding = None
     if sharding.is_placed(operand.codes):  # a cotangent is sharded like its operand
-        partition = sharding.find_partition(operand.codes)
+        partition = sharding.read_partition(operand.codes)
         mesh = jax.typeof(operand.codes).sharding.mesh
         out_sharding = NamedSharding(mesh, PartitionSpec(*(partition[labels.index(label)] for label in contracted)))
     d = contract_operands(function, f"{texts[0]},{texts[1]}->{texts[2]}", pair, None, dtypes.FLOAT32, out_sharding)

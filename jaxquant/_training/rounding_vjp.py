@@ -127,7 +127,7 @@ def _compute_factor(
         return _ONE
     count: Any = rule.elements
     if count is None:
-        counts = np.maximum(min_max.count_members(x, shape, scale_from_range.find_block_size(spec)), 1)
+        counts = np.maximum(min_max.count_members(x, shape, scale_from_range.derive_block_size(spec)), 1)
         count = counts if counts.size and (counts != counts.flat[0]).any() else counts.max(initial=1)
     most = spec.bounds[1]
     if steps is None or isinstance(rule, LSQPlus):
@@ -295,7 +295,7 @@ def make_array(
     # A dimension no longer than a block has one entry: such an array needs no block size.
     is_cut = any(n not in (1, m) for part in (scale, steps) if part is not None
                  for n, m in zip(part.shape, x.shape, strict=True))  # fmt: skip
-    size = scale_from_range.find_block_size(spec) if is_cut else None
+    size = scale_from_range.derive_block_size(spec) if is_cut else None
     return QuantizedArray(codes, scale, point, dtype=x.dtype, block_size=size, codebook=spec.codebook)
 
 
@@ -336,4 +336,4 @@ def _derive_granularity(config: RoundingConfig) -> granularity.Granularity:
     if config.linear is not None:
         return config.linear.granularity
     assert isinstance(config.spec, QuantSpec)
-    return granularity.Aligned(scale_from_range.find_block_size(config.spec))
+    return granularity.Aligned(scale_from_range.derive_block_size(config.spec))

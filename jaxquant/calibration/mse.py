@@ -203,5 +203,5 @@ def _list_levels(spec: QuantSpec) -> np.ndarray:
     """Return the values of the codes in ascending order, float64."""
     if spec.codebook is not None:
         return np.asarray(spec.codebook.levels)
-    values = np.arange(2 ** dtypes.find_width(spec.dtype), dtype=np.uint8).view(spec.dtype).astype(np.float64)
+    values = np.arange(2 ** dtypes.count_packed_bits(spec.dtype), dtype=np.uint8).view(spec.dtype).astype(np.float64)
     return np.unique(values[np.isfinite(values)])  # one value for +0 and -0

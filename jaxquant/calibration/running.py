@@ -157,7 +157,7 @@ def moving_average(spec: QuantSpec, decay: float = 0.99) -> Calibrator:
     checks.check_real("calibration.moving_average", "decay", decay)
     checks.require(0 <= decay < 1, "calibration.moving_average", "decay", "a number in [0, 1)", decay)
     calibrator.check_spec("calibration.moving_average", spec)
-    step = functools.partial(_update_average, block=scale_from_range.find_block_size(spec), decay=float(decay))
+    step = functools.partial(_update_average, block=scale_from_range.derive_block_size(spec), decay=float(decay))
     parts = Parts(
         "calibration.moving_average",
         spec,
@@ -172,7 +172,7 @@ def moving_average(spec: QuantSpec, decay: float = 0.99) -> Calibrator:
 
 def _build(function: str, spec: QuantSpec, finish: Any) -> Calibrator:
     calibrator.check_spec(function, spec)
-    step = functools.partial(_extend, block=scale_from_range.find_block_size(spec))
+    step = functools.partial(_extend, block=scale_from_range.derive_block_size(spec))
     parts = Parts(function, spec, make_empty, step, _merge_extremes_jitted, reduce_extremes, finish)
     return calibrator.build_calibrator(parts)
 
@@ -187,7 +187,7 @@ def make_empty(shape: tuple[int, ...]) -> ExtremesState:
 
 def compute_batch_extremes(batch: jax.Array, shape: tuple[int, ...], block: int | None) -> ExtremesState:
     """Return the extremes of one batch, replicated on every device as a state is."""
-    low, high = min_max.find_extremes(batch, shape, block)
+    low, high = min_max.compute_extremes(batch, shape, block)
     return ExtremesState(sharding.place_whole(low), sharding.place_whole(high))
 
 

@@ -68,8 +68,8 @@ export.register_pytree_node_serialization(
 
 def derive_stored_type(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[np.dtype, tuple[int, ...]]:
     """Return the dtype and the shape in which an array is stored; every library supports the dtype."""
-    if dtypes.find_width(dtype) < 8:
-        return np.dtype(jnp.uint8), (-(-math.prod(shape) * dtypes.find_width(dtype) // 8),)
+    if dtypes.count_packed_bits(dtype) < 8:
+        return np.dtype(jnp.uint8), (-(-math.prod(shape) * dtypes.count_packed_bits(dtype) // 8),)
     # 1 marks numpy's own dtypes, which every library knows; those of ml_dtypes have 2.
     if dtype.isbuiltin == 1:
         return dtype, shape
@@ -80,7 +80,7 @@ def store_part(part: Any) -> Any:
     """Return an array in its stored form: codes of less than 8 bits are packed, other special dtypes become bits."""
     part = jnp.asarray(part)
     dtype, _ = derive_stored_type(part.dtype, part.shape)
-    if dtypes.find_width(part.dtype) < 8:
+    if dtypes.count_packed_bits(part.dtype) < 8:
         return pack(part)
     return part if dtype == part.dtype else lax.bitcast_convert_type(part, dtype)
 
@@ -89,7 +89,7 @@ def restore_part(function: str, argument: str, stored: Any, dtype: np.dtype, sha
     """Return the array that `store_part` stored; the bytes of packed codes may have any shape."""
     is_array = isinstance(stored, jax.Array | np.ndarray | np.generic)
     checks.require_type(is_array, function, argument, "an array", type(stored).__name__)
-    is_packed = dtypes.find_width(dtype) < 8
+    is_packed = dtypes.count_packed_bits(dtype) < 8
     expected, lengths = derive_stored_type(dtype, shape)
     # Some libraries restore bytes in another shape, which does not matter for packed codes.
     fits = stored.dtype == expected and (stored.size == lengths[0] if is_packed else stored.shape == lengths)

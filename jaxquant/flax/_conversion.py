@@ -29,7 +29,7 @@ def check_kernel(weight: LayerOperand, kernel: QuantizedArray) -> None:
     dtype = kernel.stored_codes.dtype
     holds = kernel.codebook == spec.codebook and dtype == spec.carrier
     checks.require_type(holds, "flax", argument, expected, kernel.codebook or dtype)
-    shape = scale_from_range.find_shapes("flax", spec, kernel.shape)[0]
+    shape = scale_from_range.derive_shapes("flax", spec, kernel.shape)[0]
     expected = f"scales of shape {shape}, the shape for the layer's spec"
     checks.require(kernel.scale.shape == shape, "flax", argument, expected, f"shape {kernel.scale.shape}")
     block_size = scale_from_range.derive_stored_block_size("flax", spec, kernel.shape)

@@ -382,7 +382,7 @@ def quantize_leaf(x: jax.Array, key: jax.Array | None, *, function: str, spec: Q
         function: Static. The public function that errors name.
         spec: Static. A codebook with a level 0, and a granularity.
     """
-    scale_shape, _ = scale_from_range.find_shapes(function, spec, x.shape)
+    scale_shape, _ = scale_from_range.derive_shapes(function, spec, x.shape)
     block_size = scale_from_range.derive_stored_block_size(function, spec, x.shape)
     return _quantize_blocks(x, key, spec, scale_shape, block_size)
 

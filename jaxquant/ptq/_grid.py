@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._arrays import parts, scale_from_range
-from .._arrays.quantize import find_parameters
+from .._arrays.quantize import compute_parameters
 from .._arrays.quantized_array import QuantizedArray, check_array
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity
@@ -162,7 +162,7 @@ def check_grid(function: str, grid: Any, w: Any, spec: QuantSpec) -> None:
 
 def compute_scales(function: str, w: jax.Array, spec: QuantSpec, grid: Scales | None) -> Scales:
     """Return a weight's scale and zero point: from a grid, or else as `jq.quantize` computes them."""
-    return Scales(*find_parameters(function, w, spec, None, None)[:2]) if grid is None else grid
+    return Scales(*compute_parameters(function, w, spec, None, None)[:2]) if grid is None else grid
 
 
 def expand_scales(function: str, scales: Scales, spec: QuantSpec, like: jax.Array, layout: MatrixLayout) -> Grid:

@@ -13,7 +13,7 @@ import numpy as np
 
 from .._arrays.quantize import encode_array
 from .._arrays.quantized_array import QuantizedArray
-from .._arrays.scale_from_range import find_shapes, read_least_scale
+from .._arrays.scale_from_range import derive_shapes, read_least_scale
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity
 from .._training.estimators import StraightThrough
@@ -435,7 +435,7 @@ def _explain_fixed_codes(q: QuantizedArray, spec: QuantSpec) -> str:
     """Return why the codes of an array cannot be learned, or ""."""
     if spec.dtype in dtypes.SMALL_FLOATS:
         return "codes of floats, whose steps differ"
-    shape = find_shapes("ptq.tune", spec, q.shape)[1]
+    shape = derive_shapes("ptq.tune", spec, q.shape)[1]
     has_point = not spec.symmetric or bool(spec.fixed_zero_point)
     fits = q.codebook == spec.codebook and q.codes.dtype == spec.carrier and (q.zero_point is not None) == has_point
     fits = fits and (q.zero_point is None or all(n in (1, m) for n, m in zip(q.zero_point.shape, shape, strict=True)))

@@ -41,7 +41,7 @@ class CodedContraction(Protocol):
 def make_operation(equation: Equation) -> CodedContraction:
     """Return the operation of a dot_general or of a convolution."""
     parameters, dtype = equation.params, jaxpr.read_dtype(equation.outvars[0])
-    if analysis.OPERATIONS[jaxpr.find_name(equation)] == "dot_general":
+    if analysis.OPERATIONS[jaxpr.read_name(equation)] == "dot_general":
         out_sharding = parameters.get("out_sharding")
         return DotContraction(_NAME, parameters["dimension_numbers"], parameters["precision"], dtype, out_sharding)
     lhs, rhs = (jax.ShapeDtypeStruct(jaxpr.read_shape(v), jaxpr.read_dtype(v)) for v in equation.invars)
@@ -56,7 +56,7 @@ def make_operation(equation: Equation) -> CodedContraction:
 def look_up(equation: Equation, table: QuantizedArray, indices: jax.Array) -> jax.Array:
     """Return the entries of a quantized table that a gather selects."""
     numbers, mode, value = (equation.params[name] for name in ("dimension_numbers", "mode", "fill_value"))
-    axis = analysis.find_lookup_axis(equation)
+    axis = analysis.match_lookup(equation)
     assert axis is not None
     # The last dimension holds an index for each of these axes; those of the other axes select all of them.
     indices = lax.index_in_dim(indices, numbers.start_index_map.index(axis), indices.ndim - 1, keepdims=False)

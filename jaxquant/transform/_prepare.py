@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from .._arrays.quantized_array import QuantizedArray
-from .._arrays.scale_from_range import find_block_size
+from .._arrays.scale_from_range import derive_block_size
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._core.granularity import Blocked, PerAxis, PerTensor
@@ -167,7 +167,7 @@ def _check_specs(prepared: Prepared, params: Any, args: Any, kwargs: Any) -> Non
     """Raise if the codes of a parameter cannot be contracted as planned."""
     # Codes with a scale per output can always be contracted, so they are not tried.
     if not any(
-        plan.spec.codebook is not None or find_block_size(plan.spec) is not None for plan in prepared.leaves.values()
+        plan.spec.codebook is not None or derive_block_size(plan.spec) is not None for plan in prepared.leaves.values()
     ):
         return
     signature, others = Signature(params), Signature((args, kwargs))

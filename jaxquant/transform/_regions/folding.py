@@ -65,7 +65,7 @@ def find_factor_and_bias(statics: StaticValues, point: RoundingPoint) -> tuple[j
     (y + a) * b + c is y * b + (a * b + c). Each operation is rounded once.
     """
     assert point.site is not None
-    shape = tuple(statics.graph.find_shape(point.node.outputs[0])[axis] for axis in point.features)
+    shape = tuple(statics.graph.get_shape(point.node.outputs[0])[axis] for axis in point.features)
     factor: jax.Array | None = None
     bias: jax.Array | None = None
     for step in point.steps:
