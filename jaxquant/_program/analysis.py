@@ -218,7 +218,7 @@ class Analysis:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Surroundings:
+class _Nesting:
     """Where a walk is.
 
     Attributes:
@@ -247,7 +247,7 @@ def analyze_program(trace: jaxpr.Trace, origins: Sequence[Origin], names: Sequen
         names: the path of each parameter.
     """
     findings = _Findings()
-    _walk(Body(trace.program, trace.constants), origins, _Surroundings(), findings)
+    _walk(Body(trace.program, trace.constants), origins, _Nesting(), findings)
     sites = _name_sites(findings.sites, names)
     # Other bodies are evaluated as they stand, also in equations that cannot be entered.
     entered = {site.address[:length] for site in sites if not site.reason for length in range(len(site.address))}
@@ -285,7 +285,7 @@ _ADVICE = {
 }
 
 
-def _walk(body: Body, origins: Sequence[Origin], around: _Surroundings, findings: _Findings) -> list[Origin]:
+def _walk(body: Body, origins: Sequence[Origin], around: _Nesting, findings: _Findings) -> list[Origin]:
     """Return the origins of the results of a program, and add what it contains to the findings."""
     program = body.program
     known: dict[Any, Origin] = dict(zip(program.constvars, [Constant()] * len(program.constvars), strict=True))
@@ -304,9 +304,7 @@ def _walk(body: Body, origins: Sequence[Origin], around: _Surroundings, findings
     return [read(atom) for atom in program.outvars]
 
 
-def _walk_equation(
-    equation: Equation, origins: list[Origin], around: _Surroundings, findings: _Findings
-) -> list[Origin]:
+def _walk_equation(equation: Equation, origins: list[Origin], around: _Nesting, findings: _Findings) -> list[Origin]:
     name = jaxpr.read_name(equation)
     if name in _BODIES:
         results = _BODIES[name](equation, origins, around, findings)
@@ -333,7 +331,7 @@ def _walk_equation(
     return [result] * len(equation.outvars)
 
 
-def _add_site(equation: Equation, origins: Sequence[Origin], around: _Surroundings, findings: _Findings) -> None:
+def _add_site(equation: Equation, origins: Sequence[Origin], around: _Nesting, findings: _Findings) -> None:
     operation = OPERATIONS.get(jaxpr.read_name(equation), jaxpr.read_name(equation))
     reason = around.reason or explain_floats(equation, origins)
     scope = "/".join(part for part in (around.scope, jaxpr.read_scope(equation)) if part)
@@ -345,9 +343,7 @@ def _add_site(equation: Equation, origins: Sequence[Origin], around: _Surroundin
     )
 
 
-def _add_hidden_sites(
-    equation: Equation, origins: Sequence[Origin], around: _Surroundings, findings: _Findings
-) -> None:
+def _add_hidden_sites(equation: Equation, origins: Sequence[Origin], around: _Nesting, findings: _Findings) -> None:
     """Add the contractions inside an equation that is not entered; all of them stay in floats."""
     name = jaxpr.read_name(equation)
     reason = around.reason or f"inside of {name}, which is not entered{_ADVICE.get(name, '')}"
@@ -361,13 +357,11 @@ def _add_hidden_sites(
 # Equations with bodies.
 
 
-def _walk_call(equation: Equation, origins: list[Origin], around: _Surroundings, findings: _Findings) -> list[Origin]:
+def _walk_call(equation: Equation, origins: list[Origin], around: _Nesting, findings: _Findings) -> list[Origin]:
     return _walk(jaxpr.read_call(equation), origins, _enter(equation, around, 0), findings)
 
 
-def _walk_boundary(
-    equation: Equation, origins: list[Origin], around: _Surroundings, findings: _Findings
-) -> list[Origin]:
+def _walk_boundary(equation: Equation, origins: list[Origin], around: _Nesting, findings: _Findings) -> list[Origin]:
     """Walk a call that is not inlined if it contains a contraction; it then returns arrays only."""
     count = len(findings.sites)
     results = _walk_call(equation, origins, around, findings)
@@ -378,13 +372,13 @@ def _walk_boundary(
     return [views.combine([result], reason) if views.list_views(result) else result for result in results]
 
 
-def _enter(equation: Equation, around: _Surroundings, number: int) -> _Surroundings:
+def _enter(equation: Equation, around: _Nesting, number: int) -> _Nesting:
     scope = "/".join(part for part in (around.scope, jaxpr.read_scope(equation)) if part)
     where = jaxpr.locate(equation) or around.where
     return dataclasses.replace(around, address=(*around.address, number), scope=scope, where=where)
 
 
-def _walk_cond(equation: Equation, origins: list[Origin], around: _Surroundings, findings: _Findings) -> list[Origin]:
+def _walk_cond(equation: Equation, origins: list[Origin], around: _Nesting, findings: _Findings) -> list[Origin]:
     results = []
     for number, body in enumerate(jaxpr.read_branches(equation)):
         # The first operand is the index of the branch.
@@ -394,7 +388,7 @@ def _walk_cond(equation: Equation, origins: list[Origin], around: _Surroundings,
     return [views.combine(branches, reason) for branches in zip(*results, strict=True)]
 
 
-def _walk_scan(equation: Equation, origins: list[Origin], around: _Surroundings, findings: _Findings) -> list[Origin]:
+def _walk_scan(equation: Equation, origins: list[Origin], around: _Nesting, findings: _Findings) -> list[Origin]:
     scan = jaxpr.read_scan(equation)
     first_stacked = scan.constants + scan.carries
     constants, carries = origins[: scan.constants], origins[scan.constants : first_stacked]
@@ -414,7 +408,7 @@ def _walk_scan(equation: Equation, origins: list[Origin], around: _Surroundings,
     return [*assumed, *stacked]
 
 
-def _walk_while(equation: Equation, origins: list[Origin], around: _Surroundings, findings: _Findings) -> list[Origin]:
+def _walk_while(equation: Equation, origins: list[Origin], around: _Nesting, findings: _Findings) -> list[Origin]:
     loop = jaxpr.read_while(equation)
     first, second = loop.condition_constants, loop.condition_constants + loop.body_constants
 
@@ -430,7 +424,7 @@ def _walk_while(equation: Equation, origins: list[Origin], around: _Surroundings
 
 
 def _compute_fixpoint(
-    equation: Equation, carries: list[Origin], walk: Callable[..., Any], around: _Surroundings, findings: _Findings
+    equation: Equation, carries: list[Origin], walk: Callable[..., Any], around: _Nesting, findings: _Findings
 ) -> tuple[list[Origin], list[Origin]]:
     """Return origins of the carries of a loop that hold in every iteration, and origins of the results of its body."""
     assumed = list(carries)
