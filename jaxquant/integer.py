@@ -101,15 +101,10 @@ def dot_general(
 
 @compile_entry_point(_DOT)
 def _dot_general(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    lhs_zero_point: jax.Array | None,
-    rhs_zero_point: jax.Array | None,
-    *,
-    dimension_numbers: DotDimensionNumbers,
-    centred: tuple[bool, bool],
+    lhs: jax.Array, rhs: jax.Array, lhs_zero_point: jax.Array | None, rhs_zero_point: jax.Array | None, *,
+    dimension_numbers: DotDimensionNumbers, centred: tuple[bool, bool],
     out_sharding: NamedSharding | PartitionSpec | None,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     checks.check_array(_DOT, "lhs", lhs, dtypes.CONTRACTED)
     checks.check_array(_DOT, "rhs", rhs, dtypes.CONTRACTED)
     left, right = match_roles(_DOT, lhs, rhs, dimension_numbers)
@@ -250,17 +245,9 @@ def match_matrices(function: str, a: jax.Array, b: jax.Array, names: tuple[str, 
 
 
 def plan_convolution(
-    function: str,
-    lhs: Any,
-    rhs: Any,
-    strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
-    lhs_dilation: Sequence[int] | None,
-    rhs_dilation: Sequence[int] | None,
-    numbers: Any,
-    features: int,
-    batches: int,
-) -> ConvolutionPlan:
+    function: str, lhs: Any, rhs: Any, strides: Sequence[int], padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None, rhs_dilation: Sequence[int] | None, numbers: Any, features: int, batches: int,
+) -> ConvolutionPlan:  # fmt: skip
     """Return the checked attributes of a convolution; raise ContractValueError or ContractTypeError for a wrong one.
 
     All numbers of the arguments other than `numbers` are ints: `checks.check_integers` has seen them.
@@ -278,17 +265,10 @@ def plan_convolution(
 # Eager calls repeat these checks with the same static values. A call that raises is not cached.
 @functools.lru_cache(maxsize=1024)
 def _derive_plan(
-    function: str,
-    lhs: tuple[int, ...],
-    rhs: tuple[int, ...],
-    strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
-    lhs_dilation: Sequence[int] | None,
-    rhs_dilation: Sequence[int] | None,
-    numbers: Any,
-    features: int,
-    batches: int,
-) -> ConvolutionPlan:
+    function: str, lhs: tuple[int, ...], rhs: tuple[int, ...], strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]], lhs_dilation: Sequence[int] | None, rhs_dilation: Sequence[int] | None,
+    numbers: Any, features: int, batches: int,
+) -> ConvolutionPlan:  # fmt: skip
     """Return the checked attributes of a convolution of arrays of two shapes."""
     numbers = _check_dimension_numbers(function, lhs, rhs, numbers)
     x = tuple(lhs[axis] for axis in numbers.lhs_spec)  # (batch, channels, *spatial)
@@ -347,14 +327,9 @@ def _check_groups(function: str, x: tuple[int, ...], w: tuple[int, ...], feature
 
 
 def _derive_geometry(
-    function: str,
-    x: tuple[int, ...],
-    w: tuple[int, ...],
-    strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
-    lhs_dilation: Sequence[int] | None,
-    rhs_dilation: Sequence[int] | None,
-) -> Geometry:
+    function: str, x: tuple[int, ...], w: tuple[int, ...], strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]], lhs_dilation: Sequence[int] | None, rhs_dilation: Sequence[int] | None,
+) -> Geometry:  # fmt: skip
     """Return the checked numbers of a convolution of x, (N, C, *spatial), with w, (O, C / groups, *kernel)."""
     rank = len(x) - 2
     ones = (1,) * rank
@@ -505,20 +480,11 @@ def _freeze_dimension_numbers(numbers: object) -> Any:
 
 @compile_entry_point(_CONVOLVE)
 def _conv_general_dilated(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    lhs_zero_point: jax.Array | None,
-    rhs_zero_point: jax.Array | None,
-    *,
-    window_strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
-    lhs_dilation: Sequence[int] | None,
-    rhs_dilation: Sequence[int] | None,
-    dimension_numbers: Any,
-    feature_group_count: int,
-    batch_group_count: int,
+    lhs: jax.Array, rhs: jax.Array, lhs_zero_point: jax.Array | None, rhs_zero_point: jax.Array | None, *,
+    window_strides: Sequence[int], padding: str | Sequence[tuple[int, int]], lhs_dilation: Sequence[int] | None,
+    rhs_dilation: Sequence[int] | None, dimension_numbers: Any, feature_group_count: int, batch_group_count: int,
     centred: tuple[bool, bool],
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     checks.check_array(_CONVOLVE, "lhs", lhs, dtypes.CONTRACTED)
     checks.check_array(_CONVOLVE, "rhs", rhs, dtypes.CONTRACTED)
     plan = plan_convolution(

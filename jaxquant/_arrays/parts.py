@@ -260,16 +260,9 @@ def count_all_bytes(codes: jax.Array, scale: jax.Array, zero_point: jax.Array | 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("dtype", "block_size", "codebook", "order", "use"))
 def dequantize_parts(
-    codes: jax.Array,
-    scale: jax.Array,
-    zero_point: jax.Array | None,
-    *,
-    dtype: np.dtype,
-    block_size: int | None,
-    codebook: Codebook | None,
-    order: StoredOrder,
-    use: Use = "any",
-) -> jax.Array:
+    codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *, dtype: np.dtype, block_size: int | None,
+    codebook: Codebook | None, order: StoredOrder, use: Use = "any",
+) -> jax.Array:  # fmt: skip
     """Return (codes - zero_point) * scale in `dtype`, of the logical shape; the parts have been checked.
 
     `use` is as in `affine.dequantize_affine`.

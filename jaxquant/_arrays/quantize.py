@@ -184,13 +184,9 @@ def check_known_scale(function: str, x: object, spec: QuantSpec, lo: object, hi:
 
 @compile_entry_point(_NAME, ("x", *_ENDS))
 def _quantize(
-    x: jax.Array,
-    lo: jax.Array | None,
-    hi: jax.Array | None,
-    *,
-    spec: QuantSpec,
+    x: jax.Array, lo: jax.Array | None, hi: jax.Array | None, *, spec: QuantSpec,
     stored_last: int | tuple[int, ...] | None,
-) -> QuantizedArray:
+) -> QuantizedArray:  # fmt: skip
     checks.check_array(_NAME, "x", x, dtypes.FLOATS)
     order = None if stored_last is None else move_axes_last(_NAME, "stored_last", stored_last, x.ndim)
     # Without this the scale would have a gradient and the codes would not, so their product would have a wrong one.

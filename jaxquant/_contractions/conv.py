@@ -129,17 +129,10 @@ def conv_general_dilated(
 
 
 def plan_array_convolution(
-    function: str,
-    lhs: Any,
-    rhs: Any,
-    window_strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
-    lhs_dilation: Sequence[int] | None,
-    rhs_dilation: Sequence[int] | None,
-    dimension_numbers: Any,
-    feature_group_count: int,
-    batch_group_count: int,
-) -> ConvolutionPlan:
+    function: str, lhs: Any, rhs: Any, window_strides: Sequence[int], padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None, rhs_dilation: Sequence[int] | None, dimension_numbers: Any,
+    feature_group_count: int, batch_group_count: int,
+) -> ConvolutionPlan:  # fmt: skip
     """Check the static arguments of a convolution and return its plan."""
     # Check before jit: its cache of compiled programs cannot tell True, 1 and 1.0 apart.
     ints = functools.partial(checks.check_integers, function)

@@ -120,16 +120,10 @@ def check_numbers(function: str, numbers: Any) -> Any:
 
 
 def contract_checked(
-    function: str,
-    lhs: Any,
-    rhs: Any,
-    numbers: DotDimensionNumbers,
-    precision: lax.PrecisionLike,
-    preferred: DTypeLike | None,
-    out_sharding: NamedSharding | PartitionSpec | None = None,
-    caller_axes: Axes | None = None,
-    epilogue: Epilogue | None = None,
-) -> Any:
+    function: str, lhs: Any, rhs: Any, numbers: DotDimensionNumbers, precision: lax.PrecisionLike,
+    preferred: DTypeLike | None, out_sharding: NamedSharding | PartitionSpec | None = None,
+    caller_axes: Axes | None = None, epilogue: Epilogue | None = None,
+) -> Any:  # fmt: skip
     """Return the `dot_general` of checked operands and dimension numbers, with errors that name `function`."""
     sharding.check_out_sharding(function, out_sharding)
     preferred = _check_options(function, precision, preferred)
@@ -153,17 +147,9 @@ def _check_options(function: str, precision: lax.PrecisionLike, preferred: DType
     static_argnames=("function", "numbers", "precision", "preferred", "out_sharding", "caller_axes"),
 )  # fmt: skip
 def _contract_dimensions(
-    lhs: Any,
-    rhs: Any,
-    epilogue: Epilogue | None,
-    *,
-    function: str,
-    numbers: Any,
-    precision: Any,
-    preferred: Any,
-    out_sharding: Any,
-    caller_axes: Axes | None,
-) -> Any:
+    lhs: Any, rhs: Any, epilogue: Epilogue | None, *, function: str, numbers: Any, precision: Any, preferred: Any,
+    out_sharding: Any, caller_axes: Axes | None,
+) -> Any:  # fmt: skip
     left, right = match_roles(function, lhs, rhs, numbers)
     a, b = (x.codes if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
     check_placement(function, a, b, left, right, out_sharding)

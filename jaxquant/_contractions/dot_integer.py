@@ -52,14 +52,9 @@ class IntegerPlan(NamedTuple):
 
 
 def plan_contraction(
-    function: str,
-    lhs: QuantizedArray,
-    rhs: QuantizedArray,
-    left: Role,
-    right: Role,
-    out_sharding: NamedSharding | PartitionSpec | None,
-    caller_axes: Axes | None = None,
-) -> IntegerPlan:
+    function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role,
+    out_sharding: NamedSharding | PartitionSpec | None, caller_axes: Axes | None = None,
+) -> IntegerPlan:  # fmt: skip
     """Return how to contract two quantized arrays; raise ContractValueError if integers cannot do it.
 
     Args:

@@ -116,13 +116,9 @@ class _WeightOnlyProduct(NamedTuple):
         return chunk.take(x, self.x_role.contracted[0])
 
     def dequantize_chunk(
-        self,
-        codes: jax.Array,
-        scale: jax.Array,
-        zero_point: jax.Array | None,
-        chunk: Chunk | None,
+        self, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, chunk: Chunk | None,
         wait: Callable[[jax.Array], jax.Array],
-    ) -> jax.Array:
+    ) -> jax.Array:  # fmt: skip
         """Return the dequantized weights of one chunk, with `wait` applied to its scale; None is all of them."""
         if chunk is not None:
             axis = self.choose_axis(codes)
@@ -167,13 +163,9 @@ class _WeightOnlyProduct(NamedTuple):
 
 
 def choose_contraction(
-    lhs: QuantizedArray | jax.Array,
-    rhs: QuantizedArray | jax.Array,
-    left: Role,
-    right: Role,
-    precision: lax.PrecisionLike,
-    out_sharding: NamedSharding | PartitionSpec | None,
-) -> tuple[Callable[..., jax.Array], tuple[Any, ...], np.dtype]:
+    lhs: QuantizedArray | jax.Array, rhs: QuantizedArray | jax.Array, left: Role, right: Role,
+    precision: lax.PrecisionLike, out_sharding: NamedSharding | PartitionSpec | None,
+) -> tuple[Callable[..., jax.Array], tuple[Any, ...], np.dtype]:  # fmt: skip
     """Return how to contract a quantized and a float array: a function, its operands, and the dtype of the result.
 
     The function returns the product in float32.

@@ -113,14 +113,9 @@ def requantize_accumulator(acc: jax.Array, scale: jax.Array, zero_point: jax.Arr
 
 @recording.mark("requantize", lambda acc, dtype, **_: (acc.shape, dtype))
 def requantize_product(
-    acc: jax.Array,
-    bias: jax.Array | None,
-    a_scale: jax.Array,
-    b_scale: jax.Array,
-    y_scale: jax.Array,
-    y_center: jax.Array,
-    dtype: np.dtype,
-) -> jax.Array:
+    acc: jax.Array, bias: jax.Array | None, a_scale: jax.Array, b_scale: jax.Array, y_scale: jax.Array,
+    y_center: jax.Array, dtype: np.dtype,
+) -> jax.Array:  # fmt: skip
     """Return the codes of an int32 product, as an exporter records them.
 
     Args:

@@ -469,15 +469,9 @@ def _contract_recorded(
 
 
 def _contract_signed(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    lhs_center: jax.Array | None,
-    rhs_center: jax.Array | None,
-    *,
-    left: Role,
-    right: Role,
-    is_unpacked: bool = False,
-) -> jax.Array:
+    lhs: jax.Array, rhs: jax.Array, lhs_center: jax.Array | None, rhs_center: jax.Array | None, *, left: Role,
+    right: Role, is_unpacked: bool = False,
+) -> jax.Array:  # fmt: skip
     """Return the int32 contraction of two operands, which are converted to int8.
 
     `is_unpacked` says that an operand of int8 is the result of a conversion from 2 or 4 bits.

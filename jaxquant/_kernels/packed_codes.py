@@ -178,16 +178,9 @@ def is_faster_in_planes(operands: Sequence[jax.Array], centers: Sequence[Any], r
 
 
 def contract_planes(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    lhs_center: Any,
-    rhs_center: Any,
-    *,
-    contract: Callable[..., jax.Array],
-    left: Any,
-    right: Any,
-    side: int,
-) -> jax.Array:
+    lhs: jax.Array, rhs: jax.Array, lhs_center: Any, rhs_center: Any, *, contract: Callable[..., jax.Array],
+    left: Any, right: Any, side: int,
+) -> jax.Array:  # fmt: skip
     """Return the int32 contraction of two operands, one of them cut into planes.
 
     Args:

@@ -67,14 +67,9 @@ def derive_geometry(function: str, x: jax.Array, w: jax.Array, attributes: ConvA
 
 
 def prepare_operands(
-    function: str,
-    x: jax.Array,
-    w: jax.Array,
-    x_zero_point: jax.Array | None,
-    w_zero_point: jax.Array | None,
-    attributes: ConvAttributes,
-    centred: tuple[bool, bool],
-) -> tuple[jax.Array, jax.Array, Any, Any, Geometry]:
+    function: str, x: jax.Array, w: jax.Array, x_zero_point: jax.Array | None, w_zero_point: jax.Array | None,
+    attributes: ConvAttributes, centred: tuple[bool, bool],
+) -> tuple[jax.Array, jax.Array, Any, Any, Geometry]:  # fmt: skip
     """Check the operands of an integer convolution and return the signed ones, their int32 zero points, the geometry.
 
     These are the first arguments of `convolve_planned`.

@@ -139,13 +139,9 @@ class _PackedWeights(NamedTuple):
         return x
 
     def dequantize_chunk(
-        self,
-        codes: jax.Array,
-        scale: jax.Array,
-        zero_point: jax.Array | None,
-        chunk: Chunk | None,
+        self, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, chunk: Chunk | None,
         wait: Callable[[jax.Array], jax.Array],
-    ) -> list[jax.Array]:
+    ) -> list[jax.Array]:  # fmt: skip
         """Return the dequantized weights of each plane, [N, blocks * bytes] each, with `wait` applied to the scale."""
         if chunk is not None:
             codes, scale = chunk.take(codes, 0), wait(chunk.take(scale, 0))

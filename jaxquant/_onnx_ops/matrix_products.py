@@ -599,16 +599,9 @@ def _qlinear_matmul(
 
 
 def _check_dtypes(
-    a: jax.Array,
-    a_scale: jax.Array,
-    a_zero_point: jax.Array | None,
-    b: jax.Array,
-    b_scale: jax.Array,
-    b_zero_point: jax.Array | None,
-    y_scale: Any,
-    y_zero_point: jax.Array | None,
-    bias: jax.Array | None,
-) -> None:
+    a: jax.Array, a_scale: jax.Array, a_zero_point: jax.Array | None, b: jax.Array, b_scale: jax.Array,
+    b_zero_point: jax.Array | None, y_scale: Any, y_zero_point: jax.Array | None, bias: jax.Array | None,
+) -> None:  # fmt: skip
     """Check which arguments are None, and the dtypes of the others except the zero points of a and b."""
     # Unlike in MatMulInteger, the zero points are required inputs, so None must not be read as 0.
     for argument, point in (("a_zero_point", a_zero_point), ("b_zero_point", b_zero_point)):
