@@ -108,7 +108,9 @@ def compute_min_max(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax
     return decode_ends(lax.min(low, _ZERO), lax.max(high, _ZERO))
 
 
-def count_members(x: jax.Array | jax.ShapeDtypeStruct, shape: tuple[int, ...], block_size: int | None) -> np.ndarray:
+def count_members(
+    x: jax.Array | np.ndarray | jax.ShapeDtypeStruct, shape: tuple[int, ...], block_size: int | None
+) -> np.ndarray:
     """Return how many elements each slice has, as int64 of the given shape; the last blocks may be short."""
     counts = np.ones(shape, np.int64)
     for axis, (size, length) in enumerate(zip(derive_slice_sizes(x, shape, block_size), x.shape, strict=True)):
@@ -118,7 +120,7 @@ def count_members(x: jax.Array | jax.ShapeDtypeStruct, shape: tuple[int, ...], b
 
 
 def derive_slice_sizes(
-    x: jax.Array | jax.ShapeDtypeStruct, shape: tuple[int, ...], block_size: int | None
+    x: jax.Array | np.ndarray | jax.ShapeDtypeStruct, shape: tuple[int, ...], block_size: int | None
 ) -> tuple[int, ...]:
     """Return how many indices of each dimension of x share an entry of an array of the given shape."""
     sizes = granularity.Aligned(block_size).sizes(shape, x.shape)

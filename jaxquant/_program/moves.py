@@ -49,8 +49,8 @@ class Elements:
         """Return the elements without some dimensions of length 1."""
         return None
 
-    def broadcast(self, dimensions: Sequence[int], shape: Shape) -> Any:
-        """Return the elements repeated along new dimensions; old dimension i becomes `dimensions[i]`."""
+    def broadcast(self, axes: Sequence[int], shape: Shape) -> Any:
+        """Return the elements repeated along new dimensions; old dimension i becomes `axes[i]`."""
         return None
 
     def tile(self, repeats: Sequence[int], shape: Shape) -> Any:

@@ -80,9 +80,9 @@ class View(NamedTuple):
         """Return the view without some dimensions."""
         return self._replace(dimensions=tuple(d for axis, d in enumerate(self.dimensions) if axis not in axes))
 
-    def broadcast(self, dimensions: Sequence[int], shape: Sequence[Any]) -> View:
+    def broadcast(self, axes: Sequence[int], shape: Sequence[Any]) -> View:
         """Return the view repeated along new dimensions."""
-        sources = {to: axis for axis, to in enumerate(dimensions)}
+        sources = {to: axis for axis, to in enumerate(axes)}
         dimensions = []
         for to, size in enumerate(shape):
             dimension = self.dimensions[sources[to]] if to in sources else ()
