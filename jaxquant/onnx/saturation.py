@@ -495,6 +495,7 @@ FLOAT_RESULTS = (
     "DynamicQuantizeMatMul",
     "DynamicQuantizeLSTM",
     "QAttention",
+    "GatherBlockQuantized",
 )
 
 
