@@ -134,7 +134,7 @@ def test_lookups(name: str, dtype: str, rng: np.random.Generator) -> None:
         report = jqonnx.verify(model, function, [indices], level=level)
         assert report.is_exact, str(report)
     loaded, params = jqonnx.load(model)
-    again = jqonnx.export(loaded, [indices], params=params, batch="N")
+    again = jqonnx.export(loaded, params, [indices], batch="N")
     for result, want in zip(run_runtime(again, {"indices": np.asarray(indices)}), function(indices), strict=True):
         np.testing.assert_array_equal(result, want)
     if nodes:
