@@ -120,13 +120,9 @@ def _dot_general(
 
 
 def check_placement(
-    function: str,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    left: Role,
-    right: Role,
+    function: str, lhs: jax.Array, rhs: jax.Array, left: Role, right: Role,
     out_sharding: NamedSharding | PartitionSpec | None,
-) -> None:
+) -> None:  # fmt: skip
     """Raise ContractValueError unless out_sharding fits the result, or the operands determine its sharding."""
     rank = len(left.batch) + len(left.free) + len(right.free)
     if sharding.read_out_partition(function, out_sharding, rank) is not None:
@@ -373,12 +369,9 @@ def check_window(
 
 
 def check_zero_points(
-    function: str,
-    names: tuple[str, str],
-    operands: Sequence[jax.Array],
-    zero_points: Sequence[jax.Array | None],
+    function: str, names: tuple[str, str], operands: Sequence[jax.Array], zero_points: Sequence[jax.Array | None],
     features: int,
-) -> None:
+) -> None:  # fmt: skip
     """Raise unless each zero point has its operand's dtype and a shape that fits.
 
     The zero point of x is a scalar. The kernel's is a scalar or has one element for each output feature.

@@ -169,12 +169,9 @@ def _convert_index(item: Any) -> Any:
 
 
 def _index_entries(
-    q: QuantizedArray,
-    part: jax.Array,
-    items: list[Any],
-    block_size: int | None,
+    q: QuantizedArray, part: jax.Array, items: list[Any], block_size: int | None,
     out_sharding: NamedSharding | PartitionSpec | None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Return the entries of a scale or zero point that belong to the codes an index selects."""
     sizes, axis, part_items = _derive_run_lengths(q, part), 0, []
     for item in items:

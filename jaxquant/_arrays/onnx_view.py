@@ -177,14 +177,9 @@ def from_onnx(
 
 
 def _from_onnx(
-    x: jax.Array,
-    x_scale: jax.Array,
-    x_zero_point: jax.Array | None,
-    *,
-    axis: int,
-    block_size: int,
+    x: jax.Array, x_scale: jax.Array, x_zero_point: jax.Array | None, *, axis: int, block_size: int,
     output_dtype: DTypeLike | None,
-) -> QuantizedArray:
+) -> QuantizedArray:  # fmt: skip
     checks.check_array(_BACK, "x", x, dtypes.QUANTIZED)
     checks.check_array(_BACK, "x_scale", x_scale, (*dtypes.FLOATS, dtypes.E8M0))
     entry_point.check_positive_scale(_BACK, "x_scale", x_scale, is_awaited=True)

@@ -250,15 +250,9 @@ class QuantizedArray(RefusedOperators):
         self._fill(parts.store_codes(codes, order), scale, zero_point, output_dtype, block_size, codebook, order)
 
     def _fill(
-        self,
-        stored: Any,
-        scale: Any,
-        zero_point: Any,
-        dtype: np.dtype | None,
-        block_size: int | None,
-        codebook: Codebook | None,
-        order: parts.StoredOrder = None,
-    ) -> None:
+        self, stored: Any, scale: Any, zero_point: Any, dtype: np.dtype | None, block_size: int | None,
+        codebook: Codebook | None, order: parts.StoredOrder = None,
+    ) -> None:  # fmt: skip
         """Set the attributes, which `__setattr__` refuses to do."""
         # One statement for each, because a loop would make every unflatten slower. Arrays that were pickled before
         # there were stored orders have none.

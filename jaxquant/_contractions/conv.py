@@ -197,13 +197,9 @@ def _check_integers(function: str, lhs: QuantizedArray, rhs: QuantizedArray, pla
 
 @functools.partial(jax.jit, inline=True, static_argnames=("plan", "precision", "dtype"))
 def _convolve_weight_only(
-    lhs: QuantizedArray | jax.Array,
-    rhs: QuantizedArray | jax.Array,
-    *,
-    plan: ConvolutionPlan,
-    precision: lax.PrecisionLike,
-    dtype: np.dtype,
-) -> jax.Array:
+    lhs: QuantizedArray | jax.Array, rhs: QuantizedArray | jax.Array, *, plan: ConvolutionPlan,
+    precision: lax.PrecisionLike, dtype: np.dtype,
+) -> jax.Array:  # fmt: skip
     # Convolve in float32, so that a 16-bit result is rounded only once, at the end.
     lhs, rhs = (
         dequantize_checked(x.astype(jnp.float32)) if isinstance(x, QuantizedArray) else x.astype(jnp.float32)
@@ -255,12 +251,9 @@ def _convolve_integers(
 
 
 def _move_zero_points(
-    lhs: QuantizedArray,
-    zero_points: jax.Array,
-    rhs: QuantizedArray,
-    rhs_zero_point: jax.Array | None,
+    lhs: QuantizedArray, zero_points: jax.Array, rhs: QuantizedArray, rhs_zero_point: jax.Array | None,
     plan: ConvolutionPlan,
-) -> tuple[jax.Array, jax.Array | None, jax.Array, ConvolutionPlan]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array, ConvolutionPlan]:  # fmt: skip
     """Return images with a zero point each in a form that the kernel takes, which knows one zero point.
 
     conv(x - z[n], w) = conv(x - z, w) - (z[n] - z) * sum(w), if the images are padded with their own zero points.

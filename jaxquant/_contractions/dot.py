@@ -295,12 +295,9 @@ def matmul(
 
 
 def _match_partition(
-    function: str,
-    a: QuantizedArray | jax.Array,
-    b: QuantizedArray | jax.Array,
-    shapes: MatrixShapes,
+    function: str, a: QuantizedArray | jax.Array, b: QuantizedArray | jax.Array, shapes: MatrixShapes,
     out_sharding: NamedSharding | PartitionSpec | None,
-) -> tuple[Any, ...] | None:
+) -> tuple[Any, ...] | None:  # fmt: skip
     """Return the mesh axes of the matrix product, in which a vector operand is a matrix of one row or column."""
     partition = sharding.read_out_partition(function, out_sharding, len(shapes.out))
     if partition is None:

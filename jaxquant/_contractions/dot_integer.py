@@ -182,13 +182,9 @@ def multiply_codes(
 
 
 def multiply_to_codes(
-    function: str,
-    lhs: QuantizedArray,
-    rhs: QuantizedArray,
-    plan: IntegerPlan,
-    preferred: np.dtype | None,
+    function: str, lhs: QuantizedArray, rhs: QuantizedArray, plan: IntegerPlan, preferred: np.dtype | None,
     epilogue: Epilogue,
-) -> Any:
+) -> Any:  # fmt: skip
     """Return the product of two quantized arrays with a bias of integers, as floats or as a QuantizedArray."""
     got = f"blocks of {plan.length} indices along lhs's dimension {plan.axes and plan.axes[0]}"
     expected = "one scale and one zero point along the contracted dimensions, and sums that int32 can hold, because of "

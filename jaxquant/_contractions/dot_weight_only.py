@@ -226,13 +226,9 @@ def _contract_by_size(
 
 
 def _contract_planes(
-    config: _WeightOnlyProduct,
-    x: jax.Array,
-    codes: jax.Array,
-    scale: jax.Array,
-    zero_point: jax.Array | None,
+    config: _WeightOnlyProduct, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None,
     few_rows: int,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     """Return the contraction of x with codes of 2 or 4 bits, one plane after the other."""
     count, last, role = packed_codes.count_column_planes(codes, scale, zero_point), codes.ndim - 1, config.role
     narrow = None if zero_point is None else zero_point.astype(jnp.int8)

@@ -162,13 +162,9 @@ class Epilogue(NamedTuple):
     output: Affine | None
 
     def finish(
-        self,
-        acc: jax.Array,
-        lhs_scale: jax.Array,
-        rhs_scale: jax.Array,
-        spread: Callable[[jax.Array], jax.Array],
+        self, acc: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array, spread: Callable[[jax.Array], jax.Array],
         axis: int | None = None,
-    ) -> jax.Array:
+    ) -> jax.Array:  # fmt: skip
         """Return the codes or the float32 values of an int32 accumulator.
 
         Args:

@@ -140,12 +140,8 @@ def _fill_outside(entries: jax.Array, is_inside: jax.Array | None, axis: int) ->
 
 
 def _check_placement(
-    q: Any,
-    table: jax.Array,
-    indices: jax.Array,
-    axis: int,
-    out_sharding: NamedSharding | PartitionSpec | None,
-) -> None:
+    q: Any, table: jax.Array, indices: jax.Array, axis: int, out_sharding: NamedSharding | PartitionSpec | None,
+) -> None:  # fmt: skip
     """Check that an out_sharding fits the result, or that the shardings of the table and of indices determine one.
 
     Args:

@@ -191,12 +191,9 @@ def mark(name: str, find_results: Callable[..., Any], batch: Callable[..., Any] 
 
 
 def _bind(
-    name: str,
-    function: Callable[..., Any],
-    find_results: Callable[..., Any],
-    batch: Callable[..., Any] | None,
+    name: str, function: Callable[..., Any], find_results: Callable[..., Any], batch: Callable[..., Any] | None,
     arguments: dict[str, Any],
-) -> Any:
+) -> Any:  # fmt: skip
     results = find_results(**arguments)
     is_single = not isinstance(results, list)
     is_array = {key: isinstance(value, jax.Array | np.ndarray | np.generic) for key, value in arguments.items()}

@@ -316,25 +316,17 @@ def _match_batched_scale(
 
 
 def _batch_quantize(
-    mapped: dict[str, bool],
-    x: jax.Array,
-    scale: jax.Array,
-    zero_point: jax.Array | None,
-    granularity: Granularity,
+    mapped: dict[str, bool], x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, granularity: Granularity,
     **statics: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     parts = _match_batched_scale(mapped, x, scale, zero_point, granularity)
     return None if parts is None else quantize_affine(x, *parts, **statics)
 
 
 def _batch_dequantize(
-    mapped: dict[str, bool],
-    x: jax.Array,
-    scale: jax.Array,
-    zero_point: jax.Array | None,
-    granularity: Granularity,
+    mapped: dict[str, bool], x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, granularity: Granularity,
     **statics: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     parts = _match_batched_scale(mapped, x, scale, zero_point, granularity)
     return None if parts is None else dequantize_affine(x, *parts, **statics)
 

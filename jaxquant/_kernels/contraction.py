@@ -71,14 +71,9 @@ Center = jax.Array | None
 
 
 def contract_integers(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    lhs_center: Center,
-    rhs_center: Center,
-    *,
-    transposed: bool,
+    lhs: jax.Array, rhs: jax.Array, lhs_center: Center, rhs_center: Center, *, transposed: bool,
     is_unpacked: bool = False,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     """Return the batched contraction of two int8 operands with zero points.
 
     out = sum over k of (lhs - lhs_center) (rhs - rhs_center), modulo 2**32
@@ -188,13 +183,9 @@ def _multiply(lhs: jax.Array, rhs: jax.Array, transposed: bool) -> jax.Array:
 
 
 def _correct_product(
-    acc: jax.Array,
-    row_sums: jax.Array | None,
-    column_sums: jax.Array | None,
-    lhs_center: Center,
-    rhs_center: Center,
+    acc: jax.Array, row_sums: jax.Array | None, column_sums: jax.Array | None, lhs_center: Center, rhs_center: Center,
     depth: int,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     """Return the accumulator after subtracting the contributions of the zero points.
 
     Args:
@@ -386,14 +377,9 @@ class Role(NamedTuple):
 
 
 def contract_roles(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    lhs_center: jax.Array | None,
-    rhs_center: jax.Array | None,
-    left: Role,
-    right: Role,
-    out_sharding: NamedSharding | PartitionSpec | None = None,
-) -> jax.Array:
+    lhs: jax.Array, rhs: jax.Array, lhs_center: jax.Array | None, rhs_center: jax.Array | None, left: Role,
+    right: Role, out_sharding: NamedSharding | PartitionSpec | None = None,
+) -> jax.Array:  # fmt: skip
     """Return the int32 contraction of two operands with zero points.
 
     Args:
@@ -421,14 +407,9 @@ def contract_roles(
 
 
 def _batch_contraction(
-    mapped: dict[str, bool],
-    lhs: jax.Array,
-    rhs: jax.Array,
-    lhs_center: jax.Array | None,
-    rhs_center: jax.Array | None,
-    left: Role,
-    right: Role,
-) -> jax.Array:
+    mapped: dict[str, bool], lhs: jax.Array, rhs: jax.Array, lhs_center: jax.Array | None,
+    rhs_center: jax.Array | None, left: Role, right: Role,
+) -> jax.Array:  # fmt: skip
     """Return the contraction with one more dimension, its first; mapped operands have it as their first dimension."""
     sides = []
     for x, center, role, names in (
@@ -528,14 +509,9 @@ def _reshape_center(center: jax.Array | None, x: jax.Array, role: Role) -> Any:
 
 
 def _place_output(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    lhs_center: jax.Array | None,
-    rhs_center: jax.Array | None,
-    left: Role,
-    right: Role,
-    out_sharding: NamedSharding | PartitionSpec | None,
-) -> jax.Array:
+    lhs: jax.Array, rhs: jax.Array, lhs_center: jax.Array | None, rhs_center: jax.Array | None, left: Role,
+    right: Role, out_sharding: NamedSharding | PartitionSpec | None,
+) -> jax.Array:  # fmt: skip
     """Return the contraction of operands with shardings in their types, computed by `jax.lax`.
 
     JAX cannot infer the shardings of the reshapes in the other form.

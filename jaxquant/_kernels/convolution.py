@@ -209,13 +209,9 @@ def _derive_recorded_shape(x: jax.Array, w: jax.Array, geometry: Geometry, **_: 
 
 
 def _batch_convolution(
-    mapped: dict[str, bool],
-    x: jax.Array,
-    w: jax.Array,
-    x_center: jax.Array | None,
-    w_center: jax.Array | None,
+    mapped: dict[str, bool], x: jax.Array, w: jax.Array, x_center: jax.Array | None, w_center: jax.Array | None,
     geometry: Geometry,
-) -> jax.Array | None:
+) -> jax.Array | None:  # fmt: skip
     """Return the convolution of one more batch of images, or None if anything else is mapped."""
     if not mapped["x"] or sum(mapped.values()) > 1:
         return None
@@ -601,14 +597,8 @@ def _convolve_under_vmap(
 
 
 def _fold_into_images(
-    window: Window,
-    size: int,
-    batched: Sequence[bool],
-    x: Any,
-    w: Any,
-    x_center: Any,
-    w_center: jax.Array | None,
-) -> jax.Array:
+    window: Window, size: int, batched: Sequence[bool], x: Any, w: Any, x_center: Any, w_center: jax.Array | None,
+) -> jax.Array:  # fmt: skip
     """Return the convolution under vmap with the mapped axis as more images."""
     x = x if batched[0] else jnp.broadcast_to(x, (size, *x.shape))
     if batched[2]:

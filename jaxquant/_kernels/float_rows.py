@@ -342,14 +342,9 @@ def _take_rows(q: ScaledCodes, role: Role, chunk: Chunk) -> tuple[jax.Array, jax
 # A jit, so that JAX keeps the trace: chunks of the same length have the same operations.
 @functools.partial(jax.jit, inline=True, static_argnames=("decode_levels", "terms"))
 def _contract_rows(
-    x: jax.Array,
-    codes: jax.Array,
-    scale: jax.Array,
-    zero_point: jax.Array | None,
-    done: jax.Array | None,
-    decode_levels: Callable[..., jax.Array] | None,
-    terms: int,
-) -> jax.Array:
+    x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, done: jax.Array | None,
+    decode_levels: Callable[..., jax.Array] | None, terms: int,
+) -> jax.Array:  # fmt: skip
     """Return the contraction of the rows of a chunk, computed after `done`: [planes, columns / planes]."""
     groups, count, dtype = codes.shape[0] // terms, packed_codes.count_per_byte(codes), np.dtype(codes.dtype)
     words = packed_codes.read_words(codes) if terms >= _WORD_TERMS else None

@@ -340,13 +340,8 @@ def _qlinear_conv(
 
 
 def _check_scales(
-    features: int,
-    x_scale: Any,
-    w_scale: Any,
-    y_scale: Any,
-    y_zero_point: Any,
-    b: Any,
-) -> None:
+    features: int, x_scale: Any, w_scale: Any, y_scale: Any, y_zero_point: Any, b: Any,
+) -> None:  # fmt: skip
     """Check the scales, the zero point of y and the bias."""
     # ONNX Runtime treats an array of shape (1,) as a scalar.
     single = ((), (1,))

@@ -289,13 +289,9 @@ def _check_attributes(K: int, N: int, bits: int, block_size: int) -> _PackedWeig
 
 
 def _check_operands(
-    config: _PackedWeights,
-    a: jax.Array,
-    b: jax.Array,
-    scales: jax.Array,
-    zero_points: jax.Array | None,
+    config: _PackedWeights, a: jax.Array, b: jax.Array, scales: jax.Array, zero_points: jax.Array | None,
     bias: jax.Array | None,
-) -> None:
+) -> None:  # fmt: skip
     """Check the dtypes and shapes of all arrays."""
     checks.check_array(_NAME, "a", a, dtypes.FLOATS)
     checks.check_array(_NAME, "b", b, (_UINT8,))

@@ -169,14 +169,9 @@ def read_scaled_columns(
 
 
 def multiply_scaled(
-    a: jax.Array,
-    b: jax.Array,
-    a_center: jax.Array | None,
-    b_center: jax.Array | None,
-    a_scale: jax.Array,
-    b_scale: jax.Array,
-    shapes: MatrixShapes,
-) -> jax.Array:
+    a: jax.Array, b: jax.Array, a_center: jax.Array | None, b_center: jax.Array | None, a_scale: jax.Array,
+    b_scale: jax.Array, shapes: MatrixShapes,
+) -> jax.Array:  # fmt: skip
     """Return the int32 product times (a_scale * b_scale) in float32; with blocks, the sum of such products."""
     blocks = count_blocks(b_scale, shapes)
     if blocks <= 1:

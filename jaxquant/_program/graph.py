@@ -139,12 +139,9 @@ def make_graph(body: Body, is_inlined: Callable[[Equation, Address], bool]) -> P
 
 
 def _add_body(
-    graph: ProgramGraph,
-    body: Body,
-    inputs: Sequence[int],
-    around: _Surroundings,
+    graph: ProgramGraph, body: Body, inputs: Sequence[int], around: _Surroundings,
     is_inlined: Callable[[Equation, Address], bool],
-) -> list[int]:
+) -> list[int]:  # fmt: skip
     """Add the equations of a body, and return the values of its results."""
     program, values = body.program, dict[Any, int]()
     for variable, constant in zip(program.constvars, body.constants, strict=True):
