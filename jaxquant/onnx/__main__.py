@@ -26,7 +26,7 @@ import numpy as np
 
 from .._core import checks, dtypes
 from . import Limits, ModelError, export, load, save, verify
-from .model_size import count_bytes
+from .limits import count_model_bytes
 
 
 @contextlib.contextmanager
@@ -129,7 +129,7 @@ def export_function(arguments: argparse.Namespace) -> None:
     options = {name: getattr(arguments, name) for name in ("form", "opset", "scan", "batch", "weights")}
     model = export(function, inputs, **options)
     save(model, arguments.model)
-    print(f"{arguments.model}: {len(model.graph.node)} nodes, {count_bytes(model):,} bytes")
+    print(f"{arguments.model}: {len(model.graph.node)} nodes, {count_model_bytes(model):,} bytes")
 
 
 def verify_model(arguments: argparse.Namespace) -> None:

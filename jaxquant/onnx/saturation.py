@@ -23,8 +23,8 @@ from onnx import ModelProto, TensorProto, helper, inliner, numpy_helper
 
 from .._arrays.saturation import LARGEST_SUM
 from .._core import checks
-from .load.check_file import read_checked_model
-from .load.limits import Limits
+from .limits import Limits
+from .model_file import read_checked_model
 
 _INT8, _UINT8 = TensorProto.INT8, TensorProto.UINT8
 _MICROSOFT = "com.microsoft"

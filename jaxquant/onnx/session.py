@@ -13,9 +13,8 @@ import onnxruntime
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from .._core import checks
-from . import model_size
-from .errors import ModelError
 from .export.model import save
+from .limits import ModelError, is_large
 from .saturation import read_model, write_unsigned_weights
 
 LEVELS = {
@@ -115,7 +114,7 @@ def open_session(
         chosen.log_severity_level = 3
     chosen.graph_optimization_level = LEVELS[level]
     try:
-        if not model_size.is_large(model):
+        if not is_large(model):
             return onnxruntime.InferenceSession(model.SerializeToString(), chosen, providers=list(providers))
         # Files that are still open cannot be removed on every system.
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

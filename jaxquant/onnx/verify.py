@@ -16,9 +16,9 @@ from onnx import ModelProto, TensorProto, helper
 
 from .._core import checks, dtypes
 from .._program.jaxpr import Body
-from .errors import ModelError
 from .export import model as exports
 from .export import program, values
+from .limits import ModelError
 from .saturation import SaturatingProduct, list_saturating_products, read_model, write_unsigned_weights
 from .session import LEVELS, open_session, probe_saturation
 

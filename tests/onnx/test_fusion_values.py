@@ -20,7 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from jaxquant import onnx as jqonnx
-from jaxquant.onnx.load import scales
+from jaxquant.onnx.load import fuse
 
 from ..cases.onnx_models import list_optimized_operators, run_runtime
 from ..oracles import onnx_runtime
@@ -242,7 +242,7 @@ def test_a_redundant_clip_changes_no_code(rng: np.random.Generator) -> None:
 
         with np.errstate(over="ignore"):
             same = bool(np.all(encode(np.clip(x, low, high)) == encode(x)))
-        assert scales.is_clip_redundant((float(low), float(high)), scale, np.asarray(point, dtype)) == same
+        assert fuse.is_clip_redundant((float(low), float(high)), scale, np.asarray(point, dtype)) == same
         found.append(same)
     assert 0 < np.mean(found) < 1
 
@@ -263,10 +263,8 @@ def test_scales_that_do_not_give_codes_back(rng: np.random.Generator) -> None:
 
 
 def test_every_fused_operator_has_a_need() -> None:
-    from jaxquant.onnx.load import fuse, fuse_rules
-
-    fused = {*fuse._MOVING, *fuse._SANDWICHED, *fuse_rules._UNARY, *fuse_rules._BINARY}
-    assert fused | {"Conv", "MatMul", "Gemm", "Concat", "Where", "DequantizeLinear"} == set(scales.NEEDS)
+    fused = {*fuse._MOVING, *fuse._SANDWICHED, *fuse._UNARY, *fuse._BINARY}
+    assert fused | {"Conv", "MatMul", "Gemm", "Concat", "Where", "DequantizeLinear"} == set(fuse.NEEDS)
 
 
 def make_contraction(

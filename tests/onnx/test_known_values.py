@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from jaxquant import onnx as jqonnx
-from jaxquant.onnx.load.registry import OPERATORS
+from jaxquant.onnx.load.graph import OPERATORS
 
 from .node_tests import collect_cases, compare, read_value
 

@@ -315,6 +315,6 @@ def test_the_names_of_inputs_stay_in_an_export() -> None:
 
 
 def test_documented_number_of_operators() -> None:
-    from jaxquant.onnx.load.registry import OPERATORS
+    from jaxquant.onnx.load.graph import OPERATORS
 
     assert len({key for key in OPERATORS if key[0] != "jaxquant"}) >= 160

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxquant.onnx.load.registry import OPERATORS
+from jaxquant.onnx.load.graph import OPERATORS
 
 from .node_tests import collect_cases, count_passed, run_cases_at_once
 

@@ -8,8 +8,7 @@ import numpy as np
 
 from . import values
 from .elementwise import cast_value
-from .graph import MICROSOFT, ModelGraph
-from .registry import WriterCall, writes_mark
+from .graph import MICROSOFT, ModelGraph, WriterCall, writes_mark
 from .values import Shape, Value
 
 _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)

@@ -10,8 +10,7 @@ import numpy as np
 
 from ..._core import dtypes
 from . import elementwise, packed_weights, values
-from .graph import ModelGraph
-from .registry import WriterCall, writes
+from .graph import ModelGraph, WriterCall, writes
 from .values import Shape, UnsupportedError, Value
 
 

@@ -17,8 +17,7 @@ from onnx import NodeProto, helper
 from ..._core import dtypes
 from . import values
 from .elementwise import apply_operator, cast_value, choose, make_scalar, write_operator
-from .graph import ModelGraph
-from .registry import WriterCall, writes, writes_mark
+from .graph import ModelGraph, WriterCall, writes, writes_mark
 from .values import UnsupportedError, Value
 
 # Primitives of integers whose results may need more bits than their operands; scatters are spelled "-" or "_".

@@ -11,8 +11,7 @@ from jax import lax
 from ..._core import dtypes
 from ..._program import moves
 from . import values
-from .graph import ModelGraph
-from .registry import WriterCall, writes, writes_mark
+from .graph import ModelGraph, WriterCall, writes, writes_mark
 from .values import UnsupportedError, Value
 
 # ONNX Runtime computes neither these floats nor these integers on a CPU; it casts to the right ones exactly.

@@ -16,23 +16,26 @@ from ..._program import jaxpr
 from ..._program.interpreter import Visit
 from ..._program.jaxpr import Equation
 from . import (
-    arrays,
     codes,
     contractions,
     conversions,
     elementwise,
+    gather,
     integers,
+    moves,
     packed_weights,
     program,
     quantized,
+    reductions,
     values,
 )
-from .graph import ModelGraph
-from .registry import MARKS, PRIMITIVES, WriterCall
+from .graph import MARKS, PRIMITIVES, ModelGraph, WriterCall
 from .values import Spec, UnsupportedError, Value
 
 # The modules that fill the tables.
-WRITERS = (arrays, codes, contractions, conversions, elementwise, integers, packed_weights, quantized)
+WRITERS = (
+    *(codes, contractions, conversions, elementwise, gather, integers, moves, packed_weights, quantized, reductions),
+)
 
 
 SCAN_CHOICES = ("auto", "unroll", "loop")
@@ -97,13 +100,13 @@ class Exporter(program.ExportInterpreter):
             if specs and all(_is_empty(spec) for spec in specs):
                 # ONNX Runtime's Expand does not shorten a dimension of 1 to 0.
                 return [values.make_known(np.zeros(spec.shape, values.find_container(spec.dtype))) for spec in specs]
-            if not arrays.has_writer(name):
+            if not moves.has_writer(name):
                 raise UnsupportedError("no operator of ONNX")
             parameters = {**equation.params, "input_shapes": [aval.shape for aval in avals]}
             parameters["input_dtypes"] = [aval.dtype for aval in avals]
             call = WriterCall(name, operands, parameters, specs)
             # An operator of its own, such as Split, makes fewer nodes than the table of moves.
-            writer = PRIMITIVES.get(name) or functools.partial(arrays.write_moves, equation)
+            writer = PRIMITIVES.get(name) or functools.partial(moves.write_moves, equation)
             results = writer(self.graph, call)
             results = [results] if isinstance(results, Value) else results
             pairs = zip(results, specs, strict=True)

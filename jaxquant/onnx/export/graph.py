@@ -7,15 +7,15 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
 from ..._core import dtypes
 from . import values
-from .values import Shape, Value
+from .values import Shape, Spec, Value
 
 MICROSOFT = "com.microsoft"
 _SHARED = 2**10  # constants of up to this many bytes are shared by their content
@@ -485,3 +485,47 @@ def _merge_slice(graph: ModelGraph, first: NodeProto, second: NodeProto) -> Node
 def _find_constant(graph: ModelGraph, name: str) -> list[int] | None:
     array = graph.arrays.get(name)
     return None if array is None else [int(n) for n in array.reshape(-1)]
+
+
+# The tables from JAX's primitives, and from jaxquant's marks, to functions that write ONNX nodes.
+
+
+class WriterCall(NamedTuple):
+    """One equation.
+
+    Attributes:
+        name: the primitive or the mark.
+        inputs: the operands.
+        parameters: the parameters of the primitive, or the arguments of the mark by name.
+        outputs: the shapes and dtypes of the results.
+    """
+
+    name: str
+    inputs: Sequence[Value]
+    parameters: dict[str, Any]
+    outputs: Sequence[Spec]
+
+
+Writer = Callable[[ModelGraph, WriterCall], Any]  # returns a Value, or a list of them
+PRIMITIVES: dict[str, Writer] = {}
+MARKS: dict[str, Writer] = {}
+
+
+def writes(*names: str) -> Callable[[Writer], Writer]:
+    """Return a decorator that registers the writer of primitives."""
+
+    def decorate(writer: Writer) -> Writer:
+        PRIMITIVES.update(dict.fromkeys(names, writer))
+        return writer
+
+    return decorate
+
+
+def writes_mark(*names: str) -> Callable[[Writer], Writer]:
+    """Return a decorator that registers the writer of marks."""
+
+    def decorate(writer: Writer) -> Writer:
+        MARKS.update(dict.fromkeys(names, writer))
+        return writer
+
+    return decorate

@@ -10,8 +10,7 @@ import numpy as np
 from . import contractions, values
 from .contractions import Matrix
 from .elementwise import apply_operator, cast_value, choose, make_scalar, write_operator
-from .graph import ModelGraph
-from .registry import WriterCall, writes, writes_mark
+from .graph import ModelGraph, WriterCall, writes, writes_mark
 from .values import Shape, Value
 
 _UINT8, _INT32, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.float32)

@@ -20,7 +20,8 @@ from onnx import ModelProto, helper
 
 from ..._core import checks
 from ..._program import jaxpr
-from .. import model_size, saturation
+from .. import saturation
+from ..limits import LARGEST_INNER_ARRAY, is_large
 from ..load import LoadedFunction
 from ..load.function import FLOATS, FORMULAS
 from . import program, values
@@ -365,7 +366,7 @@ def save(model: ModelProto, path: str | os.PathLike[str]) -> None:
     path = os.fspath(path)
     # onnx would write text to a file with a name such as "model.json", which `load` does not read.
     kind = "protobuf"
-    if not model_size.is_large(model):
+    if not is_large(model):
         onnx.save_model(model, path, kind)
         return
     folder = os.path.dirname(path)
@@ -378,5 +379,5 @@ def save(model: ModelProto, path: str | os.PathLike[str]) -> None:
     copy.CopyFrom(model)  # save_model moves the arrays out of the model that it is given
     onnx.save_model(
         copy, path, kind, save_as_external_data=True, location=f"{os.path.basename(path)}.data",
-        size_threshold=model_size.LARGEST_INNER_ARRAY,
+        size_threshold=LARGEST_INNER_ARRAY,
     )  # fmt: skip

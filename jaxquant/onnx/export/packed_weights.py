@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core import dtypes
-from .graph import MICROSOFT, ModelGraph
-from .registry import WriterCall, writes_mark
+from .graph import MICROSOFT, ModelGraph, WriterCall, writes_mark
 from .values import Value
 
 _FOUR_BITS = (np.dtype(jnp.int4), np.dtype(jnp.uint4))

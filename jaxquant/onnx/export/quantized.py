@@ -13,8 +13,7 @@ from ..._core import granularity as granularities
 from ..load.graph import ROUNDED_ONCE
 from . import elementwise, packed_weights, values
 from .elementwise import apply_operator, cast_value, make_scalar
-from .graph import ModelGraph
-from .registry import WriterCall, writes_mark
+from .graph import ModelGraph, WriterCall, writes_mark
 from .values import Shape, Value
 
 _INT8 = (np.dtype(np.int8), np.dtype(np.uint8))

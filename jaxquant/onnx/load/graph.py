@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import onnx
 
-from ..errors import ModelError
-from .check_file import find_function_key, list_opsets
-from .limits import Limits, check_memory
-from .values import find_onnx_dtype, read_tensor
+from ..limits import Limits, ModelError, check_memory
+from ..model_file import find_function_key, find_onnx_dtype, list_opsets, read_tensor
 
 _KIND = onnx.AttributeProto
 
@@ -267,3 +265,53 @@ def _read_constant(node: Node) -> np.ndarray:
         if name in dtypes:
             return np.asarray(value, dtypes[name])
     raise ModelError(f"{node.label}: expected a tensor or numbers as its value, got {sorted(node.attributes)}")
+
+
+# The table of operators: what is registered under a name and a domain, and how its inputs are passed.
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class Operator(NamedTuple):
+    """An operator.
+
+    Attributes:
+        function: the implementation; its first argument is the Call, the others are the inputs.
+        static: the inputs that it needs as numpy arrays.
+        keeps: the inputs that it takes as numpy arrays if they are known, and as JAX arrays if not.
+        folds: whether it computes with numpy if all other inputs are numpy arrays.
+        passes: whether it takes all other inputs as they are, because it hands them on to a subgraph or in a sequence.
+    """
+
+    function: Callable[..., Any]
+    static: tuple[int, ...]
+    keeps: tuple[int, ...]
+    folds: bool
+    passes: bool
+
+
+OPERATORS: dict[tuple[str, str], Operator] = {}
+
+
+def register(
+    *names: str,
+    domain: str = "",
+    static: tuple[int, ...] = (),
+    keeps: tuple[int, ...] = (),
+    folds: bool = False,
+    passes: bool = False,
+) -> Callable[[_Function], _Function]:
+    """Return a decorator that puts an implementation into the table under each of the names."""
+
+    def decorate(function: _Function) -> _Function:
+        for name in names:
+            OPERATORS[domain, name] = Operator(function, static, keeps, folds, passes)
+        return function
+
+    return decorate
+
+
+def find_operator(node: Any) -> Operator | None:
+    """Return the operator of a node, or None for an unknown one and for the call of a function."""
+    return None if node.body is not None else OPERATORS.get((node.domain, node.op))

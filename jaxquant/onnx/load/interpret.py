@@ -11,10 +11,8 @@ import jax
 import numpy as np
 
 from ..._core import recording
-from ..errors import ModelError
-from .graph import Graph, Node
-from .limits import Limits, check_memory, count_bytes
-from .registry import Operator, find_operator
+from ..limits import Limits, ModelError, check_memory, count_array_bytes
+from .graph import Graph, Node, Operator, find_operator
 from .values import (
     OperatorError,
     UnknownValueError,
@@ -155,7 +153,7 @@ class Call:
         if any(isinstance(n, int) and n < 0 for n in shape):
             raise ModelError(f"expected lengths of 0 or more, got {shape}")
         # Before the array exists: a few bytes of a file can ask for any amount of memory.
-        check_memory(self.run.limits, self.run.live + count_bytes(shape, dtype), f"an array of {shape}")
+        check_memory(self.run.limits, self.run.live + count_array_bytes(shape, dtype), f"an array of {shape}")
         return shape
 
     def run_subgraph(self, graph: Graph, inputs: Sequence[Any]) -> list[Any]:
@@ -356,4 +354,4 @@ def _measure(value: Any) -> int:
         return sum(_measure(part) for part in value)
     if value is None or not isinstance(value, np.ndarray | jax.Array):
         return 0
-    return count_bytes(value.shape, value.dtype)
+    return count_array_bytes(value.shape, value.dtype)

@@ -12,9 +12,8 @@ import numpy as np
 from ..._arrays.onnx_view import from_onnx
 from ..._arrays.quantized_array import QuantizedArray
 from ..._core import dtypes
-from .graph import Graph, Node, find_small_powers
+from .graph import Graph, Node, find_operator, find_small_powers
 from .interpret import find_static_names
-from .registry import find_operator
 from .values import convert_to_jax
 
 _CODES = (*dtypes.INTEGERS, *dtypes.SMALL_FLOATS)

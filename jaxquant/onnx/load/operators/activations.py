@@ -13,7 +13,7 @@ from jax import lax
 
 from ...._kernels import barriers
 from .. import float_kernels
-from ..registry import register
+from ..graph import register
 from ..values import normalize_axis
 
 _Elementwise = Callable[..., Any]

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..registry import register
-from ..values import canonicalize_dtype, find_onnx_dtype
+from ...model_file import find_onnx_dtype
+from ..graph import register
+from ..values import canonicalize_dtype
 
 _HIGHEST = lax.Precision.HIGHEST
 _WITH_BIAS, _AFTER_SOFTMAX = 2, 3

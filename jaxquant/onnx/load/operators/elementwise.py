@@ -12,18 +12,10 @@ from jax import core, lax
 
 from ...._core import dtypes, small_floats
 from ...._kernels import barriers
+from ...model_file import find_onnx_dtype
 from .. import float_kernels
-from ..graph import ROUNDED_ONCE
-from ..registry import register
-from ..values import (
-    broadcast_shapes,
-    broadcast_to,
-    canonicalize_dtype,
-    convert_to_jax,
-    find_onnx_dtype,
-    namespace,
-    wrap_result,
-)
+from ..graph import ROUNDED_ONCE, register
+from ..values import broadcast_shapes, broadcast_to, canonicalize_dtype, convert_to_jax, namespace, wrap_result
 
 # Functions that numpy and jax.numpy have under one name.
 _UNARY = {

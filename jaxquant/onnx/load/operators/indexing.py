@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...errors import ModelError
-from ..registry import register
+from ...limits import ModelError
+from ..graph import register
 from ..values import (
     canonicalize_dtype,
     convert_to_jax,

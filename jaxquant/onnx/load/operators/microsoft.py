@@ -18,7 +18,7 @@ from ...._onnx_ops.matmul_nbits import matmul_nbits
 from ...._onnx_ops.matrix_products import dynamic_quantize_matmul, matmul_integer_to_float, qlinear_matmul
 from ...._onnx_ops.pooling import qlinear_average_pool, qlinear_global_average_pool, qlinear_reduce_mean
 from ...._onnx_ops.selection import qlinear_concat, qlinear_where
-from ..registry import OPERATORS, register
+from ..graph import OPERATORS, register
 from . import quantized
 from .activations import apply_activation
 from .neural import convolve, multiply_general

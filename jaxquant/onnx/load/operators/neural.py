@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..graph import WINDOW_SUM
-from ..registry import register
+from ..graph import WINDOW_SUM, register
 from ..values import canonicalize_dtype, list_ints
 from .windows import count_elements, find_windows, list_window_elements, reduce_windows
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..registry import register
+from ..graph import register
 from ..values import normalize_axis
 
 

@@ -16,9 +16,8 @@ from ...._onnx_ops.convolutions import conv_integer, qlinear_conv
 from ...._onnx_ops.matrix_products import matmul_integer, qlinear_matmul
 from ...._onnx_ops.quantization import dequantize_linear, dynamic_quantize_linear, quantize_linear
 from ...._training.fake_quantize_linear import fake_quantize_linear
-from ..graph import ROUNDED
-from ..registry import register
-from ..values import find_onnx_dtype
+from ...model_file import find_onnx_dtype
+from ..graph import ROUNDED, register
 
 _CONV_ATTRIBUTES = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 

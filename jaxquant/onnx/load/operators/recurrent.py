@@ -12,7 +12,7 @@ from jax import lax
 from ...._kernels.barriers import round_result
 from ...._onnx_ops.matrix_products import dynamic_quantize_matmul
 from .. import float_kernels
-from ..registry import register
+from ..graph import register
 from .activations import apply_activation
 from .quantized import read_scalar
 from .shapes import reverse_first

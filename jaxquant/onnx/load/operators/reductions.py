@@ -11,7 +11,7 @@ import numpy as np
 from jax.export import is_symbolic_dim
 
 from .. import float_kernels
-from ..registry import register
+from ..graph import register
 from ..values import is_static, list_ints, namespace, normalize_axis, wrap_result
 
 

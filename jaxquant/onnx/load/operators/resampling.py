@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from ...._kernels.barriers import round_result
-from ..registry import register
+from ..graph import register
 from ..values import list_ints, normalize_axis
 from .windows import check_kernel
 

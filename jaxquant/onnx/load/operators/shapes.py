@@ -8,13 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ...errors import ModelError
-from ..registry import register
+from ...limits import ModelError
+from ...model_file import find_onnx_dtype
+from ..graph import register
 from ..values import (
     broadcast_shapes,
     broadcast_to,
     canonicalize_dtype,
-    find_onnx_dtype,
     is_static,
     list_ints,
     make_lengths,

@@ -8,8 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..registry import register
-from ..values import canonicalize_dtype, find_onnx_dtype, list_ints, normalize_axis
+from ...model_file import find_onnx_dtype
+from ..graph import register
+from ..values import canonicalize_dtype, list_ints, normalize_axis
 from .windows import check_kernel
 
 # The coefficients of the cosines of each window function.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...errors import ModelError
+from ...limits import ModelError
 
 # Of a kernel, where each element becomes an operation.
 _MOST_ELEMENTS = 4096

@@ -1,4 +1,4 @@
-"""What a model may take: its bytes, its nodes, and the memory of its values."""
+"""What a model may take: its bytes, its nodes and the memory of its values; the error for one that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 from jax.export import is_symbolic_dim
+from onnx import ModelProto
 
-from ..._core import checks
-from ..errors import ModelError
+from .._core import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Limits:
             checks.require(value > 0, "onnx.Limits", field.name, "a positive int", value)
 
 
-def count_bytes(shape: Sequence[Any], dtype: Any) -> int:
+def count_array_bytes(shape: Sequence[Any], dtype: Any) -> int:
     """Return the bytes of an array of this shape, without overflow. A symbolic length counts as 1: nothing runs."""
     return math.prod(1 if is_symbolic_dim(n) else int(n) for n in shape) * np.dtype(dtype).itemsize
 
@@ -54,3 +54,39 @@ def check_memory(limits: Limits, total: int, what: str) -> None:
     """Raise ModelError if `what` takes more bytes than the limits allow."""
     if total > limits.memory_bytes:
         raise ModelError(f"{what} takes {total} bytes, more than Limits.memory_bytes = {limits.memory_bytes}")
+
+
+class ModelError(ValueError):
+    """The error for a model file that is damaged, unsafe, larger than its limits, or not supported.
+
+    Whatever is wrong with a file, `load` and `check` raise this error, with a text that says what it is.
+    """
+
+
+# The size of models: protobuf writes no message of 2 GB, so the arrays of larger models are kept outside of it.
+
+
+LARGEST_MESSAGE = 2**31 - 2**20
+# Smaller arrays stay in the model, as onnx's functions leave them there.
+LARGEST_INNER_ARRAY = 1024
+
+
+def count_initializer_bytes(model: ModelProto) -> int:
+    """Return the bytes of the arrays that a model holds."""
+    return sum(len(tensor.raw_data) for tensor in model.graph.initializer)
+
+
+def is_large(model: ModelProto) -> bool:
+    """Return whether protobuf cannot write a model, because of its arrays."""
+    # `ByteSize` fails for a model that is too large, so it tells the size of none that matters.
+    return count_initializer_bytes(model) >= LARGEST_MESSAGE
+
+
+def count_model_bytes(model: ModelProto) -> int:
+    """Return the bytes that a model takes in files."""
+    if not is_large(model):
+        return model.ByteSize()
+    rest = ModelProto()
+    rest.CopyFrom(model)
+    del rest.graph.initializer[:]
+    return count_initializer_bytes(model) + rest.ByteSize()

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import lax
 
-from ...._core import dtypes
-from .. import elementwise, values
-from ..graph import ModelGraph
-from ..registry import WriterCall, writes
-from ..values import Shape, UnsupportedError, Value
+from ..._core import dtypes
+from . import elementwise, values
+from .graph import ModelGraph, WriterCall, writes
+from .values import Shape, UnsupportedError, Value
 
 
 @writes("gather")
