@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from jax.export import is_symbolic_dim
+from jax.typing import DTypeLike
 from onnx import ModelProto
 
 from .._core import checks
@@ -45,7 +46,7 @@ class Limits:
             checks.require(value > 0, "onnx.Limits", field.name, "a positive int", value)
 
 
-def count_array_bytes(shape: Sequence[Any], dtype: Any) -> int:
+def count_array_bytes(shape: Sequence[Any], dtype: DTypeLike) -> int:
     """Return the bytes of an array of this shape, without overflow. A symbolic length counts as 1: nothing runs."""
     return math.prod(1 if is_symbolic_dim(n) else int(n) for n in shape) * np.dtype(dtype).itemsize
 

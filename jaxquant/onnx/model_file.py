@@ -8,8 +8,7 @@ import operator
 import os
 import pathlib
 import stat
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import onnx
@@ -65,7 +64,7 @@ def read_checked_model(source: Source, limits: Limits) -> onnx.ModelProto:
         _check_opsets(model)
         _check_node_count(model, limits)
         _run_checker(model)
-        load_external_data(model, find_folder(source), limits)
+        load_external_data(model, locate_folder(source), limits)
     except ModelError:
         raise
     except Exception as error:  # names that are no UTF-8, and other text that protobuf decodes late
@@ -73,12 +72,12 @@ def read_checked_model(source: Source, limits: Limits) -> onnx.ModelProto:
     return model
 
 
-def list_opsets(entries: Any) -> dict[str, int]:
+def list_opsets(entries: Iterable[onnx.OperatorSetIdProto]) -> dict[str, int]:
     """Return the version of each domain that a model or a function imports."""
     return {"" if entry.domain in _STANDARD else entry.domain: entry.version for entry in entries}
 
 
-def find_function_key(proto: Any) -> tuple[str, str, str]:
+def read_function_key(proto: onnx.NodeProto | onnx.FunctionProto) -> tuple[str, str, str]:
     """Return what identifies a function, from the function itself or from a node that calls it."""
     name = proto.op_type if isinstance(proto, onnx.NodeProto) else proto.name
     return ("" if proto.domain in _STANDARD else proto.domain, name, proto.overload)
@@ -93,16 +92,16 @@ def _check_opsets(model: onnx.ModelProto) -> None:
 
 def _check_node_count(model: onnx.ModelProto, limits: Limits) -> None:
     """Count all nodes, those of a function once for each call: 30 functions can make 2**30 nodes."""
-    functions = {find_function_key(function): function for function in model.functions}
+    functions = {read_function_key(function): function for function in model.functions}
     totals: dict[tuple[str, str, str], int] = {}
     active: set[tuple[str, str, str]] = set()
 
-    def count(nodes: Any, depth: int) -> int:
+    def count(nodes: Iterable[onnx.NodeProto], depth: int) -> int:
         total = 0
         if depth > _MOST_NESTED_CALLS:
             raise ModelError(f"expected functions to be nested at most {_MOST_NESTED_CALLS} deep")
         for node in _list_nodes(nodes):
-            key, total = find_function_key(node), total + 1
+            key, total = read_function_key(node), total + 1
             if key in functions:
                 if key in active:
                     raise ModelError(f"function {node.op_type!r} calls itself")
@@ -122,7 +121,7 @@ def _check_node_count(model: onnx.ModelProto, limits: Limits) -> None:
     count(model.graph.node, 0)
 
 
-def _list_nodes(nodes: Any) -> Iterator[onnx.NodeProto]:
+def _list_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
     """Yield nodes and those of their subgraphs."""
     # Not by recursion: the file decides how deep subgraphs are nested.
     pending = [nodes]
@@ -228,7 +227,7 @@ def load_external_data(model: onnx.ModelProto, folder: pathlib.Path | None, limi
         tensor.raw_data = data
 
 
-def find_folder(source: Source) -> pathlib.Path | None:
+def locate_folder(source: Source) -> pathlib.Path | None:
     """Return the folder of a model's file, or None for a model that is no file."""
     return pathlib.Path(source).resolve().parent if isinstance(source, str | os.PathLike) else None
 
@@ -255,7 +254,7 @@ def _read_tensor(tensor: onnx.TensorProto, folder: pathlib.Path, remaining: int)
     if os.path.realpath(target) != os.path.join(os.path.realpath(folder), *path.parts):
         raise ModelError(f"{name}: expected a file inside the model's folder, got {location!r}, which is a link")
     offset, length = (_read_number(name, key, entries.get(key)) for key in ("offset", "length"))
-    expected = count_stored_bytes(count_elements(tensor), find_tensor_dtype(tensor))
+    expected = count_stored_bytes(count_elements(tensor), read_tensor_dtype(tensor))
     # The model contradicts itself, and nothing tells which of the two numbers is wrong.
     if length is not None and length != expected:
         raise ModelError(f"{name}: expected length {expected}, that of its dims and data type, got {length}")
@@ -307,12 +306,12 @@ def _read_range(path: pathlib.Path, offset: int, length: int | None, most: int) 
 # TensorProto to numpy, after checking that the data has as many elements as the dims say.
 
 
-def find_tensor_dtype(tensor: onnx.TensorProto) -> np.dtype:
+def read_tensor_dtype(tensor: onnx.TensorProto) -> np.dtype:
     """Return the numpy dtype of a tensor; raise ModelError for an unknown one, and for strings."""
-    return find_onnx_dtype(tensor.data_type, f"tensor {tensor.name!r}")
+    return read_onnx_dtype(tensor.data_type, f"tensor {tensor.name!r}")
 
 
-def find_onnx_dtype(number: int, what: str) -> np.dtype:
+def read_onnx_dtype(number: int, what: str) -> np.dtype:
     """Return the numpy dtype of a data type's number in ONNX."""
     try:
         dtype = np.dtype(helper.tensor_dtype_to_np_dtype(number))
@@ -340,7 +339,7 @@ def count_stored_bytes(count: int, dtype: np.dtype) -> int:
 
 def read_tensor(tensor: onnx.TensorProto) -> np.ndarray:
     """Return the array of a tensor."""
-    dtype, count = find_tensor_dtype(tensor), count_elements(tensor)
+    dtype, count = read_tensor_dtype(tensor), count_elements(tensor)
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
         raise ModelError(f"tensor {tensor.name!r}: external data is supported in initializers and attributes only")
     # numpy would report only that a shape does not fit, without the name of the tensor.

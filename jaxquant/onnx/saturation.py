@@ -15,11 +15,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from onnx import ModelProto, TensorProto, helper, inliner, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, inliner, numpy_helper
 
 from .._arrays.saturation import LARGEST_SUM
 from .._core import checks
@@ -156,7 +156,7 @@ def find_saturating_products(model: ModelProto | str | os.PathLike[str]) -> tupl
 
 def list_saturating_products(model: ModelProto) -> tuple[SaturatingProduct, ...]:
     """Return what `find_saturating_products` returns, for a model that was checked or that `export` wrote."""
-    return tuple(use.product for scope in _walk(_inline(model)) for use in scope.find_products())
+    return tuple(use.product for scope in _walk(_inline(model)) for use in scope.list_products())
 
 
 def convert_weights_to_uint8(model: ModelProto | str | os.PathLike[str]) -> ModelProto:
@@ -200,7 +200,7 @@ def write_unsigned_weights(model: ModelProto) -> ModelProto:
     scopes = list(_walk(copy))
     mover = _Mover(copy.graph, {name: 0 for scope in scopes for name in scope.list_names()}, {})
     for scope in scopes:
-        for use in list(scope.find_products()):
+        for use in list(scope.list_products()):
             mover.move_weights(scope, use)
     for scope in reversed(scopes):  # the graphs inside first, which become copies with their nodes
         scope.write_inserted()
@@ -208,7 +208,7 @@ def write_unsigned_weights(model: ModelProto) -> ModelProto:
     return copy
 
 
-def read_model(function: str, model: Any) -> ModelProto:
+def read_model(function: str, model: ModelProto | str | os.PathLike[str]) -> ModelProto:
     """Return a model, read from a file if it is the name of one."""
     if isinstance(model, ModelProto):
         return model
@@ -233,7 +233,7 @@ class _Use(NamedTuple):
     """
 
     product: SaturatingProduct
-    node: Any
+    node: NodeProto
     weights: int
     point: int
 
@@ -251,19 +251,19 @@ class _Scope:
         inserted: the nodes that `write_inserted` puts before others, by the first results of these.
     """
 
-    graph: Any
+    graph: GraphProto
     parent: _Scope | None
     types: dict[str, int]
-    constants: dict[str, Any]
-    producers: dict[str, Any]
-    inserted: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+    constants: dict[str, TensorProto]
+    producers: dict[str, NodeProto]
+    inserted: dict[str, list[NodeProto]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def own(self) -> frozenset[str]:
         """The first result of each node of the graph."""
         return frozenset(node.output[0] for node in self.graph.node)
 
-    def insert_before(self, node: Any, steps: list[Any]) -> None:
+    def insert_before(self, node: NodeProto, steps: list[NodeProto]) -> None:
         """Let `write_inserted` insert nodes before a node of this graph, or of one around it."""
         scope: _Scope | None = self
         while scope is not None and node.output[0] not in scope.own:
@@ -290,11 +290,11 @@ class _Scope:
         for node in self.graph.node:
             yield from node.input
 
-    def find_products(self) -> Iterator[_Use]:
+    def list_products(self) -> Iterator[_Use]:
         """Yield the products whose sums can saturate."""
         for node in self.graph.node:
-            for operands in PRODUCTS.get((_find_domain(node), node.op_type), ()):
-                place = self._find_weights(node, operands)
+            for operands in PRODUCTS.get((_read_domain(node), node.op_type), ()):
+                place = self._match_weights(node, operands)
                 if place is None:
                     continue
                 holder, weights, point, moves = place
@@ -304,7 +304,7 @@ class _Scope:
                     product = SaturatingProduct(node.name or node.output[0], node.op_type, name, *pairs)
                     yield _Use(product, holder, weights, point)
 
-    def _count_pairs(self, node: Any, name: str, moves: list[Any]) -> tuple[int | None, int | None]:
+    def _count_pairs(self, node: NodeProto, name: str, moves: list[NodeProto]) -> tuple[int | None, int | None]:
         """Return what `count_pairs` does for weights that `moves` rearrange; None for weights that are computed."""
         moves = [*moves]
         while name not in self.constants:
@@ -325,7 +325,7 @@ class _Scope:
             (None, None) if node.op_type == "ConvInteger" else count_pairs(node.op_type, codes, _read_attributes(node))
         )
 
-    def _find_weights(self, node: Any, operands: Operands) -> tuple[Any, int, int, list[Any]] | None:
+    def _match_weights(self, node: NodeProto, operands: Operands) -> tuple[NodeProto, int, int, list[NodeProto]] | None:
         """Return where int8 weights beside uint8 activations are read, or None.
 
         The results are the node that reads the codes, the positions of codes and zero point, and the nodes that move
@@ -333,7 +333,7 @@ class _Scope:
         """
         weights = _get_input(node, operands.weights)
         if operands.weight_point is None:  # an operator on floats, which the runtime fuses
-            sides = [self._find_dequantize(name) for name in (_get_input(node, 0), weights)]
+            sides = [self._match_dequantize(name) for name in (_get_input(node, 0), weights)]
             if sides[0] is None or sides[1] is None:
                 return None
             (activations, moved), (holder, moves) = sides[0], sides[1]
@@ -343,9 +343,9 @@ class _Scope:
         is_pair = kind == _UINT8 and self.types.get(weights) == _INT8
         return (node, operands.weights, operands.weight_point, []) if is_pair else None
 
-    def _find_dequantize(self, name: str) -> tuple[Any, list[Any]] | None:
+    def _match_dequantize(self, name: str) -> tuple[NodeProto, list[NodeProto]] | None:
         """Return the DequantizeLinear that computes a tensor, and the nodes that move its elements after it."""
-        moves: list[Any] = []
+        moves: list[NodeProto] = []
         while (node := self.producers.get(name)) is not None:
             if node.op_type == "DequantizeLinear":
                 return node, moves
@@ -355,7 +355,7 @@ class _Scope:
             name = node.input[0]
         return None
 
-    def _is_unsigned(self, dequantize: Any, moves: list[Any]) -> bool:
+    def _is_unsigned(self, dequantize: NodeProto, moves: list[NodeProto]) -> bool:
         """Return whether activations may be uint8 in the runtime.
 
         It turns pairs of QuantizeLinear and DequantizeLinear with int8 into pairs with uint8, and inserts such pairs
@@ -377,7 +377,7 @@ class _Mover:
             may give one name to different constants; the scopes keep these objects alive.
     """
 
-    root: Any
+    root: GraphProto
     names: dict[str, int]
     moved: dict[int, tuple[str, str]]
 
@@ -392,7 +392,7 @@ class _Mover:
         point = node.input[use.point]
         node.input[use.point] = self._move(scope, node, point) if point else self._make_point(scope, node)
 
-    def _move(self, scope: _Scope, node: Any, name: str) -> str:
+    def _move(self, scope: _Scope, node: NodeProto, name: str) -> str:
         """Return the name of an int8 tensor as uint8, moved by 128."""
         if name in scope.constants:
             constant = scope.constants[name]
@@ -412,7 +412,7 @@ class _Mover:
         scope.insert_before(node, steps)
         return moved
 
-    def _make_point(self, scope: _Scope, node: Any) -> str:
+    def _make_point(self, scope: _Scope, node: NodeProto) -> str:
         """Return the name of a zero point of 128; that of a DequantizeLinear has the shape of its scale."""
         if node.op_type != "DequantizeLinear":
             return self._add_constant("zero_point_128", np.asarray(128, np.uint8))
@@ -452,7 +452,7 @@ class _Mover:
 
 def _walk(model: ModelProto) -> Iterator[_Scope]:
     """Yield the main graph and all graphs inside it, each before those inside."""
-    pending: list[tuple[Any, _Scope | None]] = [(model.graph, None)]
+    pending: list[tuple[GraphProto, _Scope | None]] = [(model.graph, None)]
     while pending:
         graph, parent = pending.pop(0)
         scope = _read_scope(graph, parent)
@@ -464,7 +464,7 @@ def _walk(model: ModelProto) -> Iterator[_Scope]:
         pending += [(inner, scope) for node in graph.node for inner in _list_graphs(node)]
 
 
-def _read_scope(graph: Any, parent: _Scope | None) -> _Scope:
+def _read_scope(graph: GraphProto, parent: _Scope | None) -> _Scope:
     if parent is None:
         scope = _Scope(graph, parent, {}, {}, {})
     else:
@@ -476,12 +476,12 @@ def _read_scope(graph: Any, parent: _Scope | None) -> _Scope:
         scope.producers.update(dict.fromkeys(node.output, node))
         if node.op_type == "Constant" and (value := _read_attributes(node).get("value")) is not None:
             scope.constants[node.output[0]] = value
-        for name, kind in zip(node.output, _find_types(node, scope.types), strict=False):
+        for name, kind in zip(node.output, _derive_types(node, scope.types), strict=False):
             scope.types.setdefault(name, kind)
     return scope
 
 
-def _read_types(infos: Any) -> dict[str, int]:
+def _read_types(infos: Iterable[ValueInfoProto]) -> dict[str, int]:
     kinds = {info.name: info.type.tensor_type.elem_type for info in infos}
     return {name: kind for name, kind in kinds.items() if kind}
 
@@ -497,7 +497,7 @@ _FLOAT_RESULTS = (
 )
 
 
-def _find_types(node: Any, types: Mapping[str, int]) -> list[int]:
+def _derive_types(node: NodeProto, types: Mapping[str, int]) -> list[int]:
     """Return the element types of the results of a node, as far as products of codes need them; 0 is unknown."""
     operator, attributes = node.op_type, _read_attributes(node)
     if operator == "DynamicQuantizeLinear":
@@ -520,20 +520,20 @@ def _find_types(node: Any, types: Mapping[str, int]) -> list[int]:
     return [kind] * len(node.output)
 
 
-def _list_graphs(node: Any) -> Iterator[Any]:
+def _list_graphs(node: NodeProto) -> Iterator[GraphProto]:
     for attribute in node.attribute:
         if attribute.HasField("g"):
             yield attribute.g
         yield from attribute.graphs
 
 
-def _read_attributes(node: Any) -> dict[str, Any]:
+def _read_attributes(node: NodeProto) -> dict[str, Any]:
     return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
 
 
-def _get_input(node: Any, position: int) -> str:
+def _get_input(node: NodeProto, position: int) -> str:
     return node.input[position] if len(node.input) > position else ""
 
 
-def _find_domain(node: Any) -> str:
+def _read_domain(node: NodeProto) -> str:
     return "" if node.domain == "ai.onnx" else node.domain

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import onnxruntime
-from onnx import ModelProto, TensorProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from .._core import checks, dtypes
 from .._program.jaxpr import Body
@@ -27,7 +27,7 @@ _ENTRIES = (exports.POINTS, exports.SCANS)
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class VerificationRow:
     """One tensor of a report.
 
     Attributes:
@@ -49,7 +49,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class VerificationReport:
     """The comparison of a model with a function; `str` prints a table.
 
     Attributes:
@@ -60,7 +60,7 @@ class Report:
         processor_saturates: whether ONNX Runtime's sums saturate on this processor.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[VerificationRow, ...]
     level: str
     tolerance: float
     saturating: tuple[SaturatingProduct, ...] = ()
@@ -131,7 +131,7 @@ def verify(
     params: Any = None,
     level: str = "all",
     tolerance: float = 1e-5,
-) -> Report:
+) -> VerificationReport:
     """Run a model in ONNX Runtime beside the function that it was exported from, and compare what they compute.
 
     The codes of each quantize point are compared one by one: the inputs of the integer contractions, and what they
@@ -152,7 +152,7 @@ def verify(
             above 1. The default is for float32; two libraries differ by 1e-3 in float16, and by 1e-2 in bfloat16.
 
     Returns:
-        A `Report`.
+        A `VerificationReport`.
 
     Raises:
         TypeError: model is neither an `onnx.ModelProto` nor the name of a file.
@@ -208,8 +208,8 @@ def verify(
             total[2:5] = [total[2] + count, total[3] + differing, max(total[4], largest)]
             if saturated is not None:
                 total[5] = (total[5] or 0) + _compare(np.asarray(saturated[name]), value, tolerance)[1]
-    rows = tuple(Row(*total) for total in totals.values())
-    return Report(rows, level, tolerance, saturating, processor_saturates)
+    rows = tuple(VerificationRow(*total) for total in totals.values())
+    return VerificationReport(rows, level, tolerance, saturating, processor_saturates)
 
 
 def _make_feeds(model: ModelProto, arguments: Sequence[Any]) -> dict[str, np.ndarray]:
@@ -227,7 +227,7 @@ def _make_feeds(model: ModelProto, arguments: Sequence[Any]) -> dict[str, np.nda
         )
         checks.require(fits, _NAME, "batches", f"{info.name} of shape {lengths}", f"shape {list(array.shape)}")
         # The dtype that JAX has for a number of Python or an array of numpy is that of the model.
-        array = array.astype(values.find_container(jax.dtypes.canonicalize_dtype(array.dtype)))
+        array = array.astype(values.choose_container(jax.dtypes.canonicalize_dtype(array.dtype)))
         feeds[info.name] = array.astype(np.float32) if array.dtype in (dtypes.BFLOAT16, *dtypes.FLOAT8) else array
     return feeds
 
@@ -250,7 +250,9 @@ def _read_entries(model: ModelProto) -> dict[str, Any]:
         raise ModelError(f"the metadata of the model is damaged: {error}") from error
 
 
-def _open_checked_session(model: ModelProto, stored: Any, level: str) -> Any:
+def _open_checked_session(
+    model: ModelProto, stored: Sequence[Any], level: str
+) -> tuple[onnxruntime.InferenceSession, list[str]]:
     """Return what `_open_session` returns; raise ModelError if the metadata names what the model does not have."""
     try:
         # The metadata is text of a file: it may name loops, bodies and tensors that the model does not have.
@@ -279,10 +281,10 @@ def _open_session(
 
 # ONNX Runtime's Python interface takes no bfloat16 or float8 of numpy, so a session has such inputs and outputs as
 # float32.
-_NARROW = (TensorProto.BFLOAT16, *(values.find_element_type(dtype) for dtype in dtypes.FLOAT8))
+_NARROW = (TensorProto.BFLOAT16, *(values.derive_element_type(dtype) for dtype in dtypes.FLOAT8))
 
 
-def _widen_inputs(graph: Any) -> None:
+def _widen_inputs(graph: GraphProto) -> None:
     for info in [info for info in graph.input if info.type.tensor_type.elem_type in _NARROW]:
         kind = info.type.tensor_type
         inner = f"{info.name}/narrow"
@@ -291,7 +293,7 @@ def _widen_inputs(graph: Any) -> None:
         kind.elem_type = TensorProto.FLOAT
 
 
-def _widen_outputs(graph: Any) -> None:
+def _widen_outputs(graph: GraphProto) -> None:
     for info in [info for info in graph.output if info.type.tensor_type.elem_type in _NARROW]:
         inner = f"{info.name}/narrow"
         exports.rename_tensors(graph.node, {info.name: inner})
@@ -299,12 +301,12 @@ def _widen_outputs(graph: Any) -> None:
         info.type.tensor_type.elem_type = TensorProto.FLOAT
 
 
-def _lift_point(graph: Any, point: Any, stacks: dict[str, str]) -> str:
+def _lift_point(graph: GraphProto, point: Any, stacks: dict[str, str]) -> str:
     """Return the tensor of a quantize point; of one in a loop, an output that the loop gets for it."""
     if isinstance(point, str):
         return point
     loop = next(node for node in graph.node if node.name == point[0])
-    body = exports.find_body(loop)
+    body = exports.read_body(loop)
     inner = _lift_point(body, point[1], stacks)
     # The body computes the codes of one step, and only an output of the loop stacks those of all steps.
     key = f"{point[0]}/{inner}"
@@ -317,7 +319,7 @@ def _lift_point(graph: Any, point: Any, stacks: dict[str, str]) -> str:
     return stacks[key]
 
 
-def _turn_last(loop: Any) -> None:
+def _turn_last(loop: NodeProto) -> None:
     """Give the last output of a Scan that reads its inputs backwards the same direction."""
     attributes = {attribute.name: attribute for attribute in loop.attribute}
     if "scan_input_directions" not in attributes:
@@ -338,7 +340,7 @@ def _compute(
     trace = traced.trace
 
     @jax.jit
-    def run_both(*arrays: Any) -> Any:
+    def run_both(*arrays: jax.Array) -> Any:
         tap = program.Tap(rolled)
         # Parameters are known here, as in the export: what depends on them alone is folded in both, and the points
         # match.

@@ -40,16 +40,16 @@ def test_training_lowers_a_loss_and_is_exported_again(
 
     target = rng.normal(size=expected.shape).astype(np.float32)
 
-    def find_loss(p: dict[str, jax.Array]) -> jax.Array:
+    def compute_loss(p: dict[str, jax.Array]) -> jax.Array:
         return jnp.mean((fn(p, x) - target) ** 2)
 
     # Scales are small numbers that must stay positive.
     rates = {name: 1e-4 if "scale" in name else 2e-3 for name in params}
-    step = jax.jit(lambda p: jax.tree.map(lambda v, g, rate: v - rate * g, p, jax.grad(find_loss)(p), rates))
+    step = jax.jit(lambda p: jax.tree.map(lambda v, g, rate: v - rate * g, p, jax.grad(compute_loss)(p), rates))
     trained = params
     for _ in range(20):
         trained = step(trained)
-    before, after = (float(find_loss(p)) for p in (params, trained))
+    before, after = (float(compute_loss(p)) for p in (params, trained))
     assert after < before
     integer, codes = fn.convert(trained)
     # What was trained is what is served.
@@ -106,13 +106,13 @@ def test_an_exported_model_is_trained_and_exported_again(rng: np.random.Generato
     assert "MatMulInteger" in {node.op for node in integer.graph.nodes}
 
     target = jnp.asarray(rng.normal(0, 1, served.shape), jnp.float32)
-    find_loss = jax.jit(lambda p: jnp.mean((fn(p, x) - target) ** 2))
+    compute_loss = jax.jit(lambda p: jnp.mean((fn(p, x) - target) ** 2))
     rates = {name: 1e-5 if name in fn.scales else 1e-2 for name in params}
-    step = jax.jit(lambda p: jax.tree.map(lambda v, g, rate: v - rate * g, p, jax.grad(find_loss)(p), rates))
+    step = jax.jit(lambda p: jax.tree.map(lambda v, g, rate: v - rate * g, p, jax.grad(compute_loss)(p), rates))
     trained = params
     for _ in range(20):
         trained = step(trained)
-    assert find_loss(trained) < find_loss(params)
+    assert compute_loss(trained) < compute_loss(params)
     # Each parameter has a gradient of its own, also one that was equal to another.
     assert all(bool(jnp.any(trained[name] != params[name])) for name in params)
     assert bool(jnp.any(trained["first"] != trained["second"]))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from ..._core import dtypes
 from . import elementwise, packed_weights, values
@@ -43,13 +44,13 @@ def write_dot_general(graph: ModelGraph, call: WriterCall) -> Value:
     sides = []
     for x, shape, summed, shared in zip(call.inputs, call.parameters["input_shapes"], contracted, batch, strict=True):
         free = [axis for axis in range(len(shape)) if axis not in (*summed, *shared)]
-        wide = elementwise.find_compute_dtype(output.dtype)
+        wide = elementwise.choose_compute_dtype(output.dtype)
         sides.append(Matrix(elementwise.cast_value(graph, x, wide), shape, shared, free, summed))
     name = packed_weights.multiply_packed(graph, *sides)
     if name is None:
         name = multiply(graph, sides[0], sides[1], lambda a, b: graph.add("MatMul", [a, b]))
-    dtype = values.find_container(output.dtype)
-    wide = elementwise.find_compute_dtype(dtype)
+    dtype = values.choose_container(output.dtype)
+    wide = elementwise.choose_compute_dtype(dtype)
     return Value(tuple(output.shape), dtype, name if wide == dtype else graph.cast(name, dtype))
 
 
@@ -91,10 +92,10 @@ def write_convolution(graph: ModelGraph, call: WriterCall) -> Value:
     numbers = p["dimension_numbers"]
     if p["batch_group_count"] != 1:
         raise UnsupportedError("batch_group_count")
-    dtype = values.find_container(output.dtype)
+    dtype = values.choose_container(output.dtype)
     if dtype not in dtypes.FLOATS:
         raise UnsupportedError("a convolution of integers other than jaxquant's")
-    wide = elementwise.find_compute_dtype(dtype)
+    wide = elementwise.choose_compute_dtype(dtype)
     names = [
         arrange_operand(graph, elementwise.cast_value(graph, x, wide), shape, spec)
         for x, shape, spec in zip(call.inputs, p["input_shapes"], (numbers.lhs_spec, numbers.rhs_spec), strict=True)
@@ -102,7 +103,7 @@ def write_convolution(graph: ModelGraph, call: WriterCall) -> Value:
     if any(step != 1 for step in p["lhs_dilation"]):
         shape = [p["input_shapes"][0][axis] for axis in numbers.lhs_spec]
         names[0] = spread_image(graph, names[0], shape, p["lhs_dilation"])
-    name = graph.add("Conv", names, **find_attributes(p, p["feature_group_count"]))
+    name = graph.add("Conv", names, **derive_attributes(p, p["feature_group_count"]))
     name = name if wide == dtype else graph.cast(name, dtype)
     name = graph.transpose(name, np.argsort(numbers.out_spec).tolist())
     return Value(tuple(output.shape), dtype, name)
@@ -135,7 +136,7 @@ def arrange_operand(graph: ModelGraph, x: Value, shape: Shape, spec: Sequence[in
     return graph.transpose(graph.store_full(x, shape), spec)
 
 
-def find_attributes(p: dict[str, Any], groups: int) -> dict[str, Any]:
+def derive_attributes(p: dict[str, Any], groups: int) -> dict[str, Any]:
     """Return the attributes of Conv."""
     pads = p["padding"]
     if any(pad < 0 for pair in pads for pad in pair):
@@ -180,7 +181,7 @@ def write_pooling(graph: ModelGraph, call: WriterCall) -> Value:
         "pads": [*(int(pads[axis][0]) for axis in axes), *(int(pads[axis][1]) for axis in axes)],
         "dilations": [int(p["window_dilation"][axis]) for axis in axes],
     }
-    is_mean = call.name == "reduce_window_sum" and values.find_container(x.dtype) in dtypes.FLOATS
+    is_mean = call.name == "reduce_window_sum" and values.choose_container(x.dtype) in dtypes.FLOATS
     if is_mean or call.name != "reduce_window_sum":
         name = _pool(graph, call.name, name, x.dtype, config)
     else:
@@ -189,13 +190,13 @@ def write_pooling(graph: ModelGraph, call: WriterCall) -> Value:
         positions = tuple(output.shape[axis] for axis in axes)
         name = graph.reshape(name, (*(shape[axis] for axis in others), *positions))
     return Value(
-        tuple(output.shape), values.find_container(output.dtype), graph.transpose(name, np.argsort(order).tolist())
+        tuple(output.shape), values.choose_container(output.dtype), graph.transpose(name, np.argsort(order).tolist())
     )
 
 
-def _pool(graph: ModelGraph, kind: str, name: str, dtype: Any, config: dict[str, Any]) -> str:
+def _pool(graph: ModelGraph, kind: str, name: str, dtype: DTypeLike, config: dict[str, Any]) -> str:
     """Return a pooling of [N, C, *spatial]."""
-    container = values.find_container(dtype)
+    container = values.choose_container(dtype)
     is_float = container == np.float32
     if kind == "reduce_window_sum":
         if any(step != 1 for step in config["dilations"]) and graph.opset < 19:
@@ -220,9 +221,9 @@ def _pool(graph: ModelGraph, kind: str, name: str, dtype: Any, config: dict[str,
     return name if is_direct else graph.cast(name, container)
 
 
-def _sum_windows(graph: ModelGraph, name: str, dtype: Any, config: dict[str, Any]) -> str:
+def _sum_windows(graph: ModelGraph, name: str, dtype: DTypeLike, config: dict[str, Any]) -> str:
     """Return sums over windows of [N, C, *spatial] by additions: a mean in floats would round large integers."""
-    container, wide = values.find_container(dtype), elementwise.find_compute_dtype(dtype)
+    container, wide = values.choose_container(dtype), elementwise.choose_compute_dtype(dtype)
     name = name if wide == container else graph.cast(name, wide)
     count, end = len(config["kernel_shape"]), np.iinfo(np.int64).max
     if any(config["pads"]):

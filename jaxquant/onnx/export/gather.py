@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from ..._core import dtypes
 from . import elementwise, values
@@ -31,7 +32,7 @@ def write_gather(graph: ModelGraph, call: WriterCall) -> Value:
     else:
         name = _gather_points(graph, x, index, x_shape, index_shape, numbers, sizes)
     output = call.outputs[0]
-    result = Value(tuple(output.shape), values.find_container(output.dtype), name)
+    result = Value(tuple(output.shape), values.choose_container(output.dtype), name)
     return result if is_inside is None else _fill_outside(graph, result, is_inside, numbers, p["fill_value"])
 
 
@@ -92,9 +93,9 @@ def _gather_axis(
 def _squeeze_last(graph: ModelGraph, index: str, axis: int) -> str:
     """Return indices without their last dimension, of 1, which JAX has added to the indices of one axis."""
     place = graph.ints(axis)
-    cast = graph.find_node(index)
+    cast = graph.look_up_node(index)
     if cast is not None and cast.op_type == "Cast":
-        inner = graph.find_node(cast.input[0])
+        inner = graph.look_up_node(cast.input[0])
         # Both nodes would stay in the model, and a pair of them would be added by each load and export.
         if inner is not None and inner.op_type == "Unsqueeze" and inner.input[1] == place:
             return graph.cast(inner.input[0], np.int64)
@@ -243,9 +244,9 @@ def _gather_along(graph: ModelGraph, x: str, index: str, call: WriterCall) -> st
     return graph.transpose(name, _place_window(window, np.argsort(order).tolist(), numbers.offset_dims))
 
 
-def _fill_outside(graph: ModelGraph, result: Value, is_inside: str, numbers: Any, fill: Any) -> Value:
+def _fill_outside(graph: ModelGraph, result: Value, is_inside: str, numbers: Any, fill: ArrayLike | None) -> Value:
     """Return entries, with a fill value where the index was outside."""
-    dtype = np.dtype(result.dtype)
+    dtype: np.dtype = np.dtype(result.dtype)
     if fill is None:
         if dtype.kind == "f" or dtype in (dtypes.BFLOAT16, *dtypes.SMALL_FLOATS):
             fill = np.nan
@@ -297,7 +298,7 @@ def write_scatter(graph: ModelGraph, call: WriterCall) -> Value:
     if is_inside is not None:
         name = graph.slice(name, [0], [length], [0], [1])
     name = graph.transpose(name, [int(axis) for axis in np.argsort([*axes, *others])])
-    return Value(tuple(x_shape), values.find_container(call.outputs[0].dtype), name)
+    return Value(tuple(x_shape), values.choose_container(call.outputs[0].dtype), name)
 
 
 def _add_spare_row(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from . import contractions, values
 from .contractions import Matrix
@@ -35,7 +35,7 @@ def write_contraction(graph: ModelGraph, call: WriterCall) -> Value:
     lhs = Matrix(_to_container(graph, p["lhs"]), lhs_shape, *left)
     rhs = Matrix(_to_container(graph, p["rhs"]), rhs_shape, *right)
     points = p["lhs_steps"], p["rhs_steps"]
-    columns = _find_column_points(points[1], rhs)
+    columns = _derive_column_points(points[1], rhs)
     if columns is None:
         # A MatMul of int32 wraps around as MatMulInteger does, but takes many times as long.
         sides = [_subtract(graph, side, point) for side, point in zip((lhs, rhs), points, strict=True)]
@@ -122,17 +122,17 @@ def _match_signs(
 
 
 def _to_container(graph: ModelGraph, codes: Value) -> Value:
-    return cast_value(graph, codes, values.find_container(codes.dtype))
+    return cast_value(graph, codes, values.choose_container(codes.dtype))
 
 
-def _read_point(graph: ModelGraph, steps: Value | None, dtype: Any) -> Value:
+def _read_point(graph: ModelGraph, steps: Value | None, dtype: DTypeLike) -> Value:
     """Return a zero point of one element in the dtype of its codes."""
     if steps is None:
         return values.make_known(np.zeros((), dtype))
     return cast_value(graph, steps, dtype)
 
 
-def _find_column_points(steps: Value | None, rhs: Matrix) -> Shape | None:
+def _derive_column_points(steps: Value | None, rhs: Matrix) -> Shape | None:
     """Return the shape in which MatMulInteger takes a zero point: (), or one entry for each column; or None."""
     if _is_zero(steps) or steps is None or _count(steps) == 1:
         return ()
@@ -151,7 +151,7 @@ def _store_point(graph: ModelGraph, point: Value, shape: Shape) -> str:
         return graph.add_constant(array.reshape(shape))
     assert point.name is not None
     if shape == () and point.shape != ():
-        scalar = graph.find_scalar(point.name)
+        scalar = graph.read_scalar_name(point.name)
         return graph.reshape(point.name, ()) if scalar == point.name else scalar
     return point.name if point.shape == shape else graph.reshape(point.name, shape)
 
@@ -172,7 +172,7 @@ def write_convolution(graph: ModelGraph, call: WriterCall) -> Value:
     p, geometry = call.parameters, call.parameters["geometry"]
     shapes = iter(p["input_shapes"])
     x_shape, w_shape = next(shapes), next(shapes)
-    attributes = contractions.find_attributes(
+    attributes = contractions.derive_attributes(
         {"window_strides": geometry.strides, "padding": geometry.padding, "rhs_dilation": geometry.rhs_dilation},
         geometry.groups,
     )  # fmt: skip
@@ -224,7 +224,7 @@ def _drop_ones(graph: ModelGraph, x: Value) -> Value:
     if x.is_known:
         return values.make_known(np.asarray(x.array).reshape(x.shape[count:]), x.hint)
     if count == len(x.shape) and x.name is not None:
-        return Value((), x.dtype, graph.find_scalar(x.name))
+        return Value((), x.dtype, graph.read_scalar_name(x.name))
     return x
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import onnx
 from jax import export as jax_export
-from onnx import ModelProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, helper
 
 from ..._core import checks
 from ..._program import jaxpr
@@ -112,7 +112,7 @@ def export(
     arguments = list(example_args)
     leaves, structure = jax.tree.flatten(arguments)
     specs = make_specs(leaves, batch)
-    names = _find_names(function, arguments, params, input_names)
+    names = _choose_names(function, arguments, params, input_names)
     graph = ModelGraph(opset, form, scan)
     if input_names is None:
         names = [graph.make_name(hint) for hint in names]
@@ -139,7 +139,7 @@ def _warn_of_saturation(products: Sequence[saturation.SaturatingProduct]) -> Non
         warnings.warn(text, saturation.SaturationWarning, stacklevel=3)
 
 
-def _check_options(form: str, opset: int, batch: Any, weights: Any) -> None:
+def _check_options(form: str, opset: int, batch: str | None, weights: str | None) -> None:
     checks.check_option(_NAME, "form", form, FORMS)
     if weights is not None:
         checks.check_option(_NAME, "weights", weights, WEIGHTS)
@@ -166,7 +166,9 @@ def make_specs(leaves: Sequence[Any], batch: str | None) -> list[jax.ShapeDtypeS
     return specs
 
 
-def _find_names(function: Any, arguments: Sequence[Any], params: Any, names: Sequence[str] | None) -> list[str]:
+def _choose_names(
+    function: Callable[..., Any], arguments: Sequence[Any], params: Any, names: Sequence[str] | None
+) -> list[str]:
     """Return a name for each input: the caller's, or the path of the leaf in the function's arguments."""
     # The order of the leaves is that of the specs, which come from the same flattening.
     paths = jax.tree_util.tree_flatten_with_path(list(arguments))[0]
@@ -181,7 +183,7 @@ def _find_names(function: Any, arguments: Sequence[Any], params: Any, names: Seq
     return found
 
 
-def _check_names(argument: str, names: Any, count: int) -> list[str]:
+def _check_names(argument: str, names: Sequence[str], count: int) -> list[str]:
     """Return the names that the caller gives inputs or outputs, as a list."""
     is_list = isinstance(names, Sequence) and not isinstance(names, str) and all(isinstance(n, str) for n in names)
     checks.require_type(is_list, _NAME, argument, "a sequence of strings", repr(names))
@@ -190,7 +192,7 @@ def _check_names(argument: str, names: Any, count: int) -> list[str]:
     return [str(name) for name in names]
 
 
-def _list_positional(function: Any) -> list[str]:
+def _list_positional(function: Callable[..., Any]) -> list[str]:
     """Return the names of a function's positional parameters; those of a loaded model are its inputs."""
     if isinstance(function, LoadedFunction):
         return ["params", *(x.name for x in function.inputs)]
@@ -207,7 +209,7 @@ def _write(
     """Write a traced function into the graph, and return the names and types of its results."""
     inputs = []
     for spec, name in zip(specs, names, strict=True):
-        inputs.append(Value(tuple(spec.shape), values.find_container(spec.dtype), name))
+        inputs.append(Value(tuple(spec.shape), values.choose_container(spec.dtype), name))
         for axis, n in enumerate(spec.shape):
             if not isinstance(n, int):
                 graph.dimensions.setdefault(str(n), (name, axis))
@@ -226,7 +228,7 @@ def _write(
     checks.require(not exporter.unsupported, _NAME, "function", expected, "; ".join(exporter.unsupported))
     # What comes after the program belongs to none of its scopes.
     graph.scope = ""
-    types = [(jaxpr.read_shape(v), values.find_container(jaxpr.read_dtype(v))) for v in trace.program.outvars]
+    types = [(jaxpr.read_shape(v), values.choose_container(jaxpr.read_dtype(v))) for v in trace.program.outvars]
     written = [graph.store_full(x, shape) for x, (shape, _) in zip(results, types, strict=True)]
     return list(zip(written, types, strict=True))
 
@@ -245,7 +247,7 @@ def _make_model(
 ) -> ModelProto:
     outputs = _rename_requested(graph, outputs)
     if output_names is None:
-        output_names = _find_output_names(graph, [tensor for tensor, _ in outputs])
+        output_names = _choose_output_names(graph, [tensor for tensor, _ in outputs])
     output_names = _check_names("output_names", output_names, len(outputs))
     # An output may be an input, an initializer, or twice the same tensor, so each of them has its own node.
     named = {tensor for (tensor, _), output in zip(outputs, output_names, strict=True) if tensor == output}
@@ -279,11 +281,11 @@ def _keep_point(nodes: Sequence[Any], point: Any) -> Any:
     if isinstance(point, str):
         return point if any(point in node.output for node in nodes) else ""
     loop = next((node for node in nodes if node.name == point[0]), None)
-    inner = "" if loop is None else _keep_point(find_body(loop).node, point[1])
+    inner = "" if loop is None else _keep_point(read_body(loop).node, point[1])
     return [point[0], inner] if inner else ""
 
 
-def find_body(loop: Any) -> Any:
+def read_body(loop: NodeProto) -> GraphProto:
     """Return the graph of a Scan."""
     return next(attribute.g for attribute in loop.attribute if attribute.name == "body")
 
@@ -316,7 +318,7 @@ def _rename_point(point: Any, names: dict[str, str]) -> Any:
     return names.get(point, point) if isinstance(point, str) else [point[0], _rename_point(point[1], names)]
 
 
-def _find_output_names(graph: ModelGraph, tensors: Sequence[str]) -> list[str]:
+def _choose_output_names(graph: ModelGraph, tensors: Sequence[str]) -> list[str]:
     """Return the names of the outputs: those that operators ask for, or numbers."""
     names = ["output"] if len(tensors) == 1 else [f"output_{i}" for i in range(len(tensors))]
     requested, taken = set(graph.requests.values()), _list_tensors(graph)

@@ -41,7 +41,7 @@ class MovedTensor(Elements):
     def reshape(self, shape: Shape) -> MovedTensor:
         """Write a Reshape."""
         name = self.graph.reshape(self.graph.store_full(self.value, self.shape), shape)
-        return MovedTensor(self.graph, Value(tuple(shape), values.find_container(self.value.dtype), name), shape)
+        return MovedTensor(self.graph, Value(tuple(shape), values.choose_container(self.value.dtype), name), shape)
 
     def squeeze(self, axes: Sequence[int], shape: Shape) -> MovedTensor:
         """Write a Squeeze."""
@@ -105,7 +105,7 @@ class MovedTensor(Elements):
             return MovedTensor(self.graph, x._replace(shape=stored), shape)
         firsts, ends = ([part[axis] for axis in axes] for part in (starts, limits))
         name = self.graph.slice(self.graph.store(x), firsts, ends, axes, [int(strides[axis]) for axis in axes])
-        return MovedTensor(self.graph, Value(stored, values.find_container(x.dtype), name), shape)
+        return MovedTensor(self.graph, Value(stored, values.choose_container(x.dtype), name), shape)
 
     def cut_dynamically(self, starts: Sequence[Value], shape: Shape) -> MovedTensor:
         """Write a Slice whose starts are computed, and moved to where the slice fits."""
@@ -114,7 +114,7 @@ class MovedTensor(Elements):
         name = graph.store_full(x, self.shape)
         if axes:
             begins, limits = [starts[axis] for axis in axes], [self.shape[a] - sizes[a] for a in axes]
-            known = find_known_starts(begins, limits)
+            known = read_known_starts(begins, limits)
             if known is not None:
                 ends = [n + sizes[axis] for n, axis in zip(known, axes, strict=True)]
                 name = graph.slice(name, known, ends, axes, [1] * len(axes))
@@ -122,7 +122,7 @@ class MovedTensor(Elements):
                 begin = join_starts(graph, begins, limits)
                 end = graph.add("Add", [begin, graph.add_shape(tuple(sizes[axis] for axis in axes))])
                 name = graph.add("Slice", [name, begin, end, graph.ints(*axes)])
-        return MovedTensor(graph, Value(tuple(shape), values.find_container(x.dtype), name), shape)
+        return MovedTensor(graph, Value(tuple(shape), values.choose_container(x.dtype), name), shape)
 
 
 def _is_one(n: Any) -> bool:
@@ -170,7 +170,7 @@ def write_pad(graph: ModelGraph, call: WriterCall) -> Value:
         starts = [max(-int(config[axis][0]), 0) for axis in cropped]
         limits = [int(config[axis][1]) if config[axis][1] < 0 else 2**31 for axis in cropped]
         name = graph.slice(name, starts, limits, cropped, [1] * len(cropped))
-    return Value(call.outputs[0].shape, values.find_container(x.dtype), name)
+    return Value(call.outputs[0].shape, values.choose_container(x.dtype), name)
 
 
 def _spread(graph: ModelGraph, name: str, shape: Shape, axis: int, interior: int, fill: Value) -> str:
@@ -184,7 +184,7 @@ def _spread(graph: ModelGraph, name: str, shape: Shape, axis: int, interior: int
     return graph.slice(name, [0], [length - interior], [axis], [1])
 
 
-def find_known_starts(starts: Sequence[Value], limits: Sequence[Any]) -> list[int] | None:
+def read_known_starts(starts: Sequence[Value], limits: Sequence[Any]) -> list[int] | None:
     """Return first indices between 0 and the limits, or None if one of them is computed by the model."""
     if not values.is_static(tuple(limits)) or not all(start.is_known for start in starts):
         return None
@@ -193,7 +193,7 @@ def find_known_starts(starts: Sequence[Value], limits: Sequence[Any]) -> list[in
 
 def join_starts(graph: ModelGraph, starts: Sequence[Value], limits: Sequence[Any]) -> str:
     """Return a vector of int64 of first indices between 0 and the limits."""
-    known = find_known_starts(starts, limits)
+    known = read_known_starts(starts, limits)
     if known is not None:
         return graph.ints(*known)
     parts = [graph.reshape(graph.cast(graph.store(start), np.int64), (1,)) for start in starts]
@@ -211,17 +211,17 @@ def write_dynamic_update_slice(graph: ModelGraph, call: WriterCall) -> Value:
     axes = [axis for axis, (n, size) in enumerate(zip(shape, sizes, strict=True)) if not equals(n, size)]
     names = graph.store_full(x, shape), graph.store_full(update, sizes)
     if not axes:
-        return Value(tuple(sizes), values.find_container(x.dtype), names[1])
+        return Value(tuple(sizes), values.choose_container(x.dtype), names[1])
     if not values.is_static(tuple(sizes[axis] for axis in axes)):
         raise UnsupportedError("an update of symbolic length")
     if len(axes) > 1:
         name = _update_block(graph, names, axes, shape, sizes, [starts[axis] for axis in axes])
-        return Value(tuple(shape), values.find_container(x.dtype), name)
+        return Value(tuple(shape), values.choose_container(x.dtype), name)
     axis = axes[0]
-    known = find_known_starts([starts[axis]], [shape[axis] - sizes[axis]])
+    known = read_known_starts([starts[axis]], [shape[axis] - sizes[axis]])
     if known is not None:
         name = _replace_part(graph, x, names, axis, (known[0], known[0] + int(sizes[axis]), int(shape[axis])))
-        return Value(tuple(shape), values.find_container(x.dtype), name)
+        return Value(tuple(shape), values.choose_container(x.dtype), name)
     begin = join_starts(graph, [starts[axis]], [shape[axis] - sizes[axis]])
     # ONNX's operators that replace elements want the index of each of them.
     offsets = graph.ints(*range(sizes[axis]))
@@ -229,7 +229,7 @@ def write_dynamic_update_slice(graph: ModelGraph, call: WriterCall) -> Value:
     index = graph.add("Expand", [line, graph.add_shape(tuple(sizes))])
     return Value(
         tuple(shape),
-        values.find_container(x.dtype),
+        values.choose_container(x.dtype),
         graph.add("ScatterElements", [names[0], index, names[1]], axis=axis),
     )
 
@@ -280,7 +280,7 @@ def write_concatenate(graph: ModelGraph, call: WriterCall) -> Value:
     names = []
     for x, shape in zip(call.inputs, call.parameters["input_shapes"], strict=True):
         names.append(graph.store_full(x, shape))
-    return Value(output.shape, values.find_container(output.dtype), graph.add("Concat", names, axis=axis))
+    return Value(output.shape, values.choose_container(output.dtype), graph.add("Concat", names, axis=axis))
 
 
 @writes("iota")
@@ -316,7 +316,7 @@ def write_stack(graph: ModelGraph, call: WriterCall) -> Value:
         graph.add("Unsqueeze", [graph.store_full(x, shape), place])
         for x, shape in zip(call.inputs, call.parameters["input_shapes"], strict=True)
     ]
-    return Value(tuple(output.shape), values.find_container(output.dtype), graph.add("Concat", names, axis=axis))
+    return Value(tuple(output.shape), values.choose_container(output.dtype), graph.add("Concat", names, axis=axis))
 
 
 @writes("dim_as_value")

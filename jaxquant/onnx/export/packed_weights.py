@@ -74,7 +74,7 @@ def multiply_packed(graph: ModelGraph, lhs: Any, rhs: Any) -> str | None:
     # MatMulNBits multiplies rows by one matrix of weights for the whole batch.
     if weights is None or lhs.batch or not lhs.free or tuple(weights.codes.shape) != tuple(rhs.shape):
         return None
-    block = _find_block(weights, rhs.contracted)
+    block = _derive_block(weights, rhs.contracted)
     if block is None or lhs.value.dtype != dtypes.FLOAT32:
         return None
     rows, depth = rhs.count(rhs.free), rhs.count(rhs.contracted)
@@ -91,7 +91,7 @@ def multiply_packed(graph: ModelGraph, lhs: Any, rhs: Any) -> str | None:
     return name if len(rhs.free) == 1 else graph.reshape(name, (*free, *(rhs.shape[axis] for axis in rhs.free)))
 
 
-def _find_block(weights: PackedWeights, contracted: Any) -> int | None:
+def _derive_block(weights: PackedWeights, contracted: Any) -> int | None:
     """Return the length of MatMulNBits's blocks, or None if no length fits the blocks of the scale."""
     parts = [part for part in (weights.scale, weights.zero_point) if part is not None]
     if all(part.shape[axis] == 1 for part in parts for axis in contracted):

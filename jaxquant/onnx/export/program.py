@@ -139,7 +139,7 @@ class ExportInterpreter(Interpreter):
         """Return the results of an equation: folded if its operands are known, opened if it has bodies, or written."""
         name = jaxpr.find_name(equation)
         if name == "platform_index":
-            return [self.make_known(np.int32(_find_default_platform(equation)))]
+            return [self.make_known(np.int32(_choose_default_platform(equation)))]
         if all(self.is_constant(x) for x in operands) and self._is_foldable(equation):
             return _fold(self, equation, operands)
         return super().evaluate_equation(equation, operands, visit)
@@ -197,7 +197,7 @@ def _read_specs(equation: Equation) -> list[Spec]:
     return [Spec(jaxpr.read_shape(v), jaxpr.read_dtype(v)) for v in equation.outvars]
 
 
-def _find_default_platform(equation: Any) -> int:
+def _choose_default_platform(equation: Any) -> int:
     """Return the index of the branch without a platform: it has none of the forms that only suit XLA on a CPU."""
     platforms = equation.params["platforms"]
     return next((i for i, names in enumerate(platforms) if names is None), len(platforms) - 1)
@@ -316,12 +316,12 @@ class Tap(ExportInterpreter):
             return jaxpr.evaluate(equation, [jnp.asarray(x) for x in operands])
         mark = equation.params["mark"]
         results = mark.run_arithmetic(*(jnp.asarray(x) for x in operands))
-        self.codes += [results[i] for i in find_points(mark)]
+        self.codes += [results[i] for i in list_points(mark)]
         return results
 
     def skip_points(self, mark: recording.Mark, results: Sequence[Any]) -> None:
         """Keep known codes, which a model traced with other shapes may compute."""
-        self.codes += [jnp.asarray(results[i]) for i in find_points(mark)]
+        self.codes += [jnp.asarray(results[i]) for i in list_points(mark)]
 
     def roll_scan(self, equation: Equation, operands: Sequence[Any], specs: Sequence[Spec]) -> list[Any] | None:
         """Return the results of `jax.lax.scan` for a loop of the model."""
@@ -367,7 +367,7 @@ class Tap(ExportInterpreter):
         return result
 
 
-def find_points(mark: recording.Mark) -> list[int]:
+def list_points(mark: recording.Mark) -> list[int]:
     """Return the places of the codes among the results of a mark: what a verification compares."""
     # Two of these return the codes of another mark; a dynamic zero point shows in the codes that it shifts.
     if mark.name in ("keep", "dynamic_range", "name_output"):

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from . import conversions, elementwise, values
 from .graph import ModelGraph, WriterCall, writes, writes_mark
@@ -29,7 +30,7 @@ def write_reduction(graph: ModelGraph, call: WriterCall) -> Value:
     shape = call.parameters["input_shapes"][0]
     operator = _REDUCTIONS.get(call.name) or {"reduce_and": "ReduceMin", "reduce_or": "ReduceMax"}[call.name]
     # ReduceMin and ReduceMax take bools from opset 20 on only.
-    wide = elementwise.find_compute_dtype(x.dtype)
+    wide = elementwise.choose_compute_dtype(x.dtype)
     if any(values.is_static((shape[axis],)) and shape[axis] == 0 for axis in axes):
         return _make_empty_result(call.name, output)
     # A reduced dimension must have all of its elements; the others may stay short.
@@ -38,20 +39,20 @@ def write_reduction(graph: ModelGraph, call: WriterCall) -> Value:
     kept = tuple(n for axis, n in enumerate(stored) if axis not in axes)
     if operator in ("ReduceMax", "ReduceMin"):
         name = graph.reduce(operator, elementwise.widen_ordered(graph, name, x.dtype), axes)
-        return Value(kept, values.find_container(x.dtype), elementwise.narrow_ordered(graph, name, x.dtype))
+        return Value(kept, values.choose_container(x.dtype), elementwise.narrow_ordered(graph, name, x.dtype))
     counts = [shape[axis] for axis in axes]
     if operator == "ReduceSum" and wide == np.int32 and not conversions.fits_sum(graph, x, counts):
         # ONNX Runtime's sum of int32 saturates, and JAX's keeps the low bits, as a cast does.
         wide = np.dtype(np.int64)
-    name = name if wide == values.find_container(x.dtype) else graph.cast(name, wide)
+    name = name if wide == values.choose_container(x.dtype) else graph.cast(name, wide)
     name = graph.reduce(operator, name, axes)
-    target = values.find_container(output.dtype)
+    target = values.choose_container(output.dtype)
     return Value(kept, target, name if wide == target else graph.cast(name, target))
 
 
 def _make_empty_result(name: str, output: Spec) -> Value:
     """Return the result of a reduction of no elements, of which ONNX Runtime's are those of a wider dtype."""
-    dtype = values.find_container(output.dtype)
+    dtype = values.choose_container(output.dtype)
     numbers: dict[str, Any] = {"reduce_sum": 0, "reduce_or": 0, "reduce_and": 1, "reduce_prod": 1}
     if name in ("reduce_max", "reduce_min"):
         info = jnp.iinfo(output.dtype) if dtype.kind in "iu" else None
@@ -74,7 +75,7 @@ def write_cumulative_sum(graph: ModelGraph, call: WriterCall) -> Value:
     """Write running sums."""
     (x,), p = call.inputs, call.parameters
     # CumSum has no integers of 8 and 16 bits. Sums in a wider dtype have the same low bits.
-    container, wide = values.find_container(x.dtype), elementwise.find_compute_dtype(x.dtype)
+    container, wide = values.choose_container(x.dtype), elementwise.choose_compute_dtype(x.dtype)
     name = graph.store_full(x, p["input_shapes"][0])
     name = name if wide == container else graph.cast(name, wide)
     name = graph.add("CumSum", [name, graph.add_constant(np.int64(p["axis"]))], reverse=int(p["reverse"]))
@@ -95,7 +96,7 @@ def write_top_k(graph: ModelGraph, call: WriterCall) -> list[Value]:
     return [Value(spec.shape, x.dtype, ordered), Value(spec.shape, np.dtype(np.int32), graph.cast(index, np.int32))]
 
 
-def _order(graph: ModelGraph, name: str, dtype: Any, count: Any, axis: int, largest: int) -> list[str]:
+def _order(graph: ModelGraph, name: str, dtype: DTypeLike, count: Any, axis: int, largest: int) -> list[str]:
     """Return the largest or the smallest elements in their order, and their indices."""
     name = elementwise.widen_ordered(graph, name, dtype)
     ordered, index = graph.add("TopK", [name, graph.add_shape((count,))], 2, axis=axis, largest=largest)

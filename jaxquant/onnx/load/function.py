@@ -20,9 +20,9 @@ from ..limits import Limits, ModelError
 from ..model_file import Source, read_checked_model
 from ..saturation import PRODUCTS, count_pairs
 from .fuse import Deviation, fuse_graph, warn_of_deviations
-from .graph import Graph, Node, convert_model, find_operator, read_declaration
-from .interpret import Run, find_static_names
-from .parameters import Parameters, can_train, find_scalars, split_constants, spread_parameters
+from .graph import Graph, Node, convert_model, look_up_operator, read_declaration
+from .interpret import Run, list_static_names
+from .parameters import Parameters, can_train, list_scalars, split_constants, spread_parameters
 from .trainable import Unfolded, make_trainable, quantize_constants, unfold_products
 from .values import UnknownValueError, canonicalize_dtype, convert_to_jax
 
@@ -340,7 +340,7 @@ def _build_function(
     _check_parameters(graph, parameters)
     # A function that trains must not move a 0.5 of its formulas.
     formulas = _read_formula_constants(proto)
-    literals = graph.literals | (find_scalars(graph) if formulas is None else formulas)
+    literals = graph.literals | (list_scalars(graph) if formulas is None else formulas)
     graph = dataclasses.replace(graph, literals=literals - parameters, requested=parameters)
     is_exported = any((entry.key, entry.value) == (FLOATS, "jax") for entry in proto.metadata_props)
     if trainable:
@@ -363,7 +363,7 @@ def _make_function(
     # Fusing makes constants of its own: zero points that the model leaves out, and those of uint8.
     made = {name: array for name, array in graph.constants.items() if name not in names}
     parameters = parameters._replace(constants={**parameters.constants, **made})
-    static = frozenset(find_static_names(graph) & set(graph.inputs))
+    static = frozenset(list_static_names(graph) & set(graph.inputs))
     # The constants of the graph would stay in memory beside those of the caller's `params`.
     bare = dataclasses.replace(graph, constants={})
     fn = LoadedFunction(
@@ -431,7 +431,7 @@ def _check_operators(graph: Graph) -> None:
         for node in pending.pop().nodes:
             subgraphs = [value for value in node.attributes.values() if isinstance(value, Graph)]
             pending += [*subgraphs, *([node.body] if node.body is not None else [])]
-            if node.body is None and find_operator(node) is None:
+            if node.body is None and look_up_operator(node) is None:
                 unknown.add(f"{node.domain}.{node.op}" if node.domain else node.op)
     if unknown:
         raise ModelError(f"operators that are not supported: {', '.join(sorted(unknown))}")
@@ -448,7 +448,7 @@ def _trace_declared(fn: LoadedFunction, params: Any) -> set[str] | None:
     Return the nodes that have windows beyond the padding, or None if the model leaves lengths open.
     """
     shapes = {x.name: x.shape for x in fn.inputs}
-    required = find_static_names(fn.graph, with_kept=False) & set(shapes)
+    required = list_static_names(fn.graph, with_kept=False) & set(shapes)
     if required or any(s is None or not all(isinstance(n, int) for n in s) for s in shapes.values()):
         return None
     inputs: dict[str, Any] = {}
@@ -501,7 +501,7 @@ def describe_function(fn: LoadedFunction, params: Any) -> str:
     rows = [("node", "operator", "kind", "bytes")]
     totals: dict[str, list[int]] = {}
     for label, node in _list_nodes(fn.graph, ""):
-        kind = "integer" if _is_arrangement(node, results) else _find_kind(node, codes)
+        kind = "integer" if _is_arrangement(node, results) else _classify_node(node, codes)
         if kind == "integer" or node.op in ("QuantizeLinear", "DynamicQuantizeLinear"):
             results.update(node.outputs if _is_arrangement(node, results) else _list_codes(node))
         # Removed, so that a constant counts for the first node that reads it only.
@@ -578,7 +578,7 @@ def _list_codes(node: Node) -> tuple[str, ...]:
     return tuple(node.outputs[:1]) if node.op.startswith("QLinear") or node.op.endswith("QuantizeLinear") else ()
 
 
-def _find_kind(node: Node, codes: set[str]) -> str:
+def _classify_node(node: Node, codes: set[str]) -> str:
     if node.op in ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QuantizeBias", "MatMulNBits"):
         return "quantized"
     if node.op in _QUANTIZED or node.op.startswith("QLinear"):

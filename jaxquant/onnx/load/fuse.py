@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from .graph import ROUNDED, WINDOW_SUM, Graph, Node, find_small_powers, select_live
+from .graph import ROUNDED, WINDOW_SUM, Graph, Node, list_small_powers, select_live
 
 _PAIR = "DequantizeLinear"
 # Operators that ONNX Runtime moves quantization past; each moves or selects elements of its first input.
@@ -82,7 +82,7 @@ class _Fuser:
         self.nodes = list(graph.nodes)
         self.constants = dict(graph.constants)
         self.literals = set(graph.literals)
-        self.powers = find_small_powers(graph)
+        self.powers = list_small_powers(graph)
 
     def apply_rules(self) -> Graph:
         """Apply all rules, in ONNX Runtime's order."""
@@ -152,7 +152,7 @@ class _Fuser:
 
     def allows_scale(self, op: str, node: Node) -> bool:
         """Return whether an operator may run on the codes of a DequantizeLinear, or before a QuantizeLinear."""
-        dtype = self.find_codes_dtype(node)
+        dtype = self.derive_codes_dtype(node)
         return dtype is not None and allows_scale(op, self.constants[node.inputs[1]], dtype)
 
     def _index(self) -> None:
@@ -163,15 +163,15 @@ class _Fuser:
             for name in node.list_reads():
                 self.readers[name].append(node)
 
-    def find_source(self, name: str) -> Node | None:
+    def match_dequantize(self, name: str) -> Node | None:
         """Return the DequantizeLinear that makes a value, if its scale is constant."""
         node = self.producers.get(name)
-        if node is None or node.op != "DequantizeLinear" or self.find_codes_dtype(node) is None:
+        if node is None or node.op != "DequantizeLinear" or self.derive_codes_dtype(node) is None:
             return None
         # ONNX Runtime's rules want a constant scale and zero point.
         return node if all(part in self.constants for part in node.inputs[1:] if part) else None
 
-    def find_sink(self, node: Node) -> Node | None:
+    def match_quantize(self, node: Node) -> Node | None:
         """Return the QuantizeLinear that is the only reader of a node, if its scale is constant."""
         readers = self.readers[node.outputs[0]]
         if len(readers) != 1 or readers[0].op != "QuantizeLinear" or node.outputs[0] in self.graph.outputs:
@@ -181,7 +181,7 @@ class _Fuser:
             return None
         return sink if all(part in self.constants for part in sink.inputs[1:] if part) else None
 
-    def find_codes_dtype(self, node: Node) -> np.dtype | None:
+    def derive_codes_dtype(self, node: Node) -> np.dtype | None:
         """Return the dtype of the codes of a DequantizeLinear or QuantizeLinear, or None if it is unknown."""
         point = "".join(node.inputs[2:3])
         if point:
@@ -192,7 +192,7 @@ class _Fuser:
         if codes in self.constants:
             return self.constants[codes].dtype
         source = self.producers.get(codes)
-        return self.find_codes_dtype(source) if source is not None and source.op == "QuantizeLinear" else None
+        return self.derive_codes_dtype(source) if source is not None and source.op == "QuantizeLinear" else None
 
     def is_per_tensor(self, node: Node) -> bool:
         """Return whether a QuantizeLinear or DequantizeLinear has a single scale."""
@@ -203,7 +203,7 @@ class _Fuser:
         scale, point = [*node.inputs[1:3], ""][:2]
         if point:
             return scale, point
-        dtype = self.find_codes_dtype(node)
+        dtype = self.derive_codes_dtype(node)
         name = f"{scale}/zero point of {dtype}"
         self.constants[name] = np.zeros(self.constants[scale].shape, dtype)
         self.literals.add(name)
@@ -232,10 +232,10 @@ class _Fuser:
         for node in self.nodes:
             if node.op not in ("Relu", "Clip"):
                 continue
-            sink = self.find_sink(node)
-            if sink is None or not self.is_per_tensor(sink) or self.find_codes_dtype(sink) not in EIGHT_BITS:
+            sink = self.match_quantize(node)
+            if sink is None or not self.is_per_tensor(sink) or self.derive_codes_dtype(sink) not in EIGHT_BITS:
                 continue
-            bounds = self._find_bounds(node)
+            bounds = self._read_bounds(node)
             scale, point = (np.asarray(self.constants[name]).reshape(()) for name in self.read_affine(sink))
             if bounds is None:
                 continue
@@ -247,7 +247,7 @@ class _Fuser:
                 self.allows_deviation(node, model, "drops it", can_follow=False)
         self._rename_inputs(renamed)
 
-    def _find_bounds(self, node: Node) -> tuple[float, float] | None:
+    def _read_bounds(self, node: Node) -> tuple[float, float] | None:
         """Return the bounds of Relu or Clip, if they are constant."""
         if node.op == "Relu":
             return 0.0, np.inf
@@ -282,7 +282,7 @@ class _Fuser:
         for sink in self.nodes:
             if sink.op != "QuantizeLinear" or not self._can_spread(sink):
                 continue
-            node = self._find_mover(sink.inputs[0])
+            node = self._match_mover(sink.inputs[0])
             while node is not None:
                 (x, *_), y = node.inputs, node.outputs[0]
                 maker = self.producers.get(x)
@@ -290,7 +290,7 @@ class _Fuser:
                 if maker is not None and (maker.op == "DequantizeLinear" or not self._has_one_use(x)):
                     break
                 pairs[y] = self._make_pair(sink, x, f"{y}/before")
-                node = None if maker is None else self._find_mover(x)
+                node = None if maker is None else self._match_mover(x)
         nodes: list[Node] = []
         for node in self.nodes:
             pair = pairs.get(node.outputs[0], [])
@@ -339,7 +339,7 @@ class _Fuser:
     def _has_one_use(self, name: str) -> bool:
         return len(self.readers[name]) == 1 and name not in self.graph.outputs
 
-    def _find_mover(self, name: str) -> Node | None:
+    def _match_mover(self, name: str) -> Node | None:
         """Return the operator that moves elements into a value with one use."""
         node = self.producers.get(name)
         return node if node is not None and _moves(node) and self._has_one_use(name) else None
@@ -358,7 +358,7 @@ class _Fuser:
             for op, source, target in nodes
         ]
 
-    def _find_pair(self, node: Node | None) -> Node | None:
+    def _match_pair(self, node: Node | None) -> Node | None:
         """Return the DequantizeLinear that alone reads a QuantizeLinear of 8 bits and has its scale and zero point."""
         if node is None or node.op != "QuantizeLinear" or node.outputs[0] in self.graph.outputs:
             return None
@@ -367,7 +367,7 @@ class _Fuser:
             return None
         for end in (node, readers[0]):
             has_parts = len(end.inputs) == 3 and all(part in self.constants for part in end.inputs[1:])
-            if not has_parts or self.find_codes_dtype(end) not in EIGHT_BITS:
+            if not has_parts or self.derive_codes_dtype(end) not in EIGHT_BITS:
                 return None
         return readers[0] if self.have_same_affine(node, readers[0]) else None
 
@@ -380,12 +380,12 @@ class _Fuser:
         replaced: dict[Node, Node] = {}
         dropped: set[Node] = set()
         for head in self.nodes:
-            end = None if head in dropped or head in replaced else self._find_pair(head)
-            sink = None if end is None or end.outputs[0] in self.graph.outputs else self.find_sink(end)
-            last = self._find_pair(sink)
+            end = None if head in dropped or head in replaced else self._match_pair(head)
+            sink = None if end is None or end.outputs[0] in self.graph.outputs else self.match_quantize(end)
+            last = self._match_pair(sink)
             if end is None or sink is None or last is None:
                 continue
-            if self.find_codes_dtype(sink) != self.find_codes_dtype(head):
+            if self.derive_codes_dtype(sink) != self.derive_codes_dtype(head):
                 continue
             affine = self._share_range(head, sink)
             replaced[head] = dataclasses.replace(head, inputs=(head.inputs[0], *affine))
@@ -397,7 +397,7 @@ class _Fuser:
         """Return the names of the scale and zero point of the values that both of two pairs can hold."""
         if self.have_same_affine(left, right):
             return left.inputs[1], left.inputs[2]
-        info = np.iinfo(self.find_codes_dtype(left))  # type: ignore[arg-type]
+        info = np.iinfo(self.derive_codes_dtype(left))  # type: ignore[arg-type]
         bounds = []
         for node in (left, right):
             scale, point = (self.constants[name].reshape(()) for name in node.inputs[1:3])
@@ -486,14 +486,14 @@ class _Fuser:
         for node in self.nodes:
             layer, last = node, node
             if node.op == "MatMul" and not node.domain:
-                added = find_added_bias(self, node)
+                added = match_added_bias(self, node)
                 if added is None:
                     continue
                 layer, last = added
             if layer.domain or layer.op not in ("Conv", "ConvTranspose", "Gemm") or not self._leads_to_codes(last):
                 continue
             x = self.producers.get(layer.inputs[0])
-            source = None if x is None else self.find_source(x.outputs[0])
+            source = None if x is None else self.match_dequantize(x.outputs[0])
             if source is None or not self.is_per_tensor(source):
                 continue
             nodes: list[Node] = []
@@ -592,7 +592,7 @@ class _Fuser:
             if node.op != "QuantizeLinear" or node.outputs[0] in self.graph.outputs:
                 continue
             readers = self.readers[node.outputs[0]]
-            if len(readers) != 1 or readers[0].op != "DequantizeLinear" or self.find_codes_dtype(node) != np.int8:
+            if len(readers) != 1 or readers[0].op != "DequantizeLinear" or self.derive_codes_dtype(node) != np.int8:
                 continue
             target = readers[0].outputs[0]
             uses = len(self.readers[target]) + (target in self.graph.outputs)
@@ -615,10 +615,10 @@ class _Fuser:
         for node in self.nodes:
             if node.op not in _SANDWICHED or node.domain or any(node.outputs[1:]):
                 continue
-            source, sink = self.find_source(node.inputs[0]), self.find_sink(node)
+            source, sink = self.match_dequantize(node.inputs[0]), self.match_quantize(node)
             if source is None or sink is None or not self.have_same_affine(source, sink):
                 continue
-            if _allows_codes(node, self.find_codes_dtype(source)) and self.allows_scale(node.op, source):
+            if _allows_codes(node, self.derive_codes_dtype(source)) and self.allows_scale(node.op, source):
                 # A chain of such operators becomes a chain on codes.
                 codes = source.inputs[0]
                 replaced[sink.outputs[0]] = dataclasses.replace(
@@ -637,7 +637,7 @@ class _Fuser:
                 continue
             if values is not None and node.inputs[0] not in values:
                 continue
-            source = self.find_source(node.inputs[0])
+            source = self.match_dequantize(node.inputs[0])
             constant = all(part in self.constants for part in node.inputs[1:] if part)
             is_same = source is not None and constant and self.have_same_affine(source, node)
             if source is not None and is_same and self.allows_scale(_PAIR, source):
@@ -722,7 +722,7 @@ def _moves(node: Node) -> bool:
     return node.op in _MOVING and not node.domain and not any(node.outputs[1:])
 
 
-def _allows_codes(node: Node, dtype: Any) -> bool:
+def _allows_codes(node: Node, dtype: np.dtype | None) -> bool:
     """Return whether an operator runs on codes of this dtype."""
     # MaxPool has kernels for codes of 8 bits only, and int32 is no dtype of codes.
     return dtype in EIGHT_BITS or (node.op != "MaxPool" and dtype is not None and dtype != jnp.int32)
@@ -835,18 +835,18 @@ def select_operator(fuser: _Fuser, node: Node) -> Match | None:
     return None
 
 
-def _find_sources(fuser: _Fuser, names: Any) -> list[Node] | None:
+def _match_sources(fuser: _Fuser, names: Any) -> list[Node] | None:
     """Return the DequantizeLinear of each input, or None if one has none or not 8 bits."""
-    sources = [fuser.find_source(name) for name in names]
-    if any(source is None or fuser.find_codes_dtype(source) not in EIGHT_BITS for source in sources):
+    sources = [fuser.match_dequantize(name) for name in names]
+    if any(source is None or fuser.derive_codes_dtype(source) not in EIGHT_BITS for source in sources):
         return None
     return sources  # type: ignore[return-value]
 
 
-def _find_result(fuser: _Fuser, node: Node, dtype: Any) -> Node | None:
+def _match_result(fuser: _Fuser, node: Node, dtype: np.dtype | None) -> Node | None:
     """Return the QuantizeLinear to codes of this dtype that reads a node."""
-    sink = fuser.find_sink(node)
-    if sink is None or not fuser.is_per_tensor(sink) or fuser.find_codes_dtype(sink) != dtype:
+    sink = fuser.match_quantize(node)
+    if sink is None or not fuser.is_per_tensor(sink) or fuser.derive_codes_dtype(sink) != dtype:
         return None
     return sink
 
@@ -868,11 +868,11 @@ def _make_node(
 def _select_elementwise(fuser: _Fuser, node: Node) -> Match | None:
     """AveragePool, LeakyRelu, Sigmoid, Softmax, Add, Mul, Concat, Where: all codes have one dtype."""
     data = node.inputs[1:] if node.op == "Where" else node.inputs
-    sources = _find_sources(fuser, data)
+    sources = _match_sources(fuser, data)
     if sources is None or not all(fuser.is_per_tensor(source) for source in sources):
         return None
-    dtypes = {fuser.find_codes_dtype(source) for source in sources}
-    sink = _find_result(fuser, node, fuser.find_codes_dtype(sources[0]))
+    dtypes = {fuser.derive_codes_dtype(source) for source in sources}
+    sink = _match_result(fuser, node, fuser.derive_codes_dtype(sources[0]))
     # ONNX Runtime's kernels take operands of one dtype.
     if len(dtypes) > 1 or sink is None or any(node.outputs[1:]):
         return None
@@ -928,11 +928,11 @@ def _keeps_factor(fuser: _Fuser, node: Node, sink: Node) -> bool:
 
 def _select_conv(fuser: _Fuser, node: Node) -> Match | None:
     """Conv of uint8, with a bias of int32, of constant floats, or none."""
-    sources = _find_sources(fuser, node.inputs[:2])
+    sources = _match_sources(fuser, node.inputs[:2])
     if sources is None or not fuser.is_per_tensor(sources[0]):
         return None
-    dtype = fuser.find_codes_dtype(sources[0])
-    sink = _find_result(fuser, node, dtype)
+    dtype = fuser.derive_codes_dtype(sources[0])
+    sink = _match_result(fuser, node, dtype)
     # On x86-64, ONNX Runtime has no integer convolution of int8 activations.
     if sink is None or dtype == _INT8 or not _has_output_scales(fuser, node, sources[1], 0):
         return None
@@ -969,7 +969,7 @@ def _select_bias(fuser: _Fuser, node: Node, operands: list[str]) -> tuple[list[s
     return [codes], [quantized]
 
 
-def _find_products(fuser: _Fuser, operands: list[str]) -> np.ndarray:
+def _compute_steps(fuser: _Fuser, operands: list[str]) -> np.ndarray:
     """Return the products of the scales of x and w, which are the steps of the sums."""
     x_scale, w_scale = (fuser.constants[name].astype(np.float64).reshape(-1) for name in (operands[1], operands[4]))
     return x_scale * w_scale
@@ -977,7 +977,7 @@ def _find_products(fuser: _Fuser, operands: list[str]) -> np.ndarray:
 
 def _fits_accumulator(fuser: _Fuser, source: Node, operands: list[str], close: tuple[float, float]) -> bool:
     """Return whether a bias has no zero point, and its scale is about the product of the scales of x and w."""
-    scale, products = fuser.constants.get(source.inputs[1]), _find_products(fuser, operands)
+    scale, products = fuser.constants.get(source.inputs[1]), _compute_steps(fuser, operands)
     point = fuser.constants.get("".join(source.inputs[2:3]), np.zeros(()))
     if scale is None or scale.size not in (1, products.size) or np.any(point):
         return False
@@ -989,14 +989,14 @@ def _keeps_bias(fuser: _Fuser, node: Node, source: Node, operands: list[str]) ->
     """Return whether a bias as int32 has its value, but for rounding, or may have another."""
     codes = _read_bias(fuser, source)
     most = float(np.max(np.abs(codes), initial=0))
-    if most >= _find_limit(fuser, node, operands):
+    if most >= _compute_bias_limit(fuser, node, operands):
         text = f"adds a bias of {most:.6g} steps"
         return fuser.allows_deviation(node, text, "adds it as int32, where the sums overflow", can_follow=False)
     if _fits_accumulator(fuser, source, operands, (0.0, _ROUNDING)):
         return True
     scale = fuser.constants.get(source.inputs[1])
     point = fuser.constants.get("".join(source.inputs[2:3]), np.zeros(1, np.int32))
-    products = _find_products(fuser, operands)
+    products = _compute_steps(fuser, operands)
     sizes = (1, codes.size)
     if scale is None or not {scale.size, point.size, products.size} <= set(sizes):
         text = "adds a bias with a scale that is an input" if scale is None else "adds a bias with scales of its own"
@@ -1019,7 +1019,7 @@ def _read_bias(fuser: _Fuser, source: Node) -> np.ndarray:
     return codes.reshape(-1).astype(np.float64)
 
 
-def _find_limit(fuser: _Fuser, node: Node, operands: list[str]) -> float:
+def _compute_bias_limit(fuser: _Fuser, node: Node, operands: list[str]) -> float:
     """Return how many steps a bias may have so that no sum with it leaves int32."""
     codes = fuser.constants.get(operands[3])
     if codes is None or not codes.ndim:
@@ -1030,12 +1030,12 @@ def _find_limit(fuser: _Fuser, node: Node, operands: list[str]) -> float:
 
 def fits_int32(fuser: _Fuser, node: Node, bias: np.ndarray, operands: list[str], is_noted: bool = True) -> bool:
     """Return whether a float bias has few enough steps for int32; `is_noted` notes the deviation if not."""
-    signed = _find_products(fuser, operands)
+    signed = _compute_steps(fuser, operands)
     products = np.abs(signed)
     values = np.broadcast_to(products, (bias.size,)) if products.size in (1, bias.size) else products[:0]
     with np.errstate(all="ignore"):
         steps = np.abs(bias.reshape(-1).astype(np.float64)) / values if values.size else np.zeros(1)
-    if np.all(steps < _find_limit(fuser, node, operands)):
+    if np.all(steps < _compute_bias_limit(fuser, node, operands)):
         # `quantize_bias` takes positive steps only.
         return bool(np.all(signed >= np.finfo(np.float32).tiny))
     if not is_noted:
@@ -1051,20 +1051,20 @@ def _allows_bias(fuser: _Fuser, node: Node) -> bool:
 
     It quantizes such a bias before it looks for kernels, so that also a contraction that stays in floats gets it.
     """
-    sources = _find_sources(fuser, node.inputs[:2])
+    sources = _match_sources(fuser, node.inputs[:2])
     last = node
-    if sources is not None and node.op == "MatMul" and (added := find_added_bias(fuser, node)) is not None:
+    if sources is not None and node.op == "MatMul" and (added := match_added_bias(fuser, node)) is not None:
         node, last = added
     bias = fuser.constants.get("".join(node.inputs[2:3]))
     if sources is None or bias is None or bias.dtype != np.float32 or not fuser.is_per_tensor(sources[0]):
         return True
     operands = [*_describe(fuser, sources[0]), *_describe(fuser, sources[1])]
-    products = _find_products(fuser, operands)
+    products = _compute_steps(fuser, operands)
     if products.size not in (1, bias.size):
         return False
     with np.errstate(all="ignore"):
         steps = np.abs(bias.reshape(-1).astype(np.float64) / products)
-    if np.all(steps < _find_limit(fuser, node, operands)):
+    if np.all(steps < _compute_bias_limit(fuser, node, operands)):
         # `quantize_bias` takes positive steps only.
         return bool(np.all(products >= np.finfo(np.float32).tiny))
     (reader,) = [*fuser.readers[last.outputs[0]], None][:1]
@@ -1101,7 +1101,7 @@ def _has_output_scales(fuser: _Fuser, node: Node, source: Node, axis: int | None
     inputs = node.inputs[2:] if node.op != "MatMul" or reader is None or reader.op != "Add" else reader.inputs
     if any(name in fuser.constants for name in inputs):
         return False
-    if scale.size != codes.shape[expected] or (node.op == "MatMul" and fuser.find_sink(node) is not None):
+    if scale.size != codes.shape[expected] or (node.op == "MatMul" and fuser.match_quantize(node) is not None):
         return False
     model = f"the scales of w are along its dimension {own}"
     return fuser.allows_deviation(node, model, f"takes them along dimension {expected}")
@@ -1109,10 +1109,10 @@ def _has_output_scales(fuser: _Fuser, node: Node, source: Node, axis: int | None
 
 def _select_matmul(fuser: _Fuser, node: Node) -> Match | None:
     """MatMul and Gemm, with or without QuantizeLinear, and MatMul with Add."""
-    sources = _find_sources(fuser, node.inputs[:2])
+    sources = _match_sources(fuser, node.inputs[:2])
     if sources is None or not fuser.is_per_tensor(sources[0]):
         return None
-    left, right = (fuser.find_codes_dtype(source) for source in sources)
+    left, right = (fuser.derive_codes_dtype(source) for source in sources)
     # ONNX Runtime has no kernel for int8 times uint8.
     if left == _INT8 and right != left:
         return None
@@ -1122,14 +1122,14 @@ def _select_matmul(fuser: _Fuser, node: Node) -> Match | None:
     operands = [*_describe(fuser, sources[0]), *_describe(fuser, sources[1])]
     if node.op == "Gemm":
         return _select_gemm(fuser, node, node, operands, left)
-    added = find_added_bias(fuser, node)
+    added = match_added_bias(fuser, node)
     if added is not None:
         return _select_gemm(fuser, added[0], added[1], operands, left)
     readers = fuser.readers[node.outputs[0]]
     # As with Conv: on x86-64 only Gemm takes int8 activations.
     if left == _INT8:
         return None
-    sink = _find_result(fuser, node, left)
+    sink = _match_result(fuser, node, left)
     if sink is not None:
         return sink, [_make_node(node, "QLinearMatMul", "", [*operands, *fuser.read_affine(sink)], sink.outputs[0], {})]
     # A product with several readers, one of which quantizes it, stays in floats.
@@ -1149,14 +1149,14 @@ def _feeds_clip(fuser: _Fuser, node: Node) -> bool:
     return len(fuser.readers[result]) == 1 and result not in fuser.graph.outputs
 
 
-def find_added_bias(fuser: _Fuser, node: Node) -> tuple[Node, Node] | None:
+def match_added_bias(fuser: _Fuser, node: Node) -> tuple[Node, Node] | None:
     """Return MatMul and Add as one Gemm, and the Add, for constant weights and a constant for each column."""
     readers = fuser.readers[node.outputs[0]]
     if len(readers) != 1 or readers[0].op != "Add" or node.outputs[0] in fuser.graph.outputs:
         return None
     (addition,) = readers
     (bias,) = [name for name in addition.inputs if name != node.outputs[0]] or [""]
-    weight, stored = (_find_stored(fuser, name) for name in (node.inputs[1], bias))
+    weight, stored = (_read_stored(fuser, name) for name in (node.inputs[1], bias))
     if weight is None or weight.ndim != 2 or stored is None:
         return None
     shape = stored.shape
@@ -1166,7 +1166,7 @@ def find_added_bias(fuser: _Fuser, node: Node) -> tuple[Node, Node] | None:
     return dataclasses.replace(node, op="Gemm", inputs=inputs, outputs=addition.outputs, attributes={}), addition
 
 
-def _find_stored(fuser: _Fuser, name: str) -> np.ndarray | None:
+def _read_stored(fuser: _Fuser, name: str) -> np.ndarray | None:
     """Return the constant that a value is, or whose codes it is dequantized or was quantized from."""
     while name not in fuser.constants:
         source = fuser.producers.get(name)
@@ -1176,14 +1176,14 @@ def _find_stored(fuser: _Fuser, name: str) -> np.ndarray | None:
     return fuser.constants[name]
 
 
-def _select_gemm(fuser: _Fuser, gemm: Node, last: Node, operands: list[str], dtype: Any) -> Match | None:
+def _select_gemm(fuser: _Fuser, gemm: Node, last: Node, operands: list[str], dtype: np.dtype | None) -> Match | None:
     """Gemm as QGemm, with codes or float32 as its result."""
     has_bias = len(gemm.inputs) > 2 and bool(gemm.inputs[2])
     # QGemm has no beta, and its alpha would scale the steps of the bias, too.
     if has_bias and not gemm.attributes.get("beta", 1.0) == gemm.attributes.get("alpha", 1.0) == 1:
         return None
-    sink = fuser.find_sink(last)
-    has_codes = sink is not None and _find_result(fuser, last, dtype) is not None
+    sink = fuser.match_quantize(last)
+    has_codes = sink is not None and _match_result(fuser, last, dtype) is not None
     is_quantized = any(reader.op == "QuantizeLinear" for reader in fuser.readers[last.outputs[0]])
     if not has_codes and (is_quantized or _feeds_clip(fuser, last)):
         return None

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 
 from ..limits import Limits, ModelError, check_memory
-from ..model_file import find_function_key, find_onnx_dtype, list_opsets, read_tensor
+from ..model_file import list_opsets, read_function_key, read_onnx_dtype, read_tensor
 
 _KIND = onnx.AttributeProto
 
@@ -75,7 +75,7 @@ def read_declaration(value: onnx.ValueInfoProto) -> Declaration:
     kind = value.type.tensor_type
     if not value.type.HasField("tensor_type"):
         return Declaration(np.dtype(np.float32), None)
-    dtype = find_onnx_dtype(kind.elem_type, f"input {value.name!r}")
+    dtype = read_onnx_dtype(kind.elem_type, f"input {value.name!r}")
     if not kind.HasField("shape"):
         return Declaration(dtype, None)
     lengths = [
@@ -129,7 +129,7 @@ class Graph:
 
 def convert_model(model: onnx.ModelProto, limits: Limits) -> Graph:
     """Return the main graph of a checked model."""
-    functions = {find_function_key(function): function for function in model.functions}
+    functions = {read_function_key(function): function for function in model.functions}
     return _Converter(functions, list_opsets(model.opset_import), {}, _Reader(limits)).convert_graph(model.graph)
 
 
@@ -143,7 +143,7 @@ def select_live(nodes: Sequence[Node], outputs: Sequence[str]) -> tuple[Node, ..
     return tuple(reversed(kept))
 
 
-def find_small_powers(graph: Graph) -> dict[str, int]:
+def list_small_powers(graph: Graph) -> dict[str, int]:
     """Return the scalar constants that are exponents 2 or 3 of Pow, and have no other use as an initializer."""
     powers: dict[str, int] = {}
     others = set(graph.outputs)
@@ -211,7 +211,7 @@ class _Converter:
         return Graph(tuple(inputs), tuple(outputs), constants, frozenset(literals & read), live)
 
     def _convert_node(self, proto: onnx.NodeProto, index: int) -> Node:
-        key = find_function_key(proto)
+        key = read_function_key(proto)
         label = f"node {index}, {proto.op_type}" + (f" {proto.name!r}" if proto.name else "")
         attributes: dict[str, Any] = {ROUNDED_ONCE: 1} if proto.doc_string == ROUNDED_ONCE else {}
         for attribute in proto.attribute:
@@ -312,6 +312,6 @@ def register(
     return decorate
 
 
-def find_operator(node: Any) -> Operator | None:
+def look_up_operator(node: Node) -> Operator | None:
     """Return the operator of a node, or None for an unknown one and for the call of a function."""
     return None if node.body is not None else OPERATORS.get((node.domain, node.op))

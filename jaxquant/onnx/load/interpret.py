@@ -5,16 +5,18 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from ..._core import recording
 from ..limits import Limits, ModelError, check_memory, count_array_bytes
-from .graph import Graph, Node, Operator, find_operator
+from .graph import Graph, Node, Operator, look_up_operator
 from .values import (
     OperatorError,
+    Tensor,
     UnknownValueError,
     convert_to_jax,
     count_all,
@@ -55,7 +57,7 @@ class Run:
     def run_graph(self, graph: Graph, values: Mapping[str, Any]) -> list[Any]:
         """Return the outputs of a graph; `values` has its inputs and all that it reads from outside."""
         values = {**graph.constants, **values}
-        ends, before, known = find_last_uses(graph), self.live, set[str]()
+        ends, before, known = list_last_uses(graph), self.live, set[str]()
         for place, node in enumerate(graph.nodes):
             self.count += 1
             if self.count > self.limits.nodes:
@@ -63,7 +65,7 @@ class Run:
             try:
                 outputs = self._run_node(node, values)
             except UnknownValueError as error:
-                error.names = _find_sources(graph.nodes[:place], error.names, known)
+                error.names = _list_unknown_sources(graph.nodes[:place], error.names, known)
                 raise
             # A node may leave out trailing outputs.
             for name, value in zip(node.outputs, outputs, strict=False):
@@ -90,7 +92,7 @@ class Run:
                 # A call may leave out trailing inputs of a function.
                 padded = [*inputs, *[None] * (len(node.body.inputs) - len(inputs))]
                 return self.run_graph(node.body, dict(zip(node.body.inputs, padded, strict=True)))
-            operator = find_operator(node)
+            operator = look_up_operator(node)
             assert operator is not None
             call = Call(node, self, values)
             # Overflows and divisions by 0 have results in ONNX, and tell nothing about the model.
@@ -100,9 +102,9 @@ class Run:
                     outputs = operator.function(call, *prepare_inputs(operator, node, inputs))
         except _UNREADABLE as error:
             text = f"{node.label}: an input must be known when the function is traced"
-            raise UnknownValueError(text, _find_unknown(node, (), values)) from error
+            raise UnknownValueError(text, _list_unknown(node, (), values)) from error
         except UnknownValueError as error:
-            named = UnknownValueError(_add_label(node, error), _find_unknown(node, error.names, values))
+            named = UnknownValueError(_add_label(node, error), _list_unknown(node, error.names, values))
             raise named from error.__cause__
         except ModelError as error:
             raise type(error)(_add_label(node, error)) from error.__cause__
@@ -135,7 +137,7 @@ class Call:
         """The version of the operator's domain."""
         return self.node.opset
 
-    def has_runtime_floats(self, x: Any) -> bool:
+    def has_runtime_floats(self, x: Tensor) -> TypeGuard[jax.Array]:
         """Return whether an operator on an array that JAX holds has the bits of ONNX Runtime's."""
         return not self.run.is_exported and not isinstance(x, np.ndarray) and x.dtype == np.float32
 
@@ -147,7 +149,7 @@ class Call:
         """Return whether the graph names an output."""
         return len(self.node.outputs) > index and bool(self.node.outputs[index])
 
-    def reserve(self, shape: Sequence[Any], dtype: Any) -> tuple[Any, ...]:
+    def reserve(self, shape: Sequence[Any], dtype: DTypeLike) -> tuple[Any, ...]:
         """Return a shape as ints; raise if an array of this shape takes more than the limits allow."""
         shape = tuple(read_length(n) for n in shape)
         if any(isinstance(n, int) and n < 0 for n in shape):
@@ -226,7 +228,7 @@ def _add_label(node: Node, error: ModelError) -> str:
     return text if text.startswith("node ") else f"{node.label}: {text}"
 
 
-def _find_unknown(node: Node, names: Sequence[str], values: Mapping[str, Any]) -> tuple[str, ...]:
+def _list_unknown(node: Node, names: Sequence[str], values: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of unknown values around a node that has met one; `names` are those that it has named itself.
 
     What a subgraph calls its inputs has no name around the node. The values of all of the node's inputs may be in them.
@@ -237,7 +239,7 @@ def _find_unknown(node: Node, names: Sequence[str], values: Mapping[str, Any]) -
     return tuple(name for name in dict.fromkeys(wanted) if not is_computed(values[name]))
 
 
-def _find_sources(nodes: Sequence[Node], names: Sequence[str], known: Collection[str]) -> tuple[str, ...]:
+def _list_unknown_sources(nodes: Sequence[Node], names: Sequence[str], known: Collection[str]) -> tuple[str, ...]:
     """Return what values depend on, as far as it is unknown: the names that no node of the graph computes."""
     producers = {name: node for node in nodes for name in node.outputs if name}
     pending, seen, found = list(names), set(names), []
@@ -254,7 +256,7 @@ def _find_sources(nodes: Sequence[Node], names: Sequence[str], known: Collection
     return tuple(found)
 
 
-def find_static_names(graph: Graph, with_kept: bool = True) -> set[str]:
+def list_static_names(graph: Graph, with_kept: bool = True) -> set[str]:
     """Return the names of values that some operator needs to know when the function is traced, and of their sources.
 
     `with_kept` adds those that operators take as numpy arrays if they are known.
@@ -294,7 +296,7 @@ class _Sources:
         own = {*graph.inputs, *graph.constants, *(name for node in graph.nodes for name in node.outputs)}
         values = collections.ChainMap({name: (scope, name) for name in own}, dict(outer))
         for node in graph.nodes:
-            operator = find_operator(node)
+            operator = look_up_operator(node)
             inputs, outputs = ([values.get(n) if n else None for n in names] for names in (node.inputs, node.outputs))
             if node.body is not None:
                 inner = self.visit(node.body, {})
@@ -334,7 +336,7 @@ class _Sources:
 _Values = Sequence[_Value | None]
 
 
-def find_last_uses(graph: Graph) -> dict[Node, list[str]]:
+def list_last_uses(graph: Graph) -> dict[Node, list[str]]:
     """Return for each node the names of results that nobody reads after it."""
     ends: dict[Node, list[str]] = collections.defaultdict(list)
     last: dict[str, Node] = {}

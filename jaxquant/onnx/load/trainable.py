@@ -32,7 +32,7 @@ def make_trainable(graph: Graph) -> Graph:
         ModelError: the graph has operators on codes that have no derivative.
     """
     readers = _list_readers(graph)
-    fake = {node.outputs[0]: names for node in graph.nodes if (names := _find_fake(graph, node, readers))}
+    fake = {node.outputs[0]: names for node in graph.nodes if (names := _match_fake(graph, node, readers))}
     blocking = _list_blocking(graph) or _list_lost(graph, fake, readers)
     if blocking:
         text = (
@@ -79,7 +79,7 @@ def quantize_constants(graph: Graph, params: Mapping[str, Any]) -> Graph:
             continue
         codes, value = node.inputs[0], np.asarray(params[node.inputs[0]])
         if graph.constants[codes].dtype == np.int32:
-            scale = _find_accumulator_scale(graph, node, producers, constants)
+            scale = _compute_accumulator_scale(graph, node, producers, constants)
             if scale is not None:
                 constants[node.inputs[1]] = scale
             steps = np.rint(value / constants[node.inputs[1]].reshape(-1))
@@ -125,7 +125,7 @@ def _list_lost(graph: Graph, fake: Collection[str], readers: Mapping[str, list[N
     return lost
 
 
-def _find_fake(graph: Graph, node: Node, readers: Mapping[str, list[Node]]) -> set[str]:
+def _match_fake(graph: Graph, node: Node, readers: Mapping[str, list[Node]]) -> set[str]:
     """Return the tensors of codes of a QuantizeLinear that are read as floats only, with its own constant scale."""
     if node.op != "QuantizeLinear" or node.inputs[1] not in graph.constants:
         return set()
@@ -200,7 +200,7 @@ def _dequantize(graph: Graph, node: Node) -> np.ndarray:
     )
 
 
-def _find_accumulator_scale(graph: Graph, node: Node, producers: Any, constants: Any) -> np.ndarray | None:
+def _compute_accumulator_scale(graph: Graph, node: Node, producers: Any, constants: Any) -> np.ndarray | None:
     """Return the product of the scales of x and w for a bias, in the shape of its scale; None if there is none."""
     for reader in graph.nodes:
         if reader.op not in ("Conv", "Gemm") or node.outputs[0] not in reader.inputs[2:3]:
@@ -295,10 +295,10 @@ def unfold_products(graph: Graph) -> Unfolded:
     replaced: dict[str, list[Node]] = {}
     for product in found:
         nodes = [*_dequantize_chain(product), *_multiply(product, constants)]
-        constants[product.scale] = _find_weight_scale(constants, product)
+        constants[product.scale] = _compute_weight_scale(constants, product)
         replaced[product.node.outputs[0]] = nodes
         # The products are reals already.
-        same = dataclasses.replace(product.scaling, op="Identity", inputs=(_find_other(product),), attributes={})
+        same = dataclasses.replace(product.scaling, op="Identity", inputs=(_read_other(product),), attributes={})
         replaced[product.scaling.outputs[0]] = [same]
     # The codes of one QuantizeLinear may have several readers; their floats are the same.
     nodes, seen = [], set()
@@ -334,7 +334,7 @@ def _read_dequantized(graph: Graph, scaling: Node, producers: Mapping[str, Node]
     if node.op == "Cast" and (moved := producers.get(node.inputs[0])) is not None and moved.op == "Sub":
         point = graph.constants.get(moved.inputs[1], np.zeros(0))
         node = producers.get(moved.inputs[0], scaling)
-    chain = _find_chain(graph, node.inputs[0], producers) if node.op == "Cast" and len(factors) == 1 else None
+    chain = _match_chain(graph, node.inputs[0], producers) if node.op == "Cast" and len(factors) == 1 else None
     if chain is None:
         return None
     parts = [graph.constants[name] for name in chain[0].inputs[1:] if name]
@@ -354,12 +354,12 @@ def _read_product(
     """Return the product of a MatMulInteger, or None if it has another form."""
     a, b = node.inputs[:2]
     weights = graph.constants.get(b)
-    chain = _find_chain(graph, a, producers)
+    chain = _match_chain(graph, a, producers)
     if weights is None or weights.ndim != 2 or len(readers[b]) != 1 or chain is None:
         return None
     points = [[*part.inputs, "", ""][place] for part, place in ((chain[0], 2), (node, 2))]
     left, right = (graph.constants.get(name, np.zeros(())) if name else np.zeros(()) for name in points)
-    scaling, between = _find_scaling(node, readers, set(graph.outputs))
+    scaling, between = _match_scaling(node, readers, set(graph.outputs))
     if scaling is None or left.size != 1 or right.size != 1 or left.reshape(()) != right.reshape(()):
         return None
     names = [name for name in scaling.inputs if name in graph.constants]
@@ -375,7 +375,7 @@ def _read_product(
     return Product(node, chain, scaling, scale, factor)
 
 
-def _find_chain(graph: Graph, name: str, producers: Mapping[str, Node]) -> tuple[Node, ...] | None:
+def _match_chain(graph: Graph, name: str, producers: Mapping[str, Node]) -> tuple[Node, ...] | None:
     """Return the nodes from a QuantizeLinear with a single constant scale to its codes, or None."""
     chain: list[Node] = []
     while (node := producers.get(name)) is not None:
@@ -390,7 +390,7 @@ def _find_chain(graph: Graph, name: str, producers: Mapping[str, Node]) -> tuple
     return None
 
 
-def _find_scaling(
+def _match_scaling(
     node: Node, readers: Mapping[str, list[Node]], outputs: set[str]
 ) -> tuple[Node | None, tuple[Node, ...]]:  # fmt: skip
     """Return the Mul that scales the sums, and the nodes in between; None if the sums have other readers."""
@@ -421,7 +421,7 @@ def _is_by_column(graph: Graph, factor: np.ndarray, columns: int, between: tuple
     return factor.size == columns and all(end == shape for end in ends) and (bool(ends) or len(shape) == 1)
 
 
-def _find_other(product: Product) -> str:
+def _read_other(product: Product) -> str:
     return next(name for name in product.scaling.inputs if name != product.factor)
 
 
@@ -455,7 +455,7 @@ def _multiply(product: Product, constants: dict[str, np.ndarray]) -> list[Node]:
     return [floats, dataclasses.replace(node, op="MatMul", inputs=names, attributes={})]
 
 
-def _find_weight_scale(constants: Mapping[str, np.ndarray], product: Product) -> np.ndarray:
+def _compute_weight_scale(constants: Mapping[str, np.ndarray], product: Product) -> np.ndarray:
     """Return the scale of the weights, whose product with that of the activations is the constant of the graph."""
     left = np.float32(constants[product.chain[0].inputs[1]].item())
     factor = constants[product.factor].reshape(-1).astype(np.float32)

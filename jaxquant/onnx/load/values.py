@@ -11,12 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.export import is_symbolic_dim
+from jax.typing import DTypeLike
 
 from ..limits import ModelError
 
 # A tuple of Python ints takes many times the memory of an array.
 _MOST_INTS = 2**16
 _NARROW = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
+# An array of numpy where its elements are known, of JAX elsewhere.
+Tensor = jax.Array | np.ndarray
 
 
 class UnknownValueError(ModelError):
@@ -36,7 +39,7 @@ class OperatorError(ModelError):
     """The error of an operator that does not run on its inputs, such as arrays of shapes that do not fit."""
 
 
-def canonicalize_dtype(dtype: Any) -> np.dtype:
+def canonicalize_dtype(dtype: DTypeLike | None) -> np.dtype:
     """Return the dtype that JAX has for a numpy dtype: 32 bits in place of 64, unless x64 is enabled."""
     dtype = np.dtype(dtype)
     return dtype if jax.config.jax_enable_x64 else np.dtype(_NARROW.get(dtype.name, dtype))  # type: ignore[attr-defined]

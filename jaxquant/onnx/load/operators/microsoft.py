@@ -19,12 +19,13 @@ from ...._onnx_ops.matrix_products import dynamic_quantize_matmul, matmul_intege
 from ...._onnx_ops.pooling import qlinear_average_pool, qlinear_global_average_pool, qlinear_reduce_mean
 from ...._onnx_ops.selection import qlinear_concat, qlinear_where
 from ..graph import OPERATORS, register
+from ..interpret import Call
 from . import quantized
 from .activations import apply_activation
 from .neural import convolve, multiply_general
 from .normalization import normalize_layer, normalize_mean_square
 from .quantized import list_given, make_zero, read_scalar
-from .windows import find_windows
+from .windows import read_windows
 
 _DOMAIN = "com.microsoft"
 _register = functools.partial(register, domain=_DOMAIN)
@@ -47,7 +48,7 @@ _FLAGS = ("ceil_mode", "channels_last", "count_include_pad", "keepdims")
 
 def _register_functions() -> None:
     def bind(function: Callable[..., Any], names: tuple[str, ...], codes: tuple[int, ...]) -> Any:
-        def apply(call: Any, *inputs: Any) -> Any:
+        def apply(call: Call, *inputs: Any) -> Any:
             attributes = list_given(call, names)
             attributes = {n: bool(v) if n in _FLAGS else v for n, v in attributes.items()}
             values = [x if i in codes else read_scalar(x) for i, x in enumerate(inputs)]
@@ -64,12 +65,12 @@ _register_functions()
 
 
 @_register("QLinearAveragePool", keeps=(1, 2, 3, 4))
-def average_windows(call: Any, x: Any, *inputs: Any) -> Any:
+def average_windows(call: Call, x: Any, *inputs: Any) -> Any:
     """ONNX Runtime's QLinearAveragePool."""
     if not call.get("channels_last", 0):
         lengths = x.shape[2:]
-        windows = find_windows(call, lengths)
-        if windows.find_full_padding(lengths) != windows.padding:
+        windows = read_windows(call, lengths)
+        if windows.compute_full_padding(lengths) != windows.padding:
             call.run.cut.add(call.node.label)
     attributes = {n: bool(v) if n in _FLAGS else v for n, v in list_given(call, _POOL_ATTRIBUTES).items()}
     return qlinear_average_pool(x, *map(read_scalar, inputs), **attributes)
@@ -81,27 +82,27 @@ assert quantized  # its import fills the table
 
 
 @_register("QLinearConcat", keeps=(0, 1))
-def concatenate_codes(call: Any, scale: Any, zero_point: Any, *inputs: Any) -> Any:
+def concatenate_codes(call: Call, scale: Any, zero_point: Any, *inputs: Any) -> Any:
     """ONNX Runtime's QLinearConcat."""
     parts = [x if i % 3 == 0 else read_scalar(x) for i, x in enumerate(inputs)]
     return qlinear_concat(read_scalar(scale), read_scalar(zero_point), *parts, axis=call.get("axis"))
 
 
 @_register("MatMulIntegerToFloat", keeps=(2, 3, 4, 5))
-def multiply_codes_to_float(call: Any, a: Any, b: Any, *inputs: Any) -> Any:
+def multiply_codes_to_float(call: Call, a: Any, b: Any, *inputs: Any) -> Any:
     """ONNX Runtime's MatMulIntegerToFloat."""
     scales = [read_scalar(x) for x in inputs[:4]]
     return matmul_integer_to_float(a, b, *scales, *inputs[4:])
 
 
 @_register("DynamicQuantizeMatMul", keeps=(2, 3))
-def quantize_and_multiply(call: Any, a: Any, b: Any, scale: Any, zero_point: Any = None, bias: Any = None) -> Any:
+def quantize_and_multiply(call: Call, a: Any, b: Any, scale: Any, zero_point: Any = None, bias: Any = None) -> Any:
     """ONNX Runtime's DynamicQuantizeMatMul."""
     return dynamic_quantize_matmul(a, b, read_scalar(scale), read_scalar(zero_point), bias)
 
 
 @_register("QGemm", keeps=(1, 2, 4, 5, 7, 8))
-def multiply_general_codes(call: Any, a: Any, a_scale: Any, a_point: Any, b: Any, *inputs: Any) -> Any:
+def multiply_general_codes(call: Call, a: Any, a_scale: Any, a_point: Any, b: Any, *inputs: Any) -> Any:
     """ONNX Runtime's QGemm; without y_scale the result is float32."""
     b_scale, b_point, c, y_scale, y_point = [*inputs, *[None] * (5 - len(inputs))]
     a = a.T if call.get("transA", 0) else a
@@ -120,7 +121,7 @@ def multiply_general_codes(call: Any, a: Any, a_scale: Any, a_point: Any, b: Any
 
 
 @_register("MatMulNBits")
-def multiply_packed(call: Any, a: Any, b: Any, scales: Any, *inputs: Any) -> Any:
+def multiply_packed(call: Call, a: Any, b: Any, scales: Any, *inputs: Any) -> Any:
     """ONNX Runtime's MatMulNBits; with accuracy_level=4 the floats are rounded to int8, as by its kernel for x86-64."""
     zero_points, order, bias = [*inputs, *[None] * (3 - len(inputs))]
     if order is not None:
@@ -149,7 +150,7 @@ def _round_to_bytes(a: Any, size: int) -> Any:
 
 
 @_register("FusedMatMul", "TransposeMatMul")
-def multiply_transposed(call: Any, a: Any, b: Any) -> Any:
+def multiply_transposed(call: Call, a: Any, b: Any) -> Any:
     """ONNX Runtime's FusedMatMul."""
     a = a.swapaxes(-1, -2) if call.get("transA", 0) else a
     b = b.swapaxes(-1, -2) if call.get("transB", 0) else b
@@ -157,7 +158,7 @@ def multiply_transposed(call: Any, a: Any, b: Any) -> Any:
     return y if call.get("alpha", 1.0) == 1 else y * call.get("alpha")
 
 
-def _activate(call: Any, y: Any) -> Any:
+def _activate(call: Call, y: Any) -> Any:
     """Apply the activation of a fused operator."""
     name, parameters = call.get("activation", ""), call.get("activation_params") or ()
     if not name:
@@ -170,14 +171,14 @@ def _activate(call: Any, y: Any) -> Any:
 
 
 @_register("FusedConv")
-def convolve_fused(call: Any, x: Any, w: Any, b: Any = None, z: Any = None) -> Any:
+def convolve_fused(call: Call, x: Any, w: Any, b: Any = None, z: Any = None) -> Any:
     """ONNX Runtime's FusedConv: a convolution, a sum, and an activation."""
     y = convolve(call, x, w, b)
     return _activate(call, y if z is None else y + z)
 
 
 @_register("FusedGemm")
-def multiply_fused(call: Any, a: Any, b: Any, c: Any = None) -> Any:
+def multiply_fused(call: Call, a: Any, b: Any, c: Any = None) -> Any:
     """ONNX Runtime's FusedGemm."""
     y = multiply_general(call, a, b, c)
     parameters = {n: call.get(f"activation_{n}") for n in ("alpha", "beta", "gamma")}
@@ -185,25 +186,25 @@ def multiply_fused(call: Any, a: Any, b: Any, c: Any = None) -> Any:
 
 
 @_register("Gelu", "BiasGelu")
-def apply_exact_gelu(call: Any, x: Any, bias: Any = None) -> Any:
+def apply_exact_gelu(call: Call, x: Any, bias: Any = None) -> Any:
     """ONNX Runtime's Gelu and BiasGelu."""
     return jax.nn.gelu(x if bias is None else x + bias, approximate=False)
 
 
 @_register("FastGelu")
-def apply_fast_gelu(call: Any, x: Any, bias: Any = None) -> Any:
+def apply_fast_gelu(call: Call, x: Any, bias: Any = None) -> Any:
     """ONNX Runtime's FastGelu, by the hyperbolic tangent."""
     return jax.nn.gelu(x if bias is None else x + bias, approximate=True)
 
 
 @_register("QuickGelu")
-def apply_quick_gelu(call: Any, x: Any) -> Any:
+def apply_quick_gelu(call: Call, x: Any) -> Any:
     """ONNX Runtime's QuickGelu."""
     return x * jax.nn.sigmoid(call.get("alpha", 1.702) * x)
 
 
 @_register("SkipLayerNormalization", "SkipSimplifiedLayerNormalization")
-def normalize_skip(call: Any, x: Any, skip: Any, gamma: Any, *inputs: Any) -> Any:
+def normalize_skip(call: Call, x: Any, skip: Any, gamma: Any, *inputs: Any) -> Any:
     """ONNX Runtime's SkipLayerNormalization: the normalized sum of two inputs and a bias, and the sum."""
     is_simple = "Simplified" in call.node.op
     # The simplified operator has no beta, and its bias is in that place.
