@@ -90,7 +90,7 @@ def read_arrays(path: str) -> dict[str, np.ndarray]:
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ModelError(f"{path}: expected a file of numpy.savez: {error}") from error
     if arrays is None:
-        raise ModelError(f"{path}: expected a file of numpy.savez, got one of numpy.save, whose array has no name")
+        raise ModelError(f"{path}: expected a file of numpy.savez, got one of numpy.save, with an array without a name")
     for name, array in arrays.items():
         if array.dtype.kind not in "biufc":  # numpy stores bfloat16, and what else it does not know, as bytes
             raise ModelError(f"{path}: expected arrays of numbers, got {name} of dtype {array.dtype}")
@@ -98,7 +98,7 @@ def read_arrays(path: str) -> dict[str, np.ndarray]:
 
 
 def write_arrays(path: str, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays to an .npz file, those of dtypes that numpy lacks in a wider one that holds their numbers."""
+    """Write arrays to an .npz file; dtypes that numpy lacks become a wider dtype that holds their numbers."""
     path = path if path.endswith(".npz") else f"{path}.npz"
     # The arguments of numpy.savez have names, such as "file", which an output may have, too.
     with zipfile.ZipFile(path, "w") as file:

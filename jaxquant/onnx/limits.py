@@ -20,11 +20,11 @@ class Limits:
     """What a model may take at most. A model that needs more is refused with a ModelError.
 
     Attributes:
-        file_bytes: the bytes of the file, and those of all its external data.
+        file_bytes: the bytes of the file and of all its external data.
         memory_bytes: the bytes of all initializers, and of all values that are alive at the same time when the function
             runs, as far as shapes tell.
-        nodes: the nodes of the graph, with those of its subgraphs, those of functions once for each call, and those of
-            loops that are written out once for each iteration.
+        nodes: the nodes of the graph and its subgraphs. The nodes of a function count once for each call, the nodes of
+            a loop that is written out once for each iteration.
         iterations: the iterations of one Loop. Where their number is known only when a compiled program runs, a Loop
             that needs more ends there, and its results are NaN, and the lowest integers.
 

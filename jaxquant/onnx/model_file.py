@@ -17,7 +17,7 @@ from onnx import helper, numpy_helper
 from .._core import dtypes
 from .limits import LARGEST_INNER_ARRAY, Limits, ModelError, is_large
 
-# The least opset whose element-wise operators broadcast as numpy does.
+# The least opset with element-wise operators that broadcast as numpy does.
 _LEAST_OPSET = 7
 # A call inside a call takes some frames of Python's stack.
 _MOST_NESTED_CALLS = 100
@@ -91,7 +91,7 @@ def _check_opsets(model: onnx.ModelProto) -> None:
 
 
 def _check_node_count(model: onnx.ModelProto, limits: Limits) -> None:
-    """Count all nodes, those of a function once for each call: 30 functions can make 2**30 nodes."""
+    """Count all nodes, a function's once for each call: 30 functions can make 2**30 nodes."""
     functions = {read_function_key(function): function for function in model.functions}
     totals: dict[tuple[str, str, str], int] = {}
     active: set[tuple[str, str, str]] = set()
@@ -122,7 +122,7 @@ def _check_node_count(model: onnx.ModelProto, limits: Limits) -> None:
 
 
 def _list_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """Yield nodes and those of their subgraphs."""
+    """Yield nodes and the nodes of their subgraphs."""
     # Not by recursion: the file decides how deep subgraphs are nested.
     pending = [nodes]
     while pending:
@@ -134,7 +134,7 @@ def _list_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 
 def _run_checker(model: onnx.ModelProto) -> None:
-    """Run onnx's checker without `full_check`, whose shape inference takes exponential time on nested functions."""
+    """Run onnx's checker without `full_check`: its shape inference takes exponential time on nested functions."""
     _check_no_external_attributes(model)
     try:
         onnx.checker.check_model(_make_checkable(model))
@@ -257,7 +257,7 @@ def _read_tensor(tensor: onnx.TensorProto, folder: pathlib.Path, remaining: int)
     expected = count_stored_bytes(count_elements(tensor), read_tensor_dtype(tensor))
     # The model contradicts itself, and nothing tells which of the two numbers is wrong.
     if length is not None and length != expected:
-        raise ModelError(f"{name}: expected length {expected}, that of its dims and data type, got {length}")
+        raise ModelError(f"{name}: expected length {expected} by its dims and data type, got {length}")
     if expected > remaining:
         raise ModelError(f"{name} takes {expected} bytes; Limits.file_bytes leaves {remaining}")
     try:

@@ -1,4 +1,4 @@
-"""Sessions of ONNX Runtime whose integers are exact on every processor."""
+"""Sessions of ONNX Runtime with integers that are exact on every processor."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def make_session(
     options: onnxruntime.SessionOptions | None = None,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
 ) -> onnxruntime.InferenceSession:
-    """Return a session of ONNX Runtime whose integers are exact on every processor.
+    """Return a session of ONNX Runtime with integers that are exact on every processor.
 
-    On a processor whose sums saturate, the session gets what `convert_weights_to_uint8` returns for the model. On all
+    Where the processor's sums saturate, the session gets what `convert_weights_to_uint8` returns for the model. On all
     others it gets the model itself. `probe_saturation` tells which is the case.
 
     Args:

@@ -36,7 +36,7 @@ class VerificationRow:
         elements: the number of elements that were compared, in all batches.
         differing: the number of codes that differ, or of floats that differ by more than the tolerance.
         largest: the largest difference, in steps of codes or in the units of the output.
-        saturated: the same number for a plain session of ONNX Runtime, on a processor whose sums saturate; elsewhere
+        saturated: the same number for a plain session of ONNX Runtime, where the processor's sums saturate; elsewhere
             None.
     """
 
@@ -56,7 +56,7 @@ class VerificationReport:
         rows: one entry for each quantize point, in the order of the program, then one for each output.
         level: ONNX Runtime's level of optimization.
         tolerance: the largest difference of floats that counts as none.
-        saturating: the products of the model whose sums can saturate on x86-64 processors without VNNI.
+        saturating: the products of the model that can saturate on x86-64 processors without VNNI.
         processor_saturates: whether ONNX Runtime's sums saturate on this processor.
     """
 
@@ -70,7 +70,7 @@ class VerificationReport:
     def is_exact(self) -> bool:
         """Whether all codes are equal, and all floats within the tolerance, in a session that sums exactly.
 
-        On processors whose sums do not saturate each session does. On the others a session that
+        Where the processor's sums do not saturate each session does. Elsewhere a session that
         `jaxquant.onnx.make_session` makes does; `is_exact_in_plain_session` tells about all other sessions.
         """
         return not any(row.differing for row in self.rows)
@@ -94,9 +94,7 @@ class VerificationReport:
         if first is None:
             lines.append(f"All codes are equal, and all floats within {self.tolerance:g} (level {self.level}).")
         elif first.kind == "codes":
-            lines.append(
-                f"The first codes that differ are those of {first.name}: what computes its input gives other floats."
-            )
+            lines.append(f"The first codes that differ: {first.name}. What computes its input gives other floats.")
         else:
             lines.append(f"All codes are equal; the floats of {first.name} differ by up to {first.largest:.3g}.")
         return "\n".join([*lines, *self._describe_saturation()])
@@ -117,8 +115,8 @@ class VerificationReport:
             sum(row.saturated or 0 for row in self.rows if row.kind == kind) for kind in ("codes", "output")
         )
         text = (
-            "ONNX Runtime's sums of these products saturate on this processor. The columns differing and largest are "
-            f"those of exact sums; in a plain session {codes} codes and {floats} outputs differ:"
+            "ONNX Runtime's sums of these products saturate on this processor. The columns differing and largest "
+            f"compare exact sums; in a plain session {codes} codes and {floats} outputs differ:"
         )
         return [text, *names, remedy]
 
@@ -138,7 +136,7 @@ def verify(
     return as codes. Floats are compared at the outputs, relative to the largest magnitude if that is above 1.
 
     On an x86-64 processor without VNNI the sums of ONNX Runtime's products of uint8 by int8 saturate. There the model
-    runs twice: as it is, and with weights of uint8, whose sums are exact. The report has the differences of both, and
+    runs twice: as it is, and with weights of uint8, which have exact sums. The report has the differences of both, and
     names the products that can saturate, on every processor.
 
     Args:
@@ -226,7 +224,7 @@ def _make_feeds(model: ModelProto, arguments: Sequence[Any]) -> dict[str, np.nda
             isinstance(n, str) or n == length for n, length in zip(lengths, array.shape, strict=True)
         )
         checks.require(fits, _NAME, "batches", f"{info.name} of shape {lengths}", f"shape {list(array.shape)}")
-        # The dtype that JAX has for a number of Python or an array of numpy is that of the model.
+        # The dtype that JAX has for a number of Python or an array of numpy is the model's.
         array = array.astype(values.choose_container(jax.dtypes.canonicalize_dtype(array.dtype)))
         feeds[info.name] = array.astype(np.float32) if array.dtype in (dtypes.BFLOAT16, *dtypes.FLOAT8) else array
     return feeds
@@ -264,7 +262,7 @@ def _open_checked_session(
 def _open_session(
     model: ModelProto, stored: Sequence[Any], level: str
 ) -> tuple[onnxruntime.InferenceSession, list[str]]:  # fmt: skip
-    """Return a session of the model whose outputs include the quantize points, and the names of these."""
+    """Return a session with the quantize points among its outputs, and the names of the points."""
     # The caller's model keeps its outputs.
     copy = ModelProto()
     copy.CopyFrom(model)
@@ -308,7 +306,7 @@ def _lift_point(graph: GraphProto, point: Any, stacks: dict[str, str]) -> str:
     loop = next(node for node in graph.node if node.name == point[0])
     body = exports.read_body(loop)
     inner = _lift_point(body, point[1], stacks)
-    # The body computes the codes of one step, and only an output of the loop stacks those of all steps.
+    # The body computes the codes of one step, and only an output of the loop stacks the codes of all steps.
     key = f"{point[0]}/{inner}"
     if key not in stacks:
         stacks[key] = key
@@ -362,7 +360,7 @@ def _compare(runtime: np.ndarray, value: np.ndarray, tolerance: float) -> tuple[
     is_float = jnp.issubdtype(value.dtype, np.floating)
     a, b = runtime.astype(np.float64), value.astype(np.float64)
     with np.errstate(invalid="ignore"):
-        # Equal infinities, whose difference is NaN, are equal, and so are two NaN.
+        # Equal infinities are equal, though their difference is NaN, and so are two NaN.
         distance = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
     # What is left is a NaN on one side only.
     distance = np.where(np.isnan(distance), np.inf, distance)

@@ -9,8 +9,8 @@ ONNX Runtime without optimizations from ONNX Runtime with all of them, for sever
 between two codes turns a difference in its last bit into one of a whole step, and the codes of later nodes follow. So a
 draw is either equal up to the rounding of floats, or it differs by steps. With `--trace` it also prints
 
-- the first node of each draw whose codes differ, the floats at one of them in steps, and by how many units in the last
-  place they differ;
+- the first node of each draw with codes that differ, the floats at one of them in steps, and by how many units in the
+  last place they differ;
 - how far ONNX Runtime is from itself if one ReduceMean of the model is multiplied by 1 + 2^-23.
 """
 
@@ -82,7 +82,7 @@ def list_quantized(model: onnx.ModelProto) -> list[onnx.NodeProto]:
 
 
 def trace_codes(model: onnx.ModelProto, draws: list[dict[str, np.ndarray]]) -> None:
-    """Print the first node of each draw whose codes differ from those of ONNX Runtime without optimizations."""
+    """Print the first node of each draw with other codes than ONNX Runtime without optimizations."""
     fn, params = jqonnx.load(model)
     nodes = [node for node in list_quantized(model) if node.input[0] not in {x.name for x in model.graph.input}]
     names = list(dict.fromkeys(name for node in nodes for name in (node.input[0], *node.output[:2])))

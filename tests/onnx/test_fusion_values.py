@@ -271,7 +271,7 @@ def make_contraction(
     rng: np.random.Generator, op: str, *, bias: np.ndarray | None = None, bias_scale: Any = None, bias_point: int = 0,
     x_scale: float = 1e-3, w_scale: Any = 1e-2, axis: int | None = None, y_scale: float = 0.002, trans: int = 0,
 ) -> Model:  # fmt: skip
-    """Return a model of a Conv, Gemm or MatMul of 4 features, whose weights have 7 bits: they are exact everywhere."""
+    """Return a model of a Conv, Gemm or MatMul of 4 features with weights of 7 bits: it is exact everywhere."""
     model = Model(np.uint8)
     shape = {"Conv": (2, 4, 3, 3)}.get(op, (6, 4))
     x = model.dequantized(draw_codes(rng, np.uint8, *shape), x_scale, 3)
@@ -502,7 +502,7 @@ def test_a_relu_that_the_runtime_drops(rng: np.random.Generator) -> None:
 
 
 def test_training_of_a_maximum_of_codes(rng: np.random.Generator) -> None:
-    """A MaxPool of codes takes the largest code, which is not that of the largest value with a negative scale."""
+    """A MaxPool of codes takes the largest code, not the code of the largest value if the scale is negative."""
     for scale in (0.1, -0.1):
         model = Model(np.uint8)
         name = model.feed(rng.normal(size=(1, 1, 4, 4)).astype(F))

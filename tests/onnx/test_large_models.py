@@ -49,7 +49,7 @@ def test_two_files(tmp_path: pathlib.Path, rng: np.random.Generator) -> None:
     onnxruntime.InferenceSession(path)  # it finds the second file
     (expected,) = run_runtime(onnx.load(path), {"x": x})
     loaded, arrays = jqonnx.load(path)
-    # Sums of 96 products of some hundreds, in another order than that of the runtime.
+    # Sums of 96 products of some hundreds, in another order than the runtime's.
     np.testing.assert_allclose(loaded(arrays, x), expected, rtol=1e-5, atol=1e-3)
     assert jqonnx.verify(path, lambda x: function(params, x), [(x,)]).is_exact
 

@@ -67,7 +67,7 @@ UINT8 = jq.QuantSpec(jnp.uint8)
 
 
 def make_attention_weights(rng: np.random.Generator) -> dict[str, Any]:
-    """Return quantized weights whose columns are features of several heads, and two biases that are equal."""
+    """Return quantized weights with features of several heads as columns, and two biases that are equal."""
     draw = lambda *shape: jnp.asarray(rng.normal(0, 0.3, shape), jnp.float32)  # noqa: E731
     return {
         "split": jq.quantize(draw(6, 2, 4), jq.QuantSpec(jnp.int8, jq.PerAxis((1, 2)))),

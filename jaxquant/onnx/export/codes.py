@@ -235,12 +235,12 @@ def write_float_operator(graph: ModelGraph, call: WriterCall) -> Value | None:
 
 def _is_fusible(graph: ModelGraph, dtype: DTypeLike) -> bool:
     """Return whether operators on codes are floats between DequantizeLinear and QuantizeLinear."""
-    # ONNX Runtime fuses these operators for uint8; those of int8 it would compute in floats.
+    # ONNX Runtime fuses these operators for uint8; for int8 it would compute in floats.
     return graph.form == "qdq" and dtype == _UINT8
 
 
 def _store_affine(graph: ModelGraph, parameters: Any, side: str, dtype: np.dtype = _UINT8) -> list[str]:
-    """Return the scale and the zero point of an operand or of the result, whose codes have a dtype."""
+    """Return the scale and the zero point of an operand or of the result, with codes of a dtype."""
     # Without a zero point, ONNX Runtime takes codes of int8 for uint8, and does not load the model.
     point = parameters[f"{side}_zero_point"]
     point = values.make_known(np.zeros((), dtype)) if point is None else point

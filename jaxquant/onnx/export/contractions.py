@@ -70,7 +70,7 @@ def multiply(graph: ModelGraph, lhs: Matrix, rhs: Matrix, product: Callable[[str
 
 
 def _arrange(graph: ModelGraph, side: Matrix, groups: Sequence[Sequence[int]]) -> str:
-    """Return an operand with its dimensions in the order of the groups, of which the last two become one each."""
+    """Return an operand with its dimensions in the order of the groups; the last two become one dimension each."""
     batch, first, second = groups
     order = [*batch, *first, *second]
     shape = (*(side.shape[a] for a in batch), side.count(first), side.count(second))
@@ -211,7 +211,7 @@ def _pool(graph: ModelGraph, kind: str, name: str, dtype: DTypeLike, config: dic
         name = graph.add("Mul", [name, graph.add_constant(np.float32(count))])
         return name if is_float else graph.cast(name, container)
     is_direct = is_float or (container in (np.int8, np.uint8) and kind == "reduce_window_max")
-    # Of integers, MaxPool has those of 8 bits, and Neg would overflow at the lowest. float64 holds those of 32 bits.
+    # MaxPool takes integers of 8 bits only, and Neg would overflow at the lowest. float64 holds integers of 32 bits.
     wide = np.float32 if container in (dtypes.FLOAT16, dtypes.BFLOAT16) else np.float64
     name = name if is_direct else graph.cast(name, wide)
     if kind == "reduce_window_min":
@@ -251,7 +251,7 @@ def _sum_along(graph: ModelGraph, name: str, axis: int, size: int, step: int) ->
 
 
 def _join_sums(graph: ModelGraph, names: tuple[str, str], lengths: tuple[int, int], axis: int, step: int) -> str:
-    """Return the sums of some elements, each with that of the elements that follow them."""
+    """Return names[0] + names[1], where names[1] holds sums of elements that follow the elements of names[0]."""
     head = graph.slice(names[0], [0], [-lengths[1] * step], [axis], [1])
     tail = graph.slice(names[1], [lengths[0] * step], [np.iinfo(np.int64).max], [axis], [1])
     return graph.add("Add", [head, tail])

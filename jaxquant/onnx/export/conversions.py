@@ -21,7 +21,7 @@ from .elementwise import apply_operator, cast_value, choose, make_scalar, write_
 from .graph import ModelGraph, WriterCall, writes, writes_mark
 from .values import UnsupportedError, Value
 
-# Primitives of integers whose results may need more bits than their operands; scatters are spelled "-" or "_".
+# Primitives of integers with results that may need more bits than the operands; scatters are spelled "-" or "_".
 _OVERFLOWING = (
     "add", "add_any", "sub", "mul", "div", "neg", "abs", "not", "pow", "integer_pow", "square", "shift_left",
     "cumsum", "reduce_sum", "reduce_prod", "reduce_window_sum", "dot_general", "conv_general_dilated",
@@ -39,7 +39,7 @@ _ARITHMETIC = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply}
 def write_cast(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a conversion."""
     (x,) = call.inputs
-    # Known codes that get here are those of weights, which the model keeps.
+    # Known codes that get here are codes of weights, which the model keeps.
     x = graph.fill(x, x.shape) if x.is_known else x
     return convert(graph, x, call.parameters["new_dtype"])
 
@@ -53,7 +53,7 @@ def write_bitcast(graph: ModelGraph, call: WriterCall) -> Value:
     if not is_integer or dtypes.count_bits(old) != dtypes.count_bits(dtype):
         raise UnsupportedError(f"the bits of {old} as {dtype}")
     x = graph.fill(x, x.shape) if x.is_known else x
-    # Codes of 2 and 4 bits are held in 8, of which `wrap` keeps the low bits.
+    # Codes of 2 and 4 bits are held in 8 bits, and `wrap` keeps the low ones.
     return wrap(graph, x, dtype)
 
 
@@ -86,7 +86,7 @@ def keep_bits(graph: ModelGraph, primitive: str, result: Value, dtype: DTypeLike
 
 
 def wrap(graph: ModelGraph, x: Value, dtype: DTypeLike) -> Value:
-    """Return integers in a dtype of codes, of which those of 2 and 4 bits keep only their low bits."""
+    """Return integers in a dtype of codes; codes of 2 and 4 bits keep only their low bits."""
     dtype = np.dtype(dtype)
     container = values.choose_container(dtype)
     if x.is_known:
@@ -207,7 +207,7 @@ def _derive_tensor_range(graph: ModelGraph, name: str, depth: int) -> NumberRang
 
 
 def _derive_node_range(graph: ModelGraph, node: NodeProto, depth: int) -> NumberRange:
-    """Return the range of the first result of a node from those of its operands."""
+    """Return the range of the first result of a node from the ranges of its operands."""
     if node.op_type == "Cast":
         to = helper.tensor_dtype_to_np_dtype(helper.get_node_attr_value(node, "to"))
         return _round_range(_derive_tensor_range(graph, node.input[0], depth), to)
@@ -240,7 +240,7 @@ def _replaces_nan(graph: ModelGraph, node: NodeProto, depth: int) -> bool:
 
 
 def _is_nan_only_with(graph: ModelGraph, name: str, source: str, depth: int) -> bool:
-    """Return whether an element of a tensor is NaN only if that of the source, from which it is computed, is NaN."""
+    """Return whether an element of a tensor is NaN only if the element of `source` that it is computed from is NaN."""
     if name == source:
         return True
     node = graph.look_up_node(name) if depth else None
@@ -259,7 +259,7 @@ def _is_nan_only_with(graph: ModelGraph, name: str, source: str, depth: int) -> 
 
 
 def _select_range(operator: str, operands: Sequence[NumberRange]) -> NumberRange:
-    """Return the range of a result whose elements are those of operands, or their opposites."""
+    """Return the range of a result that holds elements of its operands, or their opposites."""
     x = operands[0]
     if operator in ("Neg", "Abs"):
         opposite = NumberRange(-x.high, -x.low, x.is_number)

@@ -72,7 +72,7 @@ def apply_operator(
         graph: the graph.
         operator: the operator.
         inputs: the operands, of one dtype.
-        dtype: the dtype of the result, or None for that of the operands.
+        dtype: the dtype of the result, or None for the dtype of the operands.
         **attributes: the attributes of the node.
     """
     container = values.choose_container(inputs[0].dtype)
@@ -170,7 +170,7 @@ def write_logic(graph: ModelGraph, call: WriterCall) -> Value:
 
 
 def cast_value(graph: ModelGraph, x: Value, dtype: DTypeLike) -> Value:
-    """Return a value in another dtype, whose numbers the dtype must hold."""
+    """Return a value in another dtype, which must hold the numbers."""
     target, container = values.choose_container(dtype), values.choose_container(x.dtype)
     if x.is_known:
         array = graph.hold(x.array) if target == container else np.asarray(x.array)
@@ -234,7 +234,7 @@ def write_integer_power(graph: ModelGraph, call: WriterCall) -> Value:
         power = apply_operator(graph, "Mul", [power, power]) if rest else power
     one = make_scalar(1, x.dtype)
     if result is None:
-        # Also for infinities, for which 0 * x would be NaN. Dimensions of 1 stand for those of x.
+        # Also for infinities, where 0 * x would be NaN. Dimensions of 1 stand for x.shape.
         return values.make_known(np.ones((1,) * len(x.shape), values.choose_container(x.dtype)))
     return result if exponent > 0 else apply_operator(graph, "Div", [one, result])
 
@@ -245,7 +245,7 @@ def write_kernel(graph: ModelGraph, call: WriterCall) -> Value:
     operator, attributes = {"softmax": ("Softmax", {"axis": -1}), "tanh": ("Tanh", {}), "logistic": ("Sigmoid", {})}[
         call.name
     ]
-    # The metadata then names the runtime, whose approximations `load` takes for this model again.
+    # The metadata then names the runtime, and `load` takes the runtime's approximations for this model again.
     (output,), graph.floats = call.outputs, "runtime"
     name = graph.add(operator, [graph.store_full(call.inputs[0], output.shape)], **attributes)
     return Value(tuple(output.shape), np.dtype(output.dtype), name)
@@ -277,7 +277,7 @@ def write_composed(graph: ModelGraph, call: WriterCall) -> Value:
     if call.name == "atan2":
         return _write_atan2(graph, *call.inputs)
     if call.name == "rem":
-        # The sign is that of the dividend, which Mod has with fmod=1 only.
+        # The sign is the dividend's, which Mod has with fmod=1 only.
         return apply_operator(graph, "Mod", call.inputs, fmod=1)
     if call.name == "is_finite":
         return _write_is_finite(graph, x)
@@ -295,7 +295,7 @@ def _write_is_finite(graph: ModelGraph, x: Value) -> Value:
 
 
 def _write_atan2(graph: ModelGraph, y: Value, x: Value) -> Value:
-    """Write the angle of a point by that of (abs(x), abs(y)), moved to the quadrant that the signs tell."""
+    """Write the angle of (abs(x), abs(y)), moved to the quadrant that the signs tell."""
 
     def apply(operator: str, *operands: Value, dtype: DTypeLike | None = None) -> Value:
         return apply_operator(graph, operator, operands, dtype)
@@ -307,7 +307,7 @@ def _write_atan2(graph: ModelGraph, y: Value, x: Value) -> Value:
     is_origin = apply("LessOrEqual", apply("Max", *sizes), zero, dtype=np.bool_)
     ratio = choose(graph, is_infinite, one, choose(graph, is_origin, zero, apply("Div", *sizes)))
     angle = apply("Atan", ratio)
-    # Only the reciprocal of a zero tells its sign, and only that of an infinity does not tell it.
+    # Only the reciprocal of a zero tells its sign, and only the reciprocal of an infinity does not.
     signs = [
         write_operator(
             graph, "Or", [apply("Less", part, zero, dtype=np.bool_) for part in (v, apply("Div", one, v))], np.bool_

@@ -82,7 +82,7 @@ class Exporter(program.ExportInterpreter):
         return value.is_known
 
     def make_known(self, array: Any, source: Value | None = None) -> Value:
-        """Return the value of an array, whose name in the graph is that of its source."""
+        """Return the value of an array, under the name that its source has in the graph."""
         return values.make_known(array, None if source is None else source.hint)
 
     def read_known(self, value: Value) -> Any:
@@ -155,7 +155,7 @@ class Exporter(program.ExportInterpreter):
             self._depth -= 1
 
     def skip_points(self, mark: recording.Mark, results: Sequence[Any]) -> None:
-        """Leave out the quantize points of a mark whose results are constants of the model."""
+        """Leave out the quantize points of a mark with results that are constants of the model."""
         if self._depth == 0:
             self.graph.points += ["" for _ in program.list_points(mark)]
 
@@ -179,7 +179,7 @@ class Exporter(program.ExportInterpreter):
             hint = None if stacked.hint is None else f"{stacked.hint}.{index}"
             return values.make_known(array[index], hint)
         if stacked.shape and bool(stacked.shape[0] == 1):
-            # A dimension of 1 stands for a longer one whose entries are equal.
+            # A dimension of 1 stands for a longer one with equal entries.
             index = 0
         name = self.graph.add("Gather", [self.graph.store(stacked), self.graph.add_constant(np.int64(index))], axis=0)
         return Value(tuple(stacked.shape[1:]), stacked.dtype, name)

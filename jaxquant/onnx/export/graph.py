@@ -163,7 +163,7 @@ class ModelGraph:
         return self.add_constant(np.asarray(numbers, np.int64))
 
     def read_scalar_name(self, name: str) -> str:
-        """Return the tensor of one element of which another is the reshaped form, or that one itself."""
+        """Return the scalar that a tensor of one element is a reshaped form of, or the tensor itself."""
         return self._scalars.get(name, name)
 
     # What the graph knows of its tensors.
@@ -203,7 +203,7 @@ class ModelGraph:
         """Return the value of an attribute of a node."""
         return helper.get_attribute_value(attribute)
 
-    # Operators whose form depends on the opset.
+    # Operators in forms that depend on the opset.
 
     def reduce(self, operator: str, name: str, axes: Sequence[int], keepdims: bool = False) -> str:
         """Return a reduction over axes."""
@@ -215,7 +215,7 @@ class ModelGraph:
         return self.add(operator, [name], axes=list(axes), keepdims=int(keepdims))
 
     def reshape(self, name: str, shape: Shape) -> str:
-        """Return a tensor in another shape, of which dimensions may be symbolic."""
+        """Return a tensor in another shape, which may have symbolic dimensions."""
         is_single = values.is_static(shape) and math.prod(shape) == 1
         first = self.look_up_node(name) if is_single else None
         if first is not None and first.op_type == "Reshape":
@@ -329,7 +329,7 @@ class ModelGraph:
     # The result.
 
     def drop_unused(self, outputs: Sequence[str]) -> None:
-        """Remove the nodes and initializers of which no output depends."""
+        """Remove the nodes and initializers that no output depends on."""
         self.nodes, needed = select_needed(self.nodes, outputs)
         self.arrays = {name: array for name, array in self.arrays.items() if name in needed}
 
@@ -412,9 +412,9 @@ _REDUCTIONS = ("ReduceMax", "ReduceMin", "ReduceSum", "ReduceProd")
 
 
 def merge_nodes(graph: ModelGraph, outputs: Sequence[str]) -> None:
-    """Merge pairs of nodes of which the first is computed for the second alone, also in the bodies of loops.
+    """Merge pairs of nodes where only the second reads the first, also in the bodies of loops.
 
-    A reduction whose dimensions are inserted again keeps them. A slice of one entry whose dimension is removed is a
+    A reduction keeps its dimensions if they are inserted again. A slice of one entry without its dimension is a
     Gather, but not in the form "qdq": ONNX Runtime moves a quantization past Slice and Squeeze, and not past Gather.
 
     Args:

@@ -50,7 +50,7 @@ def write_contraction(graph: ModelGraph, call: WriterCall) -> Value:
 def _multiply(
     graph: ModelGraph, lhs: Matrix, rhs: Matrix, points: tuple[Value | None, Value | None], columns: Shape
 ) -> str:  # fmt: skip
-    """Return MatMulInteger, of which the left operand has one zero point, and the right one those of its columns."""
+    """Return MatMulInteger with one zero point on the left, and one on the right or one for each of its columns."""
     lhs, points = _match_signs(graph, lhs, rhs, points)
     names = [
         "" if _is_zero(point) else _store_point(graph, _read_point(graph, point, side.value.dtype), shape)
@@ -184,7 +184,7 @@ def write_convolution(graph: ModelGraph, call: WriterCall) -> Value:
     graph.note_dtype(kernel, w.dtype)
     x_point = _store_point(graph, point, ())
     if any(step != 1 for step in geometry.lhs_dilation):
-        # The zero point between the elements counts as 0, like the one with which ConvInteger pads.
+        # The zero point between the elements counts as 0, like the padding of ConvInteger.
         name = contractions.spread_image(graph, name, x_shape, geometry.lhs_dilation, [x_point])
     if _is_zero(steps) or _count(steps) == 1:
         w_point = _store_point(graph, _read_point(graph, steps, w.dtype), ())
@@ -204,7 +204,7 @@ def write_scale(graph: ModelGraph, call: WriterCall) -> Value:
     """Write the conversion of a product to floats.
 
     ONNX Runtime fuses MatMulInteger, Cast and Mul if the scale of the right operand is a vector or a scalar, and its
-    product with that of the left operand is a node, which takes a scale of the left operand that is computed.
+    product with the left scale is a node, so that the left scale has to be computed.
     """
     p, shape = call.parameters, call.outputs[0].shape
     a, b = p["a_scale"], p["b_scale"]
@@ -282,7 +282,7 @@ def _shift_unsigned(graph: ModelGraph, name: str, x: Value, steps: Value, bits: 
     inside = choose(graph, is_outside, last, steps)
     if name != "shift_right_arithmetic":
         return choose(graph, is_outside, zero, shift(x))
-    # The bits of a negative number are the opposites of those of -1 - x, and so are the ones that a shift brings in.
+    # The bits of a negative x are the inverted bits of -1 - x, and so are the bits that a shift brings in.
     is_negative, minus = apply_operator(graph, "Less", [x, zero], np.bool_), make_scalar(-1, dtype)
     size = shift(choose(graph, is_negative, apply_operator(graph, "Sub", [minus, x]), x))
     return choose(graph, is_negative, apply_operator(graph, "Sub", [minus, size]), size)

@@ -53,7 +53,7 @@ def export(
     output_names: Sequence[str] | None = None,
     name: str = "jaxquant",
 ) -> ModelProto:
-    """Return a function as an ONNX model, whose integers are those of the function.
+    """Return a function as an ONNX model that computes the same integers.
 
     Arrays that the function closes over are initializers of the model. The function is traced, not run, so arguments
     may be `jax.ShapeDtypeStruct`. Layers must be in their mode for inference: no dropout, no update of statistics.
@@ -63,21 +63,21 @@ def export(
 
     Args:
         function: a function of arrays, or of pytrees of arrays.
-        example_args: the arguments, of which only shapes and dtypes matter.
+        example_args: the arguments; only their shapes and dtypes matter.
         params: a pytree, passed as the first argument; its arrays become initializers, named by their paths. None
             means that the function has no such argument.
         form: "operators", or "qdq" for floats between QuantizeLinear and DequantizeLinear, which ONNX Runtime fuses to
-            integer kernels if the results are codes; a warning names each contraction whose kernel would be of floats.
+            integer kernels if the results are codes; a warning names each contraction that would run in floats.
         opset: the version of ONNX's operators, 13 to 25.
         scan: how `jax.lax.scan` is written: "unroll" for step after step, "loop" for ONNX's Scan, "auto" for a loop if
             there are more than 64 steps. A scan of symbolic length is a loop.
         batch: the name of a symbolic dimension, in place of the first dimension of each array in `example_args`; None
             keeps the lengths of the example.
-        weights: how int8 weights are stored that are multiplied by uint8 activations, and whose sums ONNX Runtime
-            saturates on x86-64 processors without VNNI. "int8" as they are; "uint8" with the zero point 128, which
+        weights: how int8 weights are stored that are multiplied by uint8 activations: ONNX Runtime saturates the sums
+            on x86-64 processors without VNNI. "int8" as they are; "uint8" with the zero point 128, which
             gives the function's integers on every processor and is slower. None for "int8" with a SaturationWarning.
-        input_names: the names of the inputs, in the order of the leaves of `example_args`. By default those of the
-            function's parameters, or of a loaded model's inputs.
+        input_names: the names of the inputs, in the order of the leaves of `example_args`. By default the names
+            of the function's parameters, or of a loaded model's inputs.
         output_names: the names of the outputs, in the order of the leaves of the result. By default "output", or
             "output_0" and so on.
         name: the name of the graph.
@@ -86,8 +86,8 @@ def export(
         An `onnx.ModelProto`.
 
     Raises:
-        ValueError: the function contains operations that ONNX cannot express, all of which are listed with their places
-            in the source; it has no result; or an argument has an unsupported value.
+        ValueError: the function contains operations that ONNX cannot express; the error lists all of them with their
+            places in the source; it has no result; or an argument has an unsupported value.
         TypeError: an argument has an unsupported type, or one of `example_args` is not an array.
 
     Warns:
@@ -170,7 +170,7 @@ def _choose_names(
     function: Callable[..., Any], arguments: Sequence[Any], params: Any, names: Sequence[str] | None
 ) -> list[str]:
     """Return a name for each input: the caller's, or the path of the leaf in the function's arguments."""
-    # The order of the leaves is that of the specs, which come from the same flattening.
+    # The leaves have the order of the specs, which come from the same flattening.
     paths = jax.tree_util.tree_flatten_with_path(list(arguments))[0]
     if names is not None:
         return _check_names("input_names", names, len(paths))
@@ -187,13 +187,13 @@ def _check_names(argument: str, names: Sequence[str], count: int) -> list[str]:
     """Return the names that the caller gives inputs or outputs, as a list."""
     is_list = isinstance(names, Sequence) and not isinstance(names, str) and all(isinstance(n, str) for n in names)
     checks.require_type(is_list, _NAME, argument, "a sequence of strings", repr(names))
-    expected = f"{count} distinct names, none of which is empty"
+    expected = f"{count} distinct names, none of them empty"
     checks.require(len(names) == len(set(names)) == count and all(names), _NAME, argument, expected, names)
     return [str(name) for name in names]
 
 
 def _list_positional(function: Callable[..., Any]) -> list[str]:
-    """Return the names of a function's positional parameters; those of a loaded model are its inputs."""
+    """Return the names of a function's positional parameters; a loaded model's parameters are its inputs."""
     if isinstance(function, LoadedFunction):
         return ["params", *(x.name for x in function.inputs)]
     try:
@@ -319,7 +319,7 @@ def _rename_point(point: Any, names: dict[str, str]) -> Any:
 
 
 def _choose_output_names(graph: ModelGraph, tensors: Sequence[str]) -> list[str]:
-    """Return the names of the outputs: those that operators ask for, or numbers."""
+    """Return the names of the outputs: what operators ask for, or numbers."""
     names = ["output"] if len(tensors) == 1 else [f"output_{i}" for i in range(len(tensors))]
     requested, taken = set(graph.requests.values()), _list_tensors(graph)
     for i, name in enumerate(names):

@@ -17,11 +17,11 @@ from .values import Shape, UnsupportedError, Value
 
 
 class MovedTensor(Elements):
-    """A tensor of the graph whose elements are moved by nodes.
+    """A tensor of the graph with elements that nodes move.
 
     Attributes:
         graph: the graph.
-        value: the tensor, whose dimensions of 1 may stand for longer ones.
+        value: the tensor; its dimensions of 1 may stand for longer ones.
         shape: its shape in the program.
     """
 
@@ -108,7 +108,7 @@ class MovedTensor(Elements):
         return MovedTensor(self.graph, Value(stored, values.choose_container(x.dtype), name), shape)
 
     def cut_dynamically(self, starts: Sequence[Value], shape: Shape) -> MovedTensor:
-        """Write a Slice whose starts are computed, and moved to where the slice fits."""
+        """Write a Slice from starts that are computed, and moved to where the slice fits."""
         graph, x, sizes = self.graph, self.value, shape
         axes = [axis for axis, (n, size) in enumerate(zip(self.shape, sizes, strict=True)) if not equals(n, size)]
         name = graph.store_full(x, self.shape)
@@ -235,7 +235,7 @@ def write_dynamic_update_slice(graph: ModelGraph, call: WriterCall) -> Value:
 
 
 def _replace_part(graph: ModelGraph, x: Value, names: Sequence[str], axis: int, bounds: tuple[int, int, int]) -> str:
-    """Return an array with its entries from start to end along an axis, of a length, replaced by those of another."""
+    """Return x with x[start:end] along `axis` replaced by y; `bounds` are start, end and length."""
     start, end, length = bounds
 
     def cut(first: int, last: int) -> list[str]:

@@ -23,7 +23,7 @@ class PackedWeights(NamedTuple):
 
     Attributes:
         codes: int4 or uint4.
-        scale: float32, in a shape that broadcasts to that of the codes.
+        scale: float32, in a shape that broadcasts to the codes' shape.
         zero_point: int32, like the scale, or None.
         sizes: how many indices of each dimension share an entry of the scale.
         hints: the names of the codes, the scale and the zero point among the user's parameters, or None.
@@ -45,7 +45,7 @@ def note_weights(
         graph: the graph.
         result: the tensor.
         codes: the constants.
-        parts: the scale and the zero point, in shapes that broadcast to that of the codes.
+        parts: the scale and the zero point, in shapes that broadcast to the codes' shape.
         sizes: how many indices of each dimension share an entry of the scale.
     """
     is_known = codes.is_known and all(part is None or part.is_known for part in parts)

@@ -88,7 +88,7 @@ class ExportInterpreter(Interpreter):
         raise NotImplementedError
 
     def make_known(self, array: Any, source: Any = None) -> Any:
-        """Return an array as a value, whose name is that of its source."""
+        """Return an array as a value with the name of its source."""
         raise NotImplementedError
 
     def read_known(self, value: Any) -> Any:
@@ -96,11 +96,11 @@ class ExportInterpreter(Interpreter):
         raise NotImplementedError
 
     def write_equation(self, equation: Equation, operands: Sequence[Any], specs: Sequence[Spec]) -> Sequence[Any]:
-        """Return the results of an equation, not all of whose operands are known."""
+        """Return the results of an equation with operands that are not all known."""
         raise NotImplementedError
 
     def skip_points(self, mark: recording.Mark, results: Sequence[Any]) -> None:
-        """Count the quantize points of a mark whose results are known."""
+        """Count the quantize points of a mark with known results."""
         raise NotImplementedError
 
     def roll_scan(self, equation: Equation, operands: Sequence[Any], specs: Sequence[Spec]) -> Sequence[Any] | None:
@@ -249,7 +249,7 @@ def _broadcast(array: Any, shape: Sequence[int], dimensions: Sequence[int]) -> A
 
 
 class KnownElements(moves.Elements):
-    """A known array, of which the moves that copy nothing are followed: the graph holds one copy of what they share."""
+    """A known array, followed through moves that copy nothing: the graph holds one copy of what they share."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -289,7 +289,7 @@ class Tap(ExportInterpreter):
     """The evaluation of a program on arrays, which keeps the codes of all quantize points in their order.
 
     Attributes:
-        codes: the codes so far; of a point in a loop, those of all steps.
+        codes: the codes so far; for a point in a loop, the codes of all steps.
         rolled: for each scan of the program whether it is a loop in the model.
         place: the number of scans so far.
     """

@@ -73,7 +73,7 @@ def derive_sizes(granularity: Any, scale: Shape, shape: Shape) -> Sequence[Any]:
 
 
 def expand_scale(graph: ModelGraph, part: Value, granularity: Any, shape: Shape) -> Value:
-    """Return a scale or zero point in a shape that broadcasts to that of the array."""
+    """Return a scale or zero point in a shape that broadcasts to `shape`."""
     if isinstance(granularity, granularities.PerTensor):
         return Value((), part.dtype, graph.reshape(graph.store(part), ())) if part.shape else part
     if isinstance(granularity, granularities.PerAxis):
@@ -166,7 +166,7 @@ def _read_point(graph: ModelGraph, zero_point: Value | None, shape: Shape, conta
 
 
 def _saturate(graph: ModelGraph, codes: Value, dtype: np.dtype, bounds: Any) -> Value:
-    """Return codes within the bounds, where these are narrower than those of their container."""
+    """Return codes within the bounds, where these are narrower than their container's."""
     low, high = dtypes.find_bounds(dtype) if bounds is None else bounds
     if (low, high) == dtypes.find_bounds(codes.dtype):
         return codes
@@ -223,7 +223,7 @@ def encode(graph: ModelGraph, value: Value, zero_point: Value | None, dtype: np.
         return _write_operator(graph, value, make_scalar(1, np.float32), zero_point, layout, dtype, bounds, value.shape)
     low, high = dtypes.find_bounds(dtype) if bounds is None else bounds
     rounded = apply_operator(graph, "Round", [value])
-    # Max and Min pass a NaN on, whose conversion to an integer is not defined. QuantizeLinear makes it the lowest code.
+    # Max and Min pass a NaN on, and its conversion to an integer is undefined. QuantizeLinear gives the lowest code.
     nan = elementwise.write_operator(graph, "IsNaN", [value], np.bool_)
     if zero_point is not None:
         rounded = apply_operator(graph, "Add", [rounded, cast_value(graph, zero_point, np.float32)])
@@ -242,7 +242,7 @@ def _count(x: Value) -> Any:
 def write_dequantize(graph: ModelGraph, call: WriterCall) -> Value:
     """Write the arithmetic of a dequantization.
 
-    ONNX Runtime replaces floats between DequantizeLinear and QuantizeLinear by other arithmetic, whose codes differ. It
+    ONNX Runtime replaces floats between DequantizeLinear and QuantizeLinear by other arithmetic, with other codes. It
     also replaces a matrix product of floats with weights from DequantizeLinear by one that rounds the floats to 8 bits.
     The arithmetic of weights is done when a session is created.
     """
@@ -352,7 +352,7 @@ def write_min_max(graph: ModelGraph, call: WriterCall) -> list[Value]:
 
 @writes_mark("dynamic_range")
 def write_dynamic_range(graph: ModelGraph, call: WriterCall) -> list[Value] | None:
-    """Write DynamicQuantizeLinear, whose codes `write_quantize` takes."""
+    """Write DynamicQuantizeLinear; `write_quantize` takes its codes."""
     p = call.parameters
     if np.dtype(p["dtype"]) != np.uint8 or not isinstance(p["granularity"], granularities.PerTensor):
         return None

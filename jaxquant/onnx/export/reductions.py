@@ -51,7 +51,7 @@ def write_reduction(graph: ModelGraph, call: WriterCall) -> Value:
 
 
 def _make_empty_result(name: str, output: Spec) -> Value:
-    """Return the result of a reduction of no elements, of which ONNX Runtime's are those of a wider dtype."""
+    """Return the result of a reduction of no elements; ONNX Runtime would give the limits of a wider dtype."""
     dtype = values.choose_container(output.dtype)
     numbers: dict[str, Any] = {"reduce_sum": 0, "reduce_or": 0, "reduce_and": 1, "reduce_prod": 1}
     if name in ("reduce_max", "reduce_min"):
@@ -125,7 +125,7 @@ def write_sort(graph: ModelGraph, call: WriterCall) -> list[Value]:
 
 
 def _counts_along(x: Value, axis: int) -> bool:
-    """Return whether an array holds the index of each element along an axis, as that of an argsort does."""
+    """Return whether an array holds the index of each element along an axis, as the operand of an argsort does."""
     if not x.is_known or np.dtype(x.dtype).kind not in "iu":
         return False
     array = np.asarray(x.array)

@@ -28,7 +28,7 @@ from .values import UnknownValueError, canonicalize_dtype, convert_to_jax
 
 _NAME = "onnx.load"
 _CALL = "onnx.LoadedFunction"
-# The entry of an exported model's metadata that tells whose float operators the function has, "jax" or "runtime".
+# The entry of an exported model's metadata that names the source of its float operators, "jax" or "runtime".
 FLOATS = "jaxquant.floats"
 # The entry that lists its scalars without a name of the user's, the constants of formulas.
 FORMULAS = "jaxquant.formula_constants"
@@ -63,8 +63,8 @@ class LoadedFunction:
         outputs: the names of the outputs.
         graph: the graph that is run, after fusing.
         limits: what a run may take.
-        is_exported: whether `export` wrote the model. Its float operators are then JAX's, as those of the
-            function that was exported; those of other models are ONNX Runtime's, where their formulas are known.
+        is_exported: whether `export` wrote the model. Its float operators are then JAX's, as in the function
+            that was exported; in other models they are ONNX Runtime's, where its formulas are known.
         fusions: which patterns became operators on codes: "all", "safe" or "none".
         deviations: the nodes that ONNX Runtime with all optimizations computes otherwise than the model says, by more
             than rounding; empty unless `fusions` is "all".
@@ -255,7 +255,7 @@ def load(
     The file may be damaged or hostile: it is checked first, as by `check`, and the shapes of all values are examined
     against the limits before anything is computed. Operators on codes are jaxquant's, which have ONNX Runtime's
     integers. Where ONNX Runtime fuses DequantizeLinear, an operator and QuantizeLinear into one operator on codes, so
-    does this function, with the same formulas; then the result equals that of ONNX Runtime with all optimizations.
+    does this function, with the same formulas; then the result equals ONNX Runtime's with all optimizations.
     Where such a fusion changes the value of the model by more than rounding, a FusionWarning names the node, and
     `fn.deviations` lists them.
 
@@ -266,7 +266,7 @@ def load(
             whether the function is fake-quantized instead, in floats, with straight-through gradients. The parameters
             are then floats: the dequantized weights and biases, and the scales of weights and of activations, which
             `fn.scales` names. `fn.convert(params)` returns the integer function of trained ones.
-        fusions: Static. "all": those of ONNX Runtime with all optimizations. "safe": those of them that change the
+        fusions: Static. "all": what ONNX Runtime fuses with all optimizations. "safe": of that what changes the
             value of the model by no more than rounding. "none": the graph as it is written, in floats between
             DequantizeLinear and QuantizeLinear, as ONNX Runtime runs it with optimizations disabled.
         constants: Static. Values of inputs by name, such as {"sr": 16000}. They are no inputs of the function any more.
@@ -360,11 +360,11 @@ def _make_function(
     checks.require(not missing, _NAME, "parameters", expected, missing)
     names = set(graph.constants)
     graph, deviations = fuse_graph(graph, is_exported, fusions)
-    # Fusing makes constants of its own: zero points that the model leaves out, and those of uint8.
+    # Fusing makes constants of its own: zero points that the model leaves out, and zero points of uint8.
     made = {name: array for name, array in graph.constants.items() if name not in names}
     parameters = parameters._replace(constants={**parameters.constants, **made})
     static = frozenset(list_static_names(graph) & set(graph.inputs))
-    # The constants of the graph would stay in memory beside those of the caller's `params`.
+    # The constants of the graph would stay in memory beside the caller's `params`.
     bare = dataclasses.replace(graph, constants={})
     fn = LoadedFunction(
         inputs, graph.outputs, bare, limits, parameters, static, is_exported, fusions, deviations, _source=source
@@ -397,7 +397,7 @@ def _bind_constants(graph: Graph, inputs: Sequence[Input], values: Mapping[str, 
 
 
 def _check_parameters(graph: Graph, names: Collection[str]) -> None:
-    """Raise unless all names are those of constants that can be parameters."""
+    """Raise unless all names name constants that can be parameters."""
     for name in sorted(names):
         array = graph.constants.get(name)
         checks.require(array is not None, _NAME, "parameters", "names of constants of the graph", repr(name))
@@ -407,7 +407,7 @@ def _check_parameters(graph: Graph, names: Collection[str]) -> None:
 
 
 def _read_formula_constants(proto: onnx.ModelProto) -> frozenset[str] | None:
-    """Return the names of constants that `export` lists as those of formulas; None if it has not written the model."""
+    """Return the names that `export` lists as constants of formulas; None if it has not written the model."""
     if all(entry.key != FORMULAS for entry in proto.metadata_props):
         return None
     names: list[Any] = []
@@ -443,7 +443,7 @@ def _read_input(value: onnx.ValueInfoProto) -> Input:
 
 
 def _trace_declared(fn: LoadedFunction, params: Any) -> set[str] | None:
-    """Examine the shapes of all values now, if the model fixes those of its inputs.
+    """Examine the shapes of all values now, if the model fixes the shapes of its inputs.
 
     Return the nodes that have windows beyond the padding, or None if the model leaves lengths open.
     """
@@ -465,7 +465,7 @@ def _trace_declared(fn: LoadedFunction, params: Any) -> set[str] | None:
 # A table of the nodes: what computes with codes, what with floats, and the bytes of constants.
 
 
-# Operators that read or write codes and whose names do not begin with QLinear.
+# Operators that read or write codes, under names that do not begin with QLinear.
 _QUANTIZED = (
     *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QGemm"),
     *("MatMulIntegerToFloat", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "MatMulNBits", "QuantizeBias"),
@@ -477,7 +477,7 @@ _ARRANGEMENTS = (
 )
 _CODES = (*dtypes.INTEGERS, *dtypes.SMALL_FLOATS)
 _UINT8 = np.dtype(np.uint8)
-# The input whose dtype is that of the result: the zero point of the result.
+# The input that has the dtype of the result: the zero point of the result.
 _POINTS = {"QuantizeLinear": 2, "QLinearConv": 7, "QLinearMatMul": 7, "QGemm": 8, "QLinearConcat": 1}
 
 
@@ -492,7 +492,7 @@ def describe_function(fn: LoadedFunction, params: Any) -> str:
         A line for each node: its name, its operator, "integer" if it computes with codes or moves them, "quantized" if
         it converts between codes and floats or reads codes as floats, "float" otherwise, and the bytes of the constants
         it reads.
-        The last lines are totals, and the products whose sums can saturate in ONNX Runtime on x86-64 without VNNI.
+        The last lines are totals, and the products that can saturate in ONNX Runtime on x86-64 without VNNI.
     """
     sizes = {name: _count_bytes(value) for name, value in params.items()}
     sizes.update({name: _count_bytes(array) for name, array in fn._parameters.constants.items()})
@@ -533,7 +533,7 @@ def _list_nodes(graph: Graph, prefix: str) -> list[tuple[str, Node]]:
 
 
 def _list_saturating(fn: LoadedFunction, params: Any) -> Iterator[str]:
-    """Yield the labels of products of uint8 codes by int8 weights of which a pair of products can leave int16."""
+    """Yield the labels of products of uint8 codes by int8 weights in which a pair of products can leave int16."""
     values: dict[str, Any] = {**fn._parameters.constants}
     for name, value in params.items():
         values[name] = value.codes if isinstance(value, QuantizedArray) else value
@@ -541,7 +541,7 @@ def _list_saturating(fn: LoadedFunction, params: Any) -> Iterator[str]:
     for label, node in _list_nodes(fn.graph, ""):
         _note_codes(node, values, kinds)
         for operands in PRODUCTS.get((node.domain, node.op), ()):
-            names = [*node.inputs, *[""] * 12]  # without those at the end that are left out
+            names = [*node.inputs, *[""] * 12]  # trailing inputs may be left out
             weights = values.get(names[operands.weights])
             kind = _UINT8 if operands.activations is None else kinds.get(names[operands.activations])
             if kind != _UINT8 or weights is None or weights.dtype != np.int8 or operands.weight_point is None:

@@ -45,13 +45,13 @@ _MOST_STEPS = 10
 def fuse_graph(graph: Graph, is_exported: bool = False, fusions: str = "all") -> tuple[Graph, tuple[Deviation, ...]]:
     """Return a graph, and its subgraphs, with the patterns that ONNX Runtime fuses as operators on codes.
 
-    The rules are those of ONNX Runtime 1.31 and 1.32 for x86-64 with all optimizations. What it leaves in floats stays
-    in floats.
+    The rules are ONNX Runtime's, versions 1.31 and 1.32 for x86-64 with all optimizations. What it leaves in floats
+    stays in floats.
 
     Args:
         graph: the graph.
         is_exported: whether `export` wrote it.
-        fusions: "all"; "safe" for those that change the value by no more than rounding; or "none".
+        fusions: "all"; "safe" for the patterns that change the value by no more than rounding; or "none".
 
     Returns:
         The graph, and the nodes of it that ONNX Runtime computes otherwise than the model says.
@@ -90,7 +90,7 @@ class _Fuser:
         has_codes = any(node.op in ("QuantizeLinear", "DequantizeLinear") for node in self.nodes)
         if has_codes and self.fusions != "none":
             first, later = [self._merge_pairs, self._insert_pairs], [self._drop_relu]
-            # The transpositions of an exported model are those of the function, which XLA removes.
+            # The transpositions of an exported model are the function's own, which XLA removes.
             if not self.is_exported:
                 # Pairs that are merged after a bias was quantized change its value, which "safe" does not allow.
                 if self.fusions == "all":
@@ -375,7 +375,7 @@ class _Fuser:
         """Make one pair of two pairs of QuantizeLinear and DequantizeLinear that follow each other.
 
         Their scales may differ: the range is what both of them hold. Of several pairs, the first and the second become
-        one, the third and the fourth, and so on; those are merged in the next step.
+        one, the third and the fourth, and so on; the next step merges the results.
         """
         replaced: dict[Node, Node] = {}
         dropped: set[Node] = set()
@@ -739,7 +739,7 @@ EIGHT_BITS = (np.dtype(np.uint8), np.dtype(np.int8))
 class Need(enum.Enum):
     """What an operator on codes needs of the scales of its operands."""
 
-    SIGN = "positive"  # it compares codes, whose order is that of the values only with a positive scale
+    SIGN = "positive"  # it compares codes, which are in the order of the values only with a positive scale
     CODES = "finite, not 0"  # codes go through, and quantizing their values has to give them back
     VALUES = "any"  # it computes with the values
 
@@ -956,8 +956,8 @@ def _select_bias(fuser: _Fuser, node: Node, operands: list[str]) -> tuple[list[s
         is_made = maker is not None and maker.op == "QuantizeBias"
         if not is_made and (codes not in fuser.constants or fuser.constants[codes].dtype != _INT32):
             return None
-        # ONNX Runtime compares the scale of the bias with that of the sums for Conv only. The scale of a bias that it
-        # has quantized itself differs where pairs were merged afterwards.
+        # ONNX Runtime compares the scale of the bias with the scale of the sums for Conv only. It may have quantized
+        # the bias itself, and merged pairs afterwards; then the scales differ.
         is_close = _fits_accumulator(fuser, source, operands, (_CLOSE, _CLOSE_RATIO))
         if (node.op != "Gemm" and not is_close) or not _keeps_bias(fuser, node, source, operands):
             return None
@@ -1011,7 +1011,7 @@ def _keeps_bias(fuser: _Fuser, node: Node, source: Node, operands: list[str]) ->
 
 
 def _read_bias(fuser: _Fuser, source: Node) -> np.ndarray:
-    """Return the codes of a bias, which are constants, or those that QuantizeBias will make of constant floats."""
+    """Return the codes of a bias, constants or what QuantizeBias will make of constant floats."""
     codes = fuser.constants.get(source.inputs[0])
     if codes is None:
         maker = fuser.producers[source.inputs[0]]
@@ -1132,7 +1132,7 @@ def _select_matmul(fuser: _Fuser, node: Node) -> Match | None:
     sink = _match_result(fuser, node, left)
     if sink is not None:
         return sink, [_make_node(node, "QLinearMatMul", "", [*operands, *fuser.read_affine(sink)], sink.outputs[0], {})]
-    # A product with several readers, one of which quantizes it, stays in floats.
+    # A product with several readers stays in floats if one of them quantizes it.
     if any(reader.op == "QuantizeLinear" for reader in readers) or _feeds_clip(fuser, node):
         return None
     a, a_scale, a_point, b, b_scale, b_point = operands
@@ -1167,7 +1167,7 @@ def match_added_bias(fuser: _Fuser, node: Node) -> tuple[Node, Node] | None:
 
 
 def _read_stored(fuser: _Fuser, name: str) -> np.ndarray | None:
-    """Return the constant that a value is, or whose codes it is dequantized or was quantized from."""
+    """Return the constant that a value is, or that it is dequantized or quantized from."""
     while name not in fuser.constants:
         source = fuser.producers.get(name)
         if source is None or source.op not in ("DequantizeLinear", "QuantizeLinear", "QuantizeBias"):
@@ -1210,7 +1210,7 @@ _SHOWN = 8
 
 
 class FusionWarning(UserWarning):
-    """The warning for a model whose value ONNX Runtime's fusions change by more than rounding.
+    """The warning for a model with a value that ONNX Runtime's fusions change by more than rounding.
 
     `load` warns once, and names the nodes, what the model says and what ONNX Runtime computes. To silence it after you
     have read it: `warnings.simplefilter("ignore", jaxquant.onnx.FusionWarning)`.

@@ -19,7 +19,7 @@ _KIND = onnx.AttributeProto
 # The documentation of a division that XLA must not replace by a product with the reciprocal. `export` writes it, and a
 # node has it as an attribute.
 ROUNDED_ONCE = "jaxquant.rounded_once"
-# The attribute of a DequantizeLinear whose product is rounded before a sum reads it.
+# The attribute of a DequantizeLinear with a product that is rounded before a sum reads it.
 ROUNDED = "jaxquant.rounded"
 # The attribute of a mean over windows that stands for their sum.
 WINDOW_SUM = "jaxquant.window_sum"
@@ -105,7 +105,7 @@ class Graph:
         constants: the initializers, and the results of Constant nodes.
         literals: which of the constants are no parameters if they have one element: the results of Constant nodes, and
             other scalars.
-        nodes: the nodes in an order in which they can run; those that no output needs are left out.
+        nodes: the nodes in an order in which they can run, without nodes that no output needs.
         declared: what is declared of the outputs.
         bound: which of the constants are inputs of the model that the user has given a value.
         requested: which of the constants are parameters because the user has asked for them.
@@ -158,7 +158,7 @@ def list_small_powers(graph: Graph) -> dict[str, int]:
 
 
 class _Reader:
-    """The arrays of tensors, counted: a function makes those of its body anew for each call."""
+    """The arrays of tensors, counted: a function makes the arrays of its body anew for each call."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits, self._total = limits, 0

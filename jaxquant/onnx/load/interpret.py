@@ -27,7 +27,7 @@ from .values import (
     wrap_result,
 )
 
-# Operators whose codes `export` and `verify` list.
+# Operators with codes that `export` and `verify` list.
 _QUANTIZING = ("QuantizeLinear", "DynamicQuantizeLinear")
 # What an operator raises that reads a traced value.
 _UNREADABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
@@ -44,7 +44,7 @@ class Run:
         limits: what the execution may take.
         is_exported: whether the model was exported by this library; its float operators are then JAX's.
         live: the bytes of the values that are alive.
-        count: how many nodes have run, those of a loop that is written out once for each iteration.
+        count: how many nodes have run; a loop that is written out counts once for each iteration.
         cut: the nodes that have windows beyond the padding.
     """
 
@@ -79,7 +79,7 @@ class Run:
         missing = [name for name in graph.outputs if name not in values]
         if missing:
             raise ModelError(f"expected the outputs {missing} to be the results of nodes")
-        # The outputs of a subgraph are counted as those of the node that runs it.
+        # The outputs of a subgraph are counted as outputs of the node that runs it.
         self.live = before
         return [values[name] for name in graph.outputs]
 
@@ -223,13 +223,13 @@ def _compute_known(operator: Operator, call: Call, inputs: Sequence[Any]) -> Any
 
 
 def _add_label(node: Node, error: ModelError) -> str:
-    """Return the text of an error with the label of the innermost node: those around it would only add theirs."""
+    """Return the text of an error with the label of the innermost node only, without its outer nodes'."""
     text = str(error)
     return text if text.startswith("node ") else f"{node.label}: {text}"
 
 
 def _list_unknown(node: Node, names: Sequence[str], values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of unknown values around a node that has met one; `names` are those that it has named itself.
+    """Return the names of unknown values around a node that has met one; `names` are the names that it gave.
 
     What a subgraph calls its inputs has no name around the node. The values of all of the node's inputs may be in them.
     """
@@ -259,7 +259,7 @@ def _list_unknown_sources(nodes: Sequence[Node], names: Sequence[str], known: Co
 def list_static_names(graph: Graph, with_kept: bool = True) -> set[str]:
     """Return the names of values that some operator needs to know when the function is traced, and of their sources.
 
-    `with_kept` adds those that operators take as numpy arrays if they are known.
+    `with_kept` adds the values that operators take as numpy arrays if they are known.
     """
     sources = _Sources(with_kept)
     values = sources.visit(graph, {})
@@ -280,7 +280,7 @@ class _Sources:
 
     Attributes:
         with_kept: whether the values that operators take as numpy arrays if they are known are needed, too.
-        edges: for each value those that it is computed of.
+        edges: for each value the values that it is computed from.
         needed: the values that an operator needs to know.
     """
 
@@ -291,7 +291,7 @@ class _Sources:
         self._count = 0
 
     def visit(self, graph: Graph, outer: Mapping[str, _Value]) -> Mapping[str, _Value]:
-        """Collect the values of a graph, and return them by name; `outer` has those around it."""
+        """Collect the values of a graph, and return them by name; `outer` has the values around it."""
         scope, self._count = self._count, self._count + 1
         own = {*graph.inputs, *graph.constants, *(name for node in graph.nodes for name in node.outputs)}
         values = collections.ChainMap({name: (scope, name) for name in own}, dict(outer))

@@ -20,7 +20,7 @@ _CODES = (*dtypes.INTEGERS, *dtypes.SMALL_FLOATS)
 # Operators that add an int32 bias to an accumulator, and the position of that input.
 _BIASES = {"QLinearConv": 8, "QGemm": 6, "DequantizeLinear": 0}
 _MOST_SCALAR = 1
-# Operators with weights; so are those whose names end with Normalization.
+# Operators with weights, besides all operators with names that end with Normalization.
 _LAYERS = (
     *("Conv", "ConvTranspose", "ConvInteger", "QLinearConv", "FusedConv", "CausalConvWithState"),
     *("MatMul", "Gemm", "Einsum", "MatMulInteger", "QLinearMatMul", "QGemm", "FusedMatMul", "TransposeMatMul"),
@@ -29,7 +29,7 @@ _LAYERS = (
 )
 # The axis of the weights, the second input, that is the features of the result.
 _FEATURES = {"MatMul": -1, "FusedMatMul": -1, "Conv": 0, "ConvTranspose": 1}
-# Operators whose result is the first input in another form.
+# Operators that return their first input in another form.
 _CONVERTING = (
     *("QuantizeLinear", "DequantizeLinear", "Cast", "Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze"),
     "Flatten",
@@ -93,7 +93,7 @@ def split_constants(graph: Graph) -> Parameters:
 
 
 def spread_parameters(params: Mapping[str, Any], parameters: Parameters) -> dict[str, Any]:
-    """Return all constants of the graph by name, those of the parameters from `params`."""
+    """Return all constants of the graph by name; parameters come from `params`."""
     values: dict[str, Any] = dict(parameters.constants)
     for name, value in params.items():
         weight = parameters.weights.get(name)
@@ -183,7 +183,7 @@ def _is_parameter(graph: Graph, name: str, array: np.ndarray, readers: Any, stat
         return any(_BIASES.get(node.op) == position for node, position in uses)
     if not (_is_float(dtype) or dtype in _CODES):
         return False
-    # The scales of DequantizeLinear are among what operators keep; that of constant codes belongs to the codes.
+    # The scales of DequantizeLinear are among what operators keep; the scale of constant codes belongs to the codes.
     return name not in static and bool(uses or name in graph.outputs)
 
 

@@ -17,7 +17,7 @@ from .graph import Graph, Node, select_live
 
 _DOMAIN = "jaxquant"
 _CODES = (*dtypes.INTEGERS, *dtypes.SMALL_FLOATS)
-# Operators without a derivative: those on codes in a form other than QDQ.
+# Operators without a derivative: operators on codes in a form other than QDQ.
 _BLOCKING = ("MatMulInteger", "ConvInteger", "DynamicQuantizeLinear", "QGemm", "DynamicQuantizeLSTM")
 # Operators that move codes and leave them as they are, so that they do the same with the floats.
 _ARRANGING = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Slice", "MaxPool")
@@ -36,7 +36,7 @@ def make_trainable(graph: Graph) -> Graph:
     blocking = _list_blocking(graph) or _list_lost(graph, fake, readers)
     if blocking:
         text = (
-            "trainable=True needs a model in QDQ form, or with products of codes as export writes those of static "
+            "trainable=True needs a model in QDQ form, or with products of codes as export writes them for static "
             f"ranges and float results; these operators have no derivative: {sorted(blocking)}"
         )
         raise ModelError(text)
@@ -102,7 +102,7 @@ def _list_readers(graph: Graph) -> dict[str, list[Node]]:
 
 
 def _list_blocking(graph: Graph) -> set[str]:
-    """Return the operators on codes that have no derivative, also those in subgraphs."""
+    """Return the operators on codes that have no derivative, also in subgraphs."""
     found = {node.op for node in graph.nodes if node.op in _BLOCKING or node.op.startswith("QLinear")}
     bodies = [value for node in graph.nodes for value in node.attributes.values() if isinstance(value, Graph)]
     return found.union(*(_list_blocking(body) for body in bodies))
@@ -138,8 +138,8 @@ def _match_fake(graph: Graph, node: Node, readers: Mapping[str, list[Node]]) -> 
         if name in graph.outputs or not uses:
             return set()
         for use in uses:
-            # A scale for each index of an axis does not follow the elements. The largest code is that of the largest
-            # value with a positive scale only.
+            # A scale for each index of an axis does not follow the elements. The largest code stands for the
+            # largest value with a positive scale only.
             scale: Any = parts[0]
             is_arranged = use.op in _ARRANGING and use.inputs[0] == name and scale.size == 1
             if is_arranged and (use.op != "MaxPool" or scale.reshape(()) > 0):
@@ -218,7 +218,7 @@ def _compute_accumulator_scale(graph: Graph, node: Node, producers: Any, constan
 
 # Products of codes as products of floats between DequantizeLinear and QuantizeLinear, for training, and their return.
 #
-# `export` writes a contraction of quantized activations and weights whose result is float as QuantizeLinear,
+# `export` writes a contraction of quantized activations and weights with a float result as QuantizeLinear,
 # MatMulInteger, Cast and Mul, where Mul multiplies by the product of both scales. The integers have no derivative. The
 # same numbers are a MatMul of dequantized codes, in which both scales are numbers of their own.
 
@@ -248,7 +248,7 @@ class Product(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Unfolded:
-    """A graph whose products of codes are products of floats.
+    """A graph with products of floats in place of products of codes.
 
     Attributes:
         graph: the graph with products of floats.
@@ -261,7 +261,7 @@ class Unfolded:
     products: tuple[Product, ...]
 
     def fold(self, quantized: Graph) -> Graph:
-        """Return the original graph with the codes and scales of `graph`, whose constants are those of `quantized`."""
+        """Return the original graph with the codes and scales of `graph`, which has the constants of `quantized`."""
         if not self.products:
             return quantized
         changed = {k: v for k, v in quantized.constants.items() if k in self.original.constants}
@@ -314,7 +314,7 @@ def unfold_products(graph: Graph) -> Unfolded:
 
 
 def _dequantize_outputs(graph: Graph, producers: Mapping[str, Node], readers: Mapping[str, list[Node]]) -> Graph:
-    """Return a graph whose outputs come from DequantizeLinear where `export` has written its arithmetic.
+    """Return a graph with DequantizeLinear before its outputs where `export` has written its arithmetic.
 
     In other places an operator and a QuantizeLinear may follow, with which DequantizeLinear would be fused.
     """
@@ -370,7 +370,7 @@ def _read_product(
     own = graph.constants.get("".join(node.inputs[3:4]))
     if len(node.inputs) > 3 and (own is None or own.size > graph.constants[factor].size):
         return None
-    # The constant of the product becomes that of the scale, unless other nodes read it.
+    # The constant of the product becomes the constant of the scale, unless other nodes read it.
     scale = factor if len(readers[factor]) == 1 else f"{b}.scale"
     return Product(node, chain, scaling, scale, factor)
 
@@ -416,7 +416,7 @@ def _is_by_column(graph: Graph, factor: np.ndarray, columns: int, between: tuple
     targets = [graph.constants.get(node.inputs[1]) for node in between if node.op == "Reshape"]
     if any(target is None for target in targets):
         return False
-    # A reshape splits the columns, which are the last dimension, if the last dimensions are those of the factor.
+    # A reshape splits the columns, which are the last dimension, if the factor has the same last dimensions.
     ends = [tuple(int(n) for n in target[len(target) - len(shape) :]) for target in targets if target is not None]
     return factor.size == columns and all(end == shape for end in ends) and (bool(ends) or len(shape) == 1)
 
@@ -456,7 +456,7 @@ def _multiply(product: Product, constants: dict[str, np.ndarray]) -> list[Node]:
 
 
 def _compute_weight_scale(constants: Mapping[str, np.ndarray], product: Product) -> np.ndarray:
-    """Return the scale of the weights, whose product with that of the activations is the constant of the graph."""
+    """Return the scale of the weights: the graph has its product with the scale of the activations."""
     left = np.float32(constants[product.chain[0].inputs[1]].item())
     factor = constants[product.factor].reshape(-1).astype(np.float32)
     quotient = (factor.astype(np.float64) / np.float64(left)).astype(np.float32)

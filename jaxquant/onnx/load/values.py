@@ -26,8 +26,8 @@ class UnknownValueError(ModelError):
     """The error for a value that is traced, but must be known when the function is traced.
 
     Attributes:
-        names: the names of the value in the graph that is run; the interpreter replaces them by those of the inputs of
-            the graph that the value depends on. Empty for all inputs of a node.
+        names: the names of the value in the graph that is run; the interpreter replaces them by the names of the
+            inputs of the graph that the value depends on. Empty for all inputs of a node.
     """
 
     def __init__(self, text: str, names: Sequence[str] = ()) -> None:
@@ -68,7 +68,7 @@ def namespace(*values: Any) -> Any:
 
 
 def is_known(value: Any) -> bool:
-    """Return whether the elements of a value can be read now; those of a sequence are not asked."""
+    """Return whether the elements of a value can be read now; False for a sequence."""
     return value is None or not isinstance(value, Tracer | list)
 
 
@@ -87,7 +87,7 @@ def count_all(value: Any) -> int:
 
 
 def read_static(value: Any, what: str, name: str) -> Any:
-    """Return a value whose elements are needed now as a numpy array, and None unchanged."""
+    """Return a value that is needed now as a numpy array, and None unchanged."""
     if value is None or isinstance(value, np.ndarray):
         return value
     if isinstance(value, Tracer):

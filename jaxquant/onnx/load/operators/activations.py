@@ -83,7 +83,7 @@ _register_functions()
 @register("Sigmoid")
 def apply_sigmoid(call: Call, x: jax.Array) -> Any:
     """ONNX Sigmoid."""
-    # This entry replaces that of the table above.
+    # This entry replaces the one from the table above.
     return float_kernels.apply_logistic(x) if call.has_runtime_floats(x) else apply_activation("Sigmoid", x)
 
 

@@ -28,7 +28,7 @@ def _split_heads(x: Any, heads: int | None) -> Any:
 
 @register("Attention")
 def attend(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, *inputs: jax.Array) -> Any:
-    """ONNX Attention: the result, the keys and values with those of the past, and the products if asked for."""
+    """ONNX Attention: the result, the past and present keys and values, and the products if asked for."""
     mask, past_k, past_v, lengths = [*inputs, *[None] * (4 - len(inputs))]
     has_heads = q.ndim == 4
     q = _split_heads(q, call.get("q_num_heads"))

@@ -52,7 +52,7 @@ _BINARY = {
     "GreaterOrEqual": "greater_equal",
 }
 _VARIADIC = {"Max": "maximum", "Min": "minimum", "Sum": "add"}
-# Of symbolic lengths, whose order may be unknown.
+# Of symbolic lengths, which may be in an unknown order.
 _LENGTHS = {"maximum": core.max_dim, "minimum": core.min_dim}
 _NUMPY_KINDS = "biuf"
 
@@ -162,7 +162,7 @@ def raise_to_power(call: Call, base: Tensor, exponent: Tensor) -> Any:
         exponent = exponent.astype(base.dtype)
     if base.dtype.kind in "iu":
         # Neither numpy nor JAX computes negative powers of integers. They are fractions, without the part after the
-        # point: 0, but for those of 1 and -1.
+        # point: 0, except for the powers of 1 and -1.
         is_negative, zero = exponent < 0, xp.zeros_like(exponent)
         exponent = xp.where(is_negative & (xp.abs(base) == 1), -exponent, exponent)
         power = xp.power(base, xp.maximum(exponent, zero))

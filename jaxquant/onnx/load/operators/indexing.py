@@ -27,7 +27,7 @@ from ..values import (
 
 
 def _wrap(call: Call, index: Any, length: Any) -> Any:
-    """Return indices of which negative ones count from the back; `length` is one, or a vector of one for each column.
+    """Return indices without negative ones, which count from the back; `length` is a number, or one for each column.
 
     A model that `export` wrote has no negative index, and would grow with each load and export.
     """
@@ -77,7 +77,7 @@ def _make_slice(start: Any, end: Any, step: int, length: Any) -> slice:
 
 
 def _make_symbolic_slice(start: Any, end: Any, step: int, length: Any) -> slice:
-    """Return Python's slice of bounds that JAX clamps, without those that are at or beyond an end."""
+    """Return Python's slice of bounds that JAX clamps, without the bounds that are at or beyond an end."""
     first = step > 0 and isinstance(start, int) and start == 0
     last = end >= _BEYOND if isinstance(end, int) and step > 0 else isinstance(end, int) and end <= -_BEYOND
     return slice(None if first else start, None if last or (step > 0 and end == length) else end, step)
@@ -101,7 +101,7 @@ def gather_elements(call: Call, x: Tensor, indices: Tensor) -> Any:
     """ONNX GatherElements."""
     axis = normalize_axis(call.get("axis", 0), x.ndim)
     xp, index = namespace(x, indices), _wrap(call, indices, x.shape[axis])
-    # The other dimensions of the indices may be shorter than those of x.
+    # The other dimensions of the indices may be shorter than in x.
     cut = tuple(slice(None) if i == axis else slice(n) for i, n in enumerate(indices.shape))
     if xp is np:
         return np.take_along_axis(x[cut], index, axis)
@@ -114,7 +114,7 @@ def gather_nd(call: Call, x: Tensor, indices: Tensor) -> Any:
     batch, count = call.get("batch_dims", 0), indices.shape[-1]
     index = _wrap(call, indices, x.shape[batch : batch + count])
     if namespace(x, index) is np:
-        # Indices of the batch dimensions that broadcast against those of the model.
+        # Indices of the batch dimensions that broadcast against the model's indices.
         rest = indices.ndim - 1 - batch
         grids = [grid.reshape(*grid.shape, *(1,) * rest) for grid in _make_grids(x.shape[:batch])]
         return x[(*grids, *np.moveaxis(index, -1, 0))]

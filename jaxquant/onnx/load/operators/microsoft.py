@@ -111,7 +111,7 @@ def multiply_general_codes(call: Call, a: Any, a_scale: Any, a_point: Any, b: An
     a_scale = read_scalar(a_scale)
     a_scale = a_scale if alpha == 1 else a_scale * alpha
     a_point, b_point = (make_zero(x.dtype) if p is None else read_scalar(p) for p, x in ((a_point, a), (b_point, b)))
-    # The operator's zero points are optional; those of the function are not.
+    # The operator's zero points are optional; the function's are not.
     if y_scale is not None and y_point is None:
         y_point = make_zero(a.dtype)
     bias = None if c is None else jnp.broadcast_to(c.reshape(-1), (b.shape[-1],))

@@ -113,7 +113,7 @@ def pool_largest(call: Call, x: jax.Array) -> Any:
     index = jnp.asarray(np.broadcast_to(places, (1, 1, *lengths)))
     values, positions = (list_window_elements(call, v, windows, w) for v, w in ((x, least), (index, -1)))
     best, best_index = values[0], jnp.broadcast_to(positions[0], values[0].shape)
-    # In the order of the kernel, so that of equal elements the first one counts.
+    # In the order of the kernel, so that the first one of equal elements counts.
     for value, position in zip(values[1:], positions[1:], strict=True):
         # The padding has the index -1, and loses against an element that is as small.
         is_better = (value > best) | ((best_index < 0) & (position >= 0))

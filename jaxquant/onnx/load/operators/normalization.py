@@ -79,7 +79,7 @@ def normalize_group(call: Call, x: jax.Array, scale: jax.Array, bias: jax.Array)
     count = call.get("num_groups")
     groups = x.reshape(x.shape[0], count, -1)
     y = _standardize(groups, (2,), call.get("epsilon", 1e-5))[0].reshape(x.shape)
-    # Opset 21 replaced the parameters of groups by those of channels.
+    # Opset 21 replaced parameters for each group by parameters for each channel.
     if call.opset < 21 and scale.shape[0] == count:
         scale, bias = (jnp.repeat(p, x.shape[1] // count) for p in (scale, bias))
     return y * _along_channels(scale, x) + _along_channels(bias, x)

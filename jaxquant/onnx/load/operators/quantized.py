@@ -31,7 +31,7 @@ def read_scalar(value: Any) -> Any:
 
 
 def list_given(call: Call, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return those of the attributes that the node has."""
+    """Return the attributes that the node has, out of `names`."""
     return {name: call.get(name) for name in names if call.get(name) is not None}
 
 
@@ -118,7 +118,7 @@ def fake_quantize(call: Call, x: jax.Array, scale: jax.Array, zero_point: Tensor
     """Quantize and dequantize with a straight-through gradient: the operator of trainable graphs.
 
     The gradient of the scale is divided by sqrt(n * qmax), where n is the number of elements that share a scale (Esser
-    et al., LSQ, arXiv 1902.08153): it sums over them, and would be far larger than that of a weight.
+    et al., LSQ, arXiv 1902.08153): it sums over them, and would be far larger than a weight's.
     """
     dtype = call.get("dtype")
     scale, zero_point = read_scalar(jnp.asarray(scale)), read_scalar(zero_point)

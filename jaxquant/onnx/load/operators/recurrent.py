@@ -20,7 +20,7 @@ from .quantized import read_scalar
 from .shapes import reverse_first
 
 _HIGHEST = lax.Precision.HIGHEST
-# The activations whose attributes have other defaults inside recurrent operators.
+# The activations with other defaults of attributes inside recurrent operators.
 _AFFINE = "Affine"
 _SCALED_TANH = "ScaledTanh"
 _APPROXIMATED = {"Sigmoid": float_kernels.apply_logistic, "Tanh": float_kernels.tanh}
@@ -133,7 +133,7 @@ def _make_lstm_step(call: Call, project: Any, recur: Any, bias: Any, peepholes: 
 
     def make_step(d: int) -> Any:
         f, g, h = _list_activations(call, ("Sigmoid", "Tanh", "Tanh"), d, approximate)
-        # The gates are in the order i, o, f, c, and the peepholes in that of i, o, f.
+        # The gates are in the order i, o, f, c, the peepholes in the order i, o, f.
         biases: list[Any] = [None] * 4 if bias is None else jnp.split(sum(jnp.split(bias[d], 2)), 4)
         weights: list[Any] = [None] * 4 if peepholes is None else [*jnp.split(peepholes[d], 3), None]
 
@@ -148,7 +148,7 @@ def _make_lstm_step(call: Call, project: Any, recur: Any, bias: Any, peepholes: 
             i = f(enter(gates, 0, cell))
             forget = 1 - i if call.get("input_forget", 0) else f(enter(gates, 2, cell))
             new = round_result(forget * cell) + round_result(i * g(enter(gates, 3, cell)))
-            # The peephole of the output gate sees the new cell, those of the others the old one.
+            # The peephole of the output gate sees the new cell, the other peepholes the old one.
             return f(enter(gates, 1, new)) * h(new), new
 
         return step
@@ -188,7 +188,7 @@ def run_quantized_lstm(call: Call, x: jax.Array, w: jax.Array, r: jax.Array, *in
     if lengths is not None:
         # ONNX Runtime reads the input up to the end of the longest sequence. Zeros do not change a range.
         x = jnp.where((np.arange(x.shape[0], dtype=np.int32) < jnp.max(lengths))[:, None, None], x, jnp.zeros_like(x))
-    # All gates of the input at once: its range is that of the whole sequence.
+    # All gates of the input at once: the range is of the whole sequence.
     gates = jnp.stack([multiply(x, w, w_scale, w_point, d) for d in range(w.shape[0])], axis=2)
     wide = gates.reshape(*x.shape[:2], -1)
     count = w.shape[2]

@@ -89,7 +89,7 @@ def unsqueeze(call: Call, x: Tensor, axes: np.ndarray | None = None) -> Any:
 
 
 def _drop_empty(parts: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
-    """Return the parts of a Concat without those of length 0 that differ from the others in another dimension.
+    """Return the parts of a Concat without parts of length 0 that differ from the others in another dimension.
 
     ONNX Runtime ignores them: exporters begin a list that grows in a loop with an array of some shape with a 0.
     """
@@ -185,7 +185,7 @@ def make_identity(call: Call, x: jax.Array) -> Any:
 def keep_triangle(call: Call, x: Tensor, k: np.ndarray | None = None) -> Any:
     """ONNX Trilu."""
     xp, diagonal = namespace(x), 0 if k is None else int(k.reshape(()))
-    # Offsets beyond the matrix are all alike, and numpy refuses those beyond int64.
+    # Offsets beyond the matrix are all alike, and numpy refuses offsets beyond int64.
     diagonal = min(max(diagonal, -x.shape[-2] - 1), x.shape[-1] + 1)
     return (xp.triu if call.get("upper", 1) else xp.tril)(x, diagonal)
 

@@ -111,7 +111,7 @@ def check_kernel(kernel: tuple[int, ...]) -> None:
 
 
 def count_elements(call: Call, windows: Windows, lengths: tuple[int, ...], include_pad: bool) -> np.ndarray:
-    """Return the number of elements in each window, those of the padding included or not."""
+    """Return the number of elements in each window, with or without the padding."""
     total = np.ones((), np.float32)
     for i, length in enumerate(lengths):
         low, high = windows.padding[i]
