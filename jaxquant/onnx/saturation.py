@@ -1,4 +1,4 @@
-"""Products whose sums ONNX Runtime saturates on some processors: find them, and write them exactly.
+"""Products with sums that ONNX Runtime saturates on some processors: find them, and write them exactly.
 
 On x86-64 processors without VNNI, ONNX Runtime's kernels of uint8 activations by int8 weights add two neighboring
 products in int16, with saturation. Its other kernels are exact there: uint8 by uint8, int8 by int8, ConvInteger of
@@ -15,8 +15,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, inliner, numpy_helper
@@ -26,6 +27,7 @@ from .._core import checks
 from .limits import Limits
 from .model_file import read_checked_model
 
+_T = TypeVar("_T")
 _INT8, _UINT8 = TensorProto.INT8, TensorProto.UINT8
 _MICROSOFT = "com.microsoft"
 
@@ -36,14 +38,14 @@ class SaturationWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True)
 class SaturatingProduct:
-    """A product whose sums can saturate on x86-64 processors without VNNI.
+    """A product with sums that can saturate on x86-64 processors without VNNI.
 
     Attributes:
         node: the name of the node; of a node without a name, the name of its first result.
         operator: the operator.
         weights: the name of the tensor of int8 weights.
-        pairs: the number of pairs of weights whose products can leave int16, or None if the weights are computed, so
-            that only a run could tell.
+        pairs: the number of pairs of weights with products that can leave int16, or None if the weights are computed:
+            only a run could tell.
         all_pairs: the number of pairs of weights that the kernel adds, or None.
     """
 
@@ -118,7 +120,7 @@ def count_pairs(operator: str, codes: np.ndarray, attributes: Mapping[str, Any])
 
 
 def find_saturating_products(model: ModelProto | str | os.PathLike[str]) -> tuple[SaturatingProduct, ...]:
-    """Return the products of a model whose sums can saturate in ONNX Runtime on x86-64 processors without VNNI.
+    """Return the products of a model that can saturate in ONNX Runtime on x86-64 processors without VNNI.
 
     The weights alone are examined; nothing is run. A product is listed if its activations are uint8, its weights int8,
     and two neighboring weights w_0 and w_1 have the same sign and |w_0 + w_1| > 128, so that there are activations for
@@ -170,7 +172,7 @@ def convert_weights_to_uint8(model: ModelProto | str | os.PathLike[str]) -> Mode
         model: an `onnx.ModelProto`, which stays as it is, or the name of a file.
 
     Returns:
-        An `onnx.ModelProto`, whose calls of functions are replaced by their nodes.
+        An `onnx.ModelProto` in which nodes replace the calls of functions.
 
     Raises:
         TypeError: model is neither an `onnx.ModelProto` nor the name of a file.
@@ -218,7 +220,7 @@ def read_model(function: str, model: ModelProto | str | os.PathLike[str]) -> Mod
 
 
 def _inline(model: ModelProto) -> ModelProto:
-    """Return a model without calls of functions, whose nodes would be hidden."""
+    """Return a model without calls of functions: they would hide nodes."""
     return inliner.inline_local_functions(model) if model.functions else model
 
 
@@ -240,7 +242,7 @@ class _Use(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Scope:
-    """A graph, and the tensors that it sees: its own and those of the graphs around it.
+    """A graph, and the tensors that it sees: its own and its outer graphs'.
 
     Attributes:
         graph: the GraphProto.
@@ -253,9 +255,9 @@ class _Scope:
 
     graph: GraphProto
     parent: _Scope | None
-    types: dict[str, int]
-    constants: dict[str, TensorProto]
-    producers: dict[str, NodeProto]
+    types: MutableMapping[str, int]
+    constants: MutableMapping[str, TensorProto]
+    producers: MutableMapping[str, NodeProto]
     inserted: dict[str, list[NodeProto]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
@@ -291,7 +293,7 @@ class _Scope:
             yield from node.input
 
     def list_products(self) -> Iterator[_Use]:
-        """Yield the products whose sums can saturate."""
+        """Yield the products that can saturate."""
         for node in self.graph.node:
             for operands in PRODUCTS.get((_read_domain(node), node.op_type), ()):
                 place = self._match_weights(node, operands)
@@ -413,7 +415,7 @@ class _Mover:
         return moved
 
     def _make_point(self, scope: _Scope, node: NodeProto) -> str:
-        """Return the name of a zero point of 128; that of a DequantizeLinear has the shape of its scale."""
+        """Return the name of a zero point of 128; in a DequantizeLinear it has the shape of the scale."""
         if node.op_type != "DequantizeLinear":
             return self._add_constant("zero_point_128", np.asarray(128, np.uint8))
         scale = node.input[1]
@@ -468,7 +470,7 @@ def _read_scope(graph: GraphProto, parent: _Scope | None) -> _Scope:
     if parent is None:
         scope = _Scope(graph, parent, {}, {}, {})
     else:
-        scope = _Scope(graph, parent, dict(parent.types), dict(parent.constants), dict(parent.producers))
+        scope = _Scope(graph, parent, *map(_extend, (parent.types, parent.constants, parent.producers)))
     scope.constants.update({tensor.name: tensor for tensor in graph.initializer})
     scope.types.update(_read_types((*graph.input, *graph.value_info, *graph.output)))
     scope.types.update({tensor.name: tensor.data_type for tensor in graph.initializer})
@@ -479,6 +481,11 @@ def _read_scope(graph: GraphProto, parent: _Scope | None) -> _Scope:
         for name, kind in zip(node.output, _derive_types(node, scope.types), strict=False):
             scope.types.setdefault(name, kind)
     return scope
+
+
+def _extend(outer: MutableMapping[str, _T]) -> MutableMapping[str, _T]:
+    """Return an empty mapping with `outer` behind it: a copy for each of thousands of subgraphs would take long."""
+    return ChainMap({}, *(outer.maps if isinstance(outer, ChainMap) else (outer,)))
 
 
 def _read_types(infos: Iterable[ValueInfoProto]) -> dict[str, int]:
@@ -513,7 +520,7 @@ def _derive_types(node: NodeProto, types: Mapping[str, int]) -> list[int]:
         point = _get_input(node, 2)
         return [types.get(point, 0) if point else attributes.get("output_dtype", 0) or _UINT8]
     graphs = list(_list_graphs(node))
-    if graphs:  # If, Loop and Scan give the results of their graphs; that of Loop returns its condition first
+    if graphs:  # If, Loop and Scan give the results of their graphs; a Loop's graph returns its condition first
         results = graphs[0].output[1 if operator == "Loop" else 0 :]
         return [info.type.tensor_type.elem_type for info in results]
     kind = types.get(_get_input(node, _TYPE_SOURCES.get(operator, 0)), 0)
