@@ -470,7 +470,7 @@ def _read_scope(graph: GraphProto, parent: _Scope | None) -> _Scope:
     if parent is None:
         scope = _Scope(graph, parent, {}, {}, {})
     else:
-        scope = _Scope(graph, parent, *map(_extend, (parent.types, parent.constants, parent.producers)))
+        scope = _Scope(graph, parent, _extend(parent.types), _extend(parent.constants), _extend(parent.producers))
     scope.constants.update({tensor.name: tensor for tensor in graph.initializer})
     scope.types.update(_read_types((*graph.input, *graph.value_info, *graph.output)))
     scope.types.update({tensor.name: tensor.data_type for tensor in graph.initializer})
