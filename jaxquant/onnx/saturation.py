@@ -22,8 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, inliner, numpy_helper
 
-from .._arrays.saturation import LARGEST_SUM
-from .._core import checks
+from .._core import checks, dtypes
 from .limits import Limits
 from .model_file import read_checked_model
 
@@ -116,7 +115,7 @@ def count_pairs(operator: str, codes: np.ndarray, attributes: Mapping[str, Any])
         rows = codes if operator in ("QGemm", "Gemm") and attributes.get("transB", 0) else np.swapaxes(codes, -1, -2)
     even = rows.shape[-1] // 2 * 2  # the last one of an odd number stands alone
     sums = np.add(rows[..., 0:even:2], rows[..., 1:even:2], dtype=np.int16)
-    return int(np.count_nonzero(np.abs(sums) > LARGEST_SUM)), sums.size
+    return int(np.count_nonzero(np.abs(sums) > dtypes.LARGEST_PAIR)), sums.size
 
 
 def find_saturating_products(model: ModelProto | str | os.PathLike[str]) -> tuple[SaturatingProduct, ...]:
@@ -316,7 +315,7 @@ class _Scope:
             moves.append(move)
             name = move.input[0]
         codes = numpy_helper.to_array(self.constants[name])
-        if 2 * int(np.abs(codes.astype(np.int16)).max(initial=0)) <= LARGEST_SUM:
+        if 2 * int(np.abs(codes.astype(np.int16)).max(initial=0)) <= dtypes.LARGEST_PAIR:
             return 0, 0  # whatever the arrangement is
         for move in reversed(moves):
             if move.op_type == "Transpose":
