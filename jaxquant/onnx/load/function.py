@@ -18,7 +18,7 @@ from ..._arrays.quantized_array import QuantizedArray
 from ..._core import checks, dtypes
 from ..limits import Limits, ModelError
 from ..model_file import Source, read_checked_model
-from ..saturation import PRODUCTS, count_pairs
+from ..saturation import FLOAT_RESULTS, PRODUCTS, TYPE_SOURCES, count_pairs
 from .fuse import Deviation, fuse_graph, warn_of_deviations
 from .graph import Graph, Node, convert_model, look_up_operator, read_declaration
 from .interpret import Run, list_static_names
@@ -477,8 +477,8 @@ _ARRANGEMENTS = (
 )
 _CODES = (*dtypes.INTEGERS, *dtypes.SMALL_FLOATS)
 _UINT8 = np.dtype(np.uint8)
-# The input that has the dtype of the result: the zero point of the result.
-_POINTS = {"QuantizeLinear": 2, "QLinearConv": 7, "QLinearMatMul": 7, "QGemm": 8, "QLinearConcat": 1}
+# The input that has the dtype of the result.
+_POINTS = {**TYPE_SOURCES, "QuantizeLinear": 2}
 
 
 def describe_function(fn: LoadedFunction, params: Any) -> str:
@@ -555,6 +555,8 @@ def _note_codes(node: Node, values: Mapping[str, Any], kinds: dict[str, np.dtype
     """Store the dtype of the codes that a node returns, if it returns codes."""
     if node.op == "DynamicQuantizeLinear":
         kinds[node.outputs[0]] = _UINT8
+    elif node.op in FLOAT_RESULTS:
+        return
     elif node.op in _POINTS:
         place = _POINTS[node.op]
         point = values.get(node.inputs[place]) if len(node.inputs) > place else None

@@ -142,6 +142,15 @@ def multiply_packed(call: Call, a: jax.Array, b: jax.Array, scales: jax.Array, *
     return ops.matmul_nbits(a, b, scales, zero_points, bias, bits=call.get("bits", 4), **attributes)
 
 
+@_register("GatherBlockQuantized")
+def look_up_blocks(
+    call: Call, data: jax.Array, indices: jax.Array, scales: jax.Array, zero_points: jax.Array | None = None
+) -> Any:
+    """ONNX Runtime's GatherBlockQuantized."""
+    attributes = list_given(call, ("bits", "block_size", "quantize_axis", "gather_axis"))
+    return ops.gather_block_quantized(data, indices, scales, zero_points, **attributes)
+
+
 def _round_to_bytes(a: Any, size: int) -> Any:
     """Return rows of floats as multiples of 1/127 of the largest magnitude in each block."""
     count = -(-a.shape[-1] // size)
