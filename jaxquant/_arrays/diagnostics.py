@@ -183,8 +183,6 @@ def _measure_used_codes(q: QuantizedArray) -> jax.Array:
 
 
 _COUNT = "count_saturating_pairs"
-# The largest sum of two weights that no two codes of uint8 carry out of int16.
-LARGEST_SUM = 128
 _INT8, _UINT8 = np.dtype(np.int8), np.dtype(np.uint8)
 
 
@@ -233,10 +231,10 @@ def count_saturating_pairs(weights: Any, *, contracting_axis: int = 0) -> jax.Ar
     if codes.dtype != _INT8 or (isinstance(weights, QuantizedArray) and weights.codebook is not None):
         return jnp.zeros((), jnp.int32)
     wide = jnp.moveaxis(jnp.asarray(codes), axis, 0).astype(jnp.int32)
-    return jnp.sum(jnp.abs(wide[:-1] + wide[1:]) > LARGEST_SUM, dtype=jnp.int32)
+    return jnp.sum(jnp.abs(wide[:-1] + wide[1:]) > dtypes.LARGEST_PAIR, dtype=jnp.int32)
 
 
 def can_saturate(weight: QuantSpec, activation: QuantSpec) -> bool:
     """Return whether weights of a spec can saturate sums of products with activations of a spec."""
     is_pair = weight.dtype == _INT8 and activation.dtype == _UINT8
-    return is_pair and 2 * max(-weight.bounds[0], weight.bounds[1]) > LARGEST_SUM
+    return is_pair and 2 * max(-weight.bounds[0], weight.bounds[1]) > dtypes.LARGEST_PAIR

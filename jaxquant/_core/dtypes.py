@@ -35,6 +35,8 @@ CONTRACTED: tuple[np.dtype, ...] = tuple(
     np.dtype(d) for d in (jnp.int8, jnp.uint8, jnp.int4, jnp.uint4, jnp.int2, jnp.uint2)
 )
 EIGHT_BITS = CONTRACTED[:2]
+# The largest sum of two weights of int8 that no two codes of uint8 carry out of int16.
+LARGEST_PAIR = 128
 
 
 def parse_dtype(dtype: Any) -> np.dtype:

@@ -6,12 +6,13 @@ integers on every processor, and `make_session` opens one that does. This module
 `pip install "jaxquant[onnx]"` installs.
 """
 
-from .errors import ModelError
 from .export import export, save
-from .load import Deviation, FusionWarning, Limits, LoadedFunction, check, load
+from .limits import Limits, ModelError
+from .load import Deviation, FusionWarning, LoadedFunction, load
+from .model_file import check
 from .saturation import SaturatingProduct, SaturationWarning, convert_weights_to_uint8, find_saturating_products
 from .session import make_session, probe_saturation
-from .verify import Report, verify
+from .verify import VerificationReport, verify
 
 __all__ = [
     "Deviation",
@@ -19,9 +20,9 @@ __all__ = [
     "Limits",
     "LoadedFunction",
     "ModelError",
-    "Report",
     "SaturatingProduct",
     "SaturationWarning",
+    "VerificationReport",
     "check",
     "convert_weights_to_uint8",
     "export",

@@ -5,7 +5,7 @@
     python -m jaxquant.onnx export package.module:function model.onnx --inputs x.npz
     python -m jaxquant.onnx verify package.module:function model.onnx --inputs x.npz
 
-The function takes the arrays of the file in their order, after those of `--params package.module:name`, such as a
+The function takes the arrays of the file in their order, after the arrays of `--params package.module:name`, such as a
 prepared function and its `QuantizedTree`. Both are imported, so their modules are executed.
 """
 
@@ -28,7 +28,7 @@ import numpy as np
 from .._core import checks, dtypes
 from ..transform import Prepared
 from . import Limits, ModelError, export, load, save, verify
-from .model_size import count_bytes
+from .limits import count_model_bytes
 
 
 @contextlib.contextmanager
@@ -101,7 +101,7 @@ def read_arrays(path: str) -> dict[str, np.ndarray]:
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ModelError(f"{path}: expected a file of numpy.savez: {error}") from error
     if arrays is None:
-        raise ModelError(f"{path}: expected a file of numpy.savez, got one of numpy.save, whose array has no name")
+        raise ModelError(f"{path}: expected a file of numpy.savez, got one of numpy.save, with an array without a name")
     for name, array in arrays.items():
         if array.dtype.kind not in "biufc":  # numpy stores bfloat16, and what else it does not know, as bytes
             raise ModelError(f"{path}: expected arrays of numbers, got {name} of dtype {array.dtype}")
@@ -109,7 +109,7 @@ def read_arrays(path: str) -> dict[str, np.ndarray]:
 
 
 def write_arrays(path: str, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays to an .npz file, those of dtypes that numpy lacks in a wider one that holds their numbers."""
+    """Write arrays to an .npz file; dtypes that numpy lacks become a wider dtype that holds their numbers."""
     path = path if path.endswith(".npz") else f"{path}.npz"
     # The arguments of numpy.savez have names, such as "file", which an output may have, too.
     with zipfile.ZipFile(path, "w") as file:
@@ -137,10 +137,10 @@ def export_function(arguments: argparse.Namespace) -> None:
     """Write a function as a model."""
     function, params, inputs = import_call(arguments)
     options = {name: getattr(arguments, name) for name in ("form", "opset", "scan", "batch", "weights")}
-    write: Any = export  # whose overloads tell the two numbers of arguments apart
+    write: Any = export  # overloads tell the two numbers of arguments apart
     model = write(function, *params, inputs, **options)
     save(model, arguments.model)
-    print(f"{arguments.model}: {len(model.graph.node)} nodes, {count_bytes(model):,} bytes")
+    print(f"{arguments.model}: {len(model.graph.node)} nodes, {count_model_bytes(model):,} bytes")
 
 
 def verify_model(arguments: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Products whose sums ONNX Runtime saturates on some processors: find them, and write them exactly.
+"""Products with sums that ONNX Runtime saturates on some processors: find them, and write them exactly.
 
 On x86-64 processors without VNNI, ONNX Runtime's kernels of uint8 activations by int8 weights add two neighboring
 products in int16, with saturation. Its other kernels are exact there: uint8 by uint8, int8 by int8, ConvInteger of
@@ -15,17 +15,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from onnx import ModelProto, TensorProto, helper, inliner, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, inliner, numpy_helper
 
-from .._arrays.diagnostics import LARGEST_SUM
-from .._core import checks
-from .load.check_file import read_checked_model
-from .load.limits import Limits
+from .._core import checks, dtypes
+from .limits import Limits
+from .model_file import read_checked_model
 
+_T = TypeVar("_T")
 _INT8, _UINT8 = TensorProto.INT8, TensorProto.UINT8
 _MICROSOFT = "com.microsoft"
 
@@ -36,14 +37,14 @@ class SaturationWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True)
 class SaturatingProduct:
-    """A product whose sums can saturate on x86-64 processors without VNNI.
+    """A product with sums that can saturate on x86-64 processors without VNNI.
 
     Attributes:
         node: the name of the node; of a node without a name, the name of its first result.
         operator: the operator.
         weights: the name of the tensor of int8 weights.
-        pairs: the number of pairs of weights whose products can leave int16, or None if the weights are computed, so
-            that only a run could tell.
+        pairs: the number of pairs of weights with products that can leave int16, or None if the weights are computed:
+            only a run could tell.
         all_pairs: the number of pairs of weights that the kernel adds, or None.
     """
 
@@ -114,11 +115,11 @@ def count_pairs(operator: str, codes: np.ndarray, attributes: Mapping[str, Any])
         rows = codes if operator in ("QGemm", "Gemm") and attributes.get("transB", 0) else np.swapaxes(codes, -1, -2)
     even = rows.shape[-1] // 2 * 2  # the last one of an odd number stands alone
     sums = np.add(rows[..., 0:even:2], rows[..., 1:even:2], dtype=np.int16)
-    return int(np.count_nonzero(np.abs(sums) > LARGEST_SUM)), sums.size
+    return int(np.count_nonzero(np.abs(sums) > dtypes.LARGEST_PAIR)), sums.size
 
 
 def find_saturating_products(model: ModelProto | str | os.PathLike[str]) -> tuple[SaturatingProduct, ...]:
-    """Return the products of a model whose sums can saturate in ONNX Runtime on x86-64 processors without VNNI.
+    """Return the products of a model that can saturate in ONNX Runtime on x86-64 processors without VNNI.
 
     The weights alone are examined; nothing is run. A product is listed if its activations are uint8, its weights int8,
     and two neighboring weights w_0 and w_1 have the same sign and |w_0 + w_1| > 128, so that there are activations for
@@ -156,7 +157,7 @@ def find_saturating_products(model: ModelProto | str | os.PathLike[str]) -> tupl
 
 def list_saturating_products(model: ModelProto) -> tuple[SaturatingProduct, ...]:
     """Return what `find_saturating_products` returns, for a model that was checked or that `export` wrote."""
-    return tuple(use.product for scope in _walk(_inline(model)) for use in scope.find_products())
+    return tuple(use.product for scope in _walk(_inline(model)) for use in scope.list_products())
 
 
 def convert_weights_to_uint8(model: ModelProto | str | os.PathLike[str]) -> ModelProto:
@@ -170,7 +171,7 @@ def convert_weights_to_uint8(model: ModelProto | str | os.PathLike[str]) -> Mode
         model: an `onnx.ModelProto`, which stays as it is, or the name of a file.
 
     Returns:
-        An `onnx.ModelProto`, whose calls of functions are replaced by their nodes.
+        An `onnx.ModelProto` in which nodes replace the calls of functions.
 
     Raises:
         TypeError: model is neither an `onnx.ModelProto` nor the name of a file.
@@ -200,7 +201,7 @@ def write_unsigned_weights(model: ModelProto) -> ModelProto:
     scopes = list(_walk(copy))
     mover = _Mover(copy.graph, {name: 0 for scope in scopes for name in scope.list_names()}, {})
     for scope in scopes:
-        for use in list(scope.find_products()):
+        for use in list(scope.list_products()):
             mover.move_weights(scope, use)
     for scope in reversed(scopes):  # the graphs inside first, which become copies with their nodes
         scope.write_inserted()
@@ -208,7 +209,7 @@ def write_unsigned_weights(model: ModelProto) -> ModelProto:
     return copy
 
 
-def read_model(function: str, model: Any) -> ModelProto:
+def read_model(function: str, model: ModelProto | str | os.PathLike[str]) -> ModelProto:
     """Return a model, read from a file if it is the name of one."""
     if isinstance(model, ModelProto):
         return model
@@ -218,7 +219,7 @@ def read_model(function: str, model: Any) -> ModelProto:
 
 
 def _inline(model: ModelProto) -> ModelProto:
-    """Return a model without calls of functions, whose nodes would be hidden."""
+    """Return a model without calls of functions: they would hide nodes."""
     return inliner.inline_local_functions(model) if model.functions else model
 
 
@@ -233,14 +234,14 @@ class _Use(NamedTuple):
     """
 
     product: SaturatingProduct
-    node: Any
+    node: NodeProto
     weights: int
     point: int
 
 
 @dataclasses.dataclass(frozen=True)
 class _Scope:
-    """A graph, and the tensors that it sees: its own and those of the graphs around it.
+    """A graph, and the tensors that it sees: its own and its outer graphs'.
 
     Attributes:
         graph: the GraphProto.
@@ -251,19 +252,19 @@ class _Scope:
         inserted: the nodes that `write_inserted` puts before others, by the first results of these.
     """
 
-    graph: Any
+    graph: GraphProto
     parent: _Scope | None
-    types: dict[str, int]
-    constants: dict[str, Any]
-    producers: dict[str, Any]
-    inserted: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+    types: MutableMapping[str, int]
+    constants: MutableMapping[str, TensorProto]
+    producers: MutableMapping[str, NodeProto]
+    inserted: dict[str, list[NodeProto]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def own(self) -> frozenset[str]:
         """The first result of each node of the graph."""
         return frozenset(node.output[0] for node in self.graph.node)
 
-    def insert_before(self, node: Any, steps: list[Any]) -> None:
+    def insert_before(self, node: NodeProto, steps: list[NodeProto]) -> None:
         """Let `write_inserted` insert nodes before a node of this graph, or of one around it."""
         scope: _Scope | None = self
         while scope is not None and node.output[0] not in scope.own:
@@ -290,11 +291,11 @@ class _Scope:
         for node in self.graph.node:
             yield from node.input
 
-    def find_products(self) -> Iterator[_Use]:
-        """Yield the products whose sums can saturate."""
+    def list_products(self) -> Iterator[_Use]:
+        """Yield the products that can saturate."""
         for node in self.graph.node:
-            for operands in PRODUCTS.get((_find_domain(node), node.op_type), ()):
-                place = self._find_weights(node, operands)
+            for operands in PRODUCTS.get((_read_domain(node), node.op_type), ()):
+                place = self._match_weights(node, operands)
                 if place is None:
                     continue
                 holder, weights, point, moves = place
@@ -304,7 +305,7 @@ class _Scope:
                     product = SaturatingProduct(node.name or node.output[0], node.op_type, name, *pairs)
                     yield _Use(product, holder, weights, point)
 
-    def _count_pairs(self, node: Any, name: str, moves: list[Any]) -> tuple[int | None, int | None]:
+    def _count_pairs(self, node: NodeProto, name: str, moves: list[NodeProto]) -> tuple[int | None, int | None]:
         """Return what `count_pairs` does for weights that `moves` rearrange; None for weights that are computed."""
         moves = [*moves]
         while name not in self.constants:
@@ -314,7 +315,7 @@ class _Scope:
             moves.append(move)
             name = move.input[0]
         codes = numpy_helper.to_array(self.constants[name])
-        if 2 * int(np.abs(codes.astype(np.int16)).max(initial=0)) <= LARGEST_SUM:
+        if 2 * int(np.abs(codes.astype(np.int16)).max(initial=0)) <= dtypes.LARGEST_PAIR:
             return 0, 0  # whatever the arrangement is
         for move in reversed(moves):
             if move.op_type == "Transpose":
@@ -325,7 +326,7 @@ class _Scope:
             (None, None) if node.op_type == "ConvInteger" else count_pairs(node.op_type, codes, _read_attributes(node))
         )
 
-    def _find_weights(self, node: Any, operands: Operands) -> tuple[Any, int, int, list[Any]] | None:
+    def _match_weights(self, node: NodeProto, operands: Operands) -> tuple[NodeProto, int, int, list[NodeProto]] | None:
         """Return where int8 weights beside uint8 activations are read, or None.
 
         The results are the node that reads the codes, the positions of codes and zero point, and the nodes that move
@@ -333,7 +334,7 @@ class _Scope:
         """
         weights = _get_input(node, operands.weights)
         if operands.weight_point is None:  # an operator on floats, which the runtime fuses
-            sides = [self._find_dequantize(name) for name in (_get_input(node, 0), weights)]
+            sides = [self._match_dequantize(name) for name in (_get_input(node, 0), weights)]
             if sides[0] is None or sides[1] is None:
                 return None
             (activations, moved), (holder, moves) = sides[0], sides[1]
@@ -343,9 +344,9 @@ class _Scope:
         is_pair = kind == _UINT8 and self.types.get(weights) == _INT8
         return (node, operands.weights, operands.weight_point, []) if is_pair else None
 
-    def _find_dequantize(self, name: str) -> tuple[Any, list[Any]] | None:
+    def _match_dequantize(self, name: str) -> tuple[NodeProto, list[NodeProto]] | None:
         """Return the DequantizeLinear that computes a tensor, and the nodes that move its elements after it."""
-        moves: list[Any] = []
+        moves: list[NodeProto] = []
         while (node := self.producers.get(name)) is not None:
             if node.op_type == "DequantizeLinear":
                 return node, moves
@@ -355,7 +356,7 @@ class _Scope:
             name = node.input[0]
         return None
 
-    def _is_unsigned(self, dequantize: Any, moves: list[Any]) -> bool:
+    def _is_unsigned(self, dequantize: NodeProto, moves: list[NodeProto]) -> bool:
         """Return whether activations may be uint8 in the runtime.
 
         It turns pairs of QuantizeLinear and DequantizeLinear with int8 into pairs with uint8, and inserts such pairs
@@ -377,7 +378,7 @@ class _Mover:
             may give one name to different constants; the scopes keep these objects alive.
     """
 
-    root: Any
+    root: GraphProto
     names: dict[str, int]
     moved: dict[int, tuple[str, str]]
 
@@ -392,7 +393,7 @@ class _Mover:
         point = node.input[use.point]
         node.input[use.point] = self._move(scope, node, point) if point else self._make_point(scope, node)
 
-    def _move(self, scope: _Scope, node: Any, name: str) -> str:
+    def _move(self, scope: _Scope, node: NodeProto, name: str) -> str:
         """Return the name of an int8 tensor as uint8, moved by 128."""
         if name in scope.constants:
             constant = scope.constants[name]
@@ -412,8 +413,8 @@ class _Mover:
         scope.insert_before(node, steps)
         return moved
 
-    def _make_point(self, scope: _Scope, node: Any) -> str:
-        """Return the name of a zero point of 128; that of a DequantizeLinear has the shape of its scale."""
+    def _make_point(self, scope: _Scope, node: NodeProto) -> str:
+        """Return the name of a zero point of 128; in a DequantizeLinear it has the shape of the scale."""
         if node.op_type != "DequantizeLinear":
             return self._add_constant("zero_point_128", np.asarray(128, np.uint8))
         scale = node.input[1]
@@ -452,7 +453,7 @@ class _Mover:
 
 def _walk(model: ModelProto) -> Iterator[_Scope]:
     """Yield the main graph and all graphs inside it, each before those inside."""
-    pending: list[tuple[Any, _Scope | None]] = [(model.graph, None)]
+    pending: list[tuple[GraphProto, _Scope | None]] = [(model.graph, None)]
     while pending:
         graph, parent = pending.pop(0)
         scope = _read_scope(graph, parent)
@@ -464,11 +465,11 @@ def _walk(model: ModelProto) -> Iterator[_Scope]:
         pending += [(inner, scope) for node in graph.node for inner in _list_graphs(node)]
 
 
-def _read_scope(graph: Any, parent: _Scope | None) -> _Scope:
+def _read_scope(graph: GraphProto, parent: _Scope | None) -> _Scope:
     if parent is None:
         scope = _Scope(graph, parent, {}, {}, {})
     else:
-        scope = _Scope(graph, parent, dict(parent.types), dict(parent.constants), dict(parent.producers))
+        scope = _Scope(graph, parent, _extend(parent.types), _extend(parent.constants), _extend(parent.producers))
     scope.constants.update({tensor.name: tensor for tensor in graph.initializer})
     scope.types.update(_read_types((*graph.input, *graph.value_info, *graph.output)))
     scope.types.update({tensor.name: tensor.data_type for tensor in graph.initializer})
@@ -476,12 +477,17 @@ def _read_scope(graph: Any, parent: _Scope | None) -> _Scope:
         scope.producers.update(dict.fromkeys(node.output, node))
         if node.op_type == "Constant" and (value := _read_attributes(node).get("value")) is not None:
             scope.constants[node.output[0]] = value
-        for name, kind in zip(node.output, _find_types(node, scope.types), strict=False):
+        for name, kind in zip(node.output, _derive_types(node, scope.types), strict=False):
             scope.types.setdefault(name, kind)
     return scope
 
 
-def _read_types(infos: Any) -> dict[str, int]:
+def _extend(outer: MutableMapping[str, _T]) -> MutableMapping[str, _T]:
+    """Return an empty mapping with `outer` behind it: a copy for each of thousands of subgraphs would take long."""
+    return ChainMap({}, *(outer.maps if isinstance(outer, ChainMap) else (outer,)))
+
+
+def _read_types(infos: Iterable[ValueInfoProto]) -> dict[str, int]:
     kinds = {info.name: info.type.tensor_type.elem_type for info in infos}
     return {name: kind for name, kind in kinds.items() if kind}
 
@@ -499,7 +505,7 @@ FLOAT_RESULTS = (
 )
 
 
-def _find_types(node: Any, types: Mapping[str, int]) -> list[int]:
+def _derive_types(node: NodeProto, types: Mapping[str, int]) -> list[int]:
     """Return the element types of the results of a node, as far as products of codes need them; 0 is unknown."""
     operator, attributes = node.op_type, _read_attributes(node)
     if operator == "DynamicQuantizeLinear":
@@ -515,27 +521,27 @@ def _find_types(node: Any, types: Mapping[str, int]) -> list[int]:
         point = _get_input(node, 2)
         return [types.get(point, 0) if point else attributes.get("output_dtype", 0) or _UINT8]
     graphs = list(_list_graphs(node))
-    if graphs:  # If, Loop and Scan give the results of their graphs; that of Loop returns its condition first
+    if graphs:  # If, Loop and Scan give the results of their graphs; a Loop's graph returns its condition first
         results = graphs[0].output[1 if operator == "Loop" else 0 :]
         return [info.type.tensor_type.elem_type for info in results]
     kind = types.get(_get_input(node, TYPE_SOURCES.get(operator, 0)), 0)
     return [kind] * len(node.output)
 
 
-def _list_graphs(node: Any) -> Iterator[Any]:
+def _list_graphs(node: NodeProto) -> Iterator[GraphProto]:
     for attribute in node.attribute:
         if attribute.HasField("g"):
             yield attribute.g
         yield from attribute.graphs
 
 
-def _read_attributes(node: Any) -> dict[str, Any]:
+def _read_attributes(node: NodeProto) -> dict[str, Any]:
     return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
 
 
-def _get_input(node: Any, position: int) -> str:
+def _get_input(node: NodeProto, position: int) -> str:
     return node.input[position] if len(node.input) > position else ""
 
 
-def _find_domain(node: Any) -> str:
+def _read_domain(node: NodeProto) -> str:
     return "" if node.domain == "ai.onnx" else node.domain

@@ -1,4 +1,4 @@
-"""Sessions of ONNX Runtime whose integers are exact on every processor."""
+"""Sessions of ONNX Runtime with integers that are exact on every processor."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import onnxruntime
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from .._core import checks
-from . import model_size
-from .errors import ModelError
 from .export.model import save
+from .limits import ModelError, is_large
 from .saturation import read_model, write_unsigned_weights
 
 LEVELS = {
@@ -62,9 +61,9 @@ def make_session(
     options: onnxruntime.SessionOptions | None = None,
     providers: Sequence[Any] = ("CPUExecutionProvider",),
 ) -> onnxruntime.InferenceSession:
-    """Return a session of ONNX Runtime whose integers are exact on every processor.
+    """Return a session of ONNX Runtime with integers that are exact on every processor.
 
-    On a processor whose sums saturate, the session gets what `convert_weights_to_uint8` returns for the model. On all
+    Where the processor's sums saturate, the session gets what `convert_weights_to_uint8` returns for the model. On all
     others it gets the model itself. `probe_saturation` tells which is the case.
 
     Args:
@@ -115,7 +114,7 @@ def open_session(
         chosen.log_severity_level = 3
     chosen.graph_optimization_level = LEVELS[level]
     try:
-        if not model_size.is_large(model):
+        if not is_large(model):
             return onnxruntime.InferenceSession(model.SerializeToString(), chosen, providers=list(providers))
         # Files that are still open cannot be removed on every system.
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

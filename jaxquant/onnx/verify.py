@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import onnxruntime
-from onnx import ModelProto, TensorProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from .._core import checks, dtypes
 from .._program.jaxpr import Body
 from ..transform import Prepared
-from .errors import ModelError
 from .export import model as exports
 from .export import program, values
+from .limits import ModelError
 from .saturation import SaturatingProduct, list_saturating_products, read_model, write_unsigned_weights
 from .session import LEVELS, open_session, probe_saturation
 
@@ -29,7 +29,7 @@ _ENTRIES = (exports.POINTS, exports.SCANS)
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class VerificationRow:
     """One tensor of a report.
 
     Attributes:
@@ -38,7 +38,7 @@ class Row:
         elements: the number of elements that were compared, in all batches.
         differing: the number of codes that differ, or of floats that differ by more than the tolerance.
         largest: the largest difference, in steps of codes or in the units of the output.
-        saturated: the same number for a plain session of ONNX Runtime, on a processor whose sums saturate; elsewhere
+        saturated: the same number for a plain session of ONNX Runtime, where the processor's sums saturate; elsewhere
             None.
     """
 
@@ -51,18 +51,18 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class VerificationReport:
     """The comparison of a model with a function; `str` prints a table.
 
     Attributes:
         rows: one entry for each quantize point, in the order of the program, then one for each output.
         level: ONNX Runtime's level of optimization.
         tolerance: the largest difference of floats that counts as none.
-        saturating: the products of the model whose sums can saturate on x86-64 processors without VNNI.
+        saturating: the products of the model that can saturate on x86-64 processors without VNNI.
         processor_saturates: whether ONNX Runtime's sums saturate on this processor.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[VerificationRow, ...]
     level: str
     tolerance: float
     saturating: tuple[SaturatingProduct, ...] = ()
@@ -72,7 +72,7 @@ class Report:
     def is_exact(self) -> bool:
         """Whether all codes are equal, and all floats within the tolerance, in a session that sums exactly.
 
-        On processors whose sums do not saturate each session does. On the others a session that
+        Where the processor's sums do not saturate each session does. Elsewhere a session that
         `jaxquant.onnx.make_session` makes does; `is_exact_in_plain_session` tells about all other sessions.
         """
         return not any(row.differing for row in self.rows)
@@ -96,9 +96,7 @@ class Report:
         if first is None:
             lines.append(f"All codes are equal, and all floats within {self.tolerance:g} (level {self.level}).")
         elif first.kind == "codes":
-            lines.append(
-                f"The first codes that differ are those of {first.name}: what computes its input gives other floats."
-            )
+            lines.append(f"The first codes that differ: {first.name}. What computes its input gives other floats.")
         else:
             lines.append(f"All codes are equal; the floats of {first.name} differ by up to {first.largest:.3g}.")
         return "\n".join([*lines, *self._describe_saturation()])
@@ -119,8 +117,8 @@ class Report:
             sum(row.saturated or 0 for row in self.rows if row.kind == kind) for kind in ("codes", "output")
         )
         text = (
-            "ONNX Runtime's sums of these products saturate on this processor. The columns differing and largest are "
-            f"those of exact sums; in a plain session {codes} codes and {floats} outputs differ:"
+            "ONNX Runtime's sums of these products saturate on this processor. The columns differing and largest "
+            f"compare exact sums; in a plain session {codes} codes and {floats} outputs differ:"
         )
         return [text, *names, remedy]
 
@@ -128,14 +126,14 @@ class Report:
 @overload
 def verify(
     model: Model, function: Callable[..., Any], batches: Iterable[Any], /, *, level: str = ..., tolerance: float = ...
-) -> Report: ...
+) -> VerificationReport: ...
 
 
 @overload
 def verify(
     model: Model, function: Callable[..., Any] | Prepared, params: Any, batches: Iterable[Any], /, *,
     level: str = ..., tolerance: float = ...,
-) -> Report: ...  # fmt: skip
+) -> VerificationReport: ...  # fmt: skip
 
 
 def verify(
@@ -145,14 +143,14 @@ def verify(
     *arguments: Any,
     level: str = "all",
     tolerance: float = 1e-5,
-) -> Report:
+) -> VerificationReport:
     """Run a model in ONNX Runtime beside the function that it was exported from, and compare what they compute.
 
     The codes of each quantize point are compared one by one: the inputs of the integer contractions, and what they
     return as codes. Floats are compared at the outputs, relative to the largest magnitude if that is above 1.
 
     On an x86-64 processor without VNNI the sums of ONNX Runtime's products of uint8 by int8 saturate. There the model
-    runs twice: as it is, and with weights of uint8, whose sums are exact. The report has the differences of both, and
+    runs twice: as it is, and with weights of uint8, which have exact sums. The report has the differences of both, and
     names the products that can saturate, on every processor.
 
     Args:
@@ -166,7 +164,7 @@ def verify(
             above 1. The default is for float32; two libraries differ by 1e-3 in float16, and by 1e-2 in bfloat16.
 
     Returns:
-        A `Report`.
+        A `VerificationReport`.
 
     Raises:
         TypeError: model is neither an `onnx.ModelProto` nor the name of a file.
@@ -223,8 +221,8 @@ def verify(
             total[2:5] = [total[2] + count, total[3] + differing, max(total[4], largest)]
             if saturated is not None:
                 total[5] = (total[5] or 0) + _compare(np.asarray(saturated[name]), value, tolerance)[1]
-    rows = tuple(Row(*total) for total in totals.values())
-    return Report(rows, level, tolerance, saturating, processor_saturates)
+    rows = tuple(VerificationRow(*total) for total in totals.values())
+    return VerificationReport(rows, level, tolerance, saturating, processor_saturates)
 
 
 def _make_feeds(model: ModelProto, arguments: Sequence[Any]) -> dict[str, np.ndarray]:
@@ -241,8 +239,8 @@ def _make_feeds(model: ModelProto, arguments: Sequence[Any]) -> dict[str, np.nda
             isinstance(n, str) or n == length for n, length in zip(lengths, array.shape, strict=True)
         )
         checks.require(fits, _NAME, "batches", f"{info.name} of shape {lengths}", f"shape {list(array.shape)}")
-        # The dtype that JAX has for a number of Python or an array of numpy is that of the model.
-        array = array.astype(values.find_container(jax.dtypes.canonicalize_dtype(array.dtype)))
+        # The dtype that JAX has for a number of Python or an array of numpy is the model's.
+        array = array.astype(values.choose_container(jax.dtypes.canonicalize_dtype(array.dtype)))
         feeds[info.name] = array.astype(np.float32) if array.dtype in (dtypes.BFLOAT16, *dtypes.FLOAT8) else array
     return feeds
 
@@ -265,7 +263,9 @@ def _read_entries(model: ModelProto) -> dict[str, Any]:
         raise ModelError(f"the metadata of the model is damaged: {error}") from error
 
 
-def _open_checked_session(model: ModelProto, stored: Any, level: str) -> Any:
+def _open_checked_session(
+    model: ModelProto, stored: Sequence[Any], level: str
+) -> tuple[onnxruntime.InferenceSession, list[str]]:
     """Return what `_open_session` returns; raise ModelError if the metadata names what the model does not have."""
     try:
         # The metadata is text of a file: it may name loops, bodies and tensors that the model does not have.
@@ -277,7 +277,7 @@ def _open_checked_session(model: ModelProto, stored: Any, level: str) -> Any:
 def _open_session(
     model: ModelProto, stored: Sequence[Any], level: str
 ) -> tuple[onnxruntime.InferenceSession, list[str]]:  # fmt: skip
-    """Return a session of the model whose outputs include the quantize points, and the names of these."""
+    """Return a session with the quantize points among its outputs, and the names of the points."""
     # The caller's model keeps its outputs.
     copy = ModelProto()
     copy.CopyFrom(model)
@@ -294,10 +294,10 @@ def _open_session(
 
 # ONNX Runtime's Python interface takes no bfloat16 or float8 of numpy, so a session has such inputs and outputs as
 # float32.
-_NARROW = (TensorProto.BFLOAT16, *(values.find_element_type(dtype) for dtype in dtypes.FLOAT8))
+_NARROW = (TensorProto.BFLOAT16, *(values.derive_element_type(dtype) for dtype in dtypes.FLOAT8))
 
 
-def _widen_inputs(graph: Any) -> None:
+def _widen_inputs(graph: GraphProto) -> None:
     for info in [info for info in graph.input if info.type.tensor_type.elem_type in _NARROW]:
         kind = info.type.tensor_type
         inner = f"{info.name}/narrow"
@@ -306,7 +306,7 @@ def _widen_inputs(graph: Any) -> None:
         kind.elem_type = TensorProto.FLOAT
 
 
-def _widen_outputs(graph: Any) -> None:
+def _widen_outputs(graph: GraphProto) -> None:
     for info in [info for info in graph.output if info.type.tensor_type.elem_type in _NARROW]:
         inner = f"{info.name}/narrow"
         exports.rename_tensors(graph.node, {info.name: inner})
@@ -314,14 +314,14 @@ def _widen_outputs(graph: Any) -> None:
         info.type.tensor_type.elem_type = TensorProto.FLOAT
 
 
-def _lift_point(graph: Any, point: Any, stacks: dict[str, str]) -> str:
+def _lift_point(graph: GraphProto, point: Any, stacks: dict[str, str]) -> str:
     """Return the tensor of a quantize point; of one in a loop, an output that the loop gets for it."""
     if isinstance(point, str):
         return point
     loop = next(node for node in graph.node if node.name == point[0])
-    body = exports.find_body(loop)
+    body = exports.read_body(loop)
     inner = _lift_point(body, point[1], stacks)
-    # The body computes the codes of one step, and only an output of the loop stacks those of all steps.
+    # The body computes the codes of one step, and only an output of the loop stacks the codes of all steps.
     key = f"{point[0]}/{inner}"
     if key not in stacks:
         stacks[key] = key
@@ -332,7 +332,7 @@ def _lift_point(graph: Any, point: Any, stacks: dict[str, str]) -> str:
     return stacks[key]
 
 
-def _turn_last(loop: Any) -> None:
+def _turn_last(loop: NodeProto) -> None:
     """Give the last output of a Scan that reads its inputs backwards the same direction."""
     attributes = {attribute.name: attribute for attribute in loop.attribute}
     if "scan_input_directions" not in attributes:
@@ -353,7 +353,7 @@ def _compute(
     trace = traced.trace
 
     @jax.jit
-    def run_both(*arrays: Any) -> Any:
+    def run_both(*arrays: jax.Array) -> Any:
         tap = program.Tap(rolled)
         # Parameters are known here, as in the export: what depends on them alone is folded in both, and the points
         # match.
@@ -375,7 +375,7 @@ def _compare(runtime: np.ndarray, value: np.ndarray, tolerance: float) -> tuple[
     is_float = jnp.issubdtype(value.dtype, np.floating)
     a, b = runtime.astype(np.float64), value.astype(np.float64)
     with np.errstate(invalid="ignore"):
-        # Equal infinities, whose difference is NaN, are equal, and so are two NaN.
+        # Equal infinities are equal, though their difference is NaN, and so are two NaN.
         distance = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
     # What is left is a NaN on one side only.
     distance = np.where(np.isnan(distance), np.inf, distance)

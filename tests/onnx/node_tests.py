@@ -1,8 +1,8 @@
 """onnx's backend node tests, run through `jaxquant.onnx.load`: `python -m tests.onnx.node_tests` prints how many pass.
 
-With arguments it runs the cases whose names contain one of them, and prints why each fails. With `--export` it counts
-instead how many of the functions that `load` returns, and JAX can trace, are exported again, and how many of these
-models ONNX Runtime computes as JAX does.
+With arguments it runs the cases with names that contain one of them, and prints why each fails. With `--export` it
+counts instead how many of the functions that `load` returns, and JAX can trace, are exported again, and how many of
+these models ONNX Runtime computes as JAX does.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ Function = Callable[[jax.Array], Any]
 
 
 def run_openvino(model: onnx.ModelProto, x: Any) -> list[np.ndarray]:
-    """Return the outputs of OpenVINO, whose floats are float32."""
+    """Return the outputs of OpenVINO, with floats of float32."""
     openvino: Any = importlib.import_module("openvino")
     core = openvino.Core()
     read = core.read_model(model.SerializeToString())
@@ -66,7 +66,7 @@ def make_integer_cnn(rng: np.random.Generator) -> tuple[Function, jax.Array]:
 
 
 def count_differences(function: Function, x: jax.Array, form: str) -> tuple[int, int, float]:
-    """Return the number of elements, of those that differ by more than rounding, and the largest difference."""
+    """Return the number of elements, how many differ by more than rounding, and the largest difference."""
     outputs = run_openvino(jqonnx.export(function, [x], form=form), x)
     expected = jax.tree.leaves(jax.jit(function)(x))
     elements, differing, largest = 0, 0, 0.0

@@ -9,8 +9,8 @@ ONNX Runtime without optimizations from ONNX Runtime with all of them, for sever
 between two codes turns a difference in its last bit into one of a whole step, and the codes of later nodes follow. So a
 draw is either equal up to the rounding of floats, or it differs by steps. With `--trace` it also prints
 
-- the first node of each draw whose codes differ, the floats at one of them in steps, and by how many units in the last
-  place they differ;
+- the first node of each draw with codes that differ, the floats at one of them in steps, and by how many units in the
+  last place they differ;
 - how far ONNX Runtime is from itself if one ReduceMean of the model is multiplied by 1 + 2^-23.
 """
 
@@ -71,7 +71,7 @@ def count_differences(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> t
     return len(nodes), elements, differing
 
 
-def find_distance(a: Any, b: Any) -> float:
+def measure_distance(a: Any, b: Any) -> float:
     """Return the largest difference of all outputs."""
     return max(float(np.abs(np.asarray(x, np.float64) - y).max()) for x, y in zip(a, b, strict=True))
 
@@ -82,7 +82,7 @@ def list_quantized(model: onnx.ModelProto) -> list[onnx.NodeProto]:
 
 
 def trace_codes(model: onnx.ModelProto, draws: list[dict[str, np.ndarray]]) -> None:
-    """Print the first node of each draw whose codes differ from those of ONNX Runtime without optimizations."""
+    """Print the first node of each draw with other codes than ONNX Runtime without optimizations."""
     fn, params = jqonnx.load(model)
     nodes = [node for node in list_quantized(model) if node.input[0] not in {x.name for x in model.graph.input}]
     names = list(dict.fromkeys(name for node in nodes for name in (node.input[0], *node.output[:2])))
@@ -127,7 +127,7 @@ def nudge_means(model: onnx.ModelProto, draws: list[dict[str, np.ndarray]]) -> N
             copy.graph.initializer.append(numpy_helper.from_array(np.array(1 + 2**-23, np.float32), "nudge"))
             copy.graph.node.insert(index + 1, helper.make_node("Mul", ["nudged_mean", "nudge"], [name]))
             nudged = open_session(copy, "none")
-            distances.append([find_distance(nudged.run(None, f), y) for f, y in zip(draws, expected, strict=True)])
+            distances.append([measure_distance(nudged.run(None, f), y) for f, y in zip(draws, expected, strict=True)])
     table, largest = np.asarray(distances), max(np.abs(y[0]).max() for y in expected)
     print(
         f"  ONNX Runtime with one of {len(table)} means larger by an ulp: {np.sum(table > 1e-3)} of {table.size} "
@@ -154,7 +154,7 @@ def report(name: str, data: bytes, with_trace: bool) -> None:
             "jaxquant - all": (ours, runtime["all"]),
             "not optimized - all": (runtime["none"], runtime["all"]),
         }
-        print("  largest difference:", ", ".join(f"{t} {find_distance(*pair):.2g}" for t, pair in pairs.items()))
+        print("  largest difference:", ", ".join(f"{t} {measure_distance(*pair):.2g}" for t, pair in pairs.items()))
     if with_trace:
         trace_codes(model, draws)
         nudge_means(model, draws)

@@ -43,7 +43,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", ["int4", "int8"])
 def test_a_decoder_step_by_step(dtype: str, name: str, rng: np.random.Generator) -> None:
-    """The model gets the cache that it returned; each of its arrays is that of JAX, code for code and bit for bit."""
+    """The model gets the cache that it returned; each of its arrays equals JAX's, code for code and bit for bit."""
     features, options = CASES[name]
     cache = make_cache(dtype, features, **options)
     model = jqonnx.export(decode, [cache, *sample(rng, features, 1)])

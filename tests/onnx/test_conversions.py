@@ -76,7 +76,7 @@ def test_casts_of_numbers_in_range_are_one_node(rng: np.random.Generator) -> Non
 
     assert list_operators(scale, codes) == ["Cast", "Mul", "Floor", "Cast"]
     assert list_operators(lambda x: (x > 0).astype(jnp.int4), x) == ["Greater", "Cast"]
-    # A clamp keeps NaN, of which JAX makes 0.
+    # A clamp keeps NaN, which JAX converts to 0.
     clip = list_operators(lambda x: lax.clamp(np.float32(-8), x, np.float32(7)).astype(jnp.int4), x)
     assert clip == ["Max", "Min", "IsNaN", "Where", "Cast"]
     # The largest int32 is a float of 2**31, which int32 does not hold.

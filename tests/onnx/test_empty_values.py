@@ -27,7 +27,7 @@ def make_model(nodes: Any, inputs: Any, outputs: Any, constants: dict[str, Any])
 
 
 def make_loop(trips: int | None, condition: bool | None, declared: Any) -> onnx.ModelProto:
-    """Return a model whose loop stacks floats [2, 3] and shapes, which are then joined with other arrays."""
+    """Return a model with a loop that stacks floats [2, 3] and shapes, which are then joined with other arrays."""
     nodes = [helper.make_node("Identity", ["c"], ["d"]), helper.make_node("Add", ["v", "one"], ["w"])]
     nodes += [helper.make_node("Identity", ["w"], ["s"]), helper.make_node("Shape", ["v"], ["t"])]
     outputs = [info("d", BOOL, []), info("w", FLOAT, None), info("s", FLOAT, declared), info("t", INT, [2])]

@@ -23,7 +23,7 @@ from ..support import processor
 
 F = np.float32
 make_node = helper.make_node
-# For each operator: its inputs in order, of which "x" is the input of the model and those with a "w" are the weights.
+# For each operator: its inputs in order. "x" is the input of the model, and names with a "w" are the weights.
 LEFT, RIGHT, RESULT = ["x", "scale", "zero"], ["w", "w_scale", "w_zero"], ["y_scale", "y_zero"]
 CODES = [*LEFT, *RIGHT, *RESULT]
 SCALES = {"scale": F(0.01), "w_scale": F(0.02), "y_scale": F(2)}
@@ -113,7 +113,7 @@ def run(model: onnx.ModelProto, feeds: dict[str, Any], level: str = "all", preci
 
 @pytest.mark.parametrize("name", list(NODES))
 def test_operators(name: str, rng: np.random.Generator) -> None:
-    """With constant weights, and with weights that are inputs, at every level, numpy's result is that of the model."""
+    """With constant weights, and with weights that are inputs, at every level, numpy gives the model's result."""
     inputs = draw(name, rng)
     # The session option leaves QLinearMatMul of opset 21 as it is.
     expected = run(make_model(NODES[name], inputs, ("x",), 20), {"x": inputs["x"]}, precision="1")

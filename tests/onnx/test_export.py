@@ -269,7 +269,7 @@ def test_unsupported_operations_are_all_listed() -> None:
         ({"batch": "2b"}, "batch: expected a name or None"),
         ({"input_names": ["a", "a"]}, "input_names: expected 1 distinct names"),
         ({"output_names": []}, "output_names: expected 1 distinct names"),
-        ({"input_names": [""]}, "input_names: expected 1 distinct names, none of which is empty"),
+        ({"input_names": [""]}, "input_names: expected 1 distinct names, none of them empty"),
         ({"input_names": [3]}, "input_names: expected a sequence of strings"),
         ({"output_names": "y"}, "output_names: expected a sequence of strings"),
     ],

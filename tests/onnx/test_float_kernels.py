@@ -44,7 +44,7 @@ AXES = {"last": np.array([-1]), "two": np.array([-1, 1])}
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("length", [16, 20, 48, 64, 76, 96, 128, 200, 512])
 def test_sums_and_approximations_have_the_bits_of_the_runtime(length: int, rng: np.random.Generator) -> None:
-    """The order of the sums of Softmax is that of AVX-512 on every processor, also where ONNX Runtime has another."""
+    """Softmax adds in the order of AVX-512 on every processor, also where ONNX Runtime has another."""
     shape = (3, 32, length)
     x = (rng.normal(size=shape) * rng.choice([1e-3, 1, 6], shape)).astype(np.float32)
     model = make_model(NODES, shape, AXES)

@@ -59,7 +59,7 @@ class Pattern:
         return self.add("DequantizeLinear", codes, scale, point, **({} if axis is None else {"axis": axis}))
 
     def bias(self, count: int, x_scale: float = 0.07, ratio: float = 1.0) -> str:
-        """Return an int32 bias with the scale of the last weight times that of x, times a ratio."""
+        """Return an int32 bias with the scale of the last weight times the scale of x, times a ratio."""
         codes = self.hold(self.rng.integers(-5000, 5000, count).astype(np.int32))
         arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in self.constants}
         scale = (np.float32(x_scale * ratio) * arrays[self.nodes[-1].input[1]]).astype(np.float32)
@@ -194,7 +194,7 @@ PATTERNS: dict[str, tuple[Callable[[Pattern], str], bool]] = {
 }
 
 
-# Patterns in which ONNX Runtime ignores the scale of a bias, which is not that of the sums.
+# Patterns in which ONNX Runtime ignores the scale of a bias, which is not the scale of the sums.
 DEVIATING = ("conv, bias with about its scale", "matmul, stack, bias", "matmul, int32 bias, float")
 
 
@@ -212,11 +212,11 @@ def load_and_run(model: Any, feeds: dict[str, np.ndarray], warns: bool) -> tuple
 def test_pattern_equals_the_runtime(name: str, dtype: Any, rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
     make, is_exact = PATTERNS[name]
     if dtype == np.int8 and name in ("conv, relu", "conv, clip outside", "conv, clip inside"):
-        pytest.skip("the zero point is that of uint8")
+        pytest.skip("the zero point is for uint8")
     pattern = Pattern(rng, dtype)
     model = pattern.build(make(pattern))
     (expected,) = run_runtime(model, pattern.feeds)
-    # Convolutions of int8 stay in floats, whose bias has its own scale.
+    # Convolutions of int8 stay in floats, and the bias keeps its own scale.
     warns = name in DEVIATING and not (dtype == np.int8 and name.startswith("conv"))
     actual, operators = load_and_run(model, pattern.feeds, warns)
     kernels = [op for op in operators if op.startswith(QUANTIZED)]

@@ -20,7 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from jaxquant import onnx as jqonnx
-from jaxquant.onnx.load import scales
+from jaxquant.onnx.load import fuse
 
 from ..cases.onnx_models import list_optimized_operators, run_runtime
 from ..oracles import onnx_runtime
@@ -242,7 +242,7 @@ def test_a_redundant_clip_changes_no_code(rng: np.random.Generator) -> None:
 
         with np.errstate(over="ignore"):
             same = bool(np.all(encode(np.clip(x, low, high)) == encode(x)))
-        assert scales.is_clip_redundant((float(low), float(high)), scale, np.asarray(point, dtype)) == same
+        assert fuse.is_clip_redundant((float(low), float(high)), scale, np.asarray(point, dtype)) == same
         found.append(same)
     assert 0 < np.mean(found) < 1
 
@@ -263,17 +263,15 @@ def test_scales_that_do_not_give_codes_back(rng: np.random.Generator) -> None:
 
 
 def test_every_fused_operator_has_a_need() -> None:
-    from jaxquant.onnx.load import fuse, fuse_rules
-
-    fused = {*fuse._MOVING, *fuse._SANDWICHED, *fuse_rules._UNARY, *fuse_rules._BINARY}
-    assert fused | {"Conv", "MatMul", "Gemm", "Concat", "Where", "DequantizeLinear"} == set(scales.NEEDS)
+    fused = {*fuse._MOVING, *fuse._SANDWICHED, *fuse._UNARY, *fuse._BINARY}
+    assert fused | {"Conv", "MatMul", "Gemm", "Concat", "Where", "DequantizeLinear"} == set(fuse.NEEDS)
 
 
 def make_contraction(
     rng: np.random.Generator, op: str, *, bias: np.ndarray | None = None, bias_scale: Any = None, bias_point: int = 0,
     x_scale: float = 1e-3, w_scale: Any = 1e-2, axis: int | None = None, y_scale: float = 0.002, trans: int = 0,
 ) -> Model:  # fmt: skip
-    """Return a model of a Conv, Gemm or MatMul of 4 features, whose weights have 7 bits: they are exact everywhere."""
+    """Return a model of a Conv, Gemm or MatMul of 4 features with weights of 7 bits: it is exact everywhere."""
     model = Model(np.uint8)
     shape = {"Conv": (2, 4, 3, 3)}.get(op, (6, 4))
     x = model.dequantized(draw_codes(rng, np.uint8, *shape), x_scale, 3)
@@ -504,7 +502,7 @@ def test_a_relu_that_the_runtime_drops(rng: np.random.Generator) -> None:
 
 
 def test_training_of_a_maximum_of_codes(rng: np.random.Generator) -> None:
-    """A MaxPool of codes takes the largest code, which is not that of the largest value with a negative scale."""
+    """A MaxPool of codes takes the largest code, not the code of the largest value if the scale is negative."""
     for scale in (0.1, -0.1):
         model = Model(np.uint8)
         name = model.feed(rng.normal(size=(1, 1, 4, 4)).astype(F))

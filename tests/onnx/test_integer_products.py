@@ -1,4 +1,4 @@
-"""Products of codes whose rows have zero points of their own: integers in ONNX Runtime, too, and the same ones."""
+"""Products of codes with a zero point for each row: integers in ONNX Runtime, too, and the same ones."""
 
 from __future__ import annotations
 

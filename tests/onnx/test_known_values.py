@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from jaxquant import onnx as jqonnx
-from jaxquant.onnx.load.registry import OPERATORS
+from jaxquant.onnx.load.graph import OPERATORS
 
 from .node_tests import collect_cases, compare, read_value
 
@@ -48,7 +48,7 @@ class Graph:
         return helper.make_model(graph, opset_imports=domains, ir_version=10, functions=self.functions)
 
     def use_as_shape(self, value: str, expected: Any) -> str:
-        """Return the name of an array whose lengths are 1 where a value is the expected one, and 0 elsewhere."""
+        """Return the name of an array with lengths of 1 where a value is the expected one, and 0 elsewhere."""
         expected = np.asarray(expected)
         same = self.add("Equal", value, self.hold(expected, expected.dtype))
         flat = self.add("Reshape", self.add("Cast", same, to=TensorProto.INT64), self.hold([-1]))
@@ -56,7 +56,7 @@ class Graph:
 
 
 def check_shape(model: onnx.ModelProto, *inputs: Any) -> None:
-    """Raise unless a model's result, under jax.jit, has lengths of 1 only: those of `use_as_shape`."""
+    """Raise unless a model's result, under jax.jit, has lengths of 1 only, as `use_as_shape` makes them."""
     fn, params = jqonnx.load(model)
     result = jax.jit(fn)(params, *inputs)
     assert set(result.shape) == {1}, result.shape
@@ -115,7 +115,7 @@ OPERATIONS: list[tuple[str, list[Any], dict[str, Any]]] = [
     ("ReduceMean", [[[LARGE, 3], [-5, -8]], [1]], {"keepdims": 0}),
     ("ReduceMean", [np.array([2**24 + 1] * 3, np.int32)], {}),
 ]
-# onnx's reference rounds these to floats; the numbers here are theirs in integers, those of ONNX Runtime.
+# onnx's reference rounds these to floats; the numbers here are integers, as in ONNX Runtime.
 EXPECTED = {
     "Pow": [[3**39, -8, LARGE, 1, -1, 1, 0], [10**11, LARGE]],
     "ReduceMean": [[(LARGE + 3) // 2, -6], [2**24 + 1]],

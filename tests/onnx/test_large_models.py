@@ -13,7 +13,7 @@ import pytest
 
 import jaxquant as jq
 from jaxquant import onnx as jqonnx
-from jaxquant.onnx import model_size
+from jaxquant.onnx import limits
 
 from ..cases.onnx_models import run_runtime
 
@@ -21,7 +21,7 @@ from ..cases.onnx_models import run_runtime
 @pytest.fixture(autouse=True)
 def limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make models of 4 kB large."""
-    monkeypatch.setattr(model_size, "LARGEST_MESSAGE", 4096)
+    monkeypatch.setattr(limits, "LARGEST_MESSAGE", 4096)
 
 
 def make_function(rng: np.random.Generator) -> tuple[Any, dict[str, Any], np.ndarray]:
@@ -49,7 +49,7 @@ def test_two_files(tmp_path: pathlib.Path, rng: np.random.Generator) -> None:
     onnxruntime.InferenceSession(path)  # it finds the second file
     (expected,) = run_runtime(onnx.load(path), {"x": x})
     loaded, arrays = jqonnx.load(path)
-    # Sums of 96 products of some hundreds, in another order than that of the runtime.
+    # Sums of 96 products of some hundreds, in another order than the runtime's.
     np.testing.assert_allclose(loaded(arrays, x), expected, rtol=1e-5, atol=1e-3)
     assert jqonnx.verify(path, lambda x: function(params, x), [(x,)]).is_exact
 
@@ -59,7 +59,7 @@ def test_names_of_files(
     most: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
     """A suffix chooses no other format, and a folder that is missing is an OSError for files of each size."""
-    monkeypatch.setattr(model_size, "LARGEST_MESSAGE", most)
+    monkeypatch.setattr(limits, "LARGEST_MESSAGE", most)
     function, params, x = make_function(rng)
     model = jqonnx.export(function, params, [x])
     jqonnx.save(model, tmp_path / "model.json")
@@ -71,7 +71,7 @@ def test_names_of_files(
 def test_a_model_in_memory(rng: np.random.Generator) -> None:
     function, params, x = make_function(rng)
     model = jqonnx.export(function, params, [x])
-    assert model_size.count_bytes(model) == pytest.approx(model.ByteSize(), rel=0.1)
+    assert limits.count_model_bytes(model) == pytest.approx(model.ByteSize(), rel=0.1)
     jqonnx.check(model)
     loaded, arrays = jqonnx.load(model)
     np.testing.assert_allclose(loaded(arrays, x), function(params, x), rtol=1e-5, atol=1e-3)

@@ -172,7 +172,7 @@ def test_dynamic_quantize_lstm_has_the_bits_of_the_runtime(
     x = rng.normal(size=(5, 2, size)).astype(np.float32)
     # The last elements have the largest range; in the runtime they do not count behind the longest sequence.
     x[-1] *= 3
-    # Products of 7-bit weights do not saturate on any processor. Scales and zero points are those of a matrix.
+    # Products of 7-bit weights do not saturate on any processor. Scales and zero points are a matrix's.
     bound, point = 64, 128 if dtype == "uint8" else 0
     constants = {
         "w": (rng.integers(-bound, bound, (count, size, 4 * hidden)) + point).astype(dtype),
@@ -315,6 +315,6 @@ def test_the_names_of_inputs_stay_in_an_export() -> None:
 
 
 def test_documented_number_of_operators() -> None:
-    from jaxquant.onnx.load.registry import OPERATORS
+    from jaxquant.onnx.load.graph import OPERATORS
 
     assert len({key for key in OPERATORS if key[0] != "jaxquant"}) >= 160

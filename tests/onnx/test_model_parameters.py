@@ -38,7 +38,7 @@ ACTIVATIONS: dict[str, tuple[list[Any], dict[str, float]]] = {
 
 
 def make_network(activation: str, shape: tuple[int, ...], rng: np.random.Generator) -> onnx.ModelProto:
-    """Return two layers with an activation whose scalars have a shape of ones."""
+    """Return two layers with an activation that has scalars of a shape of ones."""
     nodes, scalars = ACTIVATIONS[activation]
     constants: dict[str, Any] = {name: np.full(shape, value, np.float32) for name, value in scalars.items()}
     for name, lengths in (("w", (8, 16)), ("b", (16,)), ("v", (16, 4))):
@@ -149,7 +149,7 @@ def test_weights_of_one_element_are_parameters(name: str, rng: np.random.Generat
 
 
 def test_a_quantized_layer_of_one_feature_keeps_its_parameters(rng: np.random.Generator, tmp_path: Any) -> None:
-    """Also those that training changes, and their way back to codes."""
+    """Also the parameters that training changes, and their way back to codes."""
     arrays = {"w": rng.normal(size=(8, 1)).astype(np.float32), "b": np.array([0.3], np.float32)}
     model = make_model([make_node("Gemm", ["x", "w", "b"], ["y"])], arrays)
     batches = [rng.normal(size=(4, 8)).astype(np.float32) for _ in range(2)]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxquant.onnx.load.registry import OPERATORS
+from jaxquant.onnx.load.graph import OPERATORS
 
 from .node_tests import collect_cases, count_passed, run_cases_at_once
 
@@ -40,7 +40,7 @@ def list_cases() -> list[Any]:
 
 
 def list_small_cases() -> list[Any]:
-    """Return the cases of few nodes, all of which have operators that can be loaded."""
+    """Return the cases of few nodes with operators that can all be loaded."""
     known = {*OPERATORS, ("", "Constant")}
     cases = [case for case in list_cases() if not any(word in case.name for word in FAILING)]
     small = [case for case in cases if len(case.model.graph.node) <= 3]

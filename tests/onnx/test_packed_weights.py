@@ -77,7 +77,7 @@ def test_blocks_without_a_kernel_are_floats(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("block", [16, 32, 128])
 def test_rounding_of_the_other_operand(bits: int, block: int, rng: np.random.Generator) -> None:
-    """With accuracy_level=4 the floats become int8, and a result is far from that of floats."""
+    """With accuracy_level=4 the floats become int8, and a result is far from the result in floats."""
     k, n = 100, 12
     blocks = -(-k // block)
     b = rng.integers(0, 256, (n, blocks, block * bits // 8)).astype(np.uint8)

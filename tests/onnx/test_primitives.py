@@ -124,7 +124,7 @@ def test_sorts_and_scatters_also_of_a_loaded_model(rng: np.random.Generator, fun
     again = jqonnx.export(loaded, params, [x, i])
     report = jqonnx.verify(again, lambda *inputs: loaded(params, *inputs), [(x, i)])
     assert report.is_exact, str(report)
-    # One load may write an operator differently; those after it add no nodes.
+    # One load may write an operator differently; later loads add no nodes.
     loaded, params = jqonnx.load(again)
     assert len(jqonnx.export(loaded, params, [x, i]).graph.node) <= len(again.graph.node)
 

@@ -12,7 +12,7 @@ from jaxquant import onnx as jqonnx
 
 from ..cases.onnx_models import MODELS, quantize_model, run_runtime
 
-# Kinds whose networks hold only integers, or float operations that both round alike, between input and output.
+# Kinds of networks that hold only integers, or float operations that both round alike, between input and output.
 EXACT = {*((network, kind) for network in ("mlp", "cnn") for kind in ("qdq", "int8", "operators")), ("mlp", "dynamic")}
 
 

@@ -39,7 +39,7 @@ def _quantize(
     raise AssertionError(f"ONNX Runtime ran none of {_MOST_DRAWS} networks of the kind {kind}")
 
 
-@pytest.mark.filterwarnings("ignore")  # those of the quantizer
+@pytest.mark.filterwarnings("ignore")  # the quantizer's
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("draw", range(8))
 @pytest.mark.parametrize("kind", NETWORKS)
@@ -98,7 +98,7 @@ def test_float_weights_between_codes_are_quantized(
     x = rng.uniform(-0.05, 1.2, size=shape).astype(np.float32)
     (expected,) = run_runtime(model, {"x": x})
     fn, params = jqonnx.load(model)
-    # With 16 bits the product is one of floats, whose order of addition differs.
+    # With 16 bits the product is one of floats, added in another order.
     steps = 1.01 if dtype == "uint16" else 0
     np.testing.assert_allclose(fn(params, x), expected, rtol=0, atol=0.05 * steps)
 

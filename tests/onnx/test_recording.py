@@ -24,7 +24,7 @@ def contract(x: jax.Array) -> jax.Array:
 
 
 def list_marks(function, *arguments) -> list[str]:
-    """Return the marks in the program of a function, those in its calls, loops and branches included."""
+    """Return the marks in the program of a function, also in its calls, loops and branches."""
 
     def walk(program) -> list[str]:
         names = []
@@ -75,7 +75,7 @@ def test_recorded_programs_have_the_same_results(rng: np.random.Generator) -> No
     expected = jax.jit(contract)(x), jax.jit(jax.vmap(lambda row: contract(row[None])))(x)
     with recording.record():
         results = jax.jit(contract)(x), jax.jit(jax.vmap(lambda row: contract(row[None])))(x)
-        jax.jit(jax.grad(lambda x: contract(x).sum()))(x)  # the derivative is that of the arithmetic
+        jax.jit(jax.grad(lambda x: contract(x).sum()))(x)  # the derivative of the arithmetic
     for result, value in zip(results, expected, strict=True):
         np.testing.assert_array_equal(result, value)
 

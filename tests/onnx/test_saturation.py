@@ -1,4 +1,4 @@
-"""Products whose sums saturate on some processors: they are found from the weights, and written so that none does.
+"""Products that saturate on some processors: they are found from the weights, and written so that none does.
 
 The tests hold on processors with and without VNNI. Activations of at most 127 cannot saturate (127 * 256 = 32512), so
 with these ONNX Runtime is an oracle on each of them; with all activations the oracle is numpy.
@@ -38,7 +38,7 @@ def make_model(nodes, inputs, outputs, constants, opset=21, functions=()):
 
 
 def make_weights(rng, shape):
-    """Return int8 weights of which many pairs of neighbors can saturate."""
+    """Return int8 weights with many pairs of neighbors that can saturate."""
     return rng.integers(-128, 128, shape).astype(np.int8)
 
 
@@ -74,7 +74,7 @@ def make_product(operator, rng, **attributes):
     elif operator == "MatMulIntegerToFloat":
         domain, names, kind = MICROSOFT, ["x", "w", "xs", "ws", "xz", "wz"], TensorProto.FLOAT
     elif operator == "DynamicQuantizeMatMul":
-        # The range 0 to 2 of codes whose real range ends at 255: 127 steps at most are used.
+        # The range 0 to 2, of codes with a real range that ends at 255: 127 steps at most are used.
         x = np.append(rng.uniform(0, 1, (3, K)), np.zeros((1, K)), axis=0).astype(np.float32)
         x[3, 0] = 2.0
         domain, names, kind = MICROSOFT, ["x", "w", "ws", "wz"], TensorProto.FLOAT
@@ -155,7 +155,7 @@ def test_a_product_is_found_and_moved_weights_give_its_integers(name, rng):
 def test_sums_of_all_activations_are_exact(level, rng):
     model, _ = make_product("MatMulInteger", rng)
     w = numpy_helper.to_array(model.graph.initializer[0]).astype(np.int64)
-    # Windows of two weights whose sum is far from 0, so that the kernel without VNNI saturates.
+    # Windows of two weights with a sum far from 0, so that the kernel without VNNI saturates.
     x = np.where(rng.integers(0, 2, (4, K)) == 1, 255, make_codes(rng, (4, K), 255)).astype(np.uint8)
     expected = (x.astype(np.int64) - 3) @ w
     np.testing.assert_array_equal(run(jqonnx.convert_weights_to_uint8(model), x, level), expected)

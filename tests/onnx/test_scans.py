@@ -20,7 +20,7 @@ UINT8, INT8 = jq.QuantSpec(jnp.uint8), jq.QuantSpec(jnp.int8, jq.PerAxis(1))
 
 
 def make_recurrence(rng: np.random.Generator, reverse: bool):
-    """Return a recurrence on codes whose carries are floats, codes and a count, with a quantized product in a step."""
+    """Return a recurrence on codes that carries floats, codes and a count, with a quantized product in a step."""
     w, u = (jq.quantize(jnp.asarray(rng.normal(0, 0.3, (6, 6)), jnp.float32), INT8) for _ in "wu")
 
     def step(carry: Any, x: jax.Array) -> tuple[Any, Any]:

@@ -64,7 +64,7 @@ def test_lookups_of_negative_codes(rng: np.random.Generator) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["weights", "activations"])
 def test_int8_on_the_left_of_uint8_with_a_dynamic_range(rng: np.random.Generator, kind: str) -> None:
-    """ONNX Runtime fuses the product to an operator of which it has no kernel for these dtypes."""
+    """ONNX Runtime fuses the product to an operator without a kernel for these dtypes."""
     w = jq.quantize(jnp.asarray(rng.normal(0, 0.3, (5, 8)), jnp.float32), jq.QuantSpec(jnp.int8, jq.PerAxis(0)))
 
     def function(x: jax.Array) -> jax.Array:

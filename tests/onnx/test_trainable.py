@@ -40,16 +40,16 @@ def test_training_lowers_a_loss_and_is_exported_again(
 
     target = rng.normal(size=expected.shape).astype(np.float32)
 
-    def find_loss(p: dict[str, jax.Array]) -> jax.Array:
+    def compute_loss(p: dict[str, jax.Array]) -> jax.Array:
         return jnp.mean((fn(p, x) - target) ** 2)
 
     # Scales are small numbers that must stay positive.
     rates = {name: 1e-4 if "scale" in name else 2e-3 for name in params}
-    step = jax.jit(lambda p: jax.tree.map(lambda v, g, rate: v - rate * g, p, jax.grad(find_loss)(p), rates))
+    step = jax.jit(lambda p: jax.tree.map(lambda v, g, rate: v - rate * g, p, jax.grad(compute_loss)(p), rates))
     trained = params
     for _ in range(20):
         trained = step(trained)
-    before, after = (float(find_loss(p)) for p in (params, trained))
+    before, after = (float(compute_loss(p)) for p in (params, trained))
     assert after < before
     integer, codes = fn.convert(trained)
     # What was trained is what is served.
@@ -67,7 +67,7 @@ UINT8 = jq.QuantSpec(jnp.uint8)
 
 
 def make_attention_weights(rng: np.random.Generator) -> dict[str, Any]:
-    """Return quantized weights whose columns are features of several heads, and two biases that are equal."""
+    """Return quantized weights with features of several heads as columns, and two biases that are equal."""
     draw = lambda *shape: jnp.asarray(rng.normal(0, 0.3, shape), jnp.float32)  # noqa: E731
     return {
         "split": jq.quantize(draw(6, 2, 4), jq.QuantSpec(jnp.int8, jq.PerAxis((1, 2)))),
@@ -106,13 +106,13 @@ def test_an_exported_model_is_trained_and_exported_again(rng: np.random.Generato
     assert "MatMulInteger" in {node.op for node in integer.graph.nodes}
 
     target = jnp.asarray(rng.normal(0, 1, served.shape), jnp.float32)
-    find_loss = jax.jit(lambda p: jnp.mean((fn(p, x) - target) ** 2))
+    compute_loss = jax.jit(lambda p: jnp.mean((fn(p, x) - target) ** 2))
     rates = {name: 1e-5 if name in fn.scales else 1e-2 for name in params}
-    step = jax.jit(lambda p: jax.tree.map(lambda v, g, rate: v - rate * g, p, jax.grad(find_loss)(p), rates))
+    step = jax.jit(lambda p: jax.tree.map(lambda v, g, rate: v - rate * g, p, jax.grad(compute_loss)(p), rates))
     trained = params
     for _ in range(20):
         trained = step(trained)
-    assert find_loss(trained) < find_loss(params)
+    assert compute_loss(trained) < compute_loss(params)
     # Each parameter has a gradient of its own, also one that was equal to another.
     assert all(bool(jnp.any(trained[name] != params[name])) for name in params)
     assert bool(jnp.any(trained["first"] != trained["second"]))

@@ -37,14 +37,14 @@ RELU = [node("Relu", ["x"], ["y"])]
 
 
 def declare(dims: list[int], data_type: int = TensorProto.FLOAT, data: bytes = b"\0" * 16) -> onnx.ModelProto:
-    """Return a model with an initializer whose dims and data type need not fit its data."""
+    """Return a model with an initializer with dims and a data type that need not fit its data."""
     model = make_model([node("Add", ["x", "w"], ["y"])])
     model.graph.initializer.append(TensorProto(name="w", dims=dims, data_type=data_type, raw_data=data))
     return model
 
 
 def make_functions(count: int, first: str = "Relu") -> onnx.ModelProto:
-    """Return a model of functions of which each calls the one before twice."""
+    """Return a model of functions that each call the one before twice."""
     domains = [helper.make_opsetid("", 21), helper.make_opsetid("f", 1)]
     functions = []
     for i in range(count):
@@ -74,7 +74,7 @@ def make_doubling(count: int, constant: bool) -> onnx.ModelProto:
 
 
 def make_shape(op: str, *values: Any, data: bool = True) -> onnx.ModelProto:
-    """Return a model with an operator whose result has the shape that a constant says."""
+    """Return a model with an operator that returns an array of the shape that a constant says."""
     names = [f"s{i}" for i in range(len(values))]
     last = node("Cast", ["z"], ["y"], to=TensorProto.FLOAT)
     inputs = [*(["x"] if data else []), *names]
@@ -143,7 +143,7 @@ def _resize_hugely(length: float = 1e9) -> onnx.ModelProto:
 
 
 def make_pool(op: str, outputs: int, kernel: int, **attributes: Any) -> onnx.ModelProto:
-    """Return a model with a pool whose kernel is in the padding."""
+    """Return a model with a pool that has its kernel in the padding."""
     names = ["p", "i"][:outputs]
     pool = node(op, ["r"], names, kernel_shape=[kernel], pads=[kernel, kernel], **attributes)
     reads = [node("Cast", [names[-1]], ["y"], to=TensorProto.FLOAT)]
@@ -151,7 +151,7 @@ def make_pool(op: str, outputs: int, kernel: int, **attributes: Any) -> onnx.Mod
 
 
 def make_attention(length: int) -> onnx.ModelProto:
-    """Return a model whose products of queries and keys take far more than its inputs."""
+    """Return a model with products of queries and keys that take far more than its inputs."""
     attend = node("Attention", ["x", "x", "x"], ["y"], q_num_heads=1, kv_num_heads=1)
     model = make_model([attend], shape=(1, length, 1))
     model.opset_import[0].version = 23

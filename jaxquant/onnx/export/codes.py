@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from . import values
 from .elementwise import cast_value
-from .graph import MICROSOFT, ModelGraph
-from .registry import WriterCall, writes_mark
+from .graph import MICROSOFT, ModelGraph, WriterCall, writes_mark
 from .values import Shape, Value
 
 _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
@@ -19,7 +19,7 @@ def _is_single(x: Value) -> bool:
     return all(bool(n == 1) for n in x.shape)
 
 
-def _store_scalar(graph: ModelGraph, x: Value, dtype: Any) -> str:
+def _store_scalar(graph: ModelGraph, x: Value, dtype: DTypeLike) -> str:
     """Return a scale or a zero point of one element as a scalar."""
     x = cast_value(graph, x, dtype)
     if x.is_known:
@@ -42,18 +42,18 @@ def _store_vector(graph: ModelGraph, x: Value, axis: int) -> str | None:
 def write_requantization(graph: ModelGraph, call: WriterCall) -> Value | None:
     """Write the operator of a whole quantized contraction, in place of the integer one that computed the sums."""
     p, acc = call.parameters, call.parameters["acc"]
-    node = graph.find_node(acc.name)
+    node = graph.look_up_node(acc.name)
     # Zero points that the integer operators do not take make the sums the result of another node, which cannot be
     # replaced.
     if node is None or node.op_type not in ("ConvInteger", "MatMulInteger"):
         return None
     dtype = np.dtype(p["dtype"])
-    if graph.form == "qdq" and (graph.parse_dtype(node.input[0]), dtype) != (_UINT8, _UINT8):
+    if graph.form == "qdq" and (graph.derive_dtype(node.input[0]), dtype) != (_UINT8, _UINT8):
         graph.warnings.append(
             f"{node.name}: expected uint8 inputs and outputs, because ONNX Runtime runs float kernels on int8 between "
             "DequantizeLinear and QuantizeLinear; written as integer operators"
         )
-    if graph.parse_dtype(node.input[0]) != dtype:  # no kernel
+    if graph.derive_dtype(node.input[0]) != dtype:  # no kernel
         return None
     is_conv = node.op_type == "ConvInteger"
     axis = 1 if is_conv else len(acc.shape) - 1
@@ -91,7 +91,7 @@ def _write_contraction(graph: ModelGraph, node: Any, operands: Any, offset: str 
         rank: the rank of the result.
     """
     attributes = {a.name: graph.read_attribute(a) for a in node.attribute}
-    if graph.form == "qdq" and graph.parse_dtype(operands[0]) == _UINT8:
+    if graph.form == "qdq" and graph.derive_dtype(operands[0]) == _UINT8:
         return _write_qdq(graph, node, operands, offset, result, rank)
     if node.op_type == "ConvInteger":
         return graph.add("QLinearConv", [*operands, *result, *([] if offset is None else [offset])], **attributes)
@@ -113,7 +113,7 @@ def _read_point(graph: ModelGraph, inputs: Any, place: int) -> str:
     """Return the zero point of an operand, which the integer operators may leave out."""
     if len(inputs) > 2 + place and inputs[2 + place]:
         return inputs[2 + place]
-    return graph.add_constant(np.zeros((), graph.parse_dtype(inputs[place]) or _UINT8))
+    return graph.add_constant(np.zeros((), graph.derive_dtype(inputs[place]) or _UINT8))
 
 
 def _repeat_point(graph: ModelGraph, inputs: Any, count: int) -> str:
@@ -131,7 +131,7 @@ def _write_qdq(graph: ModelGraph, node: Any, operands: Any, offset: str | None, 
     # A scalar scale has no axis, and runtimes ignore the attribute then.
     names = [
         graph.add("DequantizeLinear", [x, x_scale, x_point]),
-        graph.add("DequantizeLinear", [w, w_scale, w_point], axis=0 if is_conv else graph.find_rank(w) - 1),
+        graph.add("DequantizeLinear", [w, w_scale, w_point], axis=0 if is_conv else graph.derive_rank(w) - 1),
     ]
     if offset is not None:
         scale = graph.add_product(x_scale, w_scale)
@@ -233,14 +233,14 @@ def write_float_operator(graph: ModelGraph, call: WriterCall) -> Value | None:
     return Value(tuple(output.shape), _UINT8, name)
 
 
-def _is_fusible(graph: ModelGraph, dtype: Any) -> bool:
+def _is_fusible(graph: ModelGraph, dtype: DTypeLike) -> bool:
     """Return whether operators on codes are floats between DequantizeLinear and QuantizeLinear."""
-    # ONNX Runtime fuses these operators for uint8; those of int8 it would compute in floats.
+    # ONNX Runtime fuses these operators for uint8; for int8 it would compute in floats.
     return graph.form == "qdq" and dtype == _UINT8
 
 
 def _store_affine(graph: ModelGraph, parameters: Any, side: str, dtype: np.dtype = _UINT8) -> list[str]:
-    """Return the scale and the zero point of an operand or of the result, whose codes have a dtype."""
+    """Return the scale and the zero point of an operand or of the result, with codes of a dtype."""
     # Without a zero point, ONNX Runtime takes codes of int8 for uint8, and does not load the model.
     point = parameters[f"{side}_zero_point"]
     point = values.make_known(np.zeros((), dtype)) if point is None else point
@@ -259,6 +259,6 @@ def write_lookup(graph: ModelGraph, call: WriterCall) -> Value:
     table, x = call.parameters["table"], call.parameters["x"]
     # The bits of int8 as uint8: a loaded model relies on indices that are not negative.
     index = cast_value(graph, cast_value(graph, x, _UINT8), np.int32)
-    container = values.find_container(call.outputs[0].dtype)
+    container = values.choose_container(call.outputs[0].dtype)
     name = graph.add("Gather", [graph.store_full(table, (256,)), graph.store(index)], axis=0)
     return Value(x.shape, container, name)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from ..._core import dtypes
 from . import elementwise, packed_weights, values
-from .graph import ModelGraph
-from .registry import WriterCall, writes
+from .graph import ModelGraph, WriterCall, writes
 from .values import Shape, UnsupportedError, Value
 
 
@@ -44,13 +44,13 @@ def write_dot_general(graph: ModelGraph, call: WriterCall) -> Value:
     sides = []
     for x, shape, summed, shared in zip(call.inputs, call.parameters["input_shapes"], contracted, batch, strict=True):
         free = [axis for axis in range(len(shape)) if axis not in (*summed, *shared)]
-        wide = elementwise.find_compute_dtype(output.dtype)
+        wide = elementwise.choose_compute_dtype(output.dtype)
         sides.append(Matrix(elementwise.cast_value(graph, x, wide), shape, shared, free, summed))
     name = packed_weights.multiply_packed(graph, *sides)
     if name is None:
         name = multiply(graph, sides[0], sides[1], lambda a, b: graph.add("MatMul", [a, b]))
-    dtype = values.find_container(output.dtype)
-    wide = elementwise.find_compute_dtype(dtype)
+    dtype = values.choose_container(output.dtype)
+    wide = elementwise.choose_compute_dtype(dtype)
     return Value(tuple(output.shape), dtype, name if wide == dtype else graph.cast(name, dtype))
 
 
@@ -70,7 +70,7 @@ def multiply(graph: ModelGraph, lhs: Matrix, rhs: Matrix, product: Callable[[str
 
 
 def _arrange(graph: ModelGraph, side: Matrix, groups: Sequence[Sequence[int]]) -> str:
-    """Return an operand with its dimensions in the order of the groups, of which the last two become one each."""
+    """Return an operand with its dimensions in the order of the groups; the last two become one dimension each."""
     batch, first, second = groups
     order = [*batch, *first, *second]
     shape = (*(side.shape[a] for a in batch), side.count(first), side.count(second))
@@ -92,10 +92,10 @@ def write_convolution(graph: ModelGraph, call: WriterCall) -> Value:
     numbers = p["dimension_numbers"]
     if p["batch_group_count"] != 1:
         raise UnsupportedError("batch_group_count")
-    dtype = values.find_container(output.dtype)
+    dtype = values.choose_container(output.dtype)
     if dtype not in dtypes.FLOATS:
         raise UnsupportedError("a convolution of integers other than jaxquant's")
-    wide = elementwise.find_compute_dtype(dtype)
+    wide = elementwise.choose_compute_dtype(dtype)
     names = [
         arrange_operand(graph, elementwise.cast_value(graph, x, wide), shape, spec)
         for x, shape, spec in zip(call.inputs, p["input_shapes"], (numbers.lhs_spec, numbers.rhs_spec), strict=True)
@@ -103,7 +103,7 @@ def write_convolution(graph: ModelGraph, call: WriterCall) -> Value:
     if any(step != 1 for step in p["lhs_dilation"]):
         shape = [p["input_shapes"][0][axis] for axis in numbers.lhs_spec]
         names[0] = spread_image(graph, names[0], shape, p["lhs_dilation"])
-    name = graph.add("Conv", names, **find_attributes(p, p["feature_group_count"]))
+    name = graph.add("Conv", names, **derive_attributes(p, p["feature_group_count"]))
     name = name if wide == dtype else graph.cast(name, dtype)
     name = graph.transpose(name, np.argsort(numbers.out_spec).tolist())
     return Value(tuple(output.shape), dtype, name)
@@ -136,7 +136,7 @@ def arrange_operand(graph: ModelGraph, x: Value, shape: Shape, spec: Sequence[in
     return graph.transpose(graph.store_full(x, shape), spec)
 
 
-def find_attributes(p: dict[str, Any], groups: int) -> dict[str, Any]:
+def derive_attributes(p: dict[str, Any], groups: int) -> dict[str, Any]:
     """Return the attributes of Conv."""
     pads = p["padding"]
     if any(pad < 0 for pair in pads for pad in pair):
@@ -181,7 +181,7 @@ def write_pooling(graph: ModelGraph, call: WriterCall) -> Value:
         "pads": [*(int(pads[axis][0]) for axis in axes), *(int(pads[axis][1]) for axis in axes)],
         "dilations": [int(p["window_dilation"][axis]) for axis in axes],
     }
-    is_mean = call.name == "reduce_window_sum" and values.find_container(x.dtype) in dtypes.FLOATS
+    is_mean = call.name == "reduce_window_sum" and values.choose_container(x.dtype) in dtypes.FLOATS
     if is_mean or call.name != "reduce_window_sum":
         name = _pool(graph, call.name, name, x.dtype, config)
     else:
@@ -190,13 +190,13 @@ def write_pooling(graph: ModelGraph, call: WriterCall) -> Value:
         positions = tuple(output.shape[axis] for axis in axes)
         name = graph.reshape(name, (*(shape[axis] for axis in others), *positions))
     return Value(
-        tuple(output.shape), values.find_container(output.dtype), graph.transpose(name, np.argsort(order).tolist())
+        tuple(output.shape), values.choose_container(output.dtype), graph.transpose(name, np.argsort(order).tolist())
     )
 
 
-def _pool(graph: ModelGraph, kind: str, name: str, dtype: Any, config: dict[str, Any]) -> str:
+def _pool(graph: ModelGraph, kind: str, name: str, dtype: DTypeLike, config: dict[str, Any]) -> str:
     """Return a pooling of [N, C, *spatial]."""
-    container = values.find_container(dtype)
+    container = values.choose_container(dtype)
     is_float = container == np.float32
     if kind == "reduce_window_sum":
         if any(step != 1 for step in config["dilations"]) and graph.opset < 19:
@@ -211,7 +211,7 @@ def _pool(graph: ModelGraph, kind: str, name: str, dtype: Any, config: dict[str,
         name = graph.add("Mul", [name, graph.add_constant(np.float32(count))])
         return name if is_float else graph.cast(name, container)
     is_direct = is_float or (container in (np.int8, np.uint8) and kind == "reduce_window_max")
-    # Of integers, MaxPool has those of 8 bits, and Neg would overflow at the lowest. float64 holds those of 32 bits.
+    # MaxPool takes integers of 8 bits only, and Neg would overflow at the lowest. float64 holds integers of 32 bits.
     wide = np.float32 if container in (dtypes.FLOAT16, dtypes.BFLOAT16) else np.float64
     name = name if is_direct else graph.cast(name, wide)
     if kind == "reduce_window_min":
@@ -221,9 +221,9 @@ def _pool(graph: ModelGraph, kind: str, name: str, dtype: Any, config: dict[str,
     return name if is_direct else graph.cast(name, container)
 
 
-def _sum_windows(graph: ModelGraph, name: str, dtype: Any, config: dict[str, Any]) -> str:
+def _sum_windows(graph: ModelGraph, name: str, dtype: DTypeLike, config: dict[str, Any]) -> str:
     """Return sums over windows of [N, C, *spatial] by additions: a mean in floats would round large integers."""
-    container, wide = values.find_container(dtype), elementwise.find_compute_dtype(dtype)
+    container, wide = values.choose_container(dtype), elementwise.choose_compute_dtype(dtype)
     name = name if wide == container else graph.cast(name, wide)
     count, end = len(config["kernel_shape"]), np.iinfo(np.int64).max
     if any(config["pads"]):
@@ -251,7 +251,7 @@ def _sum_along(graph: ModelGraph, name: str, axis: int, size: int, step: int) ->
 
 
 def _join_sums(graph: ModelGraph, names: tuple[str, str], lengths: tuple[int, int], axis: int, step: int) -> str:
-    """Return the sums of some elements, each with that of the elements that follow them."""
+    """Return names[0] + names[1], where names[1] holds sums of elements that follow the elements of names[0]."""
     head = graph.slice(names[0], [0], [-lengths[1] * step], [axis], [1])
     tail = graph.slice(names[1], [lengths[0] * step], [np.iinfo(np.int64).max], [axis], [1])
     return graph.add("Add", [head, tail])

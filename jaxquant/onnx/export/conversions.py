@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.typing import DTypeLike
 from onnx import NodeProto, helper
 
 from ..._core import dtypes
 from . import values
 from .elementwise import apply_operator, cast_value, choose, make_scalar, write_operator
-from .graph import ModelGraph
-from .registry import WriterCall, writes, writes_mark
+from .graph import ModelGraph, WriterCall, writes, writes_mark
 from .values import UnsupportedError, Value
 
-# Primitives of integers whose results may need more bits than their operands; scatters are spelled "-" or "_".
+# Primitives of integers with results that may need more bits than the operands; scatters are spelled "-" or "_".
 _OVERFLOWING = (
     "add", "add_any", "sub", "mul", "div", "neg", "abs", "not", "pow", "integer_pow", "square", "shift_left",
     "cumsum", "reduce_sum", "reduce_prod", "reduce_window_sum", "dot_general", "conv_general_dilated",
@@ -39,7 +39,7 @@ _ARITHMETIC = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply}
 def write_cast(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a conversion."""
     (x,) = call.inputs
-    # Known codes that get here are those of weights, which the model keeps.
+    # Known codes that get here are codes of weights, which the model keeps.
     x = graph.fill(x, x.shape) if x.is_known else x
     return convert(graph, x, call.parameters["new_dtype"])
 
@@ -53,7 +53,7 @@ def write_bitcast(graph: ModelGraph, call: WriterCall) -> Value:
     if not is_integer or dtypes.count_bits(old) != dtypes.count_bits(dtype):
         raise UnsupportedError(f"the bits of {old} as {dtype}")
     x = graph.fill(x, x.shape) if x.is_known else x
-    # Codes of 2 and 4 bits are held in 8, of which `wrap` keeps the low bits.
+    # Codes of 2 and 4 bits are held in 8 bits, and `wrap` keeps the low ones.
     return wrap(graph, x, dtype)
 
 
@@ -64,11 +64,11 @@ def write_small_float(graph: ModelGraph, call: WriterCall) -> Value:
     dtype = np.dtype(p["dtype"])
     if dtype not in dtypes.FLOAT8 or graph.opset < 19:
         raise UnsupportedError(f"{dtype} needs a later opset")
-    x, to = graph.store(p["value"]), values.find_element_type(dtype)
+    x, to = graph.store(p["value"]), values.derive_element_type(dtype)
     return Value(p["value"].shape, dtype, graph.add("Cast", [x], to=to, saturate=int(p["saturate"])))
 
 
-def convert(graph: ModelGraph, x: Value, dtype: Any) -> Value:
+def convert(graph: ModelGraph, x: Value, dtype: DTypeLike) -> Value:
     """Return a value in another dtype, with JAX's results for numbers that the dtype does not hold."""
     dtype = np.dtype(dtype)
     if dtype not in dtypes.INTEGERS and dtype.kind not in "iu":
@@ -78,21 +78,21 @@ def convert(graph: ModelGraph, x: Value, dtype: Any) -> Value:
     return _saturate(graph, x, dtype)
 
 
-def keep_bits(graph: ModelGraph, primitive: str, result: Value, dtype: Any) -> Value:
+def keep_bits(graph: ModelGraph, primitive: str, result: Value, dtype: DTypeLike) -> Value:
     """Return a result of a primitive with the bits that its dtype has: 8 hold it, also if it has 2 or 4."""
     is_narrow = np.dtype(dtype) in dtypes.INTEGERS and dtypes.count_bits(np.dtype(dtype)) < 8
     is_wrapped = is_narrow and primitive.replace("-", "_") in _OVERFLOWING
     return wrap(graph, result, dtype) if is_wrapped else result
 
 
-def wrap(graph: ModelGraph, x: Value, dtype: Any) -> Value:
-    """Return integers in a dtype of codes, of which those of 2 and 4 bits keep only their low bits."""
+def wrap(graph: ModelGraph, x: Value, dtype: DTypeLike) -> Value:
+    """Return integers in a dtype of codes; codes of 2 and 4 bits keep only their low bits."""
     dtype = np.dtype(dtype)
-    container = values.find_container(dtype)
+    container = values.choose_container(dtype)
     if x.is_known:
         return values.make_known(np.asarray(x.array).astype(dtype).astype(container), x.hint)
     low, high = dtypes.read_bounds(dtype)
-    found = find_range(graph, x)
+    found = derive_range(graph, x)
     if dtype == container or (low <= found.low and found.high <= high):
         return cast_value(graph, x, container)
     # Mod has the sign of its second operand. An overflow of the sum loses no low bit.
@@ -105,13 +105,13 @@ def wrap(graph: ModelGraph, x: Value, dtype: Any) -> Value:
 def _saturate(graph: ModelGraph, x: Value, dtype: np.dtype) -> Value:
     """Return floats as the nearest integers towards 0 that a dtype holds."""
     low, high = dtypes.read_bounds(dtype)
-    container = values.find_container(dtype)
+    container = values.choose_container(dtype)
     if x.is_known:
         array = np.asarray(x.array).astype(np.float64)
         # int of a Python float is exact, also at the bounds of 64 bits.
         codes = [0 if number != number else min(max(_truncate(number), low), high) for number in array.flat]
         return values.make_known(np.asarray(codes, container).reshape(array.shape), x.hint)
-    found = find_range(graph, x)
+    found = derive_range(graph, x)
     fits = found.low > low - 1 and found.high < high + 1
     if fits and found.is_number:
         return cast_value(graph, x, container)
@@ -160,23 +160,23 @@ _ANY = NumberRange(-math.inf, math.inf, False)
 _INT32 = NumberRange(-(2.0**31), 2.0**31 - 1, True)
 
 
-def find_range(graph: ModelGraph, x: Value) -> NumberRange:
+def derive_range(graph: ModelGraph, x: Value) -> NumberRange:
     """Return bounds of the elements of a value."""
     if x.is_known:
-        return _find_array_range(np.asarray(x.array))
-    found = _find_tensor_range(graph, graph.store(x), _DEPTH)
-    return _intersect(found, _find_dtype_range(x.dtype))
+        return _compute_array_range(np.asarray(x.array))
+    found = _derive_tensor_range(graph, graph.store(x), _DEPTH)
+    return _intersect(found, _derive_dtype_range(x.dtype))
 
 
 def fits_sum(graph: ModelGraph, x: Value, lengths: Sequence[Any]) -> bool:
     """Return whether int32 holds each sum over dimensions of these lengths."""
     if not values.is_static(tuple(lengths)):
         return False
-    found, count = find_range(graph, x), math.prod(lengths)
+    found, count = derive_range(graph, x), math.prod(lengths)
     return count * found.low >= -(2**31) and count * found.high < 2**31
 
 
-def _find_array_range(array: np.ndarray) -> NumberRange:
+def _compute_array_range(array: np.ndarray) -> NumberRange:
     if not array.size:
         return NumberRange(0, 0, True)
     wide = array.astype(np.float64)
@@ -184,7 +184,7 @@ def _find_array_range(array: np.ndarray) -> NumberRange:
     return _ANY if has_nan else NumberRange(float(wide.min()), float(wide.max()), True)
 
 
-def _find_dtype_range(dtype: Any) -> NumberRange:
+def _derive_dtype_range(dtype: DTypeLike) -> NumberRange:
     if np.dtype(dtype) == np.bool_:
         return NumberRange(0, 1, True)
     if np.dtype(dtype) in dtypes.INTEGERS or np.dtype(dtype).kind in "iu":
@@ -197,23 +197,23 @@ def _intersect(x: NumberRange, y: NumberRange) -> NumberRange:
     return NumberRange(max(x.low, y.low), min(x.high, y.high), x.is_number or y.is_number)
 
 
-def _find_tensor_range(graph: ModelGraph, name: str, depth: int) -> NumberRange:
+def _derive_tensor_range(graph: ModelGraph, name: str, depth: int) -> NumberRange:
     if name in graph.arrays:
-        return _find_array_range(graph.arrays[name])
-    dtype = graph.parse_dtype(name)
-    known = _ANY if dtype is None else _find_dtype_range(dtype)
-    node = graph.find_node(name) if depth else None
-    return known if node is None else _intersect(known, _find_node_range(graph, node, depth - 1))
+        return _compute_array_range(graph.arrays[name])
+    dtype = graph.derive_dtype(name)
+    known = _ANY if dtype is None else _derive_dtype_range(dtype)
+    node = graph.look_up_node(name) if depth else None
+    return known if node is None else _intersect(known, _derive_node_range(graph, node, depth - 1))
 
 
-def _find_node_range(graph: ModelGraph, node: NodeProto, depth: int) -> NumberRange:
-    """Return the range of the first result of a node from those of its operands."""
+def _derive_node_range(graph: ModelGraph, node: NodeProto, depth: int) -> NumberRange:
+    """Return the range of the first result of a node from the ranges of its operands."""
     if node.op_type == "Cast":
         to = helper.tensor_dtype_to_np_dtype(helper.get_node_attr_value(node, "to"))
-        return _round_range(_find_tensor_range(graph, node.input[0], depth), to)
+        return _round_range(_derive_tensor_range(graph, node.input[0], depth), to)
     if node.op_type not in (*_SAME, *_MONOTONE, *_ARITHMETIC, *_SELECTIONS):
         return _ANY
-    operands = [_find_tensor_range(graph, name, depth) for name in node.input]
+    operands = [_derive_tensor_range(graph, name, depth) for name in node.input]
     if node.op_type == "Where" and _replaces_nan(graph, node, depth):
         operands[2] = operands[2]._replace(is_number=True)
     if node.op_type in _SAME:
@@ -228,22 +228,22 @@ def _find_node_range(graph: ModelGraph, node: NodeProto, depth: int) -> NumberRa
 
 def _replaces_nan(graph: ModelGraph, node: NodeProto, depth: int) -> bool:
     """Return whether a Where chooses its last operand only if that is no NaN, which alone differs from itself."""
-    condition = graph.find_node(node.input[0])
+    condition = graph.look_up_node(node.input[0])
     if condition is None:
         return False
     if condition.op_type == "IsNaN":
         return _is_nan_only_with(graph, node.input[2], condition.input[0], depth)
-    equal = graph.find_node(condition.input[0]) if condition.op_type == "Not" else None
+    equal = graph.look_up_node(condition.input[0]) if condition.op_type == "Not" else None
     if equal is None or equal.op_type != "Equal" or equal.input[0] != equal.input[1]:
         return False
     return _is_nan_only_with(graph, node.input[2], equal.input[0], depth)
 
 
 def _is_nan_only_with(graph: ModelGraph, name: str, source: str, depth: int) -> bool:
-    """Return whether an element of a tensor is NaN only if that of the source, from which it is computed, is NaN."""
+    """Return whether an element of a tensor is NaN only if the element of `source` that it is computed from is NaN."""
     if name == source:
         return True
-    node = graph.find_node(name) if depth else None
+    node = graph.look_up_node(name) if depth else None
     if node is None:
         return False
     if node.op_type in ("Round", "Floor", "Ceil", "Neg", "Abs"):
@@ -252,14 +252,14 @@ def _is_nan_only_with(graph: ModelGraph, name: str, source: str, depth: int) -> 
         return False
     # A sum with a finite number is no NaN, whatever the other operand is.
     for x, other in (node.input, node.input[::-1]):
-        bounds = _find_tensor_range(graph, other, depth - 1)
+        bounds = _derive_tensor_range(graph, other, depth - 1)
         if bounds.is_number and math.isfinite(bounds.low) and math.isfinite(bounds.high):
             return _is_nan_only_with(graph, x, source, depth - 1)
     return False
 
 
 def _select_range(operator: str, operands: Sequence[NumberRange]) -> NumberRange:
-    """Return the range of a result whose elements are those of operands, or their opposites."""
+    """Return the range of a result that holds elements of its operands, or their opposites."""
     x = operands[0]
     if operator in ("Neg", "Abs"):
         opposite = NumberRange(-x.high, -x.low, x.is_number)
@@ -298,11 +298,11 @@ def _drop_overflow(x: NumberRange) -> NumberRange:
     return x if x.low >= _INT32.low and x.high <= _INT32.high else _ANY
 
 
-def _round_range(x: NumberRange, dtype: Any) -> NumberRange:
+def _round_range(x: NumberRange, dtype: DTypeLike) -> NumberRange:
     """Return the range of numbers after a cast."""
     dtype = np.dtype(dtype)
-    if values.find_container(dtype).kind in "iub":
-        held = _find_dtype_range(dtype)
+    if values.choose_container(dtype).kind in "iub":
+        held = _derive_dtype_range(dtype)
         # A cast to an integer dtype that does not hold all of them wraps around.
         return NumberRange(x.low, x.high, True) if held.low <= x.low and x.high <= held.high else held
     if dtype not in (dtypes.FLOAT16, dtypes.BFLOAT16, dtypes.FLOAT32, np.float64):

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from ..._core import dtypes
 from ..._program import moves
 from . import values
-from .graph import ModelGraph
-from .registry import WriterCall, writes, writes_mark
+from .graph import ModelGraph, WriterCall, writes, writes_mark
 from .values import UnsupportedError, Value
 
 # ONNX Runtime computes neither these floats nor these integers on a CPU; it casts to the right ones exactly.
@@ -40,31 +40,31 @@ _UINT32 = np.dtype(np.uint32)
 _UINT32_OPERATORS = ("Add", "Sub", "Mul", "Div", "Mod", "Max", "Min", "Sign", *_COMPARISONS.values())
 
 
-def find_compute_dtype(dtype: Any) -> np.dtype:
+def choose_compute_dtype(dtype: DTypeLike) -> np.dtype:
     """Return the dtype in which the graph computes with values of a dtype."""
-    return _WIDER.get(values.find_container(dtype), np.dtype(dtype))
+    return _WIDER.get(values.choose_container(dtype), np.dtype(dtype))
 
 
-def widen_ordered(graph: ModelGraph, name: str, dtype: Any) -> str:
+def widen_ordered(graph: ModelGraph, name: str, dtype: DTypeLike) -> str:
     """Return a tensor in a dtype that ONNX Runtime sorts, and in the same order; `narrow_ordered` is the inverse."""
-    container = values.find_container(dtype)
+    container = values.choose_container(dtype)
     if container == _UINT32:
         # The sum wraps around: 0 becomes the lowest int32.
         return graph.add("Add", [graph.cast(name, np.int32), graph.add_constant(np.int32(-(2**31)))])
-    wide = find_compute_dtype(container)
+    wide = choose_compute_dtype(container)
     return name if wide == container else graph.cast(name, wide)
 
 
-def narrow_ordered(graph: ModelGraph, name: str, dtype: Any) -> str:
+def narrow_ordered(graph: ModelGraph, name: str, dtype: DTypeLike) -> str:
     """Return what `widen_ordered` made of a tensor, or elements of it, in its dtype."""
-    container = values.find_container(dtype)
+    container = values.choose_container(dtype)
     if container == _UINT32:
         return graph.cast(graph.add("Add", [name, graph.add_constant(np.int32(-(2**31)))]), container)
-    return name if find_compute_dtype(container) == container else graph.cast(name, container)
+    return name if choose_compute_dtype(container) == container else graph.cast(name, container)
 
 
 def apply_operator(
-    graph: ModelGraph, operator: str, inputs: Sequence[Value], dtype: Any = None, **attributes: Any
+    graph: ModelGraph, operator: str, inputs: Sequence[Value], dtype: DTypeLike | None = None, **attributes: Any
 ) -> Value:
     """Return the result of an operator that broadcasts, computed in a dtype that ONNX Runtime has kernels of.
 
@@ -72,29 +72,29 @@ def apply_operator(
         graph: the graph.
         operator: the operator.
         inputs: the operands, of one dtype.
-        dtype: the dtype of the result, or None for that of the operands.
+        dtype: the dtype of the result, or None for the dtype of the operands.
         **attributes: the attributes of the node.
     """
-    container = values.find_container(inputs[0].dtype)
+    container = values.choose_container(inputs[0].dtype)
     is_direct = container == _UINT32 and operator in _UINT32_OPERATORS
-    wide = container if is_direct else find_compute_dtype(container)
+    wide = container if is_direct else choose_compute_dtype(container)
     for x in inputs:
-        graph.note_dtype(x.name, values.find_container(x.dtype))
+        graph.note_dtype(x.name, values.choose_container(x.dtype))
     names = [graph.store(x) if wide == container else graph.cast(graph.store(x), wide) for x in inputs]
     name = graph.add(operator, names, **attributes)
     if dtype is None and wide != container:
         name = graph.cast(name, container)
-    shape = values.broadcast_shapes(*(_find_stored_shape(x) for x in inputs))
+    shape = values.broadcast_shapes(*(_derive_stored_shape(x) for x in inputs))
     return Value(shape, container if dtype is None else np.dtype(dtype), name)
 
 
-def _find_stored_shape(x: Value) -> values.Shape:
+def _derive_stored_shape(x: Value) -> values.Shape:
     return values.shrink_array(np.asarray(x.array)).shape if x.is_known else x.shape
 
 
-def make_scalar(number: Any, dtype: Any) -> Value:
+def make_scalar(number: Any, dtype: DTypeLike) -> Value:
     """Return a number as a value."""
-    return values.make_known(np.asarray(number, values.find_container(dtype)))
+    return values.make_known(np.asarray(number, values.choose_container(dtype)))
 
 
 @writes(*_UNARY)
@@ -121,11 +121,11 @@ def write_binary(graph: ModelGraph, call: WriterCall) -> Value:
 def _clip_codes(graph: ModelGraph, call: WriterCall) -> Value | None:
     """Return integers of 8 bits that are limited by a known one, or None: Clip has kernels of them, Max has none."""
     x, bound = call.inputs[::-1] if call.inputs[0].is_known else call.inputs
-    if x.is_known or not bound.is_known or _find_stored_shape(bound) not in ((), (1,) * len(x.shape)):
+    if x.is_known or not bound.is_known or _derive_stored_shape(bound) not in ((), (1,) * len(x.shape)):
         return None
     name, end = graph.store(x), np.asarray(bound.array).reshape(-1)[0]
     low, high = dtypes.read_bounds(x.dtype)
-    node = graph.find_node(name)
+    node = graph.look_up_node(name)
     if call.name == "max":
         ends = [graph.add_constant(np.asarray(n, x.dtype)) for n in (end, high)]
     elif node is not None and node.op_type == "Clip" and graph.arrays.get(node.input[2]) == high:
@@ -136,10 +136,12 @@ def _clip_codes(graph: ModelGraph, call: WriterCall) -> Value | None:
     return Value(x.shape, x.dtype, graph.add("Clip", [name, *ends]))
 
 
-def write_operator(graph: ModelGraph, operator: str, inputs: Sequence[Value], dtype: Any, **attributes: Any) -> Value:
+def write_operator(
+    graph: ModelGraph, operator: str, inputs: Sequence[Value], dtype: DTypeLike, **attributes: Any
+) -> Value:
     """Return the result of an operator that broadcasts, in the operands' own dtypes."""
     name = graph.add(operator, [graph.store(x) for x in inputs], **attributes)
-    return Value(values.broadcast_shapes(*(_find_stored_shape(x) for x in inputs)), np.dtype(dtype), name)
+    return Value(values.broadcast_shapes(*(_derive_stored_shape(x) for x in inputs)), np.dtype(dtype), name)
 
 
 @writes(*_COMPARISONS, "ne")
@@ -167,9 +169,9 @@ def write_logic(graph: ModelGraph, call: WriterCall) -> Value:
     return write_operator(graph, "BitwiseNot" if call.name == "not" else _BITS[call.name], call.inputs, dtype)
 
 
-def cast_value(graph: ModelGraph, x: Value, dtype: Any) -> Value:
-    """Return a value in another dtype, whose numbers the dtype must hold."""
-    target, container = values.find_container(dtype), values.find_container(x.dtype)
+def cast_value(graph: ModelGraph, x: Value, dtype: DTypeLike) -> Value:
+    """Return a value in another dtype, which must hold the numbers."""
+    target, container = values.choose_container(dtype), values.choose_container(x.dtype)
     if x.is_known:
         array = graph.hold(x.array) if target == container else np.asarray(x.array)
         return values.make_known(array.astype(target, copy=False), x.hint)
@@ -232,8 +234,8 @@ def write_integer_power(graph: ModelGraph, call: WriterCall) -> Value:
         power = apply_operator(graph, "Mul", [power, power]) if rest else power
     one = make_scalar(1, x.dtype)
     if result is None:
-        # Also for infinities, for which 0 * x would be NaN. Dimensions of 1 stand for those of x.
-        return values.make_known(np.ones((1,) * len(x.shape), values.find_container(x.dtype)))
+        # Also for infinities, where 0 * x would be NaN. Dimensions of 1 stand for x.shape.
+        return values.make_known(np.ones((1,) * len(x.shape), values.choose_container(x.dtype)))
     return result if exponent > 0 else apply_operator(graph, "Div", [one, result])
 
 
@@ -243,7 +245,7 @@ def write_kernel(graph: ModelGraph, call: WriterCall) -> Value:
     operator, attributes = {"softmax": ("Softmax", {"axis": -1}), "tanh": ("Tanh", {}), "logistic": ("Sigmoid", {})}[
         call.name
     ]
-    # The metadata then names the runtime, whose approximations `load` takes for this model again.
+    # The metadata then names the runtime, and `load` takes the runtime's approximations for this model again.
     (output,), graph.floats = call.outputs, "runtime"
     name = graph.add(operator, [graph.store_full(call.inputs[0], output.shape)], **attributes)
     return Value(tuple(output.shape), np.dtype(output.dtype), name)
@@ -277,7 +279,7 @@ def write_composed(graph: ModelGraph, call: WriterCall) -> Value:
     if call.name == "atan2":
         return _write_atan2(graph, *call.inputs)
     if call.name == "rem":
-        # The sign is that of the dividend, which Mod has with fmod=1 only.
+        # The sign is the dividend's, which Mod has with fmod=1 only.
         return apply_operator(graph, "Mod", call.inputs, fmod=1)
     if call.name == "is_finite":
         return _write_is_finite(graph, x)
@@ -295,9 +297,9 @@ def _write_is_finite(graph: ModelGraph, x: Value) -> Value:
 
 
 def _write_atan2(graph: ModelGraph, y: Value, x: Value) -> Value:
-    """Write the angle of a point by that of (abs(x), abs(y)), moved to the quadrant that the signs tell."""
+    """Write the angle of (abs(x), abs(y)), moved to the quadrant that the signs tell."""
 
-    def apply(operator: str, *operands: Value, dtype: Any = None) -> Value:
+    def apply(operator: str, *operands: Value, dtype: DTypeLike | None = None) -> Value:
         return apply_operator(graph, operator, operands, dtype)
 
     zero, one = make_scalar(0, x.dtype), make_scalar(1, x.dtype)
@@ -307,7 +309,7 @@ def _write_atan2(graph: ModelGraph, y: Value, x: Value) -> Value:
     is_origin = apply("LessOrEqual", apply("Max", *sizes), zero, dtype=np.bool_)
     ratio = choose(graph, is_infinite, one, choose(graph, is_origin, zero, apply("Div", *sizes)))
     angle = apply("Atan", ratio)
-    # Only the reciprocal of a zero tells its sign, and only that of an infinity does not tell it.
+    # Only the reciprocal of a zero tells its sign, and only the reciprocal of an infinity does not.
     signs = [
         write_operator(
             graph, "Or", [apply("Less", part, zero, dtype=np.bool_) for part in (v, apply("Div", one, v))], np.bool_
@@ -336,7 +338,7 @@ def write_select(graph: ModelGraph, call: WriterCall) -> Value:
 
 def choose(graph: ModelGraph, condition: Value, chosen: Value, other: Value) -> Value:
     """Return `chosen` where the condition holds, and `other` elsewhere."""
-    dtype = values.find_container(chosen.dtype)
+    dtype = values.choose_container(chosen.dtype)
     # ONNX Runtime has no kernels of Where for the other floats and integers.
     wide = np.dtype(np.float32) if dtype in (dtypes.FLOAT16, dtypes.BFLOAT16) else dtype
     if dtype.kind in "iub" and dtype not in (np.uint8, np.int32, np.int64):

@@ -16,23 +16,26 @@ from ..._program import jaxpr
 from ..._program.interpreter import Visit
 from ..._program.jaxpr import Equation
 from . import (
-    arrays,
     codes,
     contractions,
     conversions,
     elementwise,
+    gather,
     integers,
+    moves,
     packed_weights,
     program,
     quantized,
+    reductions,
     values,
 )
-from .graph import ModelGraph
-from .registry import MARKS, PRIMITIVES, WriterCall
+from .graph import MARKS, PRIMITIVES, ModelGraph, WriterCall
 from .values import Spec, UnsupportedError, Value
 
 # The modules that fill the tables.
-WRITERS = (arrays, codes, contractions, conversions, elementwise, integers, packed_weights, quantized)
+WRITERS = (
+    *(codes, contractions, conversions, elementwise, gather, integers, moves, packed_weights, quantized, reductions),
+)
 
 
 SCAN_CHOICES = ("auto", "unroll", "loop")
@@ -79,7 +82,7 @@ class Exporter(program.ExportInterpreter):
         return value.is_known
 
     def make_known(self, array: Any, source: Value | None = None) -> Value:
-        """Return the value of an array, whose name in the graph is that of its source."""
+        """Return the value of an array, under the name that its source has in the graph."""
         return values.make_known(array, None if source is None else source.hint)
 
     def read_known(self, value: Value) -> Any:
@@ -96,14 +99,14 @@ class Exporter(program.ExportInterpreter):
                 return self._write_mark(equation.params["mark"], operands, specs, avals)
             if specs and all(_is_empty(spec) for spec in specs):
                 # ONNX Runtime's Expand does not shorten a dimension of 1 to 0.
-                return [values.make_known(np.zeros(spec.shape, values.find_container(spec.dtype))) for spec in specs]
-            if not arrays.has_writer(name):
+                return [values.make_known(np.zeros(spec.shape, values.choose_container(spec.dtype))) for spec in specs]
+            if not moves.has_writer(name):
                 raise UnsupportedError("no operator of ONNX")
             parameters = {**equation.params, "input_shapes": [aval.shape for aval in avals]}
             parameters["input_dtypes"] = [aval.dtype for aval in avals]
             call = WriterCall(name, operands, parameters, specs)
             # An operator of its own, such as Split, makes fewer nodes than the table of moves.
-            writer = PRIMITIVES.get(name) or functools.partial(arrays.write_moves, equation)
+            writer = PRIMITIVES.get(name) or functools.partial(moves.write_moves, equation)
             results = writer(self.graph, call)
             results = [results] if isinstance(results, Value) else results
             pairs = zip(results, specs, strict=True)
@@ -124,7 +127,7 @@ class Exporter(program.ExportInterpreter):
         """Note what ONNX cannot express, and return placeholders of its results."""
         # The error lists everything that is not supported; with placeholders, the export goes on and finds it.
         self.unsupported[f"{name} ({error}) at {locate([*self._calls, equation])}"] = None
-        return [Value(spec.shape, values.find_container(spec.dtype), "unsupported") for spec in specs]
+        return [Value(spec.shape, values.choose_container(spec.dtype), "unsupported") for spec in specs]
 
     def _write_mark(
         self, mark: recording.Mark, operands: Sequence[Value], specs: Sequence[Spec], avals: Sequence[Spec]
@@ -138,7 +141,7 @@ class Exporter(program.ExportInterpreter):
         results = [results] if isinstance(results, Value) else list(results)
         if self._depth == 0:
             # Inside of the arithmetic of a mark there are no points: `verify` evaluates the mark as a whole.
-            for place in program.find_points(mark):
+            for place in program.list_points(mark):
                 self.graph.points.append(self.graph.store(results[place]))
         return results
 
@@ -152,9 +155,9 @@ class Exporter(program.ExportInterpreter):
             self._depth -= 1
 
     def skip_points(self, mark: recording.Mark, results: Sequence[Any]) -> None:
-        """Leave out the quantize points of a mark whose results are constants of the model."""
+        """Leave out the quantize points of a mark with results that are constants of the model."""
         if self._depth == 0:
-            self.graph.points += ["" for _ in program.find_points(mark)]
+            self.graph.points += ["" for _ in program.list_points(mark)]
 
     def roll_scan(self, equation: Equation, operands: Sequence[Value], specs: Sequence[Spec]) -> list[Value] | None:
         """Return the results of a scan that is a loop in the graph, or None for one that is written out."""
@@ -176,7 +179,7 @@ class Exporter(program.ExportInterpreter):
             hint = None if stacked.hint is None else f"{stacked.hint}.{index}"
             return values.make_known(array[index], hint)
         if stacked.shape and bool(stacked.shape[0] == 1):
-            # A dimension of 1 stands for a longer one whose entries are equal.
+            # A dimension of 1 stands for a longer one with equal entries.
             index = 0
         name = self.graph.add("Gather", [self.graph.store(stacked), self.graph.add_constant(np.int64(index))], axis=0)
         return Value(tuple(stacked.shape[1:]), stacked.dtype, name)
@@ -189,7 +192,7 @@ class Exporter(program.ExportInterpreter):
         axis = self.graph.ints(0)
         names = [self.graph.add("Unsqueeze", [self.graph.store_full(row, shape), axis]) for row in rows]
         name = names[0] if len(names) == 1 else self.graph.add("Concat", names, axis=0)
-        return Value(tuple(spec.shape), values.find_container(spec.dtype), name)
+        return Value(tuple(spec.shape), values.choose_container(spec.dtype), name)
 
     def select_branch(self, index: Value, branches: Sequence[Value], spec: Spec) -> Value:
         """Return the value of the branch with the given index."""
@@ -230,7 +233,7 @@ def write_scan(exporter: Exporter, scan: Any, operands: Sequence[Value], outputs
         outputs: the shapes and dtypes of the results.
     """
     graph, first = exporter.graph, scan.constants + scan.carries
-    specs = [Spec(jaxpr.read_shape(v), values.find_container(jaxpr.read_dtype(v))) for v in scan.body.program.invars]
+    specs = [Spec(jaxpr.read_shape(v), values.choose_container(jaxpr.read_dtype(v))) for v in scan.body.program.invars]
     pairs = list(zip(operands, specs, strict=True))
     carried = [graph.store_full(x, spec.shape) for x, spec in pairs[scan.constants : first]]
     stacks = [graph.store_full(x, (scan.length, *spec.shape)) for x, spec in pairs[first:]]
@@ -247,7 +250,7 @@ def write_scan(exporter: Exporter, scan: Any, operands: Sequence[Value], outputs
     graph.points += [[graph.nodes[-1].name, point] if point else "" for point in points]
     names = names if isinstance(names, list) else [names]
     return [
-        Value(tuple(spec.shape), values.find_container(spec.dtype), name)
+        Value(tuple(spec.shape), values.choose_container(spec.dtype), name)
         for name, spec in zip(names, outputs, strict=True)
     ]
 
@@ -264,7 +267,7 @@ def _write_body(
     ]
     count = len(scan.body.program.invars) - scan.constants
     results = exporter.evaluate_body(scan.body, [*operands[: scan.constants], *inputs[:count]])
-    types = [Spec(jaxpr.read_shape(v), values.find_container(jaxpr.read_dtype(v))) for v in scan.body.program.outvars]
+    types = [Spec(jaxpr.read_shape(v), values.choose_container(jaxpr.read_dtype(v))) for v in scan.body.program.outvars]
     # An output has to be the result of a node of the body, which nothing else is.
     names = [graph.add("Identity", [graph.store_full(x, spec.shape)]) for x, spec in zip(results, types, strict=True)]
     nodes, points = graph.close_body(outer, names)

@@ -7,15 +7,16 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from jax.typing import DTypeLike
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
 from ..._core import dtypes
 from . import values
-from .values import Shape, Value
+from .values import Shape, Spec, Value
 
 MICROSOFT = "com.microsoft"
 _SHARED = 2**10  # constants of up to this many bytes are shared by their content
@@ -89,10 +90,10 @@ class ModelGraph:
     def hold(self, array: Any) -> np.ndarray:
         """Return a known array in its container: codes of 2 and 4 bits as integers of 8, once for all of its uses."""
         array = np.asarray(array)
-        container = values.find_container(array.dtype)
+        container = values.choose_container(array.dtype)
         if array.dtype == container:
             return array
-        key = (*_find_place(array), array.dtype)
+        key = (*_locate_memory(array), array.dtype)
         if key not in self._held:
             self._held[key] = array, array.astype(container)  # the array, so that its memory is not used again
         return self._held[key][1]
@@ -102,7 +103,7 @@ class ModelGraph:
         array = np.asarray(array)
         # Parameters that are equal now need not be so after training, so large ones are shared if they are the same
         # memory, and each small one with a name has a tensor of its own.
-        content = array.tobytes() if array.nbytes <= _SHARED else _find_place(array)
+        content = array.tobytes() if array.nbytes <= _SHARED else _locate_memory(array)
         key = (array.dtype, array.shape, content, hint)
         if key in self._shared:
             return self._shared[key]
@@ -134,24 +135,24 @@ class ModelGraph:
 
     def _expand(self, value: Value, shape: Shape) -> str:
         name, target = self.store(value), self.add_shape(shape)
-        if values.find_container(value.dtype) != dtypes.BFLOAT16:
+        if values.choose_container(value.dtype) != dtypes.BFLOAT16:
             return self.add("Expand", [name, target])
         # ONNX Runtime has no kernel of Expand for bfloat16.
         return self.cast(self.add("Expand", [self.cast(name, np.float32), target]), dtypes.BFLOAT16)
 
     def fill(self, value: Value, shape: Shape) -> Value:
         """Return a value with all of its elements in the graph."""
-        container = values.find_container(value.dtype)
+        container = values.choose_container(value.dtype)
         return Value(tuple(shape), container, self.store_full(value, shape))
 
-    def cast(self, name: str, dtype: Any) -> str:
+    def cast(self, name: str, dtype: DTypeLike) -> str:
         """Return a tensor in another dtype."""
         source = self._narrow.get(name)
         if source is not None and source[1] == dtype:
             return source[0]
-        return self.add("Cast", [name], to=values.find_element_type(dtype))
+        return self.add("Cast", [name], to=values.derive_element_type(dtype))
 
-    def widen(self, name: str, dtype: Any, wide: Any) -> str:
+    def widen(self, name: str, dtype: DTypeLike, wide: DTypeLike) -> str:
         """Return a tensor of a narrow integer dtype in a wider one; `cast` knows the way back."""
         result = self.cast(name, wide)
         self._narrow[result] = (name, np.dtype(dtype))
@@ -161,29 +162,29 @@ class ModelGraph:
         """Return the name of a vector of int64."""
         return self.add_constant(np.asarray(numbers, np.int64))
 
-    def find_scalar(self, name: str) -> str:
-        """Return the tensor of one element of which another is the reshaped form, or that one itself."""
+    def read_scalar_name(self, name: str) -> str:
+        """Return the scalar that a tensor of one element is a reshaped form of, or the tensor itself."""
         return self._scalars.get(name, name)
 
     # What the graph knows of its tensors.
 
-    def find_node(self, name: str | None) -> NodeProto | None:
+    def look_up_node(self, name: str | None) -> NodeProto | None:
         """Return the node that computes a tensor, or None."""
         nodes = (node for part in (self.nodes, *self._outer[::-1]) for node in reversed(part))
         return next((node for node in nodes if name in node.output), None)
 
-    def parse_dtype(self, name: str) -> np.dtype | None:
+    def derive_dtype(self, name: str) -> np.dtype | None:
         """Return the dtype of a tensor of codes, if it is known."""
         if name in self.arrays:
             return np.dtype(self.arrays[name].dtype)
         return self._dtypes.get(name)
 
-    def note_dtype(self, name: str | None, dtype: Any) -> None:
+    def note_dtype(self, name: str | None, dtype: DTypeLike) -> None:
         """Note the dtype of a tensor."""
         if name is not None:
             self._dtypes[name] = np.dtype(dtype)
 
-    def find_rank(self, name: str) -> int:
+    def derive_rank(self, name: str) -> int:
         """Return the rank of a constant, or 2."""
         return self.arrays[name].ndim if name in self.arrays else 2
 
@@ -202,7 +203,7 @@ class ModelGraph:
         """Return the value of an attribute of a node."""
         return helper.get_attribute_value(attribute)
 
-    # Operators whose form depends on the opset.
+    # Operators in forms that depend on the opset.
 
     def reduce(self, operator: str, name: str, axes: Sequence[int], keepdims: bool = False) -> str:
         """Return a reduction over axes."""
@@ -214,9 +215,9 @@ class ModelGraph:
         return self.add(operator, [name], axes=list(axes), keepdims=int(keepdims))
 
     def reshape(self, name: str, shape: Shape) -> str:
-        """Return a tensor in another shape, of which dimensions may be symbolic."""
+        """Return a tensor in another shape, which may have symbolic dimensions."""
         is_single = values.is_static(shape) and math.prod(shape) == 1
-        first = self.find_node(name) if is_single else None
+        first = self.look_up_node(name) if is_single else None
         if first is not None and first.op_type == "Reshape":
             name = first.input[0]  # each load and export would add one more
         unknown = [axis for axis, n in enumerate(shape) if not values.is_static((n,))]
@@ -328,7 +329,7 @@ class ModelGraph:
     # The result.
 
     def drop_unused(self, outputs: Sequence[str]) -> None:
-        """Remove the nodes and initializers of which no output depends."""
+        """Remove the nodes and initializers that no output depends on."""
         self.nodes, needed = select_needed(self.nodes, outputs)
         self.arrays = {name: array for name, array in self.arrays.items() if name in needed}
 
@@ -343,7 +344,7 @@ class ModelGraph:
             axes = sorted(zip(array.shape, array.strides, strict=True))
             # Small ones cost more nodes than bytes, and axes that cannot be told apart have no permutation.
             if array.nbytes > _SHARED and len(set(axes)) == len(axes):
-                groups.setdefault((_find_place(array)[0], array.dtype, tuple(axes)), []).append(name)
+                groups.setdefault((_locate_memory(array)[0], array.dtype, tuple(axes)), []).append(name)
         for names in groups.values():
             # The one in the order of the memory, in which the parameter itself is, gets the name of the parameter,
             # which the first has.
@@ -364,7 +365,7 @@ class ModelGraph:
         return [make_tensor(name, array) for name, array in self.arrays.items()]
 
 
-def _find_place(array: np.ndarray) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+def _locate_memory(array: np.ndarray) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """Return where the elements of an array are in memory: the address of the first, the shape and the strides."""
     return array.__array_interface__["data"][0], array.shape, array.strides
 
@@ -411,9 +412,9 @@ _REDUCTIONS = ("ReduceMax", "ReduceMin", "ReduceSum", "ReduceProd")
 
 
 def merge_nodes(graph: ModelGraph, outputs: Sequence[str]) -> None:
-    """Merge pairs of nodes of which the first is computed for the second alone, also in the bodies of loops.
+    """Merge pairs of nodes where only the second reads the first, also in the bodies of loops.
 
-    A reduction whose dimensions are inserted again keeps them. A slice of one entry whose dimension is removed is a
+    A reduction keeps its dimensions if they are inserted again. A slice of one entry without its dimension is a
     Gather, but not in the form "qdq": ONNX Runtime moves a quantization past Slice and Squeeze, and not past Gather.
 
     Args:
@@ -460,8 +461,8 @@ def _merge_reduction(graph: ModelGraph, first: NodeProto, second: NodeProto) -> 
     if first.op_type not in _REDUCTIONS or second.op_type != "Unsqueeze":
         return None
     attributes = {a.name: helper.get_attribute_value(a) for a in first.attribute}
-    axes = attributes["axes"] if "axes" in attributes else _find_constant(graph, first.input[1])
-    inserted = _find_constant(graph, second.input[1])
+    axes = attributes["axes"] if "axes" in attributes else _read_constant(graph, first.input[1])
+    inserted = _read_constant(graph, second.input[1])
     if attributes["keepdims"] or axes is None or inserted is None or sorted(axes) != sorted(inserted):
         return None
     attributes["keepdims"] = 1
@@ -472,7 +473,7 @@ def _merge_slice(graph: ModelGraph, first: NodeProto, second: NodeProto) -> Node
     """Return a Gather of one entry, or None."""
     if first.op_type != "Slice" or second.op_type != "Squeeze" or graph.form == "qdq" or len(second.input) < 2:
         return None
-    parts = [_find_constant(graph, name) for name in (*first.input[1:], second.input[1])]
+    parts = [_read_constant(graph, name) for name in (*first.input[1:], second.input[1])]
     if len(parts) != 5 or any(part is None or len(part) != 1 for part in parts):
         return None
     (start,), (end,), (axis,), (step,), (gone,) = parts  # type: ignore[misc]
@@ -482,6 +483,50 @@ def _merge_slice(graph: ModelGraph, first: NodeProto, second: NodeProto) -> Node
     return helper.make_node("Gather", [first.input[0], index], list(second.output), name=second.name, axis=int(axis))
 
 
-def _find_constant(graph: ModelGraph, name: str) -> list[int] | None:
+def _read_constant(graph: ModelGraph, name: str) -> list[int] | None:
     array = graph.arrays.get(name)
     return None if array is None else [int(n) for n in array.reshape(-1)]
+
+
+# The tables from JAX's primitives, and from jaxquant's marks, to functions that write ONNX nodes.
+
+
+class WriterCall(NamedTuple):
+    """One equation.
+
+    Attributes:
+        name: the primitive or the mark.
+        inputs: the operands.
+        parameters: the parameters of the primitive, or the arguments of the mark by name.
+        outputs: the shapes and dtypes of the results.
+    """
+
+    name: str
+    inputs: Sequence[Value]
+    parameters: dict[str, Any]
+    outputs: Sequence[Spec]
+
+
+Writer = Callable[[ModelGraph, WriterCall], Any]  # returns a Value, or a list of them
+PRIMITIVES: dict[str, Writer] = {}
+MARKS: dict[str, Writer] = {}
+
+
+def writes(*names: str) -> Callable[[Writer], Writer]:
+    """Return a decorator that registers the writer of primitives."""
+
+    def decorate(writer: Writer) -> Writer:
+        PRIMITIVES.update(dict.fromkeys(names, writer))
+        return writer
+
+    return decorate
+
+
+def writes_mark(*names: str) -> Callable[[Writer], Writer]:
+    """Return a decorator that registers the writer of marks."""
+
+    def decorate(writer: Writer) -> Writer:
+        MARKS.update(dict.fromkeys(names, writer))
+        return writer
+
+    return decorate

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from . import contractions, values
 from .contractions import Matrix
 from .elementwise import apply_operator, cast_value, choose, make_scalar, write_operator
-from .graph import ModelGraph
-from .registry import WriterCall, writes, writes_mark
+from .graph import ModelGraph, WriterCall, writes, writes_mark
 from .values import Shape, Value
 
 _UINT8, _INT32, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.float32)
@@ -36,7 +35,7 @@ def write_contraction(graph: ModelGraph, call: WriterCall) -> Value:
     lhs = Matrix(_to_container(graph, p["lhs"]), lhs_shape, *left)
     rhs = Matrix(_to_container(graph, p["rhs"]), rhs_shape, *right)
     points = p["lhs_center"], p["rhs_center"]
-    columns = _find_column_points(points[1], rhs)
+    columns = _derive_column_points(points[1], rhs)
     if columns is None:
         # A MatMul of int32 wraps around as MatMulInteger does, but takes many times as long.
         sides = [_subtract(graph, side, point) for side, point in zip((lhs, rhs), points, strict=True)]
@@ -51,7 +50,7 @@ def write_contraction(graph: ModelGraph, call: WriterCall) -> Value:
 def _multiply(
     graph: ModelGraph, lhs: Matrix, rhs: Matrix, points: tuple[Value | None, Value | None], columns: Shape
 ) -> str:  # fmt: skip
-    """Return MatMulInteger, of which the left operand has one zero point, and the right one those of its columns."""
+    """Return MatMulInteger with one zero point on the left, and one on the right or one for each of its columns."""
     lhs, points = _match_signs(graph, lhs, rhs, points)
     names = [
         "" if _is_zero(point) else _store_point(graph, _read_point(graph, point, side.value.dtype), shape)
@@ -123,17 +122,17 @@ def _match_signs(
 
 
 def _to_container(graph: ModelGraph, codes: Value) -> Value:
-    return cast_value(graph, codes, values.find_container(codes.dtype))
+    return cast_value(graph, codes, values.choose_container(codes.dtype))
 
 
-def _read_point(graph: ModelGraph, steps: Value | None, dtype: Any) -> Value:
+def _read_point(graph: ModelGraph, steps: Value | None, dtype: DTypeLike) -> Value:
     """Return a zero point of one element in the dtype of its codes."""
     if steps is None:
         return values.make_known(np.zeros((), dtype))
     return cast_value(graph, steps, dtype)
 
 
-def _find_column_points(steps: Value | None, rhs: Matrix) -> Shape | None:
+def _derive_column_points(steps: Value | None, rhs: Matrix) -> Shape | None:
     """Return the shape in which MatMulInteger takes a zero point: (), or one entry for each column; or None."""
     if _is_zero(steps) or steps is None or _count(steps) == 1:
         return ()
@@ -152,7 +151,7 @@ def _store_point(graph: ModelGraph, point: Value, shape: Shape) -> str:
         return graph.add_constant(array.reshape(shape))
     assert point.name is not None
     if shape == () and point.shape != ():
-        scalar = graph.find_scalar(point.name)
+        scalar = graph.read_scalar_name(point.name)
         return graph.reshape(point.name, ()) if scalar == point.name else scalar
     return point.name if point.shape == shape else graph.reshape(point.name, shape)
 
@@ -173,7 +172,7 @@ def write_convolution(graph: ModelGraph, call: WriterCall) -> Value:
     p, geometry = call.parameters, call.parameters["geometry"]
     shapes = iter(p["input_shapes"])
     x_shape, w_shape = next(shapes), next(shapes)
-    attributes = contractions.find_attributes(
+    attributes = contractions.derive_attributes(
         {"window_strides": geometry.strides, "padding": geometry.padding, "rhs_dilation": geometry.rhs_dilation},
         geometry.groups,
     )  # fmt: skip
@@ -185,7 +184,7 @@ def write_convolution(graph: ModelGraph, call: WriterCall) -> Value:
     graph.note_dtype(kernel, w.dtype)
     x_point = _store_point(graph, point, ())
     if any(step != 1 for step in geometry.lhs_dilation):
-        # The zero point between the elements counts as 0, like the one with which ConvInteger pads.
+        # The zero point between the elements counts as 0, like the padding of ConvInteger.
         name = contractions.spread_image(graph, name, x_shape, geometry.lhs_dilation, [x_point])
     if _is_zero(steps) or _count(steps) == 1:
         w_point = _store_point(graph, _read_point(graph, steps, w.dtype), ())
@@ -205,7 +204,7 @@ def write_scale(graph: ModelGraph, call: WriterCall) -> Value:
     """Write the conversion of a product to floats.
 
     ONNX Runtime fuses MatMulInteger, Cast and Mul if the scale of the right operand is a vector or a scalar, and its
-    product with that of the left operand is a node, which takes a scale of the left operand that is computed.
+    product with the left scale is a node, so that the left scale has to be computed.
     """
     p, shape = call.parameters, call.outputs[0].shape
     a, b = p["a_scale"], p["b_scale"]
@@ -225,7 +224,7 @@ def _drop_ones(graph: ModelGraph, x: Value) -> Value:
     if x.is_known:
         return values.make_known(np.asarray(x.array).reshape(x.shape[count:]), x.hint)
     if count == len(x.shape) and x.name is not None:
-        return Value((), x.dtype, graph.find_scalar(x.name))
+        return Value((), x.dtype, graph.read_scalar_name(x.name))
     return x
 
 
@@ -283,7 +282,7 @@ def _shift_unsigned(graph: ModelGraph, name: str, x: Value, steps: Value, bits: 
     inside = choose(graph, is_outside, last, steps)
     if name != "shift_right_arithmetic":
         return choose(graph, is_outside, zero, shift(x))
-    # The bits of a negative number are the opposites of those of -1 - x, and so are the ones that a shift brings in.
+    # The bits of a negative x are the inverted bits of -1 - x, and so are the bits that a shift brings in.
     is_negative, minus = apply_operator(graph, "Less", [x, zero], np.bool_), make_scalar(-1, dtype)
     size = shift(choose(graph, is_negative, apply_operator(graph, "Sub", [minus, x]), x))
     return choose(graph, is_negative, apply_operator(graph, "Sub", [minus, size]), size)

@@ -16,13 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 import onnx
 from jax import export as jax_export
-from onnx import ModelProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, helper
 
 from ..._core import checks
 from ..._program import jaxpr
 from ...transform import Prepared
 from ...transform.session import read_quantized
-from .. import model_size, saturation
+from .. import saturation
+from ..limits import LARGEST_INNER_ARRAY, is_large
 from ..load import LoadedFunction
 from ..load.function import FLOATS, FORMULAS
 from . import program, values
@@ -76,33 +77,33 @@ def export(
     output_names: Sequence[str] | None = None,
     name: str = "jaxquant",
 ) -> ModelProto:
-    """Return a function as an ONNX model, whose integers are those of the function.
+    """Return a function as an ONNX model that computes the same integers.
 
     `export(function, inputs)` is for a function of its inputs alone, and `export(function, params, inputs)` for one
-    whose first argument is parameters: a prepared function with its `QuantizedTree`, what `load` returned, or any
-    other. Arrays that the function closes over are initializers of the model, like those of the parameters. The
-    function is traced, not run, so inputs may be `jax.ShapeDtypeStruct`. Layers must be in their mode for
-    inference: no dropout, no update of statistics.
+    with parameters as its first argument: a prepared function with its `QuantizedTree`, what `load` returned, or any
+    other. Parameters, and arrays that the function closes over, are initializers of the model. The function is traced,
+    not run, so inputs may be `jax.ShapeDtypeStruct`. Layers must be in their mode for inference: no dropout, no update
+    of statistics.
 
     In the form "operators" a quantized layer is QuantizeLinear, MatMulInteger or ConvInteger, Cast, Mul and Add. ONNX
     Runtime computes the same codes at each level of optimization. Codes of 2 and 4 bits are held in 8 bits.
 
     Args:
         function: a function of arrays, or of pytrees of arrays; a `Prepared` stands for its `apply`.
-        *arguments: params, unless the function has none: a pytree, whose arrays become initializers, named by their
-            paths; for a `Prepared` what `convert` returned. Then inputs, a list of the other arguments, of which only
+        *arguments: params, unless the function has none: a pytree with arrays that become initializers, named by their
+            paths; for a `Prepared` what `convert` returned. Then inputs, a list of the other arguments; only their
             shapes and dtypes matter.
         form: "operators", or "qdq" for floats between QuantizeLinear and DequantizeLinear, which ONNX Runtime fuses to
-            integer kernels if the results are codes; a warning names each contraction whose kernel would be of floats.
+            integer kernels if the results are codes; a warning names each contraction that would run in floats.
         opset: the version of ONNX's operators, 13 to 25.
         scan: how `jax.lax.scan` is written: "unroll" for step after step, "loop" for ONNX's Scan, "auto" for a loop if
             there are more than 64 steps. A scan of symbolic length is a loop.
         batch: the name of a symbolic dimension, in place of the first dimension of each array in the inputs; None keeps
             the lengths of the example.
-        weights: how int8 weights are stored that are multiplied by uint8 activations, and whose sums ONNX Runtime
-            saturates on x86-64 processors without VNNI. "int8" as they are; "uint8" with the zero point 128, which
-            gives the function's integers on every processor and is slower. None for "int8" with a SaturationWarning.
-        input_names: the names of the inputs, in the order of their leaves. By default those of the function's
+        weights: how int8 weights are stored that are multiplied by uint8 activations: ONNX Runtime saturates the sums
+            on x86-64 processors without VNNI. "int8" as they are; "uint8" with the zero point 128, which gives the
+            function's integers on every processor and is slower. None for "int8" with a SaturationWarning.
+        input_names: the names of the inputs, in the order of their leaves. By default the names of the function's
             parameters, or of a loaded model's inputs.
         output_names: the names of the outputs, in the order of the leaves of the result. By default "output", or
             "output_0" and so on.
@@ -112,8 +113,8 @@ def export(
         An `onnx.ModelProto`.
 
     Raises:
-        ValueError: the function contains operations that ONNX cannot express, all of which are listed with their places
-            in the source; it has no result; or an argument has an unsupported value.
+        ValueError: the function contains operations that ONNX cannot express; the error lists all of them with their
+            places in the source; it has no result; or an argument has an unsupported value.
         TypeError: an argument has an unsupported type, inputs are no list, or one of them is not an array.
 
     Warns:
@@ -138,7 +139,7 @@ def export(
     call, params, inputs = read_call(_NAME, function, arguments, "inputs")
     leaves, structure = jax.tree.flatten(inputs)
     specs = make_specs(leaves, batch)
-    names = _find_names(function, inputs, params, input_names)
+    names = _choose_names(function, inputs, params, input_names)
     graph = ModelGraph(opset, form, scan)
     if input_names is None:
         names = [graph.make_name(hint) for hint in names]
@@ -197,7 +198,7 @@ def _warn_of_saturation(products: Sequence[saturation.SaturatingProduct]) -> Non
         warnings.warn(text, saturation.SaturationWarning, stacklevel=3)
 
 
-def _check_options(form: str, opset: int, batch: Any, weights: Any) -> None:
+def _check_options(form: str, opset: int, batch: str | None, weights: str | None) -> None:
     checks.check_option(_NAME, "form", form, FORMS)
     if weights is not None:
         checks.check_option(_NAME, "weights", weights, WEIGHTS)
@@ -224,11 +225,11 @@ def make_specs(leaves: Sequence[Any], batch: str | None) -> list[jax.ShapeDtypeS
     return specs
 
 
-def _find_names(
-    function: Any, inputs: list[Any], params: tuple[Any, ...], names: Sequence[str] | None
+def _choose_names(
+    function: Callable[..., Any] | Prepared, inputs: list[Any], params: tuple[Any, ...], names: Sequence[str] | None
 ) -> list[str]:  # fmt: skip
     """Return a name for each input: the caller's, or the path of the leaf in the function's arguments."""
-    # The order of the leaves is that of the specs, which come from the same flattening.
+    # The leaves have the order of the specs, which come from the same flattening.
     paths = jax.tree_util.tree_flatten_with_path(inputs)[0]
     if names is not None:
         return _check_names("input_names", names, len(paths))
@@ -241,24 +242,24 @@ def _find_names(
     return found
 
 
-def _check_names(argument: str, names: Any, count: int) -> list[str]:
+def _check_names(argument: str, names: Sequence[str], count: int) -> list[str]:
     """Return the names that the caller gives inputs or outputs, as a list."""
     is_list = isinstance(names, Sequence) and not isinstance(names, str) and all(isinstance(n, str) for n in names)
     checks.require_type(is_list, _NAME, argument, "a sequence of strings", repr(names))
-    expected = f"{count} distinct names, none of which is empty"
+    expected = f"{count} distinct names, none of them empty"
     checks.require(len(names) == len(set(names)) == count and all(names), _NAME, argument, expected, names)
     return [str(name) for name in names]
 
 
-def _list_positional(function: Any) -> list[str]:
-    """Return the names of a function's positional parameters; those of a loaded model are its inputs."""
+def _list_positional(function: Callable[..., Any] | Prepared) -> list[str]:
+    """Return the names of a function's positional parameters; a loaded model's parameters are its inputs."""
     # `apply` has the arguments of the function that was prepared.
     prepared = getattr(function, "__self__", function)
-    function = prepared.function if isinstance(prepared, Prepared) else function
-    if isinstance(function, LoadedFunction):
-        return ["params", *(x.name for x in function.inputs)]
+    called: Any = prepared.function if isinstance(prepared, Prepared) else function
+    if isinstance(called, LoadedFunction):
+        return ["params", *(x.name for x in called.inputs)]
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(called).parameters.values()
     except (TypeError, ValueError):
         return []
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -270,7 +271,7 @@ def _write(
     """Write a traced function into the graph, and return the names and types of its results."""
     inputs = []
     for spec, name in zip(specs, names, strict=True):
-        inputs.append(Value(tuple(spec.shape), values.find_container(spec.dtype), name))
+        inputs.append(Value(tuple(spec.shape), values.choose_container(spec.dtype), name))
         for axis, n in enumerate(spec.shape):
             if not isinstance(n, int):
                 graph.dimensions.setdefault(str(n), (name, axis))
@@ -289,7 +290,7 @@ def _write(
     checks.require(not exporter.unsupported, _NAME, "function", expected, "; ".join(exporter.unsupported))
     # What comes after the program belongs to none of its scopes.
     graph.scope = ""
-    types = [(jaxpr.read_shape(v), values.find_container(jaxpr.read_dtype(v))) for v in trace.program.outvars]
+    types = [(jaxpr.read_shape(v), values.choose_container(jaxpr.read_dtype(v))) for v in trace.program.outvars]
     written = [graph.store_full(x, shape) for x, (shape, _) in zip(results, types, strict=True)]
     return list(zip(written, types, strict=True))
 
@@ -308,7 +309,7 @@ def _make_model(
 ) -> ModelProto:
     outputs = _rename_requested(graph, outputs)
     if output_names is None:
-        output_names = _find_output_names(graph, [tensor for tensor, _ in outputs])
+        output_names = _choose_output_names(graph, [tensor for tensor, _ in outputs])
     output_names = _check_names("output_names", output_names, len(outputs))
     # An output may be an input, an initializer, or twice the same tensor, so each of them has its own node.
     named = {tensor for (tensor, _), output in zip(outputs, output_names, strict=True) if tensor == output}
@@ -342,11 +343,11 @@ def _keep_point(nodes: Sequence[Any], point: Any) -> Any:
     if isinstance(point, str):
         return point if any(point in node.output for node in nodes) else ""
     loop = next((node for node in nodes if node.name == point[0]), None)
-    inner = "" if loop is None else _keep_point(find_body(loop).node, point[1])
+    inner = "" if loop is None else _keep_point(read_body(loop).node, point[1])
     return [point[0], inner] if inner else ""
 
 
-def find_body(loop: Any) -> Any:
+def read_body(loop: NodeProto) -> GraphProto:
     """Return the graph of a Scan."""
     return next(attribute.g for attribute in loop.attribute if attribute.name == "body")
 
@@ -379,8 +380,8 @@ def _rename_point(point: Any, names: dict[str, str]) -> Any:
     return names.get(point, point) if isinstance(point, str) else [point[0], _rename_point(point[1], names)]
 
 
-def _find_output_names(graph: ModelGraph, tensors: Sequence[str]) -> list[str]:
-    """Return the names of the outputs: those that operators ask for, or numbers."""
+def _choose_output_names(graph: ModelGraph, tensors: Sequence[str]) -> list[str]:
+    """Return the names of the outputs: what operators ask for, or numbers."""
     names = ["output"] if len(tensors) == 1 else [f"output_{i}" for i in range(len(tensors))]
     requested, taken = set(graph.requests.values()), _list_tensors(graph)
     for i, name in enumerate(names):
@@ -429,7 +430,7 @@ def save(model: ModelProto, path: str | os.PathLike[str]) -> None:
     path = os.fspath(path)
     # onnx would write text to a file with a name such as "model.json", which `load` does not read.
     kind = "protobuf"
-    if not model_size.is_large(model):
+    if not is_large(model):
         onnx.save_model(model, path, kind)
         return
     folder = os.path.dirname(path)
@@ -442,5 +443,5 @@ def save(model: ModelProto, path: str | os.PathLike[str]) -> None:
     copy.CopyFrom(model)  # save_model moves the arrays out of the model that it is given
     onnx.save_model(
         copy, path, kind, save_as_external_data=True, location=f"{os.path.basename(path)}.data",
-        size_threshold=model_size.LARGEST_INNER_ARRAY,
+        size_threshold=LARGEST_INNER_ARRAY,
     )  # fmt: skip

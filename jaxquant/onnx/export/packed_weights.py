@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core import dtypes
-from .graph import MICROSOFT, ModelGraph
-from .registry import WriterCall, writes_mark
+from .graph import MICROSOFT, ModelGraph, WriterCall, writes_mark
 from .values import Value
 
 _FOUR_BITS = (np.dtype(jnp.int4), np.dtype(jnp.uint4))
@@ -25,7 +24,7 @@ class PackedWeights(NamedTuple):
 
     Attributes:
         codes: int4 or uint4.
-        scale: float32, in a shape that broadcasts to that of the codes.
+        scale: float32, in a shape that broadcasts to the codes' shape.
         zero_point: int32, like the scale, or None.
         sizes: how many indices of each dimension share an entry of the scale.
         hints: the names of the codes, the scale and the zero point among the user's parameters, or None.
@@ -47,7 +46,7 @@ def note_weights(
         graph: the graph.
         result: the tensor.
         codes: the constants.
-        parts: the scale and the zero point, in shapes that broadcast to that of the codes.
+        parts: the scale and the zero point, in shapes that broadcast to the codes' shape.
         sizes: how many indices of each dimension share an entry of the scale.
     """
     is_known = codes.is_known and all(part is None or part.is_known for part in parts)
@@ -76,7 +75,7 @@ def multiply_packed(graph: ModelGraph, lhs: Any, rhs: Any) -> str | None:
     # MatMulNBits multiplies rows by one matrix of weights for the whole batch.
     if weights is None or lhs.batch or not lhs.free or tuple(weights.codes.shape) != tuple(rhs.shape):
         return None
-    block = _find_block(weights, rhs.contracted)
+    block = _derive_block(weights, rhs.contracted)
     if block is None or lhs.value.dtype != dtypes.FLOAT32:
         return None
     rows, depth = rhs.count(rhs.free), rhs.count(rhs.contracted)
@@ -93,7 +92,7 @@ def multiply_packed(graph: ModelGraph, lhs: Any, rhs: Any) -> str | None:
     return name if len(rhs.free) == 1 else graph.reshape(name, (*free, *(rhs.shape[axis] for axis in rhs.free)))
 
 
-def _find_block(weights: PackedWeights, contracted: Any) -> int | None:
+def _derive_block(weights: PackedWeights, contracted: Any) -> int | None:
     """Return the length of MatMulNBits's blocks, or None if no length fits the blocks of the scale."""
     parts = [part for part in (weights.scale, weights.zero_point) if part is not None]
     if all(part.shape[axis] == 1 for part in parts for axis in contracted):
@@ -152,7 +151,7 @@ def write_packed_product(graph: ModelGraph, call: WriterCall) -> Value | None:
 
 @writes_mark("gather_block_quantized")
 def write_packed_lookup(graph: ModelGraph, call: WriterCall) -> Value | None:
-    """Write GatherBlockQuantized, or None for codes that are not in bytes: the graph holds those of 4 bits in 8."""
+    """Write GatherBlockQuantized, or None for codes that are not in bytes: the graph holds codes of 4 bits in 8."""
     p, (output,) = call.parameters, call.outputs
     # ONNX Runtime has no kernel of bfloat16, and before 1.32 none of 2 bits.
     if p["data"].dtype != _UINT8 or p["bits"] not in (4, 8) or output.dtype == dtypes.BFLOAT16:

@@ -96,7 +96,7 @@ class ExportInterpreter(Interpreter):
         raise NotImplementedError
 
     def make_known(self, array: Any, source: Any = None) -> Any:
-        """Return an array as a value, whose name is that of its source."""
+        """Return an array as a value with the name of its source."""
         raise NotImplementedError
 
     def read_known(self, value: Any) -> Any:
@@ -104,11 +104,11 @@ class ExportInterpreter(Interpreter):
         raise NotImplementedError
 
     def write_equation(self, equation: Equation, operands: Sequence[Any], specs: Sequence[Spec]) -> Sequence[Any]:
-        """Return the results of an equation, not all of whose operands are known."""
+        """Return the results of an equation with operands that are not all known."""
         raise NotImplementedError
 
     def skip_points(self, mark: recording.Mark, results: Sequence[Any]) -> None:
-        """Count the quantize points of a mark whose results are known."""
+        """Count the quantize points of a mark with known results."""
         raise NotImplementedError
 
     def roll_scan(self, equation: Equation, operands: Sequence[Any], specs: Sequence[Spec]) -> Sequence[Any] | None:
@@ -147,7 +147,7 @@ class ExportInterpreter(Interpreter):
         """Return the results of an equation: folded if its operands are known, opened if it has bodies, or written."""
         name = jaxpr.read_name(equation)
         if name == "platform_index":
-            return [self.make_known(np.int32(_find_default_platform(equation)))]
+            return [self.make_known(np.int32(_choose_default_platform(equation)))]
         if all(self.is_constant(x) for x in operands) and self._is_foldable(equation):
             return _fold(self, equation, operands)
         return super().evaluate_equation(equation, operands, visit)
@@ -205,7 +205,7 @@ def _read_specs(equation: Equation) -> list[Spec]:
     return [Spec(jaxpr.read_shape(v), jaxpr.read_dtype(v)) for v in equation.outvars]
 
 
-def _find_default_platform(equation: Any) -> int:
+def _choose_default_platform(equation: Any) -> int:
     """Return the index of the branch without a platform: it has none of the forms that only suit XLA on a CPU."""
     platforms = equation.params["platforms"]
     return next((i for i, names in enumerate(platforms) if names is None), len(platforms) - 1)
@@ -257,7 +257,7 @@ def _broadcast(array: Any, shape: Sequence[int], dimensions: Sequence[int]) -> A
 
 
 class KnownElements(moves.Elements):
-    """A known array, of which the moves that copy nothing are followed: the graph holds one copy of what they share."""
+    """A known array, followed through moves that copy nothing: the graph holds one copy of what they share."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -297,7 +297,7 @@ class Tap(ExportInterpreter):
     """The evaluation of a program on arrays, which keeps the codes of all quantize points in their order.
 
     Attributes:
-        codes: the codes so far; of a point in a loop, those of all steps.
+        codes: the codes so far; for a point in a loop, the codes of all steps.
         rolled: for each scan of the program whether it is a loop in the model.
         place: the number of scans so far.
     """
@@ -324,12 +324,12 @@ class Tap(ExportInterpreter):
             return jaxpr.evaluate(equation, [jnp.asarray(x) for x in operands])
         mark = equation.params["mark"]
         results = mark.run_arithmetic(*(jnp.asarray(x) for x in operands))
-        self.codes += [results[i] for i in find_points(mark)]
+        self.codes += [results[i] for i in list_points(mark)]
         return results
 
     def skip_points(self, mark: recording.Mark, results: Sequence[Any]) -> None:
         """Keep known codes, which a model traced with other shapes may compute."""
-        self.codes += [jnp.asarray(results[i]) for i in find_points(mark)]
+        self.codes += [jnp.asarray(results[i]) for i in list_points(mark)]
 
     def roll_scan(self, equation: Equation, operands: Sequence[Any], specs: Sequence[Spec]) -> list[Any] | None:
         """Return the results of `jax.lax.scan` for a loop of the model."""
@@ -375,7 +375,7 @@ class Tap(ExportInterpreter):
         return result
 
 
-def find_points(mark: recording.Mark) -> list[int]:
+def list_points(mark: recording.Mark) -> list[int]:
     """Return the places of the codes among the results of a mark: what a verification compares."""
     # Two of these return the codes of another mark; a dynamic zero point shows in the codes that it shifts.
     if mark.name in ("keep", "dynamic_range", "name_output"):

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from ..._core import dtypes
 from ..._core import granularity as granularities
 from ..load.graph import ROUNDED_ONCE
 from . import elementwise, packed_weights, values
 from .elementwise import apply_operator, cast_value, make_scalar
-from .graph import ModelGraph
-from .registry import WriterCall, writes_mark
+from .graph import ModelGraph, WriterCall, writes_mark
 from .values import Shape, Value
 
 _INT8 = (np.dtype(np.int8), np.dtype(np.uint8))
@@ -34,7 +34,7 @@ class ScaleLayout(NamedTuple):
     block: int
 
 
-def find_layout(scale: Shape, granularity: Any, shape: Shape) -> ScaleLayout | None:
+def derive_layout(scale: Shape, granularity: Any, shape: Shape) -> ScaleLayout | None:
     """Return the layout of a scale for an array of the given shape, or None if ONNX has none."""
     if all(values.is_static((n,)) and n == 1 for n in scale):
         return ScaleLayout((), None, 0)
@@ -46,7 +46,7 @@ def find_layout(scale: Shape, granularity: Any, shape: Shape) -> ScaleLayout | N
     varying = [axis for axis, n in enumerate(scale) if not (values.is_static((n,)) and n == 1)]
     if len(varying) == 1 and bool(scale[varying[0]] == shape[varying[0]]):
         return ScaleLayout((scale[varying[0]],), varying[0], 0)
-    sizes = find_sizes(granularity, scale, shape)
+    sizes = derive_sizes(granularity, scale, shape)
     blocked = [axis for axis, size in enumerate(sizes) if size != 1 and not bool(shape[axis] == 1)]
     is_blocked = len(blocked) == 1 and all(
         bool(n == m) for axis, (n, m) in enumerate(zip(scale, shape, strict=True)) if axis != blocked[0]
@@ -54,7 +54,7 @@ def find_layout(scale: Shape, granularity: Any, shape: Shape) -> ScaleLayout | N
     return ScaleLayout(scale, blocked[0], int(sizes[blocked[0]])) if is_blocked else None
 
 
-def find_sizes(granularity: Any, scale: Shape, shape: Shape) -> Sequence[Any]:
+def derive_sizes(granularity: Any, scale: Shape, shape: Shape) -> Sequence[Any]:
     """Return how many indices of each dimension share an entry of a scale."""
     if isinstance(granularity, granularities.Aligned):
         sizes = granularity.sizes(tuple(scale), tuple(shape))
@@ -73,7 +73,7 @@ def find_sizes(granularity: Any, scale: Shape, shape: Shape) -> Sequence[Any]:
 
 
 def expand_scale(graph: ModelGraph, part: Value, granularity: Any, shape: Shape) -> Value:
-    """Return a scale or zero point in a shape that broadcasts to that of the array."""
+    """Return a scale or zero point in a shape that broadcasts to `shape`."""
     if isinstance(granularity, granularities.PerTensor):
         return Value((), part.dtype, graph.reshape(graph.store(part), ())) if part.shape else part
     if isinstance(granularity, granularities.PerAxis):
@@ -81,7 +81,7 @@ def expand_scale(graph: ModelGraph, part: Value, granularity: Any, shape: Shape)
         target = tuple(shape[axis] if axis in kept else 1 for axis in range(len(shape)))
         return _reshape_value(graph, part, target)
     blocked = []
-    for axis, size in enumerate(find_sizes(granularity, part.shape, shape)):
+    for axis, size in enumerate(derive_sizes(granularity, part.shape, shape)):
         if size != 1 and not bool(part.shape[axis] == 1):
             blocked.append((axis, int(size)))
     for axis, size in blocked:
@@ -121,7 +121,7 @@ def write_quantize(graph: ModelGraph, call: WriterCall) -> Value:
     dynamic = graph.codes.get((x.name, scale.name)) if x.name and scale.name else None
     if dynamic is not None and zero_point is not None and zero_point.hint == "dynamic":
         return dynamic
-    layout = find_layout(scale.shape, p["granularity"], shape)
+    layout = derive_layout(scale.shape, p["granularity"], shape)
     if p["precision"] == dtypes.INT32 or dtype in dtypes.SMALL_FLOATS:
         return _quantize_small_float(graph, x, scale, p, layout, shape)
     is_same = zero_point is None or zero_point.shape == scale.shape
@@ -142,14 +142,14 @@ def has_operator(graph: ModelGraph, dtype: np.dtype, layout: ScaleLayout) -> boo
     """Return whether the opset has QuantizeLinear for codes of a dtype and a layout of the scale."""
     if dtype in dtypes.SMALL_FLOATS:
         return graph.opset >= (23 if dtype in dtypes.FLOAT4 else 19)
-    return graph.opset >= 21 or (values.find_container(dtype) in _INT8 and not layout.block)
+    return graph.opset >= 21 or (values.choose_container(dtype) in _INT8 and not layout.block)
 
 
 def _write_operator(
     graph: ModelGraph, x: Value, scale: Value, zero_point: Value | None, layout: ScaleLayout, dtype: np.dtype,
     bounds: Any, shape: Shape,
 ) -> Value:  # fmt: skip
-    container = values.find_container(dtype)
+    container = values.choose_container(dtype)
     scale = _reshape_value(graph, scale, layout.shape)
     point = _read_point(graph, zero_point, layout.shape, container)
     name = graph.add(
@@ -166,7 +166,7 @@ def _read_point(graph: ModelGraph, zero_point: Value | None, shape: Shape, conta
 
 
 def _saturate(graph: ModelGraph, codes: Value, dtype: np.dtype, bounds: Any) -> Value:
-    """Return codes within the bounds, where these are narrower than those of their container."""
+    """Return codes within the bounds, where these are narrower than their container's."""
     low, high = dtypes.read_bounds(dtype) if bounds is None else bounds
     if (low, high) == dtypes.read_bounds(codes.dtype):
         return codes
@@ -183,7 +183,7 @@ def _divide(graph: ModelGraph, x: Value, scale: Value, precision: np.dtype) -> V
     return round_value(graph, _divide_once(graph, *parts), precision)
 
 
-def round_value(graph: ModelGraph, x: Value, dtype: Any) -> Value:
+def round_value(graph: ModelGraph, x: Value, dtype: DTypeLike) -> Value:
     """Return float32 values rounded to a dtype."""
     if dtype == dtypes.FLOAT32:
         return x
@@ -214,7 +214,7 @@ def write_encode(graph: ModelGraph, call: WriterCall) -> Value:
 
 def encode(graph: ModelGraph, value: Value, zero_point: Value | None, dtype: np.dtype, bounds: Any) -> Value:
     """Return the codes of quotients: QuantizeLinear with a scale of 1, or Round, Add, Max and Min."""
-    container = values.find_container(dtype)
+    container = values.choose_container(dtype)
     is_single = zero_point is None or _count(zero_point) == 1
     if is_single and has_operator(graph, dtype, ScaleLayout((), None, 0)):
         if zero_point is not None and zero_point.is_known:
@@ -223,7 +223,7 @@ def encode(graph: ModelGraph, value: Value, zero_point: Value | None, dtype: np.
         return _write_operator(graph, value, make_scalar(1, np.float32), zero_point, layout, dtype, bounds, value.shape)
     low, high = dtypes.read_bounds(dtype) if bounds is None else bounds
     rounded = apply_operator(graph, "Round", [value])
-    # Max and Min pass a NaN on, whose conversion to an integer is not defined. QuantizeLinear makes it the lowest code.
+    # Max and Min pass a NaN on, and its conversion to an integer is undefined. QuantizeLinear gives the lowest code.
     nan = elementwise.write_operator(graph, "IsNaN", [value], np.bool_)
     if zero_point is not None:
         rounded = apply_operator(graph, "Add", [rounded, cast_value(graph, zero_point, np.float32)])
@@ -242,7 +242,7 @@ def _count(x: Value) -> Any:
 def write_dequantize(graph: ModelGraph, call: WriterCall) -> Value:
     """Write the arithmetic of a dequantization.
 
-    ONNX Runtime replaces floats between DequantizeLinear and QuantizeLinear by other arithmetic, whose codes differ. It
+    ONNX Runtime replaces floats between DequantizeLinear and QuantizeLinear by other arithmetic, with other codes. It
     also replaces a matrix product of floats with weights from DequantizeLinear by one that rounds the floats to 8 bits.
     The arithmetic of weights is done when a session is created.
     """
@@ -257,7 +257,7 @@ def write_dequantize(graph: ModelGraph, call: WriterCall) -> Value:
         steps = cast_value(graph, steps, np.float32)
     factor = cast_value(graph, expand_scale(graph, scale, p["granularity"], shape), np.float32)
     result = cast_value(graph, apply_operator(graph, "Mul", [steps, factor]), np.dtype(p["dtype"]))
-    sizes = find_sizes(p["granularity"], scale.shape, shape)
+    sizes = derive_sizes(p["granularity"], scale.shape, shape)
     packed_weights.note_weights(graph, result, codes, (factor, point), sizes)
     return result
 
@@ -266,7 +266,7 @@ def _hold(graph: ModelGraph, codes: Value) -> Value:
     """Return codes as a tensor, so that the model stores the codes of weights and not their values."""
     if not codes.is_known:
         return codes
-    container = values.find_container(codes.dtype)
+    container = values.choose_container(codes.dtype)
     return Value(codes.shape, container, graph.store_full(codes, codes.shape))
 
 
@@ -352,7 +352,7 @@ def write_min_max(graph: ModelGraph, call: WriterCall) -> list[Value]:
 
 @writes_mark("dynamic_range")
 def write_dynamic_range(graph: ModelGraph, call: WriterCall) -> list[Value] | None:
-    """Write DynamicQuantizeLinear, whose codes `write_quantize` takes."""
+    """Write DynamicQuantizeLinear; `write_quantize` takes its codes."""
     p = call.parameters
     if np.dtype(p["dtype"]) != np.uint8 or not isinstance(p["granularity"], granularities.PerTensor):
         return None

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from onnx import TensorProto, ValueInfoProto, helper
 
 from ..._core import dtypes
@@ -30,7 +31,7 @@ class Value(NamedTuple):
     """
 
     shape: Shape
-    dtype: Any
+    dtype: DTypeLike
     name: str | None = None
     array: Any = None
     hint: str | None = None
@@ -45,7 +46,7 @@ class Spec(NamedTuple):
     """The shape and the dtype of a result, as JAX describes it."""
 
     shape: Shape
-    dtype: Any
+    dtype: DTypeLike
 
 
 class UnsupportedError(Exception):
@@ -59,7 +60,7 @@ def make_known(array: Any, hint: str | None = None) -> Value:
     return Value(tuple(array.shape), array.dtype, array=array, hint=hint)
 
 
-def find_container(dtype: Any) -> np.dtype:
+def choose_container(dtype: DTypeLike) -> np.dtype:
     """Return the dtype in which the graph holds an array of a dtype: 8 bits for codes of 2 or 4 bits."""
     dtype = np.dtype(dtype)
     if dtype in dtypes.INTEGERS and dtypes.count_bits(dtype) < 8:
@@ -67,16 +68,16 @@ def find_container(dtype: Any) -> np.dtype:
     return dtype
 
 
-def find_element_type(dtype: Any) -> int:
+def derive_element_type(dtype: DTypeLike) -> int:
     """Return ONNX's number of a dtype."""
     dtype = np.dtype(dtype)
     return TensorProto.BFLOAT16 if dtype == dtypes.BFLOAT16 else helper.np_dtype_to_tensor_dtype(dtype)
 
 
-def describe(name: str, shape: Shape, dtype: Any) -> ValueInfoProto:
+def describe(name: str, shape: Shape, dtype: DTypeLike) -> ValueInfoProto:
     """Return the declaration of an input or an output."""
     lengths = [int(n) if isinstance(n, int | np.integer) else str(n) for n in shape]
-    return helper.make_tensor_value_info(name, find_element_type(find_container(dtype)), lengths)
+    return helper.make_tensor_value_info(name, derive_element_type(choose_container(dtype)), lengths)
 
 
 def is_static(shape: Shape) -> bool:

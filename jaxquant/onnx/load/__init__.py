@@ -1,9 +1,7 @@
 """Loading of ONNX models: checks of files, graphs as functions, fusing, and the operators."""
 
 from . import operators
-from .check_file import check
-from .deviations import Deviation, FusionWarning
 from .function import LoadedFunction, load
-from .limits import Limits
+from .fuse import Deviation, FusionWarning
 
-__all__ = ["Deviation", "FusionWarning", "Limits", "LoadedFunction", "check", "load", "operators"]
+__all__ = ["Deviation", "FusionWarning", "LoadedFunction", "load", "operators"]

@@ -76,7 +76,7 @@ def _add_rows(x: jax.Array, lanes: int) -> jax.Array:
     """Return for each of the lanes the sum of every `lanes`-th element of a row, one after the other."""
     *rest, n = x.shape
     rows = x.reshape(*rest, n // lanes, lanes)
-    # XLA cuts a reduction into parts, which changes the order, but it changes neither that of sums nor that of a loop.
+    # XLA cuts a reduction into parts, which changes the order, but it keeps the order of separate sums and of a loop.
     if n // lanes <= _MOST_UNROLLED:
         return functools.reduce(jnp.add, [rows[..., i, :] for i in range(n // lanes)])
     start = jnp.zeros_like(rows[..., 0, :])
@@ -143,7 +143,7 @@ def _map_softmax(_: Any, x: Any) -> Any:
 
 @recording.mark("softmax", _keep_shape, _map_softmax)
 def softmax_last(x: jax.Array) -> jax.Array:
-    """Return the softmax of float32 along the last dimension, whose length is known, as ONNX Runtime computes it."""
+    """Return the softmax of float32 along the last dimension, of a known length, as ONNX Runtime computes it."""
     return _softmax(x)
 
 
@@ -179,7 +179,7 @@ def _approximate(
     name: str, formula: Callable[[jax.Array], jax.Array], differentiate: Callable[[jax.Array], jax.Array]
 ) -> Callable[[jax.Array], jax.Array]:
     """Return a function of float32 with a mark of this name; `differentiate` maps its result to its derivative."""
-    # The derivative of the polynomials would be that of the approximation, and 0 where it clips.
+    # The polynomials would give the derivative of the approximation, and 0 where it clips.
     function = jax.custom_jvp(jax.jit(formula))
 
     @function.defjvp

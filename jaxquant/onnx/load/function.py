@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,24 +14,21 @@ import numpy as np
 import onnx
 from jax.core import Tracer
 
-from ..._core import checks
-from ..errors import ModelError
-from .check_file import read_checked_model
-from .deviations import Deviation, warn_of_deviations
-from .fuse import fuse_graph
-from .graph import Graph, convert_model, read_declaration
-from .interpret import Run, find_static_names
-from .limits import Limits
-from .parameters import Parameters, can_train, find_scalars, split_constants, spread_parameters
-from .read_file import Source
-from .registry import find_operator
-from .trainable import make_trainable, quantize_constants
-from .unfold import Unfolded, unfold_products
+from ..._arrays.quantized_array import QuantizedArray
+from ..._core import checks, dtypes
+from ..limits import Limits, ModelError
+from ..model_file import Source, read_checked_model
+from ..saturation import FLOAT_RESULTS, PRODUCTS, TYPE_SOURCES, count_pairs
+from .fuse import Deviation, fuse_graph, warn_of_deviations
+from .graph import Graph, Node, convert_model, look_up_operator, read_declaration
+from .interpret import Run, list_static_names
+from .parameters import Parameters, can_train, list_scalars, split_constants, spread_parameters
+from .trainable import Unfolded, make_trainable, quantize_constants, unfold_products
 from .values import UnknownValueError, canonicalize_dtype, convert_to_jax
 
 _NAME = "onnx.load"
 _CALL = "onnx.LoadedFunction"
-# The entry of an exported model's metadata that tells whose float operators the function has, "jax" or "runtime".
+# The entry of an exported model's metadata that names the source of its float operators, "jax" or "runtime".
 FLOATS = "jaxquant.floats"
 # The entry that lists its scalars without a name of the user's, the constants of formulas.
 FORMULAS = "jaxquant.formula_constants"
@@ -66,8 +63,8 @@ class LoadedFunction:
         outputs: the names of the outputs.
         graph: the graph that is run, after fusing.
         limits: what a run may take.
-        is_exported: whether `export` wrote the model. Its float operators are then JAX's, as those of the
-            function that was exported; those of other models are ONNX Runtime's, where their formulas are known.
+        is_exported: whether `export` wrote the model. Its float operators are then JAX's, as in the function
+            that was exported; in other models they are ONNX Runtime's, where its formulas are known.
         fusions: which patterns became operators on codes: "all", "safe" or "none".
         deviations: the nodes that ONNX Runtime with all optimizations computes otherwise than the model says, by more
             than rounding; empty unless `fusions` is "all".
@@ -137,8 +134,6 @@ class LoadedFunction:
         Args:
             params: the parameters that `load` returned.
         """
-        from .describe import describe_function
-
         return describe_function(self, params)
 
     def convert(self, params: Mapping[str, Any]) -> tuple[LoadedFunction, dict[str, Any]]:
@@ -260,7 +255,7 @@ def load(
     The file may be damaged or hostile: it is checked first, as by `check`, and the shapes of all values are examined
     against the limits before anything is computed. Operators on codes are jaxquant's, which have ONNX Runtime's
     integers. Where ONNX Runtime fuses DequantizeLinear, an operator and QuantizeLinear into one operator on codes, so
-    does this function, with the same formulas; then the result equals that of ONNX Runtime with all optimizations.
+    does this function, with the same formulas; then the result equals ONNX Runtime's with all optimizations.
     Where such a fusion changes the value of the model by more than rounding, a FusionWarning names the node, and
     `fn.deviations` lists them.
 
@@ -271,7 +266,7 @@ def load(
             whether the function is fake-quantized instead, in floats, with straight-through gradients. The parameters
             are then floats: the dequantized weights and biases, and the scales of weights and of activations, which
             `fn.scales` names. `fn.convert(params)` returns the integer function of trained ones.
-        fusions: Static. "all": those of ONNX Runtime with all optimizations. "safe": those of them that change the
+        fusions: Static. "all": what ONNX Runtime fuses with all optimizations. "safe": of that what changes the
             value of the model by no more than rounding. "none": the graph as it is written, in floats between
             DequantizeLinear and QuantizeLinear, as ONNX Runtime runs it with optimizations disabled.
         constants: Static. Values of inputs by name, such as {"sr": 16000}. They are no inputs of the function any more.
@@ -345,7 +340,7 @@ def _build_function(
     _check_parameters(graph, parameters)
     # A function that trains must not move a 0.5 of its formulas.
     formulas = _read_formula_constants(proto)
-    literals = graph.literals | (find_scalars(graph) if formulas is None else formulas)
+    literals = graph.literals | (list_scalars(graph) if formulas is None else formulas)
     graph = dataclasses.replace(graph, literals=literals - parameters, requested=parameters)
     is_exported = any((entry.key, entry.value) == (FLOATS, "jax") for entry in proto.metadata_props)
     if trainable:
@@ -365,11 +360,11 @@ def _make_function(
     checks.require(not missing, _NAME, "parameters", expected, missing)
     names = set(graph.constants)
     graph, deviations = fuse_graph(graph, is_exported, fusions)
-    # Fusing makes constants of its own: zero points that the model leaves out, and those of uint8.
+    # Fusing makes constants of its own: zero points that the model leaves out, and zero points of uint8.
     made = {name: array for name, array in graph.constants.items() if name not in names}
     parameters = parameters._replace(constants={**parameters.constants, **made})
-    static = frozenset(find_static_names(graph) & set(graph.inputs))
-    # The constants of the graph would stay in memory beside those of the caller's `params`.
+    static = frozenset(list_static_names(graph) & set(graph.inputs))
+    # The constants of the graph would stay in memory beside the caller's `params`.
     bare = dataclasses.replace(graph, constants={})
     fn = LoadedFunction(
         inputs, graph.outputs, bare, limits, parameters, static, is_exported, fusions, deviations, _source=source
@@ -402,7 +397,7 @@ def _bind_constants(graph: Graph, inputs: Sequence[Input], values: Mapping[str, 
 
 
 def _check_parameters(graph: Graph, names: Collection[str]) -> None:
-    """Raise unless all names are those of constants that can be parameters."""
+    """Raise unless all names name constants that can be parameters."""
     for name in sorted(names):
         array = graph.constants.get(name)
         checks.require(array is not None, _NAME, "parameters", "names of constants of the graph", repr(name))
@@ -412,7 +407,7 @@ def _check_parameters(graph: Graph, names: Collection[str]) -> None:
 
 
 def _read_formula_constants(proto: onnx.ModelProto) -> frozenset[str] | None:
-    """Return the names of constants that `export` lists as those of formulas; None if it has not written the model."""
+    """Return the names that `export` lists as constants of formulas; None if it has not written the model."""
     if all(entry.key != FORMULAS for entry in proto.metadata_props):
         return None
     names: list[Any] = []
@@ -436,7 +431,7 @@ def _check_operators(graph: Graph) -> None:
         for node in pending.pop().nodes:
             subgraphs = [value for value in node.attributes.values() if isinstance(value, Graph)]
             pending += [*subgraphs, *([node.body] if node.body is not None else [])]
-            if node.body is None and find_operator(node) is None:
+            if node.body is None and look_up_operator(node) is None:
                 unknown.add(f"{node.domain}.{node.op}" if node.domain else node.op)
     if unknown:
         raise ModelError(f"operators that are not supported: {', '.join(sorted(unknown))}")
@@ -448,12 +443,12 @@ def _read_input(value: onnx.ValueInfoProto) -> Input:
 
 
 def _trace_declared(fn: LoadedFunction, params: Any) -> set[str] | None:
-    """Examine the shapes of all values now, if the model fixes those of its inputs.
+    """Examine the shapes of all values now, if the model fixes the shapes of its inputs.
 
     Return the nodes that have windows beyond the padding, or None if the model leaves lengths open.
     """
     shapes = {x.name: x.shape for x in fn.inputs}
-    required = find_static_names(fn.graph, with_kept=False) & set(shapes)
+    required = list_static_names(fn.graph, with_kept=False) & set(shapes)
     if required or any(s is None or not all(isinstance(n, int) for n in s) for s in shapes.values()):
         return None
     inputs: dict[str, Any] = {}
@@ -465,3 +460,138 @@ def _trace_declared(fn: LoadedFunction, params: Any) -> set[str] | None:
         jax.eval_shape(lambda p, v: fn._run(p, v, cut), params, inputs)
         return cut
     return None
+
+
+# A table of the nodes: what computes with codes, what with floats, and the bytes of constants.
+
+
+# Operators that read or write codes, under names that do not begin with QLinear.
+_QUANTIZED = (
+    *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QGemm"),
+    *("MatMulIntegerToFloat", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "MatMulNBits", "QuantizeBias"),
+)
+# Operators that give elements of their first input.
+_ARRANGEMENTS = (
+    *("Concat", "Expand", "Flatten", "Gather", "Identity", "MaxPool", "Pad", "Reshape", "Slice", "Split", "Squeeze"),
+    *("Tile", "Transpose", "Unsqueeze"),
+)
+_CODES = (*dtypes.INTEGERS, *dtypes.SMALL_FLOATS)
+_UINT8 = np.dtype(np.uint8)
+# The input that has the dtype of the result.
+_POINTS = {**TYPE_SOURCES, "QuantizeLinear": 2}
+
+
+def describe_function(fn: LoadedFunction, params: Any) -> str:
+    """Return a table of the nodes that run, after fusing.
+
+    Args:
+        fn: the function that `load` returned.
+        params: its parameters.
+
+    Returns:
+        A line for each node: its name, its operator, "integer" if it computes with codes or moves them, "quantized" if
+        it converts between codes and floats or reads codes as floats, "float" otherwise, and the bytes of the constants
+        it reads.
+        The last lines are totals, and the products that can saturate in ONNX Runtime on x86-64 without VNNI.
+    """
+    sizes = {name: _count_bytes(value) for name, value in params.items()}
+    sizes.update({name: _count_bytes(array) for name, array in fn._parameters.constants.items()})
+    codes = {name for name, value in params.items() if any(x.dtype in _CODES for x in jax.tree.leaves(value))}
+    results: set[str] = set()  # tensors of codes that nodes compute
+    rows = [("node", "operator", "kind", "bytes")]
+    totals: dict[str, list[int]] = {}
+    for label, node in _list_nodes(fn.graph, ""):
+        kind = "integer" if _is_arrangement(node, results) else _classify_node(node, codes)
+        if kind == "integer" or node.op in ("QuantizeLinear", "DynamicQuantizeLinear"):
+            results.update(node.outputs if _is_arrangement(node, results) else _list_codes(node))
+        # Removed, so that a constant counts for the first node that reads it only.
+        size = sum(sizes.pop(name, 0) for name in dict.fromkeys(node.inputs))
+        operator = f"{node.domain}.{node.op}" if node.domain else node.op
+        rows.append((label, operator, kind, f"{size:,}"))
+        total = totals.setdefault(kind, [0, 0])
+        total[0], total[1] = total[0] + 1, total[1] + size
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = ["  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row[3].rjust(widths[3])]) for row in rows]
+    lines += [f"{kind}: {count} nodes, {size:,} bytes of constants" for kind, (count, size) in sorted(totals.items())]
+    saturating = list(_list_saturating(fn, params))
+    if saturating:
+        names = ", ".join(saturating)
+        lines.append(f"can saturate in ONNX Runtime on x86-64 without VNNI: {len(saturating)} products, {names}")
+    return "\n".join(lines)
+
+
+def _list_nodes(graph: Graph, prefix: str) -> list[tuple[str, Node]]:
+    """Return all nodes with a label that says in which subgraph they are."""
+    result = []
+    for node in graph.nodes:
+        label = f"{prefix}{node.outputs[0] or node.op}"
+        result.append((label, node))
+        for value in (*node.attributes.values(), node.body):
+            if isinstance(value, Graph):
+                result += _list_nodes(value, f"{label}/")
+    return result
+
+
+def _list_saturating(fn: LoadedFunction, params: Any) -> Iterator[str]:
+    """Yield the labels of products of uint8 codes by int8 weights in which a pair of products can leave int16."""
+    values: dict[str, Any] = {**fn._parameters.constants}
+    for name, value in params.items():
+        values[name] = value.codes if isinstance(value, QuantizedArray) else value
+    kinds = {x.name: np.dtype(x.dtype) for x in fn.inputs}
+    for label, node in _list_nodes(fn.graph, ""):
+        _note_codes(node, values, kinds)
+        for operands in PRODUCTS.get((node.domain, node.op), ()):
+            names = [*node.inputs, *[""] * 12]  # trailing inputs may be left out
+            weights = values.get(names[operands.weights])
+            kind = _UINT8 if operands.activations is None else kinds.get(names[operands.activations])
+            if kind != _UINT8 or weights is None or weights.dtype != np.int8 or operands.weight_point is None:
+                continue
+            if node.op != "ConvInteger" and count_pairs(node.op, np.asarray(weights), node.attributes)[0]:
+                yield label
+                break
+
+
+def _note_codes(node: Node, values: Mapping[str, Any], kinds: dict[str, np.dtype]) -> None:
+    """Store the dtype of the codes that a node returns, if it returns codes."""
+    if node.op == "DynamicQuantizeLinear":
+        kinds[node.outputs[0]] = _UINT8
+    elif node.op in FLOAT_RESULTS:
+        return
+    elif node.op in _POINTS:
+        place = _POINTS[node.op]
+        point = values.get(node.inputs[place]) if len(node.inputs) > place else None
+        if point is not None:
+            kinds[node.outputs[0]] = np.dtype(point.dtype)
+        elif node.op == "QuantizeLinear":
+            kinds[node.outputs[0]] = _UINT8
+    elif node.inputs and node.inputs[0] in kinds:  # an operator that moves codes, or one on codes of one dtype
+        kinds.update(dict.fromkeys(node.outputs, kinds[node.inputs[0]]))
+
+
+def _is_arrangement(node: Node, results: set[str]) -> bool:
+    """Return whether a node moves codes: it is no computation with floats, though its operator has no Q."""
+    return node.op in _ARRANGEMENTS and bool(node.inputs) and node.inputs[0] in results
+
+
+def _list_codes(node: Node) -> tuple[str, ...]:
+    """Return the results of a node that are codes; QGemm without a zero point of the result returns floats."""
+    if node.op == "QGemm":
+        return tuple(node.outputs[:1]) if len(node.inputs) > 8 and node.inputs[8] else ()
+    return tuple(node.outputs[:1]) if node.op.startswith("QLinear") or node.op.endswith("QuantizeLinear") else ()
+
+
+def _classify_node(node: Node, codes: set[str]) -> str:
+    if node.op in ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QuantizeBias", "MatMulNBits"):
+        return "quantized"
+    if node.op in _QUANTIZED or node.op.startswith("QLinear"):
+        return "integer"
+    return "quantized" if codes.intersection(node.inputs) else "float"
+
+
+def _count_bytes(value: Any) -> int:
+    """Return the bytes of an array or QuantizedArray, with codes of 4 and 2 bits packed."""
+    total = 0
+    for x in jax.tree.leaves(value):
+        width = dtypes.count_packed_bits(np.dtype(x.dtype)) if x.dtype in _CODES else 8 * np.dtype(x.dtype).itemsize
+        total += -(-x.size * width // 8)
+    return total

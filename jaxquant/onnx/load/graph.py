@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import onnx
 
-from ..errors import ModelError
-from .check_file import find_function_key, list_opsets
-from .limits import Limits, check_memory
-from .values import find_onnx_dtype, read_tensor
+from ..limits import Limits, ModelError, check_memory
+from ..model_file import list_opsets, read_function_key, read_onnx_dtype, read_tensor
 
 _KIND = onnx.AttributeProto
 
@@ -21,7 +19,7 @@ _KIND = onnx.AttributeProto
 # The documentation of a division that XLA must not replace by a product with the reciprocal. `export` writes it, and a
 # node has it as an attribute.
 ROUNDED_ONCE = "jaxquant.rounded_once"
-# The attribute of a DequantizeLinear whose product is rounded before a sum reads it.
+# The attribute of a DequantizeLinear with a product that is rounded before a sum reads it.
 ROUNDED = "jaxquant.rounded"
 # The attribute of a mean over windows that stands for their sum.
 WINDOW_SUM = "jaxquant.window_sum"
@@ -77,7 +75,7 @@ def read_declaration(value: onnx.ValueInfoProto) -> Declaration:
     kind = value.type.tensor_type
     if not value.type.HasField("tensor_type"):
         return Declaration(np.dtype(np.float32), None)
-    dtype = find_onnx_dtype(kind.elem_type, f"input {value.name!r}")
+    dtype = read_onnx_dtype(kind.elem_type, f"input {value.name!r}")
     if not kind.HasField("shape"):
         return Declaration(dtype, None)
     lengths = [
@@ -107,7 +105,7 @@ class Graph:
         constants: the initializers, and the results of Constant nodes.
         literals: which of the constants are no parameters if they have one element: the results of Constant nodes, and
             other scalars.
-        nodes: the nodes in an order in which they can run; those that no output needs are left out.
+        nodes: the nodes in an order in which they can run, without nodes that no output needs.
         declared: what is declared of the outputs.
         bound: which of the constants are inputs of the model that the user has given a value.
         requested: which of the constants are parameters because the user has asked for them.
@@ -131,7 +129,7 @@ class Graph:
 
 def convert_model(model: onnx.ModelProto, limits: Limits) -> Graph:
     """Return the main graph of a checked model."""
-    functions = {find_function_key(function): function for function in model.functions}
+    functions = {read_function_key(function): function for function in model.functions}
     return _Converter(functions, list_opsets(model.opset_import), {}, _Reader(limits)).convert_graph(model.graph)
 
 
@@ -145,7 +143,7 @@ def select_live(nodes: Sequence[Node], outputs: Sequence[str]) -> tuple[Node, ..
     return tuple(reversed(kept))
 
 
-def find_small_powers(graph: Graph) -> dict[str, int]:
+def list_small_powers(graph: Graph) -> dict[str, int]:
     """Return the scalar constants that are exponents 2 or 3 of Pow, and have no other use as an initializer."""
     powers: dict[str, int] = {}
     others = set(graph.outputs)
@@ -160,7 +158,7 @@ def find_small_powers(graph: Graph) -> dict[str, int]:
 
 
 class _Reader:
-    """The arrays of tensors, counted: a function makes those of its body anew for each call."""
+    """The arrays of tensors, counted: a function makes the arrays of its body anew for each call."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits, self._total = limits, 0
@@ -213,7 +211,7 @@ class _Converter:
         return Graph(tuple(inputs), tuple(outputs), constants, frozenset(literals & read), live)
 
     def _convert_node(self, proto: onnx.NodeProto, index: int) -> Node:
-        key = find_function_key(proto)
+        key = read_function_key(proto)
         label = f"node {index}, {proto.op_type}" + (f" {proto.name!r}" if proto.name else "")
         attributes: dict[str, Any] = {ROUNDED_ONCE: 1} if proto.doc_string == ROUNDED_ONCE else {}
         for attribute in proto.attribute:
@@ -267,3 +265,53 @@ def _read_constant(node: Node) -> np.ndarray:
         if name in dtypes:
             return np.asarray(value, dtypes[name])
     raise ModelError(f"{node.label}: expected a tensor or numbers as its value, got {sorted(node.attributes)}")
+
+
+# The table of operators: what is registered under a name and a domain, and how its inputs are passed.
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class Operator(NamedTuple):
+    """An operator.
+
+    Attributes:
+        function: the implementation; its first argument is the Call, the others are the inputs.
+        static: the inputs that it needs as numpy arrays.
+        keeps: the inputs that it takes as numpy arrays if they are known, and as JAX arrays if not.
+        folds: whether it computes with numpy if all other inputs are numpy arrays.
+        passes: whether it takes all other inputs as they are, because it hands them on to a subgraph or in a sequence.
+    """
+
+    function: Callable[..., Any]
+    static: tuple[int, ...]
+    keeps: tuple[int, ...]
+    folds: bool
+    passes: bool
+
+
+OPERATORS: dict[tuple[str, str], Operator] = {}
+
+
+def register(
+    *names: str,
+    domain: str = "",
+    static: tuple[int, ...] = (),
+    keeps: tuple[int, ...] = (),
+    folds: bool = False,
+    passes: bool = False,
+) -> Callable[[_Function], _Function]:
+    """Return a decorator that puts an implementation into the table under each of the names."""
+
+    def decorate(function: _Function) -> _Function:
+        for name in names:
+            OPERATORS[domain, name] = Operator(function, static, keeps, folds, passes)
+        return function
+
+    return decorate
+
+
+def look_up_operator(node: Node) -> Operator | None:
+    """Return the operator of a node, or None for an unknown one and for the call of a function."""
+    return None if node.body is not None else OPERATORS.get((node.domain, node.op))

@@ -5,18 +5,18 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from ..._core import recording
-from ..errors import ModelError
-from .graph import Graph, Node
-from .limits import Limits, check_memory, count_bytes
-from .registry import Operator, find_operator
+from ..limits import Limits, ModelError, check_memory, count_array_bytes
+from .graph import Graph, Node, Operator, look_up_operator
 from .values import (
     OperatorError,
+    Tensor,
     UnknownValueError,
     convert_to_jax,
     count_all,
@@ -27,7 +27,7 @@ from .values import (
     wrap_result,
 )
 
-# Operators whose codes `export` and `verify` list.
+# Operators with codes that `export` and `verify` list.
 _QUANTIZING = ("QuantizeLinear", "DynamicQuantizeLinear")
 # What an operator raises that reads a traced value.
 _UNREADABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
@@ -44,7 +44,7 @@ class Run:
         limits: what the execution may take.
         is_exported: whether the model was exported by this library; its float operators are then JAX's.
         live: the bytes of the values that are alive.
-        count: how many nodes have run, those of a loop that is written out once for each iteration.
+        count: how many nodes have run; a loop that is written out counts once for each iteration.
         cut: the nodes that have windows beyond the padding.
     """
 
@@ -57,7 +57,7 @@ class Run:
     def run_graph(self, graph: Graph, values: Mapping[str, Any]) -> list[Any]:
         """Return the outputs of a graph; `values` has its inputs and all that it reads from outside."""
         values = {**graph.constants, **values}
-        ends, before, known = find_last_uses(graph), self.live, set[str]()
+        ends, before, known = list_last_uses(graph), self.live, set[str]()
         for place, node in enumerate(graph.nodes):
             self.count += 1
             if self.count > self.limits.nodes:
@@ -65,7 +65,7 @@ class Run:
             try:
                 outputs = self._run_node(node, values)
             except UnknownValueError as error:
-                error.names = _find_sources(graph.nodes[:place], error.names, known)
+                error.names = _list_unknown_sources(graph.nodes[:place], error.names, known)
                 raise
             # A node may leave out trailing outputs.
             for name, value in zip(node.outputs, outputs, strict=False):
@@ -79,7 +79,7 @@ class Run:
         missing = [name for name in graph.outputs if name not in values]
         if missing:
             raise ModelError(f"expected the outputs {missing} to be the results of nodes")
-        # The outputs of a subgraph are counted as those of the node that runs it.
+        # The outputs of a subgraph are counted as outputs of the node that runs it.
         self.live = before
         return [values[name] for name in graph.outputs]
 
@@ -92,7 +92,7 @@ class Run:
                 # A call may leave out trailing inputs of a function.
                 padded = [*inputs, *[None] * (len(node.body.inputs) - len(inputs))]
                 return self.run_graph(node.body, dict(zip(node.body.inputs, padded, strict=True)))
-            operator = find_operator(node)
+            operator = look_up_operator(node)
             assert operator is not None
             call = Call(node, self, values)
             # Overflows and divisions by 0 have results in ONNX, and tell nothing about the model.
@@ -102,9 +102,9 @@ class Run:
                     outputs = operator.function(call, *prepare_inputs(operator, node, inputs))
         except _UNREADABLE as error:
             text = f"{node.label}: an input must be known when the function is traced"
-            raise UnknownValueError(text, _find_unknown(node, (), values)) from error
+            raise UnknownValueError(text, _list_unknown(node, (), values)) from error
         except UnknownValueError as error:
-            named = UnknownValueError(_add_label(node, error), _find_unknown(node, error.names, values))
+            named = UnknownValueError(_add_label(node, error), _list_unknown(node, error.names, values))
             raise named from error.__cause__
         except ModelError as error:
             raise type(error)(_add_label(node, error)) from error.__cause__
@@ -137,7 +137,7 @@ class Call:
         """The version of the operator's domain."""
         return self.node.opset
 
-    def has_runtime_floats(self, x: Any) -> bool:
+    def has_runtime_floats(self, x: Tensor) -> TypeGuard[jax.Array]:
         """Return whether an operator on an array that JAX holds has the bits of ONNX Runtime's."""
         return not self.run.is_exported and not isinstance(x, np.ndarray) and x.dtype == np.float32
 
@@ -149,13 +149,13 @@ class Call:
         """Return whether the graph names an output."""
         return len(self.node.outputs) > index and bool(self.node.outputs[index])
 
-    def reserve(self, shape: Sequence[Any], dtype: Any) -> tuple[Any, ...]:
+    def reserve(self, shape: Sequence[Any], dtype: DTypeLike) -> tuple[Any, ...]:
         """Return a shape as ints; raise if an array of this shape takes more than the limits allow."""
         shape = tuple(read_length(n) for n in shape)
         if any(isinstance(n, int) and n < 0 for n in shape):
             raise ModelError(f"expected lengths of 0 or more, got {shape}")
         # Before the array exists: a few bytes of a file can ask for any amount of memory.
-        check_memory(self.run.limits, self.run.live + count_bytes(shape, dtype), f"an array of {shape}")
+        check_memory(self.run.limits, self.run.live + count_array_bytes(shape, dtype), f"an array of {shape}")
         return shape
 
     def run_subgraph(self, graph: Graph, inputs: Sequence[Any]) -> list[Any]:
@@ -223,13 +223,13 @@ def _compute_known(operator: Operator, call: Call, inputs: Sequence[Any]) -> Any
 
 
 def _add_label(node: Node, error: ModelError) -> str:
-    """Return the text of an error with the label of the innermost node: those around it would only add theirs."""
+    """Return the text of an error with the label of the innermost node only, without its outer nodes'."""
     text = str(error)
     return text if text.startswith("node ") else f"{node.label}: {text}"
 
 
-def _find_unknown(node: Node, names: Sequence[str], values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of unknown values around a node that has met one; `names` are those that it has named itself.
+def _list_unknown(node: Node, names: Sequence[str], values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of unknown values around a node that has met one; `names` are the names that it gave.
 
     What a subgraph calls its inputs has no name around the node. The values of all of the node's inputs may be in them.
     """
@@ -239,7 +239,7 @@ def _find_unknown(node: Node, names: Sequence[str], values: Mapping[str, Any]) -
     return tuple(name for name in dict.fromkeys(wanted) if not is_computed(values[name]))
 
 
-def _find_sources(nodes: Sequence[Node], names: Sequence[str], known: Collection[str]) -> tuple[str, ...]:
+def _list_unknown_sources(nodes: Sequence[Node], names: Sequence[str], known: Collection[str]) -> tuple[str, ...]:
     """Return what values depend on, as far as it is unknown: the names that no node of the graph computes."""
     producers = {name: node for node in nodes for name in node.outputs if name}
     pending, seen, found = list(names), set(names), []
@@ -256,10 +256,10 @@ def _find_sources(nodes: Sequence[Node], names: Sequence[str], known: Collection
     return tuple(found)
 
 
-def find_static_names(graph: Graph, with_kept: bool = True) -> set[str]:
+def list_static_names(graph: Graph, with_kept: bool = True) -> set[str]:
     """Return the names of values that some operator needs to know when the function is traced, and of their sources.
 
-    `with_kept` adds those that operators take as numpy arrays if they are known.
+    `with_kept` adds the values that operators take as numpy arrays if they are known.
     """
     sources = _Sources(with_kept)
     values = sources.visit(graph, {})
@@ -280,7 +280,7 @@ class _Sources:
 
     Attributes:
         with_kept: whether the values that operators take as numpy arrays if they are known are needed, too.
-        edges: for each value those that it is computed of.
+        edges: for each value the values that it is computed from.
         needed: the values that an operator needs to know.
     """
 
@@ -291,12 +291,12 @@ class _Sources:
         self._count = 0
 
     def visit(self, graph: Graph, outer: Mapping[str, _Value]) -> Mapping[str, _Value]:
-        """Collect the values of a graph, and return them by name; `outer` has those around it."""
+        """Collect the values of a graph, and return them by name; `outer` has the values around it."""
         scope, self._count = self._count, self._count + 1
         own = {*graph.inputs, *graph.constants, *(name for node in graph.nodes for name in node.outputs)}
         values = collections.ChainMap({name: (scope, name) for name in own}, dict(outer))
         for node in graph.nodes:
-            operator = find_operator(node)
+            operator = look_up_operator(node)
             inputs, outputs = ([values.get(n) if n else None for n in names] for names in (node.inputs, node.outputs))
             if node.body is not None:
                 inner = self.visit(node.body, {})
@@ -336,7 +336,7 @@ class _Sources:
 _Values = Sequence[_Value | None]
 
 
-def find_last_uses(graph: Graph) -> dict[Node, list[str]]:
+def list_last_uses(graph: Graph) -> dict[Node, list[str]]:
     """Return for each node the names of results that nobody reads after it."""
     ends: dict[Node, list[str]] = collections.defaultdict(list)
     last: dict[str, Node] = {}
@@ -356,4 +356,4 @@ def _measure(value: Any) -> int:
         return sum(_measure(part) for part in value)
     if value is None or not isinstance(value, np.ndarray | jax.Array):
         return 0
-    return count_bytes(value.shape, value.dtype)
+    return count_array_bytes(value.shape, value.dtype)

@@ -12,16 +12,15 @@ import numpy as np
 from ..._arrays.onnx_view import from_onnx
 from ..._arrays.quantized_array import QuantizedArray
 from ..._core import dtypes
-from .graph import Graph, Node, find_small_powers
-from .interpret import find_static_names
-from .registry import find_operator
+from .graph import Graph, Node, list_small_powers, look_up_operator
+from .interpret import list_static_names
 from .values import convert_to_jax
 
 _CODES = (*dtypes.INTEGERS, *dtypes.SMALL_FLOATS)
 # Operators that add an int32 bias to an accumulator, and the position of that input.
 _BIASES = {"QLinearConv": 8, "QGemm": 6, "DequantizeLinear": 0}
 _MOST_SCALAR = 1
-# Operators with weights; so are those whose names end with Normalization.
+# Operators with weights, besides all operators with names that end with Normalization.
 _LAYERS = (
     *("Conv", "ConvTranspose", "ConvInteger", "QLinearConv", "FusedConv", "CausalConvWithState"),
     *("MatMul", "Gemm", "Einsum", "MatMulInteger", "QLinearMatMul", "QGemm", "FusedMatMul", "TransposeMatMul"),
@@ -30,14 +29,14 @@ _LAYERS = (
 )
 # The axis of the weights, the second input, that is the features of the result.
 _FEATURES = {"MatMul": -1, "FusedMatMul": -1, "Conv": 0, "ConvTranspose": 1}
-# Operators whose result is the first input in another form.
+# Operators that return their first input in another form.
 _CONVERTING = (
     *("QuantizeLinear", "DequantizeLinear", "Cast", "Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze"),
     "Flatten",
 )
 
 
-class Weight(NamedTuple):
+class QuantizedParameter(NamedTuple):
     """A parameter that is a QuantizedArray, and the constants of the graph that its parts stand for.
 
     Attributes:
@@ -61,7 +60,7 @@ class Parameters(NamedTuple):
     """
 
     params: dict[str, Any]
-    weights: dict[str, Weight]
+    weights: dict[str, QuantizedParameter]
     constants: dict[str, np.ndarray]
 
     def list_parts(self) -> set[str]:
@@ -78,10 +77,10 @@ def split_constants(graph: Graph) -> Parameters:
     must know when it is traced, the scales and zero points of operators on codes, exponents that are 2 or 3, and inputs
     that the user has given a value.
     """
-    readers = _find_readers(graph)
-    static = find_static_names(graph) | set(find_small_powers(graph))
+    readers = _list_readers(graph)
+    static = list_static_names(graph) | set(list_small_powers(graph))
     names = [name for name, array in graph.constants.items() if _is_parameter(graph, name, array, readers, static)]
-    weights = _find_weights(graph, set(names), readers)
+    weights = _match_weights(graph, set(names), readers)
     params: dict[str, Any] = {}
     held = Parameters({}, weights, {}).list_parts()
     for name in names:
@@ -94,7 +93,7 @@ def split_constants(graph: Graph) -> Parameters:
 
 
 def spread_parameters(params: Mapping[str, Any], parameters: Parameters) -> dict[str, Any]:
-    """Return all constants of the graph by name, those of the parameters from `params`."""
+    """Return all constants of the graph by name; parameters come from `params`."""
     values: dict[str, Any] = dict(parameters.constants)
     for name, value in params.items():
         weight = parameters.weights.get(name)
@@ -108,27 +107,27 @@ def spread_parameters(params: Mapping[str, Any], parameters: Parameters) -> dict
     return values
 
 
-def find_scalars(graph: Graph) -> frozenset[str]:
+def list_scalars(graph: Graph) -> frozenset[str]:
     """Return the constants with one element that are no weights, such as the bounds of a Clip, a slope or a factor.
 
     A weight is read by a product, a convolution, a normalization or a recurrent operator, or is the bias that an Add
     adds to the single feature of one. A rank of 0 is no weight's.
     """
-    weights = _find_weight_names(graph)
+    weights = _list_weight_names(graph)
     single = {name: array for name, array in graph.constants.items() if array.size == 1}
     return frozenset(name for name, array in single.items() if array.ndim == 0 or name not in weights)
 
 
-def _find_weight_names(graph: Graph) -> set[str]:
+def _list_weight_names(graph: Graph) -> set[str]:
     """Return the names of values that are read as weights, also after conversions and in subgraphs."""
     producers = {name: node for node in graph.nodes for name in node.outputs if name}
     found: set[str] = set()
     # Backwards, so that all readers of a node's results come before the node.
     for node in reversed(graph.nodes):
         for subgraph in (value for value in node.attributes.values() if isinstance(value, Graph)):
-            found |= _find_weight_names(subgraph) & set(subgraph.list_captures())
+            found |= _list_weight_names(subgraph) & set(subgraph.list_captures())
         if node.body is not None:
-            inner = _find_weight_names(node.body)
+            inner = _list_weight_names(node.body)
             found |= {name for name, own in zip(node.inputs, node.body.inputs, strict=False) if own in inner}
         elif node.op == "Add":
             # Either operand may be the bias of the other one.
@@ -165,7 +164,7 @@ def _is_float(dtype: np.dtype) -> bool:
     return dtype.kind == "f" or dtype in (dtypes.BFLOAT16, *dtypes.SMALL_FLOATS)
 
 
-def _find_readers(graph: Graph) -> dict[str, list[tuple[Node, int]]]:
+def _list_readers(graph: Graph) -> dict[str, list[tuple[Node, int]]]:
     """Return for each name the nodes that read it and the positions of the inputs; -1 for a read in a subgraph."""
     readers: dict[str, list[tuple[Node, int]]] = collections.defaultdict(list)
     for node in graph.nodes:
@@ -184,15 +183,15 @@ def _is_parameter(graph: Graph, name: str, array: np.ndarray, readers: Any, stat
         return any(_BIASES.get(node.op) == position for node, position in uses)
     if not (_is_float(dtype) or dtype in _CODES):
         return False
-    # The scales of DequantizeLinear are among what operators keep; that of constant codes belongs to the codes.
+    # The scales of DequantizeLinear are among what operators keep; the scale of constant codes belongs to the codes.
     return name not in static and bool(uses or name in graph.outputs)
 
 
-def _find_weights(graph: Graph, names: set[str], readers: Any) -> dict[str, Weight]:
+def _match_weights(graph: Graph, names: set[str], readers: Any) -> dict[str, QuantizedParameter]:
     """Return the codes that a DequantizeLinear turns into floats, with a scale that nothing else has."""
-    weights: dict[str, Weight] = {}
+    weights: dict[str, QuantizedParameter] = {}
     for node in graph.nodes:
-        operator = find_operator(node)
+        operator = look_up_operator(node)
         if operator is None or node.op != "DequantizeLinear" or node.inputs[0] not in names:
             continue
         codes, scale, *rest = node.inputs
@@ -210,11 +209,11 @@ def _find_weights(graph: Graph, names: set[str], readers: Any) -> dict[str, Weig
         own_point = point is not None and bool(np.any(graph.constants[point])) and len(readers[point]) == 1
         if point is not None and not own_point and np.any(graph.constants[point]):
             continue
-        weights[codes] = Weight(scale, graph.constants[scale].shape, point if own_point else None)
+        weights[codes] = QuantizedParameter(scale, graph.constants[scale].shape, point if own_point else None)
     return weights
 
 
-def _make_weight(graph: Graph, name: str, weight: Weight, readers: Any) -> QuantizedArray:
+def _make_weight(graph: Graph, name: str, weight: QuantizedParameter, readers: Any) -> QuantizedArray:
     """Return constant codes, their scale and their zero point as a QuantizedArray."""
     ((node, _),) = readers[name]
     codes, scale = (jnp.asarray(graph.constants[part]) for part in (name, weight.scale))

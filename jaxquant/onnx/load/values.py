@@ -9,26 +9,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import onnx
 from jax.core import Tracer
 from jax.export import is_symbolic_dim
-from onnx import helper, numpy_helper
+from jax.typing import DTypeLike
 
-from ..._core import dtypes
-from ..errors import ModelError
+from ..limits import ModelError
 
 # A tuple of Python ints takes many times the memory of an array.
 _MOST_INTS = 2**16
-_MOST_DIMENSIONS = 32
 _NARROW = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
+# An array of numpy where its elements are known, of JAX elsewhere.
+Tensor = jax.Array | np.ndarray
 
 
 class UnknownValueError(ModelError):
     """The error for a value that is traced, but must be known when the function is traced.
 
     Attributes:
-        names: the names of the value in the graph that is run; the interpreter replaces them by those of the inputs of
-            the graph that the value depends on. Empty for all inputs of a node.
+        names: the names of the value in the graph that is run; the interpreter replaces them by the names of the
+            inputs of the graph that the value depends on. Empty for all inputs of a node.
     """
 
     def __init__(self, text: str, names: Sequence[str] = ()) -> None:
@@ -40,7 +39,7 @@ class OperatorError(ModelError):
     """The error of an operator that does not run on its inputs, such as arrays of shapes that do not fit."""
 
 
-def canonicalize_dtype(dtype: Any) -> np.dtype:
+def canonicalize_dtype(dtype: DTypeLike | None) -> np.dtype:
     """Return the dtype that JAX has for a numpy dtype: 32 bits in place of 64, unless x64 is enabled."""
     dtype = np.dtype(dtype)
     return dtype if jax.config.jax_enable_x64 else np.dtype(_NARROW.get(dtype.name, dtype))  # type: ignore[attr-defined]
@@ -69,7 +68,7 @@ def namespace(*values: Any) -> Any:
 
 
 def is_known(value: Any) -> bool:
-    """Return whether the elements of a value can be read now; those of a sequence are not asked."""
+    """Return whether the elements of a value can be read now; False for a sequence."""
     return value is None or not isinstance(value, Tracer | list)
 
 
@@ -88,7 +87,7 @@ def count_all(value: Any) -> int:
 
 
 def read_static(value: Any, what: str, name: str) -> Any:
-    """Return a value whose elements are needed now as a numpy array, and None unchanged."""
+    """Return a value that is needed now as a numpy array, and None unchanged."""
     if value is None or isinstance(value, np.ndarray):
         return value
     if isinstance(value, Tracer):
@@ -169,57 +168,3 @@ def list_indices(n: Any) -> Any:
 def broadcast_to(x: Any, shape: tuple[Any, ...]) -> Any:
     """Return an array in a shape to which it broadcasts."""
     return namespace(x).broadcast_to(x, shape) if is_static(shape) else jnp.broadcast_to(convert_to_jax(x), shape)
-
-
-# TensorProto to numpy, after checking that the data has as many elements as the dims say.
-
-
-def find_tensor_dtype(tensor: onnx.TensorProto) -> np.dtype:
-    """Return the numpy dtype of a tensor; raise ModelError for an unknown one, and for strings."""
-    return find_onnx_dtype(tensor.data_type, f"tensor {tensor.name!r}")
-
-
-def find_onnx_dtype(number: int, what: str) -> np.dtype:
-    """Return the numpy dtype of a data type's number in ONNX."""
-    try:
-        dtype = np.dtype(helper.tensor_dtype_to_np_dtype(number))
-    except (KeyError, ValueError, TypeError, AttributeError):
-        dtype = np.dtype(object)
-    if dtype.kind in "OSU":
-        raise ModelError(f"{what}: expected numbers, got the data type {number} of ONNX")
-    return dtype
-
-
-def count_elements(tensor: onnx.TensorProto) -> int:
-    """Return the number of elements that the dims of a tensor declare."""
-    if len(tensor.dims) > _MOST_DIMENSIONS or any(n < 0 for n in tensor.dims):
-        raise ModelError(f"tensor {tensor.name!r}: expected at most 32 dims of 0 or more, got {list(tensor.dims)[:40]}")
-    # Python's ints do not overflow: dims such as 2**62 would wrap around in int64.
-    return math.prod(tensor.dims)
-
-
-def count_stored_bytes(count: int, dtype: np.dtype) -> int:
-    """Return the bytes of `count` elements in raw data, where elements of 2 and 4 bits are packed."""
-    is_packed = dtype in dtypes.INTEGERS or dtype in dtypes.SMALL_FLOATS
-    width = dtypes.count_packed_bits(dtype) if is_packed else 8 * dtype.itemsize
-    return -(-count * width // 8)
-
-
-def read_tensor(tensor: onnx.TensorProto) -> np.ndarray:
-    """Return the array of a tensor."""
-    dtype, count = find_tensor_dtype(tensor), count_elements(tensor)
-    if tensor.data_location == onnx.TensorProto.EXTERNAL:
-        raise ModelError(f"tensor {tensor.name!r}: external data is supported in initializers and attributes only")
-    # numpy would report only that a shape does not fit, without the name of the tensor.
-    if tensor.HasField("raw_data"):
-        expected, stored = count_stored_bytes(count, dtype), len(tensor.raw_data)
-        if stored != expected:
-            text = f"expected {expected} bytes for {list(tensor.dims)} of {dtype}, got {stored}"
-            raise ModelError(f"tensor {tensor.name!r}: {text}")
-    try:
-        array = np.asarray(numpy_helper.to_array(tensor))
-    except Exception as error:
-        raise ModelError(f"tensor {tensor.name!r}: {error}") from error
-    if array.size != count or array.dtype.kind in "OSU":
-        raise ModelError(f"tensor {tensor.name!r}: expected {count} numbers, got {array.size} of {array.dtype}")
-    return array

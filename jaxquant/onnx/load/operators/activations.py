@@ -13,7 +13,8 @@ from jax import lax
 
 from ...._kernels import barriers
 from .. import float_kernels
-from ..registry import register
+from ..graph import register
+from ..interpret import Call
 from ..values import normalize_axis
 
 _Elementwise = Callable[..., Any]
@@ -80,26 +81,26 @@ _register_functions()
 
 
 @register("Sigmoid")
-def apply_sigmoid(call: Any, x: Any) -> Any:
+def apply_sigmoid(call: Call, x: jax.Array) -> Any:
     """ONNX Sigmoid."""
-    # This entry replaces that of the table above.
+    # This entry replaces the one from the table above.
     return float_kernels.apply_logistic(x) if call.has_runtime_floats(x) else apply_activation("Sigmoid", x)
 
 
 @register("PRelu")
-def apply_prelu(call: Any, x: Any, slope: Any) -> Any:
+def apply_prelu(call: Call, x: jax.Array, slope: jax.Array) -> Any:
     """ONNX PRelu."""
     return jnp.where(x >= 0, x, x * slope)
 
 
 @register("SwiGLU")
-def apply_swiglu(call: Any, *inputs: Any) -> Any:
+def apply_swiglu(call: Call, *inputs: jax.Array) -> Any:
     """ONNX SwiGLU: swish(gate) * value, from two inputs or the halves of one."""
     gate, value = inputs if len(inputs) == 2 else jnp.split(inputs[0], 2, axis=call.get("axis", -1))
     return gate * jax.nn.sigmoid(call.get("alpha", 1.0) * gate) * value
 
 
-def _normalize(call: Any, x: Any, function: Any) -> Any:
+def _normalize(call: Call, x: Any, function: Any) -> Any:
     """Return a function along an axis, or before opset 13 over all dimensions from the axis on."""
     if call.opset >= 13:
         return function(x, normalize_axis(call.get("axis", -1), x.ndim))
@@ -111,12 +112,12 @@ def _normalize(call: Any, x: Any, function: Any) -> Any:
 
 
 @register("Softmax")
-def apply_softmax(call: Any, x: Any) -> Any:
+def apply_softmax(call: Call, x: jax.Array) -> Any:
     """ONNX Softmax."""
-    return _normalize(call, x, lambda x, axis: _find_softmax(call, x, axis))
+    return _normalize(call, x, lambda x, axis: _compute_softmax(call, x, axis))
 
 
-def _find_softmax(call: Any, x: Any, axis: int) -> Any:
+def _compute_softmax(call: Call, x: Any, axis: int) -> Any:
     n = x.shape[axis]
     if not (call.has_runtime_floats(x) and isinstance(n, int) and n):
         return jax.nn.softmax(x, axis)
@@ -127,37 +128,37 @@ def _find_softmax(call: Any, x: Any, axis: int) -> Any:
 
 
 @register("LogSoftmax")
-def apply_log_softmax(call: Any, x: Any) -> Any:
+def apply_log_softmax(call: Call, x: jax.Array) -> Any:
     """ONNX LogSoftmax."""
     return _normalize(call, x, jax.nn.log_softmax)
 
 
 @register("Hardmax")
-def apply_hardmax(call: Any, x: Any) -> Any:
+def apply_hardmax(call: Call, x: jax.Array) -> Any:
     """ONNX Hardmax: 1 at the first largest element, 0 elsewhere."""
-    return _normalize(call, x, _find_hardmax)
+    return _normalize(call, x, _compute_hardmax)
 
 
-def _find_hardmax(x: Any, axis: int) -> Any:
+def _compute_hardmax(x: Any, axis: int) -> Any:
     if x.shape[axis] == 0:
         return x
     return jax.nn.one_hot(jnp.argmax(x, axis), x.shape[axis], dtype=x.dtype, axis=axis)
 
 
 @register("NegativeLogLikelihoodLoss")
-def find_nll_loss(call: Any, x: Any, target: Any, weight: Any = None) -> Any:
+def compute_nll_loss(call: Call, x: jax.Array, target: jax.Array, weight: jax.Array | None = None) -> Any:
     """ONNX NegativeLogLikelihoodLoss."""
     return _reduce_loss(call, x, target, weight)
 
 
 @register("SoftmaxCrossEntropyLoss")
-def find_cross_entropy(call: Any, scores: Any, labels: Any, weights: Any = None) -> Any:
+def compute_cross_entropy(call: Call, scores: jax.Array, labels: jax.Array, weights: jax.Array | None = None) -> Any:
     """ONNX SoftmaxCrossEntropyLoss."""
     log_probabilities = jax.nn.log_softmax(scores, axis=1)
     return _reduce_loss(call, log_probabilities, labels, weights), log_probabilities
 
 
-def _reduce_loss(call: Any, x: Any, target: Any, weight: Any) -> Any:
+def _reduce_loss(call: Call, x: Any, target: Any, weight: Any) -> Any:
     """Return minus the entries of x at the targets along dimension 1, weighted and reduced."""
     ignored = call.get("ignore_index")
     is_ignored = jnp.zeros(target.shape, bool) if ignored is None else target == ignored

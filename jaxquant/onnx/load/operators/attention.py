@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..registry import register
-from ..values import canonicalize_dtype, find_onnx_dtype
+from ...model_file import read_onnx_dtype
+from ..graph import register
+from ..interpret import Call
+from ..values import canonicalize_dtype
 
 _HIGHEST = lax.Precision.HIGHEST
 _WITH_BIAS, _AFTER_SOFTMAX = 2, 3
@@ -25,8 +27,8 @@ def _split_heads(x: Any, heads: int | None) -> Any:
 
 
 @register("Attention")
-def attend(call: Any, q: Any, k: Any, v: Any, *inputs: Any) -> Any:
-    """ONNX Attention: the result, the keys and values with those of the past, and the products if asked for."""
+def attend(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, *inputs: jax.Array) -> Any:
+    """ONNX Attention: the result, the past and present keys and values, and the products if asked for."""
     mask, past_k, past_v, lengths = [*inputs, *[None] * (4 - len(inputs))]
     has_heads = q.ndim == 4
     q = _split_heads(q, call.get("q_num_heads"))
@@ -47,8 +49,8 @@ def attend(call: Any, q: Any, k: Any, v: Any, *inputs: Any) -> Any:
         shown = products if call.get("qk_matmul_output_mode", 0) == 1 else raw
     else:
         shown = products
-    bias = _find_bias(call, q, k, mask, past_k, lengths)
-    weights, biased = _find_weights(call, products, bias)
+    bias = _make_bias(call, q, k, mask, past_k, lengths)
+    weights, biased = _compute_weights(call, products, bias)
     mode = call.get("qk_matmul_output_mode", 0)
     shown = biased if mode == _WITH_BIAS else weights if mode == _AFTER_SOFTMAX else shown
     y = jnp.einsum("bhqk,bhkd->bhqd", weights.astype(q.dtype), wide_v, precision=_HIGHEST)
@@ -57,7 +59,7 @@ def attend(call: Any, q: Any, k: Any, v: Any, *inputs: Any) -> Any:
     return y, k, v, shown.astype(q.dtype)
 
 
-def _find_bias(call: Any, q: Any, k: Any, mask: Any, past: Any, lengths: Any) -> Any:
+def _make_bias(call: Call, q: Any, k: Any, mask: Any, past: Any, lengths: Any) -> Any:
     """Return what is added to the products: 0 where a query may attend to a key, -inf where it may not."""
     infinity, zero = np.asarray(-np.inf, q.dtype), np.zeros((), q.dtype)
     rows, columns = q.shape[2], k.shape[2]
@@ -88,11 +90,11 @@ def _find_bias(call: Any, q: Any, k: Any, mask: Any, past: Any, lengths: Any) ->
     return bias
 
 
-def _find_weights(call: Any, products: Any, bias: Any) -> tuple[Any, Any]:
+def _compute_weights(call: Call, products: Any, bias: Any) -> tuple[Any, Any]:
     """Return the softmax of the products plus the bias, zeros for a query without keys, and that sum."""
     biased = products + bias
     precision = call.get("softmax_precision")
-    wide = biased if not precision else biased.astype(canonicalize_dtype(find_onnx_dtype(precision, "Attention")))
+    wide = biased if not precision else biased.astype(canonicalize_dtype(read_onnx_dtype(precision, "Attention")))
     # jax.nn.softmax would give NaN for a query that may attend to no key.
     top = jnp.max(wide, axis=-1, keepdims=True)
     exponentials = jnp.exp(wide - jnp.where(jnp.isneginf(top), 0, top))
@@ -103,7 +105,9 @@ def _find_weights(call: Any, products: Any, bias: Any) -> tuple[Any, Any]:
 
 
 @register("RotaryEmbedding")
-def rotate_embedding(call: Any, x: Any, cosines: Any, sines: Any, positions: Any = None) -> Any:
+def rotate_embedding(
+    call: Call, x: jax.Array, cosines: jax.Array, sines: jax.Array, positions: jax.Array | None = None
+) -> Any:
     """ONNX RotaryEmbedding."""
     shape = x.shape
     heads = x.transpose(0, 2, 1, 3) if x.ndim == 4 else x.reshape(*shape[:2], call.get("num_heads"), -1)
@@ -125,7 +129,9 @@ def rotate_embedding(call: Any, x: Any, cosines: Any, sines: Any, positions: Any
 
 
 @register("CausalConvWithState")
-def convolve_causally(call: Any, x: Any, w: Any, bias: Any = None, past: Any = None) -> Any:
+def convolve_causally(
+    call: Call, x: jax.Array, w: jax.Array, bias: jax.Array | None = None, past: jax.Array | None = None
+) -> Any:
     """ONNX CausalConvWithState: a depthwise convolution of what was and what comes, and the state after it."""
     count = w.shape[2] - 1
     before = jnp.zeros((*x.shape[:2], count), x.dtype) if past is None else past
@@ -141,7 +147,7 @@ def convolve_causally(call: Any, x: Any, w: Any, bias: Any = None, past: Any = N
 
 
 @register("LinearAttention")
-def attend_linearly(call: Any, q: Any, k: Any, v: Any, *inputs: Any) -> Any:
+def attend_linearly(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, *inputs: jax.Array) -> Any:
     """ONNX LinearAttention, as jax.lax.scan over time."""
     past, decay, beta = [*inputs, *[None] * (3 - len(inputs))]
     heads, kv_heads = call.get("q_num_heads"), call.get("kv_num_heads")

@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
-from ...errors import ModelError
-from ..registry import register
+from ...limits import ModelError
+from ..graph import register
+from ..interpret import Call
 from ..values import (
     OperatorError,
+    Tensor,
     UnknownValueError,
     canonicalize_dtype,
     convert_to_jax,
@@ -34,7 +37,7 @@ _MOST_NUMBERS = 2**10
 
 
 @register("If", keeps=(0,), passes=True)
-def run_if(call: Any, condition: Any) -> Any:
+def run_if(call: Call, condition: Tensor) -> Any:
     """ONNX If: the branch that a known condition chooses, else jax.lax.cond of both."""
     branches = call.get("then_branch"), call.get("else_branch")
     if is_known(condition):
@@ -53,7 +56,7 @@ def run_if(call: Any, condition: Any) -> Any:
 
 
 @register("Scan")
-def run_scan(call: Any, *inputs: Any) -> Any:
+def run_scan(call: Call, *inputs: jax.Array) -> Any:
     """ONNX Scan, as jax.lax.scan. The form before opset 9, with a batch dimension, is Scan-8."""
     if call.opset < 9:
         return _run_batched_scan(call, *inputs)
@@ -63,7 +66,7 @@ def run_scan(call: Any, *inputs: Any) -> Any:
 _SCAN_ATTRIBUTES = ("scan_input_axes", "scan_input_directions", "scan_output_axes", "scan_output_directions")
 
 
-def _scan(call: Any, body: Any, inputs: Sequence[Any], attributes: dict[str, Any]) -> tuple[Any, ...]:
+def _scan(call: Call, body: Any, inputs: Sequence[Any], attributes: dict[str, Any]) -> tuple[Any, ...]:
     scanned = call.get("num_scan_inputs")
     states, sequences = list(inputs[: len(inputs) - scanned]), list(inputs[len(inputs) - scanned :])
     axes, directions = attributes["scan_input_axes"], attributes["scan_input_directions"]
@@ -85,7 +88,7 @@ def _scan(call: Any, body: Any, inputs: Sequence[Any], attributes: dict[str, Any
     return (*last, *results)
 
 
-def _run_batched_scan(call: Any, lengths: Any, *inputs: Any) -> tuple[Any, ...]:
+def _run_batched_scan(call: Call, lengths: Any, *inputs: Any) -> tuple[Any, ...]:
     """Scan-8: every input has a batch dimension first."""
     if lengths is not None:
         raise ModelError("Scan-8 with sequence_lens is not supported")
@@ -96,10 +99,10 @@ def _run_batched_scan(call: Any, lengths: Any, *inputs: Any) -> tuple[Any, ...]:
 
 # The states are passed as they are, because they may be shapes, which have to stay numpy arrays.
 @register("Loop", keeps=(0, 1), passes=True)
-def run_loop(call: Any, count: Any, condition: Any, *states: Any) -> Any:
+def run_loop(call: Call, count: Tensor, condition: Tensor, *states: Any) -> Any:
     """ONNX Loop: written out in Python if it can be, else jax.lax.scan or jax.lax.while_loop."""
     body = call.get("body")
-    trips = None if count is None else int(count.reshape(())) if is_known(count) else count
+    trips: Any = None if count is None else int(count.reshape(())) if is_known(count) else count
     limit = call.run.limits.iterations
     if isinstance(trips, int) and trips > limit and condition is None and _keeps_condition(body):
         raise ModelError(f"a Loop of {trips} iterations, more than Limits.iterations = {limit}")
@@ -121,7 +124,7 @@ class _UnknownConditionError(Exception):
     """A loop computes its condition from values that are traced."""
 
 
-def _is_arithmetic(call: Any, body: Any, trips: int, states: Sequence[Any]) -> bool:
+def _is_arithmetic(call: Call, body: Any, trips: int, states: Sequence[Any]) -> bool:
     """Return whether a long loop computes with known numbers only, so that its results stay known."""
     values = [*states, *(call.values[name] for name in body.list_captures())]
     is_short = trips * (len(body.nodes) + 1) <= _MOST_ARITHMETIC
@@ -138,7 +141,7 @@ def _keeps_condition(body: Any) -> bool:
 
 
 def _loop_in_python(
-    call: Any, body: Any, trips: int | None, condition: Any, states: Sequence[Any], is_fixed: bool
+    call: Call, body: Any, trips: int | None, condition: Any, states: Sequence[Any], is_fixed: bool
 ) -> tuple[Any, ...]:
     carried, scanned, step = list(states), [], 0
     limit = call.run.limits.iterations
@@ -165,7 +168,7 @@ def _loop_in_python(
     return (*carried, *(_stack(list(values)) for values in zip(*scanned, strict=True)))
 
 
-def _make_empty_outputs(call: Any, body: Any, states: Sequence[Any]) -> list[Any]:
+def _make_empty_outputs(call: Call, body: Any, states: Sequence[Any]) -> list[Any]:
     """Return the scan outputs of a Loop without iterations: length 0, and the shape that the first one would have."""
     names = body.outputs[1 + len(states) :]
     if not names:
@@ -197,7 +200,7 @@ def _make_empty_outputs(call: Any, body: Any, states: Sequence[Any]) -> list[Any
     return results
 
 
-def _make_empty(shape: Sequence[Any], dtype: Any) -> Any:
+def _make_empty(shape: Sequence[Any], dtype: DTypeLike | None) -> Any:
     """Return an array of length 0 and this shape, known unless a length is symbolic."""
     if is_static(shape):
         return np.zeros((0, *shape), dtype)
@@ -208,7 +211,7 @@ def _stack(values: list[Any]) -> Any:
     return namespace(*values).stack([v if namespace(*values) is np else convert_to_jax(v) for v in values])
 
 
-def _loop_by_scan(call: Any, body: Any, trips: int, states: Sequence[Any]) -> tuple[Any, ...]:
+def _loop_by_scan(call: Call, body: Any, trips: int, states: Sequence[Any]) -> tuple[Any, ...]:
     if trips > call.run.limits.iterations:
         raise ModelError(f"a Loop of {trips} iterations, more than Limits.iterations = {call.run.limits.iterations}")
 
@@ -222,7 +225,7 @@ def _loop_by_scan(call: Any, body: Any, trips: int, states: Sequence[Any]) -> tu
     return (*last, *stacked)
 
 
-def _loop_by_while(call: Any, body: Any, trips: Any, condition: Any, states: Sequence[Any]) -> tuple[Any, ...]:
+def _loop_by_while(call: Call, body: Any, trips: Any, condition: Any, states: Sequence[Any]) -> tuple[Any, ...]:
     # The length of what is stacked would depend on data.
     if len(body.outputs) > 1 + len(states):
         raise UnknownValueError(
@@ -260,25 +263,25 @@ def _invalidate(x: jax.Array, is_cut: jax.Array) -> jax.Array:
 
 
 @register("SequenceConstruct", passes=True)
-def make_sequence(call: Any, *values: Any) -> Any:
+def make_sequence(call: Call, *values: Any) -> Any:
     """ONNX SequenceConstruct."""
     return list(values)
 
 
 @register("SequenceEmpty")
-def make_empty_sequence(call: Any) -> Any:
+def make_empty_sequence(call: Call) -> Any:
     """ONNX SequenceEmpty."""
     return []
 
 
 @register("SequenceAt", static=(1,), passes=True)
-def take_from_sequence(call: Any, sequence: Any, position: Any) -> Any:
+def take_from_sequence(call: Call, sequence: Any, position: np.ndarray) -> Any:
     """ONNX SequenceAt."""
     return sequence[int(position.reshape(()))]
 
 
 @register("SequenceInsert", static=(2,), passes=True)
-def insert_into_sequence(call: Any, sequence: Any, value: Any, position: Any = None) -> Any:
+def insert_into_sequence(call: Call, sequence: Any, value: Any, position: np.ndarray | None = None) -> Any:
     """ONNX SequenceInsert."""
     place = len(sequence) if position is None else int(position.reshape(()))
     place = place + len(sequence) if place < 0 else place
@@ -286,27 +289,27 @@ def insert_into_sequence(call: Any, sequence: Any, value: Any, position: Any = N
 
 
 @register("SequenceErase", static=(1,), passes=True)
-def erase_from_sequence(call: Any, sequence: Any, position: Any = None) -> Any:
+def erase_from_sequence(call: Call, sequence: Any, position: np.ndarray | None = None) -> Any:
     """ONNX SequenceErase."""
     place = (len(sequence) - 1 if position is None else int(position.reshape(()))) % max(len(sequence), 1)
     return [*sequence[:place], *sequence[place + 1 :]]
 
 
 @register("SequenceLength", passes=True)
-def count_sequence(call: Any, sequence: Any) -> Any:
+def count_sequence(call: Call, sequence: Any) -> Any:
     """ONNX SequenceLength."""
     return np.asarray(len(sequence), np.int64)
 
 
 @register("ConcatFromSequence", folds=True)
-def concatenate_sequence(call: Any, sequence: Any) -> Any:
+def concatenate_sequence(call: Call, sequence: Tensor) -> Any:
     """ONNX ConcatFromSequence."""
     axis, xp = call.get("axis", 0), namespace(*sequence)
     return xp.stack(sequence, axis) if call.get("new_axis", 0) else xp.concatenate(sequence, axis)
 
 
 @register("SplitToSequence", static=(1,), folds=True)
-def split_to_sequence(call: Any, x: Any, split: Any = None) -> Any:
+def split_to_sequence(call: Call, x: Tensor, split: np.ndarray | None = None) -> Any:
     """ONNX SplitToSequence."""
     axis = normalize_axis(call.get("axis", 0), x.ndim)
     length = x.shape[axis]
@@ -322,7 +325,7 @@ def split_to_sequence(call: Any, x: Any, split: Any = None) -> Any:
 
 
 @register("SequenceMap", passes=True)
-def map_sequence(call: Any, sequence: Any, *others: Any) -> Any:
+def map_sequence(call: Call, sequence: Any, *others: Any) -> Any:
     """ONNX SequenceMap."""
     body, results = call.get("body"), []
     for i, value in enumerate(sequence):

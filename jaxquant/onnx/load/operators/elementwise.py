@@ -9,21 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core, lax
+from jax.typing import DTypeLike
 
 from ...._core import dtypes
 from ...._kernels import barriers
+from ...model_file import read_onnx_dtype
 from .. import float_kernels
-from ..graph import ROUNDED_ONCE
-from ..registry import register
-from ..values import (
-    broadcast_shapes,
-    broadcast_to,
-    canonicalize_dtype,
-    convert_to_jax,
-    find_onnx_dtype,
-    namespace,
-    wrap_result,
-)
+from ..graph import ROUNDED_ONCE, register
+from ..interpret import Call
+from ..values import Tensor, broadcast_shapes, broadcast_to, canonicalize_dtype, convert_to_jax, namespace, wrap_result
 
 # Functions that numpy and jax.numpy have under one name.
 _UNARY = {
@@ -58,12 +52,12 @@ _BINARY = {
     "GreaterOrEqual": "greater_equal",
 }
 _VARIADIC = {"Max": "maximum", "Min": "minimum", "Sum": "add"}
-# Of symbolic lengths, whose order may be unknown.
+# Of symbolic lengths, which may be in an unknown order.
 _LENGTHS = {"maximum": core.max_dim, "minimum": core.min_dim}
 _NUMPY_KINDS = "biuf"
 
 
-def broadcast(call: Any, *values: Any) -> list[Any]:
+def broadcast(call: Call, *values: Any) -> list[Any]:
     """Return arrays broadcast against each other by numpy's rules, after a check of the memory that they take."""
     shape = broadcast_shapes(*(value.shape for value in values))
     call.reserve(shape, values[0].dtype)
@@ -102,7 +96,7 @@ _register_named()
 
 
 @register("RoundedMul", domain="jaxquant", folds=True)
-def multiply_rounded(call: Any, a: Any, b: Any) -> Any:
+def multiply_rounded(call: Call, a: Tensor, b: Tensor) -> Any:
     """Multiply, and round the product before a sum that follows: XLA would contract the two into one operation."""
     xp = namespace(a, b)
     product = xp.multiply(*broadcast(call, a, b))
@@ -110,26 +104,26 @@ def multiply_rounded(call: Any, a: Any, b: Any) -> Any:
 
 
 @register("Sqrt", folds=True)
-def find_root(call: Any, x: Any) -> Any:
+def compute_root(call: Call, x: Tensor) -> Any:
     """ONNX Sqrt, rounded: XLA would replace a division by a root by a product with an approximate inverse root."""
     y = wrap_result(namespace(x).sqrt(x)).astype(x.dtype)
     return barriers.round_result(y) if call.has_runtime_floats(y) else y
 
 
 @register("Tanh", folds=True)
-def find_tanh(call: Any, x: Any) -> Any:
+def compute_tanh(call: Call, x: Tensor) -> Any:
     """ONNX Tanh."""
     return float_kernels.tanh(x) if call.has_runtime_floats(x) else wrap_result(namespace(x).tanh(x)).astype(x.dtype)
 
 
 @register("Mean", folds=True)
-def average_inputs(call: Any, *values: Any) -> Any:
+def average_inputs(call: Call, *values: Tensor) -> Any:
     """ONNX Mean: the average of all inputs."""
     return (_apply_variadic("add", call, *values) / len(values)).astype(values[0].dtype)
 
 
 @register("Div", folds=True)
-def divide(call: Any, a: Any, b: Any) -> Any:
+def divide(call: Call, a: Tensor, b: Tensor) -> Any:
     """ONNX Div: integers are divided towards zero."""
     a, b = broadcast(call, a, b)
     xp = namespace(a, b)
@@ -148,14 +142,14 @@ def divide(call: Any, a: Any, b: Any) -> Any:
 
 
 @register("Mod", folds=True)
-def find_remainder(call: Any, a: Any, b: Any) -> Any:
+def compute_remainder(call: Call, a: Tensor, b: Tensor) -> Any:
     """ONNX Mod: the sign is the divisor's, or with fmod=1 the dividend's."""
     xp = namespace(a, b)
     return (xp.fmod if call.get("fmod", 0) else xp.mod)(*broadcast(call, a, b))
 
 
 @register("Pow", folds=True)
-def raise_to_power(call: Any, base: Any, exponent: Any) -> Any:
+def raise_to_power(call: Call, base: Tensor, exponent: Tensor) -> Any:
     """ONNX Pow: the result has the dtype of the base."""
     dtype = base.dtype
     base, exponent = broadcast(call, base, exponent)
@@ -168,7 +162,7 @@ def raise_to_power(call: Any, base: Any, exponent: Any) -> Any:
         exponent = exponent.astype(base.dtype)
     if base.dtype.kind in "iu":
         # Neither numpy nor JAX computes negative powers of integers. They are fractions, without the part after the
-        # point: 0, but for those of 1 and -1.
+        # point: 0, except for the powers of 1 and -1.
         is_negative, zero = exponent < 0, xp.zeros_like(exponent)
         exponent = xp.where(is_negative & (xp.abs(base) == 1), -exponent, exponent)
         power = xp.power(base, xp.maximum(exponent, zero))
@@ -177,7 +171,7 @@ def raise_to_power(call: Any, base: Any, exponent: Any) -> Any:
 
 
 @register("BitShift", folds=True)
-def shift_bits(call: Any, x: Any, y: Any) -> Any:
+def shift_bits(call: Call, x: Tensor, y: Tensor) -> Any:
     """ONNX BitShift."""
     x, y = broadcast(call, x, y)
     xp = namespace(x, y)
@@ -185,7 +179,7 @@ def shift_bits(call: Any, x: Any, y: Any) -> Any:
 
 
 @register("IsInf", folds=True)
-def find_infinities(call: Any, x: Any) -> Any:
+def mark_infinities(call: Call, x: Tensor) -> Any:
     """ONNX IsInf."""
     xp = namespace(x)
     y = xp.isinf(x)
@@ -195,7 +189,7 @@ def find_infinities(call: Any, x: Any) -> Any:
 
 
 @register("Reciprocal", folds=True)
-def invert_number(call: Any, x: Any) -> Any:
+def invert_number(call: Call, x: Tensor) -> Any:
     """ONNX Reciprocal."""
     if call.has_runtime_floats(x):
         return float_kernels.divide(jnp.ones_like(x), x)
@@ -203,13 +197,18 @@ def invert_number(call: Any, x: Any) -> Any:
 
 
 @register("Where", folds=True)
-def choose(call: Any, condition: Any, x: Any, y: Any) -> Any:
+def choose(call: Call, condition: Tensor, x: Tensor, y: Tensor) -> Any:
     """ONNX Where."""
     return namespace(condition, x, y).where(*broadcast(call, condition, x, y))
 
 
 @register("Clip", folds=True)
-def clip(call: Any, x: Any, low: Any = None, high: Any = None) -> Any:
+def clip(
+    call: Call,
+    x: Tensor,
+    low: Tensor | None = None,
+    high: Tensor | None = None,
+) -> Any:
     """ONNX Clip: the bounds are attributes before opset 11."""
     xp = namespace(x, low, high)
     if call.opset < 11:
@@ -219,21 +218,21 @@ def clip(call: Any, x: Any, low: Any = None, high: Any = None) -> Any:
 
 
 @register("Cast", folds=True)
-def cast(call: Any, x: Any) -> Any:
+def cast(call: Call, x: Tensor) -> Any:
     """ONNX Cast."""
-    return cast_to(x, find_onnx_dtype(call.get("to"), "Cast"), bool(call.get("saturate", 1)))
+    return cast_to(x, read_onnx_dtype(call.get("to"), "Cast"), bool(call.get("saturate", 1)))
 
 
 @register("CastLike", folds=True)
-def cast_like(call: Any, x: Any, like: Any) -> Any:
+def cast_like(call: Call, x: Tensor, like: Tensor) -> Any:
     """ONNX CastLike."""
     return cast_to(x, like.dtype, bool(call.get("saturate", 1)))
 
 
 @register("BitCast", folds=True)
-def cast_bits(call: Any, x: Any) -> Any:
+def cast_bits(call: Call, x: Tensor) -> Any:
     """ONNX BitCast."""
-    dtype = find_onnx_dtype(call.get("to"), "BitCast")
+    dtype = read_onnx_dtype(call.get("to"), "BitCast")
     if namespace(x) is np:
         return x.view(dtype)
     dtype = canonicalize_dtype(dtype)
@@ -242,7 +241,7 @@ def cast_bits(call: Any, x: Any) -> Any:
     return lax.bitcast_convert_type(x, dtype)
 
 
-def cast_to(x: Any, dtype: Any, saturate: bool = True) -> Any:
+def cast_to(x: Any, dtype: DTypeLike, saturate: bool = True) -> Any:
     """Return an array in another dtype, with ONNX's rules for floats of 8 bits and fewer."""
     dtype = np.dtype(dtype)
     if x.dtype == dtype or (x.dtype == object and dtype.kind in "iu"):  # symbolic lengths stay what they are
@@ -263,13 +262,18 @@ def cast_to(x: Any, dtype: Any, saturate: bool = True) -> Any:
 
 
 @register("Identity", folds=True)
-def pass_on(call: Any, x: Any) -> Any:
+def pass_on(call: Call, x: Tensor) -> Any:
     """ONNX Identity."""
     return x
 
 
 @register("Dropout", keeps=(1, 2))
-def drop_out(call: Any, x: Any, ratio: Any = None, training: Any = None) -> Any:
+def drop_out(
+    call: Call,
+    x: jax.Array,
+    ratio: Tensor | None = None,
+    training: Tensor | None = None,
+) -> Any:
     """ONNX Dropout without training: the input, and a mask of True."""
     is_training = training is not None and bool(np.asarray(training).reshape(()))
     if is_training and (ratio is None or float(np.asarray(ratio).reshape(())) != 0):
@@ -278,7 +282,7 @@ def drop_out(call: Any, x: Any, ratio: Any = None, training: Any = None) -> Any:
 
 
 @register("Erf")
-def find_error_function(call: Any, x: Any) -> Any:
+def compute_error_function(call: Call, x: jax.Array) -> Any:
     """ONNX Erf."""
     # bfloat16 of ml_dtypes has the kind V.
     return jax.scipy.special.erf(x) if x.dtype.kind in "fV" else x

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...errors import ModelError
-from ..registry import register
+from ...limits import ModelError
+from ..graph import register
+from ..interpret import Call
 from ..values import (
+    Tensor,
     canonicalize_dtype,
     convert_to_jax,
     is_static,
@@ -24,8 +26,8 @@ from ..values import (
 )
 
 
-def _wrap(call: Any, index: Any, length: Any) -> Any:
-    """Return indices of which negative ones count from the back; `length` is one, or a vector of one for each column.
+def _wrap(call: Call, index: Any, length: Any) -> Any:
+    """Return indices without negative ones, which count from the back; `length` is a number, or one for each column.
 
     A model that `export` wrote has no negative index, and would grow with each load and export.
     """
@@ -46,7 +48,7 @@ _BEYOND = 2**31 - 1
 
 
 @register("Slice", static=(1, 2, 3, 4), folds=True)
-def slice_array(call: Any, x: Any, *arguments: Any) -> Any:
+def slice_array(call: Call, x: Tensor, *arguments: Tensor) -> Any:
     """ONNX Slice: the arguments are attributes before opset 10."""
     names = ("starts", "ends", "axes", "steps")
     given = [*arguments, *[None] * (4 - len(arguments))]
@@ -59,30 +61,30 @@ def slice_array(call: Any, x: Any, *arguments: Any) -> Any:
     cuts = [slice(None)] * x.ndim
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         axis = normalize_axis(axis, x.ndim)
-        cuts[axis] = _find_slice(start, end, step, x.shape[axis])
+        cuts[axis] = _make_slice(start, end, step, x.shape[axis])
     return x[tuple(cuts)]
 
 
-def _find_slice(start: Any, end: Any, step: int, length: Any) -> slice:
+def _make_slice(start: Any, end: Any, step: int, length: Any) -> slice:
     """Return Python's slice of ONNX's bounds, which count from the back if they are negative, and are clamped."""
     if step == 0:
         raise ModelError("expected a step that is not 0")
     if not is_static((start, end, length)):
-        return _find_symbolic_slice(start, end, step, length)
+        return _make_symbolic_slice(start, end, step, length)
     low, high = (0, length) if step > 0 else (-1, length - 1)
     start, end = (min(max(n + length if n < 0 else n, low), high) for n in (start, end))
     return slice(max(start, 0), None if end < 0 else end, step)
 
 
-def _find_symbolic_slice(start: Any, end: Any, step: int, length: Any) -> slice:
-    """Return Python's slice of bounds that JAX clamps, without those that are at or beyond an end."""
+def _make_symbolic_slice(start: Any, end: Any, step: int, length: Any) -> slice:
+    """Return Python's slice of bounds that JAX clamps, without the bounds that are at or beyond an end."""
     first = step > 0 and isinstance(start, int) and start == 0
     last = end >= _BEYOND if isinstance(end, int) and step > 0 else isinstance(end, int) and end <= -_BEYOND
     return slice(None if first else start, None if last or (step > 0 and end == length) else end, step)
 
 
 @register("Gather", folds=True)
-def gather(call: Any, x: Any, indices: Any) -> Any:
+def gather(call: Call, x: Tensor, indices: Tensor) -> Any:
     """ONNX Gather."""
     axis = normalize_axis(call.get("axis", 0), x.ndim)
     call.reserve((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]), x.dtype)
@@ -95,11 +97,11 @@ def gather(call: Any, x: Any, indices: Any) -> Any:
 
 
 @register("GatherElements", folds=True)
-def gather_elements(call: Any, x: Any, indices: Any) -> Any:
+def gather_elements(call: Call, x: Tensor, indices: Tensor) -> Any:
     """ONNX GatherElements."""
     axis = normalize_axis(call.get("axis", 0), x.ndim)
     xp, index = namespace(x, indices), _wrap(call, indices, x.shape[axis])
-    # The other dimensions of the indices may be shorter than those of x.
+    # The other dimensions of the indices may be shorter than in x.
     cut = tuple(slice(None) if i == axis else slice(n) for i, n in enumerate(indices.shape))
     if xp is np:
         return np.take_along_axis(x[cut], index, axis)
@@ -107,12 +109,12 @@ def gather_elements(call: Any, x: Any, indices: Any) -> Any:
 
 
 @register("GatherND", folds=True)
-def gather_nd(call: Any, x: Any, indices: Any) -> Any:
+def gather_nd(call: Call, x: Tensor, indices: Tensor) -> Any:
     """ONNX GatherND."""
     batch, count = call.get("batch_dims", 0), indices.shape[-1]
     index = _wrap(call, indices, x.shape[batch : batch + count])
     if namespace(x, index) is np:
-        # Indices of the batch dimensions that broadcast against those of the model.
+        # Indices of the batch dimensions that broadcast against the model's indices.
         rest = indices.ndim - 1 - batch
         grids = [grid.reshape(*grid.shape, *(1,) * rest) for grid in _make_grids(x.shape[:batch])]
         return x[(*grids, *np.moveaxis(index, -1, 0))]
@@ -150,9 +152,9 @@ _MODE = "promise_in_bounds"
 _UFUNCS = {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum}
 
 
-def _update_known(call: Any, x: np.ndarray, index: tuple[Any, ...], updates: np.ndarray) -> np.ndarray:
+def _update_known(call: Call, x: Tensor, index: tuple[Any, ...], updates: Tensor) -> np.ndarray:
     """Return a copy of x with elements replaced, or combined with updates, by numpy."""
-    y, reduction = x.copy(), call.get("reduction", "none")
+    y, reduction = np.array(x), call.get("reduction", "none")
     if reduction == "none":
         y = y.astype(np.result_type(x, updates), copy=False)  # one of them may be symbolic lengths
         y[index] = updates
@@ -162,19 +164,19 @@ def _update_known(call: Any, x: np.ndarray, index: tuple[Any, ...], updates: np.
 
 
 @register("ScatterElements", "Scatter", folds=True)
-def scatter_elements(call: Any, x: Any, indices: Any, updates: Any) -> Any:
+def scatter_elements(call: Call, x: Tensor, indices: Tensor, updates: Tensor) -> Any:
     """ONNX ScatterElements."""
     axis = normalize_axis(call.get("axis", 0), x.ndim)
     grids = _make_grids(indices.shape)
     index = tuple(_wrap(call, indices, x.shape[axis]) if i == axis else grid for i, grid in enumerate(grids))
     if namespace(x, indices, updates) is np:
         return _update_known(call, x, index, updates)
-    update = getattr(x.at[index], _REDUCTIONS[call.get("reduction", "none")])
+    update = getattr(convert_to_jax(x).at[index], _REDUCTIONS[call.get("reduction", "none")])
     return update(updates, mode=_MODE, wrap_negative_indices=False)
 
 
 @register("ScatterND", folds=True)
-def scatter_nd(call: Any, x: Any, indices: Any, updates: Any) -> Any:
+def scatter_nd(call: Call, x: Tensor, indices: Tensor, updates: Tensor) -> Any:
     """ONNX ScatterND."""
     count = indices.shape[-1]
     index = _wrap(call, indices, x.shape[:count])
@@ -187,7 +189,7 @@ def scatter_nd(call: Any, x: Any, indices: Any, updates: Any) -> Any:
 
 
 @register("TensorScatter")
-def scatter_into_cache(call: Any, past: Any, update: Any, starts: Any = None) -> Any:
+def scatter_into_cache(call: Call, past: jax.Array, update: jax.Array, starts: jax.Array | None = None) -> Any:
     """ONNX TensorScatter: write rows into a cache, from an index of each batch on."""
     axis = normalize_axis(call.get("axis", -2), past.ndim)
     batch, length = past.shape[0], update.shape[axis]
@@ -200,7 +202,7 @@ def scatter_into_cache(call: Any, past: Any, update: Any, starts: Any = None) ->
 
 
 @register("Compress", static=(1,), folds=True)
-def compress(call: Any, x: Any, condition: Any) -> Any:
+def compress(call: Call, x: Tensor, condition: np.ndarray) -> Any:
     """ONNX Compress with a known condition."""
     (index,) = np.nonzero(condition)
     axis = call.get("axis")
@@ -210,13 +212,13 @@ def compress(call: Any, x: Any, condition: Any) -> Any:
 
 
 @register("NonZero", static=(0,))
-def find_nonzero(call: Any, x: Any) -> Any:
+def list_nonzero(call: Call, x: np.ndarray) -> Any:
     """ONNX NonZero of a known array."""
     return np.stack(np.nonzero(x)).astype(np.int64) if x.ndim else np.zeros((0, int(bool(x))), np.int64)
 
 
 @register("TopK", static=(1,))
-def find_largest(call: Any, x: Any, k: Any = None) -> Any:
+def select_largest(call: Call, x: jax.Array, k: np.ndarray | None = None) -> Any:
     """ONNX TopK: of equal elements the one with the lower index comes first."""
     axis, index_dtype = normalize_axis(call.get("axis", -1), x.ndim), canonicalize_dtype(np.int64)
     count = int(call.get("k") if k is None else np.asarray(k).reshape(-1)[0])
@@ -235,7 +237,7 @@ def find_largest(call: Any, x: Any, k: Any = None) -> Any:
 
 
 @register("Unique", static=(0,))
-def find_unique(call: Any, x: Any) -> Any:
+def select_unique(call: Call, x: np.ndarray) -> Any:
     """ONNX Unique of a known array."""
     axis = call.get("axis")
     values, first, inverse, counts = np.unique(x, True, True, True, axis=axis)

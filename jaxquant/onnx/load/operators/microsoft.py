@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,69 +12,62 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .... import ops
 from ...._kernels import affine, barriers
-from ...._onnx_ops.activations import qlinear_leaky_relu, qlinear_sigmoid, qlinear_softmax
-from ...._onnx_ops.arithmetic import qlinear_add, qlinear_mul
-from ...._onnx_ops.gather_block_quantized import gather_block_quantized
-from ...._onnx_ops.matmul_nbits import matmul_nbits
-from ...._onnx_ops.matrix_products import dynamic_quantize_matmul, matmul_integer_to_float, qlinear_matmul
-from ...._onnx_ops.pooling import qlinear_average_pool, qlinear_global_average_pool, qlinear_reduce_mean
-from ...._onnx_ops.selection import qlinear_concat, qlinear_where
-from ..registry import OPERATORS, register
+from ..graph import OPERATORS, register
+from ..interpret import Call
+from ..values import Tensor
 from . import quantized
 from .activations import apply_activation
 from .neural import convolve, multiply_general
 from .normalization import normalize_layer, normalize_mean_square
 from .quantized import list_given, make_zero, read_scalar
-from .windows import find_windows
+from .windows import read_windows
 
 _DOMAIN = "com.microsoft"
 _register = functools.partial(register, domain=_DOMAIN)
-_POOL_ATTRIBUTES = ("kernel_shape", "auto_pad", "ceil_mode", "channels_last", "count_include_pad", "pads", "strides")
-# For each operator: the function, its attributes, and the inputs that are codes and not scales or zero points.
-_FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...], tuple[int, ...]]] = {
-    "QLinearAdd": (qlinear_add, (), (0, 3)),
-    "QLinearMul": (qlinear_mul, (), (0, 3)),
-    "QLinearGlobalAveragePool": (qlinear_global_average_pool, ("channels_last",), (0,)),
-    "QLinearReduceMean": (qlinear_reduce_mean, ("axes", "keepdims"), (0,)),
-    "QLinearWhere": (qlinear_where, (), (0, 1, 4)),
-    "QLinearSigmoid": (qlinear_sigmoid, (), (0,)),
-    "QLinearLeakyRelu": (qlinear_leaky_relu, ("alpha",), (0,)),
-    "QLinearSoftmax": (qlinear_softmax, ("axis", "opset"), (0,)),
-}
 # The accuracy_level of MatMulNBits that rounds its float operand to int8.
 _BYTES = 4
-_FLAGS = ("ceil_mode", "channels_last", "count_include_pad", "keepdims")
 
 
-def _register_functions() -> None:
-    def bind(function: Callable[..., Any], names: tuple[str, ...], codes: tuple[int, ...]) -> Any:
-        def apply(call: Any, *inputs: Any) -> Any:
-            attributes = list_given(call, names)
-            attributes = {n: bool(v) if n in _FLAGS else v for n, v in attributes.items()}
-            values = [x if i in codes else read_scalar(x) for i, x in enumerate(inputs)]
-            return function(*values, **attributes)
+def _register_function(name: str) -> Callable[..., Any]:
+    """Register a function of `jaxquant.ops` under the name of its operator, and return what runs it.
 
-        return apply
+    Its positional parameters are the inputs, its keyword-only ones the attributes.
+    """
+    function = getattr(ops, name)
+    parameters = list(inspect.signature(function).parameters.values())
+    attributes = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    inputs = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    affine = tuple(i for i, p in enumerate(inputs) if p.name.endswith(("_scale", "_zero_point")))
+    flags = {p.name for p in attributes if isinstance(p.default, bool)}
 
-    for name, (function, attributes, codes) in _FUNCTIONS.items():
-        keeps = tuple(i for i in range(9) if i not in codes)
-        _register(name, keeps=keeps)(bind(function, attributes, codes))
+    def apply(call: Call, *inputs: Tensor) -> Any:
+        given = list_given(call, tuple(p.name for p in attributes))
+        given = {n: bool(v) if n in flags else v for n, v in given.items()}
+        return function(*(read_scalar(x) if i in affine else x for i, x in enumerate(inputs)), **given)
+
+    _register("QLinear" + name.removeprefix("qlinear_").title().replace("_", ""), keeps=affine)(apply)
+    return apply
 
 
-_register_functions()
+# The others are ONNX's own, or written below.
+_FUNCTIONS = {
+    name: _register_function(name)
+    for name in ops.__all__
+    if name.startswith("qlinear_") and name not in ("qlinear_conv", "qlinear_matmul", "qlinear_concat")
+}
 
 
 @_register("QLinearAveragePool", keeps=(1, 2, 3, 4))
-def average_windows(call: Any, x: Any, *inputs: Any) -> Any:
+def average_windows(call: Call, x: jax.Array, *inputs: Tensor) -> Any:
     """ONNX Runtime's QLinearAveragePool."""
     if not call.get("channels_last", 0):
         lengths = x.shape[2:]
-        windows = find_windows(call, lengths)
-        if windows.find_full_padding(lengths) != windows.padding:
+        windows = read_windows(call, lengths)
+        if windows.compute_full_padding(lengths) != windows.padding:
             call.run.cut.add(call.node.label)
-    attributes = {n: bool(v) if n in _FLAGS else v for n, v in list_given(call, _POOL_ATTRIBUTES).items()}
-    return qlinear_average_pool(x, *map(read_scalar, inputs), **attributes)
+    return _FUNCTIONS["qlinear_average_pool"](call, x, *inputs)
 
 
 for _name in ("QuantizeLinear", "DequantizeLinear"):
@@ -82,27 +76,41 @@ assert quantized  # its import fills the table
 
 
 @_register("QLinearConcat", keeps=(0, 1))
-def concatenate_codes(call: Any, scale: Any, zero_point: Any, *inputs: Any) -> Any:
+def concatenate_codes(call: Call, scale: Tensor, zero_point: Tensor, *inputs: jax.Array) -> Any:
     """ONNX Runtime's QLinearConcat."""
     parts = [x if i % 3 == 0 else read_scalar(x) for i, x in enumerate(inputs)]
-    return qlinear_concat(read_scalar(scale), read_scalar(zero_point), *parts, axis=call.get("axis"))
+    return ops.qlinear_concat(read_scalar(scale), read_scalar(zero_point), *parts, axis=call.get("axis"))
 
 
 @_register("MatMulIntegerToFloat", keeps=(2, 3, 4, 5))
-def multiply_codes_to_float(call: Any, a: Any, b: Any, *inputs: Any) -> Any:
+def multiply_codes_to_float(call: Call, a: jax.Array, b: jax.Array, *inputs: jax.Array) -> Any:
     """ONNX Runtime's MatMulIntegerToFloat."""
     scales = [read_scalar(x) for x in inputs[:4]]
-    return matmul_integer_to_float(a, b, *scales, *inputs[4:])
+    return ops.matmul_integer_to_float(a, b, *scales, *inputs[4:])
 
 
 @_register("DynamicQuantizeMatMul", keeps=(2, 3))
-def quantize_and_multiply(call: Any, a: Any, b: Any, scale: Any, zero_point: Any = None, bias: Any = None) -> Any:
+def quantize_and_multiply(
+    call: Call,
+    a: jax.Array,
+    b: jax.Array,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    bias: jax.Array | None = None,
+) -> Any:
     """ONNX Runtime's DynamicQuantizeMatMul."""
-    return dynamic_quantize_matmul(a, b, read_scalar(scale), read_scalar(zero_point), bias)
+    return ops.dynamic_quantize_matmul(a, b, read_scalar(scale), read_scalar(zero_point), bias)
 
 
 @_register("QGemm", keeps=(1, 2, 4, 5, 7, 8))
-def multiply_general_codes(call: Any, a: Any, a_scale: Any, a_point: Any, b: Any, *inputs: Any) -> Any:
+def multiply_general_codes(
+    call: Call,
+    a: jax.Array,
+    a_scale: Tensor,
+    a_point: Tensor,
+    b: jax.Array,
+    *inputs: jax.Array,
+) -> Any:
     """ONNX Runtime's QGemm; without y_scale the result is float32."""
     b_scale, b_point, c, y_scale, y_point = [*inputs, *[None] * (5 - len(inputs))]
     a = a.T if call.get("transA", 0) else a
@@ -111,17 +119,17 @@ def multiply_general_codes(call: Any, a: Any, a_scale: Any, a_point: Any, b: Any
     a_scale = read_scalar(a_scale)
     a_scale = a_scale if alpha == 1 else a_scale * alpha
     a_point, b_point = (make_zero(x.dtype) if p is None else read_scalar(p) for p, x in ((a_point, a), (b_point, b)))
-    # The operator's zero points are optional; those of the function are not.
+    # The operator's zero points are optional; the function's are not.
     if y_scale is not None and y_point is None:
         y_point = make_zero(a.dtype)
     bias = None if c is None else jnp.broadcast_to(c.reshape(-1), (b.shape[-1],))
-    return qlinear_matmul(
+    return ops.qlinear_matmul(
         a, a_scale, a_point, b, read_scalar(b_scale), b_point, read_scalar(y_scale), read_scalar(y_point), bias
     )
 
 
 @_register("MatMulNBits")
-def multiply_packed(call: Any, a: Any, b: Any, scales: Any, *inputs: Any) -> Any:
+def multiply_packed(call: Call, a: jax.Array, b: jax.Array, scales: jax.Array, *inputs: jax.Array) -> Any:
     """ONNX Runtime's MatMulNBits; with accuracy_level=4 the floats are rounded to int8, as by its kernel for x86-64."""
     zero_points, order, bias = [*inputs, *[None] * (3 - len(inputs))]
     if order is not None:
@@ -131,14 +139,16 @@ def multiply_packed(call: Any, a: Any, b: Any, scales: Any, *inputs: Any) -> Any
     is_float = zero_points is not None and zero_points.dtype != np.uint8
     if call.get("accuracy_level", 0) == _BYTES and a.dtype == np.float32 and not is_float:
         a = _round_to_bytes(a, call.get("block_size"))
-    return matmul_nbits(a, b, scales, zero_points, bias, bits=call.get("bits", 4), **attributes)
+    return ops.matmul_nbits(a, b, scales, zero_points, bias, bits=call.get("bits", 4), **attributes)
 
 
 @_register("GatherBlockQuantized")
-def look_up_blocks(call: Any, data: Any, indices: Any, scales: Any, zero_points: Any = None) -> Any:
+def look_up_blocks(
+    call: Call, data: jax.Array, indices: jax.Array, scales: jax.Array, zero_points: jax.Array | None = None
+) -> Any:
     """ONNX Runtime's GatherBlockQuantized."""
     attributes = list_given(call, ("bits", "block_size", "quantize_axis", "gather_axis"))
-    return gather_block_quantized(data, indices, scales, zero_points, **attributes)
+    return ops.gather_block_quantized(data, indices, scales, zero_points, **attributes)
 
 
 def _round_to_bytes(a: Any, size: int) -> Any:
@@ -157,7 +167,7 @@ def _round_to_bytes(a: Any, size: int) -> Any:
 
 
 @_register("FusedMatMul", "TransposeMatMul")
-def multiply_transposed(call: Any, a: Any, b: Any) -> Any:
+def multiply_transposed(call: Call, a: jax.Array, b: jax.Array) -> Any:
     """ONNX Runtime's FusedMatMul."""
     a = a.swapaxes(-1, -2) if call.get("transA", 0) else a
     b = b.swapaxes(-1, -2) if call.get("transB", 0) else b
@@ -165,7 +175,7 @@ def multiply_transposed(call: Any, a: Any, b: Any) -> Any:
     return y if call.get("alpha", 1.0) == 1 else y * call.get("alpha")
 
 
-def _activate(call: Any, y: Any) -> Any:
+def _activate(call: Call, y: Any) -> Any:
     """Apply the activation of a fused operator."""
     name, parameters = call.get("activation", ""), call.get("activation_params") or ()
     if not name:
@@ -178,14 +188,16 @@ def _activate(call: Any, y: Any) -> Any:
 
 
 @_register("FusedConv")
-def convolve_fused(call: Any, x: Any, w: Any, b: Any = None, z: Any = None) -> Any:
+def convolve_fused(
+    call: Call, x: jax.Array, w: jax.Array, b: jax.Array | None = None, z: jax.Array | None = None
+) -> Any:
     """ONNX Runtime's FusedConv: a convolution, a sum, and an activation."""
     y = convolve(call, x, w, b)
     return _activate(call, y if z is None else y + z)
 
 
 @_register("FusedGemm")
-def multiply_fused(call: Any, a: Any, b: Any, c: Any = None) -> Any:
+def multiply_fused(call: Call, a: jax.Array, b: jax.Array, c: jax.Array | None = None) -> Any:
     """ONNX Runtime's FusedGemm."""
     y = multiply_general(call, a, b, c)
     parameters = {n: call.get(f"activation_{n}") for n in ("alpha", "beta", "gamma")}
@@ -193,25 +205,25 @@ def multiply_fused(call: Any, a: Any, b: Any, c: Any = None) -> Any:
 
 
 @_register("Gelu", "BiasGelu")
-def apply_exact_gelu(call: Any, x: Any, bias: Any = None) -> Any:
+def apply_exact_gelu(call: Call, x: jax.Array, bias: jax.Array | None = None) -> Any:
     """ONNX Runtime's Gelu and BiasGelu."""
     return jax.nn.gelu(x if bias is None else x + bias, approximate=False)
 
 
 @_register("FastGelu")
-def apply_fast_gelu(call: Any, x: Any, bias: Any = None) -> Any:
+def apply_fast_gelu(call: Call, x: jax.Array, bias: jax.Array | None = None) -> Any:
     """ONNX Runtime's FastGelu, by the hyperbolic tangent."""
     return jax.nn.gelu(x if bias is None else x + bias, approximate=True)
 
 
 @_register("QuickGelu")
-def apply_quick_gelu(call: Any, x: Any) -> Any:
+def apply_quick_gelu(call: Call, x: jax.Array) -> Any:
     """ONNX Runtime's QuickGelu."""
     return x * jax.nn.sigmoid(call.get("alpha", 1.702) * x)
 
 
 @_register("SkipLayerNormalization", "SkipSimplifiedLayerNormalization")
-def normalize_skip(call: Any, x: Any, skip: Any, gamma: Any, *inputs: Any) -> Any:
+def normalize_skip(call: Call, x: jax.Array, skip: jax.Array, gamma: jax.Array, *inputs: jax.Array) -> Any:
     """ONNX Runtime's SkipLayerNormalization: the normalized sum of two inputs and a bias, and the sum."""
     is_simple = "Simplified" in call.node.op
     # The simplified operator has no beta, and its bias is in that place.

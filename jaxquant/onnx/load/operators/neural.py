@@ -5,27 +5,28 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..graph import WINDOW_SUM
-from ..registry import register
+from ..graph import WINDOW_SUM, register
+from ..interpret import Call
 from ..values import canonicalize_dtype, list_ints
-from .windows import count_elements, find_windows, list_window_elements, reduce_windows
+from .windows import count_elements, list_window_elements, read_windows, reduce_windows
 
 # The default precision would round float32 to TF32 on a GPU, and to bfloat16 on a TPU.
 _HIGHEST = lax.Precision.HIGHEST
 
 
 @register("MatMul")
-def multiply_matrices(call: Any, a: Any, b: Any) -> Any:
+def multiply_matrices(call: Call, a: jax.Array, b: jax.Array) -> Any:
     """ONNX MatMul."""
     return jnp.matmul(a, b, precision=_HIGHEST)
 
 
 @register("Gemm")
-def multiply_general(call: Any, a: Any, b: Any, c: Any = None) -> Any:
+def multiply_general(call: Call, a: jax.Array, b: jax.Array, c: jax.Array | None = None) -> Any:
     """ONNX Gemm: alpha * a @ b + beta * c."""
     a = a.T if call.get("transA", 0) else a
     b = b.T if call.get("transB", 0) else b
@@ -39,7 +40,7 @@ def multiply_general(call: Any, a: Any, b: Any, c: Any = None) -> Any:
 
 
 @register("Einsum")
-def sum_products(call: Any, *operands: Any) -> Any:
+def sum_products(call: Call, *operands: jax.Array) -> Any:
     """ONNX Einsum."""
     return jnp.einsum(call.get("equation").replace(" ", ""), *operands, precision=_HIGHEST)
 
@@ -51,9 +52,9 @@ def _spatial_numbers(rank: int) -> lax.ConvDimensionNumbers:
 
 
 @register("Conv")
-def convolve(call: Any, x: Any, w: Any, b: Any = None) -> Any:
+def convolve(call: Call, x: jax.Array, w: jax.Array, b: jax.Array | None = None) -> Any:
     """ONNX Conv."""
-    windows = find_windows(call, x.shape[2:], w.shape[2:])
+    windows = read_windows(call, x.shape[2:], w.shape[2:])
     y = lax.conv_general_dilated(
         x, w, windows.strides, windows.padding, None, windows.dilations, _spatial_numbers(x.ndim),
         call.get("group", 1), precision=_HIGHEST,
@@ -62,13 +63,13 @@ def convolve(call: Any, x: Any, w: Any, b: Any = None) -> Any:
 
 
 @register("ConvTranspose")
-def convolve_transposed(call: Any, x: Any, w: Any, b: Any = None) -> Any:
+def convolve_transposed(call: Call, x: jax.Array, w: jax.Array, b: jax.Array | None = None) -> Any:
     """ONNX ConvTranspose: a convolution of x with its elements a stride apart, by the flipped kernel."""
     rank, group = x.ndim - 2, call.get("group", 1)
     strides, dilations = (tuple(call.get(name) or (1,) * rank) for name in ("strides", "dilations"))
     extra = tuple(call.get("output_padding") or (0,) * rank)
     reach = [(k - 1) * d + 1 for k, d in zip(w.shape[2:], dilations, strict=True)]
-    pads = _find_transposed_pads(call, x.shape[2:], reach, strides, extra)
+    pads = _compute_transposed_pads(call, x.shape[2:], reach, strides, extra)
     # The kernel is stored as (C, M / group, *kernel). A convolution wants (M, C / group, *kernel), flipped.
     channels, features = w.shape[0], w.shape[1]
     kernel = w.reshape(group, channels // group, features, *w.shape[2:]).swapaxes(1, 2)
@@ -82,7 +83,7 @@ def convolve_transposed(call: Any, x: Any, w: Any, b: Any = None) -> Any:
     return y if b is None else y + b.reshape(1, -1, *(1,) * rank)
 
 
-def _find_transposed_pads(call: Any, lengths: Any, reach: Any, strides: Any, extra: Any) -> list[tuple[int, int]]:
+def _compute_transposed_pads(call: Call, lengths: Any, reach: Any, strides: Any, extra: Any) -> list[tuple[int, int]]:
     """Return how much a transposed convolution cuts off at the beginning and the end of each dimension."""
     rank = len(lengths)
     shape, auto_pad = call.get("output_shape"), call.get("auto_pad", "NOTSET")
@@ -100,9 +101,9 @@ def _find_transposed_pads(call: Any, lengths: Any, reach: Any, strides: Any, ext
 
 
 @register("MaxPool")
-def pool_largest(call: Any, x: Any) -> Any:
+def pool_largest(call: Call, x: jax.Array) -> Any:
     """ONNX MaxPool, with the positions of the maxima if the graph reads them."""
-    windows = find_windows(call, x.shape[2:])
+    windows = read_windows(call, x.shape[2:])
     least = np.asarray(np.iinfo(x.dtype).min if x.dtype.kind in "iu" else -np.inf, x.dtype)
     if not call.has_output(1):
         return reduce_windows(x, windows, least, lax.max)
@@ -112,7 +113,7 @@ def pool_largest(call: Any, x: Any) -> Any:
     index = jnp.asarray(np.broadcast_to(places, (1, 1, *lengths)))
     values, positions = (list_window_elements(call, v, windows, w) for v, w in ((x, least), (index, -1)))
     best, best_index = values[0], jnp.broadcast_to(positions[0], values[0].shape)
-    # In the order of the kernel, so that of equal elements the first one counts.
+    # In the order of the kernel, so that the first one of equal elements counts.
     for value, position in zip(values[1:], positions[1:], strict=True):
         # The padding has the index -1, and loses against an element that is as small.
         is_better = (value > best) | ((best_index < 0) & (position >= 0))
@@ -122,9 +123,9 @@ def pool_largest(call: Any, x: Any) -> Any:
 
 
 @register("AveragePool")
-def pool_average(call: Any, x: Any) -> Any:
+def pool_average(call: Call, x: jax.Array) -> Any:
     """ONNX AveragePool."""
-    windows = find_windows(call, x.shape[2:])
+    windows = read_windows(call, x.shape[2:])
     total = reduce_windows(x, windows, np.zeros((), x.dtype), lax.add)
     if call.get(WINDOW_SUM):
         return total
@@ -133,34 +134,34 @@ def pool_average(call: Any, x: Any) -> Any:
 
 
 @register("LpPool")
-def pool_norm(call: Any, x: Any) -> Any:
+def pool_norm(call: Call, x: jax.Array) -> Any:
     """ONNX LpPool."""
     p = call.get("p", 2)
-    total = reduce_windows(jnp.abs(x) ** p, find_windows(call, x.shape[2:]), np.zeros((), x.dtype), lax.add)
+    total = reduce_windows(jnp.abs(x) ** p, read_windows(call, x.shape[2:]), np.zeros((), x.dtype), lax.add)
     return total ** (1 / p)
 
 
 @register("GlobalAveragePool")
-def pool_global_average(call: Any, x: Any) -> Any:
+def pool_global_average(call: Call, x: jax.Array) -> Any:
     """ONNX GlobalAveragePool."""
     return jnp.mean(x, tuple(range(2, x.ndim)), keepdims=True)
 
 
 @register("GlobalMaxPool")
-def pool_global_largest(call: Any, x: Any) -> Any:
+def pool_global_largest(call: Call, x: jax.Array) -> Any:
     """ONNX GlobalMaxPool."""
     return jnp.max(x, tuple(range(2, x.ndim)), keepdims=True)
 
 
 @register("GlobalLpPool")
-def pool_global_norm(call: Any, x: Any) -> Any:
+def pool_global_norm(call: Call, x: jax.Array) -> Any:
     """ONNX GlobalLpPool."""
     p = call.get("p", 2)
     return jnp.sum(jnp.abs(x) ** p, tuple(range(2, x.ndim)), keepdims=True) ** (1 / p)
 
 
 @register("MaxUnpool", static=(2,))
-def unpool(call: Any, x: Any, indices: Any, shape: Any = None) -> Any:
+def unpool(call: Call, x: jax.Array, indices: jax.Array, shape: np.ndarray | None = None) -> Any:
     """ONNX MaxUnpool: the inverse of MaxPool, zeros elsewhere."""
     rank = x.ndim - 2
     strides, pads = tuple(call.get("strides") or (1,) * rank), tuple(call.get("pads") or (0,) * (2 * rank))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..registry import register
+from ..graph import register
+from ..interpret import Call
 from ..values import normalize_axis
 
 
@@ -26,7 +28,9 @@ def _standardize(x: Any, axes: tuple[int, ...], epsilon: float) -> tuple[Any, An
 
 
 @register("BatchNormalization")
-def normalize_batch(call: Any, x: Any, scale: Any, bias: Any, mean: Any, variance: Any) -> Any:
+def normalize_batch(
+    call: Call, x: jax.Array, scale: jax.Array, bias: jax.Array, mean: jax.Array, variance: jax.Array
+) -> Any:
     """ONNX BatchNormalization; with training_mode, by the statistics of the batch."""
     epsilon = call.get("epsilon", 1e-5)
     running: tuple[Any, ...] = ()
@@ -44,14 +48,14 @@ def normalize_batch(call: Any, x: Any, scale: Any, bias: Any, mean: Any, varianc
 
 
 @register("InstanceNormalization")
-def normalize_instance(call: Any, x: Any, scale: Any, bias: Any) -> Any:
+def normalize_instance(call: Call, x: jax.Array, scale: jax.Array, bias: jax.Array) -> Any:
     """ONNX InstanceNormalization."""
     y, _, _ = _standardize(x, tuple(range(2, x.ndim)), call.get("epsilon", 1e-5))
     return y * _along_channels(scale, x) + _along_channels(bias, x)
 
 
 @register("LayerNormalization")
-def normalize_layer(call: Any, x: Any, scale: Any, bias: Any = None) -> Any:
+def normalize_layer(call: Call, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> Any:
     """ONNX LayerNormalization, with the mean and the inverse standard deviation if the graph reads them."""
     axis = normalize_axis(call.get("axis", -1), x.ndim)
     wide = x.astype(jnp.float32) if call.get("stash_type", 1) == 1 else x
@@ -61,7 +65,7 @@ def normalize_layer(call: Any, x: Any, scale: Any, bias: Any = None) -> Any:
 
 
 @register("RMSNormalization")
-def normalize_mean_square(call: Any, x: Any, scale: Any) -> Any:
+def normalize_mean_square(call: Call, x: jax.Array, scale: jax.Array) -> Any:
     """ONNX RMSNormalization."""
     axis = normalize_axis(call.get("axis", -1), x.ndim)
     wide = x.astype(jnp.float32) if call.get("stash_type", 1) == 1 else x
@@ -70,19 +74,19 @@ def normalize_mean_square(call: Any, x: Any, scale: Any) -> Any:
 
 
 @register("GroupNormalization")
-def normalize_group(call: Any, x: Any, scale: Any, bias: Any) -> Any:
+def normalize_group(call: Call, x: jax.Array, scale: jax.Array, bias: jax.Array) -> Any:
     """ONNX GroupNormalization; before opset 21 a scale is for a group, later for a channel."""
     count = call.get("num_groups")
     groups = x.reshape(x.shape[0], count, -1)
     y = _standardize(groups, (2,), call.get("epsilon", 1e-5))[0].reshape(x.shape)
-    # Opset 21 replaced the parameters of groups by those of channels.
+    # Opset 21 replaced parameters for each group by parameters for each channel.
     if call.opset < 21 and scale.shape[0] == count:
         scale, bias = (jnp.repeat(p, x.shape[1] // count) for p in (scale, bias))
     return y * _along_channels(scale, x) + _along_channels(bias, x)
 
 
 @register("LpNormalization")
-def normalize_norm(call: Any, x: Any) -> Any:
+def normalize_norm(call: Call, x: jax.Array) -> Any:
     """ONNX LpNormalization."""
     axis, p = normalize_axis(call.get("axis", -1), x.ndim), call.get("p", 2)
     norm = jnp.sum(jnp.abs(x) ** p, axis, keepdims=True) ** (1 / p)
@@ -91,7 +95,7 @@ def normalize_norm(call: Any, x: Any) -> Any:
 
 
 @register("LRN")
-def normalize_local(call: Any, x: Any) -> Any:
+def normalize_local(call: Call, x: jax.Array) -> Any:
     """ONNX LRN: by the squares of neighboring channels."""
     size = call.get("size")
     low, high = (size - 1) // 2, size // 2
@@ -102,6 +106,6 @@ def normalize_local(call: Any, x: Any) -> Any:
 
 
 @register("MeanVarianceNormalization")
-def normalize_mean_variance(call: Any, x: Any) -> Any:
+def normalize_mean_variance(call: Call, x: jax.Array) -> Any:
     """ONNX MeanVarianceNormalization."""
     return _standardize(x, tuple(normalize_axis(a, x.ndim) for a in call.get("axes", (0, 2, 3))), 1e-9)[0]

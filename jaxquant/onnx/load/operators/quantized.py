@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.export import is_symbolic_dim
+from jax.typing import DTypeLike
 
 from ...._codes.bias import quantize_bias
 from ...._kernels import barriers
@@ -16,9 +17,10 @@ from ...._onnx_ops.convolutions import conv_integer, qlinear_conv
 from ...._onnx_ops.matrix_products import matmul_integer, qlinear_matmul
 from ...._onnx_ops.quantization import dequantize_linear, dynamic_quantize_linear, quantize_linear
 from ...._training.fake_quantize_linear import fake_quantize_linear
-from ..graph import ROUNDED
-from ..registry import register
-from ..values import find_onnx_dtype
+from ...model_file import read_onnx_dtype
+from ..graph import ROUNDED, register
+from ..interpret import Call
+from ..values import Tensor
 
 _CONV_ATTRIBUTES = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 
@@ -28,22 +30,22 @@ def read_scalar(value: Any) -> Any:
     return value.reshape(()) if value is not None and value.size == 1 else value
 
 
-def list_given(call: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return those of the attributes that the node has."""
+def list_given(call: Call, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the attributes that the node has, out of `names`."""
     return {name: call.get(name) for name in names if call.get(name) is not None}
 
 
-def _read_dtype(call: Any, name: str) -> Any:
+def _read_dtype(call: Call, name: str) -> Any:
     number = call.get(name, 0)
-    return find_onnx_dtype(number, name) if number else None
+    return read_onnx_dtype(number, name) if number else None
 
 
-def _find_granularity(call: Any) -> dict[str, Any]:
+def _read_granularity(call: Call) -> dict[str, Any]:
     return {"axis": call.get("axis", 1), "block_size": call.get("block_size", 0)}
 
 
 @register("QuantizeLinear", keeps=(1, 2))
-def apply_quantize_linear(call: Any, x: Any, scale: Any, zero_point: Any = None) -> Any:
+def apply_quantize_linear(call: Call, x: jax.Array, scale: Tensor, zero_point: Tensor | None = None) -> Any:
     """ONNX QuantizeLinear."""
     precision = _read_dtype(call, "precision")
     # ONNX Runtime divides float16 in float32.
@@ -51,47 +53,59 @@ def apply_quantize_linear(call: Any, x: Any, scale: Any, zero_point: Any = None)
     scale, zero_point = read_scalar(scale), read_scalar(zero_point)
     return quantize_linear(
         x, scale, zero_point, output_dtype=_read_dtype(call, "output_dtype") if zero_point is None else None,
-        saturate=bool(call.get("saturate", 1)), precision=precision, **_find_granularity(call),
+        saturate=bool(call.get("saturate", 1)), precision=precision, **_read_granularity(call),
     )  # fmt: skip
 
 
 @register("DequantizeLinear", keeps=(1, 2))
-def apply_dequantize_linear(call: Any, x: Any, scale: Any, zero_point: Any = None) -> Any:
+def apply_dequantize_linear(call: Call, x: jax.Array, scale: Tensor, zero_point: Tensor | None = None) -> Any:
     """ONNX DequantizeLinear."""
     scale, zero_point = read_scalar(scale), read_scalar(zero_point)
     output = _read_dtype(call, "output_dtype")
-    y = dequantize_linear(x, scale, zero_point, output_dtype=output, **_find_granularity(call))
+    y = dequantize_linear(x, scale, zero_point, output_dtype=output, **_read_granularity(call))
     return barriers.round_result(y) if call.get(ROUNDED) and y.dtype == np.float32 else y
 
 
 @register("DynamicQuantizeLinear")
-def quantize_dynamically(call: Any, x: Any) -> Any:
+def quantize_dynamically(call: Call, x: jax.Array) -> Any:
     """ONNX DynamicQuantizeLinear."""
     return tuple(dynamic_quantize_linear(x))
 
 
 @register("MatMulInteger", keeps=(2, 3))
-def multiply_codes(call: Any, a: Any, b: Any, a_zero_point: Any = None, b_zero_point: Any = None) -> Any:
+def multiply_codes(
+    call: Call,
+    a: jax.Array,
+    b: jax.Array,
+    a_zero_point: Tensor | None = None,
+    b_zero_point: Tensor | None = None,
+) -> Any:
     """ONNX MatMulInteger."""
     return matmul_integer(a, b, read_scalar(a_zero_point), read_scalar(b_zero_point))
 
 
 @register("ConvInteger", keeps=(2, 3))
-def convolve_codes(call: Any, x: Any, w: Any, x_zero_point: Any = None, w_zero_point: Any = None) -> Any:
+def convolve_codes(
+    call: Call,
+    x: jax.Array,
+    w: jax.Array,
+    x_zero_point: Tensor | None = None,
+    w_zero_point: Tensor | None = None,
+) -> Any:
     """ONNX ConvInteger."""
     points = read_scalar(x_zero_point), read_scalar(w_zero_point)
     return conv_integer(x, w, *points, **list_given(call, _CONV_ATTRIBUTES))
 
 
 @register("QLinearMatMul", keeps=(1, 2, 4, 5, 6, 7))
-def multiply_and_requantize(call: Any, a: Any, *inputs: Any) -> Any:
+def multiply_and_requantize(call: Call, a: jax.Array, *inputs: jax.Array) -> Any:
     """ONNX QLinearMatMul."""
     a_scale, a_point, b, *rest = inputs
     return qlinear_matmul(a, read_scalar(a_scale), read_scalar(a_point), b, *map(read_scalar, rest))
 
 
 @register("QLinearConv", keeps=(1, 2, 4, 5, 6, 7))
-def convolve_and_requantize(call: Any, x: Any, *inputs: Any) -> Any:
+def convolve_and_requantize(call: Call, x: jax.Array, *inputs: jax.Array) -> Any:
     """ONNX QLinearConv."""
     x_scale, x_point, w, w_scale, w_point, y_scale, y_point, *bias = inputs
     scales = read_scalar(x_scale), read_scalar(x_point), w, read_scalar(w_scale), read_scalar(w_point)
@@ -100,11 +114,11 @@ def convolve_and_requantize(call: Any, x: Any, *inputs: Any) -> Any:
 
 
 @register("FakeQuantize", domain="jaxquant", keeps=(2,))
-def fake_quantize(call: Any, x: Any, scale: Any, zero_point: Any = None) -> Any:
+def fake_quantize(call: Call, x: jax.Array, scale: jax.Array, zero_point: Tensor | None = None) -> Any:
     """Quantize and dequantize with a straight-through gradient: the operator of trainable graphs.
 
     The gradient of the scale is divided by sqrt(n * qmax), where n is the number of elements that share a scale (Esser
-    et al., LSQ, arXiv 1902.08153): it sums over them, and would be far larger than that of a weight.
+    et al., LSQ, arXiv 1902.08153): it sums over them, and would be far larger than a weight's.
     """
     dtype = call.get("dtype")
     scale, zero_point = read_scalar(jnp.asarray(scale)), read_scalar(zero_point)
@@ -112,7 +126,7 @@ def fake_quantize(call: Any, x: Any, scale: Any, zero_point: Any = None) -> Any:
     # A function with symbolic shapes is exported, and not differentiated.
     count = 1 if is_symbolic_dim(x.size) else max(x.size / scale.size, 1)
     scale = _scale_gradient(scale, (count * most) ** -0.5)
-    return fake_quantize_linear(x, scale, zero_point, dtype=dtype, **_find_granularity(call))
+    return fake_quantize_linear(x, scale, zero_point, dtype=dtype, **_read_granularity(call))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -127,12 +141,12 @@ def _scale_gradient_jvp(factor: float, primals: Any, tangents: Any) -> tuple[jax
 
 
 @register("QuantizeBias", domain="jaxquant", keeps=(1, 2))
-def quantize_float_bias(call: Any, bias: Any, x_scale: Any, w_scale: Any) -> Any:
+def quantize_float_bias(call: Call, bias: jax.Array, x_scale: Tensor, w_scale: Tensor) -> Any:
     """Quantize a float bias in steps of the accumulator, as ONNX Runtime does when it fuses a Conv or Gemm."""
     # The bias of a fused MatMul and Add may have leading dimensions of 1.
     return quantize_bias(bias.reshape(-1), read_scalar(x_scale), read_scalar(w_scale))
 
 
-def make_zero(dtype: Any) -> np.ndarray:
+def make_zero(dtype: DTypeLike) -> np.ndarray:
     """Return a zero point of 0."""
     return np.zeros((), dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -12,13 +13,14 @@ from jax import lax
 from ...._kernels.barriers import round_result
 from ...._onnx_ops.matrix_products import dynamic_quantize_matmul
 from .. import float_kernels
-from ..registry import register
+from ..graph import register
+from ..interpret import Call
 from .activations import apply_activation
 from .quantized import read_scalar
 from .shapes import reverse_first
 
 _HIGHEST = lax.Precision.HIGHEST
-# The activations whose attributes have other defaults inside recurrent operators.
+# The activations with other defaults of attributes inside recurrent operators.
 _AFFINE = "Affine"
 _SCALED_TANH = "ScaledTanh"
 _APPROXIMATED = {"Sigmoid": float_kernels.apply_logistic, "Tanh": float_kernels.tanh}
@@ -29,7 +31,7 @@ def _dot(a: Any, b: Any) -> Any:
 
 
 def _list_activations(
-    call: Any, defaults: tuple[str, ...], direction: int, approximate: bool = False
+    call: Call, defaults: tuple[str, ...], direction: int, approximate: bool = False
 ) -> list[Callable[[Any], Any]]:  # fmt: skip
     """Return the activation functions of a direction; `approximate` takes ONNX Runtime's sigmoid and tanh."""
     count = len(defaults)
@@ -60,7 +62,7 @@ def _make_activation(name: str, alpha: float | None, beta: float | None) -> Call
     return lambda x: apply_activation(name, x, alpha=alpha, beta=beta)
 
 
-def _run_directions(call: Any, x: Any, lengths: Any, states: tuple[Any, ...], make_step: Any) -> tuple[Any, ...]:
+def _run_directions(call: Call, x: Any, lengths: Any, states: tuple[Any, ...], make_step: Any) -> tuple[Any, ...]:
     """Run a cell over time in each direction; return Y and the last states, in ONNX's layout.
 
     Args:
@@ -108,7 +110,7 @@ def _run_directions(call: Any, x: Any, lengths: Any, states: tuple[Any, ...], ma
     return y, *finals
 
 
-def _prepare(call: Any, x: Any, hidden: int, count: int, lengths: Any, initial: list[Any]) -> tuple[Any, Any, Any]:
+def _prepare(call: Call, x: Any, hidden: int, count: int, lengths: Any, initial: list[Any]) -> tuple[Any, Any, Any]:
     """Return x as [time, batch, input], the lengths as int32, and the initial states."""
     if call.get("layout", 0):
         x, initial = x.swapaxes(0, 1), [None if h is None else h.swapaxes(0, 1) for h in initial]
@@ -117,12 +119,12 @@ def _prepare(call: Any, x: Any, hidden: int, count: int, lengths: Any, initial: 
     return x, None if lengths is None else lengths.astype(jnp.int32), states
 
 
-def _clip(call: Any, x: Any) -> Any:
+def _clip(call: Call, x: Any) -> Any:
     limit = call.get("clip", 0.0)
     return jnp.clip(x, -limit, limit) if limit else x
 
 
-def _make_lstm_step(call: Any, project: Any, recur: Any, bias: Any, peepholes: Any, approximate: bool) -> Any:
+def _make_lstm_step(call: Call, project: Any, recur: Any, bias: Any, peepholes: Any, approximate: bool) -> Any:
     """Return the step of an LSTM in a direction; the products with W and R are functions.
 
     Each sum is rounded in ONNX Runtime's order: the two products, the peephole, the two biases' sum. XLA would contract
@@ -131,7 +133,7 @@ def _make_lstm_step(call: Any, project: Any, recur: Any, bias: Any, peepholes: A
 
     def make_step(d: int) -> Any:
         f, g, h = _list_activations(call, ("Sigmoid", "Tanh", "Tanh"), d, approximate)
-        # The gates are in the order i, o, f, c, and the peepholes in that of i, o, f.
+        # The gates are in the order i, o, f, c, the peepholes in the order i, o, f.
         biases: list[Any] = [None] * 4 if bias is None else jnp.split(sum(jnp.split(bias[d], 2)), 4)
         weights: list[Any] = [None] * 4 if peepholes is None else [*jnp.split(peepholes[d], 3), None]
 
@@ -146,7 +148,7 @@ def _make_lstm_step(call: Any, project: Any, recur: Any, bias: Any, peepholes: A
             i = f(enter(gates, 0, cell))
             forget = 1 - i if call.get("input_forget", 0) else f(enter(gates, 2, cell))
             new = round_result(forget * cell) + round_result(i * g(enter(gates, 3, cell)))
-            # The peephole of the output gate sees the new cell, those of the others the old one.
+            # The peephole of the output gate sees the new cell, the other peepholes the old one.
             return f(enter(gates, 1, new)) * h(new), new
 
         return step
@@ -155,7 +157,7 @@ def _make_lstm_step(call: Any, project: Any, recur: Any, bias: Any, peepholes: A
 
 
 @register("LSTM")
-def run_lstm(call: Any, x: Any, w: Any, r: Any, *inputs: Any) -> Any:
+def run_lstm(call: Call, x: jax.Array, w: jax.Array, r: jax.Array, *inputs: jax.Array) -> Any:
     """ONNX LSTM."""
     bias, lengths, h, c, peepholes = [*inputs, *[None] * (5 - len(inputs))]
     x, lengths, states = _prepare(call, x, r.shape[-1], w.shape[0], lengths, [h, c])
@@ -166,7 +168,7 @@ def run_lstm(call: Any, x: Any, w: Any, r: Any, *inputs: Any) -> Any:
 
 
 @register("DynamicQuantizeLSTM", domain="com.microsoft", keeps=(8, 9, 10, 11))
-def run_quantized_lstm(call: Any, x: Any, w: Any, r: Any, *inputs: Any) -> Any:
+def run_quantized_lstm(call: Call, x: jax.Array, w: jax.Array, r: jax.Array, *inputs: jax.Array) -> Any:
     """ONNX Runtime's DynamicQuantizeLSTM: each product quantizes its input with the input's own range.
 
     The whole input sequence has one range, and the hidden state of the whole batch one at each time, as in ONNX Runtime
@@ -186,7 +188,7 @@ def run_quantized_lstm(call: Any, x: Any, w: Any, r: Any, *inputs: Any) -> Any:
     if lengths is not None:
         # ONNX Runtime reads the input up to the end of the longest sequence. Zeros do not change a range.
         x = jnp.where((np.arange(x.shape[0], dtype=np.int32) < jnp.max(lengths))[:, None, None], x, jnp.zeros_like(x))
-    # All gates of the input at once: its range is that of the whole sequence.
+    # All gates of the input at once: the range is of the whole sequence.
     gates = jnp.stack([multiply(x, w, w_scale, w_point, d) for d in range(w.shape[0])], axis=2)
     wide = gates.reshape(*x.shape[:2], -1)
     count = w.shape[2]
@@ -198,7 +200,7 @@ def run_quantized_lstm(call: Any, x: Any, w: Any, r: Any, *inputs: Any) -> Any:
 
 
 @register("GRU")
-def run_gru(call: Any, x: Any, w: Any, r: Any, *inputs: Any) -> Any:
+def run_gru(call: Call, x: jax.Array, w: jax.Array, r: jax.Array, *inputs: jax.Array) -> Any:
     """ONNX GRU."""
     bias, lengths, h = [*inputs, *[None] * (3 - len(inputs))]
     hidden = r.shape[-1]
@@ -231,7 +233,7 @@ def run_gru(call: Any, x: Any, w: Any, r: Any, *inputs: Any) -> Any:
 
 
 @register("RNN")
-def run_rnn(call: Any, x: Any, w: Any, r: Any, *inputs: Any) -> Any:
+def run_rnn(call: Call, x: jax.Array, w: jax.Array, r: jax.Array, *inputs: jax.Array) -> Any:
     """ONNX RNN."""
     bias, lengths, h = [*inputs, *[None] * (3 - len(inputs))]
     x, lengths, states = _prepare(call, x, r.shape[-1], w.shape[0], lengths, [h])

@@ -11,11 +11,12 @@ import numpy as np
 from jax.export import is_symbolic_dim
 
 from .. import float_kernels
-from ..registry import register
-from ..values import is_static, list_ints, namespace, normalize_axis, wrap_result
+from ..graph import register
+from ..interpret import Call
+from ..values import Tensor, is_static, list_ints, namespace, normalize_axis, wrap_result
 
 
-def _find_axes(call: Any, x: Any, axes: Any) -> tuple[int, ...] | None:
+def _read_axes(call: Call, x: Any, axes: Any) -> tuple[int, ...] | None:
     """Return the axes to reduce, or None if x stays as it is."""
     value = call.get("axes") if axes is None else axes
     if value is None or not len(list_ints(value)):
@@ -36,7 +37,7 @@ def _reduce_extreme(xp: Any, name: str, x: Any, axes: Any, keepdims: bool) -> An
     return getattr(xp, name)(x, axis=axes, keepdims=keepdims, initial=initial)
 
 
-def _add_or_multiply(call: Any, name: str, x: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
+def _add_or_multiply(call: Call, name: str, x: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
     """Return a sum, a mean or a product; sums of consecutive elements are added in ONNX Runtime's order."""
     if name == "mean" and x.dtype.kind in "iu" and is_static(x.shape):
         return _average_integers(x, axes, keepdims)
@@ -86,8 +87,8 @@ def _apply(xp: Any, function: Any, x: Any) -> Any:
 
 def _register_reductions() -> None:
     def bind(before: Any, reduction: str, after: Any) -> Any:
-        def reduce(call: Any, x: Any, axes: Any = None) -> Any:
-            xp, kept, keepdims = namespace(x), _find_axes(call, x, axes), bool(call.get("keepdims", 1))
+        def reduce(call: Call, x: Any, axes: Any = None) -> Any:
+            xp, kept, keepdims = namespace(x), _read_axes(call, x, axes), bool(call.get("keepdims", 1))
             y = _apply(xp, before, x)
             if kept is not None:
                 if reduction in ("max", "min"):
@@ -106,16 +107,16 @@ _register_reductions()
 
 
 @register("ReduceLogSumExp", static=(1,))
-def reduce_log_sum_exp(call: Any, x: Any, axes: Any = None) -> Any:
+def reduce_log_sum_exp(call: Call, x: jax.Array, axes: np.ndarray | None = None) -> Any:
     """ONNX ReduceLogSumExp."""
-    kept = _find_axes(call, x, axes)
+    kept = _read_axes(call, x, axes)
     if kept is None:
         return x
     return jax.nn.logsumexp(x, axis=kept, keepdims=bool(call.get("keepdims", 1))).astype(x.dtype)
 
 
 @register("ArgMax", "ArgMin", folds=True)
-def find_extreme(call: Any, x: Any) -> Any:
+def locate_extreme(call: Call, x: Tensor) -> Any:
     """ONNX ArgMax and ArgMin: of equal elements the first, or with select_last_index the last."""
     axis, xp = normalize_axis(call.get("axis", 0), x.ndim), namespace(x)
     find = xp.argmax if call.node.op == "ArgMax" else xp.argmin
@@ -126,9 +127,9 @@ def find_extreme(call: Any, x: Any) -> Any:
 
 
 @register("CumSum", "CumProd", static=(1,), folds=True)
-def accumulate(call: Any, x: Any, axis: Any) -> Any:
+def accumulate(call: Call, x: Tensor, along: np.ndarray) -> Any:
     """ONNX CumSum and CumProd."""
-    axis, xp = normalize_axis(int(axis.reshape(())), x.ndim), namespace(x)
+    axis, xp = normalize_axis(int(along.reshape(())), x.ndim), namespace(x)
     product = call.node.op == "CumProd"
     y = xp.flip(x, axis) if call.get("reverse", 0) else x
     # Exclusive: the neutral element comes first and the last element is left out.

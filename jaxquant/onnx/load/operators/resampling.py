@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from ...._kernels.barriers import round_result
-from ..registry import register
+from ..graph import register
+from ..interpret import Call
 from ..values import list_ints, normalize_axis
 from .windows import check_kernel
 
@@ -19,7 +21,7 @@ _MOST_DENSE = 2**20
 
 
 @register("Upsample", static=(1,))
-def upsample(call: Any, x: Any, scales: Any = None) -> Any:
+def upsample(call: Call, x: jax.Array, scales: np.ndarray | None = None) -> Any:
     """ONNX Upsample, the operator before Resize."""
     factors = np.asarray(call.get("scales") if scales is None else scales, np.float64)
     lengths = [int(np.floor(n * s)) for n, s in zip(x.shape, factors, strict=True)]
@@ -30,7 +32,13 @@ def upsample(call: Any, x: Any, scales: Any = None) -> Any:
 
 
 @register("Resize", static=(1, 2, 3))
-def resize(call: Any, x: Any, roi: Any = None, scales: Any = None, sizes: Any = None) -> Any:
+def resize(
+    call: Call,
+    x: jax.Array,
+    roi: np.ndarray | None = None,
+    scales: Any = None,
+    sizes: np.ndarray | None = None,
+) -> Any:
     """ONNX Resize."""
     if call.opset < 11:
         # Opset 10 has no roi, and the scales in its place.
@@ -39,7 +47,7 @@ def resize(call: Any, x: Any, roi: Any = None, scales: Any = None, sizes: Any = 
     axes = tuple(range(x.ndim)) if axes is None else tuple(normalize_axis(axis, x.ndim) for axis in axes)
     old = [x.shape[axis] for axis in axes]
     if sizes is not None and sizes.size:
-        lengths, factors = _find_lengths(call, old, list_ints(sizes))
+        lengths, factors = _compute_lengths(call, old, list_ints(sizes))
     else:
         factors = [float(s) for s in scales]
         lengths = [int(np.floor(n * s)) for n, s in zip(old, factors, strict=True)]
@@ -52,13 +60,13 @@ def resize(call: Any, x: Any, roi: Any = None, scales: Any = None, sizes: Any = 
     nearest = "floor" if call.opset < 11 else call.get("nearest_mode", "round_prefer_floor")
     # The nearest elements are copied: float32 would not hold integers above 2**24.
     if _is_bilinear(call, x, mode, target):
-        sizes = dict(zip(axes, factors, strict=True))
-        return _interpolate(x, mode, target[-2:], [sizes.get(x.ndim + i, 1.0) for i in (-2, -1)])
+        known = dict(zip(axes, factors, strict=True))
+        return _interpolate(x, mode, target[-2:], [known.get(x.ndim + i, 1.0) for i in (-2, -1)])
     is_weighted = x.dtype.kind in "iu" and call.get("mode", "nearest") != "nearest"
     y, is_outside = x.astype(jnp.float32) if is_weighted else x, []
     for i, axis in enumerate(axes):
         region = None if roi is None or not roi.size else (float(roi[i]), float(roi[len(axes) + i]))
-        position = _find_positions(mode, x.shape[axis], lengths[i], factors[i], region)
+        position = _list_positions(mode, x.shape[axis], lengths[i], factors[i], region)
         is_outside.append((axis, (position < 0) | (position > x.shape[axis] - 1)))
         y = _resample(call, y, axis, lengths[i], factors[i], region, mode, nearest)
     if mode == "tf_crop_and_resize":
@@ -69,7 +77,7 @@ def resize(call: Any, x: Any, roi: Any = None, scales: Any = None, sizes: Any = 
     return y if y.dtype == x.dtype else jnp.rint(y).astype(x.dtype)
 
 
-def _is_bilinear(call: Any, x: Any, mode: str, target: list[int]) -> bool:
+def _is_bilinear(call: Call, x: Any, mode: str, target: list[int]) -> bool:
     """Return whether ONNX Runtime resizes the last two dimensions by the four nearest elements."""
     has_kernel = x.dtype in (np.dtype(np.int8), np.dtype(np.uint8)) or call.has_runtime_floats(x)
     is_plain = call.get("mode", "nearest") == "linear" and not call.get("antialias", 0) and mode != "tf_crop_and_resize"
@@ -81,7 +89,7 @@ def _interpolate(x: Any, mode: str, lengths: list[int], factors: list[float]) ->
     """Return x with other lengths of the last two dimensions, with the roundings of ONNX Runtime: codes are cut off."""
     neighbors = []
     for old, new, factor in zip(x.shape[-2:], lengths, factors, strict=True):
-        position = np.clip(_find_positions(mode, old, new, factor, None).astype(np.float32), 0, old - 1)
+        position = np.clip(_list_positions(mode, old, new, factor, None).astype(np.float32), 0, old - 1)
         first = position.astype(np.int64)
         second = np.minimum(first + 1, old - 1)
         # At the end both are the same element, and count half.
@@ -97,7 +105,7 @@ def _interpolate(x: Any, mode: str, lengths: list[int], factors: list[float]) ->
     return total if x.dtype == np.float32 else jnp.trunc(total).astype(x.dtype)
 
 
-def _find_lengths(call: Any, old: list[int], sizes: tuple[int, ...]) -> tuple[list[int], list[float]]:
+def _compute_lengths(call: Call, old: list[int], sizes: tuple[int, ...]) -> tuple[list[int], list[float]]:
     """Return the new lengths and the factors for the input `sizes`."""
     policy = call.get("keep_aspect_ratio_policy", "stretch")
     factors = [size / n for size, n in zip(sizes, old, strict=True)]
@@ -107,7 +115,7 @@ def _find_lengths(call: Any, old: list[int], sizes: tuple[int, ...]) -> tuple[li
     return [int(np.floor(factor * n + 0.5)) for n in old], [factor] * len(old)
 
 
-def _find_positions(mode: str, old: int, new: int, factor: float, region: tuple[float, float] | None) -> np.ndarray:
+def _list_positions(mode: str, old: int, new: int, factor: float, region: tuple[float, float] | None) -> np.ndarray:
     """Return for each index of the result its position in the input.
 
     They are computed in float32, as in ONNX Runtime: the rounding decides which of two elements is the nearest.
@@ -133,13 +141,13 @@ def _compute_positions(mode: str, old: int, new: int, factor: Any, region: tuple
 
 
 def _resample(
-    call: Any, x: Any, axis: int, length: int, factor: float, region: Any, mode: str, nearest: str
+    call: Call, x: Any, axis: int, length: int, factor: float, region: Any, mode: str, nearest: str
 ) -> Any:  # fmt: skip
     """Return x with another length of an axis, by weights of neighboring elements."""
     old = x.shape[axis]
     if length == old and factor == 1 and region is None:
         return x
-    position = _find_positions(mode, old, length, factor, region)
+    position = _list_positions(mode, old, length, factor, region)
     kind = call.get("mode", "nearest")
     if kind == "nearest":
         return jnp.take(x, np.clip(_round_position(position, nearest), 0, old - 1), axis=axis)
@@ -154,7 +162,7 @@ def _resample(
     call.reserve([length, 2 - 2 * first], np.float64)
     offsets = np.arange(first, 2 - first)
     distance = np.abs((offsets[None, :] - ratio[:, None]) * reach)
-    weights = np.clip(1 - distance, 0, 1) if kind == "linear" else _find_cubic_weights(distance, alpha)
+    weights = np.clip(1 - distance, 0, 1) if kind == "linear" else _compute_cubic_weights(distance, alpha)
     index = base[:, None] + offsets[None, :]
     if call.get("exclude_outside", 0):
         weights = np.where((index >= 0) & (index < old), weights, 0)
@@ -173,7 +181,7 @@ def _resample(
     return jnp.moveaxis(moved, -1, axis)
 
 
-def _find_cubic_weights(distance: np.ndarray, a: float) -> np.ndarray:
+def _compute_cubic_weights(distance: np.ndarray, a: float) -> np.ndarray:
     near = (a + 2) * distance**3 - (a + 3) * distance**2 + 1
     far = a * distance**3 - 5 * a * distance**2 + 8 * a * distance - 4 * a
     return np.where(distance <= 1, near, np.where(distance < 2, far, 0))
@@ -190,7 +198,7 @@ def _round_position(position: np.ndarray, mode: str) -> np.ndarray:
 
 
 @register("AffineGrid", static=(1,))
-def make_affine_grid(call: Any, theta: Any, size: Any) -> Any:
+def make_affine_grid(call: Call, theta: jax.Array, size: np.ndarray) -> Any:
     """ONNX AffineGrid."""
     lengths = list_ints(size)[2:]
     call.reserve((*lengths, len(lengths) + 1), np.float32)
@@ -205,7 +213,7 @@ def make_affine_grid(call: Any, theta: Any, size: Any) -> Any:
 
 
 @register("GridSample")
-def sample_grid(call: Any, x: Any, grid: Any) -> Any:
+def sample_grid(call: Call, x: jax.Array, grid: jax.Array) -> Any:
     """ONNX GridSample."""
     lengths, is_aligned = x.shape[2:], bool(call.get("align_corners", 0))
     check_kernel((4,) * len(lengths))

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...errors import ModelError
-from ..registry import register
+from ...limits import ModelError
+from ...model_file import read_onnx_dtype
+from ..graph import register
+from ..interpret import Call
 from ..values import (
+    Tensor,
     broadcast_shapes,
     broadcast_to,
     canonicalize_dtype,
-    find_onnx_dtype,
     is_static,
     list_ints,
     make_lengths,
@@ -24,7 +27,7 @@ from ..values import (
 
 
 @register("Shape")
-def read_shape(call: Any, x: Any) -> Any:
+def read_shape(call: Call, x: jax.Array) -> Any:
     """ONNX Shape."""
     rank = x.ndim
     start, end = (min(max(n + rank if n < 0 else n, 0), rank) for n in (call.get("start", 0), call.get("end", rank)))
@@ -32,13 +35,13 @@ def read_shape(call: Any, x: Any) -> Any:
 
 
 @register("Size")
-def count_size(call: Any, x: Any) -> Any:
+def count_size(call: Call, x: jax.Array) -> Any:
     """ONNX Size."""
     return make_lengths([math.prod(x.shape)]).reshape(())
 
 
 @register("Reshape", static=(1,), folds=True)
-def reshape(call: Any, x: Any, shape: Any = None) -> Any:
+def reshape(call: Call, x: Tensor, shape: np.ndarray | None = None) -> Any:
     """ONNX Reshape: 0 keeps a length, -1 is what remains."""
     lengths = list(list_ints(call.get("shape") if shape is None else shape))
     if not call.get("allowzero", 0):
@@ -51,7 +54,7 @@ def reshape(call: Any, x: Any, shape: Any = None) -> Any:
 
 
 @register("Flatten", folds=True)
-def flatten(call: Any, x: Any) -> Any:
+def flatten(call: Call, x: Tensor) -> Any:
     """ONNX Flatten."""
     axis = call.get("axis", 1)
     axis = axis + x.ndim if axis < 0 else axis
@@ -59,19 +62,19 @@ def flatten(call: Any, x: Any) -> Any:
 
 
 @register("Transpose", folds=True)
-def transpose(call: Any, x: Any) -> Any:
+def transpose(call: Call, x: Tensor) -> Any:
     """ONNX Transpose."""
     return x.transpose(call.get("perm", tuple(range(x.ndim))[::-1]))
 
 
-def _read_axes(call: Any, axes: Any) -> tuple[int, ...] | None:
+def _read_axes(call: Call, axes: Any) -> tuple[int, ...] | None:
     """Return the axes of an input, or of the attribute of earlier opsets."""
     value = call.get("axes") if axes is None else axes
     return None if value is None else list_ints(value)
 
 
 @register("Squeeze", static=(1,), folds=True)
-def squeeze(call: Any, x: Any, axes: Any = None) -> Any:
+def squeeze(call: Call, x: Tensor, axes: np.ndarray | None = None) -> Any:
     """ONNX Squeeze."""
     values = _read_axes(call, axes)
     values = [i for i, n in enumerate(x.shape) if n == 1] if values is None else values
@@ -79,14 +82,14 @@ def squeeze(call: Any, x: Any, axes: Any = None) -> Any:
 
 
 @register("Unsqueeze", static=(1,), folds=True)
-def unsqueeze(call: Any, x: Any, axes: Any = None) -> Any:
+def unsqueeze(call: Call, x: Tensor, axes: np.ndarray | None = None) -> Any:
     """ONNX Unsqueeze."""
     values = _read_axes(call, axes) or ()
     return namespace(x).expand_dims(x, tuple(normalize_axis(axis, x.ndim + len(values)) for axis in values))
 
 
 def _drop_empty(parts: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
-    """Return the parts of a Concat without those of length 0 that differ from the others in another dimension.
+    """Return the parts of a Concat without parts of length 0 that differ from the others in another dimension.
 
     ONNX Runtime ignores them: exporters begin a list that grows in a loop with an array of some shape with a 0.
     """
@@ -100,7 +103,7 @@ def _drop_empty(parts: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
 
 
 @register("Concat", folds=True)
-def concatenate(call: Any, *parts: Any) -> Any:
+def concatenate(call: Call, *parts: Tensor) -> Any:
     """ONNX Concat."""
     axis = normalize_axis(call.get("axis", 1), parts[0].ndim)
     parts = _drop_empty(parts, axis)
@@ -110,7 +113,7 @@ def concatenate(call: Any, *parts: Any) -> Any:
 
 
 @register("Split", static=(1,), folds=True)
-def split(call: Any, x: Any, split: Any = None) -> Any:
+def split(call: Call, x: Tensor, split: np.ndarray | None = None) -> Any:
     """ONNX Split."""
     axis = normalize_axis(call.get("axis", 0), x.ndim)
     lengths = call.get("split") if split is None else split
@@ -127,13 +130,13 @@ def split(call: Any, x: Any, split: Any = None) -> Any:
 
 
 @register("Expand", static=(1,), folds=True)
-def expand(call: Any, x: Any, shape: Any) -> Any:
+def expand(call: Call, x: Tensor, shape: np.ndarray) -> Any:
     """ONNX Expand: both shapes broadcast against each other."""
     return broadcast_to(x, call.reserve(broadcast_shapes(x.shape, list_ints(shape)), x.dtype))
 
 
 @register("Tile", static=(1,), folds=True)
-def tile(call: Any, x: Any, repeats: Any) -> Any:
+def tile(call: Call, x: Tensor, repeats: np.ndarray) -> Any:
     """ONNX Tile."""
     counts = list_ints(repeats)
     # A few numbers in a file can ask for any amount of memory.
@@ -142,7 +145,7 @@ def tile(call: Any, x: Any, repeats: Any) -> Any:
 
 
 @register("ConstantOfShape", static=(0,))
-def fill(call: Any, shape: Any) -> Any:
+def fill(call: Call, shape: np.ndarray) -> Any:
     """ONNX ConstantOfShape."""
     value = call.get("value")
     value = np.zeros(1, np.float32) if value is None else value
@@ -152,7 +155,7 @@ def fill(call: Any, shape: Any) -> Any:
 
 
 @register("Range", static=(0, 1, 2))
-def count_up(call: Any, start: Any, limit: Any, delta: Any) -> Any:
+def count_up(call: Call, start: np.ndarray, limit: np.ndarray, delta: np.ndarray) -> Any:
     """ONNX Range."""
     if object in (start.dtype, limit.dtype, delta.dtype):  # symbolic lengths
         bounds = [list_ints(x)[0] for x in (start, limit, delta)]
@@ -171,24 +174,24 @@ def count_up(call: Any, start: Any, limit: Any, delta: Any) -> Any:
 
 
 @register("EyeLike")
-def make_identity(call: Any, x: Any) -> Any:
+def make_identity(call: Call, x: jax.Array) -> Any:
     """ONNX EyeLike."""
     number = call.get("dtype")
-    dtype = x.dtype if number is None else canonicalize_dtype(find_onnx_dtype(number, "EyeLike"))
+    dtype = x.dtype if number is None else canonicalize_dtype(read_onnx_dtype(number, "EyeLike"))
     return jnp.eye(*x.shape, k=call.get("k", 0), dtype=dtype)
 
 
 @register("Trilu", static=(1,), folds=True)
-def keep_triangle(call: Any, x: Any, k: Any = None) -> Any:
+def keep_triangle(call: Call, x: Tensor, k: np.ndarray | None = None) -> Any:
     """ONNX Trilu."""
     xp, diagonal = namespace(x), 0 if k is None else int(k.reshape(()))
-    # Offsets beyond the matrix are all alike, and numpy refuses those beyond int64.
+    # Offsets beyond the matrix are all alike, and numpy refuses offsets beyond int64.
     diagonal = min(max(diagonal, -x.shape[-2] - 1), x.shape[-1] + 1)
     return (xp.triu if call.get("upper", 1) else xp.tril)(x, diagonal)
 
 
 @register("DepthToSpace")
-def move_depth_to_space(call: Any, x: Any) -> Any:
+def move_depth_to_space(call: Call, x: jax.Array) -> Any:
     """ONNX DepthToSpace."""
     n, c, h, w = x.shape
     size = call.get("blocksize")
@@ -200,7 +203,7 @@ def move_depth_to_space(call: Any, x: Any) -> Any:
 
 
 @register("SpaceToDepth")
-def move_space_to_depth(call: Any, x: Any) -> Any:
+def move_space_to_depth(call: Call, x: jax.Array) -> Any:
     """ONNX SpaceToDepth."""
     n, c, h, w = x.shape
     size = call.get("blocksize")
@@ -212,7 +215,13 @@ def move_space_to_depth(call: Any, x: Any) -> Any:
 
 
 @register("Pad", static=(1, 3), keeps=(2,), folds=True)
-def pad(call: Any, x: Any, pads: Any = None, value: Any = None, axes: Any = None) -> Any:
+def pad(
+    call: Call,
+    x: Tensor,
+    pads: np.ndarray | None = None,
+    value: Tensor | None = None,
+    axes: np.ndarray | None = None,
+) -> Any:
     """ONNX Pad, with negative lengths that cut elements off."""
     amounts = list_ints(call.get("pads") if pads is None else pads)
     kept = range(x.ndim) if axes is None else [normalize_axis(axis, x.ndim) for axis in list_ints(axes)]
@@ -228,15 +237,15 @@ def pad(call: Any, x: Any, pads: Any = None, value: Any = None, axes: Any = None
     # The other modes take no value.
     if mode != "constant":
         return xp.pad(x, widths, {"reflect": "reflect", "edge": "edge", "wrap": "wrap"}[mode])
-    value = call.get("value", 0.0) if value is None else value.reshape(())
-    if xp is np and not isinstance(value, float | np.ndarray | np.generic):
+    filler: Any = call.get("value", 0.0) if value is None else value.reshape(())
+    if xp is np and not isinstance(filler, float | np.ndarray | np.generic):
         x, xp = jnp.asarray(x), jnp
-    filler = value if isinstance(value, float) else value.astype(x.dtype)
+    filler = filler if isinstance(filler, float) else filler.astype(x.dtype)
     return xp.pad(x, widths, constant_values=filler)
 
 
 @register("CenterCropPad", static=(1,), folds=True)
-def crop_or_pad_center(call: Any, x: Any, shape: Any) -> Any:
+def crop_or_pad_center(call: Call, x: Tensor, shape: np.ndarray) -> Any:
     """ONNX CenterCropPad."""
     axes = call.get("axes", tuple(range(x.ndim)))
     target = list(x.shape)
@@ -253,7 +262,7 @@ def crop_or_pad_center(call: Any, x: Any, shape: Any) -> Any:
 
 
 @register("OneHot", static=(1,))
-def encode_one_hot(call: Any, indices: Any, depth: Any, values: Any) -> Any:
+def encode_one_hot(call: Call, indices: jax.Array, depth: np.ndarray, values: jax.Array) -> Any:
     """ONNX OneHot: negative indices count from the back."""
     length = int(depth.reshape(()))
     axis = normalize_axis(call.get("axis", -1), indices.ndim + 1)
@@ -265,7 +274,7 @@ def encode_one_hot(call: Any, indices: Any, depth: Any, values: Any) -> Any:
 
 
 @register("ReverseSequence")
-def reverse_sequences(call: Any, x: Any, lengths: Any) -> Any:
+def reverse_sequences(call: Call, x: jax.Array, lengths: jax.Array) -> Any:
     """ONNX ReverseSequence."""
     batch, time = call.get("batch_axis", 1), call.get("time_axis", 0)
     return reverse_first(x, lengths, batch=batch, time=time)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..registry import register
-from ..values import canonicalize_dtype, find_onnx_dtype, list_ints, normalize_axis
+from ...model_file import read_onnx_dtype
+from ..graph import register
+from ..interpret import Call
+from ..values import canonicalize_dtype, list_ints, normalize_axis
 from .windows import check_kernel
 
 # The coefficients of the cosines of each window function.
@@ -21,18 +24,20 @@ _WINDOWS = {
 
 
 @register(*_WINDOWS, static=(0,))
-def make_window(call: Any, size: Any) -> Any:
+def make_window(call: Call, size: np.ndarray) -> Any:
     """ONNX HannWindow, HammingWindow and BlackmanWindow."""
     count = int(size.reshape(()))
     call.reserve([count], np.float32)
     period = max(count if call.get("periodic", 1) else count - 1, 1)
     angle = 2 * np.pi * np.arange(count) / period
     window = sum(c * np.cos(i * angle) for i, c in enumerate(_WINDOWS[call.node.op]))
-    return jnp.asarray(window, canonicalize_dtype(find_onnx_dtype(call.get("output_datatype", 1), call.node.op)))
+    return jnp.asarray(window, canonicalize_dtype(read_onnx_dtype(call.get("output_datatype", 1), call.node.op)))
 
 
 @register("DFT", static=(1, 2))
-def transform_fourier(call: Any, x: Any, length: Any = None, axis: Any = None) -> Any:
+def transform_fourier(
+    call: Call, x: jax.Array, length: np.ndarray | None = None, axis: np.ndarray | None = None
+) -> Any:
     """ONNX DFT."""
     default = call.get("axis", 1) if call.opset < 20 else -2
     place = normalize_axis(default if axis is None else axis.reshape(()), x.ndim)
@@ -51,7 +56,9 @@ def transform_fourier(call: Any, x: Any, length: Any = None, axis: Any = None) -
 
 
 @register("STFT", static=(1, 3))
-def transform_short_time(call: Any, x: Any, step: Any, window: Any = None, length: Any = None) -> Any:
+def transform_short_time(
+    call: Call, x: jax.Array, step: np.ndarray, window: Any = None, length: np.ndarray | None = None
+) -> Any:
     """ONNX STFT."""
     hop = int(step.reshape(()))
     size = window.shape[0] if length is None else int(length.reshape(()))
@@ -66,13 +73,15 @@ def transform_short_time(call: Any, x: Any, step: Any, window: Any = None, lengt
 
 
 @register("MelWeightMatrix", static=(0, 1, 2, 3, 4))
-def make_mel_weights(call: Any, bins: Any, length: Any, rate: Any, lower: Any, upper: Any) -> Any:
+def make_mel_weights(
+    call: Call, bins: np.ndarray, length: np.ndarray, rate: np.ndarray, lower: np.ndarray, upper: np.ndarray
+) -> Any:
     """ONNX MelWeightMatrix."""
-    count, size, rate = (int(v.reshape(())) for v in (bins, length, rate))
+    count, size, frequency = (int(v.reshape(())) for v in (bins, length, rate))
     call.reserve([size // 2 + 1, count], np.float32)
     low, high = (2595 * np.log10(1 + float(v.reshape(())) / 700) for v in (lower, upper))
     mel = np.arange(count + 2) * (high - low) / (count + 2) + low
-    edges = ((size + 1) * 700 * (10 ** (mel / 2595) - 1) // rate).astype(int)
+    edges = ((size + 1) * 700 * (10 ** (mel / 2595) - 1) // frequency).astype(int)
     # Each column is a triangle between three neighboring edges.
     weights = np.zeros((size // 2 + 1, count))
     for i in range(count):
@@ -82,17 +91,17 @@ def make_mel_weights(call: Any, bins: Any, length: Any, rate: Any, lower: Any, u
         else:
             weights[start : center + 1, i] = np.arange(center + 1 - start) / (center - start)
         weights[center:end, i] = (end - np.arange(center, end)) / max(end - center, 1)
-    return jnp.asarray(weights, canonicalize_dtype(find_onnx_dtype(call.get("output_datatype", 1), "MelWeightMatrix")))
+    return jnp.asarray(weights, canonicalize_dtype(read_onnx_dtype(call.get("output_datatype", 1), "MelWeightMatrix")))
 
 
 @register("Det")
-def find_determinant(call: Any, x: Any) -> Any:
+def compute_determinant(call: Call, x: jax.Array) -> Any:
     """ONNX Det."""
     return jnp.linalg.det(x)
 
 
 @register("Col2Im", static=(1, 2))
-def add_columns(call: Any, x: Any, image: Any, block: Any) -> Any:
+def add_columns(call: Call, x: jax.Array, image: np.ndarray, block: np.ndarray) -> Any:
     """ONNX Col2Im: the sum of overlapping blocks."""
     lengths, kernel = list_ints(image), list_ints(block)
     check_kernel(kernel)

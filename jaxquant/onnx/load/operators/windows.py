@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...errors import ModelError
+from ...limits import ModelError
+from ..interpret import Call
 
 # Of a kernel, where each element becomes an operation.
 _MOST_ELEMENTS = 4096
@@ -33,20 +34,20 @@ class Windows(NamedTuple):
     padding: tuple[tuple[int, int], ...]
     positions: tuple[int, ...]
 
-    def find_reach(self) -> tuple[int, ...]:
+    def compute_reach(self) -> tuple[int, ...]:
         """Return how many elements a window spans."""
         return tuple((k - 1) * d + 1 for k, d in zip(self.kernel, self.dilations, strict=True))
 
-    def find_full_padding(self, lengths: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    def compute_full_padding(self, lengths: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """Return the padding with what the last windows need beyond it."""
         full = []
-        parts = zip(lengths, self.positions, self.strides, self.find_reach(), self.padding, strict=True)
+        parts = zip(lengths, self.positions, self.strides, self.compute_reach(), self.padding, strict=True)
         for length, count, stride, reach, (low, high) in parts:
             full.append((low, max(high, (count - 1) * stride + reach - length - low)))
         return tuple(full)
 
 
-def find_windows(call: Any, lengths: tuple[int, ...], kernel: tuple[int, ...] | None = None) -> Windows:
+def read_windows(call: Call, lengths: tuple[int, ...], kernel: tuple[int, ...] | None = None) -> Windows:
     """Return the windows that a node's attributes describe."""
     rank = len(lengths)
     kernel = tuple(call.get("kernel_shape")) if kernel is None else kernel
@@ -78,7 +79,7 @@ def find_windows(call: Any, lengths: tuple[int, ...], kernel: tuple[int, ...] | 
 def reduce_windows(x: Any, windows: Windows, initial: Any, combine: Any) -> Any:
     """Return the reduction of each window over the dimensions of x from 2 on."""
     ones = (1, 1)
-    padding = windows.find_full_padding(x.shape[2:])
+    padding = windows.compute_full_padding(x.shape[2:])
     y = lax.reduce_window(
         x, initial, combine, (*ones, *windows.kernel), (*ones, *windows.strides), ((0, 0), (0, 0), *padding),
         window_dilation=(*ones, *windows.dilations),
@@ -87,9 +88,9 @@ def reduce_windows(x: Any, windows: Windows, initial: Any, combine: Any) -> Any:
     return y[(slice(None), slice(None), *(slice(n) for n in windows.positions))]
 
 
-def list_window_elements(call: Any, x: Any, windows: Windows, filler: Any) -> list[Any]:
+def list_window_elements(call: Call, x: Any, windows: Windows, filler: Any) -> list[Any]:
     """Return for each element of the kernel an array with its value in each window, in the order of the kernel."""
-    padding = windows.find_full_padding(x.shape[2:])
+    padding = windows.compute_full_padding(x.shape[2:])
     call.reserve([*x.shape[:2], *(n + sum(pair) for n, pair in zip(x.shape[2:], padding, strict=True))], x.dtype)
     check_kernel(windows.kernel)
     padded = jnp.pad(x, ((0, 0), (0, 0), *padding), constant_values=filler)
@@ -109,8 +110,8 @@ def check_kernel(kernel: tuple[int, ...]) -> None:
         raise ModelError(f"expected a kernel of at most {_MOST_ELEMENTS} elements, got {kernel}")
 
 
-def count_elements(call: Any, windows: Windows, lengths: tuple[int, ...], include_pad: bool) -> np.ndarray:
-    """Return the number of elements in each window, those of the padding included or not."""
+def count_elements(call: Call, windows: Windows, lengths: tuple[int, ...], include_pad: bool) -> np.ndarray:
+    """Return the number of elements in each window, with or without the padding."""
     total = np.ones((), np.float32)
     for i, length in enumerate(lengths):
         low, high = windows.padding[i]

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
-from ...._core import dtypes
-from .. import elementwise, values
-from ..graph import ModelGraph
-from ..registry import WriterCall, writes
-from ..values import Shape, UnsupportedError, Value
+from ..._core import dtypes
+from . import elementwise, values
+from .graph import ModelGraph, WriterCall, writes
+from .values import Shape, UnsupportedError, Value
 
 
 @writes("gather")
@@ -32,7 +32,7 @@ def write_gather(graph: ModelGraph, call: WriterCall) -> Value:
     else:
         name = _gather_points(graph, x, index, x_shape, index_shape, numbers, sizes)
     output = call.outputs[0]
-    result = Value(tuple(output.shape), values.find_container(output.dtype), name)
+    result = Value(tuple(output.shape), values.choose_container(output.dtype), name)
     return result if is_inside is None else _fill_outside(graph, result, is_inside, numbers, p["fill_value"])
 
 
@@ -74,7 +74,7 @@ def _gather_axis(
         steps = graph.add_range(sizes[axis])
         index = graph.add("Add", [graph.add("Unsqueeze", [index, graph.ints(batch)]), steps])
     name = graph.add("Gather", [x, index], axis=axis)
-    # Gather returns the dimensions of x before the axis, those of the indices, then those of x after it.
+    # Gather returns x.shape[:axis], the shape of the indices, then x.shape[axis + 1:].
     window = [a for a in range(len(x_shape)) if a not in numbers.collapsed_slice_dims]
     squeezed = [a for a in numbers.collapsed_slice_dims if a != axis]
     length = batch + (0 if is_collapsed else 1)
@@ -93,9 +93,9 @@ def _gather_axis(
 def _squeeze_last(graph: ModelGraph, index: str, axis: int) -> str:
     """Return indices without their last dimension, of 1, which JAX has added to the indices of one axis."""
     place = graph.ints(axis)
-    cast = graph.find_node(index)
+    cast = graph.look_up_node(index)
     if cast is not None and cast.op_type == "Cast":
-        inner = graph.find_node(cast.input[0])
+        inner = graph.look_up_node(cast.input[0])
         # Both nodes would stay in the model, and a pair of them would be added by each load and export.
         if inner is not None and inner.op_type == "Unsqueeze" and inner.input[1] == place:
             return graph.cast(inner.input[0], np.int64)
@@ -113,7 +113,7 @@ def _place_window(window: Sequence[int], batch: Sequence[int], offsets: Sequence
 def _gather_points(
     graph: ModelGraph, x: str, index: str, x_shape: Shape, index_shape: Shape, numbers: Any, sizes: Sequence[int]
 ) -> str:  # fmt: skip
-    """Return a gather whose indices have an entry for each of several axes."""
+    """Return a gather with indices that have an entry for each of several axes."""
     axes = list(numbers.start_index_map)
     others = [axis for axis in range(len(x_shape)) if axis not in axes]
     is_whole = all(bool(sizes[axis] == x_shape[axis]) for axis in others)
@@ -130,7 +130,7 @@ def _gather_points(
 def _gather_slices(
     graph: ModelGraph, x: str, index: str, x_shape: Shape, index_shape: Shape, numbers: Any, sizes: Sequence[int]
 ) -> str:  # fmt: skip
-    """Return one slice whose first indices are computed."""
+    """Return one slice from first indices that are computed."""
     axes = graph.ints(*numbers.start_index_map)
     end = graph.add("Add", [index, graph.ints(*(sizes[axis] for axis in numbers.start_index_map))])
     name = graph.add("Slice", [x, index, end, axes])
@@ -174,7 +174,7 @@ class _Windows(NamedTuple):
 def _spread_indices(
     graph: ModelGraph, index: str, index_shape: Shape, x_shape: Shape, slices: _Windows
 ) -> tuple[list[int], str]:  # fmt: skip
-    """Return the axes that need an index, and an index for each entry of slices whose first indices are given."""
+    """Return the axes that need an index, and an index for each entry of slices from given first indices."""
     named, batching, index_batching, lengths = slices
     rest = [axis for axis in range(len(x_shape)) if axis not in (*named, *batching)]
     short = [axis for axis in rest if axis not in lengths or not bool(lengths[axis] == x_shape[axis])]
@@ -225,7 +225,7 @@ def _add_steps(graph: ModelGraph, index: str, batch: int, steps: np.ndarray) -> 
 
 
 def _gather_along(graph: ModelGraph, x: str, index: str, call: WriterCall) -> str:
-    """Return a gather whose first dimensions belong to those of the indices, as in `jnp.take_along_axis`."""
+    """Return a gather with the first dimensions of the indices as its own, as in `jnp.take_along_axis`."""
     numbers = call.parameters["dimension_numbers"]
     count = len(numbers.operand_batching_dims)
     x_shape, index_shape = call.parameters["input_shapes"]
@@ -244,9 +244,9 @@ def _gather_along(graph: ModelGraph, x: str, index: str, call: WriterCall) -> st
     return graph.transpose(name, _place_window(window, np.argsort(order).tolist(), numbers.offset_dims))
 
 
-def _fill_outside(graph: ModelGraph, result: Value, is_inside: str, numbers: Any, fill: Any) -> Value:
+def _fill_outside(graph: ModelGraph, result: Value, is_inside: str, numbers: Any, fill: ArrayLike | None) -> Value:
     """Return entries, with a fill value where the index was outside."""
-    dtype = np.dtype(result.dtype)
+    dtype: np.dtype = np.dtype(result.dtype)
     if fill is None:
         if dtype.kind == "f" or dtype in (dtypes.BFLOAT16, *dtypes.SMALL_FLOATS):
             fill = np.nan
@@ -298,16 +298,16 @@ def write_scatter(graph: ModelGraph, call: WriterCall) -> Value:
     if is_inside is not None:
         name = graph.slice(name, [0], [length], [0], [1])
     name = graph.transpose(name, [int(axis) for axis in np.argsort([*axes, *others])])
-    return Value(tuple(x_shape), values.find_container(call.outputs[0].dtype), name)
+    return Value(tuple(x_shape), values.choose_container(call.outputs[0].dtype), name)
 
 
 def _add_spare_row(
     graph: ModelGraph, x: str, index: str, is_inside: str, length: Any, ranks: tuple[int, int, int]
 ) -> tuple[str, str]:  # fmt: skip
-    """Return an array with one more row, and the indices, of which those outside are of this row.
+    """Return an array with one more row, and the indices, where each one outside becomes this row.
 
     JAX drops such an update. ONNX Runtime refuses an index that is out of range. `ranks` counts the dimensions of the
-    places, those of the windows, and the axes that are indexed.
+    places, the dimensions of the windows, and the axes that are indexed.
     """
     batch, windows, count = ranks
     spare = graph.add("Slice", [x, graph.ints(0), graph.ints(1), graph.ints(0)])
