@@ -1088,6 +1088,9 @@ def _has_output_scales(fuser: _Fuser, node: Node, source: Node, axis: int | None
     if scale.size == 1:
         return True
     codes, own = fuser.constants.get(source.inputs[0]), source.attributes.get("axis", 1)
+    maker = fuser.producers.get(source.inputs[0])
+    if codes is None and maker is not None and maker.op == "QuantizeLinear":
+        codes = fuser.constants.get(maker.inputs[0])  # floats of the same shape
     if scale.ndim != 1 or source.attributes.get("block_size", 0):
         return False
     if codes is None:  # of an unknown rank
