@@ -31,6 +31,8 @@ from .quantizer import Quantizer, read_quantizer, split_quantizer
 from .rounding_vjp import RoundingConfig, compute_cotangents, compute_mask, make_array, round_zero_point
 
 CODES = "jaxquant.codes"
+# The argument names of the operands and specs of `quantized_dot_general` and `quantized_conv_general_dilated`.
+SIDES = (("lhs", "lhs_spec"), ("rhs", "rhs_spec"))
 _POLICY = jax.checkpoint_policies.save_only_these_names(CODES)
 
 
@@ -126,20 +128,27 @@ def check_options(
     return quantizers, checks.check_dtype(function, "preferred_element_type", preferred_element_type, dtypes.FLOATS)
 
 
-def contract_with_gradient(
-    function: str, names: Sequence[tuple[str, str]], operation: LinearContraction, xs: Sequence[Any],
-    specs: Sequence[Any], backward: Any, key: jax.Array | None,
-) -> jax.Array:  # fmt: skip
+@functools.partial(jax.jit, inline=True, static_argnames=("function", "names", "operation", "backward"))
+def quantize_and_contract(
+    xs: Sequence[jax.Array],
+    specs: Sequence[Quantizer | None],
+    key: jax.Array | None,
+    *,
+    function: str,
+    names: tuple[tuple[str, str], ...],
+    operation: LinearContraction,
+    backward: Backward,
+) -> jax.Array:
     """Check float operands against their specs, quantize them, and return their contraction with a gradient.
 
     Args:
-        function: the name of the public function, for errors.
-        names: the argument names of each operand and of its spec, for errors.
-        operation: Static. The contraction.
         xs: the operands.
         specs: a Quantizer or None for each operand.
-        backward: Static. Already checked.
         key: the key of a backward pass that rounds stochastically, or None.
+        function: Static. The name of the public function, for errors.
+        names: Static. The argument names of each operand and of its spec, for errors.
+        operation: Static. The contraction.
+        backward: Static. Already checked.
     """
     checks.require_type(
         any(s is not None for s in specs), function, ", ".join(dict.fromkeys(spec for _, spec in names)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -115,24 +114,10 @@ def quantized_conv_general_dilated(
     operation = ConvContraction(plan, precision, dtype)
     expected = "FloatBackward(), because batch_group_count is not 1"
     checks.require(plan.batches == 1 or isinstance(backward, FloatBackward), _NAME, "backward", expected, backward)
-    return _quantized_conv(lhs, rhs, *quantizers, key, operation=operation, backward=backward)
-
-
-@functools.partial(jax.jit, inline=True, static_argnames=("operation", "backward"))
-def _quantized_conv(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    lhs_spec: Any,
-    rhs_spec: Any,
-    key: jax.Array | None,
-    *,
-    operation: ConvContraction,
-    backward: Any,
-) -> jax.Array:
-    names = (("lhs", "lhs_spec"), ("rhs", "rhs_spec"))
-    return contraction_vjp.contract_with_gradient(
-        _NAME, names, operation, (lhs, rhs), (lhs_spec, rhs_spec), backward, key
-    )
+    return contraction_vjp.quantize_and_contract(
+        (lhs, rhs), tuple(quantizers), key, function=_NAME, names=contraction_vjp.SIDES, operation=operation,
+        backward=backward,
+    )  # fmt: skip
 
 
 class ConvContraction(NamedTuple):

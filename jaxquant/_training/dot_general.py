@@ -12,9 +12,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
-from .._contractions.dot import check_numbers, contract_checked
-from .._core import checks, dtypes
-from .._core.entry_point import compile_entry_point
+from .._contractions.dot import check_numbers, contract_dimensions
+from .._core import checks, dtypes, entry_point
 from ..integer.dot_general import DotDimensionNumbers, match_roles
 from . import contraction_vjp
 from .backward import Backward, FloatBackward, compute_operand_cotangent
@@ -93,21 +92,22 @@ def quantized_dot_general(
         _NAME, {"lhs_spec": lhs_spec, "rhs_spec": rhs_spec}, backward, key, precision, preferred_element_type,
         out_sharding,
     )  # fmt: skip
-    operation = DotContraction(_NAME, numbers, precision, dtype, out_sharding)
-    return _quantized_dot_general(lhs, rhs, *quantizers, key, operation=operation, backward=backward)
-
-
-@compile_entry_point(_NAME)
-def _quantized_dot_general(
-    lhs: Any, rhs: Any, lhs_spec: Any, rhs_spec: Any, key: jax.Array | None, *, operation: DotContraction, backward: Any
-) -> jax.Array:
-    for name, x in (("lhs", lhs), ("rhs", rhs)):
+    arrays = entry_point.convert_arrays(
+        _NAME, {"lhs": entry_point.unwrap_array(lhs), "rhs": entry_point.unwrap_array(rhs)}
+    )
+    for name, x in zip(("lhs", "rhs"), arrays, strict=True):
         checks.check_array(_NAME, name, x, dtypes.FLOATS)
     # This checks the shapes before anything is quantized, so that errors describe the arguments of the user.
-    match_roles(_NAME, lhs, rhs, operation.numbers)
-    names = (("lhs", "lhs_spec"), ("rhs", "rhs_spec"))
-    return contraction_vjp.contract_with_gradient(
-        _NAME, names, operation, (lhs, rhs), (lhs_spec, rhs_spec), backward, key
+    match_roles(_NAME, *arrays, numbers)
+    operation = DotContraction(_NAME, numbers, precision, dtype, out_sharding)
+    return contraction_vjp.quantize_and_contract(
+        arrays,
+        tuple(quantizers),
+        key,
+        function=_NAME,
+        names=contraction_vjp.SIDES,
+        operation=operation,
+        backward=backward,
     )
 
 
@@ -123,9 +123,10 @@ class DotContraction(NamedTuple):
     def contract_quantized(self, *operands: Any, epilogue: Any = None) -> Any:
         """Return the contraction of operands, at least one of them quantized."""
         lhs, rhs = operands
-        return contract_checked(
-            self.function, lhs, rhs, self.numbers, self.precision, self.preferred, self.out_sharding, epilogue=epilogue
-        )
+        return contract_dimensions(
+            lhs, rhs, epilogue, function=self.function, numbers=self.numbers, precision=self.precision,
+            preferred=self.preferred, out_sharding=self.out_sharding, caller_axes=None,
+        )  # fmt: skip
 
     def contract_floats(self, *operands: jax.Array) -> jax.Array:
         """Return the contraction of floats."""

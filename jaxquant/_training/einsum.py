@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -96,15 +95,10 @@ def quantized_einsum(
     # Parse the subscripts only to check them; the operation parses them again when it is traced.
     parse_subscripts(_NAME, subscripts, [x.ndim for x in arrays])
     operation = EinsumContraction(subscripts, precision, dtype, out_sharding)
-    return _quantized_einsum(arrays, tuple(quantizers), key, operation=operation, backward=backward)
-
-
-@functools.partial(jax.jit, inline=True, static_argnames=("operation", "backward"))
-def _quantized_einsum(
-    operands: Any, specs: Any, key: jax.Array | None, *, operation: EinsumContraction, backward: Any
-) -> jax.Array:
-    names = [(f"operands[{i}]", f"specs[{i}]") for i in range(len(operands))]
-    return contraction_vjp.contract_with_gradient(_NAME, names, operation, operands, specs, backward, key)
+    names = tuple((f"operands[{i}]", f"specs[{i}]") for i in range(len(arrays)))
+    return contraction_vjp.quantize_and_contract(
+        arrays, tuple(quantizers), key, function=_NAME, names=names, operation=operation, backward=backward
+    )
 
 
 class EinsumContraction(NamedTuple):
