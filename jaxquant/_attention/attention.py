@@ -17,11 +17,11 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point, small_floats
 from .._kernels.platforms import choose_on_cpu
-from . import arguments
-from .kv_cache import INT8, KEY_AXES, VALUE_AXES, KVCache, is_packed, unpack_codes
+from .kv_cache import INT8, KEY_AXES, VALUE_AXES, KVCache, check_tokens_whole, is_packed, unpack_codes
 from .scores_and_values import (
     RowWeights,
     add_bias,
+    check_query_spec,
     compute_scores,
     compute_weights,
     contract_digits,
@@ -29,6 +29,11 @@ from .scores_and_values import (
     group_heads,
     group_queries,
     merge_masks,
+    read_bias,
+    read_digits,
+    read_factor,
+    read_mask,
+    ungroup_heads,
     weigh_values,
 )
 
@@ -100,13 +105,13 @@ def attention(
     Source: Vaswani et al., arXiv 1706.03762, section 3.2.1; Ainslie et al., arXiv 2305.13245, for the shared heads.
     """
     checks.require_type(isinstance(cache, KVCache), _NAME, "cache", "a KVCache", checks.describe_value(cache))
-    arguments.check_query_spec(_NAME, "spec", spec)
-    digits = arguments.read_digits(_NAME, weight_digits)
+    check_query_spec(_NAME, "spec", spec)
+    digits = read_digits(_NAME, weight_digits)
     names = ("q", "mask", "bias", "query_positions")
     values = [entry_point.unwrap_array(x) for x in (q, mask, bias, query_positions)]
     arrays = entry_point.convert_arrays(_NAME, dict(zip(names, values, strict=True)))
     _check_queries(arrays[0], cache)
-    factor = arguments.read_factor(_NAME, scale, cache.head_dim)
+    factor = read_factor(_NAME, scale, cache.head_dim)
     return _attend(*_read_shapes(cache, *arrays), spec=spec, factor=factor, digits=digits)
 
 
@@ -132,7 +137,7 @@ def _attend(
     y = _weigh_cache(weights, cache, digits)
     # A compiled program cannot raise an error, and a wrong result would go unnoticed.
     y = jnp.where(jnp.reshape(cache.overflowed, (-1, 1, 1, 1, 1)), np.float32(np.nan), y)
-    return arguments.ungroup_heads(y).astype(q.dtype)
+    return ungroup_heads(y).astype(q.dtype)
 
 
 def _check_queries(q: Any, cache: KVCache) -> None:
@@ -143,7 +148,7 @@ def _check_queries(q: Any, cache: KVCache) -> None:
     fits = fits and (q.shape[2] % heads == 0 if heads else q.shape[2] == 0)
     expected = f"shape ({batch}, queries, a multiple of {heads}, {features}), because of the cache"
     checks.require(fits, _NAME, "q", expected, f"shape {q.shape}")
-    arguments.check_tokens_whole(_NAME, "cache", cache.key_scale, 2)
+    check_tokens_whole(_NAME, "cache", cache.key_scale, 2)
     if cache.window is not None:
         # The oldest query needs `window` tokens, and the later tokens took the places of as many older ones.
         most = length - cache.window + 1
@@ -154,7 +159,7 @@ def _check_queries(q: Any, cache: KVCache) -> None:
 def _read_shapes(cache: KVCache, q: Any, mask: Any, bias: Any, query_positions: Any) -> tuple[Any, ...]:
     """Return the arguments of `_attend`, mask and bias with rank 4, after a check of the shapes."""
     sizes = (q.shape[0], q.shape[2], q.shape[1], cache.length)
-    mask, bias = arguments.read_mask(_NAME, mask, sizes), arguments.read_bias(_NAME, bias, sizes)
+    mask, bias = read_mask(_NAME, mask, sizes), read_bias(_NAME, bias, sizes)
     if query_positions is not None:
         checks.check_array(_NAME, "query_positions", query_positions, (np.dtype(jnp.int32),))
         fits = query_positions.ndim == 2 and query_positions.shape[0] in (1, q.shape[0])

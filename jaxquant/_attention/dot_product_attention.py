@@ -15,21 +15,25 @@ from jax.typing import ArrayLike
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point, small_floats
-from .._training.fake_quantize import read_parts
-from .._training.quantizer import Quantizer, read_quantizer, split_quantizer
+from .._training.fake_quantize import Quantizer, read_parts, read_quantizer, split_quantizer
 from .._training.rounding_vjp import RoundingConfig, compute_cotangents, make_array
-from . import arguments
-from .kv_cache import INT8
+from .kv_cache import INT8, check_tokens_whole
 from .scores_and_values import (
     Hiding,
     RowWeights,
     add_bias,
+    check_query_spec,
     compute_reciprocal,
     compute_scores,
     compute_weights,
     derive_visible,
     group_heads,
     group_queries,
+    read_bias,
+    read_digits,
+    read_factor,
+    read_mask,
+    ungroup_heads,
     weigh_values,
 )
 
@@ -121,13 +125,13 @@ def quantized_dot_product_attention(
     _check_value_spec(quantizers[2].spec)
     checks.check_flag(_NAME, "is_causal", is_causal)
     window = _read_window(local_window_size)
-    digits = arguments.read_digits(_NAME, weight_digits)
+    digits = read_digits(_NAME, weight_digits)
     named = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
     named |= dict(zip(_LENGTHS, (query_seq_lengths, key_value_seq_lengths), strict=True))
     arrays = entry_point.convert_arrays(_NAME, {name: entry_point.unwrap_array(x) for name, x in named.items()})
     operands = _read_operands(*arrays)
     hiding = Hiding(bool(is_causal), window)
-    options = (hiding, arguments.read_factor(_NAME, scale, arrays[0].shape[-1]), digits)
+    options = (hiding, read_factor(_NAME, scale, arrays[0].shape[-1]), digits)
     return _round_and_attend(operands[:3], quantizers, *operands[3:], options=options)
 
 
@@ -152,14 +156,14 @@ def _round_and_attend(
     mask, bias = (None if x is None else group_heads(x, heads) for x in (mask, bias))
     operands = _AttentionArrays(tuple(rounded), bias, mask, query_lengths, token_lengths)
     y: Any = _attend(_AttentionOptions(_NAME, tuple(configs), *options), operands)
-    return arguments.ungroup_heads(y).astype(query.dtype).reshape(query.shape)
+    return ungroup_heads(y).astype(query.dtype).reshape(query.shape)
 
 
 def _read_operands(query: Any, key: Any, value: Any, bias: Any, mask: Any, *lengths: Any) -> tuple[Any, ...]:
     """Return the arrays of a call, mask and bias with rank 4, after a check against each other."""
     _check_operands(query, key, value)
     sizes = _read_score_sizes(query, key)
-    mask, bias = arguments.read_mask(_NAME, mask, sizes), arguments.read_bias(_NAME, bias, sizes)
+    mask, bias = read_mask(_NAME, mask, sizes), read_bias(_NAME, bias, sizes)
     for name, x in zip(_LENGTHS, lengths, strict=True):
         if x is not None:
             checks.check_array(_NAME, name, x, (np.dtype(jnp.int32),))
@@ -177,7 +181,7 @@ def _read_spec(argument: str, value: Any) -> Quantizer:
     expected = "a QuantSpec or a Quantizer"
     checks.require_type(quantizer is not None, _NAME, argument, expected, checks.describe_value(value))
     assert quantizer is not None
-    arguments.check_query_spec(_NAME, argument, quantizer.spec)
+    check_query_spec(_NAME, argument, quantizer.spec)
     return quantizer
 
 
@@ -218,7 +222,7 @@ def _check_operands(query: Any, key: Any, value: Any) -> None:
     checks.require(fits, _NAME, "key", expected, f"shape {key.shape}")
     checks.check_shape(_NAME, "value", value, key.shape, "that of key")
     for argument, x in (("key", key), ("value", value)):
-        arguments.check_tokens_whole(_NAME, argument, x, x.ndim - 3)
+        check_tokens_whole(_NAME, argument, x, x.ndim - 3)
 
 
 def _read_score_sizes(query: Any, key: Any) -> tuple[int, int, int, int]:

@@ -18,10 +18,9 @@ from jax.typing import ArrayLike
 from .._arrays.quantize import quantize
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, entry_point, scale_arguments
+from .._core import checks, dtypes, entry_point, scale_arguments, sharding
 from .._core.granularity import PerToken
 from .._kernels.platforms import choose_on_cpu
-from . import arguments
 
 _CREATE, _APPEND, _CHECK = "KVCache.create", "KVCache.append", "KVCache.check"
 INT8 = QuantSpec(jnp.int8, PerToken())
@@ -339,7 +338,7 @@ def _check_spec(argument: str, spec: Any) -> None:
 def _check_tokens(cache: KVCache, k: Any, v: Any, lengths: Any) -> None:
     """Check the arrays that are appended to a cache."""
     batch, _, heads, features = cache.shape
-    arguments.check_tokens_whole(_APPEND, "cache", cache.key_scale, 2)
+    check_tokens_whole(_APPEND, "cache", cache.key_scale, 2)
     for argument, x in (("k", k), ("v", v)):
         checks.check_array(_APPEND, argument, x, dtypes.FLOATS)
         fits = x.ndim == 4 and (x.shape[0], *x.shape[2:]) == (batch, heads, features) and x.shape == k.shape
@@ -448,3 +447,13 @@ def _write_places(stored: jax.Array, update: jax.Array, axis: int, places: jax.A
 def _scatter(stored: jax.Array, update: jax.Array, places: jax.Array, *, axis: int) -> jax.Array:
     index = (*(slice(None),) * axis, places)
     return stored.at[index].set(update, mode="drop", unique_indices=True)
+
+
+def check_tokens_whole(function: str, argument: str, x: Any, axis: int) -> None:
+    """Check that no explicit mesh axis cuts an array along its tokens.
+
+    Their contraction would need an `out_sharding`, which JAX's own error asks for, and attention does not take.
+    """
+    expected = "tokens that no explicit mesh axis cuts (use jax.sharding.AxisType.Auto, or jax.sharding.reshard)"
+    cut = sharding.find_partition(x)[axis]
+    checks.require(cut is None, function, argument, expected, f"tokens cut over {cut!r}")

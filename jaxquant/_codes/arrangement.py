@@ -13,7 +13,7 @@ from .._arrays import quantized_array
 from .._contractions.output import make_array, read_affine, read_output
 from .._core import checks, dtypes
 from .._onnx_ops.selection import qlinear_concat
-from .carrier import FakeQuantizedArray, Output, has_fake, train_codes
+from .fake_codes import FakeQuantizedArray, Output, has_fake, train_codes
 
 
 def concatenate(arrays: Sequence[Any], axis: int = 0, *, output: Output | None = None) -> Any:

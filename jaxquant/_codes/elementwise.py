@@ -17,7 +17,7 @@ from .._core.granularity import Aligned
 from .._core.scale_arguments import find_known
 from .._onnx_ops.activations import qlinear_leaky_relu, qlinear_sigmoid
 from .._onnx_ops.arithmetic import qlinear_add, qlinear_mul
-from .carrier import FakeQuantizedArray, Output, has_fake, train_codes
+from .fake_codes import FakeQuantizedArray, Output, has_fake, train_codes
 from .pooling import read_operand
 
 

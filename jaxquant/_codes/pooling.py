@@ -16,7 +16,7 @@ from .._arrays.quantized_array import QuantizedArray
 from .._contractions.output import Affine, make_array, read_affine, read_output
 from .._core import checks, dtypes
 from .._onnx_ops.pooling import qlinear_average_pool, qlinear_reduce_mean
-from .carrier import FakeQuantizedArray, Output, train_codes
+from .fake_codes import FakeQuantizedArray, Output, train_codes
 
 
 class PoolWindows(NamedTuple):

@@ -26,8 +26,7 @@ from .._core import checks, dtypes, granularity, sharding
 from .._kernels.affine import divide_by_scale
 from . import estimators
 from .backward import Backward, Int8Backward, check_backward, split_keys
-from .fake_quantize import read_parts
-from .quantizer import Quantizer, read_quantizer, split_quantizer
+from .fake_quantize import Quantizer, read_parts, read_quantizer, split_quantizer
 from .rounding_vjp import RoundingConfig, compute_cotangents, compute_mask, make_array, round_zero_point
 
 CODES = "jaxquant.codes"

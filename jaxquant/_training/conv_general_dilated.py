@@ -20,7 +20,7 @@ from .._core.dtypes import EIGHT_BITS
 from .._kernels.convolution import ConvolutionPlan
 from . import contraction_vjp
 from .backward import Backward, FloatBackward, fold_scale_into_gradient, quantize_gradient
-from .quantizer import Quantizer
+from .fake_quantize import Quantizer
 
 _NAME = "quantized_conv_general_dilated"
 

@@ -17,7 +17,7 @@ from .._core import checks, dtypes, entry_point
 from ..integer.dot_general import DotDimensionNumbers, match_roles
 from . import contraction_vjp
 from .backward import Backward, FloatBackward, compute_operand_cotangent
-from .quantizer import Quantizer
+from .fake_quantize import Quantizer
 
 _NAME = "quantized_dot_general"
 

@@ -16,7 +16,7 @@ from .._contractions.einsum import contract_operands, parse_subscripts
 from .._core import checks, dtypes, entry_point
 from . import contraction_vjp
 from .backward import Backward, FloatBackward, compute_operand_cotangent
-from .quantizer import Quantizer
+from .fake_quantize import Quantizer
 
 _NAME = "quantized_einsum"
 

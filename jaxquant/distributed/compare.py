@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
-from .._training.quantizer import Quantizer
+from .._training.fake_quantize import Quantizer
 from ._messages import read_axis_size
 
 _UINT32 = np.uint32

@@ -17,7 +17,7 @@ from .._contractions.output import Affine, ScaledSpec, make_array, read_affine
 from .._core import dtypes
 from .._core.granularity import PerTensor
 from .._kernels.affine import quantize_affine
-from .._training.quantizer import Quantizer
+from .._training.fake_quantize import Quantizer
 
 
 @functools.partial(
