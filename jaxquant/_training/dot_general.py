@@ -92,23 +92,17 @@ def quantized_dot_general(
         _NAME, {"lhs_spec": lhs_spec, "rhs_spec": rhs_spec}, backward, key, precision, preferred_element_type,
         out_sharding,
     )  # fmt: skip
-    arrays = entry_point.convert_arrays(
-        _NAME, {"lhs": entry_point.unwrap_array(lhs), "rhs": entry_point.unwrap_array(rhs)}
-    )
-    for name, x in zip(("lhs", "rhs"), arrays, strict=True):
+    lhs, rhs = map(entry_point.unwrap_array, (lhs, rhs))
+    lhs, rhs = entry_point.convert_arrays(_NAME, {"lhs": lhs, "rhs": rhs})
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
         checks.check_array(_NAME, name, x, dtypes.FLOATS)
     # This checks the shapes before anything is quantized, so that errors describe the arguments of the user.
-    match_roles(_NAME, *arrays, numbers)
+    match_roles(_NAME, lhs, rhs, numbers)
     operation = DotContraction(_NAME, numbers, precision, dtype, out_sharding)
     return contraction_vjp.quantize_and_contract(
-        arrays,
-        tuple(quantizers),
-        key,
-        function=_NAME,
-        names=contraction_vjp.SIDES,
-        operation=operation,
+        (lhs, rhs), tuple(quantizers), key, function=_NAME, names=contraction_vjp.SIDES, operation=operation,
         backward=backward,
-    )
+    )  # fmt: skip
 
 
 class DotContraction(NamedTuple):
