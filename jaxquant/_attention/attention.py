@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -117,9 +118,16 @@ def attention(
 
 @functools.partial(jax.jit, inline=True, static_argnames=("spec", "factor", "digits"))
 def _attend(
-    q: jax.Array, cache: KVCache, mask: Any, bias: Any, query_positions: Any, *, spec: QuantSpec, factor: float,
+    q: jax.Array,
+    cache: KVCache,
+    mask: jax.Array | None,
+    bias: jax.Array | None,
+    query_positions: jax.Array | None,
+    *,
+    spec: QuantSpec,
+    factor: float,
     digits: int,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     queries, heads = q.shape[1], cache.shape[2]
     # Without tokens every query sees none. Without queries or features the result is empty.
     if 0 in (math.prod(q.shape), cache.length):
@@ -140,7 +148,7 @@ def _attend(
     return ungroup_heads(y).astype(q.dtype)
 
 
-def _check_queries(q: Any, cache: KVCache) -> None:
+def _check_queries(q: jax.Array, cache: KVCache) -> None:
     """Check the queries against the cache."""
     checks.check_array(_NAME, "q", q, dtypes.FLOATS)
     batch, length, heads, features = cache.shape
@@ -156,7 +164,9 @@ def _check_queries(q: Any, cache: KVCache) -> None:
         checks.require(q.shape[1] <= most, _NAME, "q", expected, q.shape[1])
 
 
-def _read_shapes(cache: KVCache, q: Any, mask: Any, bias: Any, query_positions: Any) -> tuple[Any, ...]:
+def _read_shapes(
+    cache: KVCache, q: jax.Array, mask: jax.Array | None, bias: jax.Array | None, query_positions: jax.Array | None
+) -> tuple[Any, ...]:
     """Return the arguments of `_attend`, mask and bias with rank 4, after a check of the shapes."""
     sizes = (q.shape[0], q.shape[2], q.shape[1], cache.length)
     mask, bias = read_mask(_NAME, mask, sizes), read_bias(_NAME, bias, sizes)
@@ -214,11 +224,13 @@ def _score_keys(
     return compute_scores(function, q, QuantizedArray(codes, scale[..., None], dtype=jnp.float32))
 
 
-def _score_chunks(score: Any, q: QuantizedArray, keys: jax.Array, scale: jax.Array, *, tokens: int) -> jax.Array:
+def _score_chunks(
+    score: Callable[..., jax.Array], q: QuantizedArray, keys: jax.Array, scale: jax.Array, *, tokens: int
+) -> jax.Array:
     """Return the scores of keys [batch, heads, tokens, ...], computed for a number of tokens at a time."""
     length = scale.shape[2]
 
-    def score_from(start: Any, size: int) -> jax.Array:
+    def score_from(start: ArrayLike, size: int) -> jax.Array:
         return score(q, *(lax.dynamic_slice_in_dim(x, start, size, 2) for x in (keys, scale)))
 
     def step(place: jax.Array, scores: jax.Array) -> jax.Array:
@@ -237,10 +249,12 @@ def _contract_values(rows: jax.Array, values: jax.Array, *, spec: QuantSpec, fea
     return contract_digits(rows, unpack_codes(values, spec, VALUE_AXES[0], features))
 
 
-def _contract_chunks(contract: Any, rows: jax.Array, values: jax.Array, *, tokens: int) -> jax.Array:
+def _contract_chunks(
+    contract: Callable[..., jax.Array], rows: jax.Array, values: jax.Array, *, tokens: int
+) -> jax.Array:
     """Return the int32 contraction of rows and values along their last axis, for a number of tokens at a time."""
 
-    def contract_from(start: Any, size: int) -> jax.Array:
+    def contract_from(start: ArrayLike, size: int) -> jax.Array:
         return contract(*(lax.dynamic_slice_in_dim(x, start, size, 3) for x in (rows, values)))
 
     count, rest = divmod(rows.shape[3], tokens)

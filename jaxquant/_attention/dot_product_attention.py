@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -137,7 +138,14 @@ def quantized_dot_product_attention(
 
 @functools.partial(jax.jit, inline=True, static_argnames=("options",))
 def _round_and_attend(
-    xs: Any, quantizers: Any, bias: Any, mask: Any, query_lengths: Any, token_lengths: Any, *, options: Any
+    xs: tuple[jax.Array, jax.Array, jax.Array],
+    quantizers: Sequence[Quantizer],
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    query_lengths: jax.Array | None,
+    token_lengths: jax.Array | None,
+    *,
+    options: tuple[Hiding, float, int],
 ) -> jax.Array:
     query = xs[0]
     # Without tokens every query sees none. Without queries or features the result is empty.
@@ -159,7 +167,14 @@ def _round_and_attend(
     return ungroup_heads(y).astype(query.dtype).reshape(query.shape)
 
 
-def _read_operands(query: Any, key: Any, value: Any, bias: Any, mask: Any, *lengths: Any) -> tuple[Any, ...]:
+def _read_operands(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    *lengths: jax.Array | None,
+) -> tuple[Any, ...]:
     """Return the arrays of a call, mask and bias with rank 4, after a check against each other."""
     _check_operands(query, key, value)
     sizes = _read_score_sizes(query, key)
@@ -175,7 +190,7 @@ def _add_batch(part: jax.Array) -> jax.Array:
     return part if part.ndim == 4 else jnp.expand_dims(part, 0)
 
 
-def _read_spec(argument: str, value: Any) -> Quantizer:
+def _read_spec(argument: str, value: QuantSpec | Quantizer) -> Quantizer:
     """Return a Quantizer of a spec or of a Quantizer, after a check that its codes can be contracted."""
     quantizer = read_quantizer(_NAME, argument, value)
     expected = "a QuantSpec or a Quantizer"
@@ -209,7 +224,7 @@ def _read_window(size: Any) -> tuple[int, int] | None:
     return int(pair[0]), int(pair[1])
 
 
-def _check_operands(query: Any, key: Any, value: Any) -> None:
+def _check_operands(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
     """Check the dtypes and shapes of queries, keys and values against each other."""
     for argument, x in (("query", query), ("key", key), ("value", value)):
         checks.check_array(_NAME, argument, x, dtypes.FLOATS)
@@ -225,7 +240,7 @@ def _check_operands(query: Any, key: Any, value: Any) -> None:
         check_tokens_whole(_NAME, argument, x, x.ndim - 3)
 
 
-def _read_score_sizes(query: Any, key: Any) -> tuple[int, int, int, int]:
+def _read_score_sizes(query: jax.Array, key: jax.Array) -> tuple[int, int, int, int]:
     """Return (batch, heads, queries, tokens)."""
     batch = query.shape[0] if query.ndim == 4 else 1
     return batch, query.shape[-2], query.shape[-3], key.shape[-3]

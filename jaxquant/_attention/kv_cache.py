@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -174,7 +174,7 @@ class KVCache:
         self._check_space(arrays[0].shape[1], arrays[2])
         return _append(self, *arrays)
 
-    def _check_space(self, tokens: int, lengths: Any) -> None:
+    def _check_space(self, tokens: int, lengths: jax.Array | None) -> None:
         """Raise if the cache is known to overflow."""
         if self.window is not None:
             return
@@ -249,7 +249,9 @@ class KVCache:
         codes = unpack_codes(self.values, self.spec_v, VALUE_AXES[0], self.head_dim)
         return QuantizedArray(codes, self.value_scale[:, :, None], dtype=jnp.float32)
 
-    def partition_specs(self, batch: Any = None, heads: Any = None) -> KVCache:
+    def partition_specs(
+        self, batch: str | tuple[str, ...] | None = None, heads: str | tuple[str, ...] | None = None
+    ) -> KVCache:
         """Return a cache of PartitionSpecs, to place the cache on a mesh.
 
         Args:
@@ -281,7 +283,7 @@ def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | Non
         places = _choose_places(cache, tokens, counts)
     write_one = _write_slice if is_slice else _write_places
 
-    def write(arrays: Any) -> tuple[jax.Array, ...]:
+    def write(arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         pairs = zip(arrays, updates, strict=True)
         return tuple(write_one(array, update, axis, places) for array, (update, axis) in pairs)
 
@@ -293,7 +295,7 @@ def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | Non
     )
 
 
-def _choose_places(cache: KVCache, tokens: int, counts: Any) -> jax.Array:
+def _choose_places(cache: KVCache, tokens: int, counts: ArrayLike) -> jax.Array:
     """Return the places of new tokens, int32 [tokens] or [batch, tokens]; the length or more if they are not stored."""
     order = jnp.arange(tokens, dtype=jnp.int32)
     length = np.int32(cache.length)
@@ -313,7 +315,7 @@ def _derive_stored_dtype(spec: QuantSpec) -> Any:
     return jnp.uint8 if is_packed(spec) else jnp.int8
 
 
-def _read_shape(shape: Any) -> tuple[int, ...]:
+def _read_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of a cache as ints."""
     is_shape = isinstance(shape, tuple | list) and len(shape) == 4
     expected = "(batch, length, kv_heads, head_dim)"
@@ -324,7 +326,7 @@ def _read_shape(shape: Any) -> tuple[int, ...]:
     return tuple(int(n) for n in shape)
 
 
-def _check_spec(argument: str, spec: Any) -> None:
+def _check_spec(argument: str, spec: QuantSpec) -> None:
     """Check that a cache can hold codes of a spec."""
     checks.require_type(isinstance(spec, QuantSpec), _CREATE, argument, "a QuantSpec", checks.describe_value(spec))
     checks.require_type(spec.dtype in _DTYPES, _CREATE, argument, "dtype int8 or int4", spec.dtype)
@@ -335,7 +337,7 @@ def _check_spec(argument: str, spec: Any) -> None:
     checks.require_type(spec.scale_dtype in _SCALES, _CREATE, argument, expected, spec.scale_dtype)
 
 
-def _check_tokens(cache: KVCache, k: Any, v: Any, lengths: Any) -> None:
+def _check_tokens(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | None) -> None:
     """Check the arrays that are appended to a cache."""
     batch, _, heads, features = cache.shape
     check_tokens_whole(_APPEND, "cache", cache.key_scale, 2)
@@ -449,7 +451,7 @@ def _scatter(stored: jax.Array, update: jax.Array, places: jax.Array, *, axis: i
     return stored.at[index].set(update, mode="drop", unique_indices=True)
 
 
-def check_tokens_whole(function: str, argument: str, x: Any, axis: int) -> None:
+def check_tokens_whole(function: str, argument: str, x: jax.Array, axis: int) -> None:
     """Check that no explicit mesh axis cuts an array along its tokens.
 
     Their contraction would need an `out_sharding`, which JAX's own error asks for, and attention does not take.

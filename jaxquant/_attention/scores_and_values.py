@@ -40,21 +40,21 @@ _BIASES = (*dtypes.FLOATS, *(np.dtype(name) for name in ("int32", "int16", "int8
 # The arguments that both attention functions take, and their checks.
 
 
-def check_query_spec(function: str, argument: str, spec: Any) -> None:
+def check_query_spec(function: str, argument: str, spec: QuantSpec) -> None:
     """Check that the codes of a spec can be contracted as integers."""
     checks.require_type(isinstance(spec, QuantSpec), function, argument, "a QuantSpec", checks.describe_value(spec))
     is_short = spec.dtype in dtypes.INTEGERS and dtypes.find_width(spec.dtype) <= 8
     checks.require_type(is_short, function, argument, "an integer dtype of 8 bits or fewer", spec.dtype)
 
 
-def read_digits(function: str, value: Any) -> int:
+def read_digits(function: str, value: int) -> int:
     """Return the number of digits of a weight."""
     checks.check_integer(function, "weight_digits", value)
     checks.require(value in (1, 2, 3), function, "weight_digits", "1, 2 or 3", value)
     return int(value)
 
 
-def read_factor(function: str, scale: Any, features: int) -> float:
+def read_factor(function: str, scale: float | None, features: int) -> float:
     """Return what scores are multiplied by: a positive number, 1 / sqrt(features) for None."""
     if scale is None:
         return 1 / math.sqrt(max(features, 1))
@@ -64,7 +64,7 @@ def read_factor(function: str, scale: Any, features: int) -> float:
     return float(scale)
 
 
-def read_mask(function: str, mask: Any, sizes: tuple[int, int, int, int]) -> jax.Array | None:
+def read_mask(function: str, mask: jax.Array | None, sizes: tuple[int, int, int, int]) -> jax.Array | None:
     """Return a mask with rank 4, after a check against (batch, heads, queries, tokens)."""
     if mask is None:
         return None
@@ -72,7 +72,7 @@ def read_mask(function: str, mask: Any, sizes: tuple[int, int, int, int]) -> jax
     return _expand_rank(function, "mask", mask, sizes)
 
 
-def read_bias(function: str, bias: Any, sizes: tuple[int, int, int, int]) -> jax.Array | None:
+def read_bias(function: str, bias: jax.Array | None, sizes: tuple[int, int, int, int]) -> jax.Array | None:
     """Return a bias as floats with rank 4, after a check against (batch, heads, queries, tokens)."""
     if bias is None:
         return None
@@ -212,7 +212,7 @@ def compute_scores(function: str, q: QuantizedArray, k: QuantizedArray) -> jax.A
     return scores if rows == 1 else pin_layout(scores)
 
 
-def _has_few_rows(rows: Any, q: QuantizedArray, k: QuantizedArray) -> bool:
+def _has_few_rows(rows: object, q: QuantizedArray, k: QuantizedArray) -> bool:
     """Return whether the contraction reads the keys faster as its left operand."""
     # The sums of the keys, which zero points need, are cheaper with the keys on the right. So are blocks of features.
     is_plain = all(x.zero_point is None and x.scale.shape[-1] == 1 for x in (q, k))
@@ -265,7 +265,7 @@ class RowWeights(NamedTuple):
     total: jax.Array
 
 
-def compute_weights(scores: jax.Array, value_scale: jax.Array, visible: Any, digits: int) -> RowWeights:
+def compute_weights(scores: jax.Array, value_scale: jax.Array, visible: jax.Array | None, digits: int) -> RowWeights:
     """Return the softmax of scores along their last axis, as codes that include the scales of the values.
 
     Args:
@@ -319,7 +319,7 @@ def _add_exponentials(exponentials: jax.Array, is_nan: jax.Array) -> jax.Array:
     return jnp.where(jnp.any(is_nan, axis=-1, keepdims=True), np.float32(np.nan), total)
 
 
-def _hide(values: jax.Array, filling: np.float32, *, visible: Any) -> jax.Array:
+def _hide(values: jax.Array, filling: np.float32, *, visible: jax.Array | None) -> jax.Array:
     return values if visible is None else jnp.where(visible, values, filling)
 
 
@@ -329,7 +329,7 @@ def compute_reciprocal(total: jax.Array) -> jax.Array:
 
 
 def weigh_values(
-    weights: RowWeights, values: Any, features: int, digits: int, contract: Callable[..., jax.Array] | None = None
+    weights: RowWeights, values: jax.Array, features: int, digits: int, contract: Callable[..., jax.Array] | None = None
 ) -> jax.Array:
     """Return the values weighted by each row, float32 [batch, heads, groups, queries, features].
 

@@ -13,7 +13,7 @@ from .._arrays import quantized_array
 from .._contractions.output import make_array, read_affine, read_output
 from .._core import checks, dtypes
 from .._onnx_ops.selection import qlinear_concat
-from .fake_codes import FakeQuantizedArray, Output, has_fake, train_codes
+from .fake_codes import Codes, FakeQuantizedArray, Output, has_fake, train_codes
 
 
 def concatenate(arrays: Sequence[Any], axis: int = 0, *, output: Output | None = None) -> Any:
@@ -86,7 +86,7 @@ def concatenate(arrays: Sequence[Any], axis: int = 0, *, output: Output | None =
     return make_array(codes, result, checked[0].dtype)
 
 
-def reshape(q: Any, shape: int | Sequence[int]) -> Any:
+def reshape(q: Codes, shape: int | Sequence[int]) -> Any:
     """Return the same elements in another shape, in which elements that share an entry must still be neighbors.
 
     Args:
@@ -112,7 +112,7 @@ def reshape(q: Any, shape: int | Sequence[int]) -> Any:
     return quantized_array.check_lazy("codes.reshape", "q", q).reshape(shape)
 
 
-def transpose(q: Any, axes: Sequence[int] | None = None) -> Any:
+def transpose(q: Codes, axes: Sequence[int] | None = None) -> Any:
     """Return the array with its dimensions in another order.
 
     Args:
@@ -138,7 +138,7 @@ def transpose(q: Any, axes: Sequence[int] | None = None) -> Any:
     return quantized_array.check_lazy("codes.transpose", "q", q).transpose(axes)
 
 
-def pad(q: Any, pad_width: Any) -> Any:
+def pad(q: Codes, pad_width: int | Sequence[int] | Sequence[Sequence[int]]) -> Any:
     """Return the array with zeros around it, whose code is the zero point.
 
     Args:
@@ -186,7 +186,7 @@ def pad(q: Any, pad_width: Any) -> Any:
     return q.replace(codes=jnp.where(inside, codes, jnp.broadcast_to(point, codes.shape)))
 
 
-def _read_widths(pad_width: Any, rank: int) -> Any:
+def _read_widths(pad_width: object, rank: int) -> Any:
     """Return (before, after) for each dimension."""
     widths: Any = pad_width
     if isinstance(widths, int):

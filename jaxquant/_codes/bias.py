@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +74,7 @@ def _quantize_steps(bias: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array)
     return steps, products
 
 
-def _quantize_bias(bias: Any, lhs_scale: Any, rhs_scale: Any) -> jax.Array:
+def _quantize_bias(bias: ArrayLike, lhs_scale: jax.Array, rhs_scale: jax.Array) -> jax.Array:
     steps, _ = _quantize_steps(bias, lhs_scale, rhs_scale)
     _count_known_steps(_NAME, bias, lhs_scale, rhs_scale)
     return steps.astype(jnp.int32)  # XLA's conversion saturates
@@ -155,7 +154,7 @@ def compute_largest_sums(weight: QuantizedArray, places: Sequence[int]) -> jax.A
     return lax.transpose(sums, [kept.index(axis) for axis in places])
 
 
-def _count_known_steps(function: str, bias: Any, lhs_scale: Any, rhs_scale: Any) -> np.ndarray | None:
+def _count_known_steps(function: str, bias: ArrayLike, lhs_scale: ArrayLike, rhs_scale: ArrayLike) -> np.ndarray | None:
     """Return the steps of a bias, or None if an array is not known; raise if int32 cannot hold them."""
     # Not from the results of the compiled function, which are traced in another one even if the arguments are known.
     known = [find_known(value) for value in (bias, lhs_scale, rhs_scale)]

@@ -95,15 +95,16 @@ class FakeQuantizedArray:
         return dataclasses.replace(self, values=values)
 
 
-Output = ScaledSpec | QuantizedArray | FakeQuantizedArray
+Codes = QuantizedArray | FakeQuantizedArray
+Output = ScaledSpec | Codes
 
 
-def has_fake(*arrays: Any) -> bool:
+def has_fake(*arrays: object) -> bool:
     """Return whether an array carries floats."""
     return any(isinstance(array, FakeQuantizedArray) for array in arrays)
 
 
-def read_fake(q: Any) -> FakeQuantizedArray:
+def read_fake(q: Codes) -> FakeQuantizedArray:
     """Return an array that carries floats as it is, and a QuantizedArray with its values."""
     if isinstance(q, FakeQuantizedArray):
         return q

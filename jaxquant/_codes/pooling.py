@@ -16,7 +16,7 @@ from .._arrays.quantized_array import QuantizedArray
 from .._contractions.output import Affine, make_array, read_affine, read_output
 from .._core import checks, dtypes
 from .._onnx_ops.pooling import qlinear_average_pool, qlinear_reduce_mean
-from .fake_codes import FakeQuantizedArray, Output, train_codes
+from .fake_codes import Codes, FakeQuantizedArray, Output, train_codes
 
 
 class PoolWindows(NamedTuple):
@@ -29,7 +29,7 @@ class PoolWindows(NamedTuple):
 
 
 def max_pool(
-    q: Any,
+    q: Codes,
     window_shape: Sequence[int],
     strides: Sequence[int] | None = None,
     padding: str | Sequence[tuple[int, int]] = "VALID",
@@ -70,7 +70,7 @@ def max_pool(
 
 
 def average_pool(
-    q: Any,
+    q: Codes,
     window_shape: Sequence[int],
     strides: Sequence[int] | None = None,
     padding: str | Sequence[tuple[int, int]] = "VALID",
@@ -115,7 +115,7 @@ def average_pool(
     checks.check_flag("codes.average_pool", "count_include_pad", count_include_pad)
     if isinstance(q, FakeQuantizedArray):
 
-        def compute(codes: QuantizedArray, output: Any) -> Any:
+        def compute(codes: QuantizedArray, output: Output) -> Any:
             statics = (window_shape, strides, padding, count_include_pad, channels_last)
             return average_pool(codes, *statics, output=output)
 
@@ -132,7 +132,7 @@ def average_pool(
 
 
 def mean(
-    q: Any,
+    q: Codes,
     axis: int | Sequence[int] | None = None,
     keepdims: bool = False,
     *,
@@ -181,7 +181,7 @@ def mean(
     return make_array(codes, result, q.dtype)
 
 
-def read_operand(function: str, q: Any, output: Any) -> tuple[QuantizedArray, Affine, Affine]:
+def read_operand(function: str, q: Codes, output: Output) -> tuple[QuantizedArray, Affine, Affine]:
     """Return an operand, its scale and zero point, and the result's, after checking them."""
     q = quantized_array.check_lazy(function, "q", q)
     affine, result = read_affine(function, "q", q), read_output(function, output)
@@ -191,7 +191,12 @@ def read_operand(function: str, q: Any, output: Any) -> tuple[QuantizedArray, Af
 
 
 def _read_windows(
-    function: str, q: Any, window_shape: Any, strides: Any, padding: Any, channels_last: Any
+    function: str,
+    q: Codes,
+    window_shape: Sequence[int],
+    strides: Sequence[int] | None,
+    padding: Any,
+    channels_last: bool,
 ) -> PoolWindows:
     """Return the windows of a pooling after checking that they fit the array."""
     checks.check_flag(function, "channels_last", channels_last)

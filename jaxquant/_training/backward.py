@@ -83,7 +83,7 @@ class Int8Backward:
 Backward = FloatBackward | Int8Backward
 
 
-def check_backward(function: str, backward: Any, key: jax.Array | None, specs: Sequence[Any]) -> None:
+def check_backward(function: str, backward: object, key: jax.Array | None, specs: Sequence[Any]) -> None:
     """Check `backward`, its key, and, for Int8Backward, that two operands are quantized.
 
     This comes before the call is compiled, because `backward` is static in the compiled program.

@@ -18,7 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
@@ -65,7 +67,7 @@ class LinearContraction(Protocol):
         """The dtype of the result, or None for the dtype of the operands."""
         ...
 
-    def contract_quantized(self, *operands: Any) -> jax.Array:
+    def contract_quantized(self, *operands: QuantizedArray | jax.Array) -> jax.Array:
         """Return the contraction of operands, some quantized and the others floats."""
         ...
 
@@ -102,9 +104,16 @@ class TrainedContraction(NamedTuple):
 
 
 def check_options(
-    function: str, specs: Mapping[str, Any], backward: Any, key: jax.Array | None, precision: Any,
-    preferred_element_type: Any, out_sharding: Any = None, *, has_algorithms: bool = True,
-) -> tuple[list[Quantizer | None], np.dtype | None]:  # fmt: skip
+    function: str,
+    specs: Mapping[str, Any],
+    backward: object,
+    key: jax.Array | None,
+    precision: lax.PrecisionLike,
+    preferred_element_type: DTypeLike | None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+    *,
+    has_algorithms: bool = True,
+) -> tuple[list[Quantizer | None], np.dtype | None]:
     """Check the arguments that all quantized contractions take, and return their quantizers and the result's dtype.
 
     Args:
@@ -183,12 +192,12 @@ def _vary_alike(operands: Sequence[tuple[Any, ...]]) -> tuple[tuple[Any, ...], .
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _contract(product: TrainedContraction, operands: Any, key: jax.Array | None) -> jax.Array:
+def _contract(product: TrainedContraction, operands: Sequence[tuple[Any, ...]], key: jax.Array | None) -> jax.Array:
     """Return the contraction; all arguments are checked."""
     return product.operation.contract_quantized(*_quantize_operands(product, operands))
 
 
-def _quantize_operands(product: TrainedContraction, operands: Any) -> list[Any]:
+def _quantize_operands(product: TrainedContraction, operands: Sequence[Sequence[Any]]) -> list[Any]:
     return [
         x if side.config is None else make_array(side.config, jnp.asarray(x), jnp.asarray(scale), zero_point, key)
         for side, (x, scale, zero_point, key) in zip(product.sides, operands, strict=True)
@@ -199,7 +208,9 @@ def _name_codes(part: jax.Array) -> jax.Array:
     return checkpoint_name(part, CODES)
 
 
-def _contract_fwd(product: TrainedContraction, operands: Any, key: Any) -> tuple[jax.Array, Any]:
+def _contract_fwd(
+    product: TrainedContraction, operands: Sequence[Sequence[CustomVJPPrimal | None]], key: CustomVJPPrimal | None
+) -> tuple[jax.Array, Any]:
     is_needed = [[leaf is not None and leaf.perturbed for leaf in operand] for operand in operands]
     values = [[_read_value(product.function, leaf) for leaf in operand] for operand in operands]
     # The codes are named before they are contracted, so that a checkpoint can start its recomputation from them.
@@ -210,7 +221,9 @@ def _contract_fwd(product: TrainedContraction, operands: Any, key: Any) -> tuple
     return y, (side_residuals, None if key is None else key.value)
 
 
-def _contract_bwd(product: TrainedContraction, residuals: Any, g: Any) -> tuple[Any, Any]:
+def _contract_bwd(
+    product: TrainedContraction, residuals: tuple[Sequence[_Kept], jax.Array | None], g: Any
+) -> tuple[Any, Any]:
     side_residuals, key = residuals
     # A symbolic zero: the differentiated function does not depend on the result, so no contraction is needed.
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
@@ -229,7 +242,7 @@ def _contract_bwd(product: TrainedContraction, residuals: Any, g: Any) -> tuple[
 _contract.defvjp(_contract_fwd, _contract_bwd, symbolic_zeros=True)
 
 
-def _read_value(function: str, leaf: Any) -> Any:
+def _read_value(function: str, leaf: CustomVJPPrimal | None) -> Any:
     """Return the value of a leaf of custom_vjp's symbolic zeros, guarded if it is differentiated."""
     if leaf is None:
         return None
@@ -242,7 +255,9 @@ def _forbid_second_derivative(function: str, value: jax.Array) -> jax.Array:
     return value
 
 
-def _forbid_second_derivative_jvp(function: str, primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _forbid_second_derivative_jvp(
+    function: str, primals: tuple[jax.Array], tangents: tuple[jax.Array | SymbolicZero]
+) -> tuple[Any, Any]:
     is_constant = isinstance(tangents[0], jax.custom_derivatives.SymbolicZero)
     expected = "only first derivatives (for second ones contract jq.fake_quantize(x) in floats)"
     checks.require_type(is_constant, function, "operands", expected, "the derivative of a gradient")

@@ -15,6 +15,7 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._contractions.conv import convolve_checked, convolve_floats, plan_array_convolution
 from .._contractions.dot import contract_checked
+from .._contractions.output import Epilogue
 from .._core import checks, dtypes, entry_point
 from .._core.dtypes import EIGHT_BITS
 from .._kernels.convolution import ConvolutionPlan
@@ -32,7 +33,7 @@ def quantized_conv_general_dilated(
     padding: str | Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int] | None = None,
     rhs_dilation: Sequence[int] | None = None,
-    dimension_numbers: Any = None,
+    dimension_numbers: lax.ConvGeneralDilatedDimensionNumbers = None,
     feature_group_count: int = 1,
     batch_group_count: int = 1,
     *,
@@ -40,7 +41,7 @@ def quantized_conv_general_dilated(
     rhs_spec: QuantSpec | Quantizer | None,
     backward: Backward = FloatBackward(),
     key: jax.Array | None = None,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> jax.Array:
     """Convolve two float arrays in integers, with a gradient.
@@ -127,7 +128,7 @@ class ConvContraction(NamedTuple):
     precision: Any
     preferred: Any
 
-    def contract_quantized(self, *operands: Any, epilogue: Any = None) -> Any:
+    def contract_quantized(self, *operands: QuantizedArray | jax.Array, epilogue: Epilogue | None = None) -> Any:
         """Return the convolution of operands, at least one of them quantized."""
         lhs, rhs = operands
         return convolve_checked(_NAME, lhs, rhs, self.plan, self.precision, self.preferred, epilogue)
@@ -241,7 +242,7 @@ class _SpatialSizes(NamedTuple):
     out: list[int]
 
 
-def _compute_sizes(plan: ConvolutionPlan, lhs: Any, rhs: Any, g: Any) -> _SpatialSizes:
+def _compute_sizes(plan: ConvolutionPlan, lhs: QuantizedArray, rhs: QuantizedArray, g: jax.Array) -> _SpatialSizes:
     """Return the dilated spatial sizes of the images, of the kernel and of the result."""
     numbers, geometry = plan.numbers, plan.geometry
     dilations = (

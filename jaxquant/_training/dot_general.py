@@ -13,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._contractions.dot import check_numbers, contract_dimensions
+from .._contractions.output import Epilogue
 from .._core import checks, dtypes, entry_point
 from ..integer.dot_general import DotDimensionNumbers, match_roles
 from . import contraction_vjp
@@ -31,7 +32,7 @@ def quantized_dot_general(
     rhs_spec: QuantSpec | Quantizer | None,
     backward: Backward = FloatBackward(),
     key: jax.Array | None = None,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
@@ -114,7 +115,7 @@ class DotContraction(NamedTuple):
     preferred: Any
     out_sharding: Any = None
 
-    def contract_quantized(self, *operands: Any, epilogue: Any = None) -> Any:
+    def contract_quantized(self, *operands: QuantizedArray | jax.Array, epilogue: Epilogue | None = None) -> Any:
         """Return the contraction of operands, at least one of them quantized."""
         lhs, rhs = operands
         return contract_dimensions(

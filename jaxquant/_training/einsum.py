@@ -27,7 +27,7 @@ def quantized_einsum(
     specs: Sequence[QuantSpec | Quantizer | None],
     backward: Backward = FloatBackward(),
     key: jax.Array | None = None,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
@@ -109,7 +109,7 @@ class EinsumContraction(NamedTuple):
     preferred: Any
     out_sharding: Any = None
 
-    def contract_quantized(self, *operands: Any) -> jax.Array:
+    def contract_quantized(self, *operands: QuantizedArray | jax.Array) -> jax.Array:
         """Return the contraction of operands, at least one of them quantized."""
         return contract_operands(_NAME, self.subscripts, operands, self.precision, self.preferred, self.out_sharding)
 

@@ -307,7 +307,7 @@ class StochasticRounding:
 Estimator = StraightThrough | LSQ | LSQPlus | PACT | StochasticRounding
 
 
-def check_estimator(function: str, argument: str, rule: Any, spec: QuantSpec, zero_point: Any) -> None:
+def check_estimator(function: str, argument: str, rule: object, spec: QuantSpec, zero_point: object) -> None:
     """Check that `rule` is an estimator, and that it supports the spec and the zero point."""
     names = "StraightThrough(), LSQ(), LSQPlus(), PACT() or StochasticRounding(key)"
     checks.require_type(isinstance(rule, Estimator), function, argument, names, checks.describe_value(rule))
@@ -326,14 +326,14 @@ def check_estimator(function: str, argument: str, rule: Any, spec: QuantSpec, ze
         checks.require(holds, function, point, expected, checks.describe_value(zero_point))
 
 
-def _check_elements(rule: str, elements: Any) -> None:
+def _check_elements(rule: str, elements: int | None) -> None:
     """Raise unless elements is None or a positive int."""
     if elements is not None:
         checks.check_integer(rule, "elements", elements)
         checks.require(elements > 0, rule, "elements", "None or a positive int", elements)
 
 
-def _check_shapes(function: str, x: Any, spec: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _check_shapes(function: str, x: jax.Array, spec: QuantSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Check the arguments of `initial`, and return the shapes of the scale and of the zero point."""
     checks.check_array(function, "x", x, dtypes.FLOATS)
     checks.require_type(isinstance(spec, QuantSpec), function, "spec", "a QuantSpec", checks.describe_value(spec))

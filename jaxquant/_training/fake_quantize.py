@@ -98,7 +98,13 @@ def fake_quantize(
 
 @compile_entry_point(_NAME)
 def _fake_quantize(
-    x: Any, scale: Any, zero_point: Any, key: jax.Array | None, *, spec: QuantSpec, rule: Estimator
+    x: jax.Array,
+    scale: jax.Array | None,
+    zero_point: jax.Array | None,
+    key: jax.Array | None,
+    *,
+    spec: QuantSpec,
+    rule: Estimator,
 ) -> jax.Array:
     arrays = read_parts(_NAME, ("x", "scale", "zero_point"), x, scale, zero_point, spec)
     return quantize_and_dequantize(RoundingConfig(spec, rule), *arrays, key)
@@ -111,7 +117,9 @@ def split_key(rule: Estimator) -> tuple[Estimator, Any]:
     return rule, None
 
 
-def check_parts(function: str, names: tuple[str, str], scale: Any, zero_point: Any, spec: QuantSpec) -> tuple[Any, Any]:
+def check_parts(
+    function: str, names: tuple[str, str], scale: ArrayLike | None, zero_point: ArrayLike | None, spec: QuantSpec
+) -> tuple[Any, Any]:
     """Check the known values of a scale and a zero point against the spec, and return both with numbers as arrays."""
     if scale is None and zero_point is None:
         return None, None
@@ -128,7 +136,7 @@ def check_parts(function: str, names: tuple[str, str], scale: Any, zero_point: A
     return scale, zero_point
 
 
-def convert_zero_point_number(function: str, argument: str, value: Any, spec: QuantSpec) -> Any:
+def convert_zero_point_number(function: str, argument: str, value: ArrayLike | None, spec: QuantSpec) -> Any:
     """Return an int as a zero point in the spec's dtype, which must hold it; return anything else unchanged."""
     if not isinstance(value, int | np.integer) or checks.has_dtype(value, dtypes.QUANTIZED):
         return entry_point.convert_number(value)
@@ -141,7 +149,12 @@ def convert_zero_point_number(function: str, argument: str, value: Any, spec: Qu
 
 
 def read_parts(
-    function: str, names: tuple[str, str, str], x: Any, scale: Any, zero_point: Any, spec: QuantSpec
+    function: str,
+    names: tuple[str, str, str],
+    x: jax.Array,
+    scale: jax.Array | None,
+    zero_point: jax.Array | None,
+    spec: QuantSpec,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Check the arrays of a fake quantization, and return (x, scale, zero_point), the latter two with x's rank."""
     x, scale, zero_point = entry_point.convert_numpy(x, scale, zero_point)
@@ -246,7 +259,7 @@ class Quantizer:
         return cls(spec, scale, zero_point, dataclasses.replace(rule, key=key) if is_stochastic else rule)
 
 
-def read_quantizer(function: str, argument: str, value: Any) -> Quantizer | None:
+def read_quantizer(function: str, argument: str, value: QuantSpec | Quantizer | None) -> Quantizer | None:
     """Check a spec, a Quantizer or None, and return a Quantizer of arrays or None; None stays None."""
     if value is None:
         return None

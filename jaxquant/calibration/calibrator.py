@@ -9,12 +9,13 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
+from jax.typing import ArrayLike
 
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
@@ -79,6 +80,20 @@ class Calibrator(NamedTuple):
     all_reduce: Callable[..., Any]
 
 
+class SliceState(Protocol):
+    """What all states have: the least and the largest element so far of each slice, float32."""
+
+    @property
+    def low(self) -> jax.Array:
+        """The least elements."""
+        ...
+
+    @property
+    def high(self) -> jax.Array:
+        """The largest elements."""
+        ...
+
+
 class Parts(NamedTuple):
     """What differs between calibrators; the functions get checked arguments.
 
@@ -106,7 +121,7 @@ def build_calibrator(parts: Parts) -> Calibrator:
     return Calibrator(*(functools.partial(f, parts) for f in (_init, _update, _merge, _finalize, _all_reduce)))
 
 
-def check_spec(function: str, spec: Any) -> None:
+def check_spec(function: str, spec: object) -> None:
     """Raise ContractTypeError unless spec is a QuantSpec."""
     checks.require_type(isinstance(spec, QuantSpec), function, "spec", "a QuantSpec", checks.describe_value(spec))
 
@@ -124,7 +139,7 @@ def _init(parts: Parts, example: Any) -> Any:
     return state
 
 
-def _update(parts: Parts, state: Any, batch: Any) -> Any:
+def _update(parts: Parts, state: SliceState, batch: ArrayLike) -> Any:
     name = f"{parts.function}.update"
     _check_state(parts, name, "state", state)
     batch = _read_batch(name, "batch", batch)
@@ -149,7 +164,7 @@ def _read_batch(function: str, argument: str, value: Any) -> jax.Array:
     return lax.stop_gradient(value)
 
 
-def _merge(parts: Parts, a: Any, b: Any) -> Any:
+def _merge(parts: Parts, a: SliceState, b: SliceState) -> Any:
     name = f"{parts.function}.merge"
     _check_state(parts, name, "a", a)
     _check_state(parts, name, "b", b)
@@ -159,14 +174,14 @@ def _merge(parts: Parts, a: Any, b: Any) -> Any:
     return parts.merge(a, b)
 
 
-def _finalize(parts: Parts, state: Any, allow_zero: bool = False) -> Range:
+def _finalize(parts: Parts, state: SliceState, allow_zero: bool = False) -> Range:
     name = f"{parts.function}.finalize"
     _check_state(parts, name, "state", state)
     checks.check_flag(name, "allow_zero", allow_zero)
     return _check_slices(name, *parts.finish(state), bool(allow_zero))
 
 
-def _all_reduce(parts: Parts, state: Any, axis_name: Hashable) -> Any:
+def _all_reduce(parts: Parts, state: SliceState, axis_name: Hashable) -> Any:
     _check_state(parts, f"{parts.function}.all_reduce", "state", state)
     return parts.reduce(state, axis_name)
 
@@ -176,7 +191,7 @@ def _make_template(make_empty: Callable[[tuple[int, ...]], Any], shape: tuple[in
     return jax.eval_shape(lambda: make_empty(shape))
 
 
-def _check_state(parts: Parts, function: str, argument: str, state: Any) -> None:
+def _check_state(parts: Parts, function: str, argument: str, state: object) -> None:
     """Raise unless the state has the type, the shapes and the dtypes that `init` gives it."""
     # The template is cached, because eval_shape traces the function that makes a state.
     template = _make_template(parts.make_empty, tuple(getattr(getattr(state, "low", None), "shape", ())))
@@ -243,7 +258,7 @@ def is_finite_state(tree: Any) -> jax.Array:
     return jnp.logical_not(jnp.any(jnp.asarray(bad, bool)))
 
 
-def _is_state(node: Any) -> bool:
+def _is_state(node: object) -> bool:
     """Return whether a node of a tree is a calibrator's state."""
     return isinstance(node, tuple) and hasattr(node, "low") and hasattr(node, "high")
 
@@ -271,7 +286,7 @@ class Partial:
         return self.function(*self.arguments, spec, **dict(self.keywords))
 
 
-def check_factory(name: str, calibrator: Any, alternative: str = "") -> Any:
+def check_factory(name: str, calibrator: Callable[..., Calibrator] | None, alternative: str = "") -> Any:
     """Check that a calibrator is a function of a spec, and return it in a form that compares by its arguments.
 
     Args:
@@ -297,7 +312,7 @@ def check_factory(name: str, calibrator: Any, alternative: str = "") -> Any:
     return Partial(calibrator.func, calibrator.args, tuple(sorted(calibrator.keywords.items())))
 
 
-def _describe_rejected(calibrator: Any) -> str:
+def _describe_rejected(calibrator: object) -> str:
     """Return a description of a value that is not a function, with what to pass instead."""
     if isinstance(calibrator, Calibrator):
         return "a Calibrator, which has a spec already: pass the function that made it, which is called with the spec"
@@ -327,7 +342,7 @@ def _read_unexpected_argument(factory: Callable[..., Any]) -> str | None:
     return None
 
 
-def describe_factory(factory: Any) -> str:
+def describe_factory(factory: object) -> str:
     """Return the name of a calibrator's factory, with the arguments that are bound to it; "" for None."""
     if factory is None:
         return ""
@@ -338,6 +353,6 @@ def describe_factory(factory: Any) -> str:
     return str(getattr(factory, "__qualname__", type(factory).__qualname__))
 
 
-def _describe_argument(value: Any) -> str:
+def _describe_argument(value: object) -> str:
     """Return a description of an argument of a partial: the name of a function, whose repr would have an address."""
     return describe_factory(value) if callable(value) else repr(value)

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
+from jax.typing import ArrayLike
 
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
@@ -31,7 +32,7 @@ from .._kernels import min_max
 from .._kernels.min_max import derive_slice_sizes
 from .._kernels.platforms import choose_on_cpu
 from . import running, uint64
-from .calibrator import Calibrator, Parts, build_calibrator, check_spec
+from .calibrator import Calibrator, Parts, Range, build_calibrator, check_spec
 from .uint64 import Words
 
 COARSE = 32  # or a quarter of the bins, if that is less
@@ -109,7 +110,9 @@ class Settings(NamedTuple):
         return 2 * OCTAVES * self.coarse
 
 
-def build_histogram_calibrator(settings: Settings, finish: Any) -> Calibrator:
+def build_histogram_calibrator(
+    settings: Settings, finish: Callable[[HistogramState], tuple[jax.Array, jax.Array, Range]]
+) -> Calibrator:
     """Return the calibrator whose range is `finish(state)`, after the checks that all histograms share."""
     function = settings.function
     check_spec(function, settings.spec)
@@ -225,7 +228,7 @@ def _split_pairs(bins: jax.Array) -> tuple[jax.Array, jax.Array]:
     return pairs[..., 0], pairs[..., 1]
 
 
-def _pad_bins(half: jax.Array, fill: Any) -> jax.Array:
+def _pad_bins(half: jax.Array, fill: ArrayLike) -> jax.Array:
     side = half.shape[-1] // 2
     return lax.pad(half, jnp.asarray(fill, half.dtype), [(0, 0, 0)] * (half.ndim - 1) + [(side, side, 0)])
 
@@ -282,7 +285,9 @@ def _sum_octaves(octaves: jax.Array, bins: int) -> jax.Array:
     return jnp.pad(near, [(0, 0)] * (near.ndim - 1) + [(half - coarse, half - coarse)])
 
 
-def _combine_ends(combine: Any, a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
+def _combine_ends(
+    combine: Callable[[jax.Array, jax.Array], jax.Array], a: jax.Array | None, b: jax.Array | None
+) -> jax.Array | None:
     return None if a is None or b is None else combine(a, b)
 
 
@@ -315,7 +320,7 @@ def _count_in_bins(batch: jax.Array, per_width: jax.Array, settings: Settings) -
         if math.prod(counts) > 1:  # keep both in memory, because computing them again would double the time of a step
             slot, zero = lax.optimization_barrier((slot, zero))
 
-        def step(i: Any, tables: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def step(i: jax.Array, tables: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             i = lax.convert_element_type(i, jnp.int32)  # under JAX_ENABLE_X64 the loop index is an int64
             place = (i // counts[2] % counts[0], i // (counts[2] * counts[0]), i % counts[2])
             index, magnitude = _compute_indices(x, per_width, settings, is_padded, slot, zero, place)
@@ -364,7 +369,7 @@ def _compute_indices(
     is_padded: bool,
     slot: jax.Array,
     zero: jax.Array,
-    place: Any,
+    place: Sequence[jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Return the slots of the elements of a chunk, and the bits of their magnitudes."""
     bins = settings.bins
@@ -459,12 +464,12 @@ def _reduce_states(state: HistogramState, axis_name: Hashable) -> HistogramState
 # Arrangement of a batch for a histogram: three dimensions, the middle one of which counts the slices.
 
 
-def _is_padded(x: Any, shape: tuple[int, ...], block: int | None) -> bool:
+def _is_padded(x: jax.Array, shape: tuple[int, ...], block: int | None) -> bool:
     """Return whether `_arrange_slices` has to pad a short block."""
     return any(s * e != n for s, e, n in zip(derive_slice_sizes(x, shape, block), shape, x.shape, strict=True))
 
 
-def _arrange_slices(x: jax.Array, shape: tuple[int, ...], block: int | None, fill: Any) -> jax.Array:
+def _arrange_slices(x: jax.Array, shape: tuple[int, ...], block: int | None, fill: ArrayLike) -> jax.Array:
     """Return x in three dimensions, (before, slices, after): slice i is x[:, i, :], in the order of x.
 
     x is transposed only if its kept dimensions are not adjacent. Short blocks are padded with `fill`.

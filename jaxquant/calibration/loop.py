@@ -56,7 +56,7 @@ class Position(NamedTuple):
     batches: int
 
 
-def compute_fingerprint(tree: Any) -> int:
+def compute_fingerprint(tree: object) -> int:
     """Return a checksum of the arrays that this process holds."""
     checksum = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -73,7 +73,7 @@ def compute_fingerprint(tree: Any) -> int:
 
 
 def read_batches(
-    function: str, batches: Any, reserved: Collection[str], name: str = "batches"
+    function: str, batches: Iterable[Any], reserved: Collection[str], name: str = "batches"
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Return one batch or more as positional and keyword arguments; see `split_arguments`."""
     check_batches(function, batches, name)
@@ -83,7 +83,7 @@ def read_batches(
 
 
 def split_arguments(
-    function: str, index: int, batch: Any, reserved: Collection[str], name: str = "batches"
+    function: str, index: int, batch: object, reserved: Collection[str], name: str = "batches"
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a batch as positional and keyword arguments.
 
@@ -115,14 +115,14 @@ def split_arguments(
     return (), named
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     """Return whether a value is something that JAX takes as an array."""
     # jax.Array is named besides ArrayLike, because Python 3.11 compares types for a union, and a traced array has
     # another type.
     return isinstance(value, (jax.Array, ArrayLike))
 
 
-def _check_arrays(function: str, place: str, batch: Any) -> None:
+def _check_arrays(function: str, place: str, batch: object) -> None:
     """Raise ContractTypeError unless each leaf of a batch is an array."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if not _is_array(leaf):
@@ -131,9 +131,15 @@ def _check_arrays(function: str, place: str, batch: Any) -> None:
 
 
 def run_loop(
-    step: BatchStep, state: Any, batches: Iterable[Any], *, checkpoint: Any, progress: Any,
-    inspect: Callable[[Any], None], keep: Callable[[Any], None] = lambda state: None,
-) -> Any:  # fmt: skip
+    step: BatchStep,
+    state: Any,
+    batches: Iterable[Any],
+    *,
+    checkpoint: str | os.PathLike[str] | None,
+    progress: bool | None,
+    inspect: Callable[[Any], None],
+    keep: Callable[[Any], None] = lambda state: None,
+) -> Any:
     """Return the state after all batches.
 
     Args:
@@ -225,7 +231,7 @@ def _check_finite(step: BatchStep, index: int, state: Any, finite: jax.Array | M
     return Position(state, index + 1)
 
 
-def check_batches(function: str, batches: Any, name: str = "batches") -> None:
+def check_batches(function: str, batches: object, name: str = "batches") -> None:
     """Raise ContractTypeError for a single batch and for values that are not iterable."""
     is_array = isinstance(batches, jax.Array | np.ndarray)
     is_iterable = isinstance(batches, Iterable) and not is_array and not isinstance(batches, Mapping | str)
@@ -233,7 +239,7 @@ def check_batches(function: str, batches: Any, name: str = "batches") -> None:
     checks.require_type(is_iterable, function, name, "an iterable of batches, such as [batch]", got)
 
 
-def _check_path(function: str, checkpoint: Any) -> pathlib.Path | None:
+def _check_path(function: str, checkpoint: str | os.PathLike[str] | None) -> pathlib.Path | None:
     """Return the path of a checkpoint, and check that a file can be written there before the work begins."""
     if checkpoint is None:
         return None
@@ -290,7 +296,7 @@ class Bar:
             self._bar.stop()
 
 
-def check_progress(function: str, progress: Any) -> None:
+def check_progress(function: str, progress: object) -> None:
     """Raise unless an argument says whether to show a progress bar, and it can be shown."""
     if progress is not None:
         checks.check_flag(function, "progress", progress)
@@ -308,7 +314,7 @@ def _show_progress(batches: Iterable[Any], progress: bool | None) -> Iterator[An
         bar.stop()
 
 
-def _compute_origin(step: BatchStep, state: Any) -> int:
+def _compute_origin(step: BatchStep, state: object) -> int:
     """Return a checksum of the weights and of the description of the quantized layers."""
     return zlib.crc32(step.describe(state).encode(), step.fingerprint())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ from .._arrays.spec import QuantSpec
 from .._core import checks, sharding
 from .._kernels import barriers, division, min_max
 from . import calibrator
-from .calibrator import Calibrator, Parts, Range
+from .calibrator import Calibrator, Parts, Range, SliceState
 
 
 class ExtremesState(NamedTuple):
@@ -170,7 +170,7 @@ def moving_average(spec: QuantSpec, decay: float = 0.99) -> Calibrator:
     return calibrator.build_calibrator(parts)
 
 
-def _build(function: str, spec: QuantSpec, finish: Any) -> Calibrator:
+def _build(function: str, spec: QuantSpec, finish: Callable[[Any], tuple[jax.Array, jax.Array, Range]]) -> Calibrator:
     calibrator.check_spec(function, spec)
     step = functools.partial(_extend, block=scale_from_range.find_block_size(spec))
     parts = Parts(function, spec, make_empty, step, _merge_extremes_jitted, reduce_extremes, finish)
@@ -196,7 +196,7 @@ def _extend(state: ExtremesState, batch: jax.Array, *, block: int | None) -> Ext
     return merge_extremes(state, compute_batch_extremes(batch, state.low.shape, block))
 
 
-def merge_extremes(a: Any, b: Any) -> ExtremesState:
+def merge_extremes(a: SliceState, b: SliceState) -> ExtremesState:
     """Return the extremes of the data of two states, NaN for a slice that has a NaN in one of them."""
     # The integer keys keep NaN, subnormal numbers and the sign of 0, which a float minimum would not.
     low = lax.min(*(min_max.encode_order(state.low) for state in (a, b)))
@@ -208,7 +208,7 @@ def merge_extremes(a: Any, b: Any) -> ExtremesState:
 _merge_extremes_jitted = functools.partial(jax.jit, inline=True)(merge_extremes)
 
 
-def reduce_extremes(state: Any, axis_name: Hashable) -> ExtremesState:
+def reduce_extremes(state: SliceState, axis_name: Hashable) -> ExtremesState:
     """Return the extremes over a mapped axis, NaN for a slice that has a NaN in any state."""
     low = lax.pmin(min_max.encode_order(state.low), axis_name)
     high = lax.pmax(min_max.encode_order(state.high), axis_name)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
+from jax.typing import ArrayLike
 
 from .._arrays import quantized_array, serialization
 from .._arrays.packing import pack, unpack
@@ -75,7 +76,7 @@ def derive_stored_type(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[np.dtyp
     return np.dtype(f"u{dtype.itemsize}"), shape
 
 
-def store_part(part: Any) -> Any:
+def store_part(part: ArrayLike) -> Any:
     """Return an array in its stored form: codes of less than 8 bits are packed, other special dtypes become bits."""
     part = jnp.asarray(part)
     dtype, _ = derive_stored_type(part.dtype, part.shape)
@@ -84,7 +85,9 @@ def store_part(part: Any) -> Any:
     return part if dtype == part.dtype else lax.bitcast_convert_type(part, dtype)
 
 
-def restore_part(function: str, argument: str, stored: Any, dtype: np.dtype, shape: tuple[int, ...]) -> Any:
+def restore_part(
+    function: str, argument: str, stored: jax.Array | np.ndarray, dtype: np.dtype, shape: tuple[int, ...]
+) -> Any:
     """Return the array that `store_part` stored; the bytes of packed codes may have any shape."""
     is_array = isinstance(stored, jax.Array | np.ndarray | np.generic)
     checks.require_type(is_array, function, argument, "an array", type(stored).__name__)
@@ -164,14 +167,14 @@ def _restore_text(function: str, argument: str, node: Mapping[str, Any]) -> Stat
         raise checks.ContractValueError(checks.format_message(function, place, "UTF-8", "other bytes")) from None
 
 
-def read_type(function: str, argument: str, description: Any) -> tuple[np.dtype, tuple[int, ...]]:
+def read_type(function: str, argument: str, description: object) -> tuple[np.dtype, tuple[int, ...]]:
     """Return the dtype and the shape in the description of an array."""
     name, shape = (serialization.get_field(function, argument, description, field) for field in ("dtype", "shape"))
     dtype = serialization.decode_dtype(function, f"{argument}['dtype']", name, _DTYPES)
     return dtype, serialization.decode_shape(function, f"{argument}['shape']", shape)
 
 
-def _read_description(function: str, argument: str, text: Any) -> dict[str, Any]:
+def _read_description(function: str, argument: str, text: jax.Array | np.ndarray) -> dict[str, Any]:
     """Return the JSON object in the bytes of a description, after checking its format and version."""
     is_known = isinstance(text, jax.Array | np.ndarray) and not checks.is_traced(text)
     expected = "an array of uint8 that is not traced"
@@ -187,7 +190,7 @@ def _read_description(function: str, argument: str, text: Any) -> dict[str, Any]
     return description
 
 
-def to_arrays(tree: Any) -> Any:
+def to_arrays(tree: object) -> Any:
     """Return the tree with each QuantizedArray replaced with a dict of plain arrays that any library can save.
 
     The arrays take as many bytes as the quantized array. Codes of 4 and 2 bits are packed; float8, bfloat16 and similar
@@ -220,7 +223,7 @@ def to_arrays(tree: Any) -> Any:
     Source: ONNX TensorProto, "int4, int2 packing".
     """
 
-    def store_leaf(leaf: Any) -> Any:
+    def store_leaf(leaf: object) -> Any:
         if isinstance(leaf, StaticText):
             return store_text(leaf)
         if not isinstance(leaf, QuantizedArray):
@@ -231,7 +234,7 @@ def to_arrays(tree: Any) -> Any:
     return jax.tree.map(store_leaf, tree, is_leaf=is_stored_apart)
 
 
-def from_arrays(tree: Any) -> Any:
+def from_arrays(tree: object) -> Any:
     """Return the tree that `to_arrays` was given, bit for bit.
 
     Args:
@@ -257,7 +260,7 @@ def from_arrays(tree: Any) -> Any:
     return restore_tree("checkpoint.from_arrays", tree)
 
 
-def restore_tree(function: str, tree: Any) -> Any:
+def restore_tree(function: str, tree: object) -> Any:
     """Return what `from_arrays` returns, with errors that name another function."""
 
     def restore_node(path: tuple[Any, ...], node: Any) -> Any:
@@ -270,12 +273,12 @@ def restore_tree(function: str, tree: Any) -> Any:
 
 
 # Used as `is_leaf`: JAX would otherwise descend into the arrays of a QuantizedArray.
-def is_stored_apart(node: Any) -> bool:
+def is_stored_apart(node: object) -> bool:
     """Return whether `to_arrays` converts a node of a tree."""
     return isinstance(node, QuantizedArray | StaticText)
 
 
-def _is_stored(node: Any) -> bool:
+def _is_stored(node: object) -> bool:
     """Return whether `from_arrays` converts a node of a tree."""
     # A dict of the caller may have a key "static_text" among others; a stored text has only this key.
     return isinstance(node, Mapping) and (KEY in node or set(node) == {_TEXT})

@@ -28,7 +28,7 @@ from .arrays import (
 _SAVE, _LOAD = "checkpoint.save_orbax", "checkpoint.load_orbax"
 
 
-def save_orbax(path: str | os.PathLike[str], tree: Any) -> None:
+def save_orbax(path: str | os.PathLike[str], tree: object) -> None:
     """Save the arrays of a tree with Orbax, QuantizedArrays packed as by `to_arrays`.
 
     Args:
@@ -104,7 +104,7 @@ def load_orbax(path: str | os.PathLike[str], like: Any = None) -> Any:
     return jax.tree.map(_place_like, tree, like)
 
 
-def _is_array(node: Any) -> bool:
+def _is_array(node: object) -> bool:
     return isinstance(node, QuantizedArray)
 
 
@@ -121,7 +121,7 @@ def _use_saved_orders(read_metadata: Callable[[], Any], like: Any) -> Any:
     paths = jax.tree_util.tree_leaves_with_path(read_metadata())
     shapes = {jax.tree_util.keystr(place, simple=True, separator="/"): leaf.shape for place, leaf in paths}
 
-    def remove_order(place: tuple[Any, ...], leaf: Any) -> Any:
+    def remove_order(place: tuple[Any, ...], leaf: object) -> Any:
         if not isinstance(leaf, QuantizedArray) or leaf.stored_order is None:
             return leaf
         key = jax.tree_util.keystr((*place, jax.tree_util.DictKey(KEY)), simple=True, separator="/")
@@ -132,7 +132,7 @@ def _use_saved_orders(read_metadata: Callable[[], Any], like: Any) -> Any:
     return jax.tree_util.tree_map_with_path(remove_order, like, is_leaf=_is_array)
 
 
-def _reorder_like(leaf: Any, like: Any) -> Any:
+def _reorder_like(leaf: Any, like: QuantizedArray) -> Any:
     """Return an array in the stored order of another one, and any other leaf unchanged."""
     is_other = isinstance(leaf, QuantizedArray) and leaf.stored_order != like.stored_order
     return leaf.replace(stored_order=like.stored_order) if is_other else leaf
@@ -154,7 +154,7 @@ def _make_target(q: QuantizedArray | StaticText) -> dict[str, Any]:
     return target
 
 
-def _place_like(array: Any, like: Any) -> Any:
+def _place_like(array: jax.Array, like: object) -> Any:
     """Return an array with the sharding of another one, if that one has a sharding."""
     sharding = getattr(like, "sharding", None)
     return array if sharding is None else jax.device_put(array, sharding)

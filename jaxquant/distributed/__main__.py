@@ -39,7 +39,11 @@ class StoreOnce(argparse.Action):
     """Store the value of an option, and report a repeated option: argparse would keep its last value."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option: str | None = None,
     ) -> None:
         """Store the value."""
         if self.dest in namespace.given:

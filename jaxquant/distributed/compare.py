@@ -25,7 +25,7 @@ _FIRST, _SECOND, _GOLDEN = _UINT32(0x85EBCA6B), _UINT32(0xC2B2AE35), _UINT32(0x9
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
-def compare_devices(tree: Any, axis_name: Hashable) -> jax.Array:
+def compare_devices(tree: object, axis_name: Hashable) -> jax.Array:
     """Return whether all devices along a mapped axis hold the same arrays, bit for bit.
 
     Use it inside `jax.shard_map` on what must not differ: ranges, scales, the state of a calibrator, weights that are
@@ -99,7 +99,7 @@ def _mix(words: jax.Array) -> jax.Array:
     return words ^ lax.shift_right_logical(words, jnp.full_like(words, 16))
 
 
-def check_processes(tree: Any, name: str = "tree") -> None:
+def check_processes(tree: object, name: str = "tree") -> None:
     """Raise unless all processes hold the same tree: its structure, its specs, and its arrays, bit for bit.
 
     Processes that trace different programs, because a spec or a shape differs, would wait for each other forever, or
@@ -162,7 +162,7 @@ def _remove_addresses(text: str) -> str:
     return _ADDRESS.sub("", text)
 
 
-def _list_levels(tree: Any) -> list[tuple[float, ...]]:
+def _list_levels(tree: object) -> list[tuple[float, ...]]:
     """Return the levels of the codebooks in the structure of a tree, which prints only their names."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, QuantizedArray | Quantizer))
     books = [node.codebook if isinstance(node, QuantizedArray) else node.spec.codebook
@@ -174,7 +174,7 @@ def _digest(data: bytes) -> np.ndarray:
     return np.frombuffer(hashlib.sha256(data).digest(), np.uint8)
 
 
-def _read_bytes(leaf: Any) -> bytes:
+def _read_bytes(leaf: object) -> bytes:
     """Return bytes that two leaves share only if they are the same."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)

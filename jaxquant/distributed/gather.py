@@ -303,7 +303,7 @@ def _fill_unsent(q: QuantizedArray, axis_name: Hashable, receivers: list[int]) -
     return q.replace(codes=jnp.where(is_sent, codes, zero), scale=scale)
 
 
-def _check_permutation(function: str, perm: Any, size: int) -> tuple[tuple[int, int], ...]:
+def _check_permutation(function: str, perm: Sequence[tuple[int, int]], size: int) -> tuple[tuple[int, int], ...]:
     """Return the pairs of a permutation; raise if they are none."""
     expected = "pairs (sender, receiver)"
     is_pairs = isinstance(perm, list | tuple) and all(isinstance(p, list | tuple) and len(p) == 2 for p in perm)
@@ -334,12 +334,18 @@ def _read_leaf(function: str, leaf: Any, spec: QuantSpec | None) -> Any:
     return leaf
 
 
-def _moves_codes(leaf: Any) -> bool:
+def _moves_codes(leaf: QuantizedArray | jax.Array) -> bool:
     """Return whether a leaf is moved as a QuantizedArray; other integers are moved as they are."""
     return _messages.is_quantized(leaf) or leaf.dtype in dtypes.FLOATS
 
 
-def _transfer(leaf: Any, key: jax.Array | None, spec: Any, move_codes: Any, move_floats: Any) -> Any:
+def _transfer(
+    leaf: QuantizedArray | jax.Array,
+    key: jax.Array | None,
+    spec: Any,
+    move_codes: Callable[..., Any],
+    move_floats: Callable[..., Any],
+) -> Any:
     """Return what arrives of a QuantizedArray, or of floats."""
     if _messages.is_quantized(leaf):
         return move_codes(leaf)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from .._arrays.quantized_array import dequantize_checked
 from .._arrays.spec import QuantSpec
@@ -152,7 +153,7 @@ def psum_scatter(
     checks.check_flag(function, "tiled", tiled)
     reduction = Reduction(axis_name, size, _messages.derive_row_spec(spec))
 
-    def scatter_leaf(leaf: Any, leaf_key: jax.Array | None) -> jax.Array:
+    def scatter_leaf(leaf: ArrayLike, leaf_key: jax.Array | None) -> jax.Array:
         leaf = _messages.read_floats(function, "x", leaf)
         dimension = checks.check_axis(function, scatter_dimension, leaf.ndim, "scatter_dimension")
         length = leaf.shape[dimension]
@@ -165,12 +166,14 @@ def psum_scatter(
     return _messages.map_leaves(scatter_leaf, x, key, axis_name)
 
 
-def _reduce(function: str, x: Any, axis_name: Hashable, spec: Any, key: jax.Array | None, *, is_mean: bool) -> Any:
+def _reduce(
+    function: str, x: Any, axis_name: Hashable, spec: QuantSpec, key: jax.Array | None, *, is_mean: bool
+) -> Any:
     size = read_axis_size(function, axis_name)
     _messages.check_flat_spec(function, spec, key)
     reduction = Reduction(axis_name, size, _messages.derive_row_spec(spec), is_mean)
 
-    def reduce_leaf(leaf: Any, leaf_key: jax.Array | None) -> jax.Array:
+    def reduce_leaf(leaf: ArrayLike, leaf_key: jax.Array | None) -> jax.Array:
         return _sum_arrays(reduction, _messages.read_floats(function, "x", leaf), leaf_key)
 
     return _messages.map_leaves(reduce_leaf, x, key, axis_name)

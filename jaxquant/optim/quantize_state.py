@@ -92,7 +92,7 @@ class QuantizedState(NamedTuple):
 
 
 def quantize_state(
-    tx: Any,
+    tx: optax.GradientTransformation | optax.MultiSteps,
     spec: _Spec = dynamic,
     second_spec: _Spec = logarithmic,
     *,
@@ -158,7 +158,7 @@ def quantize_state(
     if seed is not None:
         checks.check_integer(_NAME, "seed", seed)
 
-    def init(params: Any) -> QuantizedState:
+    def init(params: object) -> QuantizedState:
         state = transformation.init(params)
         step = None if seed is None else jnp.zeros((), jnp.int32)
         keys = _make_keys(seed, step, len(jax.tree.leaves(state)))
@@ -197,7 +197,7 @@ class _Rules(NamedTuple):
     second_spec: _Spec
     overrides: tuple[tuple[re.Pattern[str], _Spec | None], ...]
 
-    def choose_specs(self, state: Any, min_size: int) -> list[tuple[str, QuantSpec | None]]:
+    def choose_specs(self, state: object, min_size: int) -> list[tuple[str, QuantSpec | None]]:
         """Return the path of each leaf, and its spec, or None for one that stays as it is."""
         leaves = jax.tree_util.tree_leaves_with_path(state)
         specs = []
@@ -208,7 +208,7 @@ class _Rules(NamedTuple):
             specs.append((name, complete))
         return specs
 
-    def _choose_spec(self, name: str, leaf: Any, role: str, min_size: int) -> _Spec | None:
+    def _choose_spec(self, name: str, leaf: jax.Array, role: str, min_size: int) -> _Spec | None:
         for pattern, spec in self.overrides:
             if pattern.search(name):
                 return spec
@@ -217,7 +217,7 @@ class _Rules(NamedTuple):
         return self.second_spec if role == SECOND_MOMENT else self.spec
 
 
-def _read_transformation(tx: Any) -> Any:
+def _read_transformation(tx: optax.GradientTransformation | optax.MultiSteps) -> Any:
     """Return a transformation with an update that takes extra arguments."""
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
@@ -227,7 +227,7 @@ def _read_transformation(tx: Any) -> Any:
     return optax.with_extra_args_support(tx)
 
 
-def _read_spec(argument: str, spec: Any) -> _Spec:
+def _read_spec(argument: str, spec: _Spec) -> _Spec:
     """Return a spec after checking that it has a codebook with a level 0."""
     expected = "a Codebook, or a QuantSpec of one"
     checks.require_type(isinstance(spec, QuantSpec | Codebook), _NAME, argument, expected, checks.describe_value(spec))
@@ -242,7 +242,7 @@ def _read_spec(argument: str, spec: Any) -> _Spec:
     return spec
 
 
-def _read_overrides(overrides: Any) -> tuple[tuple[re.Pattern[str], _Spec | None], ...]:
+def _read_overrides(overrides: Mapping[str, _Spec | None] | None) -> tuple[tuple[re.Pattern[str], _Spec | None], ...]:
     """Return compiled regular expressions with their specs."""
     overrides = {} if overrides is None else overrides
     expected = "a dict from regular expressions to specs"
@@ -262,7 +262,7 @@ def _read_overrides(overrides: Any) -> tuple[tuple[re.Pattern[str], _Spec | None
     return tuple(rules)
 
 
-def _flatten_state(state: Any) -> tuple[list[Any], Any]:
+def _flatten_state(state: QuantizedState) -> tuple[list[Any], Any]:
     """Return the leaves of the wrapped transformation's state, and their structure, after checking them."""
     expected = "the state that init returned, a QuantizedState"
     is_state = isinstance(state, QuantizedState)
@@ -284,21 +284,21 @@ def _make_keys(seed: int | None, step: Any, count: int) -> list[Any]:
     return [jax.random.fold_in(key, place) for place in range(count)]
 
 
-def _map_leaves(function: Any, state: Any, *columns: list[Any]) -> Any:
+def _map_leaves(function: Callable[..., Any], state: object, *columns: list[Any]) -> Any:
     """Return a state with each leaf replaced by a function of it and of its entries in lists."""
     leaves, structure = jax.tree.flatten(state)
     return structure.unflatten([function(*row) for row in zip(leaves, *columns, strict=True)])
 
 
-def _is_quantized(node: Any) -> bool:
+def _is_quantized(node: object) -> bool:
     return isinstance(node, QuantizedArray)
 
 
-def _dequantize(leaf: Any) -> Any:
+def _dequantize(leaf: object) -> Any:
     return _dequantize_leaf(leaf) if isinstance(leaf, QuantizedArray) else leaf
 
 
-def _quantize_first(leaf: Any, named_spec: tuple[str, QuantSpec | None], key: jax.Array | None) -> Any:
+def _quantize_first(leaf: jax.Array, named_spec: tuple[str, QuantSpec | None], key: jax.Array | None) -> Any:
     name, spec = named_spec
     if spec is None:
         return leaf
@@ -306,7 +306,7 @@ def _quantize_first(leaf: Any, named_spec: tuple[str, QuantSpec | None], key: ja
         return quantize_leaf(leaf, key, function=_NAME, spec=spec)
 
 
-def _quantize_again(leaf: Any, old: Any, key: jax.Array | None) -> Any:
+def _quantize_again(leaf: jax.Array, old: object, key: jax.Array | None) -> Any:
     """Return a leaf of the new state in the form that it had in the old one."""
     if not isinstance(old, QuantizedArray):
         return leaf
@@ -318,7 +318,7 @@ def _quantize_again(leaf: Any, old: Any, key: jax.Array | None) -> Any:
 # Which leaves of optax's states become codes: moments and second moments.
 
 
-def _mark_leaves(state: Any) -> Any:
+def _mark_leaves(state: object) -> Any:
     """Return a tree of the structure of an optimizer state with the role of each leaf."""
 
     def mark_node(node: Any) -> Any:
@@ -336,7 +336,7 @@ def _mark_leaves(state: Any) -> Any:
     return jax.tree.map(mark_node, state, is_leaf=_is_state)
 
 
-def _is_state(node: Any) -> bool:
+def _is_state(node: object) -> bool:
     """Return whether a node is a state that optax defines; another library may use the same names for other things."""
     name = type(node).__name__
     is_named = name in _MOMENTS or name in _SECOND_MOMENTS
@@ -504,7 +504,9 @@ def _split_constants(program: Any) -> tuple[Any, Sequence[Any]]:
     return getattr(program, "jaxpr", program), tuple(getattr(program, "consts", ()))
 
 
-def _run_with_inlined_calls(body: Any, constants: Sequence[Any], sources: list[set[int]], *arguments: Any) -> list[Any]:
+def _run_with_inlined_calls(
+    body: core.Jaxpr, constants: Sequence[Any], sources: list[set[int]], *arguments: jax.Array
+) -> list[Any]:
     """Return the results of a program, with the bodies of calls that depend on several pytrees in place of the calls.
 
     Args:
@@ -516,7 +518,7 @@ def _run_with_inlined_calls(body: Any, constants: Sequence[Any], sources: list[s
     values = dict(zip(body.constvars, constants, strict=True)) | dict(zip(body.invars, arguments, strict=True))
     needed: dict[Any, set[int]] = dict(zip(body.invars, sources, strict=True))
 
-    def read_atom(atom: Any) -> Any:
+    def read_atom(atom: core.Var | core.Literal) -> Any:
         return atom.val if isinstance(atom, core.Literal) else values[atom]
 
     for equation in body.eqns:
@@ -541,7 +543,7 @@ def _is_plain_call(equation: core.JaxprEqn) -> bool:
     return is_call and not any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
 
 
-def _split_equations(body: Any, owners: list[int]) -> list[list[Any]]:
+def _split_equations(body: core.Jaxpr, owners: list[int]) -> list[list[Any]]:
     """Return the results that depend on pytrees, in parts such that no two depend on the same one.
 
     Args:
@@ -676,7 +678,7 @@ class StateReport:
         return "\n".join("  ".join((*left, *right)).rstrip() for left, right in zip(aligned, numbers, strict=True))
 
 
-def describe_state(state: Any) -> StateReport:
+def describe_state(state: object) -> StateReport:
     """Return which array of an optimizer state is stored how, and in how many bytes.
 
     Args:
@@ -704,7 +706,7 @@ def describe_state(state: Any) -> StateReport:
     return StateReport(tuple(_describe_leaf(path, leaf) for path, leaf in leaves))
 
 
-def _describe_leaf(path: Any, leaf: Any) -> LeafRow:
+def _describe_leaf(path: tuple[Any, ...], leaf: Any) -> LeafRow:
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)  # a Python number
     shape, dtype = tuple(leaf.shape), leaf.dtype

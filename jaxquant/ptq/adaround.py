@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from .._arrays.spec import QuantSpec
 from .._core import checks
 from .._core.entry_point import compile_entry_point, convert_number
 from . import _grid
-from ._grid import Grid, read_hessian
+from ._grid import Axis, Grid, read_hessian
 from .gptq import descend, factor_groups, map_groups, quantize_group
 
 _NAME = "ptq.adaround"
@@ -115,8 +115,8 @@ def adaround(
 
 @compile_entry_point(_NAME)
 def _adaround(
-    w: jax.Array, hessian: jax.Array, grid: QuantizedArray | None, *, spec: QuantSpec, axis: Any, steps: int,
-    rate: float, penalty: float, sweeps: int, stored_last: Any,
+    w: jax.Array, hessian: jax.Array, grid: QuantizedArray | None, *, spec: QuantSpec, axis: Axis, steps: int,
+    rate: float, penalty: float, sweeps: int, stored_last: Axis | None,
 ) -> QuantizedArray:  # fmt: skip
     hessian, layout = read_hessian(_NAME, w, hessian, axis)
     _grid.check_grid(_NAME, grid, w, spec)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import re
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from .._arrays import parts
 from .._arrays.quantized_array import QuantizedArray
+from .._arrays.spec import QuantSpec
 from .._core import checks
 from ..calibration import loop
 from ..transform import Prepared, Rule
@@ -138,7 +140,7 @@ def allocate_bits(
     )  # fmt: skip
 
 
-def _change_dtype(spec: Any, name: str) -> dict[str, Any]:
+def _change_dtype(spec: QuantSpec, name: str) -> dict[str, Any]:
     """Return the attributes of a spec that another dtype changes: those that follow from the dtype."""
     attributes = {"dtype": name, "symmetric": None, "narrow_range": None, "zero_point_granularity": None}
     return {**attributes, "reduce_range": spec.reduce_range and _has_reduced_range(name)}
@@ -148,7 +150,7 @@ def _has_reduced_range(name: str) -> bool:
     return name in ("int8", "uint8")
 
 
-def _round_leaf(w: jax.Array, spec: Any) -> QuantizedArray:
+def _round_leaf(w: jax.Array, spec: QuantSpec) -> QuantizedArray:
     return Nearest("searched").quantize(w, None, spec, -1)
 
 
@@ -156,7 +158,7 @@ def _make_measure(prepared: Prepared, signature: Signature, others: Sequence[Sig
     """Return a function of a parameter and its replacement, which returns the damage."""
 
     @jax.jit
-    def run_function(arrays: Any, other: Signature) -> jax.Array:
+    def run_function(arrays: Sequence[Any], other: Signature) -> jax.Array:
         positional, named = other.rebuild(other.arrays)
         results = jax.tree.leaves(prepared.function(signature.rebuild(arrays), *positional, **named))
         floats = [x for x in results if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
@@ -225,7 +227,9 @@ def solve_plan(
         is_allowed = is_rest
 
 
-def _solve_once(optimize: Any, goal: np.ndarray, rows: np.ndarray, is_allowed: np.ndarray) -> np.ndarray | None:
+def _solve_once(
+    optimize: types.ModuleType, goal: np.ndarray, rows: np.ndarray, is_allowed: np.ndarray
+) -> np.ndarray | None:
     """Return the choice with the least goal and a sum of the rows of at most 1, or None."""
     weights, candidates = goal.shape
     # The solver's tolerances are absolute, so that all numbers are at most 1.

@@ -14,13 +14,13 @@ from .._core import checks
 from .._program import jaxpr
 from .._program.interpreter import Visit
 from .._program.jaxpr import Address, Body, Equation
-from .._program.replacing import ReplacingInterpreter
+from .._program.replacing import Records, ReplacingInterpreter
 from .._program.sites import Site
 from ..calibration import loop
 from ..transform import Prepared
 from ..transform.session import InspectMode, Session, TracedCall, find_programs
 from . import _grid, inputs, neighbors
-from ._grid import make_layout
+from ._grid import Axis, make_layout
 from .collect import MOMENTS, Statistics, finalize_moments, has_statistics, make_mode, make_states
 from .methods import GPTQ, AdaRound, Method, Nearest, check_method, measure_error
 from .moments import Moments
@@ -198,7 +198,7 @@ def _explain_missing(prepared: Prepared, leaf: int) -> str:
     return "a lookup has no inputs" if is_lookup else "a part of a parameter, or a contraction without data"
 
 
-def _read_statistics(stats: Statistics, path: str, shape: Any) -> tuple[inputs.Uses, Moments] | str:
+def _read_statistics(stats: Statistics, path: str, shape: tuple[int, ...]) -> tuple[inputs.Uses, Moments] | str:
     uses = stats.find_uses(path)
     is_known = path in dict(stats.uses) and all(use.name in stats.moments or use.reason for use in uses)
     checks.require(is_known, _NAME, "data", f"statistics of {path}, as collect returns them", "none")
@@ -242,7 +242,7 @@ def _blend_moments(second: jax.Array, slopes: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("axis",))
-def _match_floats(w: jax.Array, drift: _Drift, axis: Any) -> jax.Array:
+def _match_floats(w: jax.Array, drift: _Drift, axis: Axis) -> jax.Array:
     """Return the weight with which the outputs, plus what is added to them, are nearest to the float function's.
 
     The damping is the one whose correction, found in one half of the vectors, is best for the other half. Without a
@@ -281,7 +281,7 @@ def _solve_damped(second: jax.Array, product: jax.Array, damping: jax.Array) -> 
     return jnp.linalg.solve(second + ones * (damping * mean + jnp.finfo(jnp.float32).tiny), product)
 
 
-def _describe_data(data: Any) -> str:
+def _describe_data(data: object) -> str:
     return "None" if data is None else type(data).__name__
 
 
@@ -346,7 +346,7 @@ class _LayerMode(InspectMode):
         super().__init__(plan, lambda site: False, lambda *arguments: arguments)  # type: ignore[arg-type]
         self.weights = weights  # arrays; an `_Each` if batches with float weights are run, too
 
-    def is_parameter(self, value: Any) -> bool:
+    def is_parameter(self, value: object) -> bool:
         """Return whether a value is a parameter that has not been read."""
         return isinstance(value, _UnreadParameter)
 
@@ -354,14 +354,14 @@ class _LayerMode(InspectMode):
         """Return False: joined parameters are read as they are."""
         return False
 
-    def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+    def move_elements(self, equation: Equation, operands: Sequence[Any]) -> list[Any]:
         """Return the parameter with one more move, for each result of the equation."""
         if any(not isinstance(x, _UnreadParameter) for x in operands) or len(operands) > 1:
             return _evaluate_each(equation, [self.convert_to_array(x) for x in operands])
         (x,) = operands
         return [x._replace(moves=(*x.moves, (equation, place))) for place in range(len(equation.outvars))]
 
-    def convert_to_array(self, parameter: Any) -> Any:
+    def convert_to_array(self, parameter: object) -> Any:
         """Return the array of a parameter as it is now, after its moves."""
         if not isinstance(parameter, _UnreadParameter):
             return parameter
@@ -371,7 +371,7 @@ class _LayerMode(InspectMode):
         return value
 
 
-def _evaluate_each(equation: Any, arrays: Sequence[Any]) -> list[Any]:
+def _evaluate_each(equation: Equation, arrays: Sequence[Any]) -> list[Any]:
     """Return the results of an equation: for each batch, if an operand differs between them."""
     count = next((len(x) for x in arrays if isinstance(x, _Each)), None)
     if count is None:
@@ -433,11 +433,11 @@ class _LayerInterpreter(ReplacingInterpreter):
             self._visit_loop(equation, operands, visit)
         return self._run_each(equation, operands)
 
-    def run_inner(self, body: Body, values: Sequence[Any], address: Address, records: Any) -> tuple[Any, Any]:
+    def run_inner(self, body: Body, values: Sequence[Any], address: Address, records: Records) -> tuple[Any, Any]:
         """Return the results of a body, in which parameters are still read when they are contracted."""
         return self.evaluate_body(body, values, address), {}
 
-    def _run_each(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+    def _run_each(self, equation: Equation, operands: Sequence[Any]) -> list[Any]:
         """Return the results of an equation: for each batch, if an operand differs between them."""
         return _evaluate_each(equation, self.read_arrays(operands))
 
@@ -533,7 +533,7 @@ def _select(values: Sequence[Any], index: int) -> list[Any]:
 
 
 def _run_layers(
-    session: Session, batches: Sequence[tuple[Any, Any]], arguments: Any, quantize: _Quantize,
+    session: Session, batches: Sequence[tuple[Any, Any]], arguments: dict[str, Any], quantize: _Quantize,
     has_floats: bool = False,
 ) -> None:  # fmt: skip
     """Evaluate a program on all batches, and call `quantize` for each parameter at its first contraction.

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from .._core import checks
 from .._program import jaxpr
+from .._program.replacing import Records
 from .._program.sites import Site
 from ..calibration import loop
 from ..transform import Prepared
@@ -28,7 +30,7 @@ from ..transform.session import (
     match_ranges,
 )
 from . import inputs, neighbors
-from ._grid import make_layout
+from ._grid import Axis, make_layout
 from .collect import Statistics, has_statistics
 from .notes import Note, Notes, Outcome
 
@@ -127,7 +129,7 @@ def correct_bias(
     return Outcome(codes.rebuild(arrays), Notes(tuple(notes[leaf] for leaf in prepared.leaves), _MEASURE))
 
 
-def _read_calls(name: str, batches: Any, arguments: dict[str, Any]) -> list[tuple[Any, Any]]:
+def _read_calls(name: str, batches: Iterable[Any], arguments: dict[str, Any]) -> list[tuple[Any, Any]]:
     """Return the positional and the keyword arguments of each call, from the batches of an argument."""
     return [(args, {**kwargs, **arguments}) for args, kwargs in loop.read_batches(_NAME, batches, arguments, name)]
 
@@ -187,7 +189,7 @@ def _correct_by_statistics(
     return arrays
 
 
-def _add_shift(bias: Any, shift: Any) -> jax.Array:
+def _add_shift(bias: ArrayLike, shift: ArrayLike) -> jax.Array:
     bias = jnp.asarray(bias)
     return (bias.astype(jnp.float32) + jnp.asarray(shift, jnp.float32).reshape(bias.shape)).astype(bias.dtype)
 
@@ -240,7 +242,7 @@ def _make_measure(
     sites = {target.site.name for target in targets}
 
     @jax.jit
-    def run_program(arrays: Any, other: Signature) -> dict[str, Any]:
+    def run_program(arrays: Sequence[Any], other: Signature) -> dict[str, Any]:
         positional, named = other.rebuild(other.arrays)
         call = session.trace(positional, named)
         records: dict[str, Any] = {name: {"ranges": part} for name, part in match_ranges(call, ranges).items()}
@@ -274,7 +276,7 @@ def _make_measure(
     return measure
 
 
-def _visit_outputs(plan: ProgramPlan, site: Site, operands: Sequence[Any], records: Any) -> tuple[Any, Any]:
+def _visit_outputs(plan: ProgramPlan, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Any]:
     """Return the result of a contraction, on codes if its parameter has any, and records with the mean of it."""
     record = records[site.name]
     # With the float parameters there are no codes, so that both programs are walked in one way.
@@ -299,7 +301,7 @@ def _compute_mean(site: Site, result: jax.Array) -> dict[str, jax.Array]:
     return {"mean": jnp.mean(result, others).ravel(), "count": jnp.float32(count)}
 
 
-def compute_mean_error(w: jax.Array, values: jax.Array, mean: jax.Array, axis: Any) -> jax.Array:
+def compute_mean_error(w: jax.Array, values: jax.Array, mean: jax.Array, axis: Axis) -> jax.Array:
     """Return the mean of x (W - W_q) of each output."""
     layout = make_layout(_NAME, w.shape, axis, mean.shape[0])
     errors = layout.arrange(w.astype(jnp.float32) - values.astype(jnp.float32))

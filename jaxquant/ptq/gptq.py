@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from .._arrays.spec import QuantSpec
 from .._core import checks
 from .._core.entry_point import compile_entry_point, convert_number
 from . import _grid
-from ._grid import Grid, make_layout, read_hessian
+from ._grid import Axis, Grid, make_layout, read_hessian
 
 _NAME = "ptq.gptq"
 # TPUs and GPUs may round the operands of float32 products to bfloat16 or TF32 by default, which leaves too few digits
@@ -157,8 +158,8 @@ def gptq(
 
 @compile_entry_point(_NAME)
 def _gptq(
-    w: jax.Array, hessian: jax.Array, grid: QuantizedArray | None, *, spec: QuantSpec, axis: Any,
-    activation_order: bool, damping: float, sweeps: int, stored_last: Any,
+    w: jax.Array, hessian: jax.Array, grid: QuantizedArray | None, *, spec: QuantSpec, axis: Axis,
+    activation_order: bool, damping: float, sweeps: int, stored_last: Axis | None,
 ) -> tuple[QuantizedArray, Diagnostics]:  # fmt: skip
     hessian, layout = read_hessian(_NAME, w, hessian, axis)
     _grid.check_grid(_NAME, grid, w, spec)
@@ -175,7 +176,7 @@ def _gptq(
     return _grid.build_array(_NAME, codes, layout, scales, spec, w.dtype, stored_last), report
 
 
-def map_groups(function: Any, *arrays: Any) -> Any:
+def map_groups(function: Callable[..., Any], *arrays: Any) -> Any:
     """Return the results of a function for each index of the first axis of some trees, stacked."""
     if jax.tree.leaves(arrays)[0].shape[0] > 1:
         return jax.vmap(function)(*arrays)
@@ -200,7 +201,14 @@ factor_groups = functools.partial(jax.jit, static_argnames=("damping", "is_order
 
 @functools.partial(jax.jit, static_argnames=("spec", "axis", "sweeps"))
 def round_on_grid(
-    w: jax.Array, hessian: jax.Array, factors: Factors, grid: QuantizedArray, *, spec: QuantSpec, axis: Any, sweeps: int
+    w: jax.Array,
+    hessian: jax.Array,
+    factors: Factors,
+    grid: QuantizedArray,
+    *,
+    spec: QuantSpec,
+    axis: Axis,
+    sweeps: int,
 ) -> QuantizedArray:
     """Return what `gptq` returns, with factors that several grids share; nothing is checked.
 
@@ -292,7 +300,7 @@ def _round_rows(w: jax.Array, grid: Grid, feedback: jax.Array, spec: QuantSpec) 
     filled = jax.tree.map(lambda x: jnp.pad(x, ((0, extra), (0, 0)), constant_values=1), grid)
     shape = jax.eval_shape(lambda: _grid.encode_values(rows, filled, spec))
 
-    def round_block(index: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def round_block(index: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         errors, _ = state
         start = index * size
         columns = lax.dynamic_slice_in_dim(feedback, start, size, 1)
@@ -300,7 +308,7 @@ def _round_rows(w: jax.Array, grid: Grid, feedback: jax.Array, spec: QuantSpec) 
         # The errors of this block and of later ones are still 0.
         moved = block + jnp.matmul(columns.T, errors, precision=_HIGHEST)
 
-        def round_row(place: Any, inner: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def round_row(place: jax.Array, inner: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             errors, codes = inner
             weights = lax.dynamic_index_in_dim(own, place, 1, keepdims=False)
             # Rows of the block that are not rounded yet have errors of 0, so that the product needs no mask.
@@ -353,7 +361,7 @@ def descend(
     diagonal = jnp.diagonal(hessian)
     errors = w - _grid.decode_values(codes, grid, spec)
 
-    def visit_block(index: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def visit_block(index: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         errors, codes = state
         start = index % (w.shape[0] // size) * size
         rows = lax.dynamic_slice_in_dim(hessian, start, size)
@@ -361,7 +369,7 @@ def descend(
         before = lax.dynamic_slice_in_dim(errors, start, size)
         slopes = jnp.matmul(rows, errors, precision=_HIGHEST)
 
-        def visit_row(place: Any, inner: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def visit_row(place: jax.Array, inner: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             current, codes = inner
             curve = diagonal[start + place]
             # The slope at the errors before this block, and what its rows have changed since.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -191,7 +191,9 @@ def order_inputs(use: Uses, x: jax.Array, shape: Sequence[int], count: int) -> j
     return split.transpose(*range(front), *axes).reshape(x.shape)
 
 
-def combine_uses(uses: Sequence[Uses], moments: Any, shape: Sequence[int]) -> tuple[Uses, Moments] | str:
+def combine_uses(
+    uses: Sequence[Uses], moments: Mapping[str, Moments], shape: Sequence[int]
+) -> tuple[Uses, Moments] | str:
     """Return how a parameter is read and the statistics of its inputs, or why there are none.
 
     Args:

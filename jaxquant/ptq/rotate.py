@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from .._program import jaxpr, moves
 from .._program.graph import EquationNode
@@ -142,7 +143,7 @@ def _rotate_paths(graph: CallGraph, paths: _Paths, arrays: Sequence[Any], matrix
     return changed
 
 
-def _rotate_axis(w: Any, axis: int, matrix: jax.Array) -> jax.Array:
+def _rotate_axis(w: ArrayLike, axis: int, matrix: jax.Array) -> jax.Array:
     """Return a parameter with each block of indices along an axis multiplied by a matrix."""
     w = jnp.asarray(w)
     rows = jnp.moveaxis(w, axis, -1)
@@ -151,7 +152,7 @@ def _rotate_axis(w: Any, axis: int, matrix: jax.Array) -> jax.Array:
     return jnp.moveaxis(rotated.astype(w.dtype).reshape(rows.shape), -1, axis)
 
 
-def _compute_peak(w: Any) -> float:
+def _compute_peak(w: ArrayLike) -> float:
     w = jnp.asarray(w).astype(jnp.float32)
     size = jnp.sqrt(jnp.mean(w**2))
     return float(jnp.max(jnp.abs(w)) / jnp.where(size > 0, size, 1))

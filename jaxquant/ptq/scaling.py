@@ -27,7 +27,7 @@ from ..calibration import loop
 from ..transform import Prepared
 from ..transform.session import Session, Signature, TracedCall
 from . import _grid, inputs, neighbors
-from ._grid import MatrixLayout, read_hessian
+from ._grid import Axis, MatrixLayout, read_hessian
 from .collect import Statistics, has_statistics
 from .gptq import compute_error
 from .moments import Moments
@@ -99,7 +99,7 @@ def smoothquant(
 
 
 @functools.partial(jax.jit, static_argnames=("channel",))
-def _smoothquant(weights: tuple[jax.Array, ...], x_max: Any, alpha: Any, *, channel: int) -> jax.Array:
+def _smoothquant(weights: tuple[jax.Array, ...], x_max: jax.Array, alpha: ArrayLike, *, channel: int) -> jax.Array:
     x_max = jnp.asarray(x_max)
     checks.check_array(_SMOOTHQUANT, "x_max", x_max, dtypes.FLOATS)
     first = weights[0]
@@ -196,7 +196,14 @@ def awq(
 
 @compile_entry_point(_AWQ)
 def _awq(
-    w: jax.Array, hessian: jax.Array, magnitude: jax.Array, *, spec: QuantSpec, axis: Any, channel: Any, steps: int
+    w: jax.Array,
+    hessian: jax.Array,
+    magnitude: jax.Array,
+    *,
+    spec: QuantSpec,
+    axis: Axis,
+    channel: Axis | None,
+    steps: int,
 ) -> jax.Array:
     hessian, layout = read_hessian(_AWQ, w, hessian, axis)
     shape = (layout.groups, layout.inputs)[1 if layout.groups == 1 and magnitude.ndim == 1 else 0 :]
@@ -207,7 +214,7 @@ def _awq(
     logarithm = _log_or_zero(size, is_live)
     logarithm = jnp.where(is_live, logarithm - _compute_mean(logarithm, is_live), 0)
 
-    def scale_inputs(exponent: Any) -> jax.Array:
+    def scale_inputs(exponent: ArrayLike) -> jax.Array:
         return jnp.clip(jnp.exp(exponent * logarithm), _LEAST, _LARGEST)
 
     def measure_exponent(exponent: jax.Array) -> jax.Array:
@@ -223,7 +230,7 @@ def _awq(
     return _grid.spoil_scale(scale, is_valid)
 
 
-def _pool_channels(layout: MatrixLayout, values: jax.Array, channel: Any) -> jax.Array:
+def _pool_channels(layout: MatrixLayout, values: jax.Array, channel: Axis | None) -> jax.Array:
     """Return the means of numbers [groups, inputs] over the inputs of each channel, of the weight's rank."""
     rank = len(layout.shape)
     axes = layout.summed if channel is None else channel if isinstance(channel, tuple) else (channel,)
@@ -422,7 +429,7 @@ def _locate_outputs(site: Site | None, arrays: Sequence[Any]) -> tuple[int, int]
 
 
 def _scale_joints(
-    name: str, prepared: Prepared, params: Any, batch: Any, arguments: Any,
+    name: str, prepared: Prepared, params: Any, batch: Any, arguments: dict[str, Any],
     compute_factors: Callable[[_Joint, Sequence[Any]], jax.Array | str],
 ) -> Outcome:  # fmt: skip
     """Return parameters with factors between layers, wherever they can be put into parameters on both sides."""
@@ -525,13 +532,13 @@ def _put_factors(joint: _Joint, arrays: Sequence[Any], factors: jax.Array) -> li
 
 
 def make_comparison(
-    session: Session, args: Any, kwargs: Any, tolerance: float = _TOLERANCE
+    session: Session, args: tuple[Any, ...], kwargs: dict[str, Any], tolerance: float = _TOLERANCE
 ) -> Callable[[Sequence[Any]], bool]:  # fmt: skip
     """Return a function that tells whether parameters give the results of the first ones, up to a tolerance."""
     others = Signature((args, kwargs))
 
     @jax.jit
-    def run_function(arrays: Any, rest: Any) -> Any:
+    def run_function(arrays: Sequence[Any], rest: Sequence[Any]) -> Any:
         positional, named = others.rebuild(rest)
         results = jax.tree.leaves(session.prepared.function(session.parameters.rebuild(arrays), *positional, **named))
         floats = [x.astype(jnp.float32) for x in results if jnp.issubdtype(jnp.result_type(x), jnp.floating)]

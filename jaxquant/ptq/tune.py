@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from .._arrays.quantize import encode_array
 from .._arrays.quantized_array import QuantizedArray
@@ -170,7 +171,7 @@ def tune(
 
 
 def _read_calls(
-    signature: Signature, run_function: Callable[..., list[jax.Array]], name: str, batches: Any,
+    signature: Signature, run_function: Callable[..., list[jax.Array]], name: str, batches: Iterable[Any],
     arguments: dict[str, Any],
 ) -> list[_TuningBatch]:  # fmt: skip
     """Return batches with their results in floats.
@@ -395,7 +396,9 @@ def _measure_curvatures(problem: _Problem, start: _Changes, calls: Sequence[_Tun
 
     # The variables are an argument, because as constants of the program they would be as large as the weights.
     @jax.jit
-    def add(curvatures: Any, variables: _Changes, values: Sequence[Any], call: _TuningBatch, key: jax.Array) -> Any:
+    def add(
+        curvatures: dict[int, jax.Array], variables: _Changes, values: Sequence[Any], call: _TuningBatch, key: jax.Array
+    ) -> Any:
         slopes = jax.grad(problem.compute_sum)(variables, values, call, key).codes
         return jax.tree.map(lambda x, slope: x + slope**2 / _SUMS, curvatures, slopes)
 
@@ -412,7 +415,11 @@ def _make_step(problem: _Problem) -> Callable[..., _State]:
 
     @jax.jit
     def move_downhill(
-        state: _State, plan: tuple[Any, Any, Any], values: Sequence[Any], curvatures: Any, call: _TuningBatch
+        state: _State,
+        plan: tuple[Any, Any, Any],
+        values: Sequence[Any],
+        curvatures: dict[int, jax.Array],
+        call: _TuningBatch,
     ) -> _State:
         index, rate, code_rate = plan
         # Adam is written out, because optax is a dependency of jaxquant.optim alone.
@@ -449,7 +456,7 @@ def _explain_fixed_codes(q: QuantizedArray, spec: QuantSpec) -> str:
 
 
 def _move_change(
-    q: QuantizedArray, spec: QuantSpec, change: jax.Array, slope: jax.Array, curvature: jax.Array, rate: Any
+    q: QuantizedArray, spec: QuantSpec, change: jax.Array, slope: jax.Array, curvature: jax.Array, rate: ArrayLike
 ) -> jax.Array:
     """Return the changes after a step towards the minimum of each code alone, within the bounds of the spec.
 
@@ -598,7 +605,9 @@ def _make_gradient_step(
     """
 
     @jax.jit
-    def add_batch(sums: dict[int, jax.Array], arrays: Any, other: Signature, key: jax.Array) -> dict[int, jax.Array]:
+    def add_batch(
+        sums: dict[int, jax.Array], arrays: Sequence[Any], other: Signature, key: jax.Array
+    ) -> dict[int, jax.Array]:
         def project_results(weights: dict[int, jax.Array]) -> jax.Array:
             results = run_function([weights.get(leaf, x) for leaf, x in enumerate(arrays)], other)
             pairs = zip(jax.random.split(key, len(results)), results, strict=True)
@@ -611,7 +620,7 @@ def _make_gradient_step(
     return add_batch
 
 
-def _list_layouts(session: Session, args: Any, kwargs: Any) -> dict[int, MatrixLayout]:
+def _list_layouts(session: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, MatrixLayout]:
     """Return how the contractions read each parameter, by its place, if all of them read it as a whole, and alike."""
     call = session.trace(args, kwargs)
     layouts = {}

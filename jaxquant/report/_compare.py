@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from .._arrays import parts
 from .._arrays.error_metrics import quantization_error
+from .._arrays.quantized_array import QuantizedArray
 from .._core import checks
 from .._program import jaxpr
 from .._program.replacing import Records
@@ -88,7 +90,7 @@ def _sum_squares(x: jax.Array, y: jax.Array, name: str) -> dict[str, jax.Array]:
     return {name: jnp.sum(wide**2), f"{name}_error": jnp.sum((wide - other) ** 2)}
 
 
-def _count_saturated(x: jax.Array, q: Any, scale: jax.Array) -> dict[str, jax.Array]:
+def _count_saturated(x: jax.Array, q: QuantizedArray, scale: jax.Array) -> dict[str, jax.Array]:
     """Return the number of elements that lie more than half a step beyond the last code, and that of all."""
     distance = jnp.abs(x.astype(jnp.float32) - q.dequantize().astype(jnp.float32))
     step = jnp.broadcast_to(scale.astype(jnp.float32), x.shape)
@@ -160,7 +162,9 @@ def _measure_calls(
     names = {row.name for row in session.prepared.coverage if row.form != "float"}
 
     @jax.jit
-    def run_sites(arrays: Any, quantized: Any, edges: Any, other: Signature) -> Any:
+    def run_sites(
+        arrays: Sequence[Any], quantized: Sequence[Any], edges: Mapping[str, jax.Array], other: Signature
+    ) -> Any:
         positional, named = other.rebuild(other.arrays)
         call = session.trace(positional, named, arrays)
         parameters = [
@@ -248,7 +252,9 @@ def _measure_result(prepared: Prepared, params: Any, qparams: Any, ranges: Any, 
     floats, codes = Signature(params), Signature(qparams)
 
     @jax.jit
-    def run_results(arrays: Any, quantized: Any, other: Signature) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def run_results(
+        arrays: Sequence[Any], quantized: Sequence[Any], other: Signature
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         positional, named = other.rebuild(other.arrays)
         expected = prepared.function(floats.rebuild(arrays), *positional, **named)
         actual = prepared.apply(codes.rebuild(quantized), ranges, *positional, **named)
@@ -316,7 +322,7 @@ def _make_row(prepared: Prepared, row: Any, sums: dict[str, float], signature: S
     )  # fmt: skip
 
 
-def _make_histogram(w: Any, q: Any) -> Histogram:
+def _make_histogram(w: ArrayLike, q: QuantizedArray) -> Histogram:
     """Return the distribution of a weight, and the range of its codes."""
     values = np.asarray(w, np.float32).ravel()
     counts, edges = np.histogram(values, _BINS)

@@ -8,8 +8,8 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,10 @@ from .._core import checks
 from ..ptq import BitPlan, Note, Notes
 from ..ptq.allocate import solve_plan
 from ._report import Report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _POINTS = 40
 # Of Okabe and Ito's palette, which color-blind readers can tell apart.
@@ -122,7 +126,7 @@ def _list_uniform(plan: BitPlan) -> dict[str, tuple[int, float]]:
     return {name: (sum(n for n, _ in row), sum(damage for _, damage in row)) for name, row in totals.items()}
 
 
-def _write(figure: Any, path: Any) -> Any:
+def _write(figure: Figure, path: str | os.PathLike[str] | None) -> Any:
     if path is not None:
         figure.savefig(path)
     return figure
@@ -169,7 +173,7 @@ def draw_report(report: Report) -> Any:
     return figure
 
 
-def _draw_bars(axes: Any, rows: list[Any]) -> None:
+def _draw_bars(axes: Axes, rows: list[Any]) -> None:
     """Draw the ratios of weights, activations and outputs, the first contraction at the top."""
     for offset, (name, color) in zip((-0.27, 0.0, 0.27), _COLORS.items(), strict=True):
         values = [getattr(row, f"{name}_sqnr") for row in rows]
@@ -193,7 +197,7 @@ def _draw_bars(axes: Any, rows: list[Any]) -> None:
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=8, frameon=False)
 
 
-def _draw_histograms(grid: Any, items: list[Any], color: str) -> None:
+def _draw_histograms(grid: Sequence[Axes], items: list[Any], color: str) -> None:
     """Draw distributions on a logarithmic scale, with the ends of the range of the codes and what is beyond it."""
     names = _shorten_names([name for name, _ in items])
     for axes, name, (_, histogram) in zip(grid, names, items, strict=False):
@@ -284,7 +288,7 @@ def _draw_notes(notes: dict[str, Any]) -> Any:
     return figure
 
 
-def _set_scale(axes: Any, name: str, values: list[float]) -> None:
+def _set_scale(axes: Axes, name: str, values: list[float]) -> None:
     """Make an axis logarithmic; with zeros among the values, linear from 0 to the least positive one."""
     positive = [value for value in values if value > 0]
     set_scale, set_limits = (getattr(axes, f"set_{name}{what}") for what in ("scale", "lim"))
@@ -295,14 +299,14 @@ def _set_scale(axes: Any, name: str, values: list[float]) -> None:
     set_limits(min(values))
 
 
-def _label_axes(axes: Any) -> None:
+def _label_axes(axes: Axes) -> None:
     axes.grid(color=_GRAY, alpha=0.3)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, frameon=False)
 
 
-def write_svg(figure: Any) -> str:
+def write_svg(figure: Figure) -> str:
     """Return a figure as the text of an SVG element."""
     stream = io.StringIO()
     figure.savefig(stream, format="svg")

@@ -27,7 +27,7 @@ _RESERVED = ("mutable", "capture_intermediates")  # arguments of module.apply th
 
 def calibrate(
     module: nn.Module, variables: Mapping[str, object], batches: Iterable[Any], *,
-    method: str | Callable[..., Any] | None = None, rngs: Any = None,
+    method: str | Callable[..., Any] | None = None, rngs: Mapping[str, jax.Array] | None = None,
     checkpoint: str | os.PathLike[str] | None = None, progress: bool | None = None, **arguments: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Find the static ranges of a Linen module from batches, and return its variables with them.
