@@ -60,14 +60,14 @@ def attention(
 
     out = softmax(scale * quantize(q) keys^T + bias) values
 
-    Append the keys and values of the queries' own tokens first. The queries are those of the newest tokens: a query
+    Append the keys and values of the queries' own tokens first. The queries belong to the newest tokens: a query
     attends to its own token and to the earlier ones, in a cache with a window to the newest of these.
 
     The codes of queries and keys are contracted into int32 and then scaled. The softmax is computed in float32. Its
     weights are multiplied by the scales of the values' tokens and rounded to codes, with a step for each row; these are
     contracted with the codes of the values into int32.
 
-    The codes have no gradient, as those of `quantize`: train with `quantized_dot_product_attention`.
+    The codes have no gradient, as in `quantize`: train with `quantized_dot_product_attention`.
 
     Args:
         q: the queries, float32, float16 or bfloat16 [batch, queries, heads, head_dim]. The number of heads is a
@@ -78,7 +78,7 @@ def attention(
         bias: float, or int8, int16 or int32, of such a shape, added to the scores after their scaling.
         query_positions: the positions of the queries, int32 [batch, queries] or [1, queries]. None stands for the
             newest ones, in order. Pass them for rows of different lengths, or for a query whose token is not the
-            newest. A ring has only the newest tokens: an older query sees those of its window that are left.
+            newest. A ring has only the newest tokens: an older query sees what is left of its window.
         spec: Static. How the queries are quantized: a dtype of 8 bits or fewer, with one scale for all features of a
             query and head, or one for each block of them.
         scale: Static. What the products of queries and keys are multiplied by. None stands for 1 / sqrt(head_dim).

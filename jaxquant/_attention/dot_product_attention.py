@@ -67,8 +67,8 @@ def quantized_dot_product_attention(
 
     The forward pass computes what `attention` computes of a cache: int32 scores of the codes of queries and keys, a
     softmax in float32, weights rounded to codes with a step for each row, and their int32 contraction with the codes of
-    the values. The backward pass is that of the attention of the dequantized operands, computed in floats. The rounding
-    of the weights has the gradient of the identity, and that of an operand the gradient of its estimator. The residuals
+    the values. The backward pass differentiates the attention of the dequantized operands, in floats. The rounding
+    of the weights has the gradient of the identity; the rounding of an operand follows its estimator. The residuals
     are the operands: the scores are computed again.
 
     A query that sees no token gets zeros, and has no gradient. `jax.nn.dot_product_attention` returns the mean of all
@@ -117,8 +117,8 @@ def quantized_dot_product_attention(
 
     Source: `jax.nn.dot_product_attention`; Vaswani et al., arXiv 1706.03762, section 3.2.1.
 
-    Cotangents: of query, key, value and of learned scales and zero points those of the estimators; of a float bias
-        that of the scores.
+    Cotangents: of query, key, value and of learned scales and zero points, as the estimators state; of a float bias,
+        the cotangent of the scores.
     """
     checks.require(implementation is None, _NAME, "implementation", "None", checks.describe_value(implementation))
     specs = (query_spec, key_spec, value_spec)
@@ -235,7 +235,7 @@ def _check_operands(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
     fits = fits and (heads % key.shape[-2] == 0 if key.shape[-2] else heads == 0)
     expected = f"shape ({', '.join(map(str, batch))}{', ' if batch else ''}tokens, a divisor of {heads}, {features})"
     checks.require(fits, _NAME, "key", expected, f"shape {key.shape}")
-    checks.check_shape(_NAME, "value", value, key.shape, "that of key")
+    checks.check_shape(_NAME, "value", value, key.shape, "the shape of key")
     for argument, x in (("key", key), ("value", value)):
         check_tokens_whole(_NAME, argument, x, x.ndim - 3)
 
@@ -278,7 +278,7 @@ class _AttentionArrays(NamedTuple):
     Attributes:
         rounded: for queries [batch, queries, heads, features], and for keys and values [batch, tokens, kv heads,
             features]: x, its scale, its zero point or None, and the key of a stochastic rounding or None.
-        bias: float [batch, kv heads, groups, queries, tokens], whose dimensions may be 1, or None.
+        bias: float [batch, kv heads, groups, queries, tokens]; any dimension may be 1. Or None.
         mask: bool of such a shape, or None.
         query_lengths: int32 [batch], or None.
         token_lengths: int32 [batch], or None.

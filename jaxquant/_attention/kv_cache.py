@@ -39,7 +39,7 @@ class KVCache:
     """The keys and values of a decoder as codes of 8 or 4 bits, with a scale for each token and head.
 
     A cache is a pytree: an argument, a result or the carry of a loop. It is immutable, so `append` returns a new one. A
-    jitted function whose cache is donated, and the body of `jax.lax.scan`, write the new tokens in place.
+    jitted function that donates the cache, and the body of `jax.lax.scan`, write the new tokens in place.
 
     `create` makes an empty cache, and checks its arguments. The constructor checks nothing, because JAX also builds
     pytrees of objects that are not arrays.
@@ -104,7 +104,7 @@ class KVCache:
             shape: Static. (batch, length, kv_heads, head_dim): the shape of the keys, with the number of tokens that
                 the cache holds.
             spec_k: Static. How keys are quantized: int8 or int4, symmetric, with the granularity `PerToken()`, that is
-                a scale for each token and head. Its scale_dtype is that of the stored scales: float32, or float16 or
+                a scale for each token and head. The scales are stored in its scale_dtype: float32, or float16 or
                 bfloat16, which take half the bytes and make a step up to 2**-10 or 2**-7 longer, because a scale is
                 rounded up.
             spec_v: Static. How values are quantized, as for keys.
@@ -160,7 +160,7 @@ class KVCache:
                 `query_positions`: the index before the call, plus 0, 1, ...
 
         Returns:
-            A cache whose index has grown by the number of tokens.
+            A cache with the index increased by the number of tokens.
 
         Raises:
             TypeError: k or v is not float32, float16 or bfloat16, or lengths is not int32.

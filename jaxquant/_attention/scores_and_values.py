@@ -110,7 +110,7 @@ def group_heads(value: jax.Array, heads: int) -> jax.Array:
     """Return a mask or bias [batch, query heads, queries, tokens] as [batch, kv heads, groups, queries, tokens].
 
     Args:
-        value: an array of rank 4, whose dimensions may be 1.
+        value: an array of rank 4; any dimension may be 1.
         heads: Static. The number of heads of the keys and values.
     """
     batch, query_heads, queries, tokens = value.shape
@@ -244,7 +244,7 @@ def add_bias(scores: jax.Array, bias: jax.Array | None) -> jax.Array:
 # The scales of the values' tokens vary along the contracted dimension, so they belong to the weights before these are
 # rounded. A row has its own step, because with a fixed one, 1 / 255 of the sum, all weights of a row that attends
 # evenly to 1000 tokens would round to 0. The sum is divided by at the end: the codes then depend on element-wise
-# operations and on a maximum, whose order does not matter. The sum is one of integers, for the same reason. So hidden
+# operations and on a maximum, in any order. The sum is one of integers, for the same reason. So hidden
 # tokens change no bit of a result: it is the same with a longer cache, for one query or many, and in training.
 
 

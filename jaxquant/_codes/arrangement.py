@@ -25,21 +25,21 @@ def concatenate(arrays: Sequence[Any], axis: int = 0, *, output: Output | None =
     has the longest block size that divides the lengths of all these blocks evenly, and one entry for each of its own
     blocks.
 
-    With `output`, the result has its scale and its zero point. The codes are those of `qlinear_concat`; codes whose
-    scale and zero point are those of `output` do not change.
+    With `output`, the result has its scale and its zero point. The codes are what `qlinear_concat` returns; an
+    array with the scale and zero point of `output` keeps its codes.
 
     Do not join the arrays with `jax.tree.map(lambda *parts: jnp.concatenate(parts), *arrays)`. The joined scale is
     read as blocks of equal length, which gives wrong numbers if the arrays differ in length or end in a short block.
     Stacking them part by part with `jnp.stack` is correct, because it adds a new axis.
 
     Args:
-        arrays: one or more arrays whose shapes are equal except along `axis`. The dtypes of their codes, of their
+        arrays: one or more arrays with equal shapes except along `axis`. The dtypes of their codes, of their
             scales and of what `dequantize` returns must be equal, and so must their codebooks. If any of them has a
             zero point, a missing zero point counts as zeros. With `output`, the codes are int8 or uint8, and each array
             has one scale and one zero point.
         axis: Static. The dimension along which the arrays are joined; a negative one counts from the back.
-        output: how the result is quantized: a `Quantizer` with a scale, whose dtype is that of the codes; a
-            QuantizedArray whose scale and zero point the result gets; or None, which keeps the scales.
+        output: how the result is quantized: a `Quantizer` with a scale and the dtype of the codes; a
+            QuantizedArray, for its scale and zero point; or None, which keeps the scales.
 
     Returns:
         A QuantizedArray.
@@ -139,7 +139,7 @@ def transpose(q: Codes, axes: Sequence[int] | None = None) -> Any:
 
 
 def pad(q: Codes, pad_width: int | Sequence[int] | Sequence[Sequence[int]]) -> Any:
-    """Return the array with zeros around it, whose code is the zero point.
+    """Return the array with zeros around it; the code of 0.0 is the zero point.
 
     Args:
         q: integer codes, with one scale and one zero point along each dimension that is padded.

@@ -125,7 +125,7 @@ def _require_fit(function: str, condition: bool, limit: str, most: float) -> Non
 def derive_free_steps(weight: QuantizedArray, places: Sequence[int]) -> np.int32 | None:
     """Return the steps that int32 leaves to a bias beside any products of 8-bit codes; None if less than half of all.
 
-    Known and traced biases have the same limit, which is not that of the codes: to read these in each call takes long.
+    The limit is the same for known and traced biases and does not depend on the codes: to read them takes long.
     A sum of so many products that they need more than half of int32 is limited by its codes, where they are known.
 
     Args:
@@ -164,7 +164,7 @@ def _count_known_steps(function: str, bias: ArrayLike, lhs_scale: ArrayLike, rhs
     with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
         products = left.reshape(1) * right.reshape(-1)
         steps = np.rint(values / np.broadcast_to(products, (values.size,)).reshape(values.shape))
-    expected = "scales whose product is at least 2**-126, the least normal float32"
+    expected = "scales with a product of at least 2**-126, the least normal float32"
     least = float(products.min(initial=np.inf))
     checks.require(not least < _TINY, function, "lhs_scale, rhs_scale", expected, f"{least}")
     most = float(np.abs(np.nan_to_num(steps, nan=0, posinf=np.inf)).max(initial=0))

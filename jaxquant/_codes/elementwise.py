@@ -24,19 +24,19 @@ from .pooling import read_operand
 def add(a: Codes, b: Codes, *, output: Output) -> Any:
     """Add two quantized arrays, as ONNX Runtime's QLinearAdd does.
 
-    The codes of the result are those of `qlinear_add`: the sum of the two values, rounded once to a code of `output`.
+    The codes are what `qlinear_add` returns: the sum of the two values, rounded once to a code of `output`.
 
     Args:
         a: codes of int8 or uint8 with one scale and one zero point.
         b: the same, of the same dtype, and of a shape that broadcasts against a's.
-        output: how the result is quantized: a `Quantizer` with a scale, whose dtype is that of a; or a QuantizedArray
-            whose scale and zero point the result gets.
+        output: how the result is quantized: a `Quantizer` with a scale and the dtype of a; or a QuantizedArray, for
+            its scale and zero point.
 
     Returns:
         A QuantizedArray with the scale and the zero point of `output`.
 
     Raises:
-        TypeError: an operand is not a QuantizedArray, or a dtype is not that of a.
+        TypeError: an operand is not a QuantizedArray, or a dtype differs from a's.
         ValueError: an operand has several scales, shapes do not fit each other, or `output` has no scale.
 
     Example:
@@ -55,19 +55,19 @@ def add(a: Codes, b: Codes, *, output: Output) -> Any:
 def multiply(a: Codes, b: Codes, *, output: Output) -> Any:
     """Multiply two quantized arrays element by element, as ONNX Runtime's QLinearMul does.
 
-    The codes of the result are those of `qlinear_mul`.
+    The codes are what `qlinear_mul` returns.
 
     Args:
         a: codes of int8 or uint8 with one scale and one zero point.
         b: the same, of the same dtype, and of a shape that broadcasts against a's.
-        output: how the result is quantized: a `Quantizer` with a scale, whose dtype is that of a; or a QuantizedArray
-            whose scale and zero point the result gets.
+        output: how the result is quantized: a `Quantizer` with a scale and the dtype of a; or a QuantizedArray, for
+            its scale and zero point.
 
     Returns:
         A QuantizedArray with the scale and the zero point of `output`.
 
     Raises:
-        TypeError: an operand is not a QuantizedArray, or a dtype is not that of a.
+        TypeError: an operand is not a QuantizedArray, or a dtype differs from a's.
         ValueError: an operand has several scales, shapes do not fit each other, or `output` has no scale.
 
     Example:

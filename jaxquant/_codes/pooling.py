@@ -35,7 +35,7 @@ def max_pool(
     padding: str | Sequence[tuple[int, int]] = "VALID",
     channels_last: bool = True,
 ) -> Any:
-    """Return the maximum of each window, whose codes are codes of q.
+    """Return the maximum of each window, as a code of q.
 
     Args:
         q: integer codes with one scale and one zero point, (N, *spatial, C).
@@ -81,7 +81,7 @@ def average_pool(
 ) -> Any:
     """Return the mean of each window, as ONNX Runtime's QLinearAveragePool does.
 
-    The codes of the result are those of `qlinear_average_pool`.
+    The codes are what `qlinear_average_pool` returns.
 
     Args:
         q: codes of int8 or uint8 with one scale and one zero point, (N, *spatial, C).
@@ -90,8 +90,8 @@ def average_pool(
         padding: Static. "SAME", "VALID", or (low, high) for each spatial dimension, less than the length of a window.
         count_include_pad: Static. Whether zeros of the padding count as elements of a window, as in flax.
         channels_last: Static. False for the shapes (N, C, *spatial).
-        output: how the result is quantized: a `Quantizer` with a scale, whose dtype is that of q; or a QuantizedArray
-            whose scale and zero point the result gets.
+        output: how the result is quantized: a `Quantizer` with a scale and the dtype of q; or a QuantizedArray, for
+            its scale and zero point.
 
     Returns:
         A QuantizedArray with the scale and the zero point of `output`.
@@ -140,14 +140,14 @@ def mean(
 ) -> Any:
     """Return the mean along axes, as ONNX Runtime's QLinearGlobalAveragePool and QLinearReduceMean do.
 
-    The codes of the result are those of `qlinear_reduce_mean`: the sum of the codes is exact.
+    The codes are what `qlinear_reduce_mean` returns: the sum of the codes is exact.
 
     Args:
         q: codes of int8 or uint8 with one scale and one zero point.
         axis: Static. The dimensions to average over; None means all.
         keepdims: Static. Whether the result keeps these dimensions, with length 1.
-        output: how the result is quantized: a `Quantizer` with a scale, whose dtype is that of q; or a QuantizedArray
-            whose scale and zero point the result gets.
+        output: how the result is quantized: a `Quantizer` with a scale and the dtype of q; or a QuantizedArray, for
+            its scale and zero point.
 
     Returns:
         A QuantizedArray with the scale and the zero point of `output`.

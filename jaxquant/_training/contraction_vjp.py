@@ -41,8 +41,8 @@ def save_codes(primitive: Any, *operands: Any, **parameters: Any) -> Any:
     """Tell `jax.checkpoint` to keep the codes, scales and masks of quantized contractions, and nothing else.
 
     This is a policy for `jax.checkpoint`: do not call it, but pass it, `jax.checkpoint(network, policy=jq.save_codes)`.
-    The backward pass recomputes everything else from the codes: activation functions, and the float operands whose
-    scales are learned.
+    The backward pass recomputes everything else from the codes: activation functions, and the float operands with
+    learned scales.
 
     With one checkpoint around a whole network, XLA may recompute all its layers at the same time. To hold one block in
     memory at a time, wrap each block: `flax.linen.remat(Block, policy=jq.save_codes)`, with an activation function at

@@ -71,7 +71,7 @@ def quantized_conv_general_dilated(
             `Int8Backward()`.
         key: a key of `jax.random`, for the gradients of Int8Backward(stochastic_rounding=True); not needed otherwise.
             The result of the forward pass does not depend on it.
-        precision: Static. As in `jax.lax`, for float convolutions, including those of the backward pass.
+        precision: Static. As in `jax.lax`, for float convolutions, in the backward pass too.
         preferred_element_type: Static. The dtype of the result: float32, float16 or bfloat16. None takes the dtype of
             the operands, or float32 if they differ.
 
@@ -187,7 +187,7 @@ def _compute_kernel_cotangent(
 ) -> jax.Array:
     """Return the cotangent of the kernel: for each of its positions, g contracted with the images that position reads.
 
-    One contraction for each position is faster than a convolution whose kernel is g, because g is large.
+    One contraction for each position is faster than a convolution with the kernel g, because g is large.
     """
     if 0 in (g.size, rhs.size):
         return jnp.zeros(rhs.shape, jnp.float32)

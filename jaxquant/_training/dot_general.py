@@ -56,14 +56,14 @@ def quantized_dot_general(
             `Int8Backward()`.
         key: a key of `jax.random`, for the gradients of Int8Backward(stochastic_rounding=True); not needed otherwise.
             The result of the forward pass does not depend on it.
-        precision: Static. As in `jax.lax`, for float contractions, including those of the backward pass.
+        precision: Static. As in `jax.lax`, for float contractions, in the backward pass too.
         preferred_element_type: Static. The dtype of the result: float32, float16 or bfloat16. None takes the dtype of
             the operands, or float32 if they differ.
         out_sharding: Static. The sharding of the result on a mesh with explicit axes, as in `dot_general`. A cotangent
             is sharded like its operand.
 
     Returns:
-        The result with the batch dimensions first, then the free dimensions of lhs, then those of rhs.
+        The result with the batch dimensions first, the free dimensions of lhs, and the free dimensions of rhs.
 
     Raises:
         TypeError: an operand, a spec, the key or `backward` has a wrong type or dtype; neither operand has a spec; or

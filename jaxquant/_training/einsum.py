@@ -47,14 +47,14 @@ def quantized_einsum(
             quantized, `Int8Backward()`.
         key: a key of `jax.random`, for the gradients of Int8Backward(stochastic_rounding=True); not needed otherwise.
             The result of the forward pass does not depend on it.
-        precision: Static. As in `jax.lax.dot_general`, for float contractions, including those of the backward pass.
+        precision: Static. As in `jax.lax.dot_general`, for float contractions, in the backward pass too.
         preferred_element_type: Static. The dtype of the result: float32, float16 or bfloat16. None takes the dtype of
             the operands, or float32 if they differ.
         out_sharding: Static. The sharding of the result on a mesh with explicit axes, as in `einsum`. A cotangent is
             sharded like its operand.
 
     Returns:
-        The result, whose dimensions are the output's indices in their order.
+        The result, with a dimension for each output index, in their order.
 
     Raises:
         TypeError: an operand, a spec, the key or `backward` has a wrong type or dtype; no operand has a spec; or

@@ -281,7 +281,7 @@ class StochasticRounding:
     The backward pass is straight-through. Each element uses one random sample of 32 bits, so a fraction below 2**-32
     always rounds down. Only specs with an integer dtype are supported.
 
-    A StochasticRounding is a pytree whose only leaf is the key. The constructor checks nothing; the functions that take
+    A StochasticRounding is a pytree with one leaf, the key. The constructor checks nothing; the functions that take
     the rule check it.
 
     Attributes:

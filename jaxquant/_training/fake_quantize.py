@@ -46,8 +46,8 @@ def fake_quantize(
     Args:
         x: the values, float32, float16 or bfloat16, of any shape. A Python number becomes float32.
         spec: Static. How to quantize.
-        scale: the value per step, float32, float16 or bfloat16: one element, or an array of x's rank whose dimensions
-            are those of `quantize(x, spec).scale` or 1. A Python number becomes float32. None finds the scale and the
+        scale: the value per step, float32, float16 or bfloat16: one element, or an array of x's rank that
+            broadcasts to `quantize(x, spec).scale`. A Python number becomes float32. None finds the scale and the
             zero point from x.
         zero_point: the code of 0.0, shaped like the scale: an integer array of dtype `spec.carrier`, or a float32 array
             that is learned, which the forward pass rounds half to even. If a float32 zero point does not round to a
@@ -82,7 +82,7 @@ def fake_quantize(
 
     Source: Jacob et al., arXiv 1712.05877, section 3. Each gradient rule states its own source.
 
-    Cotangents: those of the gradient rule. An integer zero_point has none, and a scale found from x has none.
+    Cotangents: as the gradient rule states. An integer zero_point has none, and a scale found from x has none.
     """
     checks.require_type(isinstance(spec, QuantSpec), _NAME, "spec", "a QuantSpec", checks.describe_value(spec))
     scale, zero_point = check_parts(_NAME, ("scale", "zero_point"), scale, zero_point, spec)

@@ -67,7 +67,7 @@ def _round_stochastically(value: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def compute_mask(rule: Estimator, spec: _CodeFormat, u: jax.Array, steps: jax.Array | None) -> jax.Array | None:
-    """Return a mask of the elements whose gradient passes to x, False for NaN; or None if all of them pass.
+    """Return a mask of where the gradient passes to x, False for NaN; or None if it passes everywhere.
 
     Args:
         rule: Static. The estimator.

@@ -54,7 +54,7 @@ class Calibrator(NamedTuple):
 
     Attributes:
         init: `init(example)` returns the state that holds no data yet. `example` is a `jax.ShapeDtypeStruct`, or an
-            array, of which only the shape matters.
+            array; only its shape matters.
         update: `update(state, batch)` returns the state after one more batch.
         merge: `merge(a, b)` returns the state that holds the data of both.
         finalize: `finalize(state, allow_zero=False)` returns the `Range`. Call it eagerly: it then raises an error if a
@@ -145,7 +145,7 @@ def _update(parts: Parts, state: SliceState, batch: ArrayLike) -> Any:
     batch = _read_batch(name, "batch", batch)
     shape = scale_from_range.derive_range_shape(name, parts.spec, batch.shape)
     if shape != tuple(state.low.shape):
-        expected = f"a batch whose ranges have shape {tuple(state.low.shape)}, as for the example given to init"
+        expected = f"a batch with ranges of shape {tuple(state.low.shape)}, as for the example given to init"
         got = f"ranges of shape {shape} for a batch of shape {batch.shape}"
         checks.refuse(name, "batch", expected, got)
     return parts.update(state, batch)
@@ -354,5 +354,5 @@ def describe_factory(factory: object) -> str:
 
 
 def _describe_argument(value: object) -> str:
-    """Return a description of an argument of a partial: the name of a function, whose repr would have an address."""
+    """Return a description of an argument of a partial; a function by its name, because its repr has an address."""
     return describe_factory(value) if callable(value) else repr(value)

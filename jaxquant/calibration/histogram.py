@@ -40,7 +40,7 @@ OCTAVES = 16
 _MOST_BINS = 2**15  # with more bins, the sums over bins and fine bins would have too many terms
 _LEAST = -100  # the least exponent: the reciprocal of a bin's width must be a float32
 _SPARE = 16  # extra slots after the bins of a table: the first half counts zeros, the last one elements to ignore
-_CHUNK = 2**14  # the number of elements whose indices fit in the cache
+_CHUNK = 2**14  # as many indices fit in the cache
 _MAX_SLOTS = 2**31  # the index of a slot is an int32
 _NO_LEAST = np.int32(2**31 - 1)  # the least magnitude in an empty bin: it is above the bits of every float
 _MAGNITUDE = np.int32(0x7FFFFFFF)  # all bits of a float32 except its sign
@@ -113,7 +113,7 @@ class Settings(NamedTuple):
 def build_histogram_calibrator(
     settings: Settings, finish: Callable[[HistogramState], tuple[jax.Array, jax.Array, Range]]
 ) -> Calibrator:
-    """Return the calibrator whose range is `finish(state)`, after the checks that all histograms share."""
+    """Return the calibrator with the range `finish(state)`, after the checks that all histograms share."""
     function = settings.function
     check_spec(function, settings.spec)
     for argument in ("bins", "every"):
@@ -177,7 +177,7 @@ def _make_empty(settings: Settings, shape: tuple[int, ...]) -> HistogramState:
 
 def _grow_to(state: HistogramState, exponent: jax.Array) -> HistogramState:
     """Return the state with a larger or equal exponent."""
-    # A slice whose bins are empty needs no steps.
+    # A slice with empty bins needs no steps.
     empty = (state.low > state.high) | ((state.low == 0) & (state.high == 0))
     steps = jnp.where(empty, 0, exponent - state.exponent)
     # After this many steps all counts are in the two bins next to 0, and more steps would change nothing.
@@ -328,7 +328,7 @@ def _count_in_bins(batch: jax.Array, per_width: jax.Array, settings: Settings) -
 
         return lax.fori_loop(0, math.prod(counts), step, tables)
 
-    # On a CPU the elements are scattered in chunks, whose indices fit in the cache; one scatter of all would be slow.
+    # On a CPU the elements are scattered in chunks: their indices fit in the cache. One scatter of all would be slow.
     # Other backends scatter all elements at once.
     in_chunks, at_once = (functools.partial(fill, chunk=chunk) for chunk in (_count_chunk(x.shape), x.shape))
     tables = choose_on_cpu(in_chunks, at_once, x, per_width)
@@ -461,7 +461,7 @@ def _reduce_states(state: HistogramState, axis_name: Hashable) -> HistogramState
     )
 
 
-# Arrangement of a batch for a histogram: three dimensions, the middle one of which counts the slices.
+# Arrangement of a batch for a histogram: [outer, slices, inner].
 
 
 def _is_padded(x: jax.Array, shape: tuple[int, ...], block: int | None) -> bool:

@@ -36,7 +36,7 @@ class BatchStep(NamedTuple):
         function: the name of the public function, for errors.
         run: a jitted function of the state and of a batch's positional and keyword arguments. Returns the updated
             state, and whether it is finite, or a mapping that says so of each layer. In place of True and False it may
-            be 1 and 0, or -1 for finite values whose squares overflow float32.
+            be 1 and 0, or -1 for finite values with squares that overflow float32.
         fingerprint: a function that returns a checksum of the weights. It is slow for large weights.
         describe: a function of the state that returns a description of the quantized layers, equal in every process.
         arguments: the names of the arguments of every call, which no batch may use.
@@ -106,7 +106,7 @@ def split_arguments(
         return tuple(batch), {}
     named = dict(batch)
     is_named = all(isinstance(name, str) for name in named)
-    expected = "a mapping whose keys are names of arguments; (mapping,) passes the mapping as one argument"
+    expected = "a mapping from names of arguments; (mapping,) passes the mapping as one argument"
     checks.require_type(is_named, function, place, expected, f"keys {list(named)[:3]}")
     duplicates = sorted(set(reserved) & set(named))
     expected = "names of arguments that no other argument of this call sets"
@@ -222,10 +222,10 @@ def _check_finite(step: BatchStep, index: int, state: Any, finite: jax.Array | M
     checks.require(not is_traced, step.function, "batches", expected, "a traced array")
     names = [name for name, flag in flags.items() if int(flag) <= 0]
     place = f" at {names[0]}" if names and names[0] else ""
-    expected = "batches whose activations are finite"
+    expected = "batches with finite activations"
     got = f"a NaN or an infinity{place} in batch {index}, counted from 0; the ranges are those before this batch"
     if names and int(flags[names[0]]) < 0:
-        expected = "batches whose activations have squares that float32 can sum, up to 3.4e38"
+        expected = "batches with activations that float32 can square and sum, up to 3.4e38"
         got = f"larger activations{place} in batch {index}, counted from 0"
     checks.require(not names, step.function, "batches", expected, got)
     return Position(state, index + 1)

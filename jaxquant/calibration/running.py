@@ -46,7 +46,7 @@ def minmax(spec: QuantSpec) -> Calibrator:
 
     (lo, hi) = (min(x), max(x)) over all batches
 
-    The values are exactly those of numpy. A NaN in the data makes the range NaN and makes `finalize` raise an error.
+    The values equal numpy's exactly. A NaN in the data makes the range NaN and makes `finalize` raise an error.
     The range may lie on one side of 0; `quantize` then widens it to include 0. Each batch is read once. The state is
     two float32 numbers per slice.
 
@@ -59,7 +59,7 @@ def minmax(spec: QuantSpec) -> Calibrator:
     Raises:
         TypeError: spec is not a QuantSpec. `update`: the batch is not an array of a float dtype. Any function of the
             calibrator: the state comes from a different calibrator.
-        ValueError: `init`: an axis of the spec is out of range. `update`: the slices of the batch do not match those of
+        ValueError: `init`: an axis of the spec is out of range. `update`: the slices of the batch do not match
             the state. `finalize`: a slice has no data, a NaN, an infinity, or (without allow_zero) only zeros.
 
     Example:
@@ -85,9 +85,9 @@ def absmax(spec: QuantSpec) -> Calibrator:
 
     (lo, hi) = (-a, a), with a = max(|x|) over all batches
 
-    The values are exactly those of numpy. A NaN in the data makes the range NaN and makes `finalize` raise an error.
-    The range is symmetric even if the spec is not. Each batch is read once. The state is that of `minmax`: two float32
-    numbers per slice.
+    The values equal numpy's exactly. A NaN in the data makes the range NaN and makes `finalize` raise an error.
+    The range is symmetric even if the spec is not. Each batch is read once. The state is the same as in `minmax`: two
+    float32 numbers per slice.
 
     Args:
         spec: how to quantize. Only its granularity matters here.
@@ -98,7 +98,7 @@ def absmax(spec: QuantSpec) -> Calibrator:
     Raises:
         TypeError: spec is not a QuantSpec. `update`: the batch is not an array of a float dtype. Any function of the
             calibrator: the state comes from a different calibrator.
-        ValueError: `init`: an axis of the spec is out of range. `update`: the slices of the batch do not match those of
+        ValueError: `init`: an axis of the spec is out of range. `update`: the slices of the batch do not match
             the state. `finalize`: a slice has no data, a NaN, an infinity, or (without allow_zero) only zeros.
 
     Example:
@@ -141,7 +141,7 @@ def moving_average(spec: QuantSpec, decay: float = 0.99) -> Calibrator:
         TypeError: spec is not a QuantSpec, or decay is not a number. `update`: the batch is not an array of a float
             dtype. Any function of the calibrator: the state comes from a different calibrator.
         ValueError: decay is out of range. `init`: an axis of the spec is out of range. `update`: the slices of the
-            batch do not match those of the state. `finalize`: a slice has no data, a NaN, an infinity, or (without
+            batch do not match the state. `finalize`: a slice has no data, a NaN, an infinity, or (without
             allow_zero) only zeros.
 
     Example:

@@ -24,7 +24,7 @@ from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes
 
 _DTYPES = (*dtypes.QUANTIZED, *dtypes.FLOATS, dtypes.E8M0)  # the dtypes of the parts
-KEY = "quantized_array"  # the key of the description, next to those of the parts
+KEY = "quantized_array"  # the key of the description, next to the keys of the parts
 # Version 2 may have a stored order, which the readers of version 1 would ignore. Other arrays are still written as 1.
 FORMAT, _VERSION = "jaxquant.QuantizedArray", 2
 _TEXT = "static_text"  # the key of a stored StaticText
@@ -70,7 +70,7 @@ def derive_stored_type(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[np.dtyp
     """Return the dtype and the shape in which an array is stored; every library supports the dtype."""
     if dtypes.find_width(dtype) < 8:
         return np.dtype(jnp.uint8), (-(-math.prod(shape) * dtypes.find_width(dtype) // 8),)
-    # 1 marks numpy's own dtypes, which every library knows; those of ml_dtypes have 2.
+    # 1 marks numpy's own dtypes, which every library knows; the dtypes of ml_dtypes have 2.
     if dtype.isbuiltin == 1:
         return dtype, shape
     return np.dtype(f"u{dtype.itemsize}"), shape

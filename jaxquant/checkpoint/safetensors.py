@@ -189,7 +189,7 @@ def load_safetensors(path: str | os.PathLike[str], like: Any = None) -> Any:
     bits = serialization.parse_json(_LOAD, place, metadata.get(FORMAT, "{}"))
     if not isinstance(bits, dict) or not set(bits) <= set(arrays):
         got = ", ".join(map(repr, bits)) if isinstance(bits, dict) else type(bits).__name__
-        checks.refuse(_LOAD, place, "an object whose keys are names of tensors", got)
+        checks.refuse(_LOAD, place, "an object with names of tensors as keys", got)
     for name, description in bits.items():
         dtype, shape = read_type(_LOAD, f"{place}[{name!r}]", description)
         arrays[name] = np.asarray(restore_part(_LOAD, f"tree[{name!r}]", arrays[name], dtype, shape))

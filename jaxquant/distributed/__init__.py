@@ -1,6 +1,6 @@
 """Collectives that send arrays as codes, layouts, checks of what devices share, and plans of large meshes.
 
-The collectives are those of `jax.lax`, for use inside `jax.shard_map`.
+The collectives have the names and arguments of `jax.lax`, for use inside `jax.shard_map`.
 """
 
 from .compare import check_processes, compare_devices

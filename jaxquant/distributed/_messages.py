@@ -135,7 +135,7 @@ def list_keys(key: jax.Array | None, axis_name: Hashable, count: int) -> list[An
 def split_messages(x: jax.Array, count: int) -> jax.Array:
     """Return the elements of x in float32, cut into `count` messages of equal length: the rows of a matrix.
 
-    The last message is filled up with zeros, whose code is exact, and which widen no range.
+    The last message is filled up with zeros, which have an exact code and widen no range.
     """
     flat = x.reshape(-1).astype(jnp.float32)
     # Equal lengths, because a collective moves arrays of one shape.

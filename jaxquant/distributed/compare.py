@@ -153,7 +153,7 @@ def _compare_digests(function: str, names: list[str], digests: list[np.ndarray],
         return
     first = int(np.argmax(differs.any(axis=0)))
     processes = ", ".join(str(i) for i in np.flatnonzero(differs[:, first]))
-    expected = f"the same in all processes, but those of process 0 and process {processes} differ"
+    expected = f"the same in all processes, but process 0 and process {processes} differ"
     got = f"{checks.describe_value(values[first])} in process {jax.process_index()}"
     checks.refuse(function, names[first], expected, got)
 

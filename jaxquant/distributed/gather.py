@@ -56,7 +56,7 @@ def all_gather(
     Codes of 4 and 2 bits are packed into bytes. A NaN or an infinity makes its scale NaN or infinite, so that it is
     seen wherever the array arrives.
 
-    Gradients are those of `jax.lax.all_gather`, straight-through: the cotangents of all devices are added, and each
+    Gradients are as in `jax.lax.all_gather`, straight-through: the cotangents of all devices are added, and each
     device gets the slice of its x. They travel in floats or, with a `backward_spec`, as codes, as in `psum_scatter`.
     The codes of a QuantizedArray have no gradient; its scale has.
 
@@ -71,7 +71,7 @@ def all_gather(
             is needed for derivatives in forward mode.
 
     Returns:
-        A tree like x. Each shape is that of `jax.lax.all_gather`.
+        A tree like x. The shapes are as in `jax.lax.all_gather`.
 
     Raises:
         TypeError: a leaf is no array, or has an unsupported dtype; `spec` is no QuantSpec.
@@ -137,7 +137,7 @@ def all_to_all(
 
     It is `jax.lax.all_to_all`. What goes in comes out, as in `all_gather`: a QuantizedArray arrives bit for bit, and
     floats are quantized as `quantize(x, spec)` does and dequantized where they arrive. A stored order of the codes is
-    given up. Gradients are those of `jax.lax.all_to_all`, straight-through.
+    given up. Gradients are as in `jax.lax.all_to_all`, straight-through.
 
     Args:
         x: a pytree of QuantizedArrays, floats (float32, float16 or bfloat16), integers and bools.
@@ -149,7 +149,7 @@ def all_to_all(
         key: a key of `jax.random` to round floats stochastically, differently on each device; None rounds to nearest.
 
     Returns:
-        A tree like x. Each shape is that of `jax.lax.all_to_all`.
+        A tree like x. The shapes are as in `jax.lax.all_to_all`.
 
     Raises:
         TypeError: a leaf is no array, or has an unsupported dtype; `spec` is no QuantSpec, or `key` no key.
@@ -242,8 +242,8 @@ def ppermute(
     """Send x from one device to another, for each pair of a permutation; it travels as codes and scales.
 
     It is `jax.lax.ppermute`. What goes in comes out, as in `all_gather`: a QuantizedArray arrives bit for bit, and
-    floats are quantized as `quantize(x, spec)` does and dequantized where they arrive. A device to which none sends
-    gets zeros; of an array with a codebook, the level nearest to 0. Gradients are those of `jax.lax.ppermute`,
+    floats are quantized as `quantize(x, spec)` does and dequantized where they arrive. A device that no other sends to
+    gets zeros; of an array with a codebook, the level nearest to 0. Gradients are as in `jax.lax.ppermute`,
     straight-through.
 
     Args:
@@ -292,7 +292,7 @@ def ppermute(
 
 
 def _fill_unsent(q: QuantizedArray, axis_name: Hashable, receivers: list[int]) -> QuantizedArray:
-    """Return what a device has received, or an array of zeros on a device to which none has sent."""
+    """Return what a device has received, or an array of zeros on a device that no other has sent to."""
     is_sent = jnp.isin(lax.axis_index(axis_name), np.array(receivers, np.int32))
     scale, codes = q.scale, q.codes
     if scale.dtype != dtypes.E8M0:  # zeros have arrived, but no scale may be 0; as bits of E8M0 they are 2**-127

@@ -72,7 +72,7 @@ def find_shardings(tree: object, mesh: Mesh | AbstractMesh, partitions: object, 
     try:
         parts = structure.flatten_up_to(tree)
     except ValueError as error:
-        expected = "a pytree of PartitionSpecs like `tree`, or one whose leaves stand for parts of it"
+        expected = "a pytree of PartitionSpecs like `tree`, or one with leaves that stand for parts of it"
         raise checks.ContractValueError(checks.format_message(_NAME, "partitions", expected, error)) from error
     results = []
     for (place, partition), part in zip(entries, parts, strict=True):
@@ -121,7 +121,7 @@ def _cut_leaf(mesh: Mesh | AbstractMesh, whole_blocks: bool, partition: Any, pat
         return NamedSharding(mesh, PartitionSpec(*entries))
 
     (_, scale, zero_point), static = leaf.tree_flatten()
-    # JAX places the codes as they are stored, and a partition is that of the logical shape.
+    # JAX places the codes as they are stored, and a partition describes the logical shape.
     order = PartitionSpec(*(axes[axis] for axis in derive_permutation(leaf.stored_order, len(shape))))
     children = (NamedSharding(mesh, order), cut_part(scale), cut_part(zero_point))
     return QuantizedArray.tree_unflatten(static, children)

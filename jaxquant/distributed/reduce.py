@@ -28,7 +28,7 @@ def psum(x: Any, axis_name: Hashable, *, spec: QuantSpec, key: jax.Array | None 
     messages and sends them (all-to-all); adds those that it gets in float32; quantizes the sum, and sends it to all
     (all-gather). With int8 and a scale for each 128 elements that takes 0.26 of the bytes of a float32 sum.
 
-    Every device dequantizes the same codes, those of its own message included, so the result has the same bits on all
+    Every device dequantizes the same codes, also of its own message, so the result has the same bits on all
     devices. It is always quantized, even on an axis of one device.
 
     With s_i the scale of an element on device i and s the scale of its sum, and without a key, the error is at most
@@ -39,7 +39,7 @@ def psum(x: Any, axis_name: Hashable, *, spec: QuantSpec, key: jax.Array | None 
     A NaN on any device makes the scale of its message or block NaN, and the result NaN in that whole message or block,
     on every device. An infinity makes it NaN or infinite. So neither is lost.
 
-    Gradients are those of `jax.lax.psum`, straight-through; cotangents travel in floats.
+    Gradients are as in `jax.lax.psum`, straight-through; cotangents travel in floats.
 
     Args:
         x: a pytree of floats: float32, float16 or bfloat16, of any shape.
@@ -118,7 +118,7 @@ def psum_scatter(
     It is `jax.lax.psum_scatter`, the first half of `psum`: each slice is one message. The sum is not quantized again,
     so the error is at most half a step of each device's scale, sum(s_i) / 2, and float32's rounding.
 
-    Gradients are those of `jax.lax.psum_scatter`, straight-through; cotangents travel in floats.
+    Gradients are as in `jax.lax.psum_scatter`, straight-through; cotangents travel in floats.
 
     Args:
         x: a pytree of floats: float32, float16 or bfloat16.
@@ -300,14 +300,14 @@ def psum_with_error_feedback(
 ) -> tuple[Any, Any]:
     """Return `psum(x + residual)`, and what its roundings have left out: the residual of the next call.
 
-    Each device keeps the error of its own messages, and that of the sum which it quantized. With e the errors that the
+    Each device keeps the errors of its own messages and of the sum that it quantized. With e the errors that the
     devices return, y + sum(e) = sum(x + residual), up to float32's rounding. Over many steps the sum of all y therefore
     differs from the sum of all x by the residuals of the last step only.
 
     Start with zeros. Where an error is NaN or infinite its residual is 0, so a step with a NaN does not spoil those
     that follow.
 
-    The gradient of y is that of `jax.lax.psum`. The residual that is returned has none.
+    The gradient of y is as in `jax.lax.psum`. The residual that is returned has none.
 
     Args:
         x: a pytree of floats: float32, float16 or bfloat16, of any shape.

@@ -112,7 +112,7 @@ def quantize_state(
     `jq.optim.describe_state` lists what became of each.
 
     A number is rounded to the nearest level of the codebook, and to the lower one if it is halfway between two. With a
-    codebook that starts at 0, as that of second moments does, a positive number never becomes 0, but at least the
+    codebook that starts at 0, as for second moments, a positive number never becomes 0, but at least the
     first level above 0: the update divides by the root of the second moment. So where a second moment is too small for
     its block, the update is smaller than without codes, not larger.
 
@@ -175,7 +175,7 @@ def quantize_state(
             leaves = [next(arrays) if _is_quantized(leaf) else leaf for leaf in old]
             floats = structure.unflatten([_dequantize(leaf) for leaf in leaves])
             changes, new = transformation.update(updates, floats, params, **extra_args)
-            expected = "a transformation whose update keeps the structure of its state"
+            expected = "a transformation with an update that keeps the structure of its state"
             is_same = jax.tree.structure(floats) == jax.tree.structure(new)
             checks.require(is_same, f"{_NAME}.update", "tx", expected, "another structure")
             return changes, _map_leaves(_quantize_again, new, leaves, keys)
@@ -310,7 +310,7 @@ def _quantize_again(leaf: jax.Array, old: object, key: jax.Array | None) -> Any:
     """Return a leaf of the new state in the form that it had in the old one."""
     if not isinstance(old, QuantizedArray):
         return leaf
-    expected = "a transformation whose update keeps the shapes of its state"
+    expected = "a transformation with an update that keeps the shapes of its state"
     checks.require(leaf.shape == old.shape, f"{_NAME}.update", "tx", expected, f"{leaf.shape} for {old.shape}")
     return quantize_like(leaf, key, old)
 
@@ -445,7 +445,7 @@ def _compute_largest(x: jax.Array, shape: tuple[int, ...], block_size: int | Non
 def _round_stochastically(codebook: Codebook, value: jax.Array, key: jax.Array) -> jax.Array:
     """Return the code of one of the two levels around each value, with the value as expectation.
 
-    Values beyond the levels get the code of the first or the last one, and NaN that of the first.
+    Values beyond the levels get the code of the first or the last one; NaN gets the first.
     """
     codes = round_to_levels(codebook, value)
     below = codes.astype(jnp.int32) - (read_levels(codebook, codes) > value).astype(jnp.int32)
@@ -471,7 +471,7 @@ def run_in_order(function: Callable[[list[Any]], Any], held: Sequence[Any]) -> A
     Args:
         function: a function of a list of pytrees; it may close over further arrays. Results that depend on several of
             the pytrees join these in one part.
-        held: the pytrees: arrays, of which at least one is traced.
+        held: the pytrees: arrays, at least one of them traced.
     """
     counts = [len(jax.tree.leaves(tree)) for tree in held]
     owners = [place for place, count in enumerate(counts) for _ in range(count)]

@@ -88,7 +88,7 @@ def read_hessian(function: str, w: jax.Array, hessian: jax.Array, axis: Axis) ->
     checks.require(is_matrix, function, "hessian", expected, f"shape {hessian.shape}")
     layout = make_layout(function, w.shape, axis, hessian.shape[0] if hessian.ndim == 3 else 1)
     shape = (*hessian.shape[:-2], layout.inputs, layout.inputs)
-    reason = f"w has shape {w.shape}, of which the contraction keeps the axes {layout.kept}"
+    reason = f"w has shape {w.shape}, and the contraction keeps the axes {layout.kept}"
     checks.check_shape(function, "hessian", hessian, shape, reason)
     return hessian.astype("float32").reshape(layout.groups, layout.inputs, layout.inputs), layout
 
@@ -156,7 +156,7 @@ def check_grid(function: str, grid: QuantizedArray | None, w: jax.Array, spec: Q
     if grid is None:
         return
     q = check_array(function, "grid", grid)
-    checks.check_shape(function, "grid", q, tuple(w.shape), "that of w")
+    checks.check_shape(function, "grid", q, tuple(w.shape), "the shape of w")
     is_same = q.codebook == spec.codebook and q.codes.dtype == spec.carrier
     name = q.codebook or q.codes.dtype
     checks.require(is_same, function, "grid", f"codes of {spec.dtype}, as the spec has", name)

@@ -68,7 +68,7 @@ def adaround(
         w: the weight, float32, float16 or bfloat16, of any shape.
         hessian: the second moments of the inputs of each output, as for `gptq`.
         spec: Static. How to quantize: an integer dtype, with any granularity.
-        grid: an array with the same shape and dtype of codes, whose scale and zero point to use. None finds them in the
+        grid: an array with the same shape and dtype of codes, for its scale and zero point. None finds them in the
             range of w.
         axis: Static. The axis or axes of w that the contraction keeps: the output features.
         steps: Static. The number of steps of Adam. Each takes a product of H with a matrix of w's size.

@@ -35,7 +35,7 @@ class BitPlan:
         nbytes: the bytes of all these weights.
         damage: the sum of the damages of the choices.
         table: for each weight and each candidate, the bytes and the damage.
-        rules: rules for `jq.prepare`: those of the function, with these dtypes.
+        rules: rules for `jq.prepare`: the rules of the function, with these dtypes.
     """
 
     choices: Mapping[str, str]
@@ -67,7 +67,7 @@ def allocate_bits(
     several weights are taken to add up. The program is solved exactly, by branch and bound.
 
     Args:
-        prepared: the prepared function; each weight gets one of the dtypes in place of that of its rule.
+        prepared: the prepared function; each weight gets one of the dtypes in place of the dtype in its rule.
         params: its parameters, in floats.
         batches: batches, as for `Prepared.calibrate`.
         budget: the most bytes of all weights that the rules quantize, scales and zero points included.
@@ -77,7 +77,7 @@ def allocate_bits(
         **arguments: keyword arguments of every call.
 
     Returns:
-        A `ptq.BitPlan`, whose `rules` prepare the function with these dtypes.
+        A `ptq.BitPlan`; its `rules` prepare the function with these dtypes.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -168,7 +168,7 @@ def _make_measure(prepared: Prepared, signature: Signature, others: Sequence[Sig
     expected = [np.asarray(run_function(signature.arrays, other), np.float64) for other in others]
     for index, result in enumerate(expected):
         # The damage of every dtype would be NaN.
-        wanted, got = "batches with finite results", f"a NaN or an infinity in those of batches[{index}]"
+        wanted, got = "batches with finite results", f"a NaN or an infinity in the results of batches[{index}]"
         checks.require(bool(np.isfinite(result).all()), _NAME, "batches", wanted, got)
     # Each damage would be 0.
     is_empty = not sum(x.size for x in expected)

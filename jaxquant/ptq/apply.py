@@ -43,14 +43,14 @@ def apply(
 ) -> Outcome:  # fmt: skip
     """Quantize the weights of a prepared function with an algorithm in place of round-to-nearest.
 
-    The specs are those of the rules. What `data` is decides which inputs the algorithm sees:
+    The specs come from the rules. What `data` is decides which inputs the algorithm sees:
 
     - batches: layer by layer. All batches go through the program together, operation by operation. At each contraction
       the weight is quantized with the inputs that come from the quantized weights before it, and the outputs go on with
       the quantized weight. So each layer can make up for the errors of earlier ones, as in the paper on GPTQ. Of all
       batches, the values that later operations read are in memory. Contractions in a loop get the inputs of a loop of
-      float weights, and a weight with several uses those of the first;
-    - `ptq.Statistics`, as `collect` returns them: all inputs are those of the float function, which needs one pass over
+      float weights, and a weight with several uses gets the inputs of the first;
+    - `ptq.Statistics`, as `collect` returns them: all inputs come from the float function, which needs one pass over
       the batches in a jitted program, and memory for one batch;
     - None: for `ptq.HQQ()` and for `ptq.Nearest()`, which need no data.
 
@@ -96,7 +96,7 @@ def apply(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the parameters have other paths or shapes than those of `prepare`; the batches differ in shapes,
+        ValueError: the parameters have other paths or shapes than in `prepare`; the batches differ in shapes,
             dtypes or static arguments; the statistics have no entry for a weight; the method needs data, and there are
             none; the state has other weights; or, with the name of the weight in front, the weight or its inputs have a
             NaN or an infinity.
@@ -222,7 +222,9 @@ def _quantize(
         target = w if drift is None else _match_floats(w, drift, use.axis)
         second = moments.second
         if slopes is not None:
-            checks.check_shape(_NAME, "gradients", slopes, second.shape, "that of the second moments of its inputs")
+            checks.check_shape(
+                _NAME, "gradients", slopes, second.shape, "the shape of the second moments of its inputs"
+            )
             _grid.check_finite(_NAME, gradients=slopes)
             second = _blend_moments(second, slopes)
         q = known if known is not None else method.quantize(target, second, plan.spec, use.axis)

@@ -113,7 +113,7 @@ def collect(
 
     The function runs in floats on each batch, in one jitted program. A contraction with d inputs has a state of 8 d^2
     bytes, and statistics of 4 d^2. The inputs of a convolution are its windows. A contraction in a scan over stacked
-    layers has statistics for each layer; one in another loop has those of all iterations.
+    layers has statistics for each layer; in another loop, one for all iterations together.
 
     Args:
         prepared: the prepared function.
@@ -194,7 +194,7 @@ def _check_contractions(call: TracedCall, known: Container[str]) -> None:
     """Raise unless a call has the contractions of the first batch only, which says how each weight is read."""
     names = [site.name for site in call.analysis.sites.values() if has_statistics(call.plan, site)]
     added = [name for name in names if name not in known]
-    expected, got = "batches whose calls have the contractions of the first one", f"also {', '.join(added[:4])}"
+    expected, got = "batches with calls that have the contractions of the first one", f"also {', '.join(added[:4])}"
     checks.require(not added, _NAME, "batches", expected, got)
 
 

@@ -76,7 +76,7 @@ def correct_bias(
         params: its parameters, in floats.
         qparams: its converted parameters, as `Prepared.convert` or `apply` returns them.
         data: statistics of its inputs, from `collect`, or batches, as for `Prepared.calibrate`.
-        batch: with statistics, one batch, of which only the shapes matter.
+        batch: with statistics, one batch; only its shapes matter.
         ranges: with batches, the ranges of the static activations. None if there are none.
         **arguments: keyword arguments of every call.
 
@@ -86,7 +86,7 @@ def correct_bias(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the parameters have other paths or shapes than those of `prepare`; the statistics have no entry for
+        ValueError: the parameters have other paths or shapes than in `prepare`; the statistics have no entry for
             a weight; there is no batch; a static argument of a batch leads to other contractions with biases; or a mean
             is not finite.
 
@@ -165,7 +165,7 @@ def _check_targets(targets: Sequence[_Target], others: Sequence[_Target]) -> Non
     names, other_names = ({target.site.name: (target.use, target.bias) for target in x} for x in (targets, others))
     differing = sorted(name for name in {**names, **other_names} if names.get(name) != other_names.get(name))
     # A mean of one batch would be the target for all of them, and a bias of one program may be in no other.
-    expected = "batches whose calls all have the same contractions with biases"
+    expected = "batches with calls that all have the same contractions with biases"
     got = f"others at {', '.join(differing[:4])} (a static argument, or a shape that decides on the program?)"
     checks.require(not differing, _NAME, "data", expected, got)
 
@@ -250,7 +250,7 @@ def _make_measure(
             if site.name in sites:
                 result = site.equation.outvars[0].aval
                 records[site.name] |= _compute_mean(site, jnp.zeros(result.shape, jnp.float32))
-        # Other quantized arrays are read by the function itself, and those of the float parameters are floats.
+        # Other quantized arrays are read by the function itself; in the float parameters they are floats.
         parameters = [
             Twin(x.dequantize(), x) if leaf in session.leaves and is_quantized(x) else x
             for leaf, x in enumerate(arrays)

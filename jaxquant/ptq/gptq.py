@@ -77,7 +77,7 @@ def gptq(
     stored_last: int | tuple[int, ...] | None = None,
     diagnostics: bool = False,
 ) -> Any:
-    """Quantize a weight such that the error of the contraction's output is small, and not that of the weight.
+    """Quantize a weight such that the contraction's output, and not the weight, has a small error.
 
     minimize trace(E^T H E) over the codes, with E = w - dequantized w and H the mean of x x^T
 
@@ -101,7 +101,7 @@ def gptq(
             the outputs are cut into as many runs of equal length, and each run has inputs of its own, as in grouped
             convolutions or batches of matrices.
         spec: Static. How to quantize, with any dtype and granularity.
-        grid: an array with the same shape and dtype of codes, whose scale and zero point to use; its codes do not
+        grid: an array with the same shape and dtype of codes, for its scale and zero point; its codes do not
             matter. None finds them in the range of w.
         axis: Static. The axis or axes of w that the contraction keeps: the output features. It sums over all others.
         activation_order: Static. Whether to round the inputs in the order of their mean squares, the largest first. The
@@ -136,7 +136,7 @@ def gptq(
                [0, 0]], dtype=int4)
 
     Source: Frantar et al., arXiv 2210.17323, algorithm 1; Chee et al., arXiv 2307.13304, theorem 6, for the form
-    without an inverse. The order of the inputs is that of the authors' program (its option "act-order"). Behdin et
+    without an inverse. The inputs have the order of the authors' program (its option "act-order"). Behdin et
     al., arXiv 2309.01885, section 3, for the sweeps.
     """
     _grid.check_spec(_NAME, spec)
@@ -216,7 +216,7 @@ def round_on_grid(
         w: the weight.
         hessian: [groups, inputs, inputs].
         factors: the factors of the second moments.
-        grid: an array whose scale and zero point to use.
+        grid: an array, for its scale and zero point.
         spec: Static. The spec.
         axis: Static. The axes that are kept.
         sweeps: Static. As for `gptq`.
@@ -294,7 +294,7 @@ def _round_rows(w: jax.Array, grid: Grid, feedback: jax.Array, spec: QuantSpec) 
     count = w.shape[0]
     size = min(_BLOCK, max(count, 1))
     extra = -count % size
-    # Rows of zeros, to which no error moves, fill the last block.
+    # Rows of zeros fill the last block: no error moves to them.
     rows = jnp.pad(w, ((0, extra), (0, 0)))
     feedback = jnp.pad(feedback, (0, extra))
     filled = jax.tree.map(lambda x: jnp.pad(x, ((0, extra), (0, 0)), constant_values=1), grid)

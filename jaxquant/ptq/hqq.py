@@ -41,7 +41,7 @@ def hqq(
 
     minimize sum |w - w_q|^p over the scale and the zero point, with p < 1
 
-    Such a sum forgives a few large errors, those of outliers, for the sake of small errors elsewhere. Half-quadratic
+    Such a sum forgives the few large errors of outliers, for the sake of small errors elsewhere. Half-quadratic
     splitting replaces it by sum |e|^p + (b / 2) * sum (w - w_q - e)^2, and each step minimizes this for one unknown
     after the other:
 
@@ -65,7 +65,7 @@ def hqq(
 
     Returns:
         A QuantizedArray with the shape and the dtype of w. With `diagnostics`, the pair of it and a float32 array of
-        `steps` + 1 sums in units of the first scales, of which the first one is that of `jq.quantize`.
+        `steps` + 1 sums in units of the first scales, the first one for `jq.quantize`.
 
     Raises:
         TypeError: an argument has an unsupported type or dtype.

@@ -34,10 +34,10 @@ class Nearest:
     """Round to nearest, with the scale of a range.
 
     Attributes:
-        range: "whole" for the range of the weight; "searched" for that of `search_range`, weighted with the mean
+        range: "whole" for the range of the weight; "searched" for the range of `search_range`, weighted with the mean
             squares of the inputs where they are known; "tried" for the best of eight parts of the whole range, from 1
-            to 0.36, by the squared error of each output, or "searched" if the inputs are not known; "hqq" for that of
-            `hqq`.
+            to 0.36, by the squared error of each output, or "searched" if the inputs are not known; "hqq" for the
+            range of `hqq`.
     """
 
     range: str = "tried"
@@ -70,7 +70,7 @@ class GPTQ:
     """`gptq`; its attributes are the arguments of the function, the range of the grid, as for `Nearest`, and `refits`.
 
     With "tried", the algorithm runs on each of the grids, and each output gets the best result. With any range, an
-    output whose error is larger than that of round-to-nearest is rounded to nearest.
+    output with a larger error than rounding to nearest is rounded to nearest.
 
     A refit gives each output the scales with the least error for the codes that it has, one or one for each block, and
     runs the algorithm again with them; the result is used where it is better. Only outputs with scales of their own can

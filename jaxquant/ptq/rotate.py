@@ -33,15 +33,15 @@ def rotate(prepared: Prepared, params: Any, batch: Any, *, key: jax.Array | None
 
     (x W1 + b) W2 = (x (W1 R) + b R) (R^T W2), with R R^T = 1
 
-    A channel whose values are much larger than those of the others sets the scale of all that share it. The rotation
+    A channel with much larger values than the others sets the scale of all that share it. The rotation
     spreads it over many channels, so that the largest values of weights and of the activations between them are
     smaller, relative to the others.
 
     Only linear operations may be between the two: reshapes, transposes, sums over other dimensions, factors that all
     channels share, parameters that are added, and products with other activations that keep the channels apart. Among
     these are the values of attention up to its output projection, and the two factors of a decomposed layer. What
-    reads the channels must be contractions with parameters only. Channels that a reshape splits, as that of attention
-    into heads, are rotated in runs that stay together. A run whose length has no Hadamard matrix is rotated in blocks
+    reads the channels must be contractions with parameters only. Channels that a reshape splits, as attention does
+    into heads, are rotated in runs that stay together. A run of a length without a Hadamard matrix is rotated in blocks
     of its largest divisor that has one. The result is compared with the old one on the batch, as `smooth` does.
 
     Channels between a relu, a gelu or another function of each element, the residual stream of a transformer, and
@@ -59,7 +59,7 @@ def rotate(prepared: Prepared, params: Any, batch: Any, *, key: jax.Array | None
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the parameters have other paths or shapes than those of `prepare`; or the function returns no
+        ValueError: the parameters have other paths or shapes than in `prepare`; or the function returns no
             floats.
 
     Example:
@@ -181,7 +181,7 @@ class _Offset(NamedTuple):
     Attributes:
         leaf: the place of the parameter.
         array: the number of the array that is added, in the graph.
-        channels: the channels to which it is added.
+        channels: the channels that it is added to.
     """
 
     leaf: int
@@ -291,7 +291,7 @@ def _locate_axis(graph: CallGraph, site: Site, dimension: int) -> int | str:
     atoms = [atom for atom in view.dimensions[dimension] if atom.size > 1]
     shape = graph.call.parameters.arrays[view.leaf].shape
     if not atoms or atoms[-1].axis is None or not atoms[-1].is_whole or atoms[-1].size != shape[atoms[-1].axis]:
-        return "a part of a parameter, or a parameter whose axes are split"
+        return "a part of a parameter, or a parameter with split axes"
     return atoms[-1].axis
 
 

@@ -45,10 +45,10 @@ def smoothquant(
 
     s_i = max|x_i|^alpha / max|w_i|^(1 - alpha), and x @ w = (x / s) @ (s * w)
 
-    Inputs of which some are a hundred times larger than others lose the small ones when they share a scale. Divided by
-    s, they have similar ranges; the weight, whose rows were similar, takes on a part of the differences. An input that
-    is always 0, or whose weights are all 0, has the scale 1. The scales are divided by their geometric mean, which
-    changes no code, so that they stay near 1.
+    If some inputs are a hundred times larger than others and share their scale, the small ones are lost. Divided by
+    s, they have similar ranges, and the rows of the weight, which were similar, take on a part of the differences. An
+    input that is always 0, or that has only weights of 0, has the scale 1. The scales are divided by their geometric
+    mean, which changes no code, so that they stay near 1.
 
     Args:
         w: the weight, float32, float16 or bfloat16; or several weights of one rank that contract the same inputs, such
@@ -177,7 +177,7 @@ def awq(
         >>> [round(value, 1) for value in (jq.quantize(w * scale, spec).dequantize() / scale)[0].tolist()]
         [0.4, 0.6]
 
-    Source: Lin et al., arXiv 2306.00978, section 3.2, equations 4 and 5; the geometric mean is that of the authors'
+    Source: Lin et al., arXiv 2306.00978, section 3.2, equations 4 and 5; the geometric mean is as in the authors'
     program, which measures the error on samples.
     """
     _grid.check_spec(_AWQ, spec)
@@ -207,7 +207,7 @@ def _awq(
 ) -> jax.Array:
     hessian, layout = read_hessian(_AWQ, w, hessian, axis)
     shape = (layout.groups, layout.inputs)[1 if layout.groups == 1 and magnitude.ndim == 1 else 0 :]
-    checks.check_shape(_AWQ, "moments.magnitude", magnitude, shape, "that of the inputs")
+    checks.check_shape(_AWQ, "moments.magnitude", magnitude, shape, "the shape of the inputs")
     w, hessian, magnitude = lax.stop_gradient((w.astype(jnp.float32), hessian, magnitude))
     size = _pool_channels(layout, magnitude.reshape(layout.groups, layout.inputs), channel)
     is_live = size > 0
@@ -287,7 +287,7 @@ def smooth(
         params: its parameters, in floats.
         stats: statistics of its inputs, from `collect`.
         batch: one batch, as for `Prepared.calibrate`: the arguments on which the functions are compared.
-        method: "smoothquant" for the factors of `smoothquant`, for quantized activations; "awq" for those of `awq`,
+        method: "smoothquant" for the factors of `smoothquant`, for quantized activations; "awq" for the ones of `awq`,
             which are searched with the spec of the first weight that reads the array, for weights of few bits.
         alpha: how much "smoothquant" moves, from 0 to 1.
         **arguments: keyword arguments of the call.
@@ -354,7 +354,7 @@ def equalize(prepared: Prepared, params: Any, batch: Any, **arguments: Any) -> O
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the parameters have other paths or shapes than those of `prepare`; or the function returns no
+        ValueError: the parameters have other paths or shapes than in `prepare`; or the function returns no
             floats.
 
     Example:

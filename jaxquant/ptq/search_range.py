@@ -36,7 +36,7 @@ def search_range(
     Args:
         w: the weight, float32, float16 or bfloat16.
         spec: Static. How to quantize, with one granularity for the scale and the zero point.
-        importance: weights of the squares, float32 of w's rank, with each dimension that of w or 1: the mean squares of
+        importance: weights of the squares, float32, of a shape that broadcasts to w's: the mean squares of
             the inputs, for example. None weighs all equally.
         least: Static. The smallest t, in (0, 1].
         steps: Static. The number of values of t.
@@ -59,7 +59,7 @@ def search_range(
         >>> [round(value, 2) for value in q.dequantize().tolist()]
         [0.54, -0.54, 0.54, 0.54, 0.54, 0.54]
 
-    Source: Lin et al., arXiv 2306.00978, section 5.1, whose search of a clipping range this is; Choukroun et al., arXiv
+    Source: Lin et al., arXiv 2306.00978, section 5.1, for the search of a clipping range; Choukroun et al., arXiv
     1902.06822, section 4.1, for the minimum of the squared error.
     """
     _grid.check_spec(_NAME, spec)

@@ -63,7 +63,7 @@ def tune(
     scales and offsets of normalizations. Adam minimizes, with one step for each batch of each round, and a rate that
     falls to 0.
 
-    A scale, and a parameter whose elements are all positive, is multiplied by exp(v), and stays positive. To any other
+    A scale, and a parameter with positive elements only, is multiplied by exp(v), and stays positive. To any other
     parameter v is added, in units of the root of its mean square. Scales of tables that are looked up, and scales that
     are powers of two, do not change. While it learns, activations are in floats, also those that the rules quantize.
 
@@ -74,7 +74,7 @@ def tune(
     the results. So a code changes where the next one has less error, and the largest errors come first. No code leaves
     the bounds of its spec, and codes do not depend on scales. Of a codebook, a step is the mean distance of its levels.
 
-    The codes of tables that are looked up do not change, nor do those of float dtypes. There are as many codes as
+    The codes of tables that are looked up do not change, nor do codes of float dtypes. There are as many codes as
     weights, so that they need many more data than scales, and fit the batches; use `held_out`. In memory each takes
     some 16 bytes.
 
@@ -103,11 +103,11 @@ def tune(
         The converted parameters with the same codes, or with those that were learned, and notes: a row for each
         parameter that is an array of floats or codes, which says how many codes have changed. If the error of the
         results does not become smaller, the parameters are unchanged, and the notes say so. With `held_out`, the errors
-        before and after are those of these batches.
+        before and after are measured on these batches.
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the parameters have other paths or shapes than those of `prepare`; there is no batch, or none that
+        ValueError: the parameters have other paths or shapes than in `prepare`; there is no batch, or none that
             is held out; a number is out of range; or the results in floats have a NaN or an infinity.
 
     Example:
@@ -190,7 +190,7 @@ def _read_calls(
         is_empty = not sum(y.size for y in call.expected)
         checks.require(not is_empty, _NAME, f"{name}[{index}]", "a batch with results", "results without elements")
         is_finite = all(bool(jnp.isfinite(y).all()) for y in call.expected)
-        expected, got = "batches with finite results", f"a NaN or an infinity in those of {name}[{index}]"
+        expected, got = "batches with finite results", f"a NaN or an infinity in the results of {name}[{index}]"
         checks.require(is_finite, _NAME, name, expected, got)
     return calls
 
@@ -204,7 +204,7 @@ def _choose(prepared: Prepared, leaf: int, x: Any, codes: bool) -> _Choice:
         return _Choice(False, False, "codes that the function itself reads")
     rows = [row for row in prepared.coverage if prepared.names[leaf] in row.paths]
     if rows and all(row.form == "lookup" for row in rows):
-        return _Choice(False, False, "a lookup, of which a batch reads few rows")
+        return _Choice(False, False, "a lookup: a batch reads few of its rows")
     spec = prepared.leaves[leaf].spec
     obstacle = _explain_fixed_codes(x, spec) if codes else ""
     reasons = ["scales that are powers of two"] if spec.power_of_two else []
@@ -447,12 +447,12 @@ def _make_step(problem: _Problem) -> Callable[..., _State]:
 def _explain_fixed_codes(q: QuantizedArray, spec: QuantSpec) -> str:
     """Return why the codes of an array cannot be learned, or ""."""
     if spec.dtype in dtypes.SMALL_FLOATS:
-        return "codes of floats, whose steps differ"
+        return "codes of floats, which are not evenly spaced"
     shape = find_shapes("ptq.tune", spec, q.shape)[1]
     has_point = not spec.symmetric or bool(spec.fixed_zero_point)
     fits = q.codebook == spec.codebook and q.codes.dtype == spec.carrier and (q.zero_point is not None) == has_point
     fits = fits and (q.zero_point is None or all(n in (1, m) for n, m in zip(q.zero_point.shape, shape, strict=True)))
-    return "" if fits else "codes of another spec than that of the rules"
+    return "" if fits else "codes of another spec than in the rules"
 
 
 def _move_change(
@@ -549,7 +549,7 @@ def collect_gradients(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the parameters have other paths or shapes than those of `prepare`; there is no batch; or a gradient
+        ValueError: the parameters have other paths or shapes than in `prepare`; there is no batch; or a gradient
             has a NaN or an infinity.
 
     Example:

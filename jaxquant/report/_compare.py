@@ -45,7 +45,7 @@ def _is_replaced(plan: ProgramPlan, site: Site) -> bool:
 
 
 def _compare_site(plan: ProgramPlan, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
-    """Return the float result, and the sums with those of this contraction."""
+    """Return the float result, and the sums with the terms of this contraction added."""
     record = records[site.name]
     (result,) = jaxpr.evaluate(site.equation, [x.floats if isinstance(x, Twin) else x for x in operands])
     values, activations = contract_codes(plan, site, operands, record["ranges"])
@@ -78,7 +78,7 @@ def _describe_values(x: jax.Array, q: Any, operand: Any, record: Mapping[str, An
 
 
 def _add(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Return the sums of two dicts, of which an entry may be missing in either."""
+    """Return the sums of two dicts; an entry may be missing in either."""
     return {name: a.get(name, 0.0) + b.get(name, 0.0) for name in {**a, **b}}
 
 
@@ -91,7 +91,7 @@ def _sum_squares(x: jax.Array, y: jax.Array, name: str) -> dict[str, jax.Array]:
 
 
 def _count_saturated(x: jax.Array, q: QuantizedArray, scale: jax.Array) -> dict[str, jax.Array]:
-    """Return the number of elements that lie more than half a step beyond the last code, and that of all."""
+    """Return the number of elements that lie more than half a step beyond the last code, and the number of all."""
     distance = jnp.abs(x.astype(jnp.float32) - q.dequantize().astype(jnp.float32))
     step = jnp.broadcast_to(scale.astype(jnp.float32), x.shape)
     # A rounded element is half a step away, and in float32 a little more.
@@ -107,8 +107,8 @@ def compare(
     SQNR = 10 log10(sum x^2 / sum (x - x_q)^2), in decibels
 
     The function runs in floats, and each contraction also on codes, with the same inputs. So the errors of a
-    contraction are those of its own weight and activations, without those of earlier ones. The error of the result is
-    that of `Prepared.apply`, with all of them.
+    contraction come from its own weight and activations, not from earlier ones. The error of the result is
+    the error of `Prepared.apply`, with all of them.
 
     Args:
         prepared: the prepared function.
@@ -124,7 +124,7 @@ def compare(
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: there is no batch; a batch has other contractions than `prepare` saw, or results with a NaN; or the
-            parameters or ranges are not those of the function.
+            parameters or ranges do not belong to the function.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -207,9 +207,9 @@ def _measure_calls(
 
 
 def _check_contractions(names: Iterable[str], known: Set[str]) -> None:
-    """Raise unless a call has the contractions of `prepare` only, each of which has a row of the report."""
+    """Raise unless a call has only contractions of `prepare`: each of these has a row of the report."""
     added = sorted(set(names) - known)
-    expected, got = "batches whose calls have the contractions that prepare saw", f"also {', '.join(added[:4])}"
+    expected, got = "batches with calls that have the contractions that prepare saw", f"also {', '.join(added[:4])}"
     checks.require(not added, _NAME, "batches", expected, got)
 
 
@@ -269,7 +269,7 @@ def _measure_result(prepared: Prepared, params: Any, qparams: Any, ranges: Any, 
     for index, other in enumerate(others):
         sums, has_nan, has_none = run_results(floats.arrays, codes.arrays, other)
         # The sums leave out what is NaN in floats and in codes, so that the ratio would not tell of it.
-        expected, got = "batches whose results in floats are numbers", f"a NaN in those of batches[{index}]"
+        expected, got = "batches with results in floats that are numbers", f"a NaN in the results of batches[{index}]"
         checks.require(not has_nan, _NAME, "batches", expected, got)
         # In float64, so that the sums of many batches keep their digits.
         totals += np.asarray(sums, np.float64)

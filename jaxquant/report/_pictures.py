@@ -33,12 +33,12 @@ _TOP = 120.0  # decibels: no float32 has more, and an exact result has infinitel
 def plot_notes(notes: Notes | Mapping[str, Notes], path: str | os.PathLike[str] | None = None) -> Any:
     """Draw the measure of a pass for each weight, before and after it, on a logarithmic scale.
 
-    A measure of 0, such as that of `correct_bias` with statistics, is at 0, where the scale is linear. What is NaN or
+    A measure of 0, such as after `correct_bias` with statistics, is at 0, where the scale is linear. What is NaN or
     infinite is not drawn, but named below the axis.
 
     Args:
-        notes: the notes of a pass, or those of several by a name for each: for example of `ptq.apply` with several
-            algorithms, whose measure is the error of the outputs.
+        notes: the notes of a pass, or a dict of the notes of several by name: for example of `ptq.apply` with several
+            algorithms, which measure the error of the outputs.
         path: a file to write the figure to, or None.
 
     Returns:
