@@ -73,8 +73,8 @@ def attention(
         q: the queries, float32, float16 or bfloat16 [batch, queries, heads, head_dim]. The number of heads is a
             multiple of the cache's: consecutive heads share one of the cache.
         cache: the cache, which holds the tokens of the queries.
-        mask: bool, of a shape that broadcasts against [batch, heads, queries, cache.length]: False hides a place of the
-            cache. `cache.positions` has the positions of the tokens in the places.
+        mask: bool, of a shape that broadcasts against [batch, heads, queries, cache.length]: False hides a slot of the
+            cache. `cache.positions` has the positions of the tokens in the slots.
         bias: float, or int8, int16 or int32, of such a shape, added to the scores after their scaling.
         query_positions: the positions of the queries, int32 [batch, queries] or [1, queries]. None stands for the
             newest ones, in order. Pass them for rows of different lengths, or for a query whose token is not the
@@ -158,7 +158,7 @@ def _check_queries(q: jax.Array, cache: KVCache) -> None:
     checks.require(fits, _NAME, "q", expected, f"shape {q.shape}")
     check_tokens_whole(_NAME, "cache", cache.key_scale, 2)
     if cache.window is not None:
-        # The oldest query needs `window` tokens, and the later tokens took the places of as many older ones.
+        # The oldest query needs `window` tokens, and the later tokens took the slots of as many older ones.
         most = length - cache.window + 1
         expected = f"at most {most} queries, because a ring of {length} holds the windows of {cache.window} of so many"
         checks.require(q.shape[1] <= most, _NAME, "q", expected, q.shape[1])
@@ -233,8 +233,8 @@ def _score_chunks(
     def score_from(start: ArrayLike, size: int) -> jax.Array:
         return score(q, *(lax.dynamic_slice_in_dim(x, start, size, 2) for x in (keys, scale)))
 
-    def step(place: jax.Array, scores: jax.Array) -> jax.Array:
-        start = place * np.int32(tokens)
+    def step(index: jax.Array, scores: jax.Array) -> jax.Array:
+        start = index * np.int32(tokens)
         return lax.dynamic_update_slice_in_dim(scores, score_from(start, tokens), start, 4)
 
     count, rest = divmod(length, tokens)
@@ -263,8 +263,8 @@ def _contract_chunks(
         assert acc is not None
         return acc
 
-    def step(place: jax.Array, acc: jax.Array) -> jax.Array:
-        return acc + contract_from(place * np.int32(tokens), tokens)
+    def step(index: jax.Array, acc: jax.Array) -> jax.Array:
+        return acc + contract_from(index * np.int32(tokens), tokens)
 
     if acc is None:
         acc = jnp.zeros(jax.eval_shape(contract, rows, values).shape, jnp.int32)

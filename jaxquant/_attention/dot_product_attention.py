@@ -369,10 +369,10 @@ def _weigh(
 
 def _move_heads(q: QuantizedArray) -> QuantizedArray:
     """Return [batch, tokens, heads, features] as [batch, heads, tokens, features]."""
-    codes, scale, point = (
+    codes, scale, zero_point = (
         None if x is None else lax.transpose(x, (0, 2, 1, 3)) for x in (q.codes, q.scale, q.zero_point)
     )
-    return QuantizedArray(codes, scale, point, dtype=q.dtype, block_size=q.block_size)
+    return QuantizedArray(codes, scale, zero_point, dtype=q.dtype, block_size=q.block_size)
 
 
 def _read_token_scale(values: QuantizedArray) -> jax.Array:

@@ -47,7 +47,7 @@ class KVCache:
     A cache of `length` tokens that gets more of them overflows. If that is known, `append` raises an error. Under
     `jax.jit` it is not: then `index` counts on, `overflowed` is True, and `jq.attention` returns NaN for the rows that
     overflowed. Nothing is lost without a trace. A cache with a `window` cannot overflow: it is a ring, whose oldest
-    token gives its place to the newest.
+    token gives its slot to the newest.
 
     Attributes:
         keys: the codes of the keys, [batch, kv_heads, length, head_dim] of int8; or, for int4, uint8 with half the
@@ -211,17 +211,17 @@ class KVCache:
 
     @property
     def positions(self) -> jax.Array:
-        """The position of the token in each place of the cache, -1 if it is empty: int32 [batch or 1, length].
+        """The position of the token in each slot of the cache, -1 if it is empty: int32 [batch or 1, length].
 
-        Positions count the tokens from 0. Without a window a token is in the place of its position.
+        Positions count the tokens from 0. Without a window the slot of a token is its position.
         """
-        places = jnp.arange(self.length, dtype=jnp.int32)[None]
+        slots = jnp.arange(self.length, dtype=jnp.int32)[None]
         index = jnp.reshape(self.index, (-1, 1))
         if self.window is None:
-            return jnp.where(places < index, places, np.int32(-1))
-        # The newest token before `index` whose position leaves the remainder `places`. The remainder is never negative.
+            return jnp.where(slots < index, slots, np.int32(-1))
+        # The newest token before `index` whose position leaves the remainder `slots`. The remainder is never negative.
         newest = index - np.int32(1)
-        return jnp.maximum(newest - (newest - places) % np.int32(max(self.length, 1)), np.int32(-1))
+        return jnp.maximum(newest - (newest - slots) % np.int32(max(self.length, 1)), np.int32(-1))
 
     def check(self) -> KVCache:
         """Return the cache; raise ValueError if it overflowed. Call it outside of `jax.jit`."""
@@ -232,7 +232,7 @@ class KVCache:
         return self
 
     def dequantize(self) -> tuple[jax.Array, jax.Array]:
-        """Return the keys and values as float32 [batch, length, kv_heads, head_dim], in the order of the places."""
+        """Return the keys and values as float32 [batch, length, kv_heads, head_dim], in the order of the slots."""
         pairs = ((self.quantized_keys, (0, 2, 1, 3)), (self.quantized_values, (0, 3, 1, 2)))
         keys, values = (lax.transpose(dequantize_checked(q), order) for q, order in pairs)
         return keys, values
@@ -278,14 +278,14 @@ def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | Non
     # One token, and tokens that share an index in a cache that is no ring, are contiguous.
     is_slice = cache.index.ndim == 0 and (tokens == 1 or cache.window is None)
     if is_slice:
-        places = cache.index if cache.window is None else cache.index % np.int32(length)
+        slots = cache.index if cache.window is None else cache.index % np.int32(length)
     else:
-        places = _choose_places(cache, tokens, counts)
-    write_one = _write_slice if is_slice else _write_places
+        slots = _choose_slots(cache, tokens, counts)
+    write_one = _write_slice if is_slice else _write_slots
 
     def write(arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         pairs = zip(arrays, updates, strict=True)
-        return tuple(write_one(array, update, axis, places) for array, (update, axis) in pairs)
+        return tuple(write_one(array, update, axis, slots) for array, (update, axis) in pairs)
 
     # On a GPU the host would wait for the condition of that loop.
     on_cpu = functools.partial(_run_once, write)
@@ -295,20 +295,20 @@ def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | Non
     )
 
 
-def _choose_places(cache: KVCache, tokens: int, counts: ArrayLike) -> jax.Array:
-    """Return the places of new tokens, int32 [tokens] or [batch, tokens]; the length or more if they are not stored."""
+def _choose_slots(cache: KVCache, tokens: int, counts: ArrayLike) -> jax.Array:
+    """Return the slots of new tokens, int32 [tokens] or [batch, tokens]; the length or more if they are not stored."""
     order = jnp.arange(tokens, dtype=jnp.int32)
     length = np.int32(cache.length)
     if cache.index.ndim:
         order, counts = order[None], jnp.reshape(jnp.asarray(counts), (-1, 1))
     is_stored = order < counts
-    places = jnp.expand_dims(cache.index, -1) + order
+    slots = jnp.expand_dims(cache.index, -1) + order
     if cache.window is not None:
         # Of more tokens than the ring holds, the last ones stay.
         is_stored &= order >= counts - length
-        places = places % length
-    # Places beyond the end are dropped. They differ, because a scatter with unique indices must not get equal ones.
-    return jnp.where(is_stored, places, length + order)
+        slots = slots % length
+    # Slots beyond the end are dropped. They differ, because a scatter with unique indices must not get equal ones.
+    return jnp.where(is_stored, slots, length + order)
 
 
 def _derive_stored_dtype(spec: QuantSpec) -> Any:
@@ -432,22 +432,22 @@ def _write_slice(stored: jax.Array, update: jax.Array, axis: int, start: jax.Arr
     return lax.dynamic_update_slice_in_dim(stored, update, start, axis)
 
 
-def _write_places(stored: jax.Array, update: jax.Array, axis: int, places: jax.Array) -> jax.Array:
+def _write_slots(stored: jax.Array, update: jax.Array, axis: int, slots: jax.Array) -> jax.Array:
     """Return an array with some indices of an axis replaced; those beyond the axis are dropped.
 
     Args:
         stored: [batch, heads, ...].
-        update: the same shape, with an entry for each place along the axis.
+        update: the same shape, with an entry for each slot along the axis.
         axis: the axis of the tokens, 2 or more.
-        places: int32 [tokens], or [batch, tokens] for places that differ between rows.
+        slots: int32 [tokens], or [batch, tokens] for slots that differ between rows.
     """
-    if places.ndim == 2:
-        return jax.vmap(functools.partial(_scatter, axis=axis - 1))(stored, update, places)
-    return _scatter(stored, update, places, axis=axis)
+    if slots.ndim == 2:
+        return jax.vmap(functools.partial(_scatter, axis=axis - 1))(stored, update, slots)
+    return _scatter(stored, update, slots, axis=axis)
 
 
-def _scatter(stored: jax.Array, update: jax.Array, places: jax.Array, *, axis: int) -> jax.Array:
-    index = (*(slice(None),) * axis, places)
+def _scatter(stored: jax.Array, update: jax.Array, slots: jax.Array, *, axis: int) -> jax.Array:
+    index = (*(slice(None),) * axis, slots)
     return stored.at[index].set(update, mode="drop", unique_indices=True)
 
 

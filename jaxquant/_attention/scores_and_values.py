@@ -147,25 +147,25 @@ def derive_visible(
         # A longer window is no limit, and a sum with it must not overflow int32.
         before, after = (np.int32(min(n, 2**30)) for n in hiding.window)
         masks.append((query <= token + before) & (query >= token - after))
-    for place, lengths in ((query, query_lengths), (token, token_lengths)):
+    for position, lengths in ((query, query_lengths), (token, token_lengths)):
         if lengths is not None:
-            masks.append(place < lengths.reshape(-1, 1, 1, 1, 1))
+            masks.append(position < lengths.reshape(-1, 1, 1, 1, 1))
     return merge_masks(masks)
 
 
 def derive_visible_in_cache(positions: jax.Array, query_positions: jax.Array, window: int | None) -> jax.Array:
-    """Return which places of a cache queries attend to: bool [batch or 1, 1, 1, queries, places].
+    """Return which slots of a cache queries attend to: bool [batch or 1, 1, 1, queries, slots].
 
     Args:
-        positions: the position of the token in each place, -1 for none: int32 [batch or 1, places].
+        positions: the position of the token in each slot, -1 for none: int32 [batch or 1, slots].
         query_positions: int32 [batch or 1, queries].
         window: Static. The number of tokens that a query attends to, or None for all.
     """
-    # Positions, not places, are compared: in a ring the places have another order than the tokens.
-    place = positions[:, None, None, None, :]
+    # Positions, not slots, are compared: in a ring the slots have another order than the tokens.
+    position = positions[:, None, None, None, :]
     query = query_positions[:, None, None, :, None]
-    visible = (place >= 0) & (place <= query)
-    return visible if window is None else visible & (place > query - np.int32(window))
+    visible = (position >= 0) & (position <= query)
+    return visible if window is None else visible & (position > query - np.int32(window))
 
 
 # The scores of queries and keys, contracted as integers.
@@ -188,8 +188,8 @@ def group_queries(q: QuantizedArray, heads: int, factor: float) -> QuantizedArra
 
     # Scaling the few scales is cheaper than scaling the scores.
     scale = small_floats.scale_as_float32(q.scale) * np.float32(factor)
-    point = None if q.zero_point is None else regroup(q.zero_point)
-    return QuantizedArray(regroup(q.codes), regroup(scale), point, dtype=jnp.float32, block_size=q.block_size)
+    zero_point = None if q.zero_point is None else regroup(q.zero_point)
+    return QuantizedArray(regroup(q.codes), regroup(scale), zero_point, dtype=jnp.float32, block_size=q.block_size)
 
 
 def compute_scores(function: str, q: QuantizedArray, k: QuantizedArray) -> jax.Array:
@@ -344,7 +344,7 @@ def weigh_values(
     """
     batch, heads, groups, queries, tokens = weights.codes.shape
     rows = weights.codes.reshape(batch, heads, groups * queries, tokens)
-    parts = [(rows >> np.int32(_DIGIT * place)) & np.int32(2**_DIGIT - 1) for place in reversed(range(digits))]
+    parts = [(rows >> np.int32(_DIGIT * position)) & np.int32(2**_DIGIT - 1) for position in reversed(range(digits))]
     # The digits are further rows of one contraction, which reads the values once.
     stacked = lax.concatenate([part.astype(jnp.int8) for part in parts], 2)
     contract = contract_digits if contract is None else contract

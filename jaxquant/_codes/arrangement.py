@@ -176,14 +176,14 @@ def pad(q: Codes, pad_width: int | Sequence[int] | Sequence[Sequence[int]]) -> A
     if not any(any(pair) for pair in widths):
         return q
     config = [(low, high, 0) for low, high in widths]
-    point = q.zero_point
-    if point is None or point.size == 1:
-        fill = jnp.zeros((), q.codes.dtype) if point is None else point.reshape(())
+    zero_point = q.zero_point
+    if zero_point is None or zero_point.size == 1:
+        fill = jnp.zeros((), q.codes.dtype) if zero_point is None else zero_point.reshape(())
         return q.replace(codes=lax.pad(q.codes, fill, config))
     # A zero point for each index of a dimension that is not padded: pad the distances from it.
     inside = lax.pad(jnp.ones(q.shape, bool), jnp.zeros((), bool), config)
     codes = lax.pad(q.codes, jnp.zeros((), q.codes.dtype), config)
-    return q.replace(codes=jnp.where(inside, codes, jnp.broadcast_to(point, codes.shape)))
+    return q.replace(codes=jnp.where(inside, codes, jnp.broadcast_to(zero_point, codes.shape)))
 
 
 def _read_widths(pad_width: object, rank: int) -> Any:

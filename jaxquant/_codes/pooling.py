@@ -19,7 +19,7 @@ from .._onnx_ops.pooling import qlinear_average_pool, qlinear_reduce_mean
 from .fake_codes import Codes, FakeQuantizedArray, Output, train_codes
 
 
-class PoolWindows(NamedTuple):
+class CodeWindows(NamedTuple):
     """The windows of a pooling: lengths, strides and (low, high) paddings of the spatial dimensions, and their axes."""
 
     lengths: tuple[int, ...]
@@ -197,7 +197,7 @@ def _read_windows(
     strides: Sequence[int] | None,
     padding: Any,
     channels_last: bool,
-) -> PoolWindows:
+) -> CodeWindows:
     """Return the windows of a pooling after checking that they fit the array."""
     checks.check_flag(function, "channels_last", channels_last)
     expected = "rank 3 or more: (N, *spatial, C), or (N, C, *spatial) with channels_last=False"
@@ -218,7 +218,7 @@ def _read_windows(
     reach = [n + sum(pair) - k for n, pair, k in zip(spatial, padding, lengths, strict=True)]
     expected = f"windows no longer than q with its padding, {spatial}"
     checks.require(min(reach) >= 0, function, "window_shape", expected, lengths)
-    return PoolWindows(lengths, steps, padding, axes)
+    return CodeWindows(lengths, steps, padding, axes)
 
 
 def _check_lengths(function: str, argument: str, value: Any, rank: int) -> tuple[int, ...]:
@@ -230,7 +230,7 @@ def _check_lengths(function: str, argument: str, value: Any, rank: int) -> tuple
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("windows",))
-def compute_maxima(codes: jax.Array, *, windows: PoolWindows) -> jax.Array:
+def compute_maxima(codes: jax.Array, *, windows: CodeWindows) -> jax.Array:
     """Return the maximum of each window of codes or floats.
 
     One dimension after the other: a window of k * l elements takes k + l maxima. XLA:CPU vectorizes a maximum of
@@ -249,7 +249,7 @@ def compute_maxima(codes: jax.Array, *, windows: PoolWindows) -> jax.Array:
     return codes
 
 
-def _average_floats(x: jax.Array, *, windows: PoolWindows, counts_padding: bool) -> jax.Array:
+def _average_floats(x: jax.Array, *, windows: CodeWindows, counts_padding: bool) -> jax.Array:
     """Return the mean of each window of floats, with the derivative of the mean of codes."""
 
     def sum_windows(values: jax.Array) -> jax.Array:

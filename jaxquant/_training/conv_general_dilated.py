@@ -153,9 +153,9 @@ def _compute_image_cotangent(
     """Return the cotangent of the images: g convolved with the flipped kernel, inputs and outputs swapped per group."""
     numbers, sizes = plan.numbers, _compute_sizes(plan, lhs, rhs, g)
     features, channels, *spatial = numbers.rhs_spec
-    places: list[int | None] = [None] * rhs.ndim
-    places[features] = numbers.out_spec[1]
-    rhs, g = fold_scale_into_gradient(_NAME, rhs, [features, *spatial], g, places)
+    dimensions: list[int | None] = [None] * rhs.ndim
+    dimensions[features] = numbers.out_spec[1]
+    rhs, g = fold_scale_into_gradient(_NAME, rhs, [features, *spatial], g, dimensions)
     values = lax.rev(rhs.codes, spatial)
     if plan.features > 1:  # [groups * out, in] becomes [groups * in, out]
         values = lax.transpose(values, numbers.rhs_spec)
@@ -175,8 +175,8 @@ def _compute_image_cotangent(
     )  # fmt: skip
     swapped = lax.ConvDimensionNumbers(numbers.out_spec, kernel, numbers.lhs_spec)
     per_tensor = (1,) * rhs.ndim
-    point = None if rhs.zero_point is None else rhs.zero_point.reshape(per_tensor)
-    flipped = rhs.replace(codes=values, scale=rhs.scale.reshape(per_tensor), zero_point=point)
+    zero_point = None if rhs.zero_point is None else rhs.zero_point.reshape(per_tensor)
+    flipped = rhs.replace(codes=values, scale=rhs.scale.reshape(per_tensor), zero_point=zero_point)
     # Each image keeps a scale: the cotangent of an image does not sum over the images.
     q = quantize_gradient(g, (numbers.out_spec[0],), key)
     return convolve_checked(_NAME, q, flipped, ConvolutionPlan(swapped, geometry, plan.features, 1), None, jnp.float32)
@@ -193,9 +193,9 @@ def _compute_kernel_cotangent(
         return jnp.zeros(rhs.shape, jnp.float32)
     numbers, geometry = plan.numbers, plan.geometry
     image, channels, *spatial = numbers.lhs_spec
-    places: list[int | None] = [None] * lhs.ndim
-    places[image] = numbers.out_spec[0]
-    lhs, g = fold_scale_into_gradient(_NAME, lhs, [image, *spatial], g, places)
+    dimensions: list[int | None] = [None] * lhs.ndim
+    dimensions[image] = numbers.out_spec[0]
+    lhs, g = fold_scale_into_gradient(_NAME, lhs, [image, *spatial], g, dimensions)
     # Channels last, so that positions and images can be merged into one contracted dimension.
     images, features, *positions = numbers.out_spec
     g = lax.transpose(g, (images, *positions, features))
@@ -220,9 +220,9 @@ def _dilate(plan: ConvolutionPlan, q: QuantizedArray) -> QuantizedArray:
     geometry = plan.geometry
     # XLA is slow to pad and slice codes of fewer than 8 bits, so they are converted to bytes first.
     dtype = q.codes.dtype if q.codes.dtype in EIGHT_BITS else jnp.int8
-    point = jnp.zeros((), dtype) if q.zero_point is None else q.zero_point.reshape(()).astype(dtype)
+    zero_point = jnp.zeros((), dtype) if q.zero_point is None else q.zero_point.reshape(()).astype(dtype)
     padding = [(low, high, step - 1) for (low, high), step in zip(geometry.padding, geometry.lhs_dilation, strict=True)]
-    values = lax.pad(q.codes.astype(dtype), point, [(0, 0, 0), *padding, (0, 0, 0)])
+    values = lax.pad(q.codes.astype(dtype), zero_point, [(0, 0, 0), *padding, (0, 0, 0)])
     return q.replace(codes=values, zero_point=None if q.zero_point is None else q.zero_point.astype(dtype))
 
 
@@ -230,8 +230,8 @@ def _group_channels(q: QuantizedArray, groups: int) -> QuantizedArray:
     """Return [..., channels] as [positions, groups, channels of a group]; the zero point is per tensor."""
     values, scale = (part.reshape(-1, groups if part.shape[-1] > 1 else 1, max(part.shape[-1] // groups, 1))
                      for part in (q.codes, q.scale))  # fmt: skip
-    point = None if q.zero_point is None else q.zero_point.reshape(1, 1, 1)
-    return q.replace(codes=values, scale=scale, zero_point=point)
+    zero_point = None if q.zero_point is None else q.zero_point.reshape(1, 1, 1)
+    return q.replace(codes=values, scale=scale, zero_point=zero_point)
 
 
 class _SpatialSizes(NamedTuple):

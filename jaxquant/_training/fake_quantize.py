@@ -267,11 +267,12 @@ def read_quantizer(function: str, argument: str, value: QuantSpec | Quantizer | 
     is_quantizer = isinstance(quantizer, Quantizer) and isinstance(quantizer.spec, QuantSpec)
     expected = "a QuantSpec, a Quantizer or None"
     checks.require_type(is_quantizer, function, argument, expected, checks.describe_value(value))
-    scale, point = map(entry_point.unwrap_array, (quantizer.scale, quantizer.zero_point))
-    scale, point = check_parts(function, (f"{argument}.scale", f"{argument}.zero_point"), scale, point, quantizer.spec)
+    scale, zero_point = map(entry_point.unwrap_array, (quantizer.scale, quantizer.zero_point))
+    names = (f"{argument}.scale", f"{argument}.zero_point")
+    scale, zero_point = check_parts(function, names, scale, zero_point, quantizer.spec)
     # Check the rule last: it may depend on the scale and the zero point, which have to be arrays first.
-    estimators.check_estimator(function, f"{argument}.gradient", quantizer.gradient, quantizer.spec, point)
-    return dataclasses.replace(quantizer, scale=scale, zero_point=point)
+    estimators.check_estimator(function, f"{argument}.gradient", quantizer.gradient, quantizer.spec, zero_point)
+    return dataclasses.replace(quantizer, scale=scale, zero_point=zero_point)
 
 
 def split_quantizer(quantizer: Quantizer) -> tuple[RoundingConfig, tuple[Any, Any, Any]]:

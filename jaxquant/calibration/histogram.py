@@ -322,8 +322,8 @@ def _count_in_bins(batch: jax.Array, per_width: jax.Array, settings: Settings) -
 
         def step(i: jax.Array, tables: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             i = lax.convert_element_type(i, jnp.int32)  # under JAX_ENABLE_X64 the loop index is an int64
-            place = (i // counts[2] % counts[0], i // (counts[2] * counts[0]), i % counts[2])
-            index, magnitude = _compute_indices(x, per_width, settings, is_padded, slot, zero, place)
+            chunk_index = (i // counts[2] % counts[0], i // (counts[2] * counts[0]), i % counts[2])
+            index, magnitude = _compute_indices(x, per_width, settings, is_padded, slot, zero, chunk_index)
             return _scatter_counts(tables, index, magnitude)
 
         return lax.fori_loop(0, math.prod(counts), step, tables)
@@ -369,13 +369,13 @@ def _compute_indices(
     is_padded: bool,
     slot: jax.Array,
     zero: jax.Array,
-    place: Sequence[jax.Array],
+    chunk_index: Sequence[jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Return the slots of the elements of a chunk, and the bits of their magnitudes."""
     bins = settings.bins
     chunk, half, ignored = slot.shape, bins // 2, bins + _SPARE - 1
     # The last chunk along a dimension may not be whole: it then starts earlier and overlaps the one before it.
-    regular = tuple(p * size for p, size in zip(place, chunk, strict=True))
+    regular = tuple(p * size for p, size in zip(chunk_index, chunk, strict=True))
     start = tuple(lax.min(w, np.int32(n - size)) for w, n, size in zip(regular, x.shape, chunk, strict=True))
     value = lax.dynamic_slice(x, start, chunk).astype(jnp.float32)
     scale = lax.dynamic_slice(per_width, (start[1],), (chunk[1],))

@@ -96,22 +96,22 @@ def split_arguments(
         reserved: the names of the arguments of every call, which no batch may use.
         name: the argument that holds the batches, for errors.
     """
-    place = f"{name}[{index}]"
+    label = f"{name}[{index}]"
     if not isinstance(batch, Mapping | tuple | list):
         expected = "an array, a tuple of positional arguments, or a mapping of keyword arguments"
-        checks.require_type(_is_array(batch), function, place, expected, type(batch).__name__)
+        checks.require_type(_is_array(batch), function, label, expected, type(batch).__name__)
         return (batch,), {}
     if not isinstance(batch, Mapping):
-        _check_arrays(function, place, tuple(batch))
+        _check_arrays(function, label, tuple(batch))
         return tuple(batch), {}
     named = dict(batch)
     is_named = all(isinstance(name, str) for name in named)
     expected = "a mapping from names of arguments; (mapping,) passes the mapping as one argument"
-    checks.require_type(is_named, function, place, expected, f"keys {list(named)[:3]}")
+    checks.require_type(is_named, function, label, expected, f"keys {list(named)[:3]}")
     duplicates = sorted(set(reserved) & set(named))
     expected = "names of arguments that no other argument of this call sets"
-    checks.require(not duplicates, function, place, expected, ", ".join(duplicates))
-    _check_arrays(function, place, named)
+    checks.require(not duplicates, function, label, expected, ", ".join(duplicates))
+    _check_arrays(function, label, named)
     return (), named
 
 
@@ -122,11 +122,11 @@ def _is_array(value: object) -> bool:
     return isinstance(value, (jax.Array, ArrayLike))
 
 
-def _check_arrays(function: str, place: str, batch: object) -> None:
+def _check_arrays(function: str, label: str, batch: object) -> None:
     """Raise ContractTypeError unless each leaf of a batch is an array."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if not _is_array(leaf):
-            argument, expected = f"{place}{jax.tree_util.keystr(path)}", "an array, or nested tuples and dicts of them"
+            argument, expected = f"{label}{jax.tree_util.keystr(path)}", "an array, or nested tuples and dicts of them"
             checks.refuse_type(function, argument, expected, type(leaf).__name__)
 
 
@@ -221,12 +221,12 @@ def _check_finite(step: BatchStep, index: int, state: Any, finite: jax.Array | M
     is_traced = any(checks.is_traced(flag) for flag in flags.values())
     checks.require(not is_traced, step.function, "batches", expected, "a traced array")
     names = [name for name, flag in flags.items() if int(flag) <= 0]
-    place = f" at {names[0]}" if names and names[0] else ""
+    label = f" at {names[0]}" if names and names[0] else ""
     expected = "batches with finite activations"
-    got = f"a NaN or an infinity{place} in batch {index}, counted from 0; the ranges are those before this batch"
+    got = f"a NaN or an infinity{label} in batch {index}, counted from 0; the ranges are those before this batch"
     if names and int(flags[names[0]]) < 0:
         expected = "batches with activations that float32 can square and sum, up to 3.4e38"
-        got = f"larger activations{place} in batch {index}, counted from 0"
+        got = f"larger activations{label} in batch {index}, counted from 0"
     checks.require(not names, step.function, "batches", expected, got)
     return Position(state, index + 1)
 

@@ -126,23 +126,23 @@ def write_description(q: QuantizedArray) -> np.ndarray:
 
 def _restore_quantized(function: str, argument: str, node: Mapping[str, Any]) -> QuantizedArray:
     """Return the QuantizedArray that was stored as a dict of arrays and a description."""
-    place = f"{argument}['{KEY}']"
-    description = _read_description(function, place, node[KEY])
-    parts = serialization.get_field(function, place, description, "parts")
+    label = f"{argument}['{KEY}']"
+    description = _read_description(function, label, node[KEY])
+    parts = serialization.get_field(function, label, description, "parts")
     required = ("codes", "scale")
     if not isinstance(parts, dict) or not set(required) <= set(parts) <= set(_PARTS):
         got = ", ".join(map(repr, parts)) if isinstance(parts, dict) else type(parts).__name__
-        checks.refuse(function, f"{place}['parts']", "codes, scale and optionally zero_point", got)
+        checks.refuse(function, f"{label}['parts']", "codes, scale and optionally zero_point", got)
     # A missing or unknown array means that the description belongs to another array.
     if set(node) != {*parts, KEY}:
         expected = f"the arrays {', '.join((*parts, KEY))}"
         checks.refuse(function, argument, expected, ", ".join(map(str, node)))
     arrays: dict[str, Any] = {}
     for name, part in parts.items():
-        dtype, shape = read_type(function, f"{place}['parts']['{name}']", part)
+        dtype, shape = read_type(function, f"{label}['parts']['{name}']", part)
         arrays[name] = restore_part(function, f"{argument}['{name}']", node[name], dtype, shape)
-    static = serialization.get_field(function, place, description, "static")
-    dtype, block_size, codebook, order = serialization.decode_static(function, f"{place}['static']", static)
+    static = serialization.get_field(function, label, description, "static")
+    dtype, block_size, codebook, order = serialization.decode_static(function, f"{label}['static']", static)
     q = QuantizedArray(**arrays, dtype=dtype, block_size=block_size, codebook=codebook)
     q = q._with_stored(arrays["codes"], order)
     return quantized_array.check_array(function, argument, q, is_awaited=True)
@@ -155,16 +155,16 @@ def store_text(node: StaticText) -> dict[str, np.ndarray]:
 
 def _restore_text(function: str, argument: str, node: Mapping[str, Any]) -> StaticText:
     """Return the text that `store_text` stored."""
-    place, stored = f"{argument}['{_TEXT}']", node[_TEXT]
+    label, stored = f"{argument}['{_TEXT}']", node[_TEXT]
     # A traced array has no bytes that could be decoded.
     is_known = isinstance(stored, jax.Array | np.ndarray) and not checks.is_traced(stored)
     is_known = is_known and stored.dtype == np.uint8
     expected = "an array of uint8 that is not traced"
-    checks.require_type(is_known, function, place, expected, checks.describe_value(stored))
+    checks.require_type(is_known, function, label, expected, checks.describe_value(stored))
     try:
         return StaticText(np.asarray(stored).tobytes().decode())
     except UnicodeDecodeError:
-        raise checks.ContractValueError(checks.format_message(function, place, "UTF-8", "other bytes")) from None
+        raise checks.ContractValueError(checks.format_message(function, label, "UTF-8", "other bytes")) from None
 
 
 def read_type(function: str, argument: str, description: object) -> tuple[np.dtype, tuple[int, ...]]:

@@ -119,12 +119,12 @@ def _use_saved_orders(read_metadata: Callable[[], Any], like: Any) -> Any:
     if not any(isinstance(leaf, QuantizedArray) and leaf.stored_order for leaf in leaves):
         return like
     paths = jax.tree_util.tree_leaves_with_path(read_metadata())
-    shapes = {jax.tree_util.keystr(place, simple=True, separator="/"): leaf.shape for place, leaf in paths}
+    shapes = {jax.tree_util.keystr(keys, simple=True, separator="/"): leaf.shape for keys, leaf in paths}
 
-    def remove_order(place: tuple[Any, ...], leaf: object) -> Any:
+    def remove_order(keys: tuple[Any, ...], leaf: object) -> Any:
         if not isinstance(leaf, QuantizedArray) or leaf.stored_order is None:
             return leaf
-        key = jax.tree_util.keystr((*place, jax.tree_util.DictKey(KEY)), simple=True, separator="/")
+        key = jax.tree_util.keystr((*keys, jax.tree_util.DictKey(KEY)), simple=True, separator="/")
         plain = leaf.replace(stored_order=None)
         # The metadata contain no text, but a description with an order is longer.
         return plain if shapes.get(key) == write_description(plain).shape else leaf

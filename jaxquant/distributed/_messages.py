@@ -221,10 +221,10 @@ def join_stack(stack: QuantizedArray, axis: int, *, is_tiled: bool) -> Quantized
     stored, scale, zero_point = stack.tree_flatten()[0]
     order, rank = stack.stored_order, scale.ndim - 1
     if is_tiled:
-        place, moved = find_places(order, rank)[axis], order
-        if stored.shape[1 + place] == 0:  # all of these arrays are empty, and one of them is the result
+        stored_axis, moved = find_places(order, rank)[axis], order
+        if stored.shape[1 + stored_axis] == 0:  # all of these arrays are empty, and one of them is the result
             return jax.tree.map(lambda part: part[0], stack)
-        stored = _merge_first(stored, place)
+        stored = _merge_first(stored, stored_axis)
     elif order is None:
         moved, stored = None, jnp.moveaxis(stored, 0, axis)
     else:  # the new dimension stays in front of the stored ones

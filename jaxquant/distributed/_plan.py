@@ -474,9 +474,9 @@ def make_plan(
 def _list_arrays(step: _ShardedStep) -> dict[str, _StoredArray]:
     """Return the arrays that a step stores; of a quantized array, its codes and its scale."""
     arrays = {}
-    for name, place in step.stored.items():
-        specs, structure = jax.tree_util.tree_flatten_with_path(step.in_specs[place], is_leaf=_is_spec)
-        for (path, spec), node in zip(specs, structure.flatten_up_to(step.arguments[place]), strict=True):
+    for name, index in step.stored.items():
+        specs, structure = jax.tree_util.tree_flatten_with_path(step.in_specs[index], is_leaf=_is_spec)
+        for (path, spec), node in zip(specs, structure.flatten_up_to(step.arguments[index]), strict=True):
             for rest, leaf in jax.tree_util.tree_leaves_with_path(node):
                 key = jax.tree_util.keystr((*path, *rest), simple=True, separator="/")
                 axes = (*spec, *(None,) * (len(leaf.shape) - len(spec)))

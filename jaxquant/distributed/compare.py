@@ -73,10 +73,10 @@ def _compute_checksum(x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
     words = _read_words(x).reshape(-1)
-    places = lax.iota(jnp.uint32, words.size) * _GOLDEN
+    positions = lax.iota(jnp.uint32, words.size) * _GOLDEN
     # Each word is mixed with its place before the sum, so that an exchange of two words changes it.
     # Two sums of 32 bits, because JAX has no integers of 64 bits by default.
-    sums = [jnp.sum(_mix(_mix(words ^ seed) + places), dtype=jnp.uint32) for seed in (_UINT32(0), _FIRST)]
+    sums = [jnp.sum(_mix(_mix(words ^ seed) + positions), dtype=jnp.uint32) for seed in (_UINT32(0), _FIRST)]
     return jnp.stack(sums)
 
 

@@ -99,15 +99,15 @@ def all_gather(
 
     def gather_leaf(leaf: Any) -> Any:
         leaf = _read_leaf(function, leaf, spec)
-        place = checks.check_axis(function, axis, leaf.ndim + (not tiled))
-        move = functools.partial(lax.all_gather, axis_name=axis_name, axis=place, tiled=bool(tiled))
+        dimension = checks.check_axis(function, axis, leaf.ndim + (not tiled))
+        move = functools.partial(lax.all_gather, axis_name=axis_name, axis=dimension, tiled=bool(tiled))
         if not _moves_codes(leaf):
             return move_plain(leaf, move)
-        gather = functools.partial(gather_codes, axis_name=axis_name, size=size, axis=place, is_tiled=bool(tiled))
+        gather = functools.partial(gather_codes, axis_name=axis_name, size=size, axis=dimension, is_tiled=bool(tiled))
         if backward_spec is None or _messages.is_quantized(leaf):
             return _transfer(leaf, None, spec, gather, move)
         # The transpose of a gather adds the cotangents of all devices, and gives each its slice.
-        scatter = Scatter(Reduction(axis_name, size, _messages.derive_row_spec(backward_spec)), place, bool(tiled))
+        scatter = Scatter(Reduction(axis_name, size, _messages.derive_row_spec(backward_spec)), dimension, bool(tiled))
         assert spec is not None  # _read_leaf has checked it
         # The cotangents of a device are its own. If x is the same on all devices, JAX adds them.
         leaf = sharding.vary_like(leaf, lax.axis_index(axis_name))

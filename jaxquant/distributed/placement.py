@@ -75,22 +75,22 @@ def find_shardings(tree: object, mesh: Mesh | AbstractMesh, partitions: object, 
         expected = "a pytree of PartitionSpecs like `tree`, or one with leaves that stand for parts of it"
         raise checks.ContractValueError(checks.format_message(_NAME, "partitions", expected, error)) from error
     results = []
-    for (place, partition), part in zip(entries, parts, strict=True):
-        results.append(_map_arrays(part, place, functools.partial(cut_leaf, partition)))
+    for (prefix, partition), part in zip(entries, parts, strict=True):
+        results.append(_map_arrays(part, prefix, functools.partial(cut_leaf, partition)))
     return structure.unflatten(results)
 
 
-def _map_arrays(tree: object, place: tuple[Any, ...], function: Callable[[str, Any], Any]) -> Any:
+def _map_arrays(tree: object, prefix: tuple[Any, ...], function: Callable[[str, Any], Any]) -> Any:
     """Return a tree with each array and QuantizedArray replaced by a function of its path and of itself.
 
     Args:
         tree: the tree.
-        place: the keys of the tree in a larger one.
+        prefix: the keys of the tree in a larger one.
         function: the function.
     """
 
     def replace(keys: tuple[Any, ...], leaf: object) -> Any:
-        return function(jax.tree_util.keystr((*place, *keys), simple=True, separator="/"), leaf)
+        return function(jax.tree_util.keystr((*prefix, *keys), simple=True, separator="/"), leaf)
 
     return jax.tree_util.tree_map_with_path(replace, tree, is_leaf=_is_quantized)
 

@@ -281,7 +281,7 @@ def _make_keys(seed: int | None, step: Any, count: int) -> list[Any]:
     if seed is None:
         return [None] * count
     key = jax.random.fold_in(jax.random.key(np.uint32(seed % 2**32)), step)
-    return [jax.random.fold_in(key, place) for place in range(count)]
+    return [jax.random.fold_in(key, index) for index in range(count)]
 
 
 def _map_leaves(function: Callable[..., Any], state: object, *columns: list[Any]) -> Any:
@@ -474,7 +474,7 @@ def run_in_order(function: Callable[[list[Any]], Any], held: Sequence[Any]) -> A
         held: the pytrees: arrays, at least one of them traced.
     """
     counts = [len(jax.tree.leaves(tree)) for tree in held]
-    owners = [place for place, count in enumerate(counts) for _ in range(count)]
+    owners = [index for index, count in enumerate(counts) for _ in range(count)]
     program, result = jax.make_jaxpr(function, return_shape=True)(list(held))
     body, constants = _split_constants(program)
     # Optax computes some steps of all arrays in one call.
@@ -556,16 +556,16 @@ def _split_equations(body: core.Jaxpr, owners: list[int]) -> list[list[Any]]:
         needed |= dict.fromkeys(equation.outvars, joined)
     parts: list[tuple[set[int], list[Any]]] = []
     for atom in body.outvars:
-        places, outputs = (set() if isinstance(atom, core.Literal) else needed.get(atom, set())), [atom]
-        if not places:
+        trees, outputs = (set() if isinstance(atom, core.Literal) else needed.get(atom, set())), [atom]
+        if not trees:
             continue
         apart = []
         for part in parts:
-            if part[0] & places:
-                places, outputs = places | part[0], part[1] + outputs
+            if part[0] & trees:
+                trees, outputs = trees | part[0], part[1] + outputs
             else:
                 apart.append(part)
-        parts = [*apart, (places, outputs)]
+        parts = [*apart, (trees, outputs)]
     return [outputs for _, outputs in sorted(parts, key=lambda part: min(part[0]))]
 
 

@@ -131,8 +131,8 @@ def allocate_bits(
             row[name] = (int(size), measure(leaf, q.dequantize()) if is_codes else 0.0)  # type: ignore[union-attr]
         table[prepared.names[leaf]] = row
     sizes, damages = (np.array([[row[name][k] for name in names] for row in table.values()], float) for k in range(2))
-    places = solve_plan(sizes, damages, budget, most_damage, list(table))
-    choices = {path: names[place] for path, place in zip(table, places, strict=True)}
+    indices = solve_plan(sizes, damages, budget, most_damage, list(table))
+    choices = {path: names[place] for path, place in zip(table, indices, strict=True)}
     chosen = [table[path][name] for path, name in choices.items()]
     return BitPlan(
         choices, sum(size for size, _ in chosen), float(sum(damage for _, damage in chosen)), table,

@@ -331,7 +331,7 @@ class _UnreadParameter(NamedTuple):
     """A parameter that is read when it is needed, because its codes are not known before.
 
     Attributes:
-        leaf: the place of the parameter.
+        leaf: the index of the parameter.
         moves: the equations that move its elements, each with the place of the result.
     """
 
@@ -544,7 +544,7 @@ def _run_layers(
         session: the prepared function and its parameters.
         batches: the positional and the keyword arguments of each call; all calls have the same program.
         arguments: keyword arguments of every call.
-        quantize: a function of the place of a parameter, of the statistics of its inputs, and of a `_Drift` or None. It
+        quantize: a function of the index of a parameter, of the statistics of its inputs, and of a `_Drift` or None. It
             returns the floats with which to go on.
         has_floats: whether to evaluate the program with float weights, too, beside the quantized ones.
     """

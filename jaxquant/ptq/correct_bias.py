@@ -43,10 +43,10 @@ class _Target(NamedTuple):
     """A quantized weight of a contraction with a bias.
 
     Attributes:
-        leaf: the place of the weight.
+        leaf: the index of the weight.
         use: how the contraction reads it.
         site: the contraction.
-        bias: the place of the bias.
+        bias: the index of the bias.
     """
 
     leaf: int

@@ -237,8 +237,8 @@ def quantize_group(
     order, feedback, used = factors
     rows, ordered = w[order], jax.tree.map(lambda x: x[order], grid)
     codes, errors = _round_rows(rows, ordered, feedback, spec)
-    place = jnp.argsort(order)
-    codes, errors = codes[place], errors[place]
+    position = jnp.argsort(order)
+    codes, errors = codes[position], errors[position]
     if sweeps:
         codes = descend(w, codes, hessian, grid, spec, sweeps)
         errors = w - _grid.decode_values(codes, grid, spec)
@@ -308,17 +308,17 @@ def _round_rows(w: jax.Array, grid: Grid, feedback: jax.Array, spec: QuantSpec) 
         # The errors of this block and of later ones are still 0.
         moved = block + jnp.matmul(columns.T, errors, precision=_HIGHEST)
 
-        def round_row(place: jax.Array, inner: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def round_row(position: jax.Array, inner: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             errors, codes = inner
-            weights = lax.dynamic_index_in_dim(own, place, 1, keepdims=False)
+            weights = lax.dynamic_index_in_dim(own, position, 1, keepdims=False)
             # Rows of the block that are not rounded yet have errors of 0, so that the product needs no mask.
-            value = moved[place] + jnp.matmul(weights, errors, precision=_HIGHEST)
-            here = filled.take_row(start + place)
+            value = moved[position] + jnp.matmul(weights, errors, precision=_HIGHEST)
+            here = filled.take_row(start + position)
             code = _grid.encode_values(value, here, spec)
             # The distance from w and not from the moved value: R holds what each original error costs the inputs after
             # it, while the paper, with the inverse, moves on the errors of moved values.
-            error = block[place] - _grid.decode_values(code, here, spec)
-            return errors.at[place].set(error), codes.at[place].set(code)
+            error = block[position] - _grid.decode_values(code, here, spec)
+            return errors.at[position].set(error), codes.at[position].set(code)
 
         empty = (jnp.zeros_like(block), jnp.zeros(block.shape, shape.dtype))
         inner = lax.fori_loop(0, size, round_row, empty)
@@ -369,19 +369,19 @@ def descend(
         before = lax.dynamic_slice_in_dim(errors, start, size)
         slopes = jnp.matmul(rows, errors, precision=_HIGHEST)
 
-        def visit_row(place: jax.Array, inner: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def visit_row(position: jax.Array, inner: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             current, codes = inner
-            curve = diagonal[start + place]
+            curve = diagonal[start + position]
             # The slope at the errors before this block, and what its rows have changed since.
-            slope = slopes[place] + jnp.matmul(own[place], current - before, precision=_HIGHEST)
-            here, row = grid.take_row(start + place), w[start + place]
-            value = row - current[place] + slope / jnp.where(curve > 0, curve, jnp.ones_like(curve))
+            slope = slopes[position] + jnp.matmul(own[position], current - before, precision=_HIGHEST)
+            here, row = grid.take_row(start + position), w[start + position]
+            value = row - current[position] + slope / jnp.where(curve > 0, curve, jnp.ones_like(curve))
             code = _grid.encode_values(value, here, spec)
             if limits is not None:
-                code = jnp.clip(code, *(limit[start + place] for limit in limits))
-            code = jnp.where(curve > 0, code, codes[place])
+                code = jnp.clip(code, *(limit[start + position] for limit in limits))
+            code = jnp.where(curve > 0, code, codes[position])
             error = row - _grid.decode_values(code, here, spec)
-            return current.at[place].set(error), codes.at[place].set(code)
+            return current.at[position].set(error), codes.at[position].set(code)
 
         inner = (before, lax.dynamic_slice_in_dim(codes, start, size))
         inner = lax.fori_loop(0, size, visit_row, inner)

@@ -217,10 +217,10 @@ def _refit_scale(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Axis
     layout = make_layout("ptq.apply", w.shape, axis, hessian.shape[0])
     # The inputs in the order of the blocks, which have the same length.
     blocks = [q.scale.shape[a] for a in layout.summed]
-    places = np.arange(math.prod(blocks)).reshape(blocks)
-    for place, a in enumerate(layout.summed):
-        places = np.repeat(places, w.shape[a] // q.scale.shape[a], place)
-    order, count = np.argsort(places.ravel(), kind="stable"), math.prod(blocks)
+    indices = np.arange(math.prod(blocks)).reshape(blocks)
+    for dimension, a in enumerate(layout.summed):
+        indices = np.repeat(indices, w.shape[a] // q.scale.shape[a], dimension)
+    order, count = np.argsort(indices.ravel(), kind="stable"), math.prod(blocks)
 
     def cut(x: jax.Array) -> jax.Array:
         """Return [groups, inputs, outputs] as [blocks, groups, inputs of a block, outputs]."""
@@ -269,9 +269,9 @@ def _choose_outputs(layout: MatrixLayout, mask: jax.Array, q: QuantizedArray, ot
         chosen = chosen if fits else chosen.ravel()[0].reshape((1,) * x.ndim)
         return jnp.where(jnp.broadcast_to(chosen, x.shape), x, y)
 
-    point = None if q.zero_point is None else choose(q.zero_point, other.zero_point, outputs)
+    zero_point = None if q.zero_point is None else choose(q.zero_point, other.zero_point, outputs)
     return q.replace(
-        codes=choose(q.codes, other.codes, wide), scale=choose(q.scale, other.scale, outputs), zero_point=point
+        codes=choose(q.codes, other.codes, wide), scale=choose(q.scale, other.scale, outputs), zero_point=zero_point
     )
 
 

@@ -26,7 +26,7 @@ class CallGraph:
     Attributes:
         call: the call that was traced.
         program: its program, with calls inlined; loops and branches are single equations.
-        leaves: for the value of each parameter the place of the parameter.
+        leaves: for the value of each parameter the index of the parameter.
     """
 
     call: TracedCall

@@ -179,7 +179,7 @@ class _Offset(NamedTuple):
     """A parameter that is added to the channels.
 
     Attributes:
-        leaf: the place of the parameter.
+        leaf: the index of the parameter.
         array: the number of the array that is added, in the graph.
         channels: the channels that it is added to.
     """
@@ -194,7 +194,7 @@ class _ChannelReader(NamedTuple):
 
     Attributes:
         site: the contraction.
-        leaf: the place of its parameter.
+        leaf: the index of its parameter.
         axis: the axis of the parameter that it sums, with runs of channels.
     """
 
@@ -207,7 +207,7 @@ class _Paths(NamedTuple):
     """Where the outputs of a contraction go, if that is only into other contractions and in a linear way.
 
     Attributes:
-        leaf: the place of the parameter; the channels are its outputs.
+        leaf: the index of the parameter; the channels are its outputs.
         axis: the axis of the parameter with the channels.
         run: the length of runs of channels that stay together everywhere.
         offsets: what is added to the channels.

@@ -402,9 +402,9 @@ def _read_moments(joint: _Joint, stats: Statistics, arrays: Sequence[Any]) -> Mo
     result = inputs.combine_uses([use], stats.moments, arrays[leaf].shape)
     assert not isinstance(result, str)
     moments = result[1]
-    places = sorted(use.summed)
-    shape = [arrays[leaf].shape[axis] for axis in places]
-    largest = jnp.moveaxis(moments.largest.reshape(shape), places.index(use.channel[0]), -1)
+    summed = sorted(use.summed)
+    shape = [arrays[leaf].shape[axis] for axis in summed]
+    largest = jnp.moveaxis(moments.largest.reshape(shape), summed.index(use.channel[0]), -1)
     return moments._replace(largest=largest)
 
 
@@ -463,7 +463,7 @@ def _scale_joints(
 
 
 def _compute_spread(joint: _Joint, arrays: Sequence[Any], leaf: int) -> float:
-    (w,) = [w for w, (place, _) in zip(_read_weights(joint, arrays), joint.uses, strict=True) if place == leaf][:1]
+    (w,) = [w for w, (index, _) in zip(_read_weights(joint, arrays), joint.uses, strict=True) if index == leaf][:1]
     sizes = jnp.abs(w).max(1)
     return float(sizes.max() / jnp.maximum(sizes.min(), jnp.finfo(jnp.float32).tiny))
 

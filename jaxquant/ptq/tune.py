@@ -257,7 +257,7 @@ def _change_parameter(x: Any, variables: _Changes, leaf: int, specs: dict[int, Q
 
 
 class _Changes(NamedTuple):
-    """What is learned of each parameter, by its place.
+    """What is learned of each parameter, by its index.
 
     Attributes:
         floats: of a parameter in floats, the change of each element; of codes, the change of each scale.
@@ -449,8 +449,9 @@ def _explain_fixed_codes(q: QuantizedArray, spec: QuantSpec) -> str:
     if spec.dtype in dtypes.SMALL_FLOATS:
         return "codes of floats, which are not evenly spaced"
     shape = find_shapes("ptq.tune", spec, q.shape)[1]
-    has_point = not spec.symmetric or bool(spec.fixed_zero_point)
-    fits = q.codebook == spec.codebook and q.codes.dtype == spec.carrier and (q.zero_point is not None) == has_point
+    has_zero_point = not spec.symmetric or bool(spec.fixed_zero_point)
+    fits = q.codebook == spec.codebook and q.codes.dtype == spec.carrier
+    fits = fits and (q.zero_point is not None) == has_zero_point
     fits = fits and (q.zero_point is None or all(n in (1, m) for n, m in zip(q.zero_point.shape, shape, strict=True)))
     return "" if fits else "codes of another spec than in the rules"
 
@@ -469,10 +470,10 @@ def _move_change(
     least = np.float32(1e-3) * jnp.mean(curvature) + np.finfo(np.float32).tiny
     change = change - rate * jnp.clip(slope / (curvature + least) + rest, -1, 1)
     low, high = (np.float32(bound) for bound in spec.bounds)
-    point = np.float32(0)
+    zero_point = np.float32(0)
     if q.zero_point is not None:
-        point = granularity.Aligned(q.block_size).expand(q.zero_point.astype(jnp.float32), start)
-    return jnp.clip(change, (low - point - start) / unit, (high - point - start) / unit)
+        zero_point = granularity.Aligned(q.block_size).expand(q.zero_point.astype(jnp.float32), start)
+    return jnp.clip(change, (low - zero_point - start) / unit, (high - zero_point - start) / unit)
 
 
 def _dequantize_change(q: QuantizedArray, spec: QuantSpec, change: jax.Array, scale: jax.Array) -> jax.Array:
@@ -601,7 +602,7 @@ def _make_gradient_step(
 
     Args:
         run_function: the float function.
-        layouts: how each weight is arranged as a matrix, by the place of the parameter.
+        layouts: how each weight is arranged as a matrix, by the index of the parameter.
     """
 
     @jax.jit
@@ -621,7 +622,7 @@ def _make_gradient_step(
 
 
 def _list_layouts(session: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, MatrixLayout]:
-    """Return how the contractions read each parameter, by its place, if all of them read it as a whole, and alike."""
+    """Return how the contractions read each parameter, by its index, if all of them read it as a whole, and alike."""
     call = session.trace(args, kwargs)
     layouts = {}
     for leaf, plan in session.leaves.items():

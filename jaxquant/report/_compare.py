@@ -64,14 +64,14 @@ def _describe_values(x: jax.Array, q: Any, operand: Any, record: Mapping[str, An
     wide = x.astype(jnp.float32)
     extremes = jnp.stack([jnp.min(wide, initial=np.inf), jnp.max(wide, initial=-np.inf)])
     low, high = record["edges"][..., 0], record["edges"][..., 1]
-    place = jnp.clip(jnp.floor((wide - low) / (high - low) * np.float32(_BINS)), 0, _BINS - 1).astype(jnp.int32)
-    counts = jnp.zeros(_BINS, jnp.int32).at[place.ravel()].add(1)
+    index = jnp.clip(jnp.floor((wide - low) / (high - low) * np.float32(_BINS)), 0, _BINS - 1).astype(jnp.int32)
+    counts = jnp.zeros(_BINS, jnp.int32).at[index.ravel()].add(1)
     ends = jnp.full(2, np.nan, jnp.float32)
     # A dynamic range has other ends in each call and each row.
     if operand.calibrator is not None:
         codes = np.asarray(operand.spec.bounds, np.float32)
-        point = 0 if q.zero_point is None else q.zero_point.astype(jnp.float32).ravel()[0]
-        ends = (codes - point) * q.scale.astype(jnp.float32).ravel()[0]
+        zero_point = 0 if q.zero_point is None else q.zero_point.astype(jnp.float32).ravel()[0]
+        ends = (codes - zero_point) * q.scale.astype(jnp.float32).ravel()[0]
     least, most = record["extremes"][0], record["extremes"][1]
     extremes = jnp.stack([jnp.minimum(least, extremes[0]), jnp.maximum(most, extremes[1])])
     return {"extremes": extremes, "counts": record["counts"] + counts, "ends": ends}
@@ -168,8 +168,8 @@ def _measure_calls(
         positional, named = other.rebuild(other.arrays)
         call = session.trace(positional, named, arrays)
         parameters = [
-            Twin(x, quantized[place]) if place in session.leaves else x
-            for place, x in enumerate(call.parameters.arrays)
+            Twin(x, quantized[index]) if index in session.leaves else x
+            for index, x in enumerate(call.parameters.arrays)
         ]
         records = _make_records(call, ranges, edges)
         _check_contractions(records, names)
@@ -292,8 +292,8 @@ def _count_weights(prepared: Prepared, signature: Signature, codes: Signature) -
     """Return the bytes of each parameter that is contracted or looked up, in floats and as it is, by its path."""
     read = {path for row in prepared.coverage for path in row.paths}
     return {
-        path: (_count_bytes(signature.arrays[place]), _count_bytes(codes.arrays[place]))
-        for place, path in enumerate(prepared.names)
+        path: (_count_bytes(signature.arrays[index]), _count_bytes(codes.arrays[index]))
+        for index, path in enumerate(prepared.names)
         if path in read
     }
 
@@ -303,10 +303,10 @@ def _count_bytes(x: Any) -> int:
 
 
 def _make_row(prepared: Prepared, row: Any, sums: dict[str, float], signature: Signature, codes: Signature) -> SiteRow:
-    places = [place for place, name in enumerate(prepared.names) if name in row.paths]
+    indices = [index for index, name in enumerate(prepared.names) if name in row.paths]
     is_converted = row.form != "float"
     weights = [
-        (signature.arrays[place], codes.arrays[place]) for place in places if is_converted and place in prepared.leaves
+        (signature.arrays[index], codes.arrays[index]) for index in indices if is_converted and index in prepared.leaves
     ]
     errors = [quantization_error(jnp.asarray(w), q) for w, q in weights]
     return SiteRow(
@@ -318,7 +318,7 @@ def _make_row(prepared: Prepared, row: Any, sums: dict[str, float], signature: S
         max((float(error.saturated) for error in errors), default=None),
         sums["saturated"] / sums["elements"] if sums.get("elements") else None,
         max((float(error.used_codes) for error in errors), default=None),
-        *(sum(_count_bytes(x.arrays[place]) for place in places) for x in (signature, codes)),
+        *(sum(_count_bytes(x.arrays[index]) for index in indices) for x in (signature, codes)),
     )  # fmt: skip
 
 

@@ -177,17 +177,17 @@ def _draw_bars(axes: Axes, rows: list[Any]) -> None:
     """Draw the ratios of weights, activations and outputs, the first contraction at the top."""
     for offset, (name, color) in zip((-0.27, 0.0, 0.27), _COLORS.items(), strict=True):
         values = [getattr(row, f"{name}_sqnr") for row in rows]
-        places = [place + offset for place, value in enumerate(values) if value is not None]
-        if not places:
+        heights = [height + offset for height, value in enumerate(values) if value is not None]
+        if not heights:
             continue
         ratios = [value for value in values if value is not None]
         # A NaN has no bar, and neither has an error that is as large as the signal.
         sizes = [0.0 if math.isnan(value) else min(max(value, 0.0), _TOP) for value in ratios]
-        axes.barh(places, sizes, 0.25, color=color, label=name)
-        for place, size, value in zip(places, sizes, ratios, strict=True):
+        axes.barh(heights, sizes, 0.25, color=color, label=name)
+        for height, size, value in zip(heights, sizes, ratios, strict=True):
             if size != value:
                 label = "no error" if value == math.inf else f"{value:.1f}"
-                axes.annotate(label, (size, place), textcoords="offset points", xytext=(3, -2.5), fontsize=6)
+                axes.annotate(label, (size, height), textcoords="offset points", xytext=(3, -2.5), fontsize=6)
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
     axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
     axes.set_xlabel("signal over error, dB (more is better; 6 dB are one bit)")
@@ -264,12 +264,12 @@ def _draw_notes(notes: dict[str, Any]) -> Any:
     for index, ((name, rows), (color, marker)) in enumerate(zip(measured.items(), styles, strict=False)):
         offset = 0.7 * ((index + 0.5) / len(notes) - 0.5)
         for note in rows:
-            place = paths.index(note.path) + offset
-            axes.plot([note.before, note.after], [place, place], color=_GRAY, linewidth=1, zorder=1)
+            height = paths.index(note.path) + offset
+            axes.plot([note.before, note.after], [height, height], color=_GRAY, linewidth=1, zorder=1)
             # Without a clip, because a marker at 0 is on the edge.
             options = {"marker": marker, "markersize": 6, "clip_on": False}
-            axes.plot(note.before, place, color="white", markeredgecolor=color, **options)
-            axes.plot(note.after, place, color=color, **options)
+            axes.plot(note.before, height, color="white", markeredgecolor=color, **options)
+            axes.plot(note.after, height, color=color, **options)
         axes.plot([], [], marker=marker, color=color, linestyle="none", label=f"after {name}")
     axes.plot([], [], marker="o", color="white", markeredgecolor=_GRAY, linestyle="none", label="before")
     axes.set_yticks(range(len(paths)), _shorten_names(paths), fontsize=8)

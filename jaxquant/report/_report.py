@@ -163,8 +163,8 @@ class Report:
         file = pathlib.Path(path)
         checks.require(file.parent.is_dir(), "report.to_html", "path", "a folder that exists", str(file.parent))
         # Weight-only functions have no activations to tell of.
-        columns = [place for place in range(len(_HEADER)) if any(_list_cells(row)[place] for row in self.rows)]
-        cells = "".join(_make_html_cell("th", place, _HEADER[place]) for place in columns)
+        columns = [column for column in range(len(_HEADER)) if any(_list_cells(row)[column] for row in self.rows)]
+        cells = "".join(_make_html_cell("th", column, _HEADER[column]) for column in columns)
         rows = "\n".join(_make_html_row(row, columns) for row in self.rows)
         picture = ""
         if importlib.util.find_spec("matplotlib") is not None:
@@ -183,7 +183,7 @@ def _make_html_row(row: SiteRow, columns: Sequence[int]) -> str:
     """Return the cells of some columns, with the reason below the name."""
     cells = _list_cells(row)
     reason = f'<div class="reason">{html.escape(row.reason)}</div>' if row.reason else ""
-    rest = "".join(_make_html_cell("td", place, cells[place]) for place in columns if place)
+    rest = "".join(_make_html_cell("td", column, cells[column]) for column in columns if column)
     return f'<tr class="{row.form}"><td>{html.escape(row.name)}{reason}</td>{rest}</tr>'
 
 
