@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, granularity, sharding
+from .._core import checks, dtypes, entry_point, granularity, sharding
 from .._kernels.affine import divide_by_scale
 from . import estimators
 from .backward import Backward, Int8Backward, check_backward, split_keys
@@ -65,6 +65,10 @@ class LinearContraction(Protocol):
     @property
     def preferred(self) -> Any:
         """The dtype of the result, or None for the dtype of the operands."""
+        ...
+
+    def check_operands(self, *operands: jax.Array) -> None:
+        """Raise unless the operands fit each other; an error then describes the user's arrays and not their codes."""
         ...
 
     def contract_quantized(self, *operands: QuantizedArray | jax.Array) -> jax.Array:
@@ -162,6 +166,8 @@ def quantize_and_contract(
         any(s is not None for s in specs), function, ", ".join(dict.fromkeys(spec for _, spec in names)),
         "a QuantSpec or a Quantizer for at least one operand", "None for all of them",
     )  # fmt: skip
+    xs = entry_point.convert_numpy(*xs)  # under `jax.disable_jit` they may be numpy's
+    operation.check_operands(*xs)
     sides, operands = [], []
     for (name, spec_name), x, quantizer in zip(names, xs, specs, strict=True):
         if quantizer is None:

@@ -128,6 +128,9 @@ class ConvContraction(NamedTuple):
     precision: Any
     preferred: Any
 
+    def check_operands(self, *operands: jax.Array) -> None:
+        """Do nothing: the plan was made from the operands, and they fit it."""
+
     def contract_quantized(self, *operands: QuantizedArray | jax.Array, epilogue: Epilogue | None = None) -> Any:
         """Return the convolution of operands, at least one of them quantized."""
         lhs, rhs = operands

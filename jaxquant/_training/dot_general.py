@@ -93,12 +93,7 @@ def quantized_dot_general(
         _NAME, {"lhs_spec": lhs_spec, "rhs_spec": rhs_spec}, backward, key, precision, preferred_element_type,
         out_sharding,
     )  # fmt: skip
-    lhs, rhs = map(entry_point.unwrap_array, (lhs, rhs))
-    lhs, rhs = entry_point.convert_arrays(_NAME, {"lhs": lhs, "rhs": rhs})
-    for name, x in (("lhs", lhs), ("rhs", rhs)):
-        checks.check_array(_NAME, name, x, dtypes.FLOATS)
-    # This checks the shapes before anything is quantized, so that errors describe the arguments of the user.
-    match_roles(_NAME, lhs, rhs, numbers)
+    lhs, rhs = entry_point.read_float_operand(_NAME, "lhs", lhs), entry_point.read_float_operand(_NAME, "rhs", rhs)
     operation = DotContraction(_NAME, numbers, precision, dtype, out_sharding)
     return contraction_vjp.quantize_and_contract(
         (lhs, rhs), tuple(quantizers), key, function=_NAME, names=contraction_vjp.SIDES, operation=operation,
@@ -114,6 +109,13 @@ class DotContraction(NamedTuple):
     precision: Any
     preferred: Any
     out_sharding: Any = None
+
+    def check_operands(self, *operands: jax.Array) -> None:
+        """Raise unless the operands are floats with shapes that fit each other."""
+        lhs, rhs = operands
+        for name, x in (("lhs", lhs), ("rhs", rhs)):
+            checks.check_array(self.function, name, x, dtypes.FLOATS)
+        match_roles(self.function, lhs, rhs, self.numbers)
 
     def contract_quantized(self, *operands: QuantizedArray | jax.Array, epilogue: Epilogue | None = None) -> Any:
         """Return the contraction of operands, at least one of them quantized."""

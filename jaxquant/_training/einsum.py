@@ -92,8 +92,6 @@ def quantized_einsum(
     quantizers, dtype = contraction_vjp.check_options(
         _NAME, named_specs, backward, key, precision, preferred_element_type, out_sharding
     )
-    # Parse the subscripts only to check them; the operation parses them again when it is traced.
-    parse_subscripts(_NAME, subscripts, [x.ndim for x in arrays])
     operation = EinsumContraction(subscripts, precision, dtype, out_sharding)
     names = tuple((f"operands[{i}]", f"specs[{i}]") for i in range(len(arrays)))
     return contraction_vjp.quantize_and_contract(
@@ -108,6 +106,10 @@ class EinsumContraction(NamedTuple):
     precision: Any
     preferred: Any
     out_sharding: Any = None
+
+    def check_operands(self, *operands: jax.Array) -> None:
+        """Raise unless the subscripts fit the operands."""
+        parse_subscripts(_NAME, self.subscripts, [x.ndim for x in operands])
 
     def contract_quantized(self, *operands: QuantizedArray | jax.Array) -> jax.Array:
         """Return the contraction of operands, at least one of them quantized."""
