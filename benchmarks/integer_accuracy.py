@@ -113,8 +113,8 @@ def _make_prepared() -> Callable[[Any, jax.Array], Calls]:
     def make(variables: Any, images: jax.Array) -> Calls:
         ranges = prepared.calibrate(variables, [images], progress=False)
         return {
-            _TRAINING: functools.partial(train, variables, ranges),
-            _CODES: functools.partial(serve, prepared.convert(variables, ranges), ranges),
+            _TRAINING: functools.partial(train, prepared.trainable(variables, ranges)),
+            _CODES: functools.partial(serve, prepared.convert(variables, ranges)),
         }
 
     return make

@@ -63,9 +63,8 @@ def _prepare(layers: int, width: int, batch: int, recipe: str) -> _Encoder:
     ]
     x = jnp.asarray(rng.normal(size=(batch, _LENGTH, width)), jnp.float32)
     prepared = jq.prepare(_encode, params, x, rules=_RECIPES[recipe])
-    ranges = prepared.calibrate(params, [x], progress=False) if prepared.static_ranges else {}
-    converted = jax.jit(prepared.convert)(params)
-    return _Encoder(lambda x: prepared.apply(converted, ranges, x), lambda x: _encode(params, x), x)
+    q = jax.jit(prepared.convert)(params, prepared.calibrate(params, [x], progress=False))
+    return _Encoder(lambda x: prepared.apply(q, x), lambda x: _encode(params, x), x)
 
 
 def _run(recipe: str, shape: tuple[int, ...]) -> Contest:

@@ -116,15 +116,15 @@ def _weigh(prepared: Any, params: Any, batch: Any) -> tuple[Any, Any]:
 
 
 def _learn_scales(prepared: Any, params: Any, batch: Any) -> tuple[Any, Any]:
-    return _tune(prepared, params, ptq.apply(prepared, params, [batch], ptq.Nearest()).params, batch), None
+    return _tune(prepared, params, ptq.apply(prepared, params, [batch], ptq.Nearest()).tree, batch), None
 
 
-def _tune(prepared: Any, params: Any, qparams: Any, batch: Any, held_out: Any = None, codes: bool = False) -> Any:
+def _tune(prepared: Any, params: Any, q: Any, batch: Any, held_out: Any = None, codes: bool = False) -> Any:
     """Return parameters with learned scales, and codes, of the best round for data that it has not seen, if any."""
     parts, held_out = _split(batch), None if held_out is None else _split(held_out)
     rounds = max(_FEWEST_ROUNDS, (_CODE_STEPS if codes else _STEPS) // len(parts))
     options: dict[str, Any] = {"held_out": held_out, "rounds": rounds, "rate": _RATE, "codes": codes, "progress": False}
-    return ptq.tune(prepared, params, qparams, parts, **options).params
+    return ptq.tune(prepared, params, q, parts, **options).tree
 
 
 def _split(batch: Sequence[jax.Array], length: int = _BATCH) -> list[tuple[jax.Array, ...]]:
@@ -135,7 +135,7 @@ def _split(batch: Sequence[jax.Array], length: int = _BATCH) -> list[tuple[jax.A
 
 
 def _smooth(prepared: Any, params: Any, batch: Any, method: str) -> Any:
-    return ptq.smooth(prepared, params, _collect(prepared, params, batch), batch, method=method).params
+    return ptq.smooth(prepared, params, _collect(prepared, params, batch), batch, method=method).tree
 
 
 def _collect(prepared: Any, params: Any, batch: Any) -> Any:
@@ -144,7 +144,7 @@ def _collect(prepared: Any, params: Any, batch: Any) -> Any:
 
 def _correct_bias(prepared: Any, params: Any, batch: Any) -> tuple[Any, Any]:
     stats = _collect(prepared, params, batch)
-    return ptq.correct_bias(prepared, params, prepared.convert(params), stats, batch=batch).params, None
+    return ptq.correct_bias(prepared, params, prepared.convert(params), stats, batch=batch).tree, None
 
 
 def _convert(change: Callable[[Any, Any, Any], Any]) -> Quantize:
@@ -171,11 +171,11 @@ _ALGORITHMS: dict[str, Quantize] = {
     f"{_NEAREST}, tried ranges": _apply(ptq.Nearest()),
     "bias correction": _correct_bias,
     "bias correction, measured": lambda prepared, params, batch: (
-        ptq.correct_bias(prepared, params, prepared.convert(params), [batch]).params, None
+        ptq.correct_bias(prepared, params, prepared.convert(params), [batch]).tree, None
     ),
-    "equalization": _convert(lambda prepared, params, batch: ptq.equalize(prepared, params, batch).params),
+    "equalization": _convert(lambda prepared, params, batch: ptq.equalize(prepared, params, batch).tree),
     "rotation": _convert(
-        lambda prepared, params, batch: ptq.rotate(prepared, params, batch, key=jax.random.key(0)).params
+        lambda prepared, params, batch: ptq.rotate(prepared, params, batch, key=jax.random.key(0)).tree
     ),
     "SmoothQuant": _convert(lambda prepared, params, batch: _smooth(prepared, params, batch, "smoothquant")),
     "AWQ": _convert(lambda prepared, params, batch: _smooth(prepared, params, batch, "awq")),
@@ -293,22 +293,22 @@ def _measure_seed(name: str, seed: int, rows: Sequence[tuple[str, str]]) -> Iter
         arguments = (prepared, task.params, task.calibration)
         first = _STACKS.get(algorithm, algorithm)
         # The first part of a stack may have been a row of its own, or that of another stack.
-        qparams, notes = known.get((rules, first)) or _ALGORITHMS[first](*arguments)
+        q, notes = known.get((rules, first)) or _ALGORITHMS[first](*arguments)
         if first in _STACKS.values():
-            known[rules, first] = qparams, notes
+            known[rules, first] = q, notes
         if algorithm in _STACKS:
             data = task.calibration, task.held_out
-            qparams = _tune(prepared, task.params, qparams, *data, codes=algorithm.endswith(_CODES))
-        y = jax.jit(prepared.apply)(qparams, None, *task.test)
+            q = _tune(prepared, task.params, q, *data, codes=algorithm.endswith(_CODES))
+        y = jax.jit(prepared.apply)(q, *task.test)
         ratios = [note.after / note.before for note in notes or () if note.before]
         ratio = float(np.median(ratios)) if ratios else None
         error = _find_error(expected, jnp.asarray(y))
-        yield (rules, algorithm), Figure(task.score(y, expected), error, ratio, _count_bits(qparams))
+        yield (rules, algorithm), Figure(task.score(y, expected), error, ratio, _count_bits(q))
 
 
-def _count_bits(qparams: Any) -> float | None:
+def _count_bits(q: Any) -> float | None:
     """Return the mean number of bits of a weight with its part of the scales; tables of 8 bits are not counted."""
-    arrays = [x for x in jax.tree.leaves(qparams, is_leaf=_is_quantized) if _is_quantized(x)]
+    arrays = [x for x in jax.tree.leaves(q, is_leaf=_is_quantized) if _is_quantized(x)]
     narrow = [x for x in arrays if x.codebook is not None or x.codes.dtype != jnp.int8]
     size = sum(x.size for x in narrow)
     bits = sum(x.size * _count_code_bits(x) + 8 * x.scale.nbytes for x in narrow)

@@ -150,11 +150,11 @@ def _measure_recipes(name: str, seed: int) -> dict[str, _Cost]:
     for recipe, rules in _RECIPES.items():
         prepared = jq.prepare(network.apply, variables, test[0], rules=rules, strict=True)
         batches = jnp.split(train[0][:1024], 8)
-        ranges = prepared.calibrate(variables, batches, progress=False) if prepared.static_ranges else None
-        converted = prepared.convert(variables)
-        calls[recipe] = functools.partial(jax.jit(prepared.apply), converted, ranges)
-        sizes[recipe] = _count_bytes(converted)
-        twin = jax.jit(prepared.fake_apply)(variables, ranges, test[0])
+        t = prepared.trainable(variables, prepared.calibrate(variables, batches, progress=False))
+        q = prepared.convert(t)
+        calls[recipe] = functools.partial(jax.jit(prepared.apply), q)
+        sizes[recipe] = _count_bytes(q.params)
+        twin = jax.jit(prepared.fake_apply)(t, test[0])
         changed[recipe] = int((calls[recipe](test[0]) != twin).sum())
     logits = {recipe: call(test[0]) for recipe, call in calls.items()}
     seconds = _time_calls(calls, jnp.resize(test[0], (1024, 8, 8, 1)))

@@ -82,9 +82,9 @@ def _make_network(network: str, shape: tuple[int, ...]) -> tuple[nn.Module, Any,
 def _convert(function: Callable[..., Any], params: Any, x: jax.Array, recipe: str) -> tuple[Call, Call]:
     """Return the call of a converted function, and that of its twin on floats."""
     prepared = jq.prepare(function, params, x, rules=_RECIPES[recipe], strict=True)
-    ranges = prepared.calibrate(params, [x], progress=False) if prepared.static_ranges else None
-    serve = functools.partial(jax.jit(prepared.apply), prepared.convert(params), ranges, x)
-    return serve, functools.partial(jax.jit(prepared.fake_apply), params, ranges, x)
+    t = prepared.trainable(params, prepared.calibrate(params, [x], progress=False))
+    serve = functools.partial(jax.jit(prepared.apply), prepared.convert(t), x)
+    return serve, functools.partial(jax.jit(prepared.fake_apply), t, x)
 
 
 def _serve(network: str, recipe: str, shape: tuple[int, ...]) -> Contest:
@@ -178,7 +178,7 @@ def _convert_layers(shape: tuple[int, ...]) -> Contest:
         lambda: [jq.quantize(w, spec).codes for w in params],
         sum(w.nbytes for w in params),
         frozenset((PLAIN,)),
-        lambda qparams: [q.codes for q in qparams],
+        lambda q: [w.codes for w in q.params],
     )
 
 

@@ -94,28 +94,28 @@ def main() -> int:
     long = tokenize(tokenizer, [" ".join(np.roll(TEST, -n)[:12]) for n in range(32)], 128)
     batches = [tokenize(tokenizer, CALIBRATION[n : n + 16], 32) for n in range(0, len(CALIBRATION), 16)]
 
-    models: dict[str, tuple[Any, tuple[Any, ...]]] = {"float32": (jax.jit(encode), (params,))}
+    models: dict[str, tuple[Any, Any]] = {"float32": (jax.jit(encode), params)}
     recipes = {"w8a8 dynamic": jq.recipes.w8a8_dynamic(), "w8a8 static": jq.recipes.w8a8_static()}
     for name, rules in recipes.items():
         start = time.perf_counter()
         prepared = jq.prepare(encode, params, *texts, rules=rules, strict=True)
         seconds = time.perf_counter() - start
-        ranges = prepared.calibrate(params, batches) if prepared.static_ranges else None
-        models[name] = jax.jit(prepared.apply), (prepared.convert(params), ranges)
+        ranges = prepared.calibrate(params, batches)  # {} if all ranges are dynamic
+        models[name] = jax.jit(prepared.apply), prepared.convert(params, ranges)
         print(f"{name}: {prepared.coverage.summary}; prepared in {seconds:.2f} s")
     print(
         f"\n{'':14}{'MB':>7}{'cosine: min':>14}{'mean':>8}{'32 x 128 tokens':>18}{'of float32':>12}{'first call':>12}"
     )
     embeddings, first = {}, {}
-    for name, (run, arguments) in models.items():
+    for name, (run, tree) in models.items():
         start = time.perf_counter()
-        run(*arguments, *long).block_until_ready()
+        run(tree, *long).block_until_ready()
         first[name] = time.perf_counter() - start
-        embeddings[name] = run(*arguments, *texts)
-    times = time_calls({name: lambda run=run, a=a: run(*a, *long) for name, (run, a) in models.items()})
+        embeddings[name] = run(tree, *texts)
+    times = time_calls({name: lambda run=run, tree=tree: run(tree, *long) for name, (run, tree) in models.items()})
     missed = []
-    for name, (_, arguments) in models.items():
-        size = sum(x.nbytes for x in jax.tree.leaves(arguments)) / 1e6
+    for name, (_, tree) in models.items():
+        size = sum(x.nbytes for x in jax.tree.leaves(tree)) / 1e6
         cosines = (embeddings[name] * embeddings["float32"]).sum(-1)
         if name in TARGETS and not cosines.mean() >= TARGETS[name]:
             missed.append(name)

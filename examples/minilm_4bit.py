@@ -41,15 +41,15 @@ def main() -> int:
     start = time.perf_counter()
     batch = minilm.tokenize(tokenizer, read_texts(SENTENCES), TOKENS)
     prepared = jq.prepare(minilm.encode, params, *batch, rules=RULES)
-    qparams, notes = ptq.apply(prepared, params, [batch], ptq.GPTQ())
+    q, notes = ptq.apply(prepared, params, [batch], ptq.GPTQ())
     print(f"{notes}\n\n{time.perf_counter() - start:.0f} s for {SENTENCES} sentences and {len(notes)} weights")
     texts = minilm.tokenize(tokenizer, minilm.TEST, TOKENS)
     expected = rank_similarities(jax.jit(minilm.encode)(params, *texts))
-    results = {"GPTQ": qparams, "round-to-nearest": prepared.convert(params)}
-    ranks = {name: rank_similarities(jax.jit(prepared.apply)(q, None, *texts)) for name, q in results.items()}
+    results = {"GPTQ": q, "round-to-nearest": prepared.convert(params)}
+    ranks = {name: rank_similarities(jax.jit(prepared.apply)(tree, *texts)) for name, tree in results.items()}
     correlations = {name: float(np.corrcoef(rank, expected)[0, 1]) for name, rank in ranks.items()}
     print("Spearman's correlation with float32:", ", ".join(f"{name} {x:.4f}" for name, x in correlations.items()))
-    jq.report.compare(prepared, params, qparams, [jax.tree.map(jnp.asarray, texts)]).to_html("minilm_4bit.html")
+    jq.report.compare(prepared, params, q, [jax.tree.map(jnp.asarray, texts)]).to_html("minilm_4bit.html")
     print("minilm_4bit.html has the errors of each contraction")
     return int(correlations["GPTQ"] <= correlations["round-to-nearest"])
 

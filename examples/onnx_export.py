@@ -42,18 +42,12 @@ x = jnp.asarray(images / 16, jnp.float32)
 params = train(x[:1500], jnp.asarray(labels[:1500]))
 prepared = jq.prepare(NETWORK.apply, params, x[:1], rules=jq.recipes.w8a8_static(reduce_range=True))
 ranges = prepared.finalize(prepared.observe(prepared.init(), params, x[:1500]))
-serving = prepared.convert(params)
+q = prepared.convert(params, ranges)  # the codes and the ranges
 
-
-def serve(params: Any, image: jax.Array) -> Any:
-    """Return the logits, computed on integers."""
-    return prepared.apply(params, ranges, image)
-
-
-model = jqonnx.export(serve, [x[:1]], params=serving, batch="N")
+model = jqonnx.export(prepared, q, [x[:1]], batch="N", input_names=["image"])
 with tempfile.TemporaryDirectory() as folder:
     jqonnx.save(model, f"{folder}/digits.onnx")
     session = onnxruntime.InferenceSession(f"{folder}/digits.onnx", providers=["CPUExecutionProvider"])
 outputs: Any = session.run(None, {"image": np.asarray(x[1500:])})
 print(f"Digits that ONNX Runtime recognizes: {(outputs[0].argmax(1) == labels[1500:]).mean():.1%}")
-print(jqonnx.verify(model, serve, [x[1500:]], params=serving))
+print(jqonnx.verify(model, prepared, q, [x[1500:]]))

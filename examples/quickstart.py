@@ -40,7 +40,7 @@ def train(apply: Callable[..., Any], trainable: Any, images: jax.Array, labels: 
     """Return trained parameters, and scales if there are any: `apply` takes them and the images."""
 
     def compute_loss(trainable: Any) -> jax.Array:
-        return optax.softmax_cross_entropy_with_integer_labels(apply(*trainable, images), labels).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(apply(trainable, images), labels).mean()
 
     def step(carry: Any, _: None) -> Any:
         trainable, state = carry
@@ -69,28 +69,27 @@ def main() -> int:
     print(f"Handwritten digits: {len(train_x)} images to train, {len(test_x)} to test\n")
 
     network = Network()
-    (params,) = train(network.apply, (network.init(jax.random.key(0), train_x),), train_x, train_y, 60)
+    params = train(network.apply, network.init(jax.random.key(0), train_x), train_x, train_y, 60)
 
     int8 = jq.prepare(network.apply, params, train_x, rules=jq.recipes.w8a8_static(), strict=True)
     int4 = jq.prepare(network.apply, params, train_x, rules=INT4, strict=True)
     print(f"{int8.coverage}\n")  # what becomes of each contraction
     batches = jnp.array_split(train_x, 10)
-    ranges = {prepared: prepared.calibrate(params, batches) for prepared in (int8, int4)}
-    # Scales of weights and activations become parameters, and the training goes on with int4 weights.
-    trained = train(int4.fake_apply, (params, int4.learned(params, ranges[int4])), train_x, train_y, 60)
-
     models = {
-        "int8": (int8, params, ranges[int8]),
-        "int4": (int4, params, ranges[int4]),
-        "int4 trained": (int4, *trained),
+        "int8": (int8, int8.trainable(params, int8.calibrate(params, batches))),
+        "int4": (int4, int4.trainable(params, int4.calibrate(params, batches))),
     }
+    # Scales of weights and activations become parameters, and the training goes on with int4 weights.
+    start = int4.trainable(params, int4.calibrate(params, batches), estimator=jq.LSQ())
+    models["int4 trained"] = int4, train(int4.fake_apply, start, train_x, train_y, 60)
+
     calls = {"float32": functools.partial(jax.jit(network.apply), params)}
     sizes = {"float32": count_bytes(params)}
     changed = 0
-    for name, (prepared, floats, scales) in models.items():
-        codes = prepared.convert(floats, scales)  # the same tree, with codes in place of the kernels
-        calls[name], sizes[name] = functools.partial(jax.jit(prepared.apply), codes, scales), count_bytes(codes)
-        changed += int((calls[name](test_x) != jax.jit(prepared.fake_apply)(floats, scales, test_x)).sum())
+    for name, (prepared, trainable) in models.items():
+        q = prepared.convert(trainable)  # the same parameters, with codes in place of the kernels, and the ranges
+        calls[name], sizes[name] = functools.partial(jax.jit(prepared.apply), q), count_bytes(q.params)
+        changed += int((calls[name](test_x) != jax.jit(prepared.fake_apply)(trainable, test_x)).sum())
 
     print(f"{'':28}" + "".join(f"{name:>14}" for name in calls))
     accuracies = [f"{100 * (predict(test_x).argmax(1) == test_y).mean():.2f}" for predict in calls.values()]

@@ -110,6 +110,8 @@ __all__ = [  # noqa: RUF022 as grouped
     # Functions that were not written for quantization.
     "prepare",
     "Prepared",
+    "QuantizedTree",
+    "TrainableTree",
     "Rule",
     "Weight",
     "Activation",
@@ -134,13 +136,15 @@ if TYPE_CHECKING:
     from . import ptq as ptq
     from . import report as report
     from . import transform as transform
-    from .transform import Activation, Prepared, Rule, Weight, prepare, recipes
+    from .transform import Activation, Prepared, QuantizedTree, Rule, TrainableTree, Weight, prepare, recipes
 
     __version__: str
 else:  # type checkers would take every name for one that is there
     _LAZY = ("checkpoint", "codes", "distributed", "flax", "onnx", "ops", "optim", "ptq", "report", "transform")
     _NEEDED_PACKAGES = {"flax": "flax", "onnx": "onnx", "optim": "optax"}  # which jaxquant does not depend on
-    _IN_TRANSFORM = ("Activation", "Prepared", "Rule", "Weight", "prepare", "recipes")
+    _IN_TRANSFORM = (
+        "Activation", "Prepared", "QuantizedTree", "Rule", "TrainableTree", "Weight", "prepare", "recipes",
+    )  # fmt: skip
 
     def __getattr__(name: str) -> Any:
         """Imports a module of jaxquant that is not imported with it, or a name in one (PEP 562)."""

@@ -317,7 +317,7 @@ def _describe_rejected(calibrator: object) -> str:
     if isinstance(calibrator, Calibrator):
         return "a Calibrator, which has a spec already: pass the function that made it, which is called with the spec"
     if isinstance(calibrator, str):
-        return f"the string {calibrator!r}: pass the function jq.{calibrator}"
+        return f"the string {calibrator!r}: pass the function jq.calibration.{calibrator}"
     return str(checks.describe_value(calibrator))
 
 

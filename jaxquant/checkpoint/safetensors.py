@@ -42,7 +42,7 @@ def save_safetensors(path: str | os.PathLike[str], tree: object) -> None:
     Args:
         path: the file to write.
         tree: nested dicts, lists, tuples, namedtuples and other pytrees of arrays, QuantizedArrays, None and Python
-            numbers. The keys of dicts are strings without "/".
+            numbers, such as a `QuantizedTree`. The keys of dicts are strings.
 
     Returns:
         None.
@@ -50,7 +50,8 @@ def save_safetensors(path: str | os.PathLike[str], tree: object) -> None:
     Raises:
         ModuleNotFoundError: safetensors is not installed.
         TypeError: the tree contains something else, is an array alone, or a key is not a string.
-        ValueError: a key contains "/", or the parts of a QuantizedArray do not fit each other.
+        ValueError: two arrays would have the same name, because keys contain "/"; or the parts of a QuantizedArray do
+            not fit each other.
 
     Example:
         >>> import os, tempfile, jax.numpy as jnp, jaxquant as jq
@@ -93,7 +94,10 @@ def _describe_node(node: object, place: str, names: tuple[str, ...], arrays: dic
         arrays: the arrays so far.
     """
     if names and isinstance(node, jax.Array | np.ndarray | np.generic):
-        arrays["/".join(names)] = node
+        # {"a/b": x, "a": {"b": y}}
+        name = "/".join(names)
+        checks.require(name not in arrays, _SAVE, place, 'a name of its own, with the keys joined by "/"', repr(name))
+        arrays[name] = node
         return None
     if names and node is None:
         return {"none": None}
@@ -107,7 +111,6 @@ def _describe_node(node: object, place: str, names: tuple[str, ...], arrays: dic
         # Check all keys before the leaves, so that the error names the outermost fault.
         if not isinstance(key, str):
             checks.refuse_type(_SAVE, place, "keys that are strings", repr(key))
-        checks.require("/" not in key, _SAVE, place, 'keys without "/"', repr(key))
     is_sequence = type(node) in (list, tuple)
     parts = {
         key: _describe_node(child, f"{place}[{key if is_sequence else repr(key)}]", (*names, key), arrays)
@@ -145,7 +148,8 @@ def _is_plain(structure: dict[str, Any] | None, is_root: bool = False) -> bool:
     if structure is None:
         return True
     (kind, parts) = next(iter(structure.items()))
-    return kind == "dict" and (bool(parts) or is_root) and all(map(_is_plain, parts.values()))
+    has_children = kind == "dict" and (bool(parts) or is_root)
+    return has_children and not any("/" in key for key in parts) and all(map(_is_plain, parts.values()))
 
 
 def load_safetensors(path: str | os.PathLike[str], like: Any = None) -> Any:
@@ -224,7 +228,7 @@ def _build_node(place: str, structure: Any, names: tuple[str, ...], left: dict[s
     if kind in ("list", "tuple") and isinstance(parts, list):
         children = [_build_node(place, part, (*names, str(i)), left) for i, part in enumerate(parts)]
         return children if kind == "list" else tuple(children)
-    is_dict = kind in ("dict", "node") and isinstance(parts, dict) and not any("/" in key for key in parts)
+    is_dict = kind in ("dict", "node") and isinstance(parts, dict)
     expected = "null, or an object with a kind of node (dict, node, list, tuple, number, none)"
     checks.require(is_dict, _LOAD, place, expected, f"something else for {'/'.join(names)!r}")
     assert isinstance(parts, dict)

@@ -5,7 +5,8 @@
     python -m jaxquant.onnx export package.module:function model.onnx --inputs x.npz
     python -m jaxquant.onnx verify package.module:function model.onnx --inputs x.npz
 
-The function takes the arrays of the file in their order. It is imported, so its module is executed.
+The function takes the arrays of the file in their order, after those of `--params package.module:name`, such as a
+prepared function and its `QuantizedTree`. Both are imported, so their modules are executed.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import os
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from .._core import checks, dtypes
+from ..transform import Prepared
 from . import Limits, ModelError, export, load, save, verify
 from .model_size import count_bytes
 
@@ -64,21 +66,30 @@ def run_model(arguments: argparse.Namespace) -> None:
         write_arrays(arguments.outputs, results)
 
 
-def import_function(place: str) -> Callable[..., Any]:
-    """Return a function by its place, such as "package.module:function"; raise ModelError if there is none."""
+def import_name(argument: str, place: str) -> Any:
+    """Return what is at a place such as "package.module:name"; raise ModelError if there is nothing."""
     module, colon, name = place.partition(":")
     if not (module and colon and name) or module.startswith("."):
-        raise ModelError(f"function: expected package.module:function, got {place!r}")
+        raise ModelError(f"{argument}: expected package.module:name, got {place!r}")
     sys.path.insert(0, os.getcwd())  # as `python -m` does for the module that it runs
     try:
-        function = getattr(importlib.import_module(module), name)
+        return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ModelError(f"function: expected a function that can be imported, got {place!r}: {error}") from error
+        raise ModelError(f"{argument}: expected a name that can be imported, got {place!r}: {error}") from error
     finally:
         sys.path.pop(0)
-    if not callable(function):
+
+
+def import_call(arguments: argparse.Namespace) -> tuple[Any, list[Any], list[np.ndarray]]:
+    """Return the function that a command names, its parameters in a list, if it has any, and its inputs."""
+    place = arguments.function_place
+    function: Any = import_name("function", place)
+    if not callable(function) and not isinstance(function, Prepared):
         raise ModelError(f"function: expected a function, got {place!r}, of type {type(function).__name__}")
-    return function
+    params = [] if arguments.params is None else [import_name("--params", arguments.params)]
+    inputs = [*read_arrays(arguments.inputs).values()]
+    check_arguments(function, place, params, inputs)
+    return function, params, inputs
 
 
 def read_arrays(path: str) -> dict[str, np.ndarray]:
@@ -110,34 +121,34 @@ def write_arrays(path: str, arrays: Mapping[str, np.ndarray]) -> None:
                 np.lib.format.write_array(stream, array, allow_pickle=False)
 
 
-def check_arguments(function: Callable[..., Any], place: str, inputs: Sequence[np.ndarray]) -> None:
+def check_arguments(function: Any, place: str, params: Sequence[Any], inputs: Sequence[np.ndarray]) -> None:
     """Raise ModelError if a function does not take as many arguments as there are arrays."""
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function.function if isinstance(function, Prepared) else function)
     except (TypeError, ValueError):  # not every function tells its parameters
         return
     try:
-        signature.bind(*inputs)
+        signature.bind(*params, *inputs)
     except TypeError as error:
         raise ModelError(f"{place} does not take the {len(inputs)} arrays of the file: {error}") from error
 
 
 def export_function(arguments: argparse.Namespace) -> None:
     """Write a function as a model."""
-    function, inputs = import_function(arguments.function_place), [*read_arrays(arguments.inputs).values()]
-    check_arguments(function, arguments.function_place, inputs)
+    function, params, inputs = import_call(arguments)
     options = {name: getattr(arguments, name) for name in ("form", "opset", "scan", "batch", "weights")}
-    model = export(function, inputs, **options)
+    write: Any = export  # whose overloads tell the two numbers of arguments apart
+    model = write(function, *params, inputs, **options)
     save(model, arguments.model)
     print(f"{arguments.model}: {len(model.graph.node)} nodes, {count_bytes(model):,} bytes")
 
 
 def verify_model(arguments: argparse.Namespace) -> None:
     """Compare a model with the function that it was exported from; raise ModelError if they differ."""
-    function, inputs = import_function(arguments.function_place), [*read_arrays(arguments.inputs).values()]
-    check_arguments(function, arguments.function_place, inputs)
+    function, params, inputs = import_call(arguments)
     with name_file(arguments.model):
-        report = verify(arguments.model, function, [tuple(inputs)], level=arguments.level)
+        compare: Any = verify  # as `export`
+        report = compare(arguments.model, function, *params, [tuple(inputs)], level=arguments.level)
     print(report)
     if not report.is_exact:
         raise ModelError("the model and the function differ")
@@ -164,7 +175,8 @@ def make_parser() -> argparse.ArgumentParser:
     for command in (write, compare):
         command.add_argument("function_place", metavar="function", help="package.module:function")
         command.add_argument("model", help="the model's file")
-        command.add_argument("--inputs", required=True, help="an .npz file with the arguments, in their order")
+        command.add_argument("--params", metavar="NAME", help="package.module:name of the function's first argument")
+        command.add_argument("--inputs", required=True, help="an .npz file with the other arguments, in their order")
     write.add_argument("--form", default="operators", help="operators or qdq (default %(default)s)")
     write.add_argument("--opset", type=int, default=21, help="the version of ONNX's operators (default %(default)s)")
     write.add_argument("--scan", default="auto", help="auto, unroll or loop (default %(default)s)")

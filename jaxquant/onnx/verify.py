@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from onnx import ModelProto, TensorProto, helper
 
 from .._core import checks, dtypes
 from .._program.jaxpr import Body
+from ..transform import Prepared
 from .errors import ModelError
 from .export import model as exports
 from .export import program, values
@@ -23,6 +24,7 @@ from .saturation import SaturatingProduct, list_saturating_products, read_model,
 from .session import LEVELS, open_session, probe_saturation
 
 _NAME = "onnx.verify"
+Model = ModelProto | str | os.PathLike[str]
 _ENTRIES = (exports.POINTS, exports.SCANS)
 
 
@@ -123,12 +125,24 @@ class Report:
         return [text, *names, remedy]
 
 
+@overload
 def verify(
-    model: ModelProto | str | os.PathLike[str],
-    function: Callable[..., Any],
-    batches: Sequence[Any],
-    *,
-    params: Any = None,
+    model: Model, function: Callable[..., Any], batches: Iterable[Any], /, *, level: str = ..., tolerance: float = ...
+) -> Report: ...
+
+
+@overload
+def verify(
+    model: Model, function: Callable[..., Any] | Prepared, params: Any, batches: Iterable[Any], /, *,
+    level: str = ..., tolerance: float = ...,
+) -> Report: ...  # fmt: skip
+
+
+def verify(
+    model: Model,
+    function: Callable[..., Any] | Prepared,
+    /,
+    *arguments: Any,
     level: str = "all",
     tolerance: float = 1e-5,
 ) -> Report:
@@ -144,9 +158,9 @@ def verify(
     Args:
         model: what `export` returned, or the name of a file.
         function: the function that was exported.
-        batches: tuples of arguments of the function; a single array counts as a tuple of one. Each may have the shape
-            that the model accepts.
-        params: the pytree that was passed to `export`, or None.
+        *arguments: params, unless the function has none: the pytree that was passed to `export`. Then batches, a list
+            of tuples of the other arguments; a single array counts as a tuple of one. Each may have the shape that the
+            model accepts.
         level: ONNX Runtime's level of optimization: "disabled", "basic", "extended" or "all".
         tolerance: the largest difference of floats that counts as none, in units of the largest magnitude if that is
             above 1. The default is for float32; two libraries differ by 1e-3 in float16, and by 1e-2 in bfloat16.
@@ -173,6 +187,7 @@ def verify(
     Source: `onnxruntime.InferenceSession`.
     """
     checks.check_option(_NAME, "level", level, tuple(LEVELS))
+    call, params, batches = exports.read_call(_NAME, function, arguments, "batches")
     model = read_model(_NAME, model)
     entries = _read_entries(model)
     is_exported = exports.POINTS in entries
@@ -189,9 +204,9 @@ def verify(
     totals: dict[int, list[Any]] = {}
     outputs = [info.name for info in model.graph.output]
     for batch in batches:
-        arguments = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-        feeds = _make_feeds(model, arguments)
-        codes, results = _compute(function, arguments, params, rolled)
+        inputs = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+        feeds = _make_feeds(model, inputs)
+        codes, results = _compute(call, inputs, params, rolled)
         holds = len(codes) == len(points) and len(results) == len(outputs)
         expected = f"{len(points)} quantize points and {len(outputs)} outputs, as the model has"
         checks.require(holds, _NAME, "function", expected, f"{len(codes)} and {len(results)}")
@@ -330,10 +345,10 @@ def _turn_last(loop: Any) -> None:
 
 
 def _compute(
-    function: Callable[..., Any], arguments: Sequence[Any], params: Any, rolled: Sequence[bool]
+    function: Callable[..., Any], inputs: Sequence[Any], params: tuple[Any, ...], rolled: Sequence[bool]
 ) -> tuple[list[Any], list[Any]]:  # fmt: skip
     """Return the codes of the function's quantize points, and the leaves of its result."""
-    leaves, structure = jax.tree.flatten(list(arguments))
+    leaves, structure = jax.tree.flatten(list(inputs))
     traced = program.trace_call(function, params, structure, exports.make_specs(leaves, None))
     trace = traced.trace
 

@@ -17,8 +17,8 @@ from .._program.jaxpr import Address, Body, Equation
 from .._program.replacing import Records, ReplacingInterpreter
 from .._program.sites import Site
 from ..calibration import loop
-from ..transform import Prepared
-from ..transform.session import InspectMode, Session, TracedCall, find_programs
+from ..transform import Prepared, QuantizedTree
+from ..transform.session import InspectMode, Ranges, Session, TracedCall, find_programs
 from . import _grid, inputs, neighbors
 from ._grid import Axis, make_layout
 from .collect import MOMENTS, Statistics, finalize_moments, has_statistics, make_mode, make_states
@@ -36,7 +36,7 @@ _MEASURE = "the mean squared error of the outputs, with round-to-nearest and wit
 
 def apply(
     prepared: Prepared, params: Any, data: Statistics | Iterable[Any] | None, method: Method, *,
-    match_floats: bool = False, gradients: Mapping[str, jax.Array] | None = None,
+    ranges: Ranges | None = None, match_floats: bool = False, gradients: Mapping[str, jax.Array] | None = None,
     state: Mapping[str, QuantizedArray] | None = None,
     on_layer: Callable[[dict[str, QuantizedArray]], None] | None = None, progress: bool | None = None,
     **arguments: Any,
@@ -82,6 +82,7 @@ def apply(
         params: its parameters, in floats.
         data: batches, as for `Prepared.calibrate`, or statistics, or None.
         method: `ptq.GPTQ(...)`, `ptq.AdaRound(...)`, `ptq.HQQ(...)` or `ptq.Nearest(...)`.
+        ranges: the ranges of the static activations, as for `Prepared.convert`. None or {} if there are none.
         match_floats: with batches, whether the outputs of a layer shall be those of the float function. The batches go
             through the float function, too, which takes twice the time and the memory of the values.
         gradients: second moments of gradients by path, as `collect_gradients` returns them. Weights that it has not are
@@ -92,7 +93,7 @@ def apply(
         **arguments: with batches, keyword arguments of every call, such as `train=False`.
 
     Returns:
-        The parameters with codes, as `Prepared.convert` returns them, and notes: a row for each of these weights.
+        A `QuantizedTree`, as `Prepared.convert` returns it, and notes: a row for each of the weights.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -109,8 +110,8 @@ def apply(
         >>> params = {"first": jax.random.normal(keys[0], (16, 8)), "second": jax.random.normal(keys[1], (8, 4))}
         >>> x = jax.random.normal(keys[2], (64, 16))
         >>> prepared = jq.prepare(apply, params, x, rules=[jq.Rule(weight=jq.Weight("int4"))])
-        >>> qparams, notes = ptq.apply(prepared, params, [x], ptq.GPTQ())
-        >>> str(qparams["first"].codes.dtype), [note.after < note.before for note in notes]
+        >>> q, notes = ptq.apply(prepared, params, [x], ptq.GPTQ())
+        >>> str(q.params["first"].codes.dtype), [note.after < note.before for note in notes]
         ('int4', [True, True])
 
     Source: Frantar et al., arXiv 2210.17323, section 4 and the setup of section 5, for the order of the layers; Li et
@@ -125,7 +126,7 @@ def apply(
     checks.require(can_match, _NAME, "data", "batches, with match_floats=True", _describe_data(data))
     has_data = data is not None or not _needs_data(method)
     checks.require(has_data, _NAME, "data", f"batches or statistics for {method}", "None")
-    signature = session.parameters
+    records, signature = session.read_new_ranges(ranges), session.parameters
     arrays, notes = list(signature.arrays), {}
     known, slopes = _read_state(prepared, state), _read_gradients(prepared, gradients)
     bar = loop.Bar("quantizing", len(prepared.leaves), progress)
@@ -156,7 +157,7 @@ def apply(
     finally:
         bar.stop()
     rows = tuple(notes[leaf] for leaf in prepared.leaves)
-    return Outcome(signature.rebuild(arrays), Notes(rows, _MEASURE))
+    return Outcome(QuantizedTree(signature.rebuild(arrays), records), Notes(rows, _MEASURE))
 
 
 def _read_state(prepared: Prepared, state: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from .._program import jaxpr
 from .._program.replacing import Records
 from .._program.sites import Site
 from ..calibration import loop
-from ..transform import Prepared
+from ..transform import Prepared, QuantizedTree
 from ..transform.session import (
     ProgramPlan,
     Session,
@@ -56,8 +56,8 @@ class _Target(NamedTuple):
 
 
 def correct_bias(
-    prepared: Prepared, params: Any, qparams: Any, data: Statistics | Iterable[Any], *, batch: Any = None,
-    ranges: Any = None, **arguments: Any,
+    prepared: Prepared, params: Any, q: QuantizedTree, data: Statistics | Iterable[Any], *, batch: Any = None,
+    **arguments: Any,
 ) -> Outcome:  # fmt: skip
     """Add the mean error of each output of a quantized contraction to its bias.
 
@@ -74,14 +74,13 @@ def correct_bias(
     Args:
         prepared: the prepared function.
         params: its parameters, in floats.
-        qparams: its converted parameters, as `Prepared.convert` or `apply` returns them.
+        q: its converted parameters and ranges, as `Prepared.convert` or `apply` returns them.
         data: statistics of its inputs, from `collect`, or batches, as for `Prepared.calibrate`.
         batch: with statistics, one batch; only its shapes matter.
-        ranges: with batches, the ranges of the static activations. None if there are none.
         **arguments: keyword arguments of every call.
 
     Returns:
-        The converted parameters with new biases, and notes: a row for each quantized weight, with the reason if its
+        A `QuantizedTree` with new biases, and notes: a row for each quantized weight, with the reason if its
         contraction has no bias, or has several uses.
 
     Raises:
@@ -97,17 +96,17 @@ def correct_bias(
         >>> params = {"kernel": jnp.array([[7.0], [0.4]]), "bias": jnp.zeros(1)}
         >>> x = jnp.array([[1.0, 3.0], [2.0, 1.0]])
         >>> prepared = jq.prepare(apply, params, x, rules=[jq.Rule(weight=jq.Weight("int4"))])
-        >>> stats, qparams = ptq.collect(prepared, params, [x]), prepared.convert(params)
-        >>> corrected, notes = ptq.correct_bias(prepared, params, qparams, stats, batch=x)
-        >>> corrected["bias"]  # 0.4 was rounded to 0, and the mean of its input is 2
+        >>> stats, q = ptq.collect(prepared, params, [x]), prepared.convert(params)
+        >>> corrected, notes = ptq.correct_bias(prepared, params, q, stats, batch=x)
+        >>> corrected.params["bias"]  # 0.4 was rounded to 0, and the mean of its input is 2
         Array([0.8], dtype=float32)
-        >>> float(ptq.correct_bias(prepared, params, qparams, [x]).params["bias"][0]).__round__(4)
+        >>> float(ptq.correct_bias(prepared, params, q, [x]).tree.params["bias"][0]).__round__(4)
         0.8
 
     Source: Nagel et al., arXiv 1906.04721, section 4.2, equation 15, and appendix D for the measured mean.
     """
     session = Session(_NAME, prepared, params)
-    signature, codes = session.parameters, session.read_converted(qparams)
+    signature, codes = session.parameters, session.read_converted(q)
     is_analytic = isinstance(data, Statistics)
     checks.require(
         is_analytic == (batch is not None), _NAME, "batch", "a batch with statistics, and none with batches",
@@ -119,14 +118,15 @@ def correct_bias(
     if is_analytic:
         arrays = _correct_by_statistics(prepared, signature, codes, data, targets, notes)
     else:
-        records = session.read_ranges(ranges)
+        records = session.read_ranges(q.ranges)
         others = [Signature(arguments) for arguments in calls]
         for other in find_programs(others):
             again = session.trace(*other.rebuild(other.arrays))
             _check_targets(targets, _match_targets(prepared, again, codes)[0])
         measure = _make_measure(session, targets, records, others)
         arrays = _correct_by_batches(prepared, call, targets, notes, list(codes.arrays), measure)
-    return Outcome(codes.rebuild(arrays), Notes(tuple(notes[leaf] for leaf in prepared.leaves), _MEASURE))
+    tree = q.replace(params=codes.rebuild(arrays))
+    return Outcome(tree, Notes(tuple(notes[leaf] for leaf in prepared.leaves), _MEASURE))
 
 
 def _read_calls(name: str, batches: Iterable[Any], arguments: dict[str, Any]) -> list[tuple[Any, Any]]:

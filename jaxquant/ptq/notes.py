@@ -69,9 +69,9 @@ class Outcome(NamedTuple):
     """The result of a pass.
 
     Attributes:
-        params: the parameters, a tree of the same structure.
+        tree: a `QuantizedTree` for `Prepared.apply`; from passes that change floats, the parameters.
         notes: what the pass did with each parameter, and what it left and why.
     """
 
-    params: Any
+    tree: Any
     notes: Notes

@@ -24,7 +24,7 @@ from .._core import checks, dtypes, granularity, small_floats
 from .._training.estimators import StraightThrough
 from .._training.fake_quantize import fake_quantize
 from ..calibration import loop
-from ..transform import Prepared
+from ..transform import Prepared, QuantizedTree
 from ..transform.session import Session, Signature, is_quantized
 from . import inputs
 from ._grid import MatrixLayout, make_layout
@@ -50,13 +50,13 @@ class _Choice(NamedTuple):
 
 
 def tune(
-    prepared: Prepared, params: Any, qparams: Any, batches: Iterable[Any], *, held_out: Iterable[Any] | None = None,
+    prepared: Prepared, params: Any, q: QuantizedTree, batches: Iterable[Any], *, held_out: Iterable[Any] | None = None,
     rounds: int = 8, rate: float = 1e-3, codes: bool = False, code_rate: float = 0.01, progress: bool | None = None,
     **arguments: Any,
 ) -> Outcome:  # fmt: skip
     """Learn the scales of the codes and the parameters in floats, with the results of the float function as the target.
 
-    minimize sum (f(params, x) - f(qparams, x))^2 over the batches x. The codes do not change, unless `codes` is True.
+    minimize sum (f(params, x) - f(q.params, x))^2 over the batches x. The codes do not change, unless `codes` is True.
 
     The other passes look at one contraction at a time. This one looks at the results, so that a later layer can make
     up for an error of an earlier one. It changes few numbers: a scale for each output, for example, biases, and the
@@ -85,7 +85,7 @@ def tune(
     Args:
         prepared: the prepared function. It returns arrays of floats, and can be differentiated.
         params: its parameters, in floats.
-        qparams: its converted parameters, as `Prepared.convert` or `apply` returns them.
+        q: its converted parameters, as `Prepared.convert` or `apply` returns them.
         batches: as for `Prepared.calibrate`. The results of all of them are kept in memory.
         held_out: batches like the others, from which nothing is learned. The error is measured on them, after each
             round. None measures it on `batches`, before the first round and after the last.
@@ -100,7 +100,7 @@ def tune(
         **arguments: keyword arguments of every call.
 
     Returns:
-        The converted parameters with the same codes, or with those that were learned, and notes: a row for each
+        A `QuantizedTree` with the same codes and ranges, or with those that were learned, and notes: a row for each
         parameter that is an array of floats or codes, which says how many codes have changed. If the error of the
         results does not become smaller, the parameters are unchanged, and the notes say so. With `held_out`, the errors
         before and after are measured on these batches.
@@ -118,12 +118,14 @@ def tune(
         >>> params = {"first": jax.random.normal(keys[0], (16, 8)), "second": jax.random.normal(keys[1], (8, 4))}
         >>> x = jax.random.normal(keys[2], (64, 16))
         >>> prepared = jq.prepare(apply, params, x, rules=[jq.Rule(weight=jq.Weight("int4"))])
-        >>> qparams = prepared.convert(params)
-        >>> tuned, notes = ptq.tune(prepared, params, qparams, [x], rounds=50)
-        >>> bool((tuned["first"].codes == qparams["first"].codes).all()), notes["first"].after < notes["first"].before
-        (True, True)
-        >>> learned = ptq.tune(prepared, params, qparams, [x], rounds=50, codes=True, code_rate=0.3)
-        >>> bool((learned.params["first"].codes == qparams["first"].codes).all())
+        >>> q = prepared.convert(params)
+        >>> tuned, notes = ptq.tune(prepared, params, q, [x], rounds=50)
+        >>> bool((tuned.params["first"].codes == q.params["first"].codes).all())
+        True
+        >>> notes["first"].after < notes["first"].before
+        True
+        >>> learned = ptq.tune(prepared, params, q, [x], rounds=50, codes=True, code_rate=0.3)
+        >>> bool((learned.tree.params["first"].codes == q.params["first"].codes).all())
         False
         >>> learned.notes["first"].after < 0.7 * notes["first"].after
         True
@@ -144,7 +146,7 @@ def tune(
     checks.check_flag(_NAME, "codes", codes)
     checks.check_real(_NAME, "code_rate", code_rate)
     checks.require(code_rate > 0, _NAME, "code_rate", "a positive number", code_rate)
-    signature, converted = session.parameters, session.read_converted(qparams)
+    signature, converted = session.parameters, session.read_converted(q)
     run_function = make_function(session, arguments)
     calls = _read_calls(signature, run_function, "batches", batches, arguments)
     others = None if held_out is None else _read_calls(signature, run_function, "held_out", held_out, arguments)
@@ -167,7 +169,7 @@ def tune(
             arrays[leaf], action = _change_parameter(arrays[leaf], variables, leaf, specs)
             note = Note(note.path, action, choice.reason, *errors)
         notes += [] if choice.reason == _NO_FLOATS else [note]
-    return Outcome(converted.rebuild(arrays), Notes(tuple(notes), _MEASURE))
+    return Outcome(q.replace(params=converted.rebuild(arrays)), Notes(tuple(notes), _MEASURE))
 
 
 def _read_calls(

@@ -21,7 +21,7 @@ from .._program import jaxpr
 from .._program.replacing import Records
 from .._program.sites import Site
 from ..calibration import loop
-from ..transform import Prepared
+from ..transform import Prepared, QuantizedTree
 from ..transform.session import (
     ProgramPlan,
     Session,
@@ -99,9 +99,7 @@ def _count_saturated(x: jax.Array, q: QuantizedArray, scale: jax.Array) -> dict[
     return {"saturated": jnp.sum(is_beyond, dtype=jnp.float32), "elements": jnp.float32(x.size)}
 
 
-def compare(
-    prepared: Prepared, params: Any, qparams: Any, batches: Iterable[Any], *, ranges: Any = None, **arguments: Any
-) -> Report:
+def compare(prepared: Prepared, params: Any, q: QuantizedTree, batches: Iterable[Any], **arguments: Any) -> Report:
     """Measure the error that each contraction of a prepared function gets from its codes.
 
     SQNR = 10 log10(sum x^2 / sum (x - x_q)^2), in decibels
@@ -113,9 +111,8 @@ def compare(
     Args:
         prepared: the prepared function.
         params: its parameters, in floats.
-        qparams: its converted parameters, as `Prepared.convert` or a pass of `jaxquant.ptq` returns them.
+        q: its converted parameters and ranges, as `Prepared.convert` or a pass of `jaxquant.ptq` returns them.
         batches: batches, as for `Prepared.calibrate`.
-        ranges: the ranges of the static activations. None if there are none.
         **arguments: keyword arguments of every call.
 
     Returns:
@@ -142,11 +139,11 @@ def compare(
     Source: Widrow and Kollar, Quantization Noise (Cambridge University Press, 2008), for the ratio.
     """
     session = Session(_NAME, prepared, params)
-    signature, codes, records = session.parameters, session.read_converted(qparams), session.read_ranges(ranges)
+    signature, codes, records = session.parameters, session.read_converted(q), session.read_ranges(q.ranges)
     calls = loop.read_batches(_NAME, batches, arguments)
     others = [Signature((args, {**kwargs, **arguments})) for args, kwargs in calls]
     measured, activations = _measure_calls(session, codes, records, others)
-    result = _measure_result(prepared, params, qparams, ranges, others)
+    result = _measure_result(prepared, params, q, others)
     weights = _count_weights(prepared, signature, codes)
     rows = tuple(_make_row(prepared, row, measured.get(row.name, {}), signature, codes) for row in prepared.coverage)
     histograms = {
@@ -246,10 +243,10 @@ def _make_records(call: TracedCall, ranges: Any, edges: Mapping[str, jax.Array])
     return records
 
 
-def _measure_result(prepared: Prepared, params: Any, qparams: Any, ranges: Any, others: Sequence[Signature]) -> float:
+def _measure_result(prepared: Prepared, params: Any, q: QuantizedTree, others: Sequence[Signature]) -> float:
     """Return the ratio of the result of the function, in decibels."""
     totals, is_empty = np.zeros(2), True
-    floats, codes = Signature(params), Signature(qparams)
+    floats, codes = Signature(params), Signature(q.params)
 
     @jax.jit
     def run_results(
@@ -257,7 +254,7 @@ def _measure_result(prepared: Prepared, params: Any, qparams: Any, ranges: Any, 
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         positional, named = other.rebuild(other.arrays)
         expected = prepared.function(floats.rebuild(arrays), *positional, **named)
-        actual = prepared.apply(codes.rebuild(quantized), ranges, *positional, **named)
+        actual = prepared.apply(q.replace(params=codes.rebuild(quantized)), *positional, **named)
         pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True)
         results = [(x, y) for x, y in pairs if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
         sums = [list(_sum_squares(x, y, "x").values()) for x, y in results]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._arrays.quantized_array import QuantizedArray
+from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._program import analysis, jaxpr, views
 from ._plan import LeafPlan, ProgramPlan, make_plan, plan_regions
@@ -243,8 +244,9 @@ class TracedCall:
 
 
 def trace_call(
-    function: TracedFunctions, rules: Sequence[Rule], params: Any, args: Any, kwargs: Any, planned: Set[int]
-) -> TracedCall:
+    function: TracedFunctions, rules: Sequence[Rule], params: Any, args: Any, kwargs: Any, planned: Set[int],
+    given: Mapping[int, QuantSpec],
+) -> TracedCall:  # fmt: skip
     """Trace, analyze and plan a call.
 
     Args:
@@ -255,6 +257,7 @@ def trace_call(
         kwargs: its keyword arguments.
         planned: the places of the parameters that stand for floats if they are quantized. Other quantized arrays are
             passed to the function as they are.
+        given: of these, the specs of those whose codes are there before anything is planned.
 
     Raises:
         ContractTypeError: the function cannot be traced.
@@ -281,7 +284,7 @@ def trace_call(
     origins = _find_origins(described, parameters.names, len(trace.program.invars))
     known = analysis.analyze_program(trace, origins, parameters.names)
     shapes = [tuple(getattr(x, "shape", ())) for x in described]
-    plan = make_plan(known, rules, parameters.names, shapes)
+    plan = make_plan(known, rules, parameters.names, shapes, given)
     plan = plan_regions(plan, trace, known, _find_places(described))
     # Also calls without a contraction, if codes go through them.
     known = dataclasses.replace(known, entered=known.entered | plan.regions.entered)

@@ -20,7 +20,7 @@ from ..calibration import Range
 from ._plan import LeafPlan
 from ._ranges import StaticRange, StaticRanges
 
-_NAME = "Prepared.learned"
+_NAME = "Prepared.trainable"
 ScaleEstimator = LSQ | LSQPlus | PACT
 
 
@@ -132,6 +132,8 @@ def read_part(function: str, argument: str, name: str, record: Any, entry: Stati
     # A checkpoint that was loaded without a target has a dict for a named tuple.
     if isinstance(part, Mapping) and set(part) == {"lo", "hi"}:
         part = Range(part["lo"], part["hi"])
+    if isinstance(part, Mapping) and set(part) == {"scale", "zero_point"}:
+        return LearnedScale(part["scale"], part["zero_point"])
     expected = f"{{{entry.place!r}: Range(lo, hi)}} at {name}"
     # The state of a calibrator is a named tuple, too.
     holds = (isinstance(part, Range) or type(part) is tuple) and len(part) == 2

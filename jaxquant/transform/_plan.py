@@ -6,6 +6,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._core.dtypes import CONTRACTED as INTEGER_DTYPES
@@ -69,7 +71,8 @@ class LeafPlan(NamedTuple):
         shape: the shape of the parameter.
         fold: how the parameter is multiplied before it is quantized, or None.
         weight: the Weight of the rule that the spec comes from.
-        conflict: the Weights that the rules of its uses name, as text, if they differ; or "".
+        conflict: the Weights that the rules of its uses name, as text, if they differ; or that the parameter had codes
+            already; or "".
     """
 
     spec: QuantSpec
@@ -107,7 +110,10 @@ def describe_site(site: Site, names: Sequence[str]) -> SiteView:
     )
 
 
-def make_plan(analysis: Analysis, rules: Sequence[Rule], names: Sequence[str], shapes: Sequence[Any]) -> ProgramPlan:
+def make_plan(
+    analysis: Analysis, rules: Sequence[Rule], names: Sequence[str], shapes: Sequence[Any],
+    given: Mapping[int, QuantSpec],
+) -> ProgramPlan:  # fmt: skip
     """Return the plan for a program.
 
     Args:
@@ -115,6 +121,7 @@ def make_plan(analysis: Analysis, rules: Sequence[Rule], names: Sequence[str], s
         rules: the rules, of which the first one that matches applies.
         names: the path of each parameter.
         shapes: the shape of each parameter.
+        given: the specs of the parameters that have codes already, by their place.
 
     Raises:
         ContractValueError: two rules give one parameter different Weights, none of which all of its uses can take.
@@ -124,10 +131,10 @@ def make_plan(analysis: Analysis, rules: Sequence[Rule], names: Sequence[str], s
         view = describe_site(site, names)
         chosen[site.name] = next((rule for rule in rules if rule.matches(view)), None)
     wanted = [site for site in analysis.sites.values() if _is_replaceable(site, chosen[site.name])]
-    leaves = _plan_leaves(wanted, chosen, names, shapes)
+    leaves = _plan_leaves(wanted, chosen, names, shapes, given)
     records = _plan_records(analysis.sites.values(), chosen, names)
     sites = {
-        site.name: _plan_site(site, chosen[site.name], leaves, names, *records[site.name])
+        site.name: _plan_site(site, chosen[site.name], leaves, names, *records[site.name], given)
         for site in analysis.sites.values()
     }
     used = {id(rule) for rule in chosen.values()}
@@ -139,8 +146,9 @@ def _is_replaceable(site: Site, rule: Rule | None) -> bool:
 
 
 def _plan_leaves(
-    sites: Sequence[Site], chosen: dict[str, Rule | None], names: Sequence[str], shapes: Sequence[Any]
-) -> dict[int, LeafPlan]:
+    sites: Sequence[Site], chosen: dict[str, Rule | None], names: Sequence[str], shapes: Sequence[Any],
+    given: Mapping[int, QuantSpec],
+) -> dict[int, LeafPlan]:  # fmt: skip
     """Return how each parameter is quantized, so that all of its uses can contract it."""
     uses: dict[int, list[Site]] = {}
     contracted: dict[int, set[int]] = {}
@@ -156,6 +164,10 @@ def _plan_leaves(
             orders.setdefault(view.leaf, []).append(_find_stored_axes(site, view, rule))
     plans = {}
     for leaf, places in uses.items():
+        if leaf in given:
+            text = f"the codes of {names[leaf]} are those that it had"
+            plans[leaf] = LeafPlan(given[leaf], (), tuple(shapes[leaf]), conflict=text)
+            continue
         rules = [chosen[site.name] for site in places]
         pairs = [(site, rule) for site, rule in zip(places, rules, strict=True) if rule is not None]
         weight, conflict = _choose_weight(pairs, names[leaf], contracted[leaf], shapes[leaf])
@@ -281,7 +293,7 @@ def _plan_records(
 
 def _plan_site(
     site: Site, rule: Rule | None, leaves: dict[int, LeafPlan], names: Sequence[str], record: str,
-    layers: tuple[Address, ...],
+    layers: tuple[Address, ...], given: Mapping[int, QuantSpec],
 ) -> SitePlan:  # fmt: skip
     is_kept = rule is None or rule.keep is not None
     if rule is None or is_kept or site.reason:
@@ -297,10 +309,28 @@ def _plan_site(
                 spec = _make_activation_spec(site, place, rule.activation)
                 activations.append(OperandPlan(place, spec, rule.activation.calibrator))
     output = None
-    if rule.output is not None and rule.output.calibrator is not None and site.operation != "take":
+    # A result in codes has the factors of what follows it in the weights, which given codes cannot take.
+    is_free = not any(view.leaf in given for view in site.views)
+    if rule.output is not None and rule.output.calibrator is not None and site.operation != "take" and is_free:
         output = OutputPlan(rule.output.make_spec(), rule.output.calibrator)
     conflicts = dict.fromkeys(leaves[view.leaf].conflict for view in site.views if leaves[view.leaf].conflict)
     return SitePlan(True, weight, tuple(activations), record, layers, "; ".join(conflicts), True, output)
+
+
+def can_contract_given(site: Site, rule: Rule | None, leaf: int, spec: QuantSpec) -> bool:
+    """Return whether a rule can have a contraction run on the codes that a parameter had already."""
+    if rule is None or rule.keep is not None or site.reason:
+        return False
+    if site.operation == "take":
+        return True
+    if rule.activation is not None and spec.dtype not in INTEGER_DTYPES:
+        return False
+    summed = {axis for view in site.views if view.leaf == leaf for axis in view.list_axes(site.contracted)}
+    granularity = spec.granularity
+    if isinstance(granularity, Blocked):
+        return site.operation == "dot_general" and granularity.axis in summed
+    # A scale that varies along an axis that is summed cannot be taken out of the sum.
+    return not (isinstance(granularity, PerAxis) and summed.intersection(np.atleast_1d(granularity.axis).tolist()))
 
 
 def plan_regions(

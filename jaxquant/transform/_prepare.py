@@ -7,12 +7,15 @@ from typing import Any
 
 import jax
 
+from .._arrays.quantized_array import QuantizedArray
 from .._arrays.scale_from_range import find_block_size
+from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
+from .._core.granularity import Blocked, PerAxis, PerTensor
 from .._program.sites import Site
 from . import _coverage, _ranges
-from ._calls import Signature, TracedCall, TracedFunctions, trace_call
-from ._plan import describe_site
+from ._calls import Signature, TracedCall, TracedFunctions, is_quantized, trace_call
+from ._plan import can_contract_given, describe_site
 from ._prepared import Prepared
 from .rules import Rule
 
@@ -37,8 +40,10 @@ def prepare(
 
     Args:
         function: a function of the parameters and of other arguments, such as a Linen module's `apply`.
-        params: the parameters: a pytree of arrays, or an NNX module. `jax.ShapeDtypeStruct` may stand for an array. If
-            it has quantized arrays, the function gets them as they are.
+        params: the parameters: a pytree of arrays, or an NNX module. `jax.ShapeDtypeStruct` may stand for an array.
+            Quantized arrays, as of a checkpoint that was loaded, count as floats where the function contracts them as
+            it contracts floats: the contraction then runs on their codes, and the row of the coverage says so. A
+            function that reads the codes itself gets such an array as it is.
         *args: the other arguments. Arrays and Python floats are traced; ints, bools, strings and other objects are
             static.
         rules: Static. What to do with each contraction; the first rule that matches applies. `jq.recipes` has ready
@@ -65,8 +70,8 @@ def prepare(
         >>> prepared = jq.prepare(apply, params, x, rules=jq.recipes.w8a8_dynamic())
         >>> prepared
         Prepared(<lambda>: 2 integer)
-        >>> qparams = prepared.convert(params)
-        >>> prepared.apply(qparams, None, x).round(2)
+        >>> q = prepared.convert(params)
+        >>> prepared.apply(q, x).round(2)
         Array([[4., 4.]], dtype=float32)
 
     Source: Jacob et al., arXiv 1712.05877, section 2, for contractions of codes; Bradbury et al., "JAX: composable
@@ -75,11 +80,12 @@ def prepare(
     checks.require_type(callable(function), _NAME, "function", "a function", checks.describe_value(function))
     rules = _read_rules(rules)
     checks.check_flag(_NAME, "strict", strict)
-    # No parameter is planned yet, so that the function itself reads all codes among the parameters.
     traced = TracedFunctions(function)
-    call = trace_call(traced, rules, params, args, kwargs, frozenset())
+    given = _match_given(traced, rules, params, args, kwargs)
+    # No other parameter is planned yet, so that the function itself reads all other codes among the parameters.
+    call = trace_call(traced, rules, params, args, kwargs, given.keys(), given)
     names = call.parameters.names
-    has_floats = any(getattr(x, "dtype", None) in dtypes.FLOATS for x in call.parameters.arrays)
+    has_floats = bool(given) or any(getattr(x, "dtype", None) in dtypes.FLOATS for x in call.parameters.arrays)
     dtype_names = [
         f"{name} of {getattr(x, 'dtype', type(x).__name__)}"
         for name, x in zip(names, call.parameters.arrays, strict=True)
@@ -93,8 +99,9 @@ def prepare(
         _coverage.check_strict(_NAME, coverage)
     ranges = _ranges.list_ranges(call.analysis, call.plan)
     prepared = Prepared(
-        function, rules, bool(strict), names, call.plan.leaves, coverage, ranges, call.plan.regions, traced
-    )
+        function, rules, bool(strict), names, call.plan.leaves, frozenset(given), coverage, ranges, call.plan.regions,
+        traced,
+    )  # fmt: skip
     _check_specs(prepared, params, args, kwargs)
     return prepared
 
@@ -105,6 +112,38 @@ def _read_rules(rules: Any) -> tuple[Rule, ...]:
     expected = "a sequence of Rules, such as jq.recipes.w8a8_dynamic()"
     checks.require_type(holds, _NAME, "rules", expected, checks.describe_value(rules))
     return tuple(rules)
+
+
+def _match_given(
+    traced: TracedFunctions, rules: Sequence[Rule], params: Any, args: Any, kwargs: Any
+) -> dict[int, QuantSpec]:
+    """Return the specs of the quantized parameters that a function contracts as it contracts floats, by their place."""
+    specs = {place: _read_spec(x) for place, x in enumerate(Signature(params).arrays) if is_quantized(x)}
+    if not specs:
+        return {}
+    try:
+        call = trace_call(traced, rules, params, args, kwargs, specs.keys(), specs)
+    except Exception:  # of the function, which does not take floats here
+        return {}
+    views = [(site, describe_site(site, call.parameters.names)) for site in call.analysis.sites.values()]
+    chosen = [(site, next((rule for rule in rules if rule.matches(view)), None)) for site, view in views]
+    uses = {place: [(site, rule) for site, rule in chosen if place in site.leaves] for place in specs}
+    return {
+        place: specs[place]
+        for place, sites in uses.items()
+        if sites and all(can_contract_given(site, rule, place, specs[place]) for site, rule in sites)
+    }
+
+
+def _read_spec(q: QuantizedArray) -> QuantSpec:
+    """Return the spec of codes, as their shapes tell it."""
+    scaled = tuple(axis for axis, length in enumerate(q.scale.shape) if length != 1)
+    granularity: Any = PerAxis(scaled) if scaled else PerTensor()
+    if q.block_size is not None:
+        cut = [axis for axis, length in enumerate(q.scale.shape) if length != q.shape[axis]]
+        blocked = [axis for axis in cut if q.scale.shape[axis] == -(-q.shape[axis] // q.block_size)]
+        granularity = Blocked((blocked or cut or [q.ndim - 1])[-1], q.block_size)
+    return QuantSpec(q.codebook or q.codes.dtype, granularity, symmetric=q.zero_point is None, narrow_range=False)
 
 
 def _refuse_unmatched(rule: Rule, call: TracedCall) -> None:
@@ -136,6 +175,6 @@ def _check_specs(prepared: Prepared, params: Any, args: Any, kwargs: Any) -> Non
     def apply_abstractly(arrays: Any, rest: Any) -> Any:
         positional, named = others.rebuild(rest)
         ranges = prepared.finalize(prepared.init())
-        return prepared.apply(prepared.convert(signature.rebuild(arrays)), ranges, *positional, **named)
+        return prepared.apply(prepared.convert(signature.rebuild(arrays), ranges), *positional, **named)
 
     jax.eval_shape(apply_abstractly, signature.arrays, others.arrays)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +13,8 @@ import jax
 from .._core import checks
 from .._program import jaxpr
 from .._program.replacing import Mode, ReplacingInterpreter
-from .._training.estimators import LSQ, StraightThrough
-from ..calibration import loop
+from .._training.estimators import StraightThrough
+from ..calibration import Range, loop
 from ..calibration.calibrator import is_finite_state
 from . import _coverage, _modes, _ranges
 from ._calls import Signature, TracedCall, TracedFunctions, check_leaves, check_names, is_quantized, trace_call
@@ -22,7 +23,11 @@ from ._modes import make_larger_twin, make_weight_twin, quantize_weight, quantiz
 from ._plan import LeafPlan
 from ._regions.folding import check_biases, enlarge_scales
 from ._regions.rounding_points import Regions
+from ._trees import FixedRanges, QuantizedTree, Ranges, TrainableTree
 from .rules import Rule
+
+# What a tree of fixed ranges has in place of learned scales.
+_NONE_LEARNED = LearnedScales({}, {}, StraightThrough())
 
 
 # Compared by identity, and so hashable in spite of its dicts: it can be a static argument of `jax.jit`.
@@ -30,8 +35,9 @@ from .rules import Rule
 class Prepared:
     """A function whose contractions are planned to run on codes; made by `prepare`.
 
-    All methods take the function's own arguments: the parameters, then whatever else it takes. They interpret its
-    program in each call, so wrap them in `jax.jit` where they are called often. Arguments that are not arrays are
+    All methods take the function's own arguments: the parameters, for which `apply` takes a `QuantizedTree` and
+    `fake_apply` a `TrainableTree`, then whatever else the function takes. They interpret its program in each call, so
+    wrap them in `jax.jit` where they are called often. Arguments that are not arrays are
     static, as in `prepare`. As by `jax.jit`, the function is traced once for arguments of the same structure, shapes
     and dtypes. It is traced in each call if an argument cannot be hashed, or if it closes over tracers.
 
@@ -41,6 +47,7 @@ class Prepared:
         strict: whether a contraction that a rule wants on codes may stay in floats.
         names: the path of each array among the parameters.
         leaves: for each parameter that is quantized, by its place in `names`: its spec.
+        given: the places of those that had codes already when `prepare` saw them.
         coverage: what becomes of each contraction at the arguments of `prepare`.
         regions: what stays in codes between contractions, for the use of this class.
         static_ranges: the activations whose range calibration finds, by name.
@@ -52,6 +59,7 @@ class Prepared:
     strict: bool
     names: tuple[str, ...]
     leaves: Mapping[int, LeafPlan]
+    given: frozenset[int]
     coverage: _coverage.Coverage
     static_ranges: _ranges.StaticRanges
     regions: Regions
@@ -69,14 +77,14 @@ class Prepared:
         """Return the coverage at other arguments.
 
         Args:
-            params: the parameters of the function, in floats or converted.
+            params: the parameters of the function, in floats, or a `QuantizedTree`.
             *args: its other arguments. Nothing is computed, so arrays may be `jax.ShapeDtypeStruct`.
             **kwargs: its keyword arguments.
 
         Raises:
             ValueError: the parameters have other paths than those of `prepare`.
         """
-        call = self._trace("check", params, args, kwargs)
+        call = self._trace("check", params.params if isinstance(params, QuantizedTree) else params, args, kwargs)
         return _coverage.make_coverage(call.analysis, call.plan, self.names)
 
     # Static ranges.
@@ -91,7 +99,8 @@ class Prepared:
         call = self._trace("observe", params, args, kwargs)
         self._check_floats("observe", call.parameters)
         self._check_records("observe", "state", call, state)
-        return self._interpret(_modes.ObserveMode(call.plan), call, call.parameters.arrays, state)[1]
+        arrays = [x.dequantize() if place in self.given else x for place, x in enumerate(call.parameters.arrays)]
+        return self._interpret(_modes.ObserveMode(call.plan), call, arrays, state)[1]
 
     def merge(self, a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
         """Return the states that have seen the data of both."""
@@ -146,6 +155,7 @@ class Prepared:
             ValueError: there is no batch, a batch is not finite, an activation has seen no data, or the file was
                 written for another function or other parameters.
         """
+        _refuse_trees("Prepared.calibrate", params)
         signature = Signature(params)
         check_names("Prepared.calibrate", self.names, signature.names)
         if not self.static_ranges:
@@ -175,56 +185,61 @@ class Prepared:
 
     # Parameters.
 
-    def convert(self, params: Any, scales: Any = None, *, delete: bool = False) -> Any:
-        """Return the parameters with a `QuantizedArray` in place of each weight that the rules quantize.
+    def convert(self, params: Any, ranges: Ranges | None = None, *, delete: bool = False) -> QuantizedTree:
+        """Return the parameters, with a `QuantizedArray` for each weight that the rules quantize, and the ranges.
 
-        On a CPU, weights of many shapes share a few compiled programs.
+        A bias that becomes int32, as in integer-only networks, must fit together with the products that it is added to.
+        Where it does not, as in a feature whose weights are tiny, the scale of that feature's weights is enlarged until
+        it does. On a CPU, weights of many shapes share a few compiled programs.
 
         Args:
-            params: the parameters of the function, in floats.
-            scales: scales that were trained, as `learned` returns them, or ranges. Integer-only networks should pass
-                one of them: a bias that becomes int32 must fit together with the products that it is added to. Where it
-                does not, as in a feature whose weights are tiny, the scale of that feature's weights is enlarged until
-                it does. Without ranges this is unknown: then `apply` raises an error, or, if its arguments are traced,
-                lets the bias saturate.
+            params: the parameters of the function, in floats; or a `TrainableTree`, with its ranges or scales. Those
+                that had codes in `prepare` keep them.
+            ranges: the ranges of the static activations, as `calibrate` returns them. None or {} if there are none, and
+                with a `TrainableTree`.
             delete: whether to delete the float array of each weight after it was quantized. The memory then holds the
                 floats and one array of codes at most, and on a CPU a padded copy of one weight with up to 4 million
-                elements. Of integer-only networks with ranges, the floats are deleted at the end. These arrays of
-                `params` cannot be used any more. An array that `params` holds under another path without codes, too, is
-                kept.
+                elements. Of integer-only networks, the floats are deleted at the end. These arrays of `params` cannot
+                be used any more. An array that `params` holds under another path without codes, too, is kept.
 
         Returns:
-            The same tree, with codes.
+            One tree, to save and to pass to `apply`.
 
         Raises:
-            TypeError: delete is not True or False, or scales are none.
-            ValueError: the parameters have other paths or shapes than those of `prepare`, or are quantized already;
-                delete is True inside of `jax.jit`; the scales belong to other parameters; or a bias has more steps than
-                int32 can hold, and its weights have no scale that could be enlarged.
+            TypeError: delete is not True or False, or ranges are none.
+            ValueError: the rules have static activations, and a range is missing; there are ranges, and no activation
+                is static; the parameters have other paths or shapes than those of `prepare`, or are quantized already;
+                delete is True inside of `jax.jit`; or a bias has more steps than int32 can hold, and its weights have
+                no scale that could be enlarged.
         """
         checks.check_flag("Prepared.convert", "delete", delete)
+        if isinstance(params, TrainableTree):
+            expected = "None with a TrainableTree, which holds the ranges"
+            checks.require(ranges is None, "Prepared.convert", "ranges", expected, _describe_tree(ranges))
+            records, learned = self._read_scales("convert", params.scales)
+            params = params.params
+        else:
+            records, learned = self._read_ranges("convert", ranges), _NONE_LEARNED
         signature = self._read_parameters("convert", params)
         can_delete = not (delete and any(checks.is_traced(x) for x in signature.arrays))
         expected = "False inside of jax.jit, where no array can be deleted"
         checks.require(can_delete, "Prepared.convert", "delete", expected, delete)
-        learned = self._read_learned("convert", scales).weights
         originals, converted = signature.arrays, list(signature.arrays)
         # The floats are read again where a bias needs a larger scale.
-        has_biases, unused = scales is not None and bool(self.regions.points), []
-        for place, plan in self.leaves.items():
+        has_biases, unused = bool(self.regions.points), []
+        for place, plan in self._list_floats().items():
             name, w = self.names[place], converted[place]
             with checks.prefix_errors(name), checks.name_errors("Prepared.convert"):
                 folded = plan.multiply(w, signature.arrays)
                 # Otherwise all weights are queued before the first float array can be deleted, and the memory holds all
                 # of them.
-                converted[place] = jax.block_until_ready(quantize_weight(folded, plan, learned.get(name)))
+                converted[place] = jax.block_until_ready(quantize_weight(folded, plan, learned.weights.get(name)))
             # An array with a second path is still needed.
             if delete and isinstance(w, jax.Array) and all(w is not x for x in converted):
                 unused.append(w)
                 if not has_biases:
                     unused.pop().delete()
         if has_biases:
-            records = self._read_records("convert", "scales", scales)
             find = _modes.make_finder(self.static_ranges, records)
             with checks.name_errors("Prepared.convert"):
                 for place, scale in enlarge_scales(self.regions, originals, converted, find).items():
@@ -233,86 +248,96 @@ class Prepared:
                 check_biases(self.regions, originals, converted, find)
         for w in unused:
             w.delete()
-        return signature.rebuild(converted)
+        return QuantizedTree(signature.rebuild(converted), records)
 
-    def learned(self, params: Any, ranges: Any = None, *, estimator: ScaleEstimator = LSQ()) -> LearnedScales:
-        """Return scales and zero points that can be trained: those of weights and of static activations.
+    def trainable(
+        self, params: Any, ranges: Ranges | None = None, *, estimator: ScaleEstimator | None = None
+    ) -> TrainableTree:
+        """Return the parameters together with the ranges, which stay as they are, or with scales that are trained.
 
-        The scales of weights start as the estimator's `initial` finds them, the others from the ranges. Dynamic ranges
-        are not trained. `jq.PACT()` trains the scales of activations only.
+        With an estimator, the scales and zero points of weights and of static activations are trained. Those of weights
+        start as the estimator's `initial` finds them, the others from the ranges. Dynamic ranges are not trained.
+        `jq.PACT()` trains the scales of activations only.
 
         Args:
             params: the parameters of the function, in floats.
-            ranges: the ranges of the static activations. None if there are none.
-            estimator: the gradient rule: `jq.LSQ()`, `jq.LSQPlus()` or `jq.PACT()`. With `jq.LSQ()`, a zero point keeps
-                its value.
+            ranges: the ranges of the static activations, as `calibrate` returns them. None or {} if there are none.
+            estimator: the gradient rule of the scales: `jq.LSQ()`, `jq.LSQPlus()` or `jq.PACT()`. With `jq.LSQ()`, a
+                zero point keeps its value. None keeps the ranges.
 
         Returns:
-            A pytree of float32 arrays, for `fake_apply`, `convert` and `apply`, and for an optimizer. Weight decay on
-            it would shrink the ranges.
+            A pytree, for `fake_apply`, `convert` and an optimizer. Fixed ranges are no leaves of it, so that no
+            optimizer moves them. Learned scales are float32; weight decay on them would shrink the ranges.
 
         Raises:
-            TypeError: estimator is not one of these rules.
-            ValueError: with the name of the weight or contraction in front: there is no range; a spec has scales that
-                are powers of two; or the estimator keeps the zero point at 0 and the values are not all positive.
+            TypeError: estimator is not one of these rules, or ranges are none.
+            ValueError: as for `convert`; or, with the name of the weight or contraction in front, a spec has scales
+                that are powers of two, or the estimator keeps the zero point at 0 and the values are not all positive.
         """
-        signature = self._read_parameters("learned", params)
+        records = self._read_ranges("trainable", ranges)
+        signature = self._read_parameters("trainable", params)
+        if estimator is None:
+            return TrainableTree(params, FixedRanges(records))
         parameters = {
             self.names[place]: (plan.multiply(signature.arrays[place], signature.arrays), plan)
-            for place, plan in self.leaves.items()
+            for place, plan in self._list_floats().items()
         }
-        records = self._read_records("learned", "ranges", ranges)
-        with checks.name_errors("Prepared.learned"):
-            return make_scales(parameters, self.static_ranges, records, estimator)
+        with checks.name_errors("Prepared.trainable"):
+            return TrainableTree(params, make_scales(parameters, self.static_ranges, records, estimator))
 
     # Calls.
 
-    def apply(self, params: Any, ranges: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def apply(self, q: QuantizedTree, /, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the function, with contractions of codes.
 
         Args:
-            params: the converted parameters.
-            ranges: the ranges of the static activations, or the scales that were trained. None or {} if there are none.
+            q: the converted parameters and the ranges.
             *args: the other arguments of the function.
             **kwargs: its keyword arguments.
 
         Raises:
-            TypeError: the result is differentiated, and activations are quantized.
+            TypeError: q is no `QuantizedTree`; or the result is differentiated, and activations are quantized.
             ValueError: the parameters were not converted or have other paths; a range is missing; or the rules quantize
                 a weight in another way at these arguments than at those of `prepare`.
         """
-        records = self._read_records("apply", "ranges", ranges)
-        call = self._trace("apply", params, args, kwargs)
+        q = read_quantized("Prepared.apply", q)
+        records = self._read_records("apply", "q.ranges", q.ranges)
+        with self._explain_arguments("apply", "q", args):
+            call = self._trace("apply", q.params, args, kwargs)
         self._check_converted(call)
-        self._check_records("apply", "ranges", call, records)
+        self._check_records("apply", "q.ranges", call, records)
         mode = _modes.IntegerMode(call.plan, call.bind_statics())
         with checks.name_errors("Prepared.apply"):
             return self._interpret(mode, call, call.parameters.arrays, records)[0]
 
-    def fake_apply(self, params: Any, scales: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def fake_apply(self, t: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Return the result of `apply` on the converted parameters, bit for bit, with a gradient for training.
 
         The gradient is that of the contractions of floats which the codes stand for; roundings have the gradient of
         `jq.StraightThrough()`, or that of the estimator of trained scales.
 
         Args:
-            params: the parameters, in floats.
-            scales: the ranges of the static activations, or scales to be trained. None or {} if there are none.
+            t: a `TrainableTree`; or the parameters alone, in floats, if no activation has a static range.
             *args: the other arguments of the function.
             **kwargs: its keyword arguments.
 
         Raises:
+            TypeError: t has no ranges, and activations are static.
             ValueError: as for `apply`; the parameters must be floats.
         """
-        records = self._read_records("fake_apply", "scales", scales)
-        learned = self._read_learned("fake_apply", scales)
-        call = self._trace("fake_apply", params, args, kwargs)
+        params, records, learned = self._read_trainable(t)
+        with self._explain_arguments("fake_apply", "t", args):
+            call = self._trace("fake_apply", params, args, kwargs)
         self._check_floats("fake_apply", call.parameters)
-        self._check_records("fake_apply", "scales", call, records)
+        self._check_records("fake_apply", "t.scales", call, records)
         mode = _modes.TrainMode(call.plan, call.bind_statics(), learned.estimator)
         arrays, parameters = call.parameters.arrays, list(call.parameters.arrays)
         for place, plan in self.leaves.items():
             name = self.names[place]
+            if place in self.given:
+                codes = jax.lax.stop_gradient(arrays[place])
+                parameters[place] = _modes.Twin(codes.dequantize(), codes)
+                continue
             with checks.prefix_errors(name), checks.name_errors("Prepared.fake_apply"):
                 w = plan.multiply(arrays[place], arrays)
                 parameters[place] = make_weight_twin(w, plan, learned.weights.get(name), learned.estimator)
@@ -324,6 +349,21 @@ class Prepared:
                 part, codes = learned.weights.get(name), parameters[place].codes
                 parameters[place] = make_larger_twin(w, plan, part, learned.estimator, codes, scale)
             return self._interpret(mode, call, parameters, records)[0]
+
+    @contextlib.contextmanager
+    def _explain_arguments(self, method: str, tree: str, args: Sequence[Any]) -> Iterator[None]:
+        """Say in the errors of a call that there is no argument for ranges, if the first argument looks like ranges."""
+        first = args[0] if args else ...
+        advice = f"{tree} holds the ranges, and the function's own arguments follow it: prepared.{method}({tree}, x)"
+        expected = f"the arguments of the function, because {advice}"
+        got = "ranges or scales in front of them"
+        checks.require(not _holds_ranges(first), f"Prepared.{method}", "args", expected, got)
+        try:
+            yield
+        except Exception as error:  # the function's own, for an argument that it does not have
+            if first is None or (isinstance(first, Mapping) and not first):
+                error.add_note(f"jaxquant.Prepared.{method}: {advice}; here {first} is in front of them.")
+            raise
 
     def _find_larger_scales(
         self, arrays: Sequence[Any], parameters: Sequence[Any], records: Any
@@ -344,11 +384,13 @@ class Prepared:
 
     def _trace(self, method: str, params: Any, args: Any, kwargs: Any) -> TracedCall:
         function = f"Prepared.{method}"
+        _refuse_trees(function, params)
         # Before the function is traced, which may read a path that is missing, or contract a wrong shape.
         signature = Signature(params)
         check_names(function, self.names, signature.names)
         self._check_shapes(function, signature)
-        call = trace_call(self.traced, self.rules, params, args, kwargs, self.leaves.keys())
+        given = {place: self.leaves[place].spec for place in self.given}
+        call = trace_call(self.traced, self.rules, params, args, kwargs, self.leaves.keys(), given)
         if self.strict:
             _coverage.check_strict(function, _coverage.make_coverage(call.analysis, call.plan, self.names))
         check_leaves(function, self.names, self.leaves, call.plan.leaves)
@@ -356,26 +398,44 @@ class Prepared:
 
     def _read_parameters(self, method: str, params: Any) -> Signature:
         """Return the parameters, which must have the paths and the shapes that `prepare` saw, in floats."""
+        _refuse_trees(f"Prepared.{method}", params)
         signature = Signature(params)
         check_names(f"Prepared.{method}", self.names, signature.names)
         self._check_floats(method, signature)
         self._check_shapes(f"Prepared.{method}", signature)
         return signature
 
-    def _read_learned(self, method: str, scales: Any) -> LearnedScales:
-        """Return scales that were trained, or none if there are only ranges."""
-        function = f"Prepared.{method}"
-        expected = "scales as learned returns them, ranges or None"
-        holds = scales is None or isinstance(scales, LearnedScales | Mapping)
-        checks.require_type(holds, function, "scales", expected, checks.describe_value(scales))
+    def _read_trainable(self, t: Any) -> tuple[Any, Mapping[str, Any], LearnedScales]:
+        """Return the parameters, the ranges or scales of the activations, and the scales that are trained."""
+        if isinstance(t, TrainableTree):
+            return t.params, *self._read_scales("fake_apply", t.scales)
+        names = ", ".join(list(self.static_ranges)[:4])
+        expected = f"prepared.trainable(params, ranges), because the ranges of {names} are static"
+        is_plain = not isinstance(t, QuantizedTree)
+        checks.require_type(
+            is_plain and not names, "Prepared.fake_apply", "t", expected if names else "parameters in floats",
+            _describe_tree(t) if is_plain else "a QuantizedTree, as for apply",
+        )  # fmt: skip
+        return t, {}, _NONE_LEARNED
+
+    def _read_scales(self, method: str, scales: Any) -> tuple[Mapping[str, Any], LearnedScales]:
+        """Return the ranges or scales of the activations, and the scales that are trained, of a `TrainableTree`."""
+        function, argument = f"Prepared.{method}", "t.scales"
+        expected = "the scales of the tree that trainable returned"
+        holds = isinstance(scales, LearnedScales | FixedRanges)
+        checks.require_type(holds, function, argument, expected, checks.describe_value(scales))
         if not isinstance(scales, LearnedScales):
-            return LearnedScales({}, {}, StraightThrough())
+            return self._read_records(method, argument, scales), _NONE_LEARNED
         # PACT trains no scales of weights.
-        names = {self.names[place] for place in self.leaves}
+        names = {self.names[place] for place in self._list_floats()}
         differing = sorted(names ^ set(scales.weights)) if scales.weights else []
         expected = "scales of the weights of this prepared function"
-        checks.require(not differing, function, "scales", expected, f"others at {', '.join(differing[:4])}")
-        return scales
+        checks.require(not differing, function, argument, expected, f"others at {', '.join(differing[:4])}")
+        return self._read_records(method, argument, scales.activations), scales
+
+    def _list_floats(self) -> dict[int, LeafPlan]:
+        """Return the plans of the parameters that are floats until they are converted."""
+        return {place: plan for place, plan in self.leaves.items() if place not in self.given}
 
     def _check_shapes(self, function: str, parameters: Signature) -> None:
         for place, plan in self.leaves.items():
@@ -385,9 +445,12 @@ class Prepared:
 
     def _check_floats(self, method: str, parameters: Signature) -> None:
         for place in self.leaves:
-            is_float = not is_quantized(parameters.arrays[place])
-            expected = f"floats at {self.names[place]}"
-            checks.require(is_float, f"Prepared.{method}", "params", expected, "a quantized array, as for apply")
+            has_codes, name = is_quantized(parameters.arrays[place]), self.names[place]
+            if place in self.given:
+                checks.require(has_codes, f"Prepared.{method}", "params", f"a quantized array at {name}", "floats")
+                continue
+            got = "a quantized array, as for apply"
+            checks.require(not has_codes, f"Prepared.{method}", "params", f"floats at {name}", got)
 
     def _check_converted(self, call: TracedCall) -> None:
         for place, plan in self.leaves.items():
@@ -395,19 +458,24 @@ class Prepared:
             expected = f"a quantized array at {name}, as convert returns it"
             got = "floats" if not is_quantized(x) else f"{x.codes.dtype} codes for {plan.spec}"
             holds = is_quantized(x) and x.codes.dtype == plan.spec.carrier and x.codebook == plan.spec.codebook
-            checks.require(holds, "Prepared.apply", "params", expected, got)
+            checks.require(holds, "Prepared.apply", "q.params", expected, got)
 
-    def _read_records(self, method: str, argument: str, value: Any) -> Mapping[str, Any]:
+    def _read_ranges(self, method: str, ranges: Any) -> Mapping[str, Any]:
+        """Return the ranges that the user passes: none if no activation is static."""
+        got = f"those of {', '.join(map(str, list(ranges)[:4]))}" if isinstance(ranges, Mapping) else str(type(ranges))
+        expected = "None, because no activation has a static range"
+        checks.require(bool(self.static_ranges) or not ranges, f"Prepared.{method}", "ranges", expected, got)
+        return self._read_records(method, "ranges", {} if ranges is None else ranges)
+
+    def _read_records(self, method: str, argument: str, records: Any) -> Mapping[str, Any]:
         """Return the ranges or scales of the activations by name."""
-        records = value.activations if isinstance(value, LearnedScales) else {} if value is None else value
-        expected = "ranges as calibrate returns them, scales as learned returns them, or None"
-        got = checks.describe_value(value)
-        checks.require_type(isinstance(records, Mapping), f"Prepared.{method}", argument, expected, got)
-        missing = sorted(set(self.static_ranges) - set(records))
-        expected = f"a range for each of the {len(self.static_ranges)} static activations, as calibrate returns them"
-        got = f"none for {', '.join(missing[:4])}"
-        checks.require(not missing, f"Prepared.{method}", argument, expected, got)
         function = f"Prepared.{method}"
+        expected, got = "ranges as Prepared.calibrate returns them", checks.describe_value(records)
+        checks.require_type(isinstance(records, Mapping), function, argument, expected, got)
+        missing = sorted(set(self.static_ranges) - set(records))
+        expected = f"a range for each of the {len(self.static_ranges)} static activations, as Prepared.calibrate "
+        expected += "returns them"
+        checks.require(not missing, function, argument, expected, f"none for {', '.join(missing[:4])}")
         return {
             name: {entry.place: read_part(function, argument, name, records[name], entry) for entry in entries}
             for name, entries in self.static_ranges.items()
@@ -424,3 +492,38 @@ class Prepared:
             lengths, planned = (part[0].lengths for part in (entries, self.static_ranges[name]))
             expected = f"scans of lengths {planned} around {name}, as in prepare"
             checks.require(lengths == planned, f"Prepared.{method}", "args", expected, lengths)
+
+
+def read_quantized(function: str, q: Any) -> QuantizedTree:
+    """Return the tree that `apply` and what belongs to it take; raise unless it is a `QuantizedTree`."""
+    expected = "a QuantizedTree, as Prepared.convert(params, ranges) returns it"
+    # A file that was loaded without a target holds a dict.
+    if isinstance(q, Mapping) and set(q) == {"params", "ranges"}:
+        expected += ", or QuantizedTree(**tree) of a loaded tree"
+    got = "a TrainableTree, as for fake_apply" if isinstance(q, TrainableTree) else _describe_tree(q)
+    checks.require_type(isinstance(q, QuantizedTree), function, "q", expected, got)
+    assert isinstance(q, QuantizedTree)
+    return q
+
+
+def _describe_tree(tree: Any) -> str:
+    """Return what a tree is, without its arrays."""
+    is_leaf = jax.tree_util.all_leaves([tree]) or tree is None
+    return str(checks.describe_value(tree)) if is_leaf else f"a {type(tree).__name__}"
+
+
+def _holds_ranges(value: Any) -> bool:
+    """Return whether a value is ranges or scales, which are no argument of a function."""
+    if isinstance(value, LearnedScales | FixedRanges):
+        return True
+    places = list(value.values()) if isinstance(value, Mapping) else []
+    records = [record for place in places if isinstance(place, Mapping) for record in place.values()]
+    return bool(records) and all(isinstance(record, Range) for record in records)
+
+
+def _refuse_trees(function: str, params: Any) -> None:
+    """Raise if the parameters are in a tree of this module."""
+    is_plain = not isinstance(params, TrainableTree | QuantizedTree)
+    expected = "the parameters of the function, in floats"
+    expected += ", such as t.params" if isinstance(params, TrainableTree) else ""
+    checks.require_type(is_plain, function, "params", expected, f"a {type(params).__name__}")

@@ -116,7 +116,7 @@ def onnx_runtime(calibrator: Factory = minmax, *, reduce_range: bool = True) -> 
         >>> prepared.coverage.outputs
         '3 of 3 contractions give codes; in codes: add'
         >>> ranges = prepared.calibrate(params, [x])
-        >>> prepared.apply(prepared.convert(params), ranges, x).round(1)
+        >>> prepared.apply(prepared.convert(params, ranges), x).round(1)
         Array([[14., 14.]], dtype=float32)
 
     Source: Jacob et al., arXiv 1712.05877, section 2; ONNX Runtime's QLinearConv, QGemm and QLinearAdd.

@@ -18,13 +18,15 @@ from . import _operations as operations
 from ._calls import Signature, TracedCall, check_names, find_programs, is_quantized
 from ._modes import TrainMode, Twin, find_scale
 from ._plan import LeafPlan, OperandPlan, ProgramPlan, describe_site
-from ._prepared import Prepared
+from ._prepared import Prepared, read_quantized
+from ._trees import QuantizedTree, Ranges
 
 __all__ = [
     "InspectMode",
     "LeafPlan",
     "OperandPlan",
     "ProgramPlan",
+    "Ranges",
     "Session",
     "Signature",
     "TracedCall",
@@ -34,6 +36,7 @@ __all__ = [
     "find_programs",
     "is_quantized",
     "match_ranges",
+    "read_quantized",
 ]
 
 # A function of a contraction, its operands and the records: it returns the result and the updated records.
@@ -80,22 +83,27 @@ class Session:
         """How each parameter that the rules quantize is quantized, by its place in `names`."""
         return self.prepared.leaves
 
-    def read_converted(self, qparams: Any) -> Signature:
+    def read_converted(self, q: QuantizedTree) -> Signature:
         """Return converted parameters, which must have the paths and the shapes that `prepare` saw."""
-        converted = Signature(qparams)
-        check_names(self.function, self.names, converted.names, "qparams")
+        converted = Signature(read_quantized(self.function, q).params)
+        check_names(self.function, self.names, converted.names, "q.params")
         for leaf, plan in self.leaves.items():
-            path, q = self.names[leaf], converted.arrays[leaf]
-            expected, got = f"a quantized array at {path}", type(q).__name__
-            checks.require_type(is_quantized(q), self.function, "qparams", expected, got)
+            path, w = self.names[leaf], converted.arrays[leaf]
+            expected, got = f"a quantized array at {path}", type(w).__name__
+            checks.require_type(is_quantized(w), self.function, "q.params", expected, got)
             expected = f"the shape {plan.shape} at {path}, as in prepare"
-            checks.require(q.shape == plan.shape, self.function, "qparams", expected, q.shape)
+            checks.require(w.shape == plan.shape, self.function, "q.params", expected, w.shape)
         return converted
 
     def read_ranges(self, ranges: Any) -> Mapping[str, Any]:
-        """Return the ranges of the static activations by the name of the contraction and the place of the operand."""
+        """Return the ranges in a `QuantizedTree`, by the name of the contraction and the place of the operand."""
         with checks.name_errors(self.function):
-            return self.prepared._read_records("apply", "ranges", ranges)
+            return self.prepared._read_records("apply", "q.ranges", ranges)
+
+    def read_new_ranges(self, ranges: Any) -> Mapping[str, Any]:
+        """Return the ranges that a user passes for a new `QuantizedTree`: None if no activation has a static range."""
+        with checks.name_errors(self.function):
+            return self.prepared._read_ranges("convert", ranges)
 
     def trace(self, args: Any, kwargs: Any, arrays: Sequence[Any] | None = None) -> TracedCall:
         """Return the program of a call, analyzed and planned.
@@ -135,6 +143,9 @@ def check_prepared(function: str, prepared: Any) -> None:
     A contraction that returns codes has the factors of a batch normalization in its weights, and a bias of integers.
     """
     checks.require_type(isinstance(prepared, Prepared), function, "prepared", "a Prepared", type(prepared).__name__)
+    names = [prepared.names[place] for place in sorted(prepared.given)]
+    expected = "a function whose parameters were floats in prepare"
+    checks.require(not names, function, "prepared", expected, f"codes at {', '.join(names[:4])}")
     names = [row.name for row in prepared.coverage.rows if row.output is not None]
     expected = "rules without `output`, such as those of jq.recipes.w8a8_static()"
     got = f"codes as the result of {', '.join(names[:4])}"

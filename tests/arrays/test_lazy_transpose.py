@@ -242,8 +242,8 @@ def test_prepared_functions_move_no_table(rules: str, rng: np.random.Generator) 
     def compile_network(head: Callable[[Any, Any], Any]) -> tuple[Program, QuantizedArray]:
         network = lambda params, tokens: head(params["table"][tokens], params["table"])  # noqa: E731
         prepared = jq.prepare(network, {"table": table}, tokens, rules=getattr(jq.recipes, rules)())
-        params = prepared.convert({"table": table})
-        return Program(prepared.apply, params, None, tokens), params["table"]
+        q = prepared.convert({"table": table})
+        return Program(prepared.apply, q, tokens), q.params["table"]
 
     along_last, q = compile_network(lambda x, w: jnp.einsum("bd,vd->bv", x, w))
     for turn in turns:

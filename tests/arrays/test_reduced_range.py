@@ -103,8 +103,9 @@ def test_recipes_make_weights_that_cannot_saturate_and_the_coverage_says_so(name
     assert len(rows) == (0 if reduce_range else 2)
     assert ("can saturate in ONNX Runtime on x86-64 without VNNI" in str(prepared.coverage)) != reduce_range
     assert {row["can_saturate"] for row in prepared.coverage.to_dict().values()} == {not reduce_range}
-    converted = prepared.convert(params)
-    counts = [int(jq.count_saturating_pairs(q)) for q in converted.values()]
+    ranges = prepared.calibrate(params, [x]) if prepared.static_ranges else {}
+    converted = prepared.convert(params, ranges)
+    counts = [int(jq.count_saturating_pairs(q)) for q in converted.params.values()]
     assert (sum(counts) == 0) == reduce_range
 
 

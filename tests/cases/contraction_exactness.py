@@ -46,7 +46,7 @@ def call(name: str, **attributes: Any) -> Callable[..., Any]:
     """Return jaxquant's operator of a name, with its attributes bound."""
 
     def op(*args: Any) -> Any:
-        function: Any = functools.reduce(getattr, name.split("."), jq)
+        function: Any = functools.reduce(getattr, name.split("."), jq.ops if name in jq.ops.__all__ else jq)
         return function(*args, **attributes)
 
     return op

@@ -33,8 +33,8 @@ def convert_network(name: str, recipe: str) -> tuple[Callable[[Any], Any], Any]:
     if RECIPES[recipe] is None:
         return lambda x: network.apply(network.params, x), x
     prepared = jq.prepare(network.apply, network.params, x, rules=RECIPES[recipe])
-    ranges, params = find_ranges(prepared, network.params, x), jax.jit(prepared.convert)(network.params)
-    return lambda x: prepared.apply(params, ranges, x), x
+    q = jax.jit(prepared.convert)(network.params, find_ranges(prepared, network.params, x))
+    return lambda x: prepared.apply(q, x), x
 
 
 def make_integer_mlp(rng: np.random.Generator, *widths: int) -> Callable[[jax.Array], jax.Array]:

@@ -194,15 +194,15 @@ def test_fsdp_of_a_converted_function(rng: np.random.Generator, recipe: str) -> 
 
     prepared = jq.prepare(apply, params, x, rules=getattr(jq.recipes, recipe)())
     converted = prepared.convert(params)
-    cut, whole = place(converted, mesh, lambda n: 0), NamedSharding(mesh, P())
+    cut, whole = place(converted.params, mesh, lambda n: 0), NamedSharding(mesh, P())
     batch = NamedSharding(mesh, P("d"))
 
     def apply_cut(params: Any, x: jax.Array) -> Any:
-        return prepared.apply(jax.lax.with_sharding_constraint(params, whole), {}, x)
+        return prepared.apply(jq.QuantizedTree(jax.lax.with_sharding_constraint(params, whole)), x)
 
     run = jax.jit(apply_cut, out_shardings=batch)
     assert list_gathers(run.lower(cut, jax.device_put(x, batch)).compile()) == {"s8"}
-    actual, expected = run(cut, jax.device_put(x, batch)), jax.jit(prepared.apply)(converted, {}, x)
+    actual, expected = run(cut, jax.device_put(x, batch)), jax.jit(prepared.apply)(converted, x)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -289,10 +289,11 @@ def test_converted_functions_and_convolutions_with_explicit_shardings(rng: np.ra
         placed = jax.device_put(x, NamedSharding(mesh, P("d")))
         for recipe in (jq.recipes.w8a8_dynamic(), jq.recipes.w8a8_static(), jq.recipes.weight_only_int8()):
             prepared = jq.prepare(apply, params, x, rules=recipe)
-            ranges, converted = prepared.calibrate(params, [x]), prepared.convert(params)
-            actual = jax.jit(prepared.apply)(converted, ranges, placed)
+            ranges = prepared.calibrate(params, [x])
+            converted = prepared.convert(params, ranges)
+            actual = jax.jit(prepared.apply)(converted, placed)
             assert actual.sharding.spec[0] == "d"
-            np.testing.assert_allclose(actual, jax.jit(prepared.apply)(converted, ranges, x), rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(actual, jax.jit(prepared.apply)(converted, x), rtol=1e-4, atol=1e-4)
 
 
 def test_collectives_of_arrays_that_stay_explicit(rng: np.random.Generator) -> None:

@@ -170,10 +170,10 @@ def test_activations_of_prepared_networks(rng: np.random.Generator) -> None:
 
     prepared = jq.prepare(apply, params, x, rules=jq.recipes.onnx_runtime())
     assert prepared.coverage.outputs == "4 of 4 contractions give codes; in codes: sigmoid (2), multiply, leaky_relu"
-    ranges, converted = find_ranges(prepared, params, x), jax.jit(prepared.convert)(params)
+    converted = jax.jit(prepared.convert)(params, find_ranges(prepared, params, x))
 
     def serve(x: jax.Array) -> jax.Array:
-        return prepared.apply(converted, ranges, x)
+        return prepared.apply(converted, x)
 
     model = jqonnx.export(serve, [x], batch="N")
     operators = [node.op_type for node in model.graph.node]

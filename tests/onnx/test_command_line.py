@@ -39,13 +39,36 @@ def test_commands(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert main(["inspect", "model.onnx"]) == 0
     assert "MatMulInteger" in capsys.readouterr().out
     for place, text in (
-        ("layer", "expected package.module:function"), ("layers_of_a_test:none", "can be imported"),
+        ("layer", "expected package.module:name"), ("layers_of_a_test:none", "can be imported"),
         ("layers_of_a_test:__name__", "expected a function, got 'layers_of_a_test:__name__', of type str"),
     ):  # fmt: skip
         assert main(["export", place, "model.onnx", *inputs]) == 1
         assert text in capsys.readouterr().err
     assert main(["export", "layers_of_a_test:layer", "model.onnx", *inputs, "--opset", "9"]) == 1
     assert "opset: expected a number from 13 to 25, got 9" in capsys.readouterr().err
+
+
+def test_a_prepared_function(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("prepared_of_a_test.py").write_text(
+        "import jax.numpy as jnp, jaxquant as jq\n"
+        "params, x = {'w': jnp.eye(3)}, jnp.ones((2, 3))\n"
+        "prepared = jq.prepare(lambda params, x: x @ params['w'], params, x, rules=jq.recipes.w8a8_dynamic())\n"
+        "q = prepared.convert(params)\n"
+    )
+    np.savez("x.npz", x=np.ones((2, 3), np.float32))
+    rest = ["model.onnx", "--inputs", "x.npz"]
+    for command in ("export", "verify"):
+        assert main([command, "prepared_of_a_test:prepared", *rest, "--params", "prepared_of_a_test:q"]) == 0
+    for params, text in (
+        ([], "missing a required argument"),
+        (["--params", "prepared_of_a_test:none"], "--params: expected a name that can be imported"),
+        (["--params", "prepared_of_a_test:params"], "q: expected a QuantizedTree"),
+    ):
+        assert main(["export", "prepared_of_a_test:prepared", *rest, *params]) == 1
+        assert text in capsys.readouterr().err
 
 
 def test_files_and_shapes_that_do_not_fit(
@@ -105,7 +128,7 @@ def test_arrays_and_names_that_numpy_does_not_save(
             for name in ("text.npz", "bfloat16.npz")
         ),
         *(([name, place, "model.onnx", "--inputs", "two.npz"], "too many positional") for name in ("export", "verify")),
-        (["export", ".arrays_of_a_test:layer", "model.onnx", "--inputs", "x.npz"], "expected package.module:function"),
+        (["export", ".arrays_of_a_test:layer", "model.onnx", "--inputs", "x.npz"], "expected package.module:name"),
         (["inspect", "."], "expected a regular file, got '.'"),
     )
     for arguments, text in commands:

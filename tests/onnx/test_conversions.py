@@ -96,7 +96,7 @@ def test_casts_of_a_loaded_model_are_not_guarded_again(rng: np.random.Generator)
         loaded, params = jqonnx.load(model)
         for actual, expected in zip(loaded(params, x), function(x), strict=True):
             np.testing.assert_array_equal(actual, expected)
-        model = jqonnx.export(loaded, [x], params=params)
+        model = jqonnx.export(loaded, params, [x])
     assert counts[1] >= counts[2]
 
 
@@ -209,7 +209,7 @@ def test_float8_inputs_and_results_are_verified(rng: np.random.Generator, name: 
     info, dims = onnx.helper.make_tensor_value_info, [x.size]
     graph = onnx.helper.make_graph(nodes, "g", [info("x", 1, dims)], [info("y", kind, dims)])
     loaded, params = jqonnx.load(onnx.helper.make_model(graph, ir_version=10))
-    model = jqonnx.export(loaded, [x], params=params)
+    model = jqonnx.export(loaded, params, [x])
     assert [node.op_type for node in model.graph.node] == ["Cast"]
     assert jqonnx.verify(model, lambda x: loaded(params, x), [x]).is_exact
     narrow = loaded(params, x)

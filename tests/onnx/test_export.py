@@ -242,12 +242,12 @@ def test_names(rng: np.random.Generator) -> None:
         return x @ params["dense"]["kernel"] + params["dense"]["bias"][None], y
 
     x = jnp.ones((2, 3))
-    model = jqonnx.export(apply, [x, x], params=params, output_names=["logits", "copy"], name="net")
+    model = jqonnx.export(apply, params, [x, x], output_names=["logits", "copy"], name="net")
     assert [info.name for info in model.graph.input] == ["x", "y"]
     assert [info.name for info in model.graph.output] == ["logits", "copy"]
     assert {"dense.kernel", "dense.bias"} <= {array.name for array in model.graph.initializer}
     assert model.graph.name == "net"
-    check = jqonnx.verify(model, apply, [(x, x)], params=params)
+    check = jqonnx.verify(model, apply, params, [(x, x)])
     assert check.is_exact
 
 
@@ -283,8 +283,8 @@ def test_wrong_options(options, text: str) -> None:
     ("function", "argument", "text"),
     [
         (lambda x: (), jnp.ones(3), "function: expected a result of one array or more"),
-        (lambda x: x, "text", "example_args: expected arrays of numbers"),
-        (lambda x: x, jax.random.key(0), "example_args: expected arrays of numbers"),
+        (lambda x: x, "text", "inputs: expected arrays of numbers"),
+        (lambda x: x, jax.random.key(0), "inputs: expected arrays of numbers"),
     ],
 )
 def test_functions_and_arguments_that_no_model_has(function, argument, text: str) -> None:

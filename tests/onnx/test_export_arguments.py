@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 
+import jaxquant as jq
 from jaxquant import onnx as jqonnx
 
 from ..cases.onnx_models import run_runtime
@@ -21,9 +23,9 @@ def test_params_of_64_bits_have_the_dtype_that_jax_has_for_them() -> None:
 
     x = jnp.ones((2, 3))
     params = {"scale": np.float64(2.5), "shift": np.array([0.1, 0.2, 0.3]), "steps": np.arange(3)}
-    model = jqonnx.export(apply, [x], params=params)
+    model = jqonnx.export(apply, params, [x])
     onnx.checker.check_model(model, full_check=True)
-    report = jqonnx.verify(model, apply, [x], params=params, tolerance=0)
+    report = jqonnx.verify(model, apply, params, [x], tolerance=0)
     assert report.is_exact, str(report)
 
 
@@ -48,3 +50,64 @@ def test_a_convolution_of_integers_is_refused() -> None:
     kernel = jnp.ones((1, 1, 3), jnp.int32)
     with pytest.raises(ValueError, match="a convolution of integers other than jaxquant's"):
         jqonnx.export(lambda x: jax.lax.conv_general_dilated(x, kernel, (1,), "SAME"), [jnp.ones((1, 1, 5), jnp.int32)])
+
+
+def prepare(recipe: str) -> tuple[jq.Prepared, jq.QuantizedTree, jax.Array]:
+    """Return a prepared function, its tree and its input."""
+
+    def network(params, image: jax.Array, *, gain: float = 1.0) -> jax.Array:
+        return jax.nn.relu(image @ params["layers"]["w"]) @ params["v"] * gain
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {"layers": {"w": jax.random.normal(keys[0], (8, 16))}, "v": jax.random.normal(keys[1], (16, 4))}
+    x = jax.random.normal(keys[2], (5, 8))
+    prepared = jq.prepare(network, params, x, rules=getattr(jq.recipes, recipe)())
+    return prepared, prepared.convert(params, prepared.calibrate(params, [x])), x
+
+
+@pytest.mark.parametrize("recipe", ["w8a8_static", "w8a8_dynamic", "onnx_runtime"])
+def test_a_prepared_function_is_exported_with_its_tree(recipe: str) -> None:
+    prepared, q, x = prepare(recipe)
+    model = jqonnx.export(prepared, q, [x], batch="N", weights="int8")
+    assert [info.name for info in model.graph.input] == ["image"]  # the name in the function's own signature
+    names = {array.name for array in model.graph.initializer}
+    assert {"layers.w.codes", "v.codes"} <= names
+    assert not any(name.startswith("params.") for name in names)
+    report = jqonnx.verify(model, prepared, q, [x, x[:2]])
+    assert report.is_exact, str(report)
+    # The method and a function that closes over the tree are the same program.
+    method = jqonnx.export(prepared.apply, q, [x], batch="N", weights="int8")
+    closure = jqonnx.export(lambda image: prepared.apply(q, image), [x], batch="N", weights="int8")
+    kinds = [[node.op_type for node in m.graph.node] for m in (model, method, closure)]
+    assert kinds[0] == kinds[1] == kinds[2]
+    assert [info.name for info in method.graph.input] == ["image"]
+    # What `load` returns is exported and compared in the same way.
+    fn, params = jqonnx.load(model)
+    again = jqonnx.export(fn, params, [x], batch="N", weights="int8")
+    assert jqonnx.verify(again, fn, params, [x]).is_exact
+
+
+def test_wrong_numbers_of_arguments_are_named() -> None:
+    prepared, q, x = prepare("w8a8_dynamic")
+    model = jqonnx.export(prepared, q, [x], weights="int8")
+    export: Any = jqonnx.export
+    verify: Any = jqonnx.verify
+    for call, text in (
+        (
+            lambda: export(prepared, [x]),
+            r"export: arguments: expected prepared, q, inputs, with q = prepared.convert\(",
+        ),
+        (lambda: export(prepared, q.params, [x]), "export: q: expected a QuantizedTree"),
+        (
+            lambda: export(lambda x: x),
+            "export: arguments: expected function, inputs or function, params, inputs, got 0",
+        ),
+        (lambda: export(lambda x: x, x), "export: inputs: expected a list or a tuple, got an array of"),
+        (lambda: export(lambda p, x: x, [x], {}), "export: inputs: expected a list or a tuple, got"),
+        (lambda: export(3, [x]), "export: function: expected a function, got 3"),
+        (lambda: verify(model, prepared, [x]), "verify: arguments: expected model, prepared, q, batches"),
+        (lambda: verify(model, prepared, q, x), "verify: batches: expected a list or a tuple"),
+        (lambda: verify(model, prepared.apply), "verify: arguments: expected model, function, batches or model, fun"),
+    ):
+        with pytest.raises(TypeError, match=rf"jaxquant\.onnx\.{text}"):
+            call()

@@ -112,7 +112,7 @@ def test_derivatives_and_maps(rng: np.random.Generator) -> None:
 def test_the_operators_are_exported_again(rng: np.random.Generator) -> None:
     x = rng.normal(size=(2, 4, 16)).astype(np.float32)
     fn, params = jqonnx.load(make_model(NODES, ("n", 4, 16), AXES))
-    model = jqonnx.export(fn, [x], params=params, batch="N")
+    model = jqonnx.export(fn, params, [x], batch="N")
     operators = [node.op_type for node in model.graph.node]
     counts = {name: operators.count(name) for name in ("Softmax", "Tanh", "Sigmoid", "ReduceSum", "Exp")}
     assert counts == {"Softmax": 2, "Tanh": 1, "Sigmoid": 1, "ReduceSum": 3, "Exp": 0}

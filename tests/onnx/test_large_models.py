@@ -38,7 +38,7 @@ def make_function(rng: np.random.Generator) -> tuple[Any, dict[str, Any], np.nda
 
 def test_two_files(tmp_path: pathlib.Path, rng: np.random.Generator) -> None:
     function, params, x = make_function(rng)
-    model = jqonnx.export(function, [x], params=params)
+    model = jqonnx.export(function, params, [x])
     path = tmp_path / "model.onnx"
     for _ in range(2):  # a second time, over the files that are there
         jqonnx.save(model, path)
@@ -61,7 +61,7 @@ def test_names_of_files(
     """A suffix chooses no other format, and a folder that is missing is an OSError for files of each size."""
     monkeypatch.setattr(model_size, "LARGEST_MESSAGE", most)
     function, params, x = make_function(rng)
-    model = jqonnx.export(function, [x], params=params)
+    model = jqonnx.export(function, params, [x])
     jqonnx.save(model, tmp_path / "model.json")
     jqonnx.load(tmp_path / "model.json")
     with pytest.raises(FileNotFoundError, match="none"):
@@ -70,7 +70,7 @@ def test_names_of_files(
 
 def test_a_model_in_memory(rng: np.random.Generator) -> None:
     function, params, x = make_function(rng)
-    model = jqonnx.export(function, [x], params=params)
+    model = jqonnx.export(function, params, [x])
     assert model_size.count_bytes(model) == pytest.approx(model.ByteSize(), rel=0.1)
     jqonnx.check(model)
     loaded, arrays = jqonnx.load(model)
@@ -81,7 +81,7 @@ def test_a_model_in_memory(rng: np.random.Generator) -> None:
 def test_arrays_with_a_wrong_length_are_refused(rng: np.random.Generator) -> None:
     """The checker does not see them, but the loader does."""
     function, params, x = make_function(rng)
-    model = jqonnx.export(function, [x], params=params)
+    model = jqonnx.export(function, params, [x])
     large = next(t for t in model.graph.initializer if t.name == "second")
     large.raw_data = large.raw_data[:-4]
     with pytest.raises(jqonnx.ModelError, match="'second': expected 3072 bytes"):

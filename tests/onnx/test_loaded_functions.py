@@ -309,7 +309,7 @@ def test_the_names_of_inputs_stay_in_an_export() -> None:
         node.input[:] = ["tokens.1" if name == "x" else name for name in node.input]
     fn, params = jqonnx.load(model)
     x = jnp.ones(3)
-    named = (jqonnx.export(fn, [x], params=params), jqonnx.export(fn, [params, x]))
+    named = (jqonnx.export(fn, params, [x]), jqonnx.export(fn, [params, x]))
     assert [value.name for value in named[0].graph.input] == ["tokens.1"]
     assert named[1].graph.input[-1].name == "tokens.1"
 

@@ -37,7 +37,7 @@ def check(function: Callable[..., Any], x: jax.Array, **options: Any) -> onnx.Mo
             assert actual.shape == y.shape
             np.testing.assert_allclose(actual, y, rtol=1e-5, atol=1e-5)
         loaded, params = jqonnx.load(model)
-        model = jqonnx.export(loaded, [x], params=params, **options)
+        model = jqonnx.export(loaded, params, [x], **options)
         assert len(list_operators(model.graph.node)) <= len(list_operators(first.graph.node))
     return first
 

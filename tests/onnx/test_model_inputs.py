@@ -40,7 +40,7 @@ def test_a_length_that_is_not_fixed_takes_any(length: Any, rng: np.random.Genera
         with pytest.raises(ValueError, match=r"LoadedFunction: x: expected shape \(.*, 3, .*\), got shape \("):
             fn(params, np.zeros(shape, np.float32))
     jqonnx.check(model)
-    exported = jqonnx.export(fn, [np.ones((2, 3, 5), np.float32)], params=params, batch="N")
+    exported = jqonnx.export(fn, params, [np.ones((2, 3, 5), np.float32)], batch="N")
     x = rng.normal(size=(4, 3, 5)).astype(np.float32)
     np.testing.assert_array_equal(run_runtime(exported, {"x": x})[0], x + 1)
 
@@ -98,7 +98,7 @@ def test_inputs_are_made_constants(rng: np.random.Generator) -> None:
         np.testing.assert_allclose(
             jax.jit(jax.vmap(fn, (None, 0)))(params, x[:, None])[:, 0], expected, rtol=1e-5, atol=1e-6
         )
-        exported = jqonnx.export(fn, [x], params=params)
+        exported = jqonnx.export(fn, params, [x])
         np.testing.assert_allclose(run_runtime(exported, {"x": x})[0], expected, rtol=1e-5, atol=1e-6)
 
 

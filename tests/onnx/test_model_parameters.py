@@ -61,7 +61,7 @@ def test_scalars_are_constants_and_a_recipe_sees_the_clip(
     prepared = jq.prepare(fn, params, x, rules=jq.recipes.onnx_runtime())
     assert str(prepared.coverage.outputs).startswith("2 of 2 contractions give codes")
     ranges = prepared.calibrate(params, [x])
-    served = jax.jit(prepared.apply)(jax.jit(prepared.convert)(params), ranges, x)
+    served = jax.jit(prepared.apply)(jax.jit(prepared.convert)(params, ranges), x)
     assert np.abs(served - fn(params, x)).max() < 0.3
 
 
@@ -176,12 +176,12 @@ def test_scalar_parameters_of_an_exported_function_stay_parameters(rng: np.rando
         "top": jnp.ones((1, 1)),
     }
     x = rng.normal(size=(3, 8)).astype(np.float32)
-    exported = jqonnx.export(function, [x], params=params)
+    exported = jqonnx.export(function, params, [x])
     for _ in range(2):
         fn, loaded = jqonnx.load(exported)
         assert sorted(loaded) == ["temperature", "top", "w"]
         same_bits(jax.jit(fn)(loaded, x), jax.jit(function)(params, x))
-        exported = jqonnx.export(fn, [x], params=loaded)
+        exported = jqonnx.export(fn, loaded, [x])
 
 
 def test_a_model_of_scalars_is_exported_and_loaded_again(rng: np.random.Generator) -> None:
@@ -190,7 +190,7 @@ def test_a_model_of_scalars_is_exported_and_loaded_again(rng: np.random.Generato
         fn, params = jqonnx.load(model)
         expected = jax.jit(fn)(params, x)
         for _ in range(2):
-            exported = jqonnx.export(fn, [x], params=params)
+            exported = jqonnx.export(fn, params, [x])
             fn, params = jqonnx.load(exported)
             assert sorted(params) == ["b", "v", "w"]
             same_bits(jax.jit(fn)(params, x), expected)

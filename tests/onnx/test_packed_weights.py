@@ -57,7 +57,7 @@ def test_weight_only_products(name: str, rng: np.random.Generator) -> None:
     loaded, params = jqonnx.load(model)
     for result, want in zip(jax.jit(loaded)(params, x), jax.jit(function)(x), strict=True):
         np.testing.assert_allclose(result, want, rtol=0, atol=1e-5)
-    assert len(list_products(jqonnx.export(loaded, [x], params=params, batch="N"))) == 2
+    assert len(list_products(jqonnx.export(loaded, params, [x], batch="N"))) == 2
 
 
 def test_blocks_without_a_kernel_are_floats(rng: np.random.Generator) -> None:

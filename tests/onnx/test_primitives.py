@@ -120,12 +120,12 @@ def test_sorts_and_scatters_also_of_a_loaded_model(rng: np.random.Generator, fun
     loaded, params = jqonnx.load(jqonnx.export(function, [x, i]))
     for actual, expected in zip(jax.jit(loaded)(params, x, i), jax.jit(function)(x, i), strict=True):
         np.testing.assert_array_equal(actual, expected)
-    again = jqonnx.export(loaded, [x, i], params=params)
+    again = jqonnx.export(loaded, params, [x, i])
     report = jqonnx.verify(again, lambda *inputs: loaded(params, *inputs), [(x, i)])
     assert report.is_exact, str(report)
     # One load may write an operator differently; those after it add no nodes.
     loaded, params = jqonnx.load(again)
-    assert len(jqonnx.export(loaded, [x, i], params=params).graph.node) <= len(again.graph.node)
+    assert len(jqonnx.export(loaded, params, [x, i]).graph.node) <= len(again.graph.node)
 
 
 @pytest.mark.slow

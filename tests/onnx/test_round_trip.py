@@ -35,7 +35,7 @@ def test_a_loaded_export_gives_the_bits_of_the_function(name: str) -> None:
             np.testing.assert_allclose(result, want, rtol=0, atol=1e-6)
         else:
             same_bits(result, want)
-        exported = jqonnx.export(loaded, [x], params=params)
+        exported = jqonnx.export(loaded, params, [x])
         loaded, params = jqonnx.load(exported)
 
 
@@ -46,7 +46,7 @@ def check_bits(function, x: jax.Array) -> None:
         loaded, params = jqonnx.load(current)
         for result, expected in zip(jax.tree.leaves(jax.jit(loaded)(params, x)), want, strict=True):
             same_bits(result, expected)
-        current = jqonnx.export(loaded, [x], params=params)
+        current = jqonnx.export(loaded, params, [x])
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_a_loaded_model_is_exported_in_the_same_form(name: str, recipe: str) -> 
     models = [jqonnx.export(function, [x])]
     for _ in range(2):
         loaded, params = jqonnx.load(models[-1])
-        models.append(jqonnx.export(loaded, [x], params=params))
+        models.append(jqonnx.export(loaded, params, [x]))
     first, second, third = (sorted(list_nodes(model)) for model in models)
     assert second == third
     if (name, recipe) in NEARLY_EQUAL:
@@ -128,7 +128,7 @@ def test_a_symbolic_batch_stays_symbolic(name: str) -> None:
     models, current = [first], first
     for _ in range(2):
         loaded, params = jqonnx.load(current)
-        current = jqonnx.export(loaded, [x], params=params, batch="N")
+        current = jqonnx.export(loaded, params, [x], batch="N")
         models.append(current)
     lengths = [m.graph.output[0].type.tensor_type.shape.dim[0].dim_param for m in models]
     assert lengths == ["N"] * 3
@@ -178,7 +178,7 @@ def test_shape_arithmetic_stays_symbolic() -> None:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     fn, params = jqonnx.load(model)
     x = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
-    exported = jqonnx.export(fn, [x], params=params, batch="N", input_names=["x"])
+    exported = jqonnx.export(fn, params, [x], batch="N", input_names=["x"])
     for rows in (x, np.concatenate([x, x, x]), x[:1]):
         (want,) = run_runtime(model, {"x": rows})
         np.testing.assert_array_equal(run_runtime(exported, {"x": rows})[0], want)
@@ -189,7 +189,7 @@ def test_the_largest_elements_are_exported_again(rng: np.random.Generator) -> No
     x = np.round(rng.normal(size=(3, 8)), 1).astype(np.float32)
     exported = jqonnx.export(lambda x: jax.lax.top_k(x, 3), [x], batch="N")
     loaded, params = jqonnx.load(exported)
-    again = jqonnx.export(loaded, [x], params=params, batch="N")
+    again = jqonnx.export(loaded, params, [x], batch="N")
     assert [node.op_type for node in again.graph.node].count("TopK") == 1
     for actual, expected in zip(run_runtime(again, {"x": x[:2]}), jax.lax.top_k(x[:2], 3), strict=True):
         np.testing.assert_array_equal(actual, expected)
@@ -212,10 +212,10 @@ def test_codes_stay_clipped(rng: np.random.Generator) -> None:
     model = jqonnx.export(function, [x])
     assert jqonnx.verify(model, function, [x, 9 * x]).is_exact
     loaded, params = jqonnx.load(model)
-    again = jqonnx.export(loaded, [x], params=params)
+    again = jqonnx.export(loaded, params, [x])
     counts = [[node.op_type for node in m.graph.node].count("Clip") for m in (model, again)]
     assert counts == [6, 6]
-    assert jqonnx.verify(again, loaded, [x, 9 * x], params=params).is_exact
+    assert jqonnx.verify(again, loaded, params, [x, 9 * x]).is_exact
     for y, z in zip(loaded(params, x), function(jnp.asarray(x)), strict=True):
         np.testing.assert_array_equal(y, z)
 
@@ -225,7 +225,7 @@ def test_reshapes_of_a_dynamic_scale_do_not_pile_up(rng: np.random.Generator) ->
     model = jqonnx.export(lambda x: jq.quantize(x, jq.QuantSpec(jnp.int8)).codes, [x])
     for _ in range(2):
         loaded, params = jqonnx.load(model)
-        again = jqonnx.export(loaded, [x], params=params)
-        assert jqonnx.verify(again, loaded, [x], params=params).is_exact
+        again = jqonnx.export(loaded, params, [x])
+        assert jqonnx.verify(again, loaded, params, [x]).is_exact
         assert [node.op_type for node in again.graph.node].count("Reshape") == 1
         model = again

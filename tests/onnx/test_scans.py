@@ -54,7 +54,7 @@ def test_quantized_recurrence(rng: np.random.Generator, reverse: bool) -> None:
     loaded, params = jqonnx.load(model)
     for result, want in zip(jax.jit(loaded)(params, x), jax.tree.leaves(jax.jit(function)(x)), strict=True):
         same_bits(result, np.asarray(want))
-    again = jqonnx.export(loaded, [x], params=params, scan="loop")
+    again = jqonnx.export(loaded, params, [x], scan="loop")
     assert [node.op_type for node in again.graph.node].count("Scan") == 1
 
 

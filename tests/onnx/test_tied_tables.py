@@ -51,12 +51,11 @@ def make_model(
 ) -> tuple[ModelProto, Callable[..., Any], Any]:
     """Return the model of a function, the function of the parameters that it has, and these parameters."""
     if rules is None:
-        return jqonnx.export(function, [TOKENS], params=params, **options), function, params
+        return jqonnx.export(function, params, [TOKENS], **options), function, params
     prepared = jq.prepare(function, params, TOKENS, rules=rules)
     ranges = prepared.calibrate(params, [TOKENS])
-    converted = prepared.convert(params)
-    apply = lambda params, tokens: prepared.apply(params, ranges, tokens)  # noqa: E731
-    return jqonnx.export(apply, [TOKENS], params=converted, **options), apply, converted
+    q = prepared.convert(params, ranges)
+    return jqonnx.export(prepared, q, [TOKENS], **options), prepared.apply, q
 
 
 def count_table_bytes(model: ModelProto) -> int:
@@ -81,7 +80,7 @@ def test_a_tied_table_is_stored_once(name: str, function: Callable[..., Any], rn
     # It is the parameter, with its name and in its own order.
     assert (table.name, list(table.dims)) == ("table" if name == "floats" else "table.codes", [ROWS, FEATURES])
     for level in ("disabled", "all"):
-        report = jqonnx.verify(model, apply, [(TOKENS,)], params=converted, level=level, tolerance=1e-4)
+        report = jqonnx.verify(model, apply, converted, [(TOKENS,)], level=level, tolerance=1e-4)
         assert report.is_exact, str(report)
     loaded, arrays = jqonnx.load(model)
     np.testing.assert_allclose(loaded(arrays, TOKENS), apply(converted, TOKENS), 1e-4, 1e-3)
@@ -96,7 +95,7 @@ def test_both_forms_and_an_early_opset(form: str, rng: np.random.Generator) -> N
     for opset in (13, 21):
         model, apply, converted = make_model(look_up_first, rules, make_params(rng), form=form, opset=opset)
         assert count_table_bytes(model) == ROWS * FEATURES
-        report = jqonnx.verify(model, apply, [(TOKENS,)], params=converted, tolerance=1e-4)
+        report = jqonnx.verify(model, apply, converted, [(TOKENS,)], tolerance=1e-4)
         assert report.is_exact, str(report)
 
 
@@ -127,9 +126,9 @@ def test_a_weight_of_several_steps_is_stored_once(rng: np.random.Generator) -> N
         def repeat(params: Any, x: jax.Array) -> jax.Array:
             return jax.lax.scan(lambda x, _: (unroll(params, x), None), x, None, length=2)[0]
 
-        model = jqonnx.export(repeat, [x], params={"w": w}, scan=scan)
+        model = jqonnx.export(repeat, {"w": w}, [x], scan=scan)
         assert [list(a.dims) for a in model.graph.initializer if np.prod(a.dims) >= w.size] == [[64, 64]]
-        report = jqonnx.verify(model, repeat, [(x,)], params={"w": w})
+        report = jqonnx.verify(model, repeat, {"w": w}, [(x,)])
         assert report.is_exact, str(report)
 
 
@@ -143,8 +142,8 @@ def test_other_arrays_have_initializers_of_their_own(rng: np.random.Generator) -
         return y @ params["square"][:, :16] @ params["square"][:16] @ params["square"][:, ::-1]
 
     x = rng.normal(size=(2, 32)).astype(F32)
-    model = jqonnx.export(apply, [x], params=params)
+    model = jqonnx.export(apply, params, [x])
     shapes = sorted((list(a.dims) for a in model.graph.initializer if len(a.raw_data) > 1024), key=str)
     assert shapes == [[16, 32], [32, 16], [32, 32], [32, 32], [32, 32]]
-    report = jqonnx.verify(model, apply, [(x,)], params=params, tolerance=1e-4)
+    report = jqonnx.verify(model, apply, params, [(x,)], tolerance=1e-4)
     assert report.is_exact, str(report)

@@ -53,12 +53,12 @@ def test_training_lowers_a_loss_and_is_exported_again(
     assert after < before
     integer, codes = fn.convert(trained)
     # What was trained is what is served.
-    exported = jqonnx.export(integer, [x], params=codes, batch="N")
+    exported = jqonnx.export(integer, codes, [x], batch="N")
     assert [value.name for value in exported.graph.input] == ["x"]
     onnx.checker.check_model(exported)
     np.testing.assert_allclose(run_runtime(exported, {"x": x})[0], jax.jit(fn)(trained, x), atol=0.15)
     for level in ("all",) if network == "mlp" else ("disabled", "basic", "extended", "all"):
-        report = jqonnx.verify(exported, integer, [x] if network == "mlp" else [x, x[:2]], params=codes, level=level)
+        report = jqonnx.verify(exported, integer, codes, [x] if network == "mlp" else [x, x[:2]], level=level)
         assert report.is_exact, str(report)
         assert sum(row.kind == "codes" for row in report.rows) >= 2
 
@@ -91,7 +91,7 @@ def apply_heads(params: dict[str, Any], x: jax.Array) -> jax.Array:
 def test_an_exported_model_is_trained_and_exported_again(rng: np.random.Generator) -> None:
     """The products of codes that `export` writes have gradients, and return to the same operators."""
     weights, x = make_attention_weights(rng), jnp.asarray(rng.normal(0, 1, (5, 6)), jnp.float32)
-    model = jqonnx.export(apply_heads, [x], params=weights, batch="N")
+    model = jqonnx.export(apply_heads, weights, [x], batch="N")
     served = jax.jit(lambda x: apply_heads(weights, x))(x)
     fn, params = jqonnx.load(model, trainable=True)
     names = {"first", "second", *(f"{n}.{part}" for n in ("split", "other", "merge") for part in ("codes", "scale"))}
@@ -118,10 +118,10 @@ def test_an_exported_model_is_trained_and_exported_again(rng: np.random.Generato
     assert bool(jnp.any(trained["first"] != trained["second"]))
     integer, codes = fn.convert(trained)
     np.testing.assert_allclose(jax.jit(integer)(codes, x), jax.jit(fn)(trained, x), atol=1e-5)
-    again = jqonnx.export(integer, [x], params=codes, batch="N")
+    again = jqonnx.export(integer, codes, [x], batch="N")
     assert [node.op_type for node in again.graph.node] == [node.op_type for node in model.graph.node]
     for level in ("disabled", "all"):
-        report = jqonnx.verify(again, integer, [x, x[:2]], params=codes, level=level)
+        report = jqonnx.verify(again, integer, codes, [x, x[:2]], level=level)
         assert report.is_exact, str(report)
     np.testing.assert_allclose(run_runtime(again, {"x": np.asarray(x)})[0], jax.jit(fn)(trained, x), atol=1e-5)
 
@@ -147,9 +147,9 @@ def test_an_integer_network_with_float_results_is_trained(zero_point: int, rng: 
     integer, codes = fn.convert(params)
     np.testing.assert_array_equal(jax.jit(integer)(codes, x), network(x))
     integer, codes = fn.convert({name: value * 1.01 for name, value in params.items()})
-    again = jqonnx.export(integer, [x], params=codes, batch="N", form="qdq")
+    again = jqonnx.export(integer, codes, [x], batch="N", form="qdq")
     assert [node.op_type for node in again.graph.node] == [node.op_type for node in model.graph.node]
-    assert jqonnx.verify(again, integer, [x], params=codes).is_exact
+    assert jqonnx.verify(again, integer, codes, [x]).is_exact
 
 
 def make_products(between: list[Any], rows: int, **constants: Any) -> onnx.ModelProto:

@@ -10,7 +10,7 @@ import pytest
 from tests.project import structure
 
 MODULES = 329
-CODE_LINES = 33_200
+CODE_LINES = 33_300
 CLOSURE = (23, 107)  # median and 90th percentile
 CLOSURE_AT_IMPORT = (20, 105)
 PRIVATE_IMPORTS = 94

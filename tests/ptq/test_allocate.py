@@ -66,7 +66,7 @@ def test_plans_of_a_function(rng: np.random.Generator) -> None:
     assert plan.table["first"]["int4"][0] == q.nbytes
     assert plan.table["second"]["float"] == (24 * 8 * 4, 0.0)
     again = jq.prepare(apply, params, x, rules=plan.rules)
-    converted = again.convert(params)
+    converted = again.convert(params).params
     for name, dtype in plan.choices.items():
         actual = converted[name]
         assert (str(actual.codes.dtype) if isinstance(actual, jq.QuantizedArray) else "float") == dtype

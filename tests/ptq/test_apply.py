@@ -68,7 +68,7 @@ def test_reductions_of_clipped_activations(rng: np.random.Generator, match_float
     prepared = jq.prepare(network, params, x, rules=[jq.Rule(weight=jq.Weight("int4"))])
     qparams, notes = ptq.apply(prepared, params, [x[:16], x[16:]], ptq.GPTQ(), match_floats=match_floats)
     assert [note.action for note in notes] == ["GPTQ", "GPTQ"]
-    assert prepared.apply(qparams, None, x).shape == (32, 1)
+    assert prepared.apply(qparams, x).shape == (32, 1)
 
 
 @pytest.mark.slow
@@ -98,9 +98,9 @@ def test_every_weight_is_listed(rng: np.random.Generator, kind: str) -> None:
     for name in set(params) - {"table"}:
         assert rows[name].action == "GPTQ", rows[name]
         assert rows[name].after <= rows[name].before * (1 + 1e-6), rows[name]  # type: ignore[operator]
-        check_equal(qparams[name].scale, expected[name].scale)
+        check_equal(qparams.params[name].scale, expected.params[name].scale)
     assert "table" in str(notes)
-    assert np.isfinite(np.asarray(jax.jit(prepared.apply)(qparams, None, *batches[0]))).all()
+    assert np.isfinite(np.asarray(jax.jit(prepared.apply)(qparams, *batches[0]))).all()
 
 
 @pytest.mark.slow
@@ -116,20 +116,20 @@ def test_codes_are_those_of_the_array_functions(rng: np.random.Generator) -> Non
     stats = ptq.collect(prepared, params, [x])
     hidden = jax.nn.relu(x @ params["first"].T)
     method = ptq.GPTQ(range="whole")
-    floats = ptq.apply(prepared, params, stats, method).params
-    layers = ptq.apply(prepared, params, [x[:32], x[32:]], method).params
+    floats = ptq.apply(prepared, params, stats, method).tree
+    layers = ptq.apply(prepared, params, [x[:32], x[32:]], method).tree
     spec = jq.QuantSpec("int4", jq.PerAxis(0))
     first = ptq.gptq(params["first"], stats["first"].second, spec, axis=0)
     # An output that round-to-nearest serves better has its codes.
     nearest = jq.quantize(params["first"], spec)
-    is_either = [(floats["first"].codes == q.codes).all(1) for q in (first, nearest)]
+    is_either = [(floats.params["first"].codes == q.codes).all(1) for q in (first, nearest)]
     assert np.logical_or(*is_either).all()
     assert np.mean(is_either[0]) > 0.5
-    check_equal(layers["first"].codes, floats["first"].codes)
-    assert floats["first"].stored_order == prepared.convert(params)["first"].stored_order
+    check_equal(layers.params["first"].codes, floats.params["first"].codes)
+    assert floats.params["first"].stored_order == prepared.convert(params).params["first"].stored_order
     # The second layer's inputs are those of the quantized first layer, if the pass goes layer by layer.
-    quantized = jax.nn.relu(x @ floats["first"].dequantize().T)
-    for inputs, q in ((hidden, floats["second"]), (quantized, layers["second"])):
+    quantized = jax.nn.relu(x @ floats.params["first"].dequantize().T)
+    for inputs, q in ((hidden, floats.params["second"]), (quantized, layers.params["second"])):
         expected = ptq.gptq(params["second"], inputs.T @ inputs / F32(64), jq.QuantSpec("int4", jq.PerAxis(1)))
         nearest = jq.quantize(params["second"], jq.QuantSpec("int4", jq.PerAxis(1)))
         agreement = [(np.asarray(other.codes) == np.asarray(q.codes)).all(0) for other in (expected, nearest)]
@@ -146,9 +146,9 @@ def test_methods(rng: np.random.Generator, method: Any) -> None:
     qparams, notes = ptq.apply(prepared, params, [x], method)
     assert notes["w"].action == type(method).__name__
     if method == ptq.Nearest("whole"):
-        check_equal(qparams["w"].codes, prepared.convert(params)["w"].codes)
+        check_equal(qparams.params["w"].codes, prepared.convert(params).params["w"].codes)
     if not isinstance(method, ptq.AdaRound):
-        check_equal(ptq.apply(prepared, params, None, method).params["w"].codes.shape, (12, 5))
+        check_equal(ptq.apply(prepared, params, None, method).tree.params["w"].codes.shape, (12, 5))
 
 
 @pytest.mark.slow
@@ -244,12 +244,12 @@ def test_a_stopped_run_goes_on(rng: np.random.Generator) -> None:
         prepared, params, [x], method, state=state, on_layer=lambda state: sizes.append(len(state))
     )
     assert sizes == [1, 2, 3]
-    check_equal(actual["first"].codes, expected["first"].codes)
+    check_equal(actual.params["first"].codes, expected.params["first"].codes)
     # The codes of the state are the ones that the next layer sees, and the notes measure them.
-    check_equal(actual["second"].codes, state["second"].codes)
+    check_equal(actual.params["second"].codes, state["second"].codes)
     assert again["first"] == notes["first"]
     assert again["second"].after > notes["second"].after  # type: ignore[operator]
-    assert (np.asarray(actual["third"].codes) != np.asarray(expected["third"].codes)).any()
+    assert (np.asarray(actual.params["third"].codes) != np.asarray(expected.params["third"].codes)).any()
     for value, text in (
         (states[-1]["first"].codes, r"int4\[8, 8\] codes at first"),
         ({"w": 1}, "weights that the rules"),
@@ -282,15 +282,15 @@ def test_a_run_goes_on_from_a_checkpoint_of_orbax(rng: np.random.Generator, tmp_
         ptq.apply(prepared, params, [x], method, on_layer=save)
     # The shapes and dtypes of the state are those of round-to-nearest.
     converted = prepared.convert(params)
-    done = {name: converted[name] for name in ("first", "second")}
+    done = {name: converted.params[name] for name in ("first", "second")}
     template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), done)
     with orbax.StandardCheckpointer() as checkpointer:
         state = checkpointer.restore(tmp_path / "2", template)
     expected, notes = ptq.apply(prepared, params, [x], method)
     actual, again = ptq.apply(prepared, params, [x], method, state=state)
     for name in params:
-        check_equal(actual[name].codes, expected[name].codes)
-        check_equal(actual[name].scale, expected[name].scale)
+        check_equal(actual.params[name].codes, expected.params[name].codes)
+        check_equal(actual.params[name].scale, expected.params[name].scale)
     assert again == notes
 
 
@@ -331,16 +331,18 @@ def test_layers_that_match_floats(rng: np.random.Generator) -> None:
     prepared = jq.prepare(apply, params, x, rules=rules)
     batches, method = [x[:128], x[128:]], ptq.Nearest("whole")
     actual, notes = ptq.apply(prepared, params, batches, method, match_floats=True)
-    plain = ptq.apply(prepared, params, batches, method).params
+    plain = ptq.apply(prepared, params, batches, method).tree
     # The first layer has the inputs of floats.
-    check_equal(actual["first"].codes, plain["first"].codes)
+    check_equal(actual.params["first"].codes, plain.params["first"].codes)
     rows = np.asarray(x, np.float64)
     z = np.maximum(rows @ np.asarray(params["first"], np.float64).T, 0)
-    y = np.maximum(rows @ np.asarray(plain["first"].dequantize(), np.float64).T, 0)
+    y = np.maximum(rows @ np.asarray(plain.params["first"].dequantize(), np.float64).T, 0)
     w = np.asarray(params["second"], np.float64)
     (correction,) = find_corrections([(y, (z - y) @ w)])
     target = w + correction
-    np.testing.assert_allclose(actual["second"].dequantize(), target, atol=float(actual["second"].scale.max()) * 0.51)
+    np.testing.assert_allclose(
+        actual.params["second"].dequantize(), target, atol=float(actual.params["second"].scale.max()) * 0.51
+    )
     errors = [np.sum((y @ np.asarray(q["second"].dequantize()) - z @ w) ** 2) for q in (plain, actual)]
     assert errors[1] < errors[0]
     assert notes["second"].after < notes["second"].before  # type: ignore[operator]
@@ -380,9 +382,11 @@ def test_layers_that_match_floats_after_a_sum(rng: np.random.Generator, kind: st
     rules = (jq.Rule(path="second", weight=jq.Weight("int8")), jq.Rule(weight=jq.Weight("int2")))
     prepared = jq.prepare(apply, params, x[:128], rules=rules)
     batches, method = [x[:128], x[128:]], ptq.Nearest("whole")
-    actual = ptq.apply(prepared, params, batches, method, match_floats=True).params
+    actual = ptq.apply(prepared, params, batches, method, match_floats=True).tree
     rows = np.asarray(x, np.float64)
-    expected, changed = (rows @ np.asarray(w, np.float64) for w in (params["first"], actual["first"].dequantize()))
+    expected, changed = (
+        rows @ np.asarray(w, np.float64) for w in (params["first"], actual.params["first"].dequantize())
+    )
     second = np.asarray(params["second"], np.float64)
     parts: list[tuple[np.ndarray, np.ndarray]] = []
     weights: list[tuple[np.ndarray, slice]] = []
@@ -394,8 +398,8 @@ def test_layers_that_match_floats_after_a_sum(rng: np.random.Generator, kind: st
         parts.append((y, (z - y) @ w + addend))
         weights.append((w, outputs))
     for (w, outputs), correction in zip(weights, find_corrections(parts), strict=True):
-        q = actual["second"].dequantize()[:, outputs]
-        step = float(actual["second"].scale.max())
+        q = actual.params["second"].dequantize()[:, outputs]
+        step = float(actual.params["second"].scale.max())
         np.testing.assert_allclose(q, w + correction, atol=step * 0.51)
 
 
@@ -414,8 +418,8 @@ def test_noise_is_not_matched(fixed_rng: np.random.Generator) -> None:
         prepared = jq.prepare(apply, params, x, rules=rules)
         expected = apply(params, others)
         for match in errors:
-            qparams = ptq.apply(prepared, params, [x], ptq.Nearest("whole"), match_floats=match).params
-            y = jax.jit(prepared.apply)(qparams, None, others)
+            qparams = ptq.apply(prepared, params, [x], ptq.Nearest("whole"), match_floats=match).tree
+            y = jax.jit(prepared.apply)(qparams, others)
             errors[match].append(float(jnp.sum((y - expected) ** 2)))
     assert sum(errors[True]) < 1.05 * sum(errors[False])
 
@@ -433,7 +437,7 @@ def test_refits_never_raise_the_error(rng: np.random.Generator) -> None:
     # A scale that several outputs share stays.
     rules = [jq.Rule(weight=jq.Weight("int2", per="tensor"))]
     shared = jq.prepare(lambda params, x: x @ params["w"], params, x, rules=rules)
-    one, other = (ptq.apply(shared, params, [x], ptq.GPTQ(range="whole", refits=n)).params for n in (0, 1))
+    one, other = (ptq.apply(shared, params, [x], ptq.GPTQ(range="whole", refits=n)).tree.params for n in (0, 1))
     check_equal(one["w"].scale, other["w"].scale)
 
 
@@ -498,7 +502,7 @@ def test_integer_outputs_are_refused(rng: np.random.Generator) -> None:
     """Such a contraction multiplies its weights by other parameters before they become codes."""
     params, x = {"w": jnp.asarray(rng.normal(size=(8, 5)), F32)}, jnp.asarray(rng.normal(size=(4, 8)), F32)
     prepared = jq.prepare(lambda params, x: x @ params["w"], params, x, rules=jq.recipes.onnx_runtime())
-    qparams = prepared.convert(params)
+    qparams = prepared.convert(params, prepared.calibrate(params, [x]))
     calls: dict[str, Any] = {
         "ptq.apply": lambda: ptq.apply(prepared, params, [x], ptq.GPTQ()),
         "ptq.collect": lambda: ptq.collect(prepared, params, [x]),

@@ -76,14 +76,20 @@ def test_converted_parameters_of_another_function(rng: np.random.Generator) -> N
     qparams = prepared.convert(params)
     names = {"jaxquant.ptq.tune": ptq.tune, "jaxquant.ptq.correct_bias": ptq.correct_bias}
     cases = [
-        ({"first": qparams["first"]}, "the arrays of the parameters that prepare saw, got without second, third"),
-        ({**qparams, "fourth": jnp.ones(2)}, "the arrays of the parameters that prepare saw, got with fourth"),
-        ({**qparams, "second": qparams["first"]}, r"the shape \(8, 6\) at second, as in prepare, got \(8, 8\)"),
+        (
+            {"first": qparams.params["first"]},
+            "the arrays of the parameters that prepare saw, got without second, third",
+        ),
+        ({**qparams.params, "fourth": jnp.ones(2)}, "the arrays of the parameters that prepare saw, got with fourth"),
+        (
+            {**qparams.params, "second": qparams.params["first"]},
+            r"the shape \(8, 6\) at second, as in prepare, got \(8, 8\)",
+        ),
     ]
     for name, function in {**names, "jaxquant.report.compare": jq.report.compare}.items():
         for wrong, text in cases:
-            with pytest.raises(ValueError, match=rf"^{re.escape(name)}: qparams: expected {text}"):
-                function(prepared, params, wrong, batches)
+            with pytest.raises(ValueError, match=rf"^{re.escape(name)}: q.params: expected {text}"):
+                function(prepared, params, qparams.replace(params=wrong), batches)
 
 
 @pytest.mark.slow
@@ -97,8 +103,10 @@ def test_too_little_data_and_dead_channels_are_noted(rng: np.random.Generator) -
     assert notes["first"].reason == f"1 inputs are always 0; {singular}"
     assert notes["third"].reason == f"8 inputs are always 0; {singular}"
     # Without data the weight is rounded to nearest.
-    assert (np.asarray(qparams["third"].codes) == np.asarray(prepared.convert(params)["third"].codes)).all()
-    assert np.isfinite(np.asarray(prepared.apply(qparams, None, x, y))).all()
+    assert (
+        np.asarray(qparams.params["third"].codes) == np.asarray(prepared.convert(params).params["third"].codes)
+    ).all()
+    assert np.isfinite(np.asarray(prepared.apply(qparams, x, y))).all()
 
 
 def test_errors_of_a_sample_that_is_matched_are_not_negative(fixed_rng: np.random.Generator) -> None:

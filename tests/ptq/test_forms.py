@@ -74,7 +74,7 @@ def test_sharded_parameters_have_the_same_codes(rng: np.random.Generator) -> Non
     expected, _ = ptq.apply(prepared, params, stats, method)
     actual, _ = ptq.apply(prepared, placed, stats, method)
     for name in params:
-        check_equal(actual[name].codes, expected[name].codes)
+        check_equal(actual.params[name].codes, expected.params[name].codes)
     # Batches over the devices: the same statistics, but for the order of sums.
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("model"))
     others = ptq.collect(prepared, placed, [jax.device_put(x, rows)])
@@ -90,7 +90,7 @@ def test_bfloat16_parameters(rng: np.random.Generator) -> None:
     calls = [(jq.prepare(dense, p, y, rules=RULES), p, y) for p, y in ((low, x.astype(jnp.bfloat16)), (wide, x))]
     stats = ptq.collect(calls[1][0], wide, [x])
     for method in (ptq.GPTQ(range="whole"), ptq.HQQ()):
-        results = [ptq.apply(prepared, p, stats, method).params for prepared, p, _ in calls]
+        results = [ptq.apply(prepared, p, stats, method).tree.params for prepared, p, _ in calls]
         for name, w in wide.items():
             assert results[0][name].dtype == jnp.bfloat16
             check_equal(results[0][name].scale, results[1][name].scale)
@@ -104,7 +104,7 @@ def test_bfloat16_parameters(rng: np.random.Generator) -> None:
     # Layer by layer, the activations are those of bfloat16.
     qparams, notes = ptq.apply(prepared, p, [y], ptq.GPTQ())
     assert all(note.after <= note.before for note in notes)  # type: ignore[operator]
-    assert prepared.apply(qparams, None, y).dtype == jnp.bfloat16
+    assert prepared.apply(qparams, y).dtype == jnp.bfloat16
 
 
 @pytest.mark.slow
@@ -116,20 +116,19 @@ def test_exported_models_have_the_same_codes(rng: np.random.Generator, weight: s
     rules = jq.recipes.w8a8_static() if weight == "int8" else RULES
     prepared = jq.prepare(dense, params, x, rules=rules)
     ranges = prepared.calibrate(params, [x], progress=False) if prepared.static_ranges else None
-    qparams, _ = ptq.apply(prepared, params, [x], ptq.GPTQ(range="whole"))
-    assert (np.asarray(qparams["first"].codes) != np.asarray(prepared.convert(params)["first"].codes)).any()
+    qparams, _ = ptq.apply(prepared, params, [x], ptq.GPTQ(range="whole"), ranges=ranges)
+    assert (
+        np.asarray(qparams.params["first"].codes) != np.asarray(prepared.convert(params, ranges).params["first"].codes)
+    ).any()
 
-    def run(params: Any, x: jax.Array) -> jax.Array:
-        return prepared.apply(params, ranges, x)
-
-    model = jq.onnx.export(run, [x], params=qparams)
+    model = jq.onnx.export(prepared, qparams, [x])
     arrays = {array.name: onnx.numpy_helper.to_array(array) for array in model.graph.initializer}
     for name in params:
         codes = arrays[f"{name}.codes" if weight == "int8" else f"{name}.codes.packed"]
         if weight == "int4":  # MatMulNBits has rows of the transposed codes, two in a byte, and a zero point of 8
             assert codes.dtype == np.uint8
             codes = (np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1).T).astype(np.int8) - 8
-        check_equal(codes, np.asarray(qparams[name].codes).astype(np.int8))
+        check_equal(codes, np.asarray(qparams.params[name].codes).astype(np.int8))
     # Sums of floats may have another order in the runtime.
-    report = jq.onnx.verify(model, lambda x: run(qparams, x), [x], tolerance=1e-5 if weight == "int8" else 1e-4)
+    report = jq.onnx.verify(model, prepared, qparams, [x], tolerance=1e-5 if weight == "int8" else 1e-4)
     assert report.is_exact, str(report)

@@ -51,18 +51,17 @@ def test_results_are_nearer_to_those_of_floats(rng: np.random.Generator) -> None
     prepared = jq.prepare(pool, params, x, rules=INT4)
     gradients = ptq.collect_gradients(prepared, params, [x] * 20, key=jax.random.key(3), progress=False)
     plain, weighted, empty = (
-        ptq.apply(prepared, params, [x], ptq.GPTQ(), gradients=chosen).params for chosen in (None, gradients, {})
+        ptq.apply(prepared, params, [x], ptq.GPTQ(), gradients=chosen).tree for chosen in (None, gradients, {})
     )
     errors = [
-        float(jnp.sum((prepared.apply(qparams, None, x) - pool(params, x)) ** 2))
-        for qparams in (plain, weighted, empty)
+        float(jnp.sum((prepared.apply(qparams, x) - pool(params, x)) ** 2)) for qparams in (plain, weighted, empty)
     ]
     assert errors[1] < 0.5 * errors[0]
     assert errors[2] == errors[0]
     # Statistics take them, too.
     stats = ptq.collect(prepared, params, [x], progress=False)
-    other = ptq.apply(prepared, params, stats, ptq.GPTQ(), gradients=gradients).params
-    check_equal(other["dense"].codes, weighted["dense"].codes)
+    other = ptq.apply(prepared, params, stats, ptq.GPTQ(), gradients=gradients).tree
+    check_equal(other.params["dense"].codes, weighted.params["dense"].codes)
 
 
 @pytest.mark.slow
@@ -93,8 +92,8 @@ def test_each_weight_that_is_contracted(rng: np.random.Generator) -> None:
     # With inputs in floats, which the codes of other weights do not change.
     stats = ptq.collect(prepared, params, batches, progress=False)
     plain, weighted = (ptq.apply(prepared, params, stats, ptq.GPTQ(), gradients=g) for g in (None, gradients))
-    check_equal(plain.params["unread"].codes, weighted.params["unread"].codes)
-    assert all(jnp.isfinite(q.dequantize()).all() for q in weighted.params.values())
+    check_equal(plain.tree.params["unread"].codes, weighted.tree.params["unread"].codes)
+    assert all(jnp.isfinite(q.dequantize()).all() for q in weighted.tree.params.values())
 
 
 @pytest.mark.slow

@@ -110,13 +110,13 @@ def test_correct_bias(block: Any) -> None:
         x, (3, 3), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
     kernels = [np.asarray(p, np.float64) for p in (
-        params["params"]["first"]["kernel"], qparams["params"]["first"]["kernel"].dequantize(),
+        params["params"]["first"]["kernel"], qparams.params["params"]["first"]["kernel"].dequantize(),
     )]  # fmt: skip
     mean = np.asarray(patches, np.float64).mean((0, 1, 2))
     shift = mean @ (kernels[0] - kernels[1]).transpose(2, 0, 1, 3).reshape(18, 8)
-    change = np.asarray(corrected["params"]["first"]["bias"]) - np.asarray(params["params"]["first"]["bias"])
+    change = np.asarray(corrected.params["params"]["first"]["bias"]) - np.asarray(params["params"]["first"]["bias"])
     np.testing.assert_allclose(change, shift, rtol=1e-3, atol=1e-5)
-    prepared.apply(corrected, None, x)
+    prepared.apply(corrected, x)
 
 
 def dense(params: Any, x: jax.Array) -> jax.Array:
@@ -133,29 +133,30 @@ def test_measured_biases(rng: np.random.Generator, recipe: str) -> None:
     rules = RULES if recipe == "int4" else jq.recipes.w8a8_static()
     prepared = jq.prepare(dense, params, x, rules=rules)
     ranges = prepared.calibrate(params, [x[:24]], progress=False) if recipe == "static" else None
-    qparams = prepared.convert(params)
-    corrected, notes = ptq.correct_bias(prepared, params, qparams, [x[:16], x[16:]], ranges=ranges)
+    qparams = prepared.convert(params, ranges)
+    corrected, notes = ptq.correct_bias(prepared, params, qparams, [x[:16], x[16:]])
     assert [note.action for note in notes] == ["corrected in bias", "corrected in offset"]
     assert all(note.after < 1e-5 < note.before for note in notes)  # type: ignore[operator]
     # With codes of weights and activations, the mean of each result is that of floats.
     expected, before, after = (
         np.asarray(y, np.float64).mean(0)
-        for y in (dense(params, x), prepared.apply(qparams, ranges, x), prepared.apply(corrected, ranges, x))
+        for y in (dense(params, x), prepared.apply(qparams, x), prepared.apply(corrected, x))
     )
     np.testing.assert_allclose(after, expected, rtol=0, atol=2e-6 * np.abs(dense(params, x)).max())
     assert np.abs(before - expected).max() > 100 * np.abs(after - expected).max()
     if recipe == "int4":
         w, q = ({name: np.asarray(v, np.float64) for name, v in p.items()} for p in (
-            params, {name: v.dequantize() if isinstance(v, jq.QuantizedArray) else v for name, v in qparams.items()}
+            params,
+            {name: v.dequantize() if isinstance(v, jq.QuantizedArray) else v for name, v in qparams.params.items()},
         ))  # fmt: skip
         shift = (np.asarray(x, np.float64) @ (w["first"] - q["first"]).T).mean(0)
-        np.testing.assert_allclose(corrected["bias"] - params["bias"], shift, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(corrected.params["bias"] - params["bias"], shift, rtol=0, atol=1e-5)
         # The second one sees what comes from the corrected first one.
         h, h_q = (
             np.maximum(np.asarray(x, np.float64) @ p["first"].T + p["bias"] + s, 0) for p, s in ((w, 0), (q, shift))
         )
         shift = (h @ w["second"] - h_q @ q["second"]).mean(0, keepdims=True)
-        np.testing.assert_allclose(corrected["offset"] - params["offset"], shift, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(corrected.params["offset"] - params["offset"], shift, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -176,10 +177,14 @@ def test_measured_biases_of_many_layers(rng: np.random.Generator) -> None:
     corrected, notes = ptq.correct_bias(prepared, params, qparams, [x[:32], x[32:]])
     z = y = np.asarray(x, np.float64)
     for n in range(depth):
-        w, q, b = (np.asarray(v, np.float64) for v in (params[f"w{n}"], qparams[f"w{n}"].dequantize(), params[f"b{n}"]))
+        w, q, b = (
+            np.asarray(v, np.float64) for v in (params[f"w{n}"], qparams.params[f"w{n}"].dequantize(), params[f"b{n}"])
+        )
         outputs, codes = z @ w + b, y @ q + b
         shift = (outputs - codes).mean(0, keepdims=True)
-        np.testing.assert_allclose(corrected[f"b{n}"] - params[f"b{n}"], shift, rtol=0, atol=0.01 * np.abs(shift).max())
+        np.testing.assert_allclose(
+            corrected.params[f"b{n}"] - params[f"b{n}"], shift, rtol=0, atol=0.01 * np.abs(shift).max()
+        )
         z, y = z + np.tanh(outputs), y + np.tanh(codes + shift)
     assert all(note.after <= 1e-3 * note.before for note in notes)  # type: ignore[operator]
 
@@ -205,9 +210,9 @@ def test_biases_that_belong_to_something_else_stay(rng: np.random.Generator) -> 
         for name in ("rows", "left", "right", "turned"):
             assert notes[name].reason == "its contraction has no bias of its own", name
         for name in "abc":
-            np.testing.assert_array_equal(corrected[name], params[name])
+            np.testing.assert_array_equal(corrected.params[name], params[name])
         assert notes["split"].action == "corrected in d"
-    np.testing.assert_allclose(analytic.params["d"], measured.params["d"], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(analytic.tree.params["d"], measured.tree.params["d"], rtol=0, atol=1e-5)
 
 
 def test_errors(block: Any) -> None:
@@ -216,7 +221,7 @@ def test_errors(block: Any) -> None:
         ptq.smooth(prepared, params, stats, x, method="x")
     with pytest.raises(TypeError, match=r"jaxquant\.ptq\.smooth: stats: expected a ptq.Statistics, got dict"):
         ptq.smooth(prepared, params, {}, x)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"jaxquant\.ptq\.correct_bias: qparams: expected a quantized array at params/"):
+    with pytest.raises(TypeError, match=r"jaxquant\.ptq\.correct_bias: q: expected a QuantizedTree"):
         ptq.correct_bias(prepared, params, params, stats, batch=x)
     with pytest.raises(ValueError, match=r"jaxquant\.ptq\.correct_bias: batch: expected a batch with statistics, and"):
         ptq.correct_bias(prepared, params, prepared.convert(params), stats)
@@ -251,4 +256,4 @@ def test_codes_that_the_function_reads(rng: np.random.Generator) -> None:
     assert notes["own"].reason == "codes that the function itself reads"
     assert notes["w"].action == "tuned"
     for changed in (corrected, tuned):
-        jax.tree.map(np.testing.assert_array_equal, changed["own"], own)
+        jax.tree.map(np.testing.assert_array_equal, changed.params["own"], own)

@@ -147,8 +147,7 @@ def test_rotations_help_outliers(rng: np.random.Generator) -> None:
     rotated, notes = ptq.rotate(prepared, params, x, key=jax.random.key(0))
     assert notes["down"].after < 0.5 * notes["down"].before  # type: ignore[operator]
     errors = [
-        float(jnp.sum((prepared.apply(prepared.convert(p), None, x) - apply(params, x)) ** 2))
-        for p in (params, rotated)
+        float(jnp.sum((prepared.apply(prepared.convert(p), x) - apply(params, x)) ** 2)) for p in (params, rotated)
     ]
     assert errors[1] < 0.9 * errors[0]
 

@@ -41,7 +41,7 @@ def test_each_batch_has_its_own_program(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(stats["head"].mean[0], jnp.concatenate(hidden).mean(0), rtol=1e-5)
     # Biases: the means over both batches are right.
     corrected, _ = ptq.correct_bias(prepared, params, qparams, batches)
-    actual = [prepared.apply(corrected, None, *batch) for batch in batches]
+    actual = [prepared.apply(corrected, *batch) for batch in batches]
     size = float(jnp.abs(jnp.concatenate(results)).max())
     np.testing.assert_allclose(jnp.concatenate(actual).mean(0) - jnp.concatenate(results).mean(0), 0, atol=1e-4 * size)
     # The damage of a weight.
@@ -52,7 +52,7 @@ def test_each_batch_has_its_own_program(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(plan.table["head"]["int4"][1], damage, rtol=1e-3)
     # The error of the result.
     report = jq.report.compare(prepared, params, qparams, batches)
-    coded = [prepared.apply(qparams, None, *batch) for batch in batches]
+    coded = [prepared.apply(qparams, *batch) for batch in batches]
     noise = sum(float(jnp.sum((x - y) ** 2)) for x, y in zip(coded, results, strict=True))
     np.testing.assert_allclose(report.result_sqnr, 10 * np.log10(totals[0] / noise), atol=0.02)
     # The error that is minimized: the mean of both batches.
@@ -98,7 +98,7 @@ def test_programs_with_other_contractions(rng: np.random.Generator) -> None:
     report = jq.report.compare(prepared, params, qparams, [short, long])
     assert [row.output_sqnr is not None for row in report] == [True, True]
     plan = ptq.allocate_bits(prepared, params, [short, long], budget=10**6, dtypes=("int8",))
-    converted = jq.prepare(network, params, *long, rules=plan.rules).convert(params)
+    converted = jq.prepare(network, params, *long, rules=plan.rules).convert(params).params
     assert {str(converted[name].codes.dtype) for name in ("first", "head")} == {"int8"}
     _, notes = ptq.correct_bias(prepared, params, qparams, [short])
     assert notes["head"].reason == "the batches do not reach its contraction"

@@ -36,9 +36,7 @@ def measure(prepared: jq.Prepared, params: Any, qparams: Any, batches: Any) -> f
     """Return the error of the results, as a part of their squares, in float64."""
     errors = []
     for batch in batches:
-        y, expected = (
-            np.asarray(x["y"], np.float64) for x in (prepared.apply(qparams, None, batch), network(params, batch))
-        )
+        y, expected = (np.asarray(x["y"], np.float64) for x in (prepared.apply(qparams, batch), network(params, batch)))
         errors.append(np.sum((y - expected) ** 2) / np.sum(expected**2))
     return float(np.mean(errors))
 
@@ -54,17 +52,17 @@ def test_results_are_nearer_to_those_of_floats(rng: np.random.Generator) -> None
     assert after < 0.9 * before
     assert [notes["first"].before, notes["first"].after] == pytest.approx([before, after], rel=1e-3)
     for name in ("table", "first", "second"):
-        check_equal(tuned[name].codes, qparams[name].codes)
-        assert (np.asarray(tuned[name].scale) > 0).all()
+        check_equal(tuned.params[name].codes, qparams.params[name].codes)
+        assert (np.asarray(tuned.params[name].scale) > 0).all()
     # Each scale of a weight has its own variable; a table keeps its scales, and integers are no parameters.
-    assert (np.asarray(tuned["first"].scale) != np.asarray(qparams["first"].scale)).mean() > 0.5
-    check_equal(tuned["table"].scale, qparams["table"].scale)
+    assert (np.asarray(tuned.params["first"].scale) != np.asarray(qparams.params["first"].scale)).mean() > 0.5
+    check_equal(tuned.params["table"].scale, qparams.params["table"].scale)
     assert notes["table"].reason.startswith("a lookup")
     assert {note.path for note in notes} == {"table", "first", "second", "scale", "bias"}
     for name in ("scale", "bias"):
         assert notes[name].action == "tuned"
-        assert (np.asarray(tuned[name]) != np.asarray(params[name])).any()
-    check_equal(tuned["count"], params["count"])
+        assert (np.asarray(tuned.params[name]) != np.asarray(params[name])).any()
+    check_equal(tuned.params["count"], params["count"])
 
 
 @pytest.mark.slow
@@ -77,7 +75,7 @@ def test_held_out_batches_choose_the_round(rng: np.random.Generator) -> None:
         ptq.tune(prepared, params, qparams, [batch[:2]], held_out=others, rounds=40, rate=0.1)
         for others in (None, [held_out])
     )
-    before, *after = (measure(prepared, params, q, [held_out]) for q in (qparams, last.params, best.params))
+    before, *after = (measure(prepared, params, q, [held_out]) for q in (qparams, last.tree, best.tree))
     assert after[1] < after[0]
     assert after[1] < (1 + 1e-6) * before
     note = best.notes["first"]
@@ -111,7 +109,9 @@ def test_the_error_is_that_of_rounded_scales(rng: np.random.Generator) -> None:
     qparams = prepared.convert(params)
     tuned, notes = ptq.tune(prepared, params, qparams, [x], rounds=40)
     before, after = (
-        float(np.sum((np.asarray(x @ q["w"].dequantize()) - x @ params["w"]) ** 2) / np.sum((x @ params["w"]) ** 2))
+        float(
+            np.sum((np.asarray(x @ q.params["w"].dequantize()) - x @ params["w"]) ** 2) / np.sum((x @ params["w"]) ** 2)
+        )
         for q in (qparams, tuned)
     )
     assert notes["w"].after in (None, pytest.approx(after, rel=1e-2))
@@ -131,8 +131,8 @@ def test_scales_stay_positive(rng: np.random.Generator) -> None:
     qparams = prepared.convert({"w": params["w"].at[:8].set(4e-7)})
     tuned, notes = ptq.tune(prepared, params, qparams, [x], rounds=100, rate=0.03)
     assert notes["w"].action == "tuned"
-    assert (np.asarray(tuned["w"].scale) > 0).all()
-    assert np.isfinite(np.asarray(prepared.apply(tuned, None, x))).all()
+    assert (np.asarray(tuned.params["w"].scale) > 0).all()
+    assert np.isfinite(np.asarray(prepared.apply(tuned, x))).all()
 
 
 def count_changes(x: jq.QuantizedArray, y: jq.QuantizedArray) -> int:
@@ -148,18 +148,18 @@ def test_codes_are_learned(fixed_rng: np.random.Generator) -> None:
         ptq.tune(prepared, params, qparams, batches, held_out=held_out, rounds=40, rate=3e-3, codes=x, code_rate=0.05)
         for x in (False, True)
     )
-    before, *after = (measure(prepared, params, q, held_out) for q in (qparams, scales.params, codes.params))
+    before, *after = (measure(prepared, params, q, held_out) for q in (qparams, scales.tree, codes.tree))
     assert after[1] < 0.8 * after[0] < 0.8 * before
     for name in ("first", "second"):
-        tuned, count = codes.params[name], count_changes(codes.params[name], qparams[name])
+        tuned, count = codes.tree.params[name], count_changes(codes.tree.params[name], qparams.params[name])
         assert count > 0
         assert codes.notes[name].action == f"tuned, {count} of {tuned.size} codes changed"
         assert [codes.notes[name].before, codes.notes[name].after] == pytest.approx([before, after[1]], rel=1e-4)
         assert scales.notes[name].action == "tuned"
-        check_equal(scales.params[name].codes, qparams[name].codes)
-        assert (np.asarray(tuned.scale) != np.asarray(qparams[name].scale)).any()
+        check_equal(scales.tree.params[name].codes, qparams.params[name].codes)
+        assert (np.asarray(tuned.scale) != np.asarray(qparams.params[name].scale)).any()
     # Of a table a batch reads few rows.
-    check_equal(codes.params["table"].codes, qparams["table"].codes)
+    check_equal(codes.tree.params["table"].codes, qparams.params["table"].codes)
     assert codes.notes["table"].reason.startswith("a lookup")
 
 
@@ -202,16 +202,16 @@ def test_learned_codes_are_those_of_the_spec(rng: np.random.Generator, prepared_
     )
     x = jnp.asarray(rng.normal(size=(16, 8)), F32)
     qparams = prepared_kinds.convert(others)
-    qparams["bent"] = qparams["bent"].store_last(0)
+    qparams.params["bent"] = qparams.params["bent"].store_last(0)
     tuned, notes = ptq.tune(prepared_kinds, params, qparams, [x], held_out=[x], rounds=20, codes=True, code_rate=0.5)
     assert jax.tree.structure(tuned) == jax.tree.structure(qparams)
     specs = {prepared_kinds.names[leaf]: plan.spec for leaf, plan in prepared_kinds.leaves.items()}
-    floats = {name: q.dequantize() for name, q in tuned.items()}
+    floats = {name: q.dequantize() for name, q in tuned.params.items()}
     y, expected = (np.asarray(contract_kinds(p, x), np.float64) for p in (floats, params))
     # Compiled, bfloat16 results may not be rounded, which is less than another code would change.
     assert notes["nf4"].after == pytest.approx(np.sum((y - expected) ** 2) / np.sum(expected**2), rel=5e-4)
-    for name, q in tuned.items():
-        start = qparams[name]
+    for name, q in tuned.params.items():
+        start = qparams.params[name]
         assert (q.dtype, q.codes.dtype, q.scale.dtype) == (start.dtype, start.codes.dtype, start.scale.dtype)
         assert [x.shape for x in jax.tree.leaves(q)] == [x.shape for x in jax.tree.leaves(start)]
         if start.zero_point is not None:
@@ -225,7 +225,7 @@ def test_learned_codes_are_those_of_the_spec(rng: np.random.Generator, prepared_
         if specs[name].codebook is None:
             low, high = specs[name].bounds
             assert low <= np.asarray(q.codes, np.int32).min() <= np.asarray(q.codes, np.int32).max() <= high
-    check_equal(tuned["power"].scale, qparams["power"].scale)
+    check_equal(tuned.params["power"].scale, qparams.params["power"].scale)
     assert notes["power"].reason == "scales that are powers of two"
     assert (notes["float"].action, notes["float"].reason) == ("tuned", "codes of floats, which are not evenly spaced")
 
@@ -247,7 +247,7 @@ def test_parameters_without_a_gradient_are_noted(rng: np.random.Generator) -> No
         for name in ("idle", "stopped", "bias"):
             assert notes[name].action == "unchanged"
             assert notes[name].reason == "the results do not depend on it, or have no gradient for it"
-            for y, z in zip(jax.tree.leaves(tuned[name]), jax.tree.leaves(qparams[name]), strict=True):
+            for y, z in zip(jax.tree.leaves(tuned.params[name]), jax.tree.leaves(qparams.params[name]), strict=True):
                 check_equal(y, z)
 
 
@@ -262,7 +262,7 @@ def test_random_keys_and_numbers_are_no_floats_to_learn(rng: np.random.Generator
     prepared = jq.prepare(apply, params, x, rules=[jq.Rule(weight=jq.Weight("int4"))])
     tuned, notes = ptq.tune(prepared, params, prepared.convert(params), [x], codes=True)
     assert [note.path for note in notes] == ["w"]
-    check_equal(jax.random.key_data(tuned["key"]), jax.random.key_data(params["key"]))
+    check_equal(jax.random.key_data(tuned.params["key"]), jax.random.key_data(params["key"]))
 
 
 @pytest.mark.slow
@@ -286,7 +286,7 @@ def test_errors(rng: np.random.Generator) -> None:
             lambda: tune(prepared, params, qparams, batches, held_out=[batches[0][:0]]),
             r"held_out\[0\]: expected a batch with results, got results without elements",
         ),
-        (lambda: tune(prepared, params, params, batches), "qparams: expected a quantized array at first, got"),
+        (lambda: tune(prepared, params, params, batches), "q: expected a QuantizedTree, .* got a dict"),
         (lambda: tune(prepared, params, qparams, batches, rounds=0), "rounds: expected a positive number, got 0"),
         (lambda: tune(prepared, params, qparams, batches, rate=-1), "rate: expected a positive number, got -1"),
         (

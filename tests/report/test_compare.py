@@ -48,8 +48,8 @@ def test_figures(rng: np.random.Generator, recipe: str, tmp_path: pathlib.Path, 
     rules = jq.recipes.w8a8_dynamic() if recipe == "dynamic" else jq.recipes.w8a8_static()
     prepared = jq.prepare(apply, params, *batches[0], rules=rules)
     ranges = prepared.calibrate(params, batches[:1], progress=False)
-    qparams = prepared.convert(params)
-    report = jq.report.compare(prepared, params, qparams, batches, ranges=ranges)
+    qparams = prepared.convert(params, ranges)
+    report = jq.report.compare(prepared, params, qparams, batches)
     rows = {row.name: row for row in report}
     assert set(rows) == {row.name for row in prepared.coverage}
     assert rows["left+right"].form == "float"
@@ -61,10 +61,12 @@ def test_figures(rng: np.random.Generator, recipe: str, tmp_path: pathlib.Path, 
     q = jq.quantize(x, spec, range=ranges["first"]["0"] if recipe == "static" else None)
     row: Any = rows["first"]
     np.testing.assert_allclose(row.activation_sqnr, find_sqnr(x, q.dequantize()), atol=0.01)
-    np.testing.assert_allclose(row.weight_sqnr, find_sqnr(params["first"], qparams["first"].dequantize()), atol=0.01)
-    np.testing.assert_allclose(row.output_sqnr, find_sqnr(x @ params["first"], q @ qparams["first"]), atol=0.02)
+    np.testing.assert_allclose(
+        row.weight_sqnr, find_sqnr(params["first"], qparams.params["first"].dequantize()), atol=0.01
+    )
+    np.testing.assert_allclose(row.output_sqnr, find_sqnr(x @ params["first"], q @ qparams.params["first"]), atol=0.02)
     assert row.float_bytes == 6 * 8 * 4
-    assert row.bytes == qparams["first"].nbytes
+    assert row.bytes == qparams.params["first"].nbytes
     if recipe == "static":
         step = float(q.scale.squeeze())
         ends = [float(np.asarray(end).squeeze()) for end in ranges["first"]["0"]]
@@ -91,7 +93,7 @@ def test_figures(rng: np.random.Generator, recipe: str, tmp_path: pathlib.Path, 
         assert histogram.low is histogram.high is None
     expected, actual = (
         np.concatenate([np.asarray(f(*batch)) for batch in batches])
-        for f in (lambda *b: apply(params, *b), lambda *b: prepared.apply(qparams, ranges, *b))
+        for f in (lambda *b: apply(params, *b), lambda *b: prepared.apply(qparams, *b))
     )
     np.testing.assert_allclose(report.result_sqnr, find_sqnr(expected, actual), atol=0.02)
     # Each way to show them.
@@ -129,15 +131,16 @@ def test_weights_count_once(rng: np.random.Generator, capsys: Any) -> None:
 
     prepared = jq.prepare(multiply, params, x, rules=jq.recipes.w8a8_static())
     assert [row.name for row in prepared.coverage] == ["a", "a#2", "a#1", "a#1+b[red]", "b[red]"]
-    ranges, qparams = prepared.calibrate(params, [x], progress=False), prepared.convert(params)
+    ranges = prepared.calibrate(params, [x], progress=False)
+    qparams = prepared.convert(params, ranges)
     # Each contraction has a range of its own.
     np.testing.assert_allclose(ranges["a#1"]["0"][1].squeeze(), (x @ params["a"] @ params["a"]).max(), rtol=1e-5)
     np.testing.assert_allclose(ranges["a#2"]["0"][1].squeeze(), (x @ params["a"]).max(), rtol=1e-5)
-    report = jq.report.compare(prepared, params, qparams, [x], ranges=ranges)
-    assert report.weights == {name: (256, qparams[name].nbytes) for name in names}
-    assert f"weights: {3 * qparams['a'].nbytes} bytes, of 768 in floats" in report.summary
+    report = jq.report.compare(prepared, params, qparams, [x])
+    assert report.weights == {name: (256, qparams.params[name].nbytes) for name in names}
+    assert f"weights: {3 * qparams.params['a'].nbytes} bytes, of 768 in floats" in report.summary
     # The sum of two weights stays in floats, and yet both are stored as codes.
-    assert {row.name: row.bytes for row in report}["a#1+b[red]"] == 2 * qparams["a"].nbytes
+    assert {row.name: row.bytes for row in report}["a#1+b[red]"] == 2 * qparams.params["a"].nbytes
     report.show()
     assert "a#1+b[red]: computed by add" in capsys.readouterr().out
 

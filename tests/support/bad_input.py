@@ -11,6 +11,8 @@ import jax
 import numpy as np
 import pytest
 
+import jaxquant as jq
+
 # name, operator, arrays, exception, argument, expected, got; the last two are patterns
 Row = tuple[str, Callable[..., Any], tuple[Any, ...], type[Exception], str, str, str]
 
@@ -18,8 +20,10 @@ Row = tuple[str, Callable[..., Any], tuple[Any, ...], type[Exception], str, str,
 def function_name(op: Any) -> str:
     """Return the operator's name as its errors contain it."""
     function = op.func if isinstance(op, functools.partial) else op
-    module = function.__module__.split(".")[1]
-    return f"{module}.{function.__name__}" if module in ("onednn", "integer") else function.__name__
+    name, module = function.__name__, function.__module__.split(".")[1]
+    if module in ("onednn", "integer"):
+        return f"{module}.{name}"
+    return f"ops.{name}" if name in jq.ops.__all__ and name not in jq.__all__ else name
 
 
 def ids(rows: list[Row]) -> list[str]:

@@ -48,7 +48,7 @@ def convert_and_apply(prepared: Any, params: Any, ranges: Any, *inputs: Any) -> 
     def run(params: Any, ranges: Any, *inputs: Any) -> Any:
         # The barrier keeps XLA from simplifying how codes are stored together with how they are read. It could then
         # contract floats, where there are such contractions, in another layout, and add them in another order.
-        return prepared.apply(lax.optimization_barrier(prepared.convert(params)), ranges, *inputs)
+        return prepared.apply(lax.optimization_barrier(prepared.convert(params, ranges)), *inputs)
 
     return run(params, ranges, *inputs)
 

@@ -100,11 +100,11 @@ def calibrate(observe: Any) -> dict[str, Any]:
         prepared = jq.prepare(apply, params, x[:2], rules=rules)
         state = observe(prepared.all_reduce, lambda x, p=prepared: p.observe(p.init(), params, x))
         ranges = jax.tree.map(np.asarray, prepared.finalize(state))
-        converted = jax.jit(prepared.convert)(params)
-        results[f"recipe {name}"] = operator_families.list_arrays(converted)
+        converted = jax.jit(prepared.convert)(params, ranges)
+        results[f"recipe {name}"] = operator_families.list_arrays(converted.params)
         # One row after the other is quantized and contracted in the same way on any device.
         start = "float recipe" if name == "weights" else "recipe"
-        results[f"{start} {name}, results"] = jax.jit(prepared.apply)(converted, ranges, x)
+        results[f"{start} {name}, results"] = jax.jit(prepared.apply)(converted, x)
     return flatten(results)
 
 

@@ -101,10 +101,10 @@ def calibrate(data: Any, observe: Any) -> dict[str, Any]:
     prepared = jq.prepare(apply, params, data["x"][0], rules=jq.recipes.w8a8_static())
     state = observe(prepared.all_reduce, lambda x: prepared.observe(prepared.init(), params, x))
     ranges = jax.tree.map(np.asarray, prepared.finalize(state))  # of all devices: now of this one
-    converted = jax.jit(prepared.convert)(params)
-    for name, q in converted.items():
+    converted = jax.jit(prepared.convert)(params, ranges)
+    for name, q in converted.params.items():
         results |= {f"{name} codes": q.codes, f"{name} scale": q.scale}
-    results["converted"] = jax.jit(prepared.apply)(converted, ranges, data["x"][0])
+    results["converted"] = jax.jit(prepared.apply)(converted, data["x"][0])
     return results
 
 

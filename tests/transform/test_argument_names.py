@@ -31,6 +31,6 @@ def test_keyword_arguments_with_the_names_of_own_parameters(rng: np.random.Gener
     # `calibrate` has arguments named state, checkpoint and progress; the function gets its own from the batches.
     rest = {name: value for name, value in named.items() if name != "state"}
     jax.tree.map(check_equal, prepared.calibrate(weights, [{"x": x, "state": named["state"]}], **rest), ranges)
-    y = prepared.apply(prepared.convert(weights), ranges, x, **named)
-    check_equal(prepared.fake_apply(weights, ranges, x, **named), y)
+    y = prepared.apply(prepared.convert(weights, ranges), x, **named)
+    check_equal(prepared.fake_apply(prepared.trainable(weights, ranges), x, **named), y)
     np.testing.assert_allclose(y, apply(weights, x, **named), atol=0.15)

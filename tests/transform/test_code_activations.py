@@ -107,8 +107,12 @@ def test_clips_have_the_codes_of_numpy(rng: np.random.Generator) -> None:
     prepared = jq.prepare(apply, params, x, rules=[jq.Rule("a", shared=True, **_get_specs()), *RULES])
     assert not prepared.coverage.floats
     ranges = find_ranges(prepared, params, x)
-    y, read, folded = jax.jit(prepared.apply)(prepared.convert(params), ranges, x)
-    jax.tree.map(np.testing.assert_array_equal, jax.jit(prepared.fake_apply)(params, ranges, x), (y, read, folded))
+    y, read, folded = jax.jit(prepared.apply)(prepared.convert(params, ranges), x)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.jit(prepared.fake_apply)(prepared.trainable(params, ranges), x),
+        (y, read, folded),
+    )
     spec = jq.QuantSpec("uint8")
     output = jq.Quantizer.from_range(spec, jax.tree.map(jnp.ravel, ranges["a"]["output"]))
     # The codes of y between those of the bounds.
@@ -135,8 +139,10 @@ def test_leaks_and_sigmoids_have_the_codes_of_the_operators(rng: np.random.Gener
 
     prepared = jq.prepare(apply, params, x, rules=RULES)
     ranges = find_ranges(prepared, params, x)
-    results = jax.jit(prepared.apply)(prepared.convert(params), ranges, x)
-    jax.tree.map(np.testing.assert_array_equal, jax.jit(prepared.fake_apply)(params, ranges, x), results)
+    results = jax.jit(prepared.apply)(prepared.convert(params, ranges), x)
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.jit(prepared.fake_apply)(prepared.trainable(params, ranges), x), results
+    )
     y, leaks, logistic, silu = results
     spec = jq.QuantSpec("uint8")
 
@@ -178,7 +184,7 @@ def test_training_keeps_the_derivative_rules_of_clips(rng: np.random.Generator) 
     weights = [jnp.asarray(rng.normal(size=(16, 8)), F) for _ in range(3)]
 
     def find_loss(params: Any, part: int) -> jax.Array:
-        return (prepared.fake_apply(params, ranges, x)[part] * weights[part]).sum()
+        return (prepared.fake_apply(prepared.trainable(params, ranges), x)[part] * weights[part]).sum()
 
     gradients = jax.jit(lambda p: [jax.grad(find_loss)(p, part)["c"] for part in range(3)])(params)
     for gradient, weight, slope in zip(gradients, weights, (2, 1, 2), strict=True):
@@ -226,12 +232,13 @@ def test_codes_pass_through_identities(rng: np.random.Generator) -> None:
     plain = jq.prepare(
         lambda p, x: ((y := jax.nn.relu(x @ p["a"] + p["c"])) + y) @ p["b"], params, x, rules=RULES
     )  # fmt: skip
-    ranges, converted = find_ranges(prepared, params, x), prepared.convert(params)
-    y, z = jax.jit(prepared.apply)(converted, ranges, x)
-    np.testing.assert_array_equal(y, jax.jit(plain.apply)(converted, ranges, x))
+    ranges = find_ranges(prepared, params, x)
+    converted = prepared.convert(params, ranges)
+    y, z = jax.jit(prepared.apply)(converted, x)
+    np.testing.assert_array_equal(y, jax.jit(plain.apply)(converted, x))
     assert find_sqnr(z, jnp.sin(x)) > 100
-    trained = jax.jit(prepared.fake_apply)(params, ranges, x)
+    trained = jax.jit(prepared.fake_apply)(prepared.trainable(params, ranges), x)
     jax.tree.map(np.testing.assert_array_equal, trained, (y, z))
-    gradient = jax.jit(jax.grad(lambda p: prepared.fake_apply(p, ranges, x)[0].sum()))(params)
+    gradient = jax.jit(jax.grad(lambda p: prepared.fake_apply(prepared.trainable(p, ranges), x)[0].sum()))(params)
     assert not np.any(gradient["a"])
     assert np.any(gradient["b"])

@@ -97,7 +97,7 @@ def test_programs(name: str, rng: np.random.Generator) -> None:
         assert prepared.coverage.outputs == outputs, str(prepared.coverage)
         # Quantized values may lie beyond the range of the floats, where they saturate and have no gradient.
         ranges = jax.tree.map(lambda bound: 1.1 * bound, find_ranges(prepared, params, x))
-        y = jax.jit(prepared.apply)(prepared.convert(params), ranges, x)
+        y = jax.jit(prepared.apply)(prepared.convert(params, ranges), x)
         trained, gradient = jax.jit(jax.value_and_grad(_sum_squares(prepared, ranges, x), has_aux=True))(params)
         expected = jax.jit(jax.grad(_sum_squares(None, function, x), has_aux=True))(params)[0]
     jax.tree.map(np.testing.assert_array_equal, trained[1], y)
@@ -116,7 +116,7 @@ def function_result(function: Any, params: Any, x: Any) -> Any:
 
 def _sum_squares(prepared: Any, ranges: Any, x: Any) -> Any:
     def compute(params: Any) -> Any:
-        y = ranges(params, x) if prepared is None else prepared.fake_apply(params, ranges, x)
+        y = ranges(params, x) if prepared is None else prepared.fake_apply(prepared.trainable(params, ranges), x)
         return sum(jnp.sum(part**2) for part in jax.tree.leaves(y)), y
 
     return compute
@@ -132,7 +132,7 @@ def test_functions_on_codes_give_the_same_numbers(rng: np.random.Generator) -> N
     params, x = draw(rng)
     prepared = jq.prepare(block, params, x, rules=RULES, strict=True)
     ranges = find_ranges(prepared, params, x)
-    converted, spec = prepared.convert(params), jq.QuantSpec("uint8")
+    converted, spec = prepared.convert(params, ranges), jq.QuantSpec("uint8")
     assert sorted(ranges) == ["a", "a#1", "add", "b"]
     assert [sorted(record) for record in ranges.values()] == [["0", "output"], ["output"], ["output"], ["output"]]
 
@@ -141,7 +141,7 @@ def test_functions_on_codes_give_the_same_numbers(rng: np.random.Generator) -> N
 
     @jax.jit
     def compute(x: jax.Array) -> jax.Array:
-        a, b = converted["a"], converted["b"]
+        a, b = converted.params["a"], converted.params["b"]
         q = jq.quantize(x, spec, range=ranges["a"]["0"])
         bias = jq.codes.quantize_bias(params["g"][:8], q.scale, a.scale)
         y = jq.codes.relu(jq.matmul(q, a, bias=bias, output=output("a")))
@@ -150,35 +150,40 @@ def test_functions_on_codes_give_the_same_numbers(rng: np.random.Generator) -> N
         return jq.matmul(z, b, bias=bias, output=output("b")).dequantize()
 
     y = compute(x)
-    np.testing.assert_array_equal(jax.jit(prepared.apply)(converted, ranges, x), y)
+    np.testing.assert_array_equal(jax.jit(prepared.apply)(converted, x), y)
 
 
 @pytest.mark.slow
 def test_calls_of_one_row_and_outside_of_jit(rng: np.random.Generator) -> None:
     params, x = draw(rng)
     prepared = jq.prepare(block, params, x, rules=RULES)
-    ranges, converted = find_ranges(prepared, params, x), prepared.convert(params)
-    y = jax.jit(prepared.apply)(converted, ranges, x)
-    np.testing.assert_array_equal(prepared.apply(converted, ranges, x), y)
-    rows = jax.jit(jax.vmap(lambda x: prepared.apply(converted, ranges, x[None])[0]))(x)
+    ranges = find_ranges(prepared, params, x)
+    converted = prepared.convert(params, ranges)
+    y = jax.jit(prepared.apply)(converted, x)
+    np.testing.assert_array_equal(prepared.apply(converted, x), y)
+    rows = jax.jit(jax.vmap(lambda x: prepared.apply(converted, x[None])[0]))(x)
     np.testing.assert_array_equal(rows, y)
+
+    def replace_bias(bias: Any) -> jq.QuantizedTree:
+        return converted.replace(params={**converted.params, "g": bias})
+
     with pytest.raises(TypeError, match="expected no gradient through the codes"):
-        jax.grad(lambda bias: prepared.apply({**converted, "g": bias}, ranges, x).sum())(params["g"])
+        jax.grad(lambda bias: prepared.apply(replace_bias(bias), x).sum())(params["g"])
     # A bias of more steps than int32 holds.
     wrong = {**params, "g": params["g"] * 1e9}
-    prepared.convert(wrong)
-    # With the ranges, the scales of its weights grow.
-    assert (prepared.convert(wrong, ranges)["a"].scale >= converted["a"].scale).all()
+    # The scales of its weights grow.
+    assert (prepared.convert(wrong, ranges).params["a"].scale >= converted.params["a"].scale).all()
     with pytest.raises(ValueError, match=r"a \(dot_general at .*Prepared\.apply: bias: expected biases of at most 2"):
-        prepared.apply({**converted, "g": params["g"] * 1e9}, ranges, x)
+        prepared.apply(replace_bias(params["g"] * 1e9), x)
 
 
 @pytest.mark.slow
 def test_export_with_symbolic_batch(rng: np.random.Generator) -> None:
     params, x = draw(rng)
     prepared = jq.prepare(block, params, x, rules=RULES)
-    ranges, converted = find_ranges(prepared, params, x), prepared.convert(params)
-    run = jax.jit(lambda x: prepared.apply(converted, ranges, x))
+    ranges = find_ranges(prepared, params, x)
+    converted = prepared.convert(params, ranges)
+    run = jax.jit(lambda x: prepared.apply(converted, x))
     (size,) = jax.export.symbolic_shape("batch")
     exported = jax.export.export(run)(jax.ShapeDtypeStruct((size, 8), F))
     np.testing.assert_array_equal(exported.call(x), run(x))
@@ -190,12 +195,12 @@ def test_export_with_symbolic_batch(rng: np.random.Generator) -> None:
 def test_ranges_of_results_are_trained(estimator: Any, rng: np.random.Generator) -> None:
     params, x = draw(rng)
     prepared = jq.prepare(block, params, x, rules=RULES)
-    scales = prepared.learned(params, find_ranges(prepared, params, x), estimator=estimator)
-    gradient = jax.jit(jax.grad(lambda scales: (prepared.fake_apply(params, scales, x) ** 2).sum()))(scales)
+    t: Any = prepared.trainable(params, find_ranges(prepared, params, x), estimator=estimator)
+    gradient = jax.jit(jax.grad(lambda t: (prepared.fake_apply(t, x) ** 2).sum()))(t).scales
     assert all(float(jnp.abs(record["output"].scale).max()) > 0 for record in gradient.activations.values())
-    scales = jax.tree.map(lambda scale, g: scale + 1e-4 * g, scales, gradient)
-    trained = jax.jit(prepared.fake_apply)(params, scales, x)
-    served = jax.jit(prepared.apply)(prepared.convert(params, scales), scales, x)
+    t = t.replace(scales=jax.tree.map(lambda scale, g: scale + 1e-4 * g, t.scales, gradient))
+    trained = jax.jit(prepared.fake_apply)(t, x)
+    served = jax.jit(prepared.apply)(prepared.convert(t), x)
     np.testing.assert_array_equal(trained, served)
 
 
@@ -216,8 +221,8 @@ def test_weights_in_parts_and_calls_that_return_operands(rng: np.random.Generato
     prepared = jq.prepare(pass_through_calls, params, x, rules=RULES)
     assert prepared.coverage.outputs == "3 of 3 contractions give codes"
     ranges = find_ranges(prepared, params, x)
-    y = jax.jit(prepared.apply)(prepared.convert(params, ranges), ranges, x)
-    jax.tree.map(np.testing.assert_array_equal, jax.jit(prepared.fake_apply)(params, ranges, x), y)
+    y = jax.jit(prepared.apply)(prepared.convert(params, ranges), x)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(prepared.fake_apply)(prepared.trainable(params, ranges), x), y)
     assert find_sqnr(y, function_result(pass_through_calls, params, x)) > 25
 
 
@@ -333,10 +338,10 @@ def test_nnx_module(rng: np.random.Generator) -> None:
     prepared = jq.prepare(lambda model, x: model(x), model, x, rules=RULES, strict=True)
     assert prepared.coverage.outputs == "2 of 2 contractions give codes; in codes: mean"
     ranges = prepared.calibrate(model, [x], progress=False)
-    converted = prepared.convert(model)
-    y = jax.jit(lambda x: prepared.apply(converted, ranges, x))(x)
+    converted = prepared.convert(model, ranges)
+    y = jax.jit(lambda x: prepared.apply(converted, x))(x)
     assert find_sqnr(y, jax.jit(model)(x)) > 25
-    np.testing.assert_array_equal(jax.jit(lambda x: prepared.fake_apply(model, ranges, x))(x), y)
+    np.testing.assert_array_equal(jax.jit(lambda x: prepared.fake_apply(prepared.trainable(model, ranges), x))(x), y)
 
 
 def test_another_program_is_refused(rng: np.random.Generator) -> None:
@@ -400,18 +405,19 @@ def test_a_rule_for_weights_only_reads_floats() -> None:
     rules = [jq.Rule("b", weight=jq.Weight("int8")), *RULES]
     prepared = jq.prepare(function, params, x, rules=rules)
     assert [row.form for row in prepared.coverage.rows] == ["integer", "weight-only"]
-    ranges, codes = find_ranges(prepared, params, x), prepared.convert(params)
-    y, z = jax.jit(prepared.apply)(codes, ranges, x)
+    ranges = find_ranges(prepared, params, x)
+    codes = prepared.convert(params, ranges)
+    y, z = jax.jit(prepared.apply)(codes, x)
     np.testing.assert_allclose(
-        z, np.asarray(y, np.float64) @ np.asarray(codes["b"].dequantize(), np.float64), rtol=1e-5
+        z, np.asarray(y, np.float64) @ np.asarray(codes.params["b"].dequantize(), np.float64), rtol=1e-5
     )
     alone = jq.prepare(lambda p, x: jax.nn.relu(x @ p["a"]), params, x, rules=RULES)
     integers = [
-        str(jax.make_jaxpr(one.apply)(one.convert(params), ranges, x)).count("preferred_element_type=int32")
+        str(jax.make_jaxpr(one.apply)(one.convert(params, ranges), x)).count("preferred_element_type=int32")
         for one in (prepared, alone)
     ]
     assert integers[0] == integers[1] > 0
-    for got, want in zip(jax.jit(prepared.fake_apply)(params, ranges, x), (y, z), strict=True):
+    for got, want in zip(jax.jit(prepared.fake_apply)(prepared.trainable(params, ranges), x), (y, z), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
@@ -424,13 +430,13 @@ def test_the_gradient_of_a_learned_output_scale_is_that_of_its_rule() -> None:
     x[0, :2] = 0, 255  # activations of scale 1, too
     # Weights of 8 bits, so that 127 is a code.
     prepared = jq.prepare(lambda p, x: x @ p["a"], params, x, rules=jq.recipes.onnx_runtime(reduce_range=False))
-    learned = prepared.learned(params, find_ranges(prepared, params, x), estimator=jq.LSQ())
+    learned: Any = prepared.trainable(params, find_ranges(prepared, params, x), estimator=jq.LSQ()).scales
     # The estimator starts the scales of weights elsewhere; here they are 1.
     learned = dataclasses.replace(learned, weights=jax.tree.map(jnp.ones_like, learned.weights))
     weights = F(rng.normal(size=(5, 6)))
 
     def find_loss(scales: Any) -> Any:
-        return (prepared.fake_apply(params, scales, x) * weights).sum()
+        return (prepared.fake_apply(jq.TrainableTree(params, scales), x) * weights).sum()
 
     gradient = jax.jit(jax.grad(find_loss))(learned).activations["a"]["output"].scale
     start, spec = learned.activations["a"]["output"], prepared.static_ranges["a"][-1].operand.spec

@@ -41,7 +41,7 @@ def _prepare(name, recipe):
     network = make_network(name)
     x = network.sample(jax.random.key(1), 4)
     prepared = jq.prepare(network.apply, network.params, x, rules={**RECIPES, **ROWS}[recipe])
-    return prepared, (prepared.convert(network.params), find_ranges(prepared, network.params, x), x)
+    return prepared, (prepared.convert(network.params, find_ranges(prepared, network.params, x)), x)
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def _make_wide(rng):
 def test_no_float_array_of_the_size_of_a_weight(recipe, rng):
     apply, params, x = _make_wide(rng)
     prepared = jq.prepare(apply, params, x, rules=RECIPES[recipe], strict=True)
-    arguments = prepared.convert(params), find_ranges(prepared, params, x), x
+    arguments = prepared.convert(params, find_ranges(prepared, params, x)), x
     size = params["first"].size
     program = Program(prepared.apply, *arguments)
     assert program.widest() < size
@@ -105,7 +105,7 @@ def test_name_scopes_are_in_the_program():
     network = make_network("linen encoder")
     x = network.sample(jax.random.key(1), 4)
     prepared = jq.prepare(network.apply, network.params, x, rules=RECIPES["w8a8_dynamic"])
-    text = jax.jit(prepared.apply).lower(prepared.convert(network.params), None, x).compile().as_text() or ""
+    text = jax.jit(prepared.apply).lower(prepared.convert(network.params), x).compile().as_text() or ""
     names = [line.split('op_name="')[1].split('"')[0] for line in text.splitlines() if " dot(" in line]
     for block in ("LinenBlock_0", "LinenBlock_1"):
         for layer in ("query", "key", "value", "out", "Dense_0", "Dense_1"):
@@ -123,7 +123,7 @@ def test_name_scopes_of_inlined_calls_are_in_the_program(rng):
     params = {"w": jnp.asarray(rng.normal(0, 1, (16, 24)), jnp.float32)}
     x = jnp.ones((4, 16))
     prepared = jq.prepare(apply, params, x, rules=RECIPES["w8a8_dynamic"])
-    text = jax.jit(prepared.apply).lower(prepared.convert(params), None, x).compile().as_text() or ""
+    text = jax.jit(prepared.apply).lower(prepared.convert(params), x).compile().as_text() or ""
     (line,) = [line for line in text.splitlines() if " dot(" in line]
     assert "outer/" in line.split('op_name="')[1]
 
@@ -140,8 +140,8 @@ def test_a_mean_after_activations_reads_no_array_of_zeros(rng):
     x = jnp.asarray(rng.normal(size=shape), jnp.float32)
     prepared = jq.prepare(apply, params, x, rules=jq.recipes.w8a8_dynamic(), strict=True)
     qparams = prepared.convert(params)
-    text = jax.jit(prepared.apply).lower(qparams, {}, x).compile().as_text() or ""
+    text = jax.jit(prepared.apply).lower(qparams, x).compile().as_text() or ""
     dimensions = ",".join(map(str, shape))
     assert not re.findall(rf"= f32\[{dimensions}\]\S* (?:fusion|broadcast)\(%constant[\w.]*\), kind", text)
-    served = jax.jit(prepared.apply)(qparams, {}, x)
-    np.testing.assert_array_equal(served, jax.jit(prepared.fake_apply)(params, {}, x))
+    served = jax.jit(prepared.apply)(qparams, x)
+    np.testing.assert_array_equal(served, jax.jit(prepared.fake_apply)(params, x))

@@ -34,25 +34,31 @@ def test_wrong_ranges_and_scales(rng: np.random.Generator) -> None:
     x = np.abs(rng.standard_normal((8, 16))).astype(F32)
     prepared = jq.prepare(network, p, x, rules=jq.recipes.onnx_runtime())
     ranges = prepared.calibrate(p, [x])
-    codes, learned = prepared.convert(p), prepared.learned(p, ranges)
+    q, t = prepared.convert(p, ranges), prepared.trainable(p, ranges, estimator=jq.LSQ())
+    learned: Any = t.scales
     wrong: list[Any] = []
     for low in (jnp.zeros(3), jnp.zeros((1, 1), jnp.int32)):
         tree = {name: dict(record) for name, record in ranges.items()}
         tree["w"]["0"] = Range(low, low + 1)
         wrong.append(tree)
-        check_name(r"Prepared\.learned", lambda tree=tree: prepared.learned(p, tree))
+        learn = lambda tree=tree: prepared.trainable(p, tree, estimator=jq.LSQ())  # noqa: E731
+        check_name(r"Prepared\.trainable", learn)
         check_name(r"Prepared\.merge", lambda tree=tree: prepared.merge(tree, ranges))
     tree = {name: dict(record) for name, record in learned.activations.items()}
     tree["w"]["0"] = tree["w"]["0"]._replace(scale=jnp.ones(3))
-    wrong.append(dataclasses.replace(learned, activations=tree))
+    wrong.append(tree)
     weights = {**learned.weights, "w": learned.weights["w"]._replace(scale=jnp.ones(3))}
     for bad in wrong:
-        check_name(r"Prepared\.apply", lambda bad=bad: prepared.apply(codes, bad, x))
-        check_name(r"Prepared\.fake_apply", lambda bad=bad: prepared.fake_apply(p, bad, x))
+        check_name(r"Prepared\.apply", lambda bad=bad: prepared.apply(q.replace(ranges=bad), x))
         check_name(r"Prepared\.convert", lambda bad=bad: prepared.convert(p, bad))
-    bad = dataclasses.replace(learned, weights=weights)
-    check_name(r"Prepared\.fake_apply", lambda: prepared.fake_apply(p, bad, x))
-    check_name(r"Prepared\.convert", lambda: prepared.convert(p, bad))
+    trees = [prepared.trainable(p, bad) for bad in wrong[:2]]
+    trees += [
+        t.replace(scales=dataclasses.replace(learned, **{k: v}))
+        for k, v in (("activations", tree), ("weights", weights))
+    ]
+    for bad in trees:
+        check_name(r"Prepared\.fake_apply", lambda bad=bad: prepared.fake_apply(bad, x))
+        check_name(r"Prepared\.convert", lambda bad=bad: prepared.convert(bad))
 
 
 def test_ranges_of_quantizers_and_initial_values() -> None:

@@ -65,7 +65,7 @@ def test_contractions_that_are_not_entered_are_rows(function, primitive):
     assert all("w" in row.paths for row in rows)
     with pytest.raises(ValueError, match=f"inside of {primitive}"):
         jq.prepare(function, PARAMS, X, rules=RECIPES["w8a8_dynamic"], strict=True)
-    actual = jax.jit(prepared.apply)(prepared.convert(PARAMS), None, X)
+    actual = jax.jit(prepared.apply)(prepared.convert(PARAMS), X)
     np.testing.assert_allclose(actual, jax.jit(function)(PARAMS, X), rtol=1e-5, atol=1e-5)
 
 
@@ -73,7 +73,7 @@ def test_rules_for_vmap():
     """Outside of the prepared function, the rule is used; inside of it, its contractions run on codes."""
     prepared = jq.prepare(_in_custom_vmap, PARAMS, X, rules=RECIPES["w8a8_dynamic"])
     xs = jnp.stack([X, 2 * X])
-    actual = jax.vmap(lambda x: prepared.apply(prepared.convert(PARAMS), None, x))(xs)
+    actual = jax.vmap(lambda x: prepared.apply(prepared.convert(PARAMS), x))(xs)
     np.testing.assert_allclose(actual, 2 * xs @ PARAMS["w"], rtol=1e-5, atol=1e-5)
     inside = jq.prepare(
         lambda params, xs: jax.vmap(lambda x: _in_custom_vmap(params, x))(xs), PARAMS, xs,
@@ -96,11 +96,11 @@ def test_a_composite_is_entered():
         lambda params, x: lax.neg(multiply(params["w"], x, axis=0)), PARAMS, X, rules=RECIPES["w8a8_dynamic"]
     )
     converted = prepared.convert(PARAMS)
-    actual = jax.jit(prepared.apply)(converted, None, X)
-    same_trees(actual, jax.jit(plain.apply)(converted, None, X))
-    same_trees(actual, jax.jit(prepared.fake_apply)(PARAMS, None, X))
+    actual = jax.jit(prepared.apply)(converted, X)
+    same_trees(actual, jax.jit(plain.apply)(converted, X))
+    same_trees(actual, jax.jit(prepared.fake_apply)(PARAMS, X))
     # A composite without a contraction stays one.
-    assert str(jax.make_jaxpr(prepared.apply)(converted, None, X)).count("test.negate") == 1
+    assert str(jax.make_jaxpr(prepared.apply)(converted, X)).count("test.negate") == 1
 
 
 def test_branches_of_other_platforms_are_not_compiled():
@@ -118,8 +118,8 @@ def test_branches_of_other_platforms_are_not_compiled():
     prepared = jq.prepare(function, PARAMS, X, rules=RECIPES["w8a8_static"])
     assert [row.form for row in prepared.coverage.rows] == ["integer", "float"]
     ranges = prepared.calibrate(PARAMS, [X])
-    actual = jax.jit(prepared.apply)(prepared.convert(PARAMS), ranges, X)
-    same_trees(actual, jax.jit(prepared.fake_apply)(PARAMS, ranges, X))
+    actual = jax.jit(prepared.apply)(prepared.convert(PARAMS, ranges), X)
+    same_trees(actual, jax.jit(prepared.fake_apply)(prepared.trainable(PARAMS, ranges), X))
     assert find_sqnr(actual, X @ PARAMS["w"]) > 25
 
 
@@ -133,10 +133,10 @@ def test_an_inlined_jit_keeps_its_shardings():
         return inner(params["w"], x)
 
     prepared = jq.prepare(function, PARAMS, X, rules=RECIPES["w8a8_dynamic"], strict=True)
-    actual = jax.jit(prepared.apply)(prepared.convert(PARAMS), None, X)
+    actual = jax.jit(prepared.apply)(prepared.convert(PARAMS), X)
     assert actual.sharding.is_equivalent_to(split, 2)
-    same_trees(actual, jax.jit(prepared.fake_apply)(PARAMS, None, X))
-    gradient = jax.jit(jax.grad(lambda params: prepared.fake_apply(params, None, X).sum()))(PARAMS)["w"]
+    same_trees(actual, jax.jit(prepared.fake_apply)(PARAMS, X))
+    gradient = jax.jit(jax.grad(lambda params: prepared.fake_apply(params, X).sum()))(PARAMS)["w"]
     assert np.isfinite(gradient).all()
 
 
@@ -149,7 +149,7 @@ def test_vmap_of_an_inlined_jit_with_shardings():
 
     prepared = jq.prepare(function, PARAMS, X, rules=RECIPES["w8a8_dynamic"])
     qparams = prepared.convert(PARAMS)
-    actual = jax.jit(jax.vmap(lambda x: prepared.apply(qparams, None, x)))(jnp.stack([X, 2 * X]))
+    actual = jax.jit(jax.vmap(lambda x: prepared.apply(qparams, x)))(jnp.stack([X, 2 * X]))
     assert actual.shape == (2, 4, 16)
 
 
@@ -192,6 +192,6 @@ def test_callbacks_run_once():
 
     prepared = jq.prepare(function, PARAMS, X, rules=RECIPES["w8a8_dynamic"])
     assert not calls
-    jax.block_until_ready(jax.jit(prepared.apply)(prepared.convert(PARAMS), None, X))
+    jax.block_until_ready(jax.jit(prepared.apply)(prepared.convert(PARAMS), X))
     jax.effects_barrier()
     assert len(calls) == 1

@@ -109,7 +109,7 @@ class Graph:
             factor = F(1) / np.sqrt(stats["var"] + F(1e-5)) * params[norm]["scale"]
             kernel = kernel * factor
             bias = ((F(0) if bias is None else bias) - stats["mean"]) * factor + params[norm]["bias"]
-        q = self.converted["params"][layer]["kernel"]
+        q = self.converted.params["params"][layer]["kernel"]
         expected = jq.quantize(kernel, jq.QuantSpec("int8", jq.PerAxis(-1)))
         np.testing.assert_array_equal(q.codes, expected.codes)
         np.testing.assert_array_equal(q.scale, expected.scale)
@@ -201,13 +201,13 @@ def test_codes_are_those_of_onnx_runtime(name: str, rng: np.random.Generator) ->
     """At each rounding of the fused graph, in which all kernels are integer kernels. Training has the same numbers."""
     prepared, variables, ranges, x = prepare(name, rng, points=True)
     assert all(row.output == SPEC for row in prepared.coverage.rows), str(prepared.coverage)
-    converted = prepared.convert(variables)
-    y, points = jax.jit(prepared.apply)(converted, ranges, x)
-    trained = jax.jit(prepared.fake_apply)(variables, ranges, x)
+    converted = prepared.convert(variables, ranges)
+    y, points = jax.jit(prepared.apply)(converted, x)
+    trained = jax.jit(prepared.fake_apply)(prepared.trainable(variables, ranges), x)
     jax.tree.map(np.testing.assert_array_equal, trained, (y, points))
     # The same network, of which only the result is needed.
     alone = jq.prepare(jax.numpy_dtype_promotion("standard")(NETWORKS[name][0].apply), variables, x, rules=RULES)
-    np.testing.assert_array_equal(jax.jit(alone.apply)(converted, ranges, x), y)
+    np.testing.assert_array_equal(jax.jit(alone.apply)(converted, x), y)
     if not cases.is_fused():
         pytest.skip("ONNX Runtime has other kernels on this machine")
     graph = Graph(variables, converted, ranges, x, prepared.coverage.rows[0].name)
@@ -231,8 +231,8 @@ def test_floats_are_not_larger_than_a_scale(rng: np.random.Generator) -> None:
     """
     prepared, variables, ranges, _ = prepare("residual", rng)
     x = jax.ShapeDtypeStruct((256, 16, 16, 3), F)
-    converted = jax.eval_shape(prepared.convert, variables)
-    text = str(jax.jit(prepared.apply).lower(converted, ranges, x).compile().as_text())
+    converted = jax.eval_shape(prepared.convert, variables, ranges)
+    text = str(jax.jit(prepared.apply).lower(converted, x).compile().as_text())
     lines = [line for line in text[text.index("ENTRY") :].splitlines() if "average_pool" not in line]
     shapes = set(re.findall(r"f32\[([\d,]*)\]", "\n".join(lines))) - {"256,16,16,3"}
     assert max(np.prod([int(n) for n in shape.split(",") if n]) for shape in shapes) < 2**16

@@ -51,6 +51,12 @@ def sample(rng: np.random.Generator) -> tuple[dict[str, Any], Any]:
     return p, np.abs(rng.standard_normal((8, 16))).astype(F32)
 
 
+def convert_without_bias(prepared: Any, p: Any, ranges: Any) -> jq.QuantizedTree:
+    """Return the codes that the weights have if no bias needs a larger scale."""
+    q = prepared.convert({**p, "b": np.zeros(4, F32)}, ranges)
+    return q.replace(params={**q.params, "b": p["b"]})
+
+
 @pytest.mark.parametrize("function", [dense, left, normalized, convolution])
 def test_a_dead_channel_gets_a_larger_scale(function: Any, rng: np.random.Generator) -> None:
     """The result of a dead channel is its bias; the codes of the other channels are those without the bias."""
@@ -60,29 +66,29 @@ def test_a_dead_channel_gets_a_larger_scale(function: Any, rng: np.random.Genera
         p["g"][1] = 1e-9
     prepared = jq.prepare(function, p, x, rules=RULES)
     ranges = prepared.calibrate(p, [x])
-    converted, without = prepared.convert(p, ranges), prepared.convert(p)
+    converted, without = prepared.convert(p, ranges), convert_without_bias(prepared, p, ranges)
     expected = np.asarray(function(p, x), np.float64)
     for apply in (prepared.apply, jax.jit(prepared.apply)):
-        y = np.asarray(apply(converted, ranges, x), np.float64)
+        y = np.asarray(apply(converted, x), np.float64)
         assert np.abs(y - expected).max() <= 0.02 * np.abs(expected).max()
     # Traced, a bias saturated although int32 held it.
     np.testing.assert_array_equal(
-        np.asarray(prepared.apply(converted, ranges, x)), np.asarray(jax.jit(prepared.apply)(converted, ranges, x))
+        np.asarray(prepared.apply(converted, x)), np.asarray(jax.jit(prepared.apply)(converted, x))
     )
     name = "k" if function is convolution else "w"
-    scales, old = (np.asarray(tree[name].scale).ravel() for tree in (converted, without))
+    scales, old = (np.asarray(tree.params[name].scale).ravel() for tree in (converted, without))
     assert (scales == old).tolist() == [True, False, True, True]
-    same = np.asarray(converted[name].codes == without[name].codes).reshape(-1, 4)
+    same = np.asarray(converted.params[name].codes == without.params[name].codes).reshape(-1, 4)
     assert same[:, [0, 2, 3]].all()
     # ONNX's int32 holds the bias and every sum: exact integers.
-    codes = np.abs(np.asarray(converted[name].codes, np.int64)).reshape(-1, 4).sum(0)
+    codes = np.abs(np.asarray(converted.params[name].codes, np.int64)).reshape(-1, 4).sum(0)
     x_range = np.asarray(ranges[name]["x"].hi if "x" in ranges[name] else next(iter(ranges[name].values())).hi)
     steps = np.abs(p["b"].astype(np.float64)) / (float(x_range.ravel()[0]) / 255 * scales.astype(np.float64))
     assert (steps + 255 * codes <= 2**31 - 1).all()
     # What fits is not enlarged beyond that.
     assert steps[1] > 2**30
     with pytest.raises(ValueError, match=r"jaxquant\.Prepared\.apply: bias: expected biases of at most 2\*\*31 steps"):
-        prepared.apply(without, ranges, x)
+        prepared.apply(without, x)
 
 
 def test_a_bias_that_fits_only_alone(rng: np.random.Generator) -> None:
@@ -95,19 +101,19 @@ def test_a_bias_that_fits_only_alone(rng: np.random.Generator) -> None:
     p["v"] = np.diag([1, 1 / p["b"][1], 1, 1]).astype(F32)
     prepared = jq.prepare(dense, p, x, rules=RULES)
     ranges = prepared.calibrate(p, [x])
-    without = prepared.convert(p)
+    without = convert_without_bias(prepared, p, ranges)
     with pytest.raises(ValueError, match=r"jaxquant\.Prepared\.apply: bias: expected a bias that fits .* together"):
-        prepared.apply(without, ranges, x)
+        prepared.apply(without, x)
     converted = prepared.convert(p, ranges)
-    ratio = np.asarray(converted["w"].scale / without["w"].scale).ravel()
+    ratio = np.asarray(converted.params["w"].scale / without.params["w"].scale).ravel()
     assert ratio[1] > 1
     assert ratio[1] < 1.01
-    codes = np.asarray(converted["w"].codes, np.int64)[:, 1]
+    codes = np.asarray(converted.params["w"].codes, np.int64)[:, 1]
     steps = float(p["b"][1]) / (step * float(ratio[1]))
     assert steps + 255 * np.abs(codes).sum() <= 2**31 - 1
     # Traced, the bias saturates instead of wrapping around: the sum stays positive.
     for tree in (converted, without):
-        y = np.asarray(jax.jit(prepared.apply)(tree, ranges, x), np.float64)[:, 1]
+        y = np.asarray(jax.jit(prepared.apply)(tree, x), np.float64)[:, 1]
         assert (y > 0.9).all()
 
 
@@ -119,9 +125,9 @@ def test_parameters_are_deleted_after_their_scales_were_enlarged(rng: np.random.
     kept = prepared.convert(arrays, ranges)
     deleted = prepared.convert(arrays, ranges, delete=True)
     assert arrays["w"].is_deleted()
-    np.testing.assert_array_equal(np.asarray(kept["w"].codes), np.asarray(deleted["w"].codes))
+    np.testing.assert_array_equal(np.asarray(kept.params["w"].codes), np.asarray(deleted.params["w"].codes))
     traced = jax.jit(lambda p: prepared.convert(p, ranges))(jax.tree.map(jnp.array, p))
-    np.testing.assert_array_equal(np.asarray(kept["w"].codes), np.asarray(traced["w"].codes))
+    np.testing.assert_array_equal(np.asarray(kept.params["w"].codes), np.asarray(traced.params["w"].codes))
 
 
 @pytest.mark.parametrize("is_learned", [False, True])
@@ -131,13 +137,13 @@ def test_training_has_the_larger_scales(function: Any, is_learned: bool, rng: np
     p, x = sample(rng)
     prepared = jq.prepare(function, p, x, rules=RULES)
     ranges = prepared.calibrate(p, [x])
-    scales = prepared.learned(p, ranges) if is_learned else ranges
-    converted = prepared.convert(p, scales)
-    expected = np.asarray(jax.jit(prepared.apply)(converted, scales, x))
+    t = prepared.trainable(p, ranges, estimator=jq.LSQ() if is_learned else None)
+    converted = prepared.convert(t)
+    expected = np.asarray(jax.jit(prepared.apply)(converted, x))
     assert np.abs(expected - np.asarray(function(p, x), np.float64)).max() < 1
     for fake_apply in (prepared.fake_apply, jax.jit(prepared.fake_apply)):
-        np.testing.assert_array_equal(np.asarray(fake_apply(p, scales, x)), expected)
-    gradients = jax.jit(jax.grad(lambda p: prepared.fake_apply(p, scales, x).sum()))(p)
+        np.testing.assert_array_equal(np.asarray(fake_apply(t, x)), expected)
+    gradients = jax.jit(jax.grad(lambda t: prepared.fake_apply(t, x).sum()))(t).params
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradients))
     name = "k" if function is convolution else "w"
     assert np.abs(np.asarray(gradients[name]).reshape(-1, 4)[:, [0, 2, 3]]).max() > 0

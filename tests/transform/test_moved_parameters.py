@@ -54,7 +54,7 @@ def test_a_loop_that_moves_a_carried_parameter_stays_in_floats(rng: np.random.Ge
     rows = prepared.coverage.rows
     assert [row.name for row in rows] == ["w", "w#1", "w#2"]
     assert [row.reason.split(" at ")[0] for row in rows] == ["scan", "scan", "while"]
-    got, want = jax.jit(lambda *a: (prepared.apply(prepared.convert(params), None, *a), function(params, *a)))(x)
+    got, want = jax.jit(lambda *a: (prepared.apply(prepared.convert(params), *a), function(params, *a)))(x)
     assert find_sqnr(got, want) > 100
 
 
@@ -113,11 +113,13 @@ def test_parameters_are_followed(fixed_rng: np.random.Generator) -> None:
     @jax.jit
     def run(params: Any, *inputs: Any) -> Any:
         ranges = prepared.finalize(prepared.observe(prepared.init(), params, *inputs))
-        return ranges, prepared.apply(prepared.convert(params), ranges, *inputs)
+        return ranges, prepared.apply(prepared.convert(params, ranges), *inputs)
 
     ranges, got = run(params, *inputs)
     assert ranges["layers/0/w+layers/1/w+layers/2/w"]["0"].lo.shape == (3, 1, 1)
-    fake, gradients = differentiate(lambda params, *xs: prepared.fake_apply(params, ranges, *xs), params, *inputs)
+    fake, gradients = differentiate(
+        lambda params, *xs: prepared.fake_apply(prepared.trainable(params, ranges), *xs), params, *inputs
+    )
     want, float_gradients = differentiate(_move, params, *inputs)
     same_trees(got, fake)
     assert find_sqnr(got, want) > 25
@@ -133,8 +135,8 @@ def test_stacked_layers_with_other_recipes(recipe: str, rng: np.random.Generator
 
     params, x = [_sample(rng, 16, 16) for _ in range(3)], _sample(rng, 4, 16)
     prepared = jq.prepare(function, params, x, rules=RECIPES[recipe], strict=True)
-    got = jax.jit(prepared.apply)(prepared.convert(params), None, x)
-    same_trees(got, jax.jit(prepared.fake_apply)(params, None, x))
+    got = jax.jit(prepared.apply)(prepared.convert(params), x)
+    same_trees(got, jax.jit(prepared.fake_apply)(params, x))
 
 
 def test_weights_that_activations_select_are_named(rng: np.random.Generator) -> None:
@@ -164,7 +166,7 @@ def test_symbolic_repetitions_of_a_parameter_can_be_exported(rng: np.random.Gene
     qparams = prepared.convert(params)
     (batch,) = jax.export.symbolic_shape("b")
     shape = jax.ShapeDtypeStruct((batch, 16), jnp.float32)
-    exported = jax.export.export(jax.jit(prepared.apply))(qparams, None, shape)
+    exported = jax.export.export(jax.jit(prepared.apply))(qparams, shape)
     assert exported.out_avals[0].shape == (2 * batch, 8)
 
 
@@ -194,8 +196,8 @@ def test_bodies_share_a_range(rng: np.random.Generator) -> None:
         state = prepared.observe(prepared.init(), params, x, unrolled=unrolled)
         ranges = prepared.finalize(state)
         assert list(ranges) == ["w"]
-        apply = jax.jit(lambda q, r, x, p=prepared, u=unrolled: p.apply(q, r, x, unrolled=u))
-        results.append(apply(prepared.convert(params), ranges, x))
+        apply = jax.jit(lambda q, x, p=prepared, u=unrolled: p.apply(q, x, unrolled=u))
+        results.append(apply(prepared.convert(params, ranges), x))
         assert find_sqnr(results[-1], function(params, x, unrolled=True)) > 25
     np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
 
@@ -210,8 +212,8 @@ def test_a_range_is_shared_by_layers_and_by_a_use_outside_of_their_scan(rng: np.
     prepared = jq.prepare(function, params, x, rules=SHARED, strict=True)
     ranges = prepared.finalize(prepared.observe(prepared.init(), params, x))
     np.testing.assert_array_equal(ranges["w"]["0"].hi, x.max(keepdims=True))
-    got = jax.jit(prepared.apply)(prepared.convert(params), ranges, x)
-    same_trees(got, jax.jit(prepared.fake_apply)(params, ranges, x))
+    got = jax.jit(prepared.apply)(prepared.convert(params, ranges), x)
+    same_trees(got, jax.jit(prepared.fake_apply)(prepared.trainable(params, ranges), x))
 
 
 @pytest.mark.slow

@@ -81,9 +81,9 @@ def _check_values(name, recipe):
     ranges = {}
     if prepared.static_ranges:
         ranges = prepared.calibrate(params, [x, network.sample(jax.random.key(2), 8)], progress=False)
-    qparams = prepared.convert(params)
-    actual = _jit(prepared.apply, qparams)(qparams, ranges, x)
-    same_trees(actual, _jit(prepared.fake_apply, params)(params, ranges, x))
+    q, t = prepared.convert(params, ranges), prepared.trainable(params, ranges)
+    actual = _jit(prepared.apply, q)(q, x)
+    same_trees(actual, _jit(prepared.fake_apply, t)(t, x))
     expected = _jit(network.apply, params)(params, x)
     assert find_sqnr(actual, expected) > LEAST_SQNR.get(recipe, 6)
 
@@ -109,13 +109,13 @@ def test_apply_equals_fake_apply_with_recipes(name, recipe):
 def test_another_batch_size_and_vmap(name):
     network, x, prepared = _prepare(name, "w8a8_static")
     ranges = find_ranges(prepared, network.params, x)
-    qparams = prepared.convert(network.params)
+    qparams = prepared.convert(network.params, ranges)
     samples = network.sample(jax.random.key(3), 6)
     assert [row.name for row in prepared.check(network.params, samples).rows] == [
         row.name for row in prepared.coverage.rows
     ]
-    whole = jax.jit(lambda x: prepared.apply(qparams, ranges, x))(samples)
-    single = jax.jit(jax.vmap(lambda x: prepared.apply(qparams, ranges, x[None])[0]))(samples)
+    whole = jax.jit(lambda x: prepared.apply(qparams, x))(samples)
+    single = jax.jit(jax.vmap(lambda x: prepared.apply(qparams, x[None])[0]))(samples)
     assert find_sqnr(single, whole) > 40
 
 
@@ -129,7 +129,7 @@ def test_ensemble(name):
     members = [[w * scale if moved else w for w, moved in zip(arrays, is_float, strict=True)] for scale in (1.0, 0.9)]
 
     def run(arrays, x):
-        return prepared.apply(prepared.convert(join(arrays)), None, x)
+        return prepared.apply(prepared.convert(join(arrays)), x)
 
     stacked = [jnp.stack(ws) for ws in zip(*members, strict=True)]
     actual = jax.jit(jax.vmap(run, (0, None)))(stacked, x)
@@ -146,7 +146,7 @@ def test_export_with_symbolic_batch(name):
     (size,) = jax.export.symbolic_shape("batch")
 
     def run(arrays, x):
-        return prepared.apply(prepared.convert(join(arrays)), None, x)
+        return prepared.apply(prepared.convert(join(arrays)), x)
 
     described = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in arrays]
     symbolic = jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
@@ -161,7 +161,7 @@ def test_export_with_symbolic_batch(name):
 def test_sharded_parameters(name):
     network, x, prepared = _prepare(name, "w8a8_dynamic")
     mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
-    want = jax.jit(prepared.apply)(prepared.convert(network.params), None, x)
+    want = jax.jit(prepared.apply)(prepared.convert(network.params), x)
 
     def place(w):
         axis = next((axis for axis, n in reversed(list(enumerate(w.shape))) if n % 2 == 0), None)
@@ -174,7 +174,7 @@ def test_sharded_parameters(name):
     assert weights
     assert all(len(q.codes.sharding.device_set) == 2 for q in weights)
     assert any("d" in q.codes.sharding.spec for q in weights)
-    assert find_sqnr(jax.jit(prepared.apply)(qparams, None, x), want) > 60
+    assert find_sqnr(jax.jit(prepared.apply)(qparams, x), want) > 60
 
 
 def _is_quantized(x):
@@ -187,24 +187,18 @@ def _is_quantized(x):
 def test_trained_scales_keep_the_bits(name):
     network, x, prepared = _prepare(name, "w8a8_static")
     params = network.params
-    scales = prepared.learned(params, find_ranges(prepared, params, x), estimator=jq.LSQPlus())
+    t = start = prepared.trainable(params, find_ranges(prepared, params, x), estimator=jq.LSQPlus())
 
     @jax.jit
-    def step(params, scales):
-        def loss(params, scales):
-            return jnp.mean((prepared.fake_apply(params, scales, x) - 1) ** 2)
+    def step(t):
+        gradients = jax.grad(lambda t: jnp.mean((prepared.fake_apply(t, x) - 1) ** 2))(t)
+        return jax.tree.map(lambda w, g: w - 0.01 * g, t, gradients)
 
-        gradients = jax.grad(loss, (0, 1))(params, scales)
-        return jax.tree.map(lambda w, g: w - 0.01 * g, (params, scales), gradients)
-
-    trained = (params, scales)
     for _ in range(3):
-        trained = step(*trained)
-    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), trained[1], scales)
+        t = step(t)
+    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), t.scales, start.scales)
     assert any(jax.tree.leaves(moved))
-    params, scales = trained
-    actual = jax.jit(prepared.apply)(prepared.convert(params, scales), scales, x)
-    same_trees(actual, jax.jit(prepared.fake_apply)(params, scales, x))
+    same_trees(jax.jit(prepared.apply)(prepared.convert(t), x), jax.jit(prepared.fake_apply)(t, x))
 
 
 def _cast(tree):
@@ -220,8 +214,8 @@ def test_bfloat16(name, recipe):
     params, x = _cast((network.params, network.sample(jax.random.key(1), 4)))
     prepared = jq.prepare(network.apply, params, x, rules=RECIPES[recipe], strict=True)
     ranges = find_ranges(prepared, params, x)
-    actual = jax.jit(prepared.apply)(prepared.convert(params), ranges, x)
-    same_trees(actual, jax.jit(prepared.fake_apply)(params, ranges, x))
+    actual = jax.jit(prepared.apply)(prepared.convert(params, ranges), x)
+    same_trees(actual, jax.jit(prepared.fake_apply)(prepared.trainable(params, ranges), x))
     expected = jax.jit(network.apply)(network.params, x.astype(jnp.float32))
     assert find_sqnr(np.asarray(actual, np.float32), expected) > (6 if "4" in recipe else 20)
 
@@ -236,8 +230,6 @@ def test_nnx_module_is_split_and_merged():
     whole = jq.prepare(lambda model, x: model(x), model, x, rules=RECIPES["w8a8_dynamic"], strict=True)
     assert [row.name for row in whole.coverage.rows] == [row.name for row in prepared.coverage.rows]
     converted = whole.convert(model)
-    assert isinstance(converted, NnxCNN)
+    assert isinstance(converted.params, NnxCNN)
     want = prepared.convert(network.params)
-    same_trees(
-        jax.jit(lambda x: whole.apply(converted, None, x))(x), jax.jit(lambda x: prepared.apply(want, None, x))(x)
-    )
+    same_trees(jax.jit(lambda x: whole.apply(converted, x))(x), jax.jit(lambda x: prepared.apply(want, x))(x))

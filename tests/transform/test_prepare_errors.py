@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxquant as jq
+from jaxquant.transform import LearnedScales
 
 X = jnp.ones((2, 4))
 PARAMS = {"w": jnp.linspace(-1, 1, 12, dtype=jnp.float32).reshape(4, 3), "v": jnp.ones((3, 3))}
@@ -86,46 +88,65 @@ def test_dtypes_of_parameters_that_cannot_be_quantized_are_named() -> None:
 
 PREPARED: Any = jq.prepare(apply, PARAMS, X, rules=RULES)
 RANGES = PREPARED.calibrate(PARAMS, [X])
-CONVERTED = PREPARED.convert(PARAMS)
-SCALES = PREPARED.learned(PARAMS, RANGES)
-OTHER_SCALES = jq.transform.LearnedScales({"u": SCALES.weights["w"], "v": SCALES.weights["v"]}, {}, SCALES.estimator)
-MIXED_SCALES = jq.transform.LearnedScales(OTHER_SCALES.weights, SCALES.activations, SCALES.estimator)
+CONVERTED = PREPARED.convert(PARAMS, RANGES)
+CODES = CONVERTED.params
+TRAINABLE = PREPARED.trainable(PARAMS, RANGES, estimator=jq.LSQ())
+SCALES: Any = TRAINABLE.scales
+MIXED_SCALES = LearnedScales({"u": SCALES.weights["w"], "v": SCALES.weights["v"]}, SCALES.activations, SCALES.estimator)
+MIXED = TRAINABLE.replace(scales=MIXED_SCALES)
+DYNAMIC = jq.prepare(apply, PARAMS, X, rules=jq.recipes.w8a8_dynamic())
 FOUR_BITS = jq.prepare(apply, PARAMS, X, rules=jq.recipes.w4a8())
 
 
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: PREPARED.apply(PARAMS, RANGES, X), ValueError, r"apply: params: expected a quantized array at w.*got floats"),
-        (lambda: PREPARED.apply(FOUR_BITS.convert(PARAMS), RANGES, X), ValueError, r"apply: params: .* got int4 codes for"),
-        (lambda: PREPARED.apply(CONVERTED, None, X), ValueError, r"ranges: expected a range for each of the 2 .* got none for v, w"),
-        (lambda: PREPARED.apply(CONVERTED, {"w": RANGES["w"]}, X), ValueError, r"got none for v$"),
-        (lambda: PREPARED.apply(CONVERTED, {**RANGES, "v": X}, X), TypeError, r"apply: ranges: expected {'0': Range\(lo, hi\)} at v"),
-        (lambda: PREPARED.apply(CONVERTED, X, X), TypeError, r"apply: ranges: expected ranges as calibrate returns them"),
-        (lambda: PREPARED.apply({**CONVERTED, "u": X}, RANGES, X), ValueError, r"apply: params: expected .* got with u$"),
-        (lambda: PREPARED.apply({"w": CONVERTED["w"]}, RANGES, X), ValueError, r"apply: params: expected .* got without v$"),
-        (lambda: PREPARED.fake_apply(CONVERTED, RANGES, X), ValueError, r"fake_apply: params: expected floats at w"),
-        (lambda: PREPARED.fake_apply(PARAMS, {}, X), ValueError, r"fake_apply: scales: expected a range for each"),
-        (lambda: PREPARED.convert(CONVERTED), ValueError, r"convert: params: expected floats at w, got a quantized array"),
-        (lambda: PREPARED.convert({"w": X}), ValueError, r"convert: params: expected .*, got without v$"),
-        (lambda: PREPARED.apply({**CONVERTED, "v": CONVERTED["w"]}, RANGES, X), ValueError, r"apply: params: expected the shape \(3, 3\) at v"),
+        (lambda: PREPARED.apply(PARAMS, X), TypeError, r"apply: q: expected a QuantizedTree, as Prepared.convert\(params, ranges\) .*, got a dict"),
+        (lambda: PREPARED.apply(CODES, RANGES, X), TypeError, r"apply: q: expected a QuantizedTree"),
+        (lambda: PREPARED.apply({"params": CODES, "ranges": RANGES}, X), TypeError, r"apply: q: .* or QuantizedTree\(\*\*tree\) of a loaded tree"),
+        (lambda: PREPARED.apply(TRAINABLE, X), TypeError, r"apply: q: expected .*, got a TrainableTree, as for fake_apply"),
+        (lambda: PREPARED.apply(CONVERTED, RANGES, X), ValueError, r"apply: args: expected .* q holds the ranges, .*: prepared.apply\(q, x\), got ranges"),
+        (lambda: PREPARED.apply(CONVERTED, SCALES, X), ValueError, r"apply: args: expected .* q holds the ranges"),
+        (lambda: PREPARED.apply(CONVERTED.replace(params=PARAMS), X), ValueError, r"apply: q.params: expected a quantized array at w.*got floats"),
+        (lambda: PREPARED.apply(CONVERTED.replace(params=FOUR_BITS.convert(PARAMS).params), X), ValueError, r"apply: q.params: .* got int4 codes for"),
+        (lambda: PREPARED.apply(jq.QuantizedTree(CODES), X), ValueError, r"q.ranges: expected a range for each of the 2 .* got none for v, w"),
+        (lambda: PREPARED.apply(CONVERTED.replace(ranges={"w": RANGES["w"]}), X), ValueError, r"got none for v$"),
+        (lambda: PREPARED.apply(CONVERTED.replace(ranges={**RANGES, "v": X}), X), TypeError, r"apply: q.ranges: expected {'0': Range\(lo, hi\)} at v"),
+        (lambda: PREPARED.apply(CONVERTED.replace(ranges=X), X), TypeError, r"apply: q.ranges: expected ranges as Prepared.calibrate returns them"),
+        (lambda: PREPARED.apply(CONVERTED.replace(ranges=PREPARED.init()), X), TypeError, r"apply: q.ranges: expected {'0': Range\(lo, hi\)} at w"),
+        (lambda: PREPARED.apply(CONVERTED.replace(params={**CODES, "u": X}), X), ValueError, r"apply: params: expected .* got with u$"),
+        (lambda: PREPARED.apply(CONVERTED.replace(params={"w": CODES["w"]}), X), ValueError, r"apply: params: expected .* got without v$"),
+        (lambda: PREPARED.apply(CONVERTED.replace(params={**CODES, "v": CODES["w"]}), X), ValueError, r"apply: params: expected the shape \(3, 3\) at v"),
+        (lambda: PREPARED.fake_apply(CONVERTED, X), TypeError, r"fake_apply: t: expected .*, got a QuantizedTree, as for apply"),
+        (lambda: DYNAMIC.fake_apply(DYNAMIC.convert(PARAMS), X), TypeError, r"fake_apply: t: expected parameters in floats, got a QuantizedTree"),
+        (lambda: PREPARED.fake_apply(PARAMS, X), TypeError, r"fake_apply: t: expected prepared.trainable\(params, ranges\), because the ranges of w, v are"),
+        (lambda: PREPARED.fake_apply(PARAMS, RANGES, X), TypeError, r"fake_apply: t: expected prepared.trainable\(params, ranges\)"),
+        (lambda: PREPARED.fake_apply(TRAINABLE, RANGES, X), ValueError, r"fake_apply: args: expected .* t holds the ranges"),
+        (lambda: PREPARED.fake_apply(TRAINABLE.replace(params=CODES), X), ValueError, r"fake_apply: params: expected floats at w"),
+        (lambda: PREPARED.fake_apply(TRAINABLE.replace(scales=RANGES), X), TypeError, r"fake_apply: t.scales: expected the scales of the tree"),
+        (lambda: PREPARED.fake_apply(MIXED, X), ValueError, r"fake_apply: t.scales: expected .*, got others at u, w$"),
+        (lambda: PREPARED.convert(PARAMS), ValueError, r"convert: ranges: expected a range for each of the 2 .*, as Prepared.calibrate returns them, got none for v, w"),
+        (lambda: DYNAMIC.convert(PARAMS, RANGES), ValueError, r"convert: ranges: expected None, because no activation has a static range, got those of w, v"),
+        (lambda: PREPARED.convert(CONVERTED, RANGES), TypeError, r"convert: params: expected the parameters .* in floats, got a QuantizedTree"),
+        (lambda: PREPARED.convert(CODES, RANGES), ValueError, r"convert: params: expected floats at w, got a quantized array"),
+        (lambda: PREPARED.convert({"w": X}, RANGES), ValueError, r"convert: params: expected .*, got without v$"),
+        (lambda: PREPARED.convert(PARAMS, "ranges"), TypeError, r"convert: ranges: expected ranges as Prepared.calibrate returns them"),
+        (lambda: PREPARED.convert(TRAINABLE, RANGES), ValueError, r"convert: ranges: expected None with a TrainableTree, .*, got a dict"),
+        (lambda: PREPARED.convert(MIXED), ValueError, r"convert: t.scales: expected .*, got others at u, w$"),
+        (lambda: PREPARED.convert({**PARAMS, "w": X[None]}, RANGES), ValueError, r"convert: params: expected the shape \(4, 3\) at w"),
+        (lambda: jax.jit(lambda p: PREPARED.convert(p, RANGES, delete=True))(PARAMS), ValueError, r"delete: expected False inside of jax.jit"),
+        (lambda: PREPARED.convert(PARAMS, RANGES, delete="yes"), TypeError, r"convert: delete: expected True or False"),
         (lambda: PREPARED.check({**PARAMS, "w": X[None]}, X), ValueError, r"check: params: expected the shape \(4, 3\) at w"),
-        (lambda: jax.jit(lambda params: PREPARED.convert(params, delete=True))(PARAMS), ValueError, r"delete: expected False inside of jax.jit"),
-        (lambda: PREPARED.convert(PARAMS, delete="yes"), TypeError, r"convert: delete: expected True or False"),
-        (lambda: PREPARED.observe(PREPARED.init(), CONVERTED, X), ValueError, r"observe: params: expected floats at w"),
+        (lambda: PREPARED.check(TRAINABLE, X), TypeError, r"check: params: expected .* in floats, such as t.params, got a TrainableTree"),
+        (lambda: PREPARED.calibrate(TRAINABLE, [X]), TypeError, r"calibrate: params: expected .* such as t.params"),
+        (lambda: PREPARED.observe(PREPARED.init(), CODES, X), ValueError, r"observe: params: expected floats at w"),
         (lambda: PREPARED.observe({}, PARAMS, X), ValueError, r"observe: state: expected states of the 2 .* got without v, w"),
         (lambda: PREPARED.merge(PREPARED.init(), {}), ValueError, r"merge: state: .* got without v, w"),
         (lambda: PREPARED.finalize(PREPARED.init()), ValueError, rf"^w {PLACE}: jaxquant.Prepared.finalize: .* got no data"),
         (lambda: PREPARED.calibrate(PARAMS, [jnp.zeros((2, 4))]), ValueError, rf"^w {PLACE}: jaxquant.Prepared.calibrate: .* only zeros"),
-        (lambda: PREPARED.learned(PARAMS, None), ValueError, r"learned: ranges: expected a range for each"),
-        (lambda: PREPARED.learned(PARAMS, RANGES, estimator=jq.StraightThrough()), TypeError, r"learned: estimator: expected LSQ"),
-        (lambda: PREPARED.apply(CONVERTED, X), TypeError, r"apply: ranges: expected ranges as calibrate returns them"),
-        (lambda: PREPARED.apply(CONVERTED, PREPARED.init(), X), TypeError, r"apply: ranges: expected {'0': Range\(lo, hi\)} at w"),
-        (lambda: PREPARED.convert(PARAMS, "scales"), TypeError, r"convert: scales: expected scales as learned returns them"),
-        (lambda: PREPARED.convert(PARAMS, OTHER_SCALES), ValueError, r"convert: scales: expected .*, got others at u, w$"),
-        (lambda: PREPARED.fake_apply(PARAMS, MIXED_SCALES, X), ValueError, r"fake_apply: scales: expected .*, got others at u, w$"),
-        (lambda: PREPARED.convert({**PARAMS, "w": X[None]}), ValueError, r"convert: params: expected the shape \(4, 3\) at w"),
-        (lambda: PREPARED.learned(CONVERTED, RANGES), ValueError, r"learned: params: expected floats at w"),
+        (lambda: PREPARED.trainable(PARAMS), ValueError, r"trainable: ranges: expected a range for each"),
+        (lambda: PREPARED.trainable(PARAMS, RANGES, estimator=jq.StraightThrough()), TypeError, r"trainable: estimator: expected LSQ"),
+        (lambda: PREPARED.trainable(CODES, RANGES), ValueError, r"trainable: params: expected floats at w"),
         (lambda: PREPARED.check({"w": PARAMS["w"]}, X), ValueError, r"check: params: expected .*, got without v$"),
         (lambda: PREPARED.calibrate(PARAMS, X), TypeError, r"calibrate: batches: expected an iterable of batches"),
     ],
@@ -139,7 +160,20 @@ def test_errors_of_a_contraction_name_it() -> None:
     """An error inside of a rewritten contraction says which contraction it is, and where it is in the source."""
     ranges = {**RANGES, "v": {"0": (np.ones((3, 3), np.float32), np.ones((3, 3), np.float32))}}
     with pytest.raises(ValueError, match=rf"^v {PLACE}: jaxquant\."):
-        PREPARED.apply(CONVERTED, ranges, X)
+        PREPARED.apply(CONVERTED.replace(ranges=ranges), X)
+
+
+@pytest.mark.parametrize(
+    "call", [lambda: DYNAMIC.apply(DYNAMIC.convert(PARAMS), None, X), lambda: DYNAMIC.fake_apply(PARAMS, {}, X)]
+)
+def test_an_argument_for_ranges_gets_advice(call: Any) -> None:
+    """There is none: the tree holds the ranges. The function itself complains about the number of its arguments."""
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert any(
+        re.search(r"Prepared\.\w+: [qt] holds the ranges, .* here (None|\{\}) is in front", note)
+        for note in caught.value.__notes__
+    )
 
 
 def test_a_branch_never_taken_has_no_range() -> None:
@@ -157,7 +191,7 @@ def test_strict_holds_for_later_calls() -> None:
 
     prepared = jq.prepare(grow, {"w": PARAMS["w"]}, X, rules=jq.recipes.w8a8_dynamic(), strict=True)
     with pytest.raises(ValueError, match=r"apply: rules: expected codes for each contraction .* mul at"):
-        prepared.apply(prepared.convert({"w": PARAMS["w"]}), None, X, scaled=True)
+        prepared.apply(prepared.convert({"w": PARAMS["w"]}), X, scaled=True)
 
 
 @pytest.mark.slow
@@ -168,4 +202,4 @@ def test_arguments_that_need_other_specs_are_refused() -> None:
     params = {"v": PARAMS["v"]}
     prepared = jq.prepare(turn, params, jnp.ones((2, 3)), rules=jq.recipes.w8a8_dynamic())
     with pytest.raises(ValueError, match=r"args: expected arguments at which v is quantized as at those of prepare"):
-        prepared.apply(prepared.convert(params), None, jnp.ones((2, 3)), turned=True)
+        prepared.apply(prepared.convert(params), jnp.ones((2, 3)), turned=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import json
@@ -12,8 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import jaxquant as jq
 from jaxquant.transform import _calls, _prepared
@@ -84,7 +86,7 @@ def test_integers_are_those_of_the_operators(params: Any, batches: Any, rules: A
     def compute(x: jax.Array) -> jax.Array:
         return contract(jax.nn.relu(contract(x, "first") + params["first"]["bias"]), "second")
 
-    y = jax.jit(prepared.apply)(prepared.convert(params), ranges, x)
+    y = jax.jit(prepared.apply)(prepared.convert(params, ranges), x)
     np.testing.assert_array_equal(y, compute(x))
 
 
@@ -134,7 +136,7 @@ def test_gradients_of_devices_are_summed(params: Any, batches: Any, rules: Any) 
     ranges, x = prepared.calibrate(params, batches), np.concatenate(batches)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     split, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
-    differentiate = jax.grad(lambda params, x: (prepared.fake_apply(params, ranges, x) ** 2).sum())
+    differentiate = jax.grad(lambda params, x: (prepared.fake_apply(prepared.trainable(params, ranges), x) ** 2).sum())
     run = jax.shard_map(differentiate, mesh=mesh, in_specs=(whole, split), out_specs=whole)
     actual, expected = jax.jit(run)(params, x), jax.jit(differentiate)(params, x)
     # A value near a tie may be rounded in another way by another program.
@@ -160,12 +162,14 @@ def test_batches_are_arrays_tuples_or_mappings(params: Any, batches: Any) -> Non
 def test_convert_keeps_the_tree(params: Any, batches: Any) -> None:
     prepared = jq.prepare(apply, params, batches[0], rules=DYNAMIC)
     qparams = prepared.convert(params)
-    assert isinstance(qparams["first"]["kernel"], jq.QuantizedArray)
-    assert qparams["first"]["bias"] is params["first"]["bias"]
-    assert qparams["second"]["kernel"].codes.dtype == jnp.int8
+    assert isinstance(qparams.params["first"]["kernel"], jq.QuantizedArray)
+    assert qparams.params["first"]["bias"] is params["first"]["bias"]
+    assert qparams.params["second"]["kernel"].codes.dtype == jnp.int8
     shapes = jax.eval_shape(prepared.convert, params)
     assert [x.shape for x in jax.tree.leaves(shapes)] == [x.shape for x in jax.tree.leaves(qparams)]
-    assert equal(jax.jit(prepared.convert)(params)["first"]["kernel"].codes, qparams["first"]["kernel"].codes)
+    assert equal(jax.jit(prepared.convert)(params), qparams)
+    assert repr(qparams).startswith("QuantizedTree(2 quantized arrays, 1 other, 0 ranges, nbytes=")
+    assert qparams.nbytes == sum(x.nbytes for x in jax.tree.leaves(qparams.params))
     copy = jax.tree.map(jnp.copy, params)
     assert equal(prepared.convert(copy, delete=True), qparams)
     assert copy["first"]["kernel"].is_deleted()
@@ -183,9 +187,9 @@ def test_convert_keeps_arrays_that_are_still_needed() -> None:
     qparams = prepared.convert(params, delete=True)
     # One array under two paths is deleted after the second one; one that stays in floats is not deleted.
     assert first.is_deleted()
-    assert qparams["bias"] is second
+    assert qparams.params["bias"] is second
     assert not second.is_deleted()
-    assert equal(qparams["a"].codes, qparams["b"].codes)
+    assert equal(qparams.params["a"].codes, qparams.params["b"].codes)
 
 
 def test_parameters_have_names_of_their_own() -> None:
@@ -194,8 +198,9 @@ def test_parameters_have_names_of_their_own() -> None:
     prepared = jq.prepare(lambda p, x: x @ p["a/b"] @ p["a"]["b"], params, x, rules=STATIC)
     names = ["['a/b']", "['a']['b']"]
     assert [row.name for row in prepared.coverage.rows] == names
-    scales = prepared.learned(params, prepared.calibrate(params, [x]))
-    assert sorted(scales.weights) == sorted(names)
+    ranges = prepared.calibrate(params, [x])
+    t: Any = prepared.trainable(params, ranges, estimator=jq.LSQ())
+    assert sorted(t.scales.weights) == sorted(names)
     # Parameters that are a single array have a name, too.
     assert jq.prepare(lambda w, x: x @ w, params["a/b"], x, rules=STATIC).coverage.rows[0].name == "params"
 
@@ -223,12 +228,12 @@ def test_other_arguments_are_traced_or_static(params: Any, batches: Any) -> None
     prepared = jq.prepare(apply, params, x, rules=DYNAMIC, scale=1.0)
     qparams = prepared.convert(params)
     run = jax.jit(prepared.apply, static_argnames="double")
-    y = run(qparams, None, x, scale=1.0)
-    np.testing.assert_array_equal(run(qparams, {}, x, scale=2.0), 2 * y)
-    np.testing.assert_array_equal(run(qparams, {}, x, double=True).shape, y.shape)
+    y = run(qparams, x, scale=1.0)
+    np.testing.assert_array_equal(run(qparams, x, scale=2.0), 2 * y)
+    np.testing.assert_array_equal(run(qparams, x, double=True).shape, y.shape)
     # Another batch size needs no other preparation.
-    np.testing.assert_array_equal(run(qparams, {}, x[:1], scale=1.0), y[:1])
-    np.testing.assert_array_equal(run(qparams, {}, np.asarray(x), scale=1.0), y)
+    np.testing.assert_array_equal(run(qparams, x[:1], scale=1.0), y[:1])
+    np.testing.assert_array_equal(run(qparams, np.asarray(x), scale=1.0), y)
 
 
 def test_check_reports_other_arguments(params: Any, batches: Any) -> None:
@@ -254,28 +259,28 @@ def test_coverage_of_symbolic_shapes_is_for_json(params: Any, batches: Any) -> N
 def test_trained_scales_are_those_that_are_served(params: Any, batches: Any, rules: Any, estimator: Any) -> None:
     x = jnp.asarray(batches[0])
     prepared = jq.prepare(apply, params, x, rules=rules)
-    scales = prepared.learned(params, prepared.calibrate(params, batches), estimator=estimator)
-    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(scales))
-    assert set(scales.activations) == (set(prepared.static_ranges))
+    start: Any = prepared.trainable(params, prepared.calibrate(params, batches), estimator=estimator)
+    trained = start
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(start.scales))
+    assert set(start.scales.activations) == (set(prepared.static_ranges))
 
     @jax.jit
     def step(trained: Any) -> tuple[Any, jax.Array]:
         def find_loss(trained: Any) -> tuple[jax.Array, jax.Array]:
-            y = prepared.fake_apply(*trained, x)
+            y = prepared.fake_apply(trained, x)
             return ((y - 1) ** 2).mean(), y
 
         slopes, y = jax.grad(find_loss, has_aux=True)(trained)
         return jax.tree.map(lambda p, g: p - np.float32(0.01) * g, trained, slopes), y
 
     serve = jax.jit(prepared.apply)
-    start = trained = (params, scales)
     for _ in range(3):
         following, y = step(trained)
-        np.testing.assert_array_equal(serve(prepared.convert(*trained), trained[1], x), y)
+        np.testing.assert_array_equal(serve(prepared.convert(trained), x), y)
         trained = following
-    moved = jax.tree.map(lambda a, b: bool((a != b).any()), start, trained)
-    assert all(moved[1].weights[name].scale for name in scales.weights)
-    assert all(part.scale for parts in moved[1].activations.values() for part in parts.values())
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), start.scales, trained.scales)
+    assert all(part.scale for part in moved.weights.values())
+    assert all(part.scale for parts in moved.activations.values() for part in parts.values())
 
 
 @pytest.mark.slow
@@ -290,8 +295,8 @@ def test_floats_behind_a_contraction_have_the_same_bits(fixed_rng: np.random.Gen
     for size in range(1, 9):
         prepared = jq.prepare(network, params, x[:size], rules=STATIC)
         ranges = prepared.calibrate(params, [x])
-        y = jax.jit(prepared.apply)(prepared.convert(params), ranges, x[:size])
-        np.testing.assert_array_equal(jax.jit(prepared.fake_apply)(params, ranges, x[:size]), y)
+        y = jax.jit(prepared.apply)(prepared.convert(params, ranges), x[:size])
+        np.testing.assert_array_equal(jax.jit(prepared.fake_apply)(prepared.trainable(params, ranges), x[:size]), y)
 
 
 @pytest.mark.slow
@@ -306,7 +311,7 @@ def test_gradient_is_that_of_the_floats_the_codes_stand_for(params: Any, batches
         h = jax.nn.relu(rows(x) @ fake(params["first"]["kernel"]) + params["first"]["bias"])
         return rows(h) @ fake(params["second"]["kernel"])
 
-    got = jax.grad(lambda p: prepared.fake_apply(p, None, x).sum())(params)
+    got = jax.grad(lambda p: prepared.fake_apply(p, x).sum())(params)
     expected = jax.grad(lambda p: reference(p).sum())(params)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
@@ -318,40 +323,128 @@ def test_apply_refuses_a_gradient_that_rounding_makes_zero(params: Any, batches:
     prepared = jq.prepare(apply, params, x, rules=DYNAMIC)
     qparams = prepared.convert(params)
     with pytest.raises(TypeError, match=r"^first/kernel .*Prepared\.apply: args: expected no gradient"):
-        jax.grad(lambda x: prepared.apply(qparams, None, x).sum())(x)
+        jax.grad(lambda x: prepared.apply(qparams, x).sum())(x)
     # What follows the contractions has its gradient, and so has a contraction of floats.
-    assert jax.grad(lambda s: (s * prepared.apply(qparams, None, x)).sum())(1.0) != 0
+    assert jax.grad(lambda s: (s * prepared.apply(qparams, x)).sum())(1.0) != 0
     weights = jq.prepare(apply, params, x, rules=jq.recipes.weight_only_int8())
-    assert jax.grad(lambda x: weights.apply(weights.convert(params), None, x).sum())(x).any()
+    assert jax.grad(lambda x: weights.apply(weights.convert(params), x).sum())(x).any()
 
 
 @pytest.mark.slow
 def test_pact_trains_activations_only(params: Any, batches: Any) -> None:
     x = [np.abs(batch) for batch in batches]
     prepared = jq.prepare(apply, params, x[0], rules=STATIC)
-    scales = prepared.learned(params, prepared.calibrate(params, x), estimator=jq.PACT())
-    assert not scales.weights
-    assert set(scales.activations) == {"first/kernel", "second/kernel"}
-    y = jax.jit(prepared.fake_apply)(params, scales, x[0])
-    np.testing.assert_array_equal(jax.jit(prepared.apply)(prepared.convert(params, scales), scales, x[0]), y)
+    t: Any = prepared.trainable(params, prepared.calibrate(params, x), estimator=jq.PACT())
+    assert not t.scales.weights
+    assert set(t.scales.activations) == {"first/kernel", "second/kernel"}
+    y = jax.jit(prepared.fake_apply)(t, x[0])
+    np.testing.assert_array_equal(jax.jit(prepared.apply)(prepared.convert(t), x[0]), y)
     ranges = prepared.calibrate(params, batches)
     with pytest.raises(ValueError, match=r"^first/kernel: .*estimator: expected LSQ\(\) or LSQPlus\(\)"):
-        prepared.learned(params, ranges, estimator=jq.PACT())
+        prepared.trainable(params, ranges, estimator=jq.PACT())
 
 
-@pytest.mark.slow
-def test_parameters_and_ranges_are_saved(params: Any, batches: Any, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("kind", ["orbax", "safetensors"])
+@pytest.mark.parametrize("rules", [STATIC, DYNAMIC, "learned"], ids=["static", "dynamic", "learned"])
+def test_the_tree_is_saved(rules: Any, kind: str, params: Any, batches: Any, tmp_path: pathlib.Path) -> None:
+    prepared = jq.prepare(apply, params, batches[0], rules=STATIC if rules == "learned" else rules)
+    ranges = prepared.calibrate(params, batches)
+    q = prepared.convert(params, ranges)
+    if rules == "learned":
+        q = prepared.convert(prepared.trainable(params, ranges, estimator=jq.LSQPlus()))
+    save, load = (getattr(jq.checkpoint, f"{verb}_{kind}") for verb in ("save", "load"))
+    save(tmp_path / "served", q)
+    restored = load(tmp_path / "served", like=jax.eval_shape(lambda: q))
+    assert equal(restored, q)
+    serve = jax.jit(prepared.apply)
+    for tree in (restored, jq.QuantizedTree(**load(tmp_path / "served"))):  # without a target, ranges are dicts
+        np.testing.assert_array_equal(serve(tree, batches[0]), serve(q, batches[0]))
+
+
+def test_the_tree_is_a_pytree(params: Any, batches: Any) -> None:
     prepared = jq.prepare(apply, params, batches[0], rules=STATIC)
-    ranges, qparams = prepared.calibrate(params, batches), prepared.convert(params)
-    jq.checkpoint.save_orbax(tmp_path / "served", {"params": qparams, "ranges": ranges})
-    shapes = {
-        "params": jax.eval_shape(prepared.convert, params),
-        "ranges": jax.eval_shape(prepared.finalize, prepared.init()),
-    }
-    y = prepared.apply(qparams, ranges, batches[0])
-    for like in (shapes, None):  # without a target, ranges are dicts
-        loaded = jq.checkpoint.load_orbax(tmp_path / "served", like=like)
-        np.testing.assert_array_equal(prepared.apply(loaded["params"], loaded["ranges"], batches[0]), y)
+    q = prepared.convert(params, prepared.calibrate(params, batches))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(q)]
+    assert ".params['first']['bias']" in paths
+    assert ".ranges['first/kernel']['0'].lo" in paths
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        q.params = None  # type: ignore[misc]
+    y = jax.jit(prepared.apply)(q, batches[0])
+    placed = jax.device_put(q, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    np.testing.assert_array_equal(jax.jit(prepared.apply)(placed, batches[0]), y)
+    exported = jax.export.export(jax.jit(prepared.apply))(q, batches[0]).serialize()
+    np.testing.assert_array_equal(jax.export.deserialize(exported).call(q, batches[0]), y)
+    # Two trees at once, and one after the other: as for any pytree.
+    two = jax.tree.map(lambda *xs: jnp.stack(xs), q, q)
+    serve = jax.jit(jax.vmap(prepared.apply, (0, None)))
+    np.testing.assert_array_equal(serve(two, batches[0]), jnp.stack([y, y]))
+    scanned = jax.jit(
+        lambda q: jax.lax.scan(lambda carry, _: (carry, prepared.apply(carry, batches[0])), q, length=2)[1]
+    )
+    np.testing.assert_array_equal(scanned(q), jnp.stack([y, y]))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion"])
+def test_fixed_ranges_stay(optimizer: str, params: Any, batches: Any) -> None:
+    """Weight decay, which moves what has no gradient, does not move them."""
+    x = jnp.asarray(batches[0])
+    prepared = jq.prepare(apply, params, x, rules=STATIC)
+    ranges = prepared.calibrate(params, batches)
+    transform: Any = {
+        "adamw": optax.adamw(0.1, weight_decay=0.5), "lion": optax.lion(0.1, weight_decay=0.5),
+        "sgd": optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1, momentum=0.9)),
+    }[optimizer]  # fmt: skip
+
+    @jax.jit
+    def step(t: Any, state: Any) -> tuple[Any, Any]:
+        gradient = jax.grad(lambda t: (prepared.fake_apply(t, x) ** 2).mean())(t)
+        updates, state = transform.update(gradient, state, t)
+        return optax.apply_updates(t, updates), state
+
+    start: Any = prepared.trainable(params, ranges)
+    t = start
+    state = transform.init(t)
+    with jax.numpy_dtype_promotion("standard"):  # optax multiplies floats by counts
+        for _ in range(3):
+            t, state = step(t, state)
+    assert step._cache_size() == 1  # type: ignore[attr-defined]
+    assert t.scales == start.scales
+    assert not equal(t.params, start.params)
+    q = prepared.convert(t)
+    assert equal(q.ranges, ranges)
+    np.testing.assert_array_equal(jax.jit(prepared.apply)(q, x), jax.jit(prepared.fake_apply)(t, x))
+
+
+def test_learned_scales_are_kept_from_weight_decay_by_a_mask(params: Any, batches: Any) -> None:
+    x = jnp.asarray(batches[0])
+    prepared = jq.prepare(apply, params, x, rules=STATIC)
+    t = prepared.trainable(params, prepared.calibrate(params, batches), estimator=jq.LSQ())
+    mask = t.replace(params=True, scales=False)
+    transform: Any = optax.add_decayed_weights(0.5, mask=mask)
+    updates, _ = transform.update(jax.tree.map(jnp.zeros_like, t), transform.init(t), t)
+    assert not any(x.any() for x in jax.tree.leaves(updates.scales))
+    assert updates.params["first"]["kernel"].any()
+
+
+def test_ranges_that_are_traced(params: Any, batches: Any) -> None:
+    """A tree that is made inside of a traced function may have the ranges that this function computes."""
+    x = jnp.asarray(batches[0])
+    prepared = jq.prepare(apply, params, x, rules=STATIC)
+    ranges = prepared.calibrate(params, [batches[0]])
+
+    @jax.jit
+    def find_gradient(params: Any, ranges: Any) -> Any:
+        def find_loss(t: Any) -> jax.Array:
+            return jax.checkpoint(prepared.fake_apply)(t, x).sum()
+
+        return jax.grad(find_loss)(prepared.trainable(params, ranges)).params
+
+    t = prepared.trainable(params, ranges)
+    assert equal(find_gradient(params, ranges), jax.jit(jax.grad(lambda t: prepared.fake_apply(t, x).sum()))(t).params)
+    other = prepared.trainable(params, jax.tree.map(lambda end: 2 * end, ranges))
+    assert t.scales != other.scales
+    assert hash(t.scales) == hash(prepared.trainable(params, ranges).scales)
+    assert repr(t) == "TrainableTree(3 arrays, FixedRanges(first/kernel, second/kernel))"
 
 
 # Modules and closures.
@@ -376,12 +469,12 @@ def test_nnx_module_is_the_parameters(batches: Any) -> None:
     # The shared layer is one parameter with two uses.
     assert [row.name for row in prepared.coverage.rows] == ["first/kernel", "same/kernel", "same/kernel#1"]
     ranges = prepared.calibrate(model, batches)
-    converted = prepared.convert(model)
-    assert isinstance(converted, Block)
-    assert isinstance(converted.first.kernel[...], jq.QuantizedArray)
-    assert converted.same is converted.second
-    y = nnx.jit(prepared.apply)(converted, ranges, x)
-    np.testing.assert_array_equal(y, nnx.jit(prepared.fake_apply)(model, ranges, x))
+    converted = prepared.convert(model, ranges)
+    assert isinstance(converted.params, Block)
+    assert isinstance(converted.params.first.kernel[...], jq.QuantizedArray)
+    assert converted.params.same is converted.params.second
+    y = nnx.jit(prepared.apply)(converted, x)
+    np.testing.assert_array_equal(y, nnx.jit(prepared.fake_apply)(prepared.trainable(model, ranges), x))
     np.testing.assert_allclose(y, model(x), atol=0.1)
 
 
@@ -400,9 +493,73 @@ def test_quantized_parameters_are_left_alone(params: Any, batches: Any) -> None:
     prepared = jq.prepare(mixed, given, x, rules=DYNAMIC, strict=True)
     assert [prepared.names[place] for place in prepared.leaves] == ["second/kernel"]
     qparams = prepared.convert(given)
-    assert qparams["first"]["kernel"] is given["first"]["kernel"]
-    y = jax.jit(prepared.apply)(qparams, None, x)
-    np.testing.assert_array_equal(y, jax.jit(prepared.fake_apply)(given, None, x))
+    assert qparams.params["first"]["kernel"] is given["first"]["kernel"]
+    y = jax.jit(prepared.apply)(qparams, x)
+    np.testing.assert_array_equal(y, jax.jit(prepared.fake_apply)(given, x))
+
+
+RULES = {
+    "dynamic": DYNAMIC, "static": STATIC, "weight_only": jq.recipes.weight_only_int8(),
+    "onnx_runtime": jq.recipes.onnx_runtime(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rules", list(RULES))
+def test_contractions_run_on_the_codes_that_parameters_have(rules: str, params: Any, batches: Any) -> None:
+    """Those of a loaded checkpoint: with the scales of the file, which are other ones than those of the rules."""
+    x = jnp.asarray(batches[0])
+    q = jq.quantize(params["first"]["kernel"], jq.QuantSpec("int8", jq.PerAxis(1), power_of_two=True))
+    given = {**params, "first": {**params["first"], "kernel": q}}
+    prepared = jq.prepare(apply, given, x, rules=RULES[rules], strict=True)
+    row, other = prepared.coverage.rows
+    assert row.form == ("weight-only" if rules == "weight_only" else "integer")
+    assert row.reason == "the codes of first/kernel are those that it had"
+    assert other.reason == ""
+    ranges = prepared.calibrate(given, batches)
+    converted = prepared.convert(given, ranges)
+    assert converted.params["first"]["kernel"] is q
+    y = jax.jit(prepared.apply)(converted, x)
+    np.testing.assert_array_equal(y, jax.jit(prepared.fake_apply)(prepared.trainable(given, ranges), x))
+    assert np.abs(y - apply(params, x)).max() < 0.05 * np.abs(y).max()
+    if rules == "dynamic":
+        activations = jq.quantize(x, prepared.coverage.rows[0].activations[0])
+        h = jax.nn.relu(jq.matmul(activations, q) + params["first"]["bias"])
+        rest = jq.quantize(h, other.activations[0])
+        np.testing.assert_array_equal(y, jq.matmul(rest, converted.params["second"]["kernel"]))
+    # The learned scales are those of the weights in floats.
+    learned: Any = prepared.trainable(given, ranges, estimator=jq.LSQ())
+    assert set(learned.scales.weights) == {"second/kernel"}
+    assert prepared.convert(learned).params["first"]["kernel"] is q
+    with pytest.raises(ValueError, match=r"convert: params: expected a quantized array at first/kernel, got floats"):
+        prepared.convert(params, ranges)
+    with pytest.raises(ValueError, match=r"ptq.collect: prepared: expected .* floats in prepare, got codes at first/k"):
+        jq.ptq.collect(prepared, given, batches)
+
+
+def test_a_flax_model_with_loaded_codes(batches: Any) -> None:
+    """Flax's layers take no quantized arrays, so they see floats in place of them."""
+    model, x = linen.Dense(5), jnp.asarray(batches[0])
+    variables = model.init(jax.random.key(0), x)
+    first = jq.prepare(model.apply, variables, x, rules=DYNAMIC)
+    q = first.convert(variables)
+    loaded = jq.prepare(model.apply, q.params, x, rules=DYNAMIC, strict=True)
+    again = loaded.convert(q.params)
+    assert equal(again, q)
+    np.testing.assert_array_equal(jax.jit(loaded.apply)(again, x), jax.jit(first.apply)(q, x))
+
+
+@pytest.mark.parametrize("kind", ["axis that is summed", "float8", "codebook"])
+def test_codes_that_a_rule_cannot_contract_are_left_alone(kind: str, params: Any, batches: Any) -> None:
+    spec = {
+        "axis that is summed": jq.QuantSpec("int8", jq.PerAxis(0)),
+        "float8": jq.QuantSpec("float8_e4m3fn"), "codebook": jq.QuantSpec(jq.nf4, jq.PerAxis(1)),
+    }[kind]  # fmt: skip
+    x, q = jnp.asarray(batches[0]), jq.quantize(params["first"]["kernel"], spec)
+    prepared = jq.prepare(lambda p, x: x @ p["q"] @ p["w"], {"q": q, "w": params["second"]["kernel"]}, x, rules=DYNAMIC)
+    assert [row.name for row in prepared.coverage.rows if row.form == "integer"] == ["w"]
+    converted = prepared.convert({"q": q, "w": params["second"]["kernel"]})
+    y = jax.jit(prepared.apply)(converted, x)
+    assert np.abs(y - x @ q.dequantize() @ params["second"]["kernel"]).max() < 0.05 * np.abs(y).max()
 
 
 def test_function_is_traced_once_for_each_structure_and_shape(params: Any, batches: Any) -> None:
@@ -417,10 +574,10 @@ def test_function_is_traced_once_for_each_structure_and_shape(params: Any, batch
     qparams = prepared.convert(params)
 
     def call(x: jax.Array, *options: Any) -> None:
-        jax.eval_shape(lambda q, x: prepared.apply(q, None, x, 2.0, *options), qparams, x)
+        jax.eval_shape(lambda q, x: prepared.apply(q, x, 2.0, *options), qparams, x)
 
     call(x)
-    jax.eval_shape(prepared.fake_apply, params, None, x, 3.0)
+    jax.eval_shape(prepared.fake_apply, params, x, 3.0)
     assert traces == [((6, 12), False)]
     call(x[:2])
     call(x, True)
@@ -447,7 +604,7 @@ def test_function_of_an_unhashable_argument_is_traced_in_each_call(params: Any, 
 
     prepared = jq.prepare(read, params, x, options, rules=DYNAMIC)
     options.double = True
-    y = jax.eval_shape(lambda p, x: prepared.fake_apply(p, None, x, options), params, x)
+    y = jax.eval_shape(lambda p, x: prepared.fake_apply(p, x, options), params, x)
     assert y.shape == (12, 5)
 
 
@@ -481,11 +638,11 @@ def test_activation_of_several_contractions_is_quantized_once(params: Any, batch
     x = jnp.asarray(batches[0])
     prepared = jq.prepare(project, given, x, rules=DYNAMIC, strict=True)
     qparams = prepared.convert(given)
-    program = str(jax.make_jaxpr(prepared.apply)(qparams, None, x))
+    program = str(jax.make_jaxpr(prepared.apply)(qparams, x))
     # That of x and that of x * 2, and in the loop that of x again.
     assert program.count("name=quantize_affine") == 3
-    y = jax.jit(prepared.apply)(qparams, None, x)
-    assert equal(y, jax.jit(prepared.fake_apply)(given, None, x))
+    y = jax.jit(prepared.apply)(qparams, x)
+    assert equal(y, jax.jit(prepared.fake_apply)(given, x))
 
 
 @pytest.mark.parametrize("is_inner", [False, True], ids=["function", "inner function"])
@@ -505,7 +662,7 @@ def test_trace_with_closed_over_tracers_is_not_kept(params: Any, batches: Any, i
     @jax.jit
     def call_inside(params: Any, x: jax.Array, offset: jax.Array) -> jax.Array:
         cell["offset"] = offset
-        return cell["prepared"].fake_apply(params, None, x)
+        return cell["prepared"].fake_apply(params, x)
 
     prepare_inside.lower(params, x, jnp.float32(0))
     assert not cell["prepared"].traced._kept
@@ -518,7 +675,7 @@ def test_closed_over_tracers_do_not_leak(params: Any, batches: Any) -> None:
     @jax.jit
     def run(params: Any, x: jax.Array, offset: jax.Array) -> jax.Array:
         prepared = jq.prepare(lambda p, x: apply(p, x) + offset, params, x, rules=DYNAMIC)
-        return prepared.fake_apply(params, None, x)
+        return prepared.fake_apply(params, x)
 
     x = jnp.asarray(batches[0])
     np.testing.assert_array_equal(run(params, x, jnp.float32(0)), run(params, x[:], jnp.float32(0)))

@@ -71,7 +71,7 @@ def _check_values(name, recipe, rng):
 
     @jax.jit
     def compute_both(params, ranges, *inputs):
-        return prepared.fake_apply(params, ranges, *inputs), example.function(params, *inputs)
+        return prepared.fake_apply(prepared.trainable(params, ranges), *inputs), example.function(params, *inputs)
 
     fake, want = compute_both(params, ranges, *inputs)
     same_trees(got, fake)
@@ -96,7 +96,9 @@ def test_gradient_of_fake_apply(name, recipe, rng):
     example, params, inputs, prepared = _prepare(name, recipe, rng)
     # Quantized values may lie beyond the range of the floats, where they saturate and have no gradient.
     ranges = jax.tree.map(lambda bound: 1.1 * bound, find_ranges(prepared, params, *inputs))
-    fake, gradients = differentiate(lambda params, *xs: prepared.fake_apply(params, ranges, *xs), params, *inputs)
+    fake, gradients = differentiate(
+        lambda params, *xs: prepared.fake_apply(prepared.trainable(params, ranges), *xs), params, *inputs
+    )
     want, float_gradients = differentiate(example.function, params, *inputs)
     assert find_sqnr(fake, want) > LEAST_SQNR.get(recipe, 25)
     check_gradients(gradients, float_gradients, LEAST_COSINE.get(recipe, 0.8))
@@ -112,7 +114,7 @@ FUSED = ("weight_norm", "split_outputs", "concatenate_outputs")
 def test_eager_equals_jit(name, rng):
     _, params, inputs, prepared = _prepare(name, "w8a8_dynamic", rng)
     qparams = prepared.convert(params)
-    same_trees(prepared.apply(qparams, None, *inputs), jax.jit(prepared.apply)(qparams, None, *inputs))
+    same_trees(prepared.apply(qparams, *inputs), jax.jit(prepared.apply)(qparams, *inputs))
 
 
 # JAX cannot vectorize ragged products along other dimensions than the first.
@@ -123,12 +125,12 @@ def test_vmap_over_inputs(name, rng):
     others = example.sample_inputs(rng)
     state = prepared.observe(prepared.observe(prepared.init(), params, *inputs), params, *others)
     ranges = jax.jit(prepared.finalize)(state)
-    qparams = prepared.convert(params)
+    qparams = prepared.convert(params, ranges)
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), inputs, others)
-    got = jax.jit(jax.vmap(lambda *xs: prepared.apply(qparams, ranges, *xs)))(*stacked)
+    got = jax.jit(jax.vmap(lambda *xs: prepared.apply(qparams, *xs)))(*stacked)
     for place, one in enumerate((inputs, others)):
         part = jax.tree.map(lambda x, place=place: x[place], got)
-        want = jax.jit(prepared.apply)(qparams, ranges, *one)
+        want = jax.jit(prepared.apply)(qparams, *one)
         if "f" in example.forms:
             # Sums of floats may have another order.
             assert find_sqnr(part, want) > 40
@@ -148,11 +150,11 @@ BATCHED = [
 def test_another_batch_size(name, rng):
     _, params, inputs, prepared = _prepare(name, "w8a8_static", rng)
     ranges = find_ranges(prepared, params, *inputs)
-    qparams = prepared.convert(params)
+    qparams = prepared.convert(params, ranges)
     wide = [jnp.concatenate([x, x, x]) if x.ndim else x for x in inputs]
     assert [row.name for row in prepared.check(params, *wide).rows] == [row.name for row in prepared.coverage.rows]
-    got = jax.jit(prepared.apply)(qparams, ranges, *wide)
-    want = jax.jit(prepared.apply)(qparams, ranges, *inputs)
+    got = jax.jit(prepared.apply)(qparams, *wide)
+    want = jax.jit(prepared.apply)(qparams, *inputs)
     same_trees(got[: len(want)], want)
 
 
@@ -207,7 +209,7 @@ def test_custom_gradient_is_kept(rng):
     _, params, (x,), prepared = _prepare("custom_vjp_around", "w8a8_dynamic", rng)
     _, _, _, plain = _prepare("product", "w8a8_dynamic", rng)
     gradients = [
-        jax.grad(lambda params, one=one: one.fake_apply(params, {}, x).sum())(params)["w"] for one in (prepared, plain)
+        jax.grad(lambda params, one=one: one.fake_apply(params, x).sum())(params)["w"] for one in (prepared, plain)
     ]
     # The rule reads the inputs in floats, so the gradients differ by the errors of their codes.
     ratio = np.linalg.norm(gradients[0]) / np.linalg.norm(gradients[1])

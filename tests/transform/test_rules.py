@@ -87,8 +87,8 @@ def test_activations_times_activations() -> None:
     assert not prepared.coverage.floats
     both = [row for row in prepared.coverage.rows if row.name.startswith("dot_general")]
     assert [len(row.activations) for row in both] == [2, 2]
-    y = jax.jit(prepared.apply)(prepared.convert(PARAMS), None, TOKENS)
-    np.testing.assert_array_equal(y, jax.jit(prepared.fake_apply)(PARAMS, None, TOKENS))
+    y = jax.jit(prepared.apply)(prepared.convert(PARAMS), TOKENS)
+    np.testing.assert_array_equal(y, jax.jit(prepared.fake_apply)(PARAMS, TOKENS))
     reference = apply(PARAMS, TOKENS)
     assert np.abs(np.asarray(y - reference)).max() < 0.03 * np.abs(np.asarray(reference)).max()
 
@@ -117,8 +117,8 @@ def test_recipe(name: str) -> None:
     assert text.endswith(activation)
     assert bool(text) == bool(activation)
     ranges = prepared.calibrate(PARAMS, [TOKENS])
-    y = jax.jit(prepared.apply)(prepared.convert(PARAMS), ranges, TOKENS)
-    np.testing.assert_array_equal(y, jax.jit(prepared.fake_apply)(PARAMS, ranges, TOKENS))
+    y = jax.jit(prepared.apply)(prepared.convert(PARAMS, ranges), TOKENS)
+    np.testing.assert_array_equal(y, jax.jit(prepared.fake_apply)(prepared.trainable(PARAMS, ranges), TOKENS))
 
 
 def test_recipes_are_all_tested() -> None:
@@ -138,7 +138,7 @@ def test_recipes_are_all_tested() -> None:
 def test_weight_spec(weight: jq.Weight, expected: jq.QuantSpec) -> None:
     prepared = jq.prepare(apply, PARAMS, TOKENS, rules=[jq.Rule(DENSE[0], weight=weight)], strict=True)
     assert [row.weight for row in prepared.coverage.rows if row.name == DENSE[0]] == [expected]
-    q = prepared.convert(PARAMS)["layers"][0]["kernel"]
+    q = prepared.convert(PARAMS).params["layers"][0]["kernel"]
     reference = jq.quantize(PARAMS["layers"][0]["kernel"], expected)
     np.testing.assert_array_equal(q.codes, reference.codes)
     np.testing.assert_array_equal(q.scale, reference.scale)
@@ -183,13 +183,13 @@ def test_shared_range_serves_any_number_of_uses() -> None:
     prepared = jq.prepare(unroll, params, xs[:3], rules=[rule], strict=True)
     ranges = prepared.calibrate(params, [xs[:3]])
     assert list(ranges) == ["w"]
-    y = jax.jit(prepared.apply)(prepared.convert(params), ranges, xs)
-    np.testing.assert_array_equal(y, jax.jit(prepared.fake_apply)(params, ranges, xs))
+    y = jax.jit(prepared.apply)(prepared.convert(params, ranges), xs)
+    np.testing.assert_array_equal(y, jax.jit(prepared.fake_apply)(prepared.trainable(params, ranges), xs))
     apart = jq.prepare(unroll, params, xs[:3], rules=[dataclasses.replace(rule, shared=False)])
     ranges = apart.calibrate(params, [xs[:3]])
     assert list(ranges) == ["w", "w#1", "w#2"]
     with pytest.raises(ValueError, match=r"Rule\(shared=True\).* got no range for w#3, w#4, w#5$"):
-        apart.apply(apart.convert(params), ranges, xs)
+        apart.apply(apart.convert(params, ranges), xs)
 
 
 # Errors.

@@ -84,14 +84,14 @@ def test_the_finest_weight_serves_all_uses(name: str, rng: np.random.Generator) 
     assert rows[0].reason in str(prepared.coverage)
     converted = prepared.convert(params)
     rounded = round_table(params["table"], spec)
-    np.testing.assert_array_equal(converted["table"].dequantize(), rounded)
+    np.testing.assert_array_equal(converted.params["table"].dequantize(), rounded)
     wide = rounded.astype(np.float64)
     x = np.tanh(wide[np.asarray(TOKENS)])
     # Activations of 8 bits have half a step of error in each of the products.
     limit = 1e-4 if activation is None else 2 / 255 * np.abs(wide).sum(1).max()
-    assert np.abs(jax.jit(prepared.apply)(converted, None, TOKENS) - x @ wide.T).max() < limit
+    assert np.abs(jax.jit(prepared.apply)(converted, TOKENS) - x @ wide.T).max() < limit
     np.testing.assert_allclose(
-        jax.jit(prepared.fake_apply)(params, None, TOKENS), prepared.apply(converted, None, TOKENS), 1e-5, 1e-5
+        jax.jit(prepared.fake_apply)(params, TOKENS), prepared.apply(converted, TOKENS), 1e-5, 1e-5
     )
 
 
@@ -176,7 +176,7 @@ def test_linen_and_nnx_tables(rng: np.random.Generator) -> None:
         assert [row.form for row in prepared.coverage] == ["lookup", "weight-only"]
         assert [str(row.weight and row.weight.dtype) for row in prepared.coverage] == ["int8", "int8"]
         assert all("int4 in blocks of 8 for " in row.reason for row in prepared.coverage)
-        y = prepared.apply(prepared.convert(params), None, TOKENS)
+        y = prepared.apply(prepared.convert(params), TOKENS)
         assert np.abs(np.asarray(y) - np.asarray(function(params, TOKENS))).max() < 0.05
 
 
@@ -188,4 +188,4 @@ def test_allocated_bits_are_those_that_were_measured(rng: np.random.Generator) -
     plan = ptq.allocate_bits(prepared, params, [TOKENS], budget=10**6, dtypes=("int4",))
     again = jq.prepare(tied, params, TOKENS, rules=plan.rules, strict=True)
     assert [row.weight for row in again.coverage] == [ROW4, ROW4]
-    assert again.convert(params)["table"].nbytes == plan.nbytes
+    assert again.convert(params).params["table"].nbytes == plan.nbytes

@@ -8,8 +8,8 @@ import inspect
 import json
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from onnx import ModelProto, helper
 
 from ..._core import checks
 from ..._program import jaxpr
+from ...transform import Prepared
+from ...transform.session import read_quantized
 from .. import model_size, saturation
 from ..load import LoadedFunction
 from ..load.function import FLOATS, FORMULAS
@@ -38,11 +40,33 @@ POINTS = "jaxquant.quantize_points"
 SCANS = "jaxquant.scans"
 
 
+class Options(TypedDict, total=False):
+    """The keyword arguments of `export`."""
+
+    form: str
+    opset: int
+    scan: str
+    batch: str | None
+    weights: str | None
+    input_names: Sequence[str] | None
+    output_names: Sequence[str] | None
+    name: str
+
+
+@overload
+def export(function: Callable[..., Any], inputs: Sequence[Any], /, **options: Unpack[Options]) -> ModelProto: ...
+
+
+@overload
 def export(
-    function: Callable[..., Any],
-    example_args: Sequence[Any],
-    *,
-    params: Any = None,
+    function: Callable[..., Any] | Prepared, params: Any, inputs: Sequence[Any], /, **options: Unpack[Options]
+) -> ModelProto: ...
+
+
+def export(
+    function: Callable[..., Any] | Prepared,
+    /,
+    *arguments: Any,
     form: str = "operators",
     opset: int = 21,
     scan: str = "auto",
@@ -54,29 +78,32 @@ def export(
 ) -> ModelProto:
     """Return a function as an ONNX model, whose integers are those of the function.
 
-    Arrays that the function closes over are initializers of the model. The function is traced, not run, so arguments
-    may be `jax.ShapeDtypeStruct`. Layers must be in their mode for inference: no dropout, no update of statistics.
+    `export(function, inputs)` is for a function of its inputs alone, and `export(function, params, inputs)` for one
+    whose first argument is parameters: a prepared function with its `QuantizedTree`, what `load` returned, or any
+    other. Arrays that the function closes over are initializers of the model, like those of the parameters. The
+    function is traced, not run, so inputs may be `jax.ShapeDtypeStruct`. Layers must be in their mode for
+    inference: no dropout, no update of statistics.
 
     In the form "operators" a quantized layer is QuantizeLinear, MatMulInteger or ConvInteger, Cast, Mul and Add. ONNX
     Runtime computes the same codes at each level of optimization. Codes of 2 and 4 bits are held in 8 bits.
 
     Args:
-        function: a function of arrays, or of pytrees of arrays.
-        example_args: the arguments, of which only shapes and dtypes matter.
-        params: a pytree, passed as the first argument; its arrays become initializers, named by their paths. None
-            means that the function has no such argument.
+        function: a function of arrays, or of pytrees of arrays; a `Prepared` stands for its `apply`.
+        *arguments: params, unless the function has none: a pytree, whose arrays become initializers, named by their
+            paths; for a `Prepared` what `convert` returned. Then inputs, a list of the other arguments, of which only
+            shapes and dtypes matter.
         form: "operators", or "qdq" for floats between QuantizeLinear and DequantizeLinear, which ONNX Runtime fuses to
             integer kernels if the results are codes; a warning names each contraction whose kernel would be of floats.
         opset: the version of ONNX's operators, 13 to 25.
         scan: how `jax.lax.scan` is written: "unroll" for step after step, "loop" for ONNX's Scan, "auto" for a loop if
             there are more than 64 steps. A scan of symbolic length is a loop.
-        batch: the name of a symbolic dimension, in place of the first dimension of each array in `example_args`; None
-            keeps the lengths of the example.
+        batch: the name of a symbolic dimension, in place of the first dimension of each array in the inputs; None keeps
+            the lengths of the example.
         weights: how int8 weights are stored that are multiplied by uint8 activations, and whose sums ONNX Runtime
             saturates on x86-64 processors without VNNI. "int8" as they are; "uint8" with the zero point 128, which
             gives the function's integers on every processor and is slower. None for "int8" with a SaturationWarning.
-        input_names: the names of the inputs, in the order of the leaves of `example_args`. By default those of the
-            function's parameters, or of a loaded model's inputs.
+        input_names: the names of the inputs, in the order of their leaves. By default those of the function's
+            parameters, or of a loaded model's inputs.
         output_names: the names of the outputs, in the order of the leaves of the result. By default "output", or
             "output_0" and so on.
         name: the name of the graph.
@@ -87,7 +114,7 @@ def export(
     Raises:
         ValueError: the function contains operations that ONNX cannot express, all of which are listed with their places
             in the source; it has no result; or an argument has an unsupported value.
-        TypeError: an argument has an unsupported type, or one of `example_args` is not an array.
+        TypeError: an argument has an unsupported type, inputs are no list, or one of them is not an array.
 
     Warns:
         SaturationWarning: the model has products that can saturate, and `weights` is None. Weights of 7 bits, as of
@@ -108,21 +135,53 @@ def export(
     """
     _check_options(form, opset, batch, weights)
     checks.check_option(_NAME, "scan", scan, SCAN_CHOICES)
-    arguments = list(example_args)
-    leaves, structure = jax.tree.flatten(arguments)
+    call, params, inputs = read_call(_NAME, function, arguments, "inputs")
+    leaves, structure = jax.tree.flatten(inputs)
     specs = make_specs(leaves, batch)
-    names = _find_names(function, arguments, params, input_names)
+    names = _find_names(function, inputs, params, input_names)
     graph = ModelGraph(opset, form, scan)
     if input_names is None:
         names = [graph.make_name(hint) for hint in names]
     graph.reserve_names(names)
-    outputs = _write(graph, program.trace_call(function, params, structure, specs), specs, names)
+    outputs = _write(graph, program.trace_call(call, params, structure, specs), specs, names)
     model = _make_model(graph, specs, outputs, output_names, name)
     if weights == "uint8":
         return saturation.write_unsigned_weights(model)
     if weights is None:
         _warn_of_saturation(saturation.list_saturating_products(model))
     return model
+
+
+def read_call(
+    name: str, function: Any, arguments: Sequence[Any], last: str
+) -> tuple[Callable[..., Any], tuple[Any, ...], list[Any]]:
+    """Return the function to call, its parameters, if it has any, and the last argument.
+
+    Args:
+        name: the public function, for errors.
+        function: its argument of this name.
+        arguments: what follows the function (and the model): parameters or not, and a list.
+        last: what the list is called.
+    """
+    is_prepared = isinstance(function, Prepared)
+    first = "model, prepared" if name == "onnx.verify" else "prepared"
+    expected = f"{first}, q, {last}, with q = prepared.convert(params, ranges)"
+    if not is_prepared:
+        first = first.replace("prepared", "function")
+        expected = f"{first}, {last} or {first}, params, {last}"
+    holds = len(arguments) == 2 or (len(arguments) == 1 and not is_prepared)
+    got = f"{len(arguments)} after the {'prepared ' if is_prepared else ''}function"
+    checks.require_type(holds, name, "arguments", expected, got)
+    checks.require_type(
+        callable(function) or is_prepared, name, "function", "a function", checks.describe_value(function)
+    )
+    params, inputs = tuple(arguments[:-1]), arguments[-1]
+    if is_prepared:
+        read_quantized(name, params[0])
+    # An array would be taken for its rows, and a dict for its keys.
+    is_list = isinstance(inputs, Iterable) and not isinstance(inputs, str | bytes | Mapping | jax.Array | np.ndarray)
+    checks.require_type(is_list, name, last, "a list or a tuple", checks.describe_value(inputs))
+    return function.apply if is_prepared else function, params, list(inputs)
 
 
 def _warn_of_saturation(products: Sequence[saturation.SaturatingProduct]) -> None:
@@ -158,20 +217,22 @@ def make_specs(leaves: Sequence[Any], batch: str | None) -> list[jax.ShapeDtypeS
         is_array = not isinstance(leaf, str | bytes) and not (
             dtype is not None and jnp.issubdtype(dtype, jax.dtypes.extended)
         )
-        checks.require_type(is_array, _NAME, "example_args", "arrays of numbers", checks.describe_value(leaf))
+        checks.require_type(is_array, _NAME, "inputs", "arrays of numbers", checks.describe_value(leaf))
         dtype = jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype if dtype is None else dtype)
         shape = (symbol, *shape[1:]) if symbol is not None and len(shape) else tuple(shape)
         specs.append(jax.ShapeDtypeStruct(shape, dtype))
     return specs
 
 
-def _find_names(function: Any, arguments: Sequence[Any], params: Any, names: Sequence[str] | None) -> list[str]:
+def _find_names(
+    function: Any, inputs: list[Any], params: tuple[Any, ...], names: Sequence[str] | None
+) -> list[str]:  # fmt: skip
     """Return a name for each input: the caller's, or the path of the leaf in the function's arguments."""
     # The order of the leaves is that of the specs, which come from the same flattening.
-    paths = jax.tree_util.tree_flatten_with_path(list(arguments))[0]
+    paths = jax.tree_util.tree_flatten_with_path(inputs)[0]
     if names is not None:
         return _check_names("input_names", names, len(paths))
-    positional = _list_positional(function)[0 if params is None else 1 :]
+    positional = _list_positional(function)[len(params) :]
     found = []
     for path, _ in paths:
         place = path[0].idx
@@ -191,6 +252,9 @@ def _check_names(argument: str, names: Any, count: int) -> list[str]:
 
 def _list_positional(function: Any) -> list[str]:
     """Return the names of a function's positional parameters; those of a loaded model are its inputs."""
+    # `apply` has the arguments of the function that was prepared.
+    prepared = getattr(function, "__self__", function)
+    function = prepared.function if isinstance(prepared, Prepared) else function
     if isinstance(function, LoadedFunction):
         return ["params", *(x.name for x in function.inputs)]
     try:

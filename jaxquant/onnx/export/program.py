@@ -15,6 +15,7 @@ from ..._core import recording
 from ..._program import jaxpr, moves
 from ..._program.interpreter import Interpreter, Visit
 from ..._program.jaxpr import Equation
+from ...transform import QuantizedTree
 from . import values
 from .values import Spec
 
@@ -43,8 +44,8 @@ class Traced(NamedTuple):
     names: list[str]
 
 
-def trace_call(function: Callable[..., Any], params: Any, structure: Any, specs: Sequence[Any]) -> Traced:
-    """Return the program of a function of parameters, if they are not None, and of the leaves of its arguments."""
+def trace_call(function: Callable[..., Any], params: tuple[Any, ...], structure: Any, specs: Sequence[Any]) -> Traced:
+    """Return the program of a function of the leaves of its inputs, and of parameters, if it has any."""
     paths, tree = jax.tree_util.tree_flatten_with_path(params)
     places = [i for i, (_, leaf) in enumerate(paths) if isinstance(leaf, jax.Array | np.ndarray)]
     arrays = [_canonicalize(paths[i][1]) for i in places]
@@ -54,12 +55,19 @@ def trace_call(function: Callable[..., Any], params: Any, structure: Any, specs:
         leaves = [leaf for _, leaf in paths]
         for place, array in zip(places, inputs, strict=False):
             leaves[place] = array
-        constants = [] if params is None else [jax.tree.unflatten(tree, leaves)]
-        return function(*constants, *jax.tree.unflatten(structure, inputs[len(places) :]))
+        return function(*jax.tree.unflatten(tree, leaves), *jax.tree.unflatten(structure, inputs[len(places) :]))
 
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-    names = [".".join(read_key(key) for key in paths[i][0]) for i in places]
+    # A `QuantizedTree` has the parameters below a name of its own.
+    start = 2 if params and isinstance(params[0], QuantizedTree) else 1
+    names = [_name_path(paths[i][0], start) for i in places]
     return Traced(trace(flat, [*shapes, *specs]), arrays, names)
+
+
+def _name_path(path: Sequence[Any], start: int) -> str:
+    keys = [read_key(key) for key in path]
+    is_range = start == 2 and keys[1] != "params"
+    return ".".join(keys[1:] if is_range else keys[start:])
 
 
 def _canonicalize(array: Any) -> Any:
