@@ -118,16 +118,9 @@ def attention(
 
 @functools.partial(jax.jit, inline=True, static_argnames=("spec", "factor", "digits"))
 def _attend(
-    q: jax.Array,
-    cache: KVCache,
-    mask: jax.Array | None,
-    bias: jax.Array | None,
-    query_positions: jax.Array | None,
-    *,
-    spec: QuantSpec,
-    factor: float,
-    digits: int,
-) -> jax.Array:
+    q: jax.Array, cache: KVCache, mask: jax.Array | None, bias: jax.Array | None, query_positions: jax.Array | None, *,
+    spec: QuantSpec, factor: float, digits: int,
+) -> jax.Array:  # fmt: skip
     queries, heads = q.shape[1], cache.shape[2]
     # Without tokens every query sees none. Without queries or features the result is empty.
     if 0 in (math.prod(q.shape), cache.length):

@@ -138,15 +138,10 @@ def quantized_dot_product_attention(
 
 @functools.partial(jax.jit, inline=True, static_argnames=("options",))
 def _round_and_attend(
-    xs: tuple[jax.Array, jax.Array, jax.Array],
-    quantizers: Sequence[Quantizer],
-    bias: jax.Array | None,
-    mask: jax.Array | None,
-    query_lengths: jax.Array | None,
-    token_lengths: jax.Array | None,
-    *,
+    xs: tuple[jax.Array, jax.Array, jax.Array], quantizers: Sequence[Quantizer], bias: jax.Array | None,
+    mask: jax.Array | None, query_lengths: jax.Array | None, token_lengths: jax.Array | None, *,
     options: tuple[Hiding, float, int],
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     query = xs[0]
     # Without tokens every query sees none. Without queries or features the result is empty.
     if 0 in (math.prod(query.shape), xs[1].shape[-3]):
@@ -168,13 +163,9 @@ def _round_and_attend(
 
 
 def _read_operands(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None,
-    mask: jax.Array | None,
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None, mask: jax.Array | None,
     *lengths: jax.Array | None,
-) -> tuple[Any, ...]:
+) -> tuple[Any, ...]:  # fmt: skip
     """Return the arrays of a call, mask and bias with rank 4, after a check against each other."""
     _check_operands(query, key, value)
     sizes = _read_score_sizes(query, key)

@@ -191,13 +191,9 @@ def read_operand(function: str, q: Codes, output: Output) -> tuple[QuantizedArra
 
 
 def _read_windows(
-    function: str,
-    q: Codes,
-    window_shape: Sequence[int],
-    strides: Sequence[int] | None,
-    padding: Any,
+    function: str, q: Codes, window_shape: Sequence[int], strides: Sequence[int] | None, padding: Any,
     channels_last: bool,
-) -> CodeWindows:
+) -> CodeWindows:  # fmt: skip
     """Return the windows of a pooling after checking that they fit the array."""
     checks.check_flag(function, "channels_last", channels_last)
     expected = "rank 3 or more: (N, *spatial, C), or (N, C, *spatial) with channels_last=False"

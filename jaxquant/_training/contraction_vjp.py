@@ -108,16 +108,10 @@ class TrainedContraction(NamedTuple):
 
 
 def check_options(
-    function: str,
-    specs: Mapping[str, Any],
-    backward: object,
-    key: jax.Array | None,
-    precision: lax.PrecisionLike,
-    preferred_element_type: DTypeLike | None,
-    out_sharding: NamedSharding | PartitionSpec | None = None,
-    *,
+    function: str, specs: Mapping[str, Any], backward: object, key: jax.Array | None, precision: lax.PrecisionLike,
+    preferred_element_type: DTypeLike | None, out_sharding: NamedSharding | PartitionSpec | None = None, *,
     has_algorithms: bool = True,
-) -> tuple[list[Quantizer | None], np.dtype | None]:
+) -> tuple[list[Quantizer | None], np.dtype | None]:  # fmt: skip
     """Check the arguments that all quantized contractions take, and return their quantizers and the result's dtype.
 
     Args:

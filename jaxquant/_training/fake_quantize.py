@@ -98,14 +98,9 @@ def fake_quantize(
 
 @compile_entry_point(_NAME)
 def _fake_quantize(
-    x: jax.Array,
-    scale: jax.Array | None,
-    zero_point: jax.Array | None,
-    key: jax.Array | None,
-    *,
-    spec: QuantSpec,
+    x: jax.Array, scale: jax.Array | None, zero_point: jax.Array | None, key: jax.Array | None, *, spec: QuantSpec,
     rule: Estimator,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     arrays = read_parts(_NAME, ("x", "scale", "zero_point"), x, scale, zero_point, spec)
     return quantize_and_dequantize(RoundingConfig(spec, rule), *arrays, key)
 
@@ -149,13 +144,9 @@ def convert_zero_point_number(function: str, argument: str, value: ArrayLike | N
 
 
 def read_parts(
-    function: str,
-    names: tuple[str, str, str],
-    x: jax.Array,
-    scale: jax.Array | None,
-    zero_point: jax.Array | None,
+    function: str, names: tuple[str, str, str], x: jax.Array, scale: jax.Array | None, zero_point: jax.Array | None,
     spec: QuantSpec,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
     """Check the arrays of a fake quantization, and return (x, scale, zero_point), the latter two with x's rank."""
     x, scale, zero_point = entry_point.convert_numpy(x, scale, zero_point)
     checks.check_array(function, names[0], x, dtypes.FLOATS)

@@ -231,13 +231,9 @@ quantize_and_dequantize.defvjp(_quantize_and_dequantize_fwd, _quantize_and_dequa
 
 
 def compute_cotangents(
-    config: RoundingConfig,
-    x: ArrayLike,
-    scale: ArrayLike,
-    zero_point: jax.Array | None,
-    key: jax.Array | None,
+    config: RoundingConfig, x: ArrayLike, scale: ArrayLike, zero_point: jax.Array | None, key: jax.Array | None,
     g: jax.Array,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:  # fmt: skip
     """Return the cotangents of x, scale and zero_point; None for an E8M0 scale and for an integer zero point.
 
     dx = lda_coeff * g * m, dscale = sum(g * s) * f and dzero_point = sum(-g * (1 - m) * scale) * f, with the mask m,

@@ -131,15 +131,9 @@ def _check_arrays(function: str, label: str, batch: object) -> None:
 
 
 def run_loop(
-    step: BatchStep,
-    state: Any,
-    batches: Iterable[Any],
-    *,
-    checkpoint: str | os.PathLike[str] | None,
-    progress: bool | None,
-    inspect: Callable[[Any], None],
-    keep: Callable[[Any], None] = lambda state: None,
-) -> Any:
+    step: BatchStep, state: Any, batches: Iterable[Any], *, checkpoint: str | os.PathLike[str] | None,
+    progress: bool | None, inspect: Callable[[Any], None], keep: Callable[[Any], None] = lambda state: None,
+) -> Any:  # fmt: skip
     """Return the state after all batches.
 
     Args:

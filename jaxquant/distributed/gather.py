@@ -340,12 +340,9 @@ def _moves_codes(leaf: QuantizedArray | jax.Array) -> bool:
 
 
 def _transfer(
-    leaf: QuantizedArray | jax.Array,
-    key: jax.Array | None,
-    spec: Any,
-    move_codes: Callable[..., Any],
+    leaf: QuantizedArray | jax.Array, key: jax.Array | None, spec: Any, move_codes: Callable[..., Any],
     move_floats: Callable[..., Any],
-) -> Any:
+) -> Any:  # fmt: skip
     """Return what arrives of a QuantizedArray, or of floats."""
     if _messages.is_quantized(leaf):
         return move_codes(leaf)

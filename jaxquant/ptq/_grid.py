@@ -196,14 +196,9 @@ def decode_values(codes: jax.Array, grid: Grid, spec: QuantSpec) -> jax.Array:
 
 
 def build_array(
-    function: str,
-    codes: jax.Array,
-    layout: MatrixLayout,
-    scales: Scales,
-    spec: QuantSpec,
-    dtype: np.dtype,
+    function: str, codes: jax.Array, layout: MatrixLayout, scales: Scales, spec: QuantSpec, dtype: np.dtype,
     stored_last: Axis | None,
-) -> QuantizedArray:
+) -> QuantizedArray:  # fmt: skip
     """Return the quantized array of a matrix of codes.
 
     Args:

@@ -100,15 +100,9 @@ def update_states(session: Session, states: Any, call: TracedCall) -> Any:
 
 
 def collect(
-    prepared: Prepared,
-    params: Any,
-    batches: Iterable[Any],
-    *,
-    limit: int | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    progress: bool | None = None,
-    **arguments: Any,
-) -> Statistics:
+    prepared: Prepared, params: Any, batches: Iterable[Any], *, limit: int | None = None,
+    checkpoint: str | os.PathLike[str] | None = None, progress: bool | None = None, **arguments: Any,
+) -> Statistics:  # fmt: skip
     """Return statistics of the inputs of each contraction with a parameter that the rules quantize.
 
     The function runs in floats on each batch, in one jitted program. A contraction with d inputs has a state of 8 d^2

@@ -201,15 +201,9 @@ factor_groups = functools.partial(jax.jit, static_argnames=("damping", "is_order
 
 @functools.partial(jax.jit, static_argnames=("spec", "axis", "sweeps"))
 def round_on_grid(
-    w: jax.Array,
-    hessian: jax.Array,
-    factors: Factors,
-    grid: QuantizedArray,
-    *,
-    spec: QuantSpec,
-    axis: Axis,
+    w: jax.Array, hessian: jax.Array, factors: Factors, grid: QuantizedArray, *, spec: QuantSpec, axis: Axis,
     sweeps: int,
-) -> QuantizedArray:
+) -> QuantizedArray:  # fmt: skip
     """Return what `gptq` returns, with factors that several grids share; nothing is checked.
 
     Args:

@@ -417,12 +417,9 @@ def _make_step(problem: _Problem) -> Callable[..., _State]:
 
     @jax.jit
     def move_downhill(
-        state: _State,
-        plan: tuple[Any, Any, Any],
-        values: Sequence[Any],
-        curvatures: dict[int, jax.Array],
+        state: _State, plan: tuple[Any, Any, Any], values: Sequence[Any], curvatures: dict[int, jax.Array],
         call: _TuningBatch,
-    ) -> _State:
+    ) -> _State:  # fmt: skip
         index, rate, code_rate = plan
         # Adam is written out, because optax is a dependency of jaxquant.optim alone.
         slopes, codes = jax.grad(problem.compute_error)(state.variables, values, call)
