@@ -86,8 +86,8 @@ def attention(
             of the largest one of a row become 0. With 2, those below 1/32766.
 
     Returns:
-        An array with q's shape and dtype. A query that sees no token gets zeros. A row of the batch whose cache has
-        overflowed gets NaN, and so does a query that sees a token with a NaN.
+        An array with q's shape and dtype. A query that sees no token gets zeros. A row of the batch gets NaN if its
+        cache has overflowed, and so does a query that sees a token with a NaN.
 
     Raises:
         TypeError: an argument has a wrong type or dtype.

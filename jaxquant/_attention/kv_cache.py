@@ -27,8 +27,8 @@ INT8 = QuantSpec(jnp.int8, PerToken())
 _DTYPES = (np.dtype(jnp.int8), np.dtype(jnp.int4))
 _SCALES = dtypes.FLOATS
 # The axis of the features, which is packed, and the axis of the tokens, in the codes of keys and of values. Keys are
-# contracted along their features and values along their tokens. XLA:CPU reads an operand of which few rows are
-# contracted fastest if its contracted dimension is the last.
+# contracted along their features and values along their tokens. With few rows, XLA:CPU reads
+# an operand fastest if its contracted dimension is the last.
 KEY_AXES = (3, 2)
 VALUE_AXES = (2, 3)
 
@@ -46,8 +46,8 @@ class KVCache:
 
     A cache of `length` tokens that gets more of them overflows. If that is known, `append` raises an error. Under
     `jax.jit` it is not: then `index` counts on, `overflowed` is True, and `jq.attention` returns NaN for the rows that
-    overflowed. Nothing is lost without a trace. A cache with a `window` cannot overflow: it is a ring, whose oldest
-    token gives its slot to the newest.
+    overflowed. Nothing is lost without a trace. A cache with a `window` cannot overflow: it is a ring, and
+    the newest token takes the slot of the oldest.
 
     Attributes:
         keys: the codes of the keys, [batch, kv_heads, length, head_dim] of int8; or, for int4, uint8 with half the
@@ -110,7 +110,7 @@ class KVCache:
             spec_v: Static. How values are quantized, as for keys.
             window: Static. The number of tokens that a query attends to, itself included. The cache is then a ring, and
                 `length` must be at least the window. A call of `attention` takes at most length - window + 1 queries,
-                whose windows the ring holds as a whole. None keeps all tokens.
+                so that the ring holds their windows as a whole. None keeps all tokens.
             per_row: Static. Whether each row of the batch has its own index, for prompts of different lengths.
 
         Raises:
@@ -150,7 +150,7 @@ class KVCache:
         return f"KVCache({', '.join(texts)})"
 
     def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None) -> KVCache:
-        """Return a cache with further tokens after those that it holds.
+        """Return a cache with further tokens after the ones that it holds.
 
         Args:
             k: the keys, float [batch, tokens, kv_heads, head_dim].

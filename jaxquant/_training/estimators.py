@@ -374,7 +374,7 @@ def _make_positive(scale: jax.Array, reach: jax.Array) -> jax.Array:
     return jnp.where(jnp.abs(reach) < tiny, _ONE, jnp.maximum(scale, tiny))
 
 
-# How a scale and a zero point that are trained become those that codes have.
+# How a trained scale and a trained zero point become the ones of codes.
 
 
 def read_learned_scale(spec: QuantSpec, scale: jax.Array) -> jax.Array:

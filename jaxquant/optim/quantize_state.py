@@ -107,7 +107,7 @@ def quantize_state(
 
     The moments in the states that optax defines become codes, if they are float32, float16 or bfloat16 and have at
     least `min_size` elements: second moments, which are never negative, as `second_spec` says, the others as `spec`
-    says. All other arrays stay as they are: those of a state that optax does not define, parameters, gradients that are
+    says. All other arrays stay as they are: states that optax does not define, parameters, gradients that are
     summed over several steps, and sums that only grow (Adagrad). `overrides` chooses for single arrays.
     `jq.optim.describe_state` lists what became of each.
 

@@ -273,7 +273,7 @@ def _make_rules(prepared: Prepared, calls: Sequence[TracedCall], choices: Mappin
             if choices[path] == FLOAT:
                 new = Rule(pattern, keep=FLOAT)
             else:
-                # The Weight that was measured, which is that of another rule where the uses of a tied table differ.
+                # The Weight that was measured, which belongs to another rule where the uses of a tied table differ.
                 weight = weights[path] or rule.weight
                 options = dict(weight.options)
                 if not _has_reduced_range(choices[path]):

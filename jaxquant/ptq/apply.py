@@ -83,7 +83,7 @@ def apply(
         data: batches, as for `Prepared.calibrate`, or statistics, or None.
         method: `ptq.GPTQ(...)`, `ptq.AdaRound(...)`, `ptq.HQQ(...)` or `ptq.Nearest(...)`.
         ranges: the ranges of the static activations, as for `Prepared.convert`. None or {} if there are none.
-        match_floats: with batches, whether the outputs of a layer shall be those of the float function. The batches go
+        match_floats: with batches, whether the outputs of a layer shall equal the float function's. The batches go
             through the float function, too, which takes twice the time and the memory of the values.
         gradients: second moments of gradients by path, as `collect_gradients` returns them. Weights that it has not are
             quantized as without it.

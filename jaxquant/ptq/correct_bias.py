@@ -66,7 +66,7 @@ def correct_bias(
     - `ptq.Statistics`: bias + E[x] (W - W_q), with the mean E[x] of the inputs. This is the error that the rounding of
       the weight causes for inputs in floats. It needs one matrix product for each weight;
     - batches: bias + E[y] - E[y_q], with the outputs y of the function in floats and y_q of the quantized one, with all
-      of its codes, those of activations included. Each contraction is corrected on inputs that come from the corrected
+      of its codes, also of activations. Each contraction is corrected on inputs that come from the corrected
       ones before it. One pass over all batches measures and corrects all contractions, and the next one corrects those
       whose inputs have changed by that, until each mean error is a thousandth of what it was, or smaller. At most there
       are as many passes as contractions on the longest path through the program.

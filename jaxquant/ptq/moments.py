@@ -92,7 +92,7 @@ def second_moments(*, groups: bool = False) -> Accumulator:
 
     Args:
         groups: Static. Whether the last two axes of a batch are groups and inputs, for outputs that read different
-            inputs, as those of grouped convolutions. The groups get second moments of their own.
+            inputs, as in grouped convolutions. The groups get second moments of their own.
 
     Returns:
         An `Accumulator`, with the functions of a calibrator.
@@ -113,8 +113,8 @@ def second_moments(*, groups: bool = False) -> Accumulator:
         Array([[11.,  1.],
                [ 1.,  5.]], dtype=float32)
 
-    Source: Frantar et al., arXiv 2210.17323, section 3, whose Hessian is twice this matrix; Knuth, The Art of Computer
-    Programming, volume 2, section 4.2.2, theorem B, for the sums of two parts.
+    Source: Frantar et al., arXiv 2210.17323, section 3 (the Hessian there is twice this matrix); Knuth, The Art of
+    Computer Programming, volume 2, section 4.2.2, theorem B, for the sums of two parts.
     """
     checks.check_flag(_NAME, "groups", groups)
     axes = 2 if groups else 1

@@ -52,7 +52,7 @@ def smoothquant(
 
     Args:
         w: the weight, float32, float16 or bfloat16; or several weights of one rank that contract the same inputs, such
-            as those of queries, keys and values, of which the largest |w_i| counts.
+            as of queries, keys and values; the largest |w_i| counts.
         x_max: the largest |x| of each input, float32 [inputs], `Moments.largest`.
         alpha: how much of the differences to move, from 0 to 1: 0.5 for inputs and weights that are equally
             hard to round; more for inputs with larger outliers.
@@ -149,8 +149,8 @@ def awq(
         moments: the statistics of the inputs, of as many inputs and groups as `gptq` takes.
         spec: Static. How to quantize, with any dtype and granularity.
         axis: Static. The axis or axes of w that the contraction keeps: the output features.
-        channel: Static. The axis or axes of w whose indices get a scale each. None for all that are summed. A
-            convolution whose inputs are scaled has one scale for each input channel.
+        channel: Static. The axis or axes of w with a scale for each index. None for all that are summed. A
+            convolution with scaled inputs has one scale for each input channel.
         steps: Static. The number of candidates.
 
     Returns:
@@ -542,7 +542,7 @@ def make_comparison(
         positional, named = others.rebuild(rest)
         results = jax.tree.leaves(session.prepared.function(session.parameters.rebuild(arrays), *positional, **named))
         floats = [x.astype(jnp.float32) for x in results if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
-        # Integers, such as those of an argmax, hide the differences that would tell that a factor is wrong.
+        # Integers, such as the result of an argmax, hide the differences that would tell that a factor is wrong.
         checks.require(bool(floats), session.function, "prepared", "a function that returns floats", "none")
         return floats
 

@@ -40,7 +40,7 @@ def calibrate(
     Args:
         module: A Linen module with quantized layers.
         variables: A mapping of collections: "params" and others of the module, and perhaps "ranges" and "scales".
-        batches: An iterable of batches like those that will be served. Each batch is an array, a tuple of positional
+        batches: An iterable of batches as they will be served. Each batch is an array, a tuple of positional
             arguments, or a mapping of keyword arguments.
         method: Static. The method to call instead of `__call__`, as in `module.apply`.
         rngs: Random keys, as in `module.apply`.
