@@ -40,9 +40,8 @@ from ._training.conv_general_dilated import quantized_conv_general_dilated
 from ._training.dot_general import quantized_dot_general
 from ._training.einsum import quantized_einsum
 from ._training.estimators import LSQ, PACT, LSQPlus, StochasticRounding, StraightThrough
-from ._training.fake_quantize import fake_quantize
+from ._training.fake_quantize import Quantizer, fake_quantize
 from ._training.fake_quantize_linear import dynamic_fake_quantize_linear, fake_quantize_linear
-from ._training.quantizer import Quantizer
 from ._training.range_sources import Dynamic, Learned, Static
 from .calibration import Range
 from .onednn import dynamic_dequantize

@@ -7,8 +7,8 @@ and `conv_general_dilated`) and `jaxquant.concatenate`, which joins arrays of an
 
 from ._codes.arrangement import pad, reshape, transpose
 from ._codes.bias import quantize_bias
-from ._codes.carrier import FakeQuantizedArray
 from ._codes.elementwise import add, multiply, relu
+from ._codes.fake_codes import FakeQuantizedArray
 from ._codes.pooling import average_pool, max_pool, mean
 
 __all__ = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,11 +18,11 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point
 from .._kernels.barriers import choose_on_cpu
-from . import arguments
-from .kv_cache import INT8, KEY_AXES, VALUE_AXES, KVCache, is_packed, unpack_codes
+from .kv_cache import INT8, KEY_AXES, VALUE_AXES, KVCache, check_tokens_whole, is_packed, unpack_codes
 from .scores_and_values import (
     RowWeights,
     add_bias,
+    check_query_spec,
     compute_scores,
     compute_weights,
     contract_digits,
@@ -29,6 +30,11 @@ from .scores_and_values import (
     group_heads,
     group_queries,
     merge_masks,
+    read_bias,
+    read_digits,
+    read_factor,
+    read_mask,
+    ungroup_heads,
     weigh_values,
 )
 
@@ -54,25 +60,25 @@ def attention(
 
     out = softmax(scale * quantize(q) keys^T + bias) values
 
-    Append the keys and values of the queries' own tokens first. The queries are those of the newest tokens: a query
+    Append the keys and values of the queries' own tokens first. The queries belong to the newest tokens: a query
     attends to its own token and to the earlier ones, in a cache with a window to the newest of these.
 
     The codes of queries and keys are contracted into int32 and then scaled. The softmax is computed in float32. Its
     weights are multiplied by the scales of the values' tokens and rounded to codes, with a step for each row; these are
     contracted with the codes of the values into int32.
 
-    The codes have no gradient, as those of `quantize`: train with `quantized_dot_product_attention`.
+    The codes have no gradient, as in `quantize`: train with `quantized_dot_product_attention`.
 
     Args:
         q: the queries, float32, float16 or bfloat16 [batch, queries, heads, head_dim]. The number of heads is a
             multiple of the cache's: consecutive heads share one of the cache.
         cache: the cache, which holds the tokens of the queries.
-        mask: bool, of a shape that broadcasts against [batch, heads, queries, cache.length]: False hides a place of the
-            cache. `cache.positions` has the positions of the tokens in the places.
+        mask: bool, of a shape that broadcasts against [batch, heads, queries, cache.length]: False hides a slot of the
+            cache. `cache.positions` has the positions of the tokens in the slots.
         bias: float, or int8, int16 or int32, of such a shape, added to the scores after their scaling.
         query_positions: the positions of the queries, int32 [batch, queries] or [1, queries]. None stands for the
             newest ones, in order. Pass them for rows of different lengths, or for a query whose token is not the
-            newest. A ring has only the newest tokens: an older query sees those of its window that are left.
+            newest. A ring has only the newest tokens: an older query sees what is left of its window.
         spec: Static. How the queries are quantized: a dtype of 8 bits or fewer, with one scale for all features of a
             query and head, or one for each block of them.
         scale: Static. What the products of queries and keys are multiplied by. None stands for 1 / sqrt(head_dim).
@@ -80,8 +86,8 @@ def attention(
             of the largest one of a row become 0. With 2, those below 1/32766.
 
     Returns:
-        An array with q's shape and dtype. A query that sees no token gets zeros. A row of the batch whose cache has
-        overflowed gets NaN, and so does a query that sees a token with a NaN.
+        An array with q's shape and dtype. A query that sees no token gets zeros. A row of the batch gets NaN if its
+        cache has overflowed, and so does a query that sees a token with a NaN.
 
     Raises:
         TypeError: an argument has a wrong type or dtype.
@@ -100,20 +106,20 @@ def attention(
     Source: Vaswani et al., arXiv 1706.03762, section 3.2.1; Ainslie et al., arXiv 2305.13245, for the shared heads.
     """
     checks.require_type(isinstance(cache, KVCache), _NAME, "cache", "a KVCache", checks.describe_value(cache))
-    arguments.check_query_spec(_NAME, "spec", spec)
-    digits = arguments.read_digits(_NAME, weight_digits)
+    check_query_spec(_NAME, "spec", spec)
+    digits = read_digits(_NAME, weight_digits)
     names = ("q", "mask", "bias", "query_positions")
     values = [entry_point.unwrap_array(x) for x in (q, mask, bias, query_positions)]
     arrays = entry_point.convert_arrays(_NAME, dict(zip(names, values, strict=True)))
     _check_queries(arrays[0], cache)
-    factor = arguments.read_factor(_NAME, scale, cache.head_dim)
+    factor = read_factor(_NAME, scale, cache.head_dim)
     return _attend(*_read_shapes(cache, *arrays), spec=spec, factor=factor, digits=digits)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("spec", "factor", "digits"))
 def _attend(
-    q: jax.Array, cache: KVCache, mask: Any, bias: Any, query_positions: Any, *, spec: QuantSpec, factor: float,
-    digits: int,
+    q: jax.Array, cache: KVCache, mask: jax.Array | None, bias: jax.Array | None, query_positions: jax.Array | None, *,
+    spec: QuantSpec, factor: float, digits: int,
 ) -> jax.Array:  # fmt: skip
     queries, heads = q.shape[1], cache.shape[2]
     # Without tokens every query sees none. Without queries or features the result is empty.
@@ -132,10 +138,10 @@ def _attend(
     y = _weigh_cache(weights, cache, digits)
     # A compiled program cannot raise an error, and a wrong result would go unnoticed.
     y = jnp.where(jnp.reshape(cache.overflowed, (-1, 1, 1, 1, 1)), np.float32(np.nan), y)
-    return arguments.ungroup_heads(y).astype(q.dtype)
+    return ungroup_heads(y).astype(q.dtype)
 
 
-def _check_queries(q: Any, cache: KVCache) -> None:
+def _check_queries(q: jax.Array, cache: KVCache) -> None:
     """Check the queries against the cache."""
     checks.check_array(_NAME, "q", q, dtypes.FLOATS)
     batch, length, heads, features = cache.shape
@@ -143,18 +149,20 @@ def _check_queries(q: Any, cache: KVCache) -> None:
     fits = fits and (q.shape[2] % heads == 0 if heads else q.shape[2] == 0)
     expected = f"shape ({batch}, queries, a multiple of {heads}, {features}), because of the cache"
     checks.require(fits, _NAME, "q", expected, f"shape {q.shape}")
-    arguments.check_tokens_whole(_NAME, "cache", cache.key_scale, 2)
+    check_tokens_whole(_NAME, "cache", cache.key_scale, 2)
     if cache.window is not None:
-        # The oldest query needs `window` tokens, and the later tokens took the places of as many older ones.
+        # The oldest query needs `window` tokens, and the later tokens took the slots of as many older ones.
         most = length - cache.window + 1
         expected = f"at most {most} queries, because a ring of {length} holds the windows of {cache.window} of so many"
         checks.require(q.shape[1] <= most, _NAME, "q", expected, q.shape[1])
 
 
-def _read_shapes(cache: KVCache, q: Any, mask: Any, bias: Any, query_positions: Any) -> tuple[Any, ...]:
+def _read_shapes(
+    cache: KVCache, q: jax.Array, mask: jax.Array | None, bias: jax.Array | None, query_positions: jax.Array | None
+) -> tuple[Any, ...]:
     """Return the arguments of `_attend`, mask and bias with rank 4, after a check of the shapes."""
     sizes = (q.shape[0], q.shape[2], q.shape[1], cache.length)
-    mask, bias = arguments.read_mask(_NAME, mask, sizes), arguments.read_bias(_NAME, bias, sizes)
+    mask, bias = read_mask(_NAME, mask, sizes), read_bias(_NAME, bias, sizes)
     if query_positions is not None:
         checks.check_array(_NAME, "query_positions", query_positions, (np.dtype(jnp.int32),))
         fits = query_positions.ndim == 2 and query_positions.shape[0] in (1, q.shape[0])
@@ -209,15 +217,17 @@ def _score_keys(
     return compute_scores(function, q, QuantizedArray(codes, scale[..., None], dtype=jnp.float32))
 
 
-def _score_chunks(score: Any, q: QuantizedArray, keys: jax.Array, scale: jax.Array, *, tokens: int) -> jax.Array:
+def _score_chunks(
+    score: Callable[..., jax.Array], q: QuantizedArray, keys: jax.Array, scale: jax.Array, *, tokens: int
+) -> jax.Array:
     """Return the scores of keys [batch, heads, tokens, ...], computed for a number of tokens at a time."""
     length = scale.shape[2]
 
-    def score_from(start: Any, size: int) -> jax.Array:
+    def score_from(start: ArrayLike, size: int) -> jax.Array:
         return score(q, *(lax.dynamic_slice_in_dim(x, start, size, 2) for x in (keys, scale)))
 
-    def step(place: jax.Array, scores: jax.Array) -> jax.Array:
-        start = place * np.int32(tokens)
+    def step(index: jax.Array, scores: jax.Array) -> jax.Array:
+        start = index * np.int32(tokens)
         return lax.dynamic_update_slice_in_dim(scores, score_from(start, tokens), start, 4)
 
     count, rest = divmod(length, tokens)
@@ -232,10 +242,12 @@ def _contract_values(rows: jax.Array, values: jax.Array, *, spec: QuantSpec, fea
     return contract_digits(rows, unpack_codes(values, spec, VALUE_AXES[0], features))
 
 
-def _contract_chunks(contract: Any, rows: jax.Array, values: jax.Array, *, tokens: int) -> jax.Array:
+def _contract_chunks(
+    contract: Callable[..., jax.Array], rows: jax.Array, values: jax.Array, *, tokens: int
+) -> jax.Array:
     """Return the int32 contraction of rows and values along their last axis, for a number of tokens at a time."""
 
-    def contract_from(start: Any, size: int) -> jax.Array:
+    def contract_from(start: ArrayLike, size: int) -> jax.Array:
         return contract(*(lax.dynamic_slice_in_dim(x, start, size, 3) for x in (rows, values)))
 
     count, rest = divmod(rows.shape[3], tokens)
@@ -244,8 +256,8 @@ def _contract_chunks(contract: Any, rows: jax.Array, values: jax.Array, *, token
         assert acc is not None
         return acc
 
-    def step(place: jax.Array, acc: jax.Array) -> jax.Array:
-        return acc + contract_from(place * np.int32(tokens), tokens)
+    def step(index: jax.Array, acc: jax.Array) -> jax.Array:
+        return acc + contract_from(index * np.int32(tokens), tokens)
 
     if acc is None:
         acc = jnp.zeros(jax.eval_shape(contract, rows, values).shape, jnp.int32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,21 +16,25 @@ from jax.typing import ArrayLike
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point
-from .._training.fake_quantize import read_parts
-from .._training.quantizer import Quantizer, read_quantizer, split_quantizer
+from .._training.fake_quantize import Quantizer, read_parts, read_quantizer, split_quantizer
 from .._training.rounding_vjp import RoundingConfig, compute_cotangents, make_array
-from . import arguments
-from .kv_cache import INT8
+from .kv_cache import INT8, check_tokens_whole
 from .scores_and_values import (
     Hiding,
     RowWeights,
     add_bias,
+    check_query_spec,
     compute_reciprocal,
     compute_scores,
     compute_weights,
     derive_visible,
     group_heads,
     group_queries,
+    read_bias,
+    read_digits,
+    read_factor,
+    read_mask,
+    ungroup_heads,
     weigh_values,
 )
 
@@ -62,8 +67,8 @@ def quantized_dot_product_attention(
 
     The forward pass computes what `attention` computes of a cache: int32 scores of the codes of queries and keys, a
     softmax in float32, weights rounded to codes with a step for each row, and their int32 contraction with the codes of
-    the values. The backward pass is that of the attention of the dequantized operands, computed in floats. The rounding
-    of the weights has the gradient of the identity, and that of an operand the gradient of its estimator. The residuals
+    the values. The backward pass differentiates the attention of the dequantized operands, in floats. The rounding
+    of the weights has the gradient of the identity; the rounding of an operand follows its estimator. The residuals
     are the operands: the scores are computed again.
 
     A query that sees no token gets zeros, and has no gradient. `jax.nn.dot_product_attention` returns the mean of all
@@ -112,8 +117,8 @@ def quantized_dot_product_attention(
 
     Source: `jax.nn.dot_product_attention`; Vaswani et al., arXiv 1706.03762, section 3.2.1.
 
-    Cotangents: of query, key, value and of learned scales and zero points those of the estimators; of a float bias
-        that of the scores.
+    Cotangents: of query, key, value and of learned scales and zero points, as the estimators state; of a float bias,
+        the cotangent of the scores.
     """
     checks.require(implementation is None, _NAME, "implementation", "None", checks.describe_value(implementation))
     specs = (query_spec, key_spec, value_spec)
@@ -121,20 +126,22 @@ def quantized_dot_product_attention(
     _check_value_spec(quantizers[2].spec)
     checks.check_flag(_NAME, "is_causal", is_causal)
     window = _read_window(local_window_size)
-    digits = arguments.read_digits(_NAME, weight_digits)
+    digits = read_digits(_NAME, weight_digits)
     named = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
     named |= dict(zip(_LENGTHS, (query_seq_lengths, key_value_seq_lengths), strict=True))
     arrays = entry_point.convert_arrays(_NAME, {name: entry_point.unwrap_array(x) for name, x in named.items()})
     operands = _read_operands(*arrays)
     hiding = Hiding(bool(is_causal), window)
-    options = (hiding, arguments.read_factor(_NAME, scale, arrays[0].shape[-1]), digits)
+    options = (hiding, read_factor(_NAME, scale, arrays[0].shape[-1]), digits)
     return _round_and_attend(operands[:3], quantizers, *operands[3:], options=options)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("options",))
 def _round_and_attend(
-    xs: Any, quantizers: Any, bias: Any, mask: Any, query_lengths: Any, token_lengths: Any, *, options: Any
-) -> jax.Array:
+    xs: tuple[jax.Array, jax.Array, jax.Array], quantizers: Sequence[Quantizer], bias: jax.Array | None,
+    mask: jax.Array | None, query_lengths: jax.Array | None, token_lengths: jax.Array | None, *,
+    options: tuple[Hiding, float, int],
+) -> jax.Array:  # fmt: skip
     query = xs[0]
     # Without tokens every query sees none. Without queries or features the result is empty.
     if 0 in (math.prod(query.shape), xs[1].shape[-3]):
@@ -152,14 +159,17 @@ def _round_and_attend(
     mask, bias = (None if x is None else group_heads(x, heads) for x in (mask, bias))
     operands = _AttentionArrays(tuple(rounded), bias, mask, query_lengths, token_lengths)
     y: Any = _attend(_AttentionOptions(_NAME, tuple(configs), *options), operands)
-    return arguments.ungroup_heads(y).astype(query.dtype).reshape(query.shape)
+    return ungroup_heads(y).astype(query.dtype).reshape(query.shape)
 
 
-def _read_operands(query: Any, key: Any, value: Any, bias: Any, mask: Any, *lengths: Any) -> tuple[Any, ...]:
+def _read_operands(
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None, mask: jax.Array | None,
+    *lengths: jax.Array | None,
+) -> tuple[Any, ...]:  # fmt: skip
     """Return the arrays of a call, mask and bias with rank 4, after a check against each other."""
     _check_operands(query, key, value)
     sizes = _read_score_sizes(query, key)
-    mask, bias = arguments.read_mask(_NAME, mask, sizes), arguments.read_bias(_NAME, bias, sizes)
+    mask, bias = read_mask(_NAME, mask, sizes), read_bias(_NAME, bias, sizes)
     for name, x in zip(_LENGTHS, lengths, strict=True):
         if x is not None:
             checks.check_array(_NAME, name, x, (np.dtype(jnp.int32),))
@@ -171,13 +181,13 @@ def _add_batch(part: jax.Array) -> jax.Array:
     return part if part.ndim == 4 else jnp.expand_dims(part, 0)
 
 
-def _read_spec(argument: str, value: Any) -> Quantizer:
+def _read_spec(argument: str, value: QuantSpec | Quantizer) -> Quantizer:
     """Return a Quantizer of a spec or of a Quantizer, after a check that its codes can be contracted."""
     quantizer = read_quantizer(_NAME, argument, value)
     expected = "a QuantSpec or a Quantizer"
     checks.require_type(quantizer is not None, _NAME, argument, expected, checks.describe_value(value))
     assert quantizer is not None
-    arguments.check_query_spec(_NAME, argument, quantizer.spec)
+    check_query_spec(_NAME, argument, quantizer.spec)
     return quantizer
 
 
@@ -205,7 +215,7 @@ def _read_window(size: Any) -> tuple[int, int] | None:
     return int(pair[0]), int(pair[1])
 
 
-def _check_operands(query: Any, key: Any, value: Any) -> None:
+def _check_operands(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
     """Check the dtypes and shapes of queries, keys and values against each other."""
     for argument, x in (("query", query), ("key", key), ("value", value)):
         checks.check_array(_NAME, argument, x, dtypes.FLOATS)
@@ -216,12 +226,12 @@ def _check_operands(query: Any, key: Any, value: Any) -> None:
     fits = fits and (heads % key.shape[-2] == 0 if key.shape[-2] else heads == 0)
     expected = f"shape ({', '.join(map(str, batch))}{', ' if batch else ''}tokens, a divisor of {heads}, {features})"
     checks.require(fits, _NAME, "key", expected, f"shape {key.shape}")
-    checks.check_shape(_NAME, "value", value, key.shape, "that of key")
+    checks.check_shape(_NAME, "value", value, key.shape, "the shape of key")
     for argument, x in (("key", key), ("value", value)):
-        arguments.check_tokens_whole(_NAME, argument, x, x.ndim - 3)
+        check_tokens_whole(_NAME, argument, x, x.ndim - 3)
 
 
-def _read_score_sizes(query: Any, key: Any) -> tuple[int, int, int, int]:
+def _read_score_sizes(query: jax.Array, key: jax.Array) -> tuple[int, int, int, int]:
     """Return (batch, heads, queries, tokens)."""
     batch = query.shape[0] if query.ndim == 4 else 1
     return batch, query.shape[-2], query.shape[-3], key.shape[-3]
@@ -259,7 +269,7 @@ class _AttentionArrays(NamedTuple):
     Attributes:
         rounded: for queries [batch, queries, heads, features], and for keys and values [batch, tokens, kv heads,
             features]: x, its scale, its zero point or None, and the key of a stochastic rounding or None.
-        bias: float [batch, kv heads, groups, queries, tokens], whose dimensions may be 1, or None.
+        bias: float [batch, kv heads, groups, queries, tokens]; any dimension may be 1. Or None.
         mask: bool of such a shape, or None.
         query_lengths: int32 [batch], or None.
         token_lengths: int32 [batch], or None.
@@ -350,10 +360,10 @@ def _weigh(
 
 def _move_heads(q: QuantizedArray) -> QuantizedArray:
     """Return [batch, tokens, heads, features] as [batch, heads, tokens, features]."""
-    codes, scale, point = (
+    codes, scale, zero_point = (
         None if x is None else lax.transpose(x, (0, 2, 1, 3)) for x in (q.codes, q.scale, q.zero_point)
     )
-    return QuantizedArray(codes, scale, point, dtype=q.dtype, block_size=q.block_size)
+    return QuantizedArray(codes, scale, zero_point, dtype=q.dtype, block_size=q.block_size)
 
 
 def _read_token_scale(values: QuantizedArray) -> jax.Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,18 +18,17 @@ from jax.typing import ArrayLike
 from .._arrays.quantize import quantize
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, entry_point
+from .._core import checks, dtypes, entry_point, sharding
 from .._core.granularity import PerToken
 from .._kernels.barriers import choose_on_cpu
-from . import arguments
 
 _CREATE, _APPEND, _CHECK = "KVCache.create", "KVCache.append", "KVCache.check"
 INT8 = QuantSpec(jnp.int8, PerToken())
 _DTYPES = (np.dtype(jnp.int8), np.dtype(jnp.int4))
 _SCALES = dtypes.FLOATS
 # The axis of the features, which is packed, and the axis of the tokens, in the codes of keys and of values. Keys are
-# contracted along their features and values along their tokens. XLA:CPU reads an operand of which few rows are
-# contracted fastest if its contracted dimension is the last.
+# contracted along their features and values along their tokens. With few rows, XLA:CPU reads
+# an operand fastest if its contracted dimension is the last.
 KEY_AXES = (3, 2)
 VALUE_AXES = (2, 3)
 
@@ -40,15 +39,15 @@ class KVCache:
     """The keys and values of a decoder as codes of 8 or 4 bits, with a scale for each token and head.
 
     A cache is a pytree: an argument, a result or the carry of a loop. It is immutable, so `append` returns a new one. A
-    jitted function whose cache is donated, and the body of `jax.lax.scan`, write the new tokens in place.
+    jitted function that donates the cache, and the body of `jax.lax.scan`, write the new tokens in place.
 
     `create` makes an empty cache, and checks its arguments. The constructor checks nothing, because JAX also builds
     pytrees of objects that are not arrays.
 
     A cache of `length` tokens that gets more of them overflows. If that is known, `append` raises an error. Under
     `jax.jit` it is not: then `index` counts on, `overflowed` is True, and `jq.attention` returns NaN for the rows that
-    overflowed. Nothing is lost without a trace. A cache with a `window` cannot overflow: it is a ring, whose oldest
-    token gives its place to the newest.
+    overflowed. Nothing is lost without a trace. A cache with a `window` cannot overflow: it is a ring, and
+    the newest token takes the slot of the oldest.
 
     Attributes:
         keys: the codes of the keys, [batch, kv_heads, length, head_dim] of int8; or, for int4, uint8 with half the
@@ -105,13 +104,13 @@ class KVCache:
             shape: Static. (batch, length, kv_heads, head_dim): the shape of the keys, with the number of tokens that
                 the cache holds.
             spec_k: Static. How keys are quantized: int8 or int4, symmetric, with the granularity `PerToken()`, that is
-                a scale for each token and head. Its scale_dtype is that of the stored scales: float32, or float16 or
+                a scale for each token and head. The scales are stored in its scale_dtype: float32, or float16 or
                 bfloat16, which take half the bytes and make a step up to 2**-10 or 2**-7 longer, because a scale is
                 rounded up.
             spec_v: Static. How values are quantized, as for keys.
             window: Static. The number of tokens that a query attends to, itself included. The cache is then a ring, and
                 `length` must be at least the window. A call of `attention` takes at most length - window + 1 queries,
-                whose windows the ring holds as a whole. None keeps all tokens.
+                so that the ring holds their windows as a whole. None keeps all tokens.
             per_row: Static. Whether each row of the batch has its own index, for prompts of different lengths.
 
         Raises:
@@ -151,7 +150,7 @@ class KVCache:
         return f"KVCache({', '.join(texts)})"
 
     def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None) -> KVCache:
-        """Return a cache with further tokens after those that it holds.
+        """Return a cache with further tokens after the ones that it holds.
 
         Args:
             k: the keys, float [batch, tokens, kv_heads, head_dim].
@@ -161,7 +160,7 @@ class KVCache:
                 `query_positions`: the index before the call, plus 0, 1, ...
 
         Returns:
-            A cache whose index has grown by the number of tokens.
+            A cache with the index increased by the number of tokens.
 
         Raises:
             TypeError: k or v is not float32, float16 or bfloat16, or lengths is not int32.
@@ -175,7 +174,7 @@ class KVCache:
         self._check_space(arrays[0].shape[1], arrays[2])
         return _append(self, *arrays)
 
-    def _check_space(self, tokens: int, lengths: Any) -> None:
+    def _check_space(self, tokens: int, lengths: jax.Array | None) -> None:
         """Raise if the cache is known to overflow."""
         if self.window is not None:
             return
@@ -212,17 +211,17 @@ class KVCache:
 
     @property
     def positions(self) -> jax.Array:
-        """The position of the token in each place of the cache, -1 if it is empty: int32 [batch or 1, length].
+        """The position of the token in each slot of the cache, -1 if it is empty: int32 [batch or 1, length].
 
-        Positions count the tokens from 0. Without a window a token is in the place of its position.
+        Positions count the tokens from 0. Without a window the slot of a token is its position.
         """
-        places = jnp.arange(self.length, dtype=jnp.int32)[None]
+        slots = jnp.arange(self.length, dtype=jnp.int32)[None]
         index = jnp.reshape(self.index, (-1, 1))
         if self.window is None:
-            return jnp.where(places < index, places, np.int32(-1))
-        # The newest token before `index` whose position leaves the remainder `places`. The remainder is never negative.
+            return jnp.where(slots < index, slots, np.int32(-1))
+        # The newest token before `index` whose position leaves the remainder `slots`. The remainder is never negative.
         newest = index - np.int32(1)
-        return jnp.maximum(newest - (newest - places) % np.int32(max(self.length, 1)), np.int32(-1))
+        return jnp.maximum(newest - (newest - slots) % np.int32(max(self.length, 1)), np.int32(-1))
 
     def check(self) -> KVCache:
         """Return the cache; raise ValueError if it overflowed. Call it outside of `jax.jit`."""
@@ -233,7 +232,7 @@ class KVCache:
         return self
 
     def dequantize(self) -> tuple[jax.Array, jax.Array]:
-        """Return the keys and values as float32 [batch, length, kv_heads, head_dim], in the order of the places."""
+        """Return the keys and values as float32 [batch, length, kv_heads, head_dim], in the order of the slots."""
         pairs = ((self.quantized_keys, (0, 2, 1, 3)), (self.quantized_values, (0, 3, 1, 2)))
         keys, values = (lax.transpose(dequantize_checked(q), order) for q, order in pairs)
         return keys, values
@@ -250,7 +249,9 @@ class KVCache:
         codes = unpack_codes(self.values, self.spec_v, VALUE_AXES[0], self.head_dim)
         return QuantizedArray(codes, self.value_scale[:, :, None], dtype=jnp.float32)
 
-    def partition_specs(self, batch: Any = None, heads: Any = None) -> KVCache:
+    def partition_specs(
+        self, batch: str | tuple[str, ...] | None = None, heads: str | tuple[str, ...] | None = None
+    ) -> KVCache:
         """Return a cache of PartitionSpecs, to place the cache on a mesh.
 
         Args:
@@ -277,14 +278,14 @@ def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | Non
     # One token, and tokens that share an index in a cache that is no ring, are contiguous.
     is_slice = cache.index.ndim == 0 and (tokens == 1 or cache.window is None)
     if is_slice:
-        places = cache.index if cache.window is None else cache.index % np.int32(length)
+        slots = cache.index if cache.window is None else cache.index % np.int32(length)
     else:
-        places = _choose_places(cache, tokens, counts)
-    write_one = _write_slice if is_slice else _write_places
+        slots = _choose_slots(cache, tokens, counts)
+    write_one = _write_slice if is_slice else _write_slots
 
-    def write(arrays: Any) -> tuple[jax.Array, ...]:
+    def write(arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         pairs = zip(arrays, updates, strict=True)
-        return tuple(write_one(array, update, axis, places) for array, (update, axis) in pairs)
+        return tuple(write_one(array, update, axis, slots) for array, (update, axis) in pairs)
 
     # On a GPU the host would wait for the condition of that loop.
     on_cpu = functools.partial(_run_once, write)
@@ -294,27 +295,27 @@ def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | Non
     )
 
 
-def _choose_places(cache: KVCache, tokens: int, counts: Any) -> jax.Array:
-    """Return the places of new tokens, int32 [tokens] or [batch, tokens]; the length or more if they are not stored."""
+def _choose_slots(cache: KVCache, tokens: int, counts: ArrayLike) -> jax.Array:
+    """Return the slots of new tokens, int32 [tokens] or [batch, tokens]; the length or more if they are not stored."""
     order = jnp.arange(tokens, dtype=jnp.int32)
     length = np.int32(cache.length)
     if cache.index.ndim:
         order, counts = order[None], jnp.reshape(jnp.asarray(counts), (-1, 1))
     is_stored = order < counts
-    places = jnp.expand_dims(cache.index, -1) + order
+    slots = jnp.expand_dims(cache.index, -1) + order
     if cache.window is not None:
         # Of more tokens than the ring holds, the last ones stay.
         is_stored &= order >= counts - length
-        places = places % length
-    # Places beyond the end are dropped. They differ, because a scatter with unique indices must not get equal ones.
-    return jnp.where(is_stored, places, length + order)
+        slots = slots % length
+    # Slots beyond the end are dropped. They differ, because a scatter with unique indices must not get equal ones.
+    return jnp.where(is_stored, slots, length + order)
 
 
 def _derive_stored_dtype(spec: QuantSpec) -> Any:
     return jnp.uint8 if is_packed(spec) else jnp.int8
 
 
-def _read_shape(shape: Any) -> tuple[int, ...]:
+def _read_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of a cache as ints."""
     is_shape = isinstance(shape, tuple | list) and len(shape) == 4
     expected = "(batch, length, kv_heads, head_dim)"
@@ -325,7 +326,7 @@ def _read_shape(shape: Any) -> tuple[int, ...]:
     return tuple(int(n) for n in shape)
 
 
-def _check_spec(argument: str, spec: Any) -> None:
+def _check_spec(argument: str, spec: QuantSpec) -> None:
     """Check that a cache can hold codes of a spec."""
     checks.require_type(isinstance(spec, QuantSpec), _CREATE, argument, "a QuantSpec", checks.describe_value(spec))
     checks.require_type(spec.dtype in _DTYPES, _CREATE, argument, "dtype int8 or int4", spec.dtype)
@@ -336,10 +337,10 @@ def _check_spec(argument: str, spec: Any) -> None:
     checks.require_type(spec.scale_dtype in _SCALES, _CREATE, argument, expected, spec.scale_dtype)
 
 
-def _check_tokens(cache: KVCache, k: Any, v: Any, lengths: Any) -> None:
+def _check_tokens(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | None) -> None:
     """Check the arrays that are appended to a cache."""
     batch, _, heads, features = cache.shape
-    arguments.check_tokens_whole(_APPEND, "cache", cache.key_scale, 2)
+    check_tokens_whole(_APPEND, "cache", cache.key_scale, 2)
     for argument, x in (("k", k), ("v", v)):
         checks.check_array(_APPEND, argument, x, dtypes.FLOATS)
         fits = x.ndim == 4 and (x.shape[0], *x.shape[2:]) == (batch, heads, features) and x.shape == k.shape
@@ -431,20 +432,30 @@ def _write_slice(stored: jax.Array, update: jax.Array, axis: int, start: jax.Arr
     return lax.dynamic_update_slice_in_dim(stored, update, start, axis)
 
 
-def _write_places(stored: jax.Array, update: jax.Array, axis: int, places: jax.Array) -> jax.Array:
+def _write_slots(stored: jax.Array, update: jax.Array, axis: int, slots: jax.Array) -> jax.Array:
     """Return an array with some indices of an axis replaced; those beyond the axis are dropped.
 
     Args:
         stored: [batch, heads, ...].
-        update: the same shape, with an entry for each place along the axis.
+        update: the same shape, with an entry for each slot along the axis.
         axis: the axis of the tokens, 2 or more.
-        places: int32 [tokens], or [batch, tokens] for places that differ between rows.
+        slots: int32 [tokens], or [batch, tokens] for slots that differ between rows.
     """
-    if places.ndim == 2:
-        return jax.vmap(functools.partial(_scatter, axis=axis - 1))(stored, update, places)
-    return _scatter(stored, update, places, axis=axis)
+    if slots.ndim == 2:
+        return jax.vmap(functools.partial(_scatter, axis=axis - 1))(stored, update, slots)
+    return _scatter(stored, update, slots, axis=axis)
 
 
-def _scatter(stored: jax.Array, update: jax.Array, places: jax.Array, *, axis: int) -> jax.Array:
-    index = (*(slice(None),) * axis, places)
+def _scatter(stored: jax.Array, update: jax.Array, slots: jax.Array, *, axis: int) -> jax.Array:
+    index = (*(slice(None),) * axis, slots)
     return stored.at[index].set(update, mode="drop", unique_indices=True)
+
+
+def check_tokens_whole(function: str, argument: str, x: jax.Array, axis: int) -> None:
+    """Check that no explicit mesh axis cuts an array along its tokens.
+
+    Their contraction would need an `out_sharding`, which JAX's own error asks for, and attention does not take.
+    """
+    expected = "tokens that no explicit mesh axis cuts (use jax.sharding.AxisType.Auto, or jax.sharding.reshard)"
+    cut = sharding.read_partition(x)[axis]
+    checks.require(cut is None, function, argument, expected, f"tokens cut over {cut!r}")

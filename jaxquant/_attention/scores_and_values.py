@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,8 +14,9 @@ import numpy as np
 from jax import lax
 
 from .._arrays.quantized_array import QuantizedArray
+from .._arrays.spec import QuantSpec
 from .._contractions.einsum import contract_operands
-from .._core import dtypes
+from .._core import checks, dtypes
 from .._kernels.barriers import pin_layout, round_result
 from .._kernels.contraction import Role, contract_roles
 
@@ -31,6 +33,62 @@ _FRACTION = 27
 _LOW = 14
 _TINY = np.finfo(np.float32).tiny
 _ZERO = np.float32(0)
+_BOOL = np.dtype(np.bool_)
+_BIASES = (*dtypes.FLOATS, *(np.dtype(name) for name in ("int32", "int16", "int8")))
+
+
+# The arguments that both attention functions take, and their checks.
+
+
+def check_query_spec(function: str, argument: str, spec: QuantSpec) -> None:
+    """Check that the codes of a spec can be contracted as integers."""
+    checks.require_type(isinstance(spec, QuantSpec), function, argument, "a QuantSpec", checks.describe_value(spec))
+    is_short = spec.dtype in dtypes.INTEGERS and dtypes.count_packed_bits(spec.dtype) <= 8
+    checks.require_type(is_short, function, argument, "an integer dtype of 8 bits or fewer", spec.dtype)
+
+
+def read_digits(function: str, value: int) -> int:
+    """Return the number of digits of a weight."""
+    checks.check_integer(function, "weight_digits", value)
+    checks.require(value in (1, 2, 3), function, "weight_digits", "1, 2 or 3", value)
+    return int(value)
+
+
+def read_factor(function: str, scale: float | None, features: int) -> float:
+    """Return what scores are multiplied by: a positive number, 1 / sqrt(features) for None."""
+    if scale is None:
+        return 1 / math.sqrt(max(features, 1))
+    # A negative factor would be the scale of codes, which has no sign.
+    checks.check_real(function, "scale", scale)
+    checks.require(scale > 0, function, "scale", "a positive number", scale)
+    return float(scale)
+
+
+def read_mask(function: str, mask: jax.Array | None, sizes: tuple[int, int, int, int]) -> jax.Array | None:
+    """Return a mask with rank 4, after a check against (batch, heads, queries, tokens)."""
+    if mask is None:
+        return None
+    checks.check_array(function, "mask", mask, (_BOOL,))
+    return _expand_rank(function, "mask", mask, sizes)
+
+
+def read_bias(function: str, bias: jax.Array | None, sizes: tuple[int, int, int, int]) -> jax.Array | None:
+    """Return a bias as floats with rank 4, after a check against (batch, heads, queries, tokens)."""
+    if bias is None:
+        return None
+    checks.check_array(function, "bias", bias, _BIASES)
+    bias = _expand_rank(function, "bias", bias, sizes)
+    # Integers have no gradient.
+    return bias if bias.dtype in dtypes.FLOATS else bias.astype(jnp.float32)
+
+
+def _expand_rank(function: str, argument: str, value: jax.Array, sizes: tuple[int, int, int, int]) -> jax.Array:
+    """Return an array with rank 4, after a check that it broadcasts against the sizes."""
+    # `strict` is False, because leading dimensions may be missing, as in numpy.
+    fits = value.ndim <= 4 and all(n in (1, m) for n, m in zip(value.shape[::-1], sizes[::-1], strict=False))
+    expected = f"a shape that broadcasts against {sizes}: (batch, heads, queries, tokens)"
+    checks.require(fits, function, argument, expected, f"shape {value.shape}")
+    return jnp.reshape(value, (1,) * (4 - value.ndim) + value.shape)
 
 
 # Which tokens a query attends to: masks of arrays, lengths, causality and windows.
@@ -52,7 +110,7 @@ def group_heads(value: jax.Array, heads: int) -> jax.Array:
     """Return a mask or bias [batch, query heads, queries, tokens] as [batch, kv heads, groups, queries, tokens].
 
     Args:
-        value: an array of rank 4, whose dimensions may be 1.
+        value: an array of rank 4; any dimension may be 1.
         heads: Static. The number of heads of the keys and values.
     """
     batch, query_heads, queries, tokens = value.shape
@@ -89,25 +147,25 @@ def derive_visible(
         # A longer window is no limit, and a sum with it must not overflow int32.
         before, after = (np.int32(min(n, 2**30)) for n in hiding.window)
         masks.append((query <= token + before) & (query >= token - after))
-    for place, lengths in ((query, query_lengths), (token, token_lengths)):
+    for position, lengths in ((query, query_lengths), (token, token_lengths)):
         if lengths is not None:
-            masks.append(place < lengths.reshape(-1, 1, 1, 1, 1))
+            masks.append(position < lengths.reshape(-1, 1, 1, 1, 1))
     return merge_masks(masks)
 
 
 def derive_visible_in_cache(positions: jax.Array, query_positions: jax.Array, window: int | None) -> jax.Array:
-    """Return which places of a cache queries attend to: bool [batch or 1, 1, 1, queries, places].
+    """Return which slots of a cache queries attend to: bool [batch or 1, 1, 1, queries, slots].
 
     Args:
-        positions: the position of the token in each place, -1 for none: int32 [batch or 1, places].
+        positions: the position of the token in each slot, -1 for none: int32 [batch or 1, slots].
         query_positions: int32 [batch or 1, queries].
         window: Static. The number of tokens that a query attends to, or None for all.
     """
-    # Positions, not places, are compared: in a ring the places have another order than the tokens.
-    place = positions[:, None, None, None, :]
+    # Positions, not slots, are compared: in a ring the slots have another order than the tokens.
+    position = positions[:, None, None, None, :]
     query = query_positions[:, None, None, :, None]
-    visible = (place >= 0) & (place <= query)
-    return visible if window is None else visible & (place > query - np.int32(window))
+    visible = (position >= 0) & (position <= query)
+    return visible if window is None else visible & (position > query - np.int32(window))
 
 
 # The scores of queries and keys, contracted as integers.
@@ -130,8 +188,8 @@ def group_queries(q: QuantizedArray, heads: int, factor: float) -> QuantizedArra
 
     # Scaling the few scales is cheaper than scaling the scores.
     scale = dtypes.scale_as_float32(q.scale) * np.float32(factor)
-    point = None if q.zero_point is None else regroup(q.zero_point)
-    return QuantizedArray(regroup(q.codes), regroup(scale), point, dtype=jnp.float32, block_size=q.block_size)
+    zero_point = None if q.zero_point is None else regroup(q.zero_point)
+    return QuantizedArray(regroup(q.codes), regroup(scale), zero_point, dtype=jnp.float32, block_size=q.block_size)
 
 
 def compute_scores(function: str, q: QuantizedArray, k: QuantizedArray) -> jax.Array:
@@ -154,7 +212,7 @@ def compute_scores(function: str, q: QuantizedArray, k: QuantizedArray) -> jax.A
     return scores if rows == 1 else pin_layout(scores)
 
 
-def _has_few_rows(rows: Any, q: QuantizedArray, k: QuantizedArray) -> bool:
+def _has_few_rows(rows: object, q: QuantizedArray, k: QuantizedArray) -> bool:
     """Return whether the contraction reads the keys faster as its left operand."""
     # The sums of the keys, which zero points need, are cheaper with the keys on the right. So are blocks of features.
     is_plain = all(x.zero_point is None and x.scale.shape[-1] == 1 for x in (q, k))
@@ -186,7 +244,7 @@ def add_bias(scores: jax.Array, bias: jax.Array | None) -> jax.Array:
 # The scales of the values' tokens vary along the contracted dimension, so they belong to the weights before these are
 # rounded. A row has its own step, because with a fixed one, 1 / 255 of the sum, all weights of a row that attends
 # evenly to 1000 tokens would round to 0. The sum is divided by at the end: the codes then depend on element-wise
-# operations and on a maximum, whose order does not matter. The sum is one of integers, for the same reason. So hidden
+# operations and on a maximum, in any order. The sum is one of integers, for the same reason. So hidden
 # tokens change no bit of a result: it is the same with a longer cache, for one query or many, and in training.
 
 
@@ -207,7 +265,7 @@ class RowWeights(NamedTuple):
     total: jax.Array
 
 
-def compute_weights(scores: jax.Array, value_scale: jax.Array, visible: Any, digits: int) -> RowWeights:
+def compute_weights(scores: jax.Array, value_scale: jax.Array, visible: jax.Array | None, digits: int) -> RowWeights:
     """Return the softmax of scores along their last axis, as codes that include the scales of the values.
 
     Args:
@@ -261,7 +319,7 @@ def _add_exponentials(exponentials: jax.Array, is_nan: jax.Array) -> jax.Array:
     return jnp.where(jnp.any(is_nan, axis=-1, keepdims=True), np.float32(np.nan), total)
 
 
-def _hide(values: jax.Array, filling: np.float32, *, visible: Any) -> jax.Array:
+def _hide(values: jax.Array, filling: np.float32, *, visible: jax.Array | None) -> jax.Array:
     return values if visible is None else jnp.where(visible, values, filling)
 
 
@@ -271,7 +329,7 @@ def compute_reciprocal(total: jax.Array) -> jax.Array:
 
 
 def weigh_values(
-    weights: RowWeights, values: Any, features: int, digits: int, contract: Callable[..., jax.Array] | None = None
+    weights: RowWeights, values: jax.Array, features: int, digits: int, contract: Callable[..., jax.Array] | None = None
 ) -> jax.Array:
     """Return the values weighted by each row, float32 [batch, heads, groups, queries, features].
 
@@ -286,7 +344,7 @@ def weigh_values(
     """
     batch, heads, groups, queries, tokens = weights.codes.shape
     rows = weights.codes.reshape(batch, heads, groups * queries, tokens)
-    parts = [(rows >> np.int32(_DIGIT * place)) & np.int32(2**_DIGIT - 1) for place in reversed(range(digits))]
+    parts = [(rows >> np.int32(_DIGIT * position)) & np.int32(2**_DIGIT - 1) for position in reversed(range(digits))]
     # The digits are further rows of one contraction, which reads the values once.
     stacked = lax.concatenate([part.astype(jnp.int8) for part in parts], 2)
     contract = contract_digits if contract is None else contract
@@ -317,3 +375,9 @@ def _add_digits(acc: jax.Array, digits: int) -> jax.Array:
     parts = [lax.slice_in_dim(acc, i * rows, (i + 1) * rows, axis=2).astype(jnp.float32) for i in range(digits)]
     scaled = [part * np.float32(2 ** (_DIGIT * (digits - 1 - i))) for i, part in enumerate(parts)]
     return functools.reduce(jnp.add, scaled)
+
+
+def ungroup_heads(y: jax.Array) -> jax.Array:
+    """Return [batch, kv heads, groups, queries, features] as [batch, queries, heads, features]."""
+    batch, heads, groups, queries, features = y.shape
+    return lax.transpose(y.reshape(batch, heads * groups, queries, features), (0, 2, 1, 3))

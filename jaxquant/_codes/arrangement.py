@@ -13,7 +13,7 @@ from .._arrays import quantized_array
 from .._contractions.output import make_array, read_affine, read_output
 from .._core import checks, dtypes
 from .._onnx_ops.selection import qlinear_concat
-from .carrier import FakeQuantizedArray, Output, has_fake, train_codes
+from .fake_codes import Codes, FakeQuantizedArray, Output, has_fake, train_codes
 
 
 def concatenate(arrays: Sequence[Any], axis: int = 0, *, output: Output | None = None) -> Any:
@@ -25,21 +25,21 @@ def concatenate(arrays: Sequence[Any], axis: int = 0, *, output: Output | None =
     has the longest block size that divides the lengths of all these blocks evenly, and one entry for each of its own
     blocks.
 
-    With `output`, the result has its scale and its zero point. The codes are those of `qlinear_concat`; codes whose
-    scale and zero point are those of `output` do not change.
+    With `output`, the result has its scale and its zero point. The codes are what `qlinear_concat` returns; an
+    array with the scale and zero point of `output` keeps its codes.
 
     Do not join the arrays with `jax.tree.map(lambda *parts: jnp.concatenate(parts), *arrays)`. The joined scale is
     read as blocks of equal length, which gives wrong numbers if the arrays differ in length or end in a short block.
     Stacking them part by part with `jnp.stack` is correct, because it adds a new axis.
 
     Args:
-        arrays: one or more arrays whose shapes are equal except along `axis`. The dtypes of their codes, of their
+        arrays: one or more arrays with equal shapes except along `axis`. The dtypes of their codes, of their
             scales and of what `dequantize` returns must be equal, and so must their codebooks. If any of them has a
             zero point, a missing zero point counts as zeros. With `output`, the codes are int8 or uint8, and each array
             has one scale and one zero point.
         axis: Static. The dimension along which the arrays are joined; a negative one counts from the back.
-        output: how the result is quantized: a `Quantizer` with a scale, whose dtype is that of the codes; a
-            QuantizedArray whose scale and zero point the result gets; or None, which keeps the scales.
+        output: how the result is quantized: a `Quantizer` with a scale and the dtype of the codes; a
+            QuantizedArray, for its scale and zero point; or None, which keeps the scales.
 
     Returns:
         A QuantizedArray.
@@ -86,7 +86,7 @@ def concatenate(arrays: Sequence[Any], axis: int = 0, *, output: Output | None =
     return make_array(codes, result, checked[0].dtype)
 
 
-def reshape(q: Any, shape: int | Sequence[int]) -> Any:
+def reshape(q: Codes, shape: int | Sequence[int]) -> Any:
     """Return the same elements in another shape, in which elements that share an entry must still be neighbors.
 
     Args:
@@ -112,7 +112,7 @@ def reshape(q: Any, shape: int | Sequence[int]) -> Any:
     return quantized_array.check_lazy("codes.reshape", "q", q).reshape(shape)
 
 
-def transpose(q: Any, axes: Sequence[int] | None = None) -> Any:
+def transpose(q: Codes, axes: Sequence[int] | None = None) -> Any:
     """Return the array with its dimensions in another order.
 
     Args:
@@ -138,8 +138,8 @@ def transpose(q: Any, axes: Sequence[int] | None = None) -> Any:
     return quantized_array.check_lazy("codes.transpose", "q", q).transpose(axes)
 
 
-def pad(q: Any, pad_width: Any) -> Any:
-    """Return the array with zeros around it, whose code is the zero point.
+def pad(q: Codes, pad_width: int | Sequence[int] | Sequence[Sequence[int]]) -> Any:
+    """Return the array with zeros around it; the code of 0.0 is the zero point.
 
     Args:
         q: integer codes, with one scale and one zero point along each dimension that is padded.
@@ -176,17 +176,17 @@ def pad(q: Any, pad_width: Any) -> Any:
     if not any(any(pair) for pair in widths):
         return q
     config = [(low, high, 0) for low, high in widths]
-    point = q.zero_point
-    if point is None or point.size == 1:
-        fill = jnp.zeros((), q.codes.dtype) if point is None else point.reshape(())
+    zero_point = q.zero_point
+    if zero_point is None or zero_point.size == 1:
+        fill = jnp.zeros((), q.codes.dtype) if zero_point is None else zero_point.reshape(())
         return q.replace(codes=lax.pad(q.codes, fill, config))
     # A zero point for each index of a dimension that is not padded: pad the distances from it.
     inside = lax.pad(jnp.ones(q.shape, bool), jnp.zeros((), bool), config)
     codes = lax.pad(q.codes, jnp.zeros((), q.codes.dtype), config)
-    return q.replace(codes=jnp.where(inside, codes, jnp.broadcast_to(point, codes.shape)))
+    return q.replace(codes=jnp.where(inside, codes, jnp.broadcast_to(zero_point, codes.shape)))
 
 
-def _read_widths(pad_width: Any, rank: int) -> Any:
+def _read_widths(pad_width: object, rank: int) -> Any:
     """Return (before, after) for each dimension."""
     widths: Any = pad_width
     if isinstance(widths, int):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +73,7 @@ def _quantize_steps(bias: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array)
     return steps, products
 
 
-def _quantize_bias(bias: Any, lhs_scale: Any, rhs_scale: Any) -> jax.Array:
+def _quantize_bias(bias: ArrayLike, lhs_scale: jax.Array, rhs_scale: jax.Array) -> jax.Array:
     steps, _ = _quantize_steps(bias, lhs_scale, rhs_scale)
     _count_known_steps(_NAME, bias, lhs_scale, rhs_scale)
     return steps.astype(jnp.int32)  # XLA's conversion saturates
@@ -82,7 +81,7 @@ def _quantize_bias(bias: Any, lhs_scale: Any, rhs_scale: Any) -> jax.Array:
 
 def quantize_added_bias(
     function: str, bias: jax.Array, lhs_scale: jax.Array, weight: QuantizedArray, rhs_scale: jax.Array,
-    places: Sequence[int],
+    features: Sequence[int],
 ) -> jax.Array:  # fmt: skip
     """Return a bias as `quantize_bias` does, for sums of products of 8-bit codes, which it does not make wrap around.
 
@@ -92,7 +91,7 @@ def quantize_added_bias(
         lhs_scale: the scale of the activations.
         weight: the other operand.
         rhs_scale: its scale: one element, or one for each feature.
-        places: the axes of the weight that are features, in the bias's order.
+        features: the axes of the weight that are features, in the bias's order.
 
     Returns:
         int32. A bias that is not known, and too large, saturates.
@@ -101,7 +100,7 @@ def quantize_added_bias(
         ContractValueError: the arrays are known, and a sum may have more steps than int32 holds.
     """
     steps, _ = _quantize_steps(bias, lhs_scale, rhs_scale)
-    free = derive_free_steps(weight, places)
+    free = derive_free_steps(weight, features)
     known = _count_known_steps(function, bias, lhs_scale, rhs_scale)
     if known is None:
         return steps.astype(jnp.int32) if free is None else lax.clamp(-np.int32(free), steps.astype(jnp.int32), free)
@@ -110,7 +109,7 @@ def quantize_added_bias(
         _require_fit(function, bool(most <= free), f"{free} steps of the scales' product beside these products", most)
     elif not checks.is_traced(weight.stored_codes):
         with jax.ensure_compile_time_eval():
-            products = np.asarray(compute_largest_sums(weight, places), np.float64).reshape(known.shape)
+            products = np.asarray(compute_largest_sums(weight, features), np.float64).reshape(known.shape)
         most = float((np.abs(known) + products).max(initial=0))
         _require_fit(function, most <= _MOST, "2**31 - 1 steps of the scales' product", most)
     return steps.astype(jnp.int32)
@@ -122,39 +121,39 @@ def _require_fit(function: str, condition: bool, limit: str, most: float) -> Non
     checks.require(condition, function, "bias", expected, got)
 
 
-def derive_free_steps(weight: QuantizedArray, places: Sequence[int]) -> np.int32 | None:
+def derive_free_steps(weight: QuantizedArray, features: Sequence[int]) -> np.int32 | None:
     """Return the steps that int32 leaves to a bias beside any products of 8-bit codes; None if less than half of all.
 
-    Known and traced biases have the same limit, which is not that of the codes: to read these in each call takes long.
+    The limit is the same for known and traced biases and does not depend on the codes: to read them takes long.
     A sum of so many products that they need more than half of int32 is limited by its codes, where they are known.
 
     Args:
         weight: the codes; only their shape matters.
-        places: its axes that are features.
+        features: its axes that are features.
     """
-    terms = math.prod(n for axis, n in enumerate(weight.shape) if axis not in places)
+    terms = math.prod(n for axis, n in enumerate(weight.shape) if axis not in features)
     free = _MOST - terms * _LARGEST_CODE * _LARGEST_CODE
     return np.int32(free) if free >= _MOST // 2 else None
 
 
-def compute_largest_sums(weight: QuantizedArray, places: Sequence[int]) -> jax.Array:
+def compute_largest_sums(weight: QuantizedArray, features: Sequence[int]) -> jax.Array:
     """Return the largest magnitude that the sum of the products with 8-bit codes can have, for each feature, float32.
 
     Args:
         weight: the codes.
-        places: its axes that are features; the result has them in this order.
+        features: its axes that are features; the result has them in this order.
     """
     codes = weight.codes.astype(jnp.int32)
     if weight.zero_point is not None:
         codes = codes - Aligned(weight.block_size).expand(weight.zero_point.astype(jnp.int32), codes)
-    rest = tuple(axis for axis in range(codes.ndim) if axis not in places)
+    rest = tuple(axis for axis in range(codes.ndim) if axis not in features)
     # float32, because the product of a long sum does not fit into int32.
     sums = jnp.sum(jnp.abs(codes), axis=rest).astype(jnp.float32) * np.float32(_LARGEST_CODE)
-    kept = sorted(places)
-    return lax.transpose(sums, [kept.index(axis) for axis in places])
+    kept = sorted(features)
+    return lax.transpose(sums, [kept.index(axis) for axis in features])
 
 
-def _count_known_steps(function: str, bias: Any, lhs_scale: Any, rhs_scale: Any) -> np.ndarray | None:
+def _count_known_steps(function: str, bias: ArrayLike, lhs_scale: ArrayLike, rhs_scale: ArrayLike) -> np.ndarray | None:
     """Return the steps of a bias, or None if an array is not known; raise if int32 cannot hold them."""
     # Not from the results of the compiled function, which are traced in another one even if the arguments are known.
     known = [read_elements(value) for value in (bias, lhs_scale, rhs_scale)]
@@ -164,7 +163,7 @@ def _count_known_steps(function: str, bias: Any, lhs_scale: Any, rhs_scale: Any)
     with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
         products = left.reshape(1) * right.reshape(-1)
         steps = np.rint(values / np.broadcast_to(products, (values.size,)).reshape(values.shape))
-    expected = "scales whose product is at least 2**-126, the least normal float32"
+    expected = "scales with a product of at least 2**-126, the least normal float32"
     least = float(products.min(initial=np.inf))
     checks.require(not least < _TINY, function, "lhs_scale, rhs_scale", expected, f"{least}")
     most = float(np.abs(np.nan_to_num(steps, nan=0, posinf=np.inf)).max(initial=0))

@@ -17,26 +17,26 @@ from .._core.entry_point import read_elements
 from .._core.granularity import Aligned
 from .._onnx_ops.activations import qlinear_leaky_relu, qlinear_sigmoid
 from .._onnx_ops.arithmetic import qlinear_add, qlinear_mul
-from .carrier import FakeQuantizedArray, Output, has_fake, train_codes
+from .fake_codes import Codes, FakeQuantizedArray, Output, has_fake, train_codes
 from .pooling import read_operand
 
 
-def add(a: Any, b: Any, *, output: Output) -> Any:
+def add(a: Codes, b: Codes, *, output: Output) -> Any:
     """Add two quantized arrays, as ONNX Runtime's QLinearAdd does.
 
-    The codes of the result are those of `qlinear_add`: the sum of the two values, rounded once to a code of `output`.
+    The codes are what `qlinear_add` returns: the sum of the two values, rounded once to a code of `output`.
 
     Args:
         a: codes of int8 or uint8 with one scale and one zero point.
         b: the same, of the same dtype, and of a shape that broadcasts against a's.
-        output: how the result is quantized: a `Quantizer` with a scale, whose dtype is that of a; or a QuantizedArray
-            whose scale and zero point the result gets.
+        output: how the result is quantized: a `Quantizer` with a scale and the dtype of a; or a QuantizedArray, for
+            its scale and zero point.
 
     Returns:
         A QuantizedArray with the scale and the zero point of `output`.
 
     Raises:
-        TypeError: an operand is not a QuantizedArray, or a dtype is not that of a.
+        TypeError: an operand is not a QuantizedArray, or a dtype differs from a's.
         ValueError: an operand has several scales, shapes do not fit each other, or `output` has no scale.
 
     Example:
@@ -52,22 +52,22 @@ def add(a: Any, b: Any, *, output: Output) -> Any:
     return _combine("codes.add", a, b, output)
 
 
-def multiply(a: Any, b: Any, *, output: Output) -> Any:
+def multiply(a: Codes, b: Codes, *, output: Output) -> Any:
     """Multiply two quantized arrays element by element, as ONNX Runtime's QLinearMul does.
 
-    The codes of the result are those of `qlinear_mul`.
+    The codes are what `qlinear_mul` returns.
 
     Args:
         a: codes of int8 or uint8 with one scale and one zero point.
         b: the same, of the same dtype, and of a shape that broadcasts against a's.
-        output: how the result is quantized: a `Quantizer` with a scale, whose dtype is that of a; or a QuantizedArray
-            whose scale and zero point the result gets.
+        output: how the result is quantized: a `Quantizer` with a scale and the dtype of a; or a QuantizedArray, for
+            its scale and zero point.
 
     Returns:
         A QuantizedArray with the scale and the zero point of `output`.
 
     Raises:
-        TypeError: an operand is not a QuantizedArray, or a dtype is not that of a.
+        TypeError: an operand is not a QuantizedArray, or a dtype differs from a's.
         ValueError: an operand has several scales, shapes do not fit each other, or `output` has no scale.
 
     Example:
@@ -86,7 +86,7 @@ _OPERATORS = {"codes.add": qlinear_add, "codes.multiply": qlinear_mul}
 _FLOATS = {"codes.add": jnp.add, "codes.multiply": jnp.multiply}
 
 
-def _combine(function: str, a: Any, b: Any, output: Any) -> Any:
+def _combine(function: str, a: Codes, b: Codes, output: Output) -> Any:
     """Check the arguments of an operation on two arrays, and return its result."""
     if has_fake(a, b):
         return train_codes(functools.partial(_combine, function), _FLOATS[function], (a, b), output)
@@ -106,7 +106,7 @@ def _combine(function: str, a: Any, b: Any, output: Any) -> Any:
     return make_array(codes, result, dtypes.choose_wider(a.dtype, b.dtype))
 
 
-def relu(q: Any) -> Any:
+def relu(q: Codes) -> Any:
     """Replace negative values by 0, which changes codes below the zero point to the zero point.
 
     No code changes if the zero point is the lowest code, as in an output whose range begins at 0. Then q is returned
@@ -154,7 +154,7 @@ def _clip_codes(q: QuantizedArray) -> QuantizedArray:
 # Activation functions of quantized arrays that change the scale: codes in, codes out.
 
 
-def leaky_relu(q: Any, slope: float, *, output: Output) -> Any:
+def leaky_relu(q: Codes, slope: float, *, output: Output) -> Any:
     """Multiply negative values by a number, as ONNX Runtime's QLinearLeakyRelu does.
 
     Args:
@@ -173,7 +173,7 @@ def leaky_relu(q: Any, slope: float, *, output: Output) -> Any:
     return make_array(codes, result, q.dtype)
 
 
-def sigmoid(q: Any, *, output: Output) -> Any:
+def sigmoid(q: Codes, *, output: Output) -> Any:
     """Apply the logistic function, as ONNX Runtime's QLinearSigmoid does.
 
     Args:

@@ -16,10 +16,10 @@ from .._arrays.quantized_array import QuantizedArray
 from .._contractions.output import Affine, make_array, read_affine, read_output
 from .._core import checks, dtypes
 from .._onnx_ops.pooling import qlinear_average_pool, qlinear_reduce_mean
-from .carrier import FakeQuantizedArray, Output, train_codes
+from .fake_codes import Codes, FakeQuantizedArray, Output, train_codes
 
 
-class PoolWindows(NamedTuple):
+class CodeWindows(NamedTuple):
     """The windows of a pooling: lengths, strides and (low, high) paddings of the spatial dimensions, and their axes."""
 
     lengths: tuple[int, ...]
@@ -29,13 +29,13 @@ class PoolWindows(NamedTuple):
 
 
 def max_pool(
-    q: Any,
+    q: Codes,
     window_shape: Sequence[int],
     strides: Sequence[int] | None = None,
     padding: str | Sequence[tuple[int, int]] = "VALID",
     channels_last: bool = True,
 ) -> Any:
-    """Return the maximum of each window, whose codes are codes of q.
+    """Return the maximum of each window, as a code of q.
 
     Args:
         q: integer codes with one scale and one zero point, (N, *spatial, C).
@@ -70,7 +70,7 @@ def max_pool(
 
 
 def average_pool(
-    q: Any,
+    q: Codes,
     window_shape: Sequence[int],
     strides: Sequence[int] | None = None,
     padding: str | Sequence[tuple[int, int]] = "VALID",
@@ -81,7 +81,7 @@ def average_pool(
 ) -> Any:
     """Return the mean of each window, as ONNX Runtime's QLinearAveragePool does.
 
-    The codes of the result are those of `qlinear_average_pool`.
+    The codes are what `qlinear_average_pool` returns.
 
     Args:
         q: codes of int8 or uint8 with one scale and one zero point, (N, *spatial, C).
@@ -90,8 +90,8 @@ def average_pool(
         padding: Static. "SAME", "VALID", or (low, high) for each spatial dimension, less than the length of a window.
         count_include_pad: Static. Whether zeros of the padding count as elements of a window, as in flax.
         channels_last: Static. False for the shapes (N, C, *spatial).
-        output: how the result is quantized: a `Quantizer` with a scale, whose dtype is that of q; or a QuantizedArray
-            whose scale and zero point the result gets.
+        output: how the result is quantized: a `Quantizer` with a scale and the dtype of q; or a QuantizedArray, for
+            its scale and zero point.
 
     Returns:
         A QuantizedArray with the scale and the zero point of `output`.
@@ -115,7 +115,7 @@ def average_pool(
     checks.check_flag("codes.average_pool", "count_include_pad", count_include_pad)
     if isinstance(q, FakeQuantizedArray):
 
-        def compute(codes: QuantizedArray, output: Any) -> Any:
+        def compute(codes: QuantizedArray, output: Output) -> Any:
             statics = (window_shape, strides, padding, count_include_pad, channels_last)
             return average_pool(codes, *statics, output=output)
 
@@ -132,7 +132,7 @@ def average_pool(
 
 
 def mean(
-    q: Any,
+    q: Codes,
     axis: int | Sequence[int] | None = None,
     keepdims: bool = False,
     *,
@@ -140,14 +140,14 @@ def mean(
 ) -> Any:
     """Return the mean along axes, as ONNX Runtime's QLinearGlobalAveragePool and QLinearReduceMean do.
 
-    The codes of the result are those of `qlinear_reduce_mean`: the sum of the codes is exact.
+    The codes are what `qlinear_reduce_mean` returns: the sum of the codes is exact.
 
     Args:
         q: codes of int8 or uint8 with one scale and one zero point.
         axis: Static. The dimensions to average over; None means all.
         keepdims: Static. Whether the result keeps these dimensions, with length 1.
-        output: how the result is quantized: a `Quantizer` with a scale, whose dtype is that of q; or a QuantizedArray
-            whose scale and zero point the result gets.
+        output: how the result is quantized: a `Quantizer` with a scale and the dtype of q; or a QuantizedArray, for
+            its scale and zero point.
 
     Returns:
         A QuantizedArray with the scale and the zero point of `output`.
@@ -181,7 +181,7 @@ def mean(
     return make_array(codes, result, q.dtype)
 
 
-def read_operand(function: str, q: Any, output: Any) -> tuple[QuantizedArray, Affine, Affine]:
+def read_operand(function: str, q: Codes, output: Output) -> tuple[QuantizedArray, Affine, Affine]:
     """Return an operand, its scale and zero point, and the result's, after checking them."""
     q = quantized_array.check_lazy(function, "q", q)
     affine, result = read_affine(function, "q", q), read_output(function, output)
@@ -191,8 +191,9 @@ def read_operand(function: str, q: Any, output: Any) -> tuple[QuantizedArray, Af
 
 
 def _read_windows(
-    function: str, q: Any, window_shape: Any, strides: Any, padding: Any, channels_last: Any
-) -> PoolWindows:
+    function: str, q: Codes, window_shape: Sequence[int], strides: Sequence[int] | None, padding: Any,
+    channels_last: bool,
+) -> CodeWindows:  # fmt: skip
     """Return the windows of a pooling after checking that they fit the array."""
     checks.check_flag(function, "channels_last", channels_last)
     expected = "rank 3 or more: (N, *spatial, C), or (N, C, *spatial) with channels_last=False"
@@ -213,7 +214,7 @@ def _read_windows(
     reach = [n + sum(pair) - k for n, pair, k in zip(spatial, padding, lengths, strict=True)]
     expected = f"windows no longer than q with its padding, {spatial}"
     checks.require(min(reach) >= 0, function, "window_shape", expected, lengths)
-    return PoolWindows(lengths, steps, padding, axes)
+    return CodeWindows(lengths, steps, padding, axes)
 
 
 def _check_lengths(function: str, argument: str, value: Any, rank: int) -> tuple[int, ...]:
@@ -225,7 +226,7 @@ def _check_lengths(function: str, argument: str, value: Any, rank: int) -> tuple
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("windows",))
-def compute_maxima(codes: jax.Array, *, windows: PoolWindows) -> jax.Array:
+def compute_maxima(codes: jax.Array, *, windows: CodeWindows) -> jax.Array:
     """Return the maximum of each window of codes or floats.
 
     One dimension after the other: a window of k * l elements takes k + l maxima. XLA:CPU vectorizes a maximum of
@@ -244,7 +245,7 @@ def compute_maxima(codes: jax.Array, *, windows: PoolWindows) -> jax.Array:
     return codes
 
 
-def _average_floats(x: jax.Array, *, windows: PoolWindows, counts_padding: bool) -> jax.Array:
+def _average_floats(x: jax.Array, *, windows: CodeWindows, counts_padding: bool) -> jax.Array:
     """Return the mean of each window of floats, with the derivative of the mean of codes."""
 
     def sum_windows(values: jax.Array) -> jax.Array:

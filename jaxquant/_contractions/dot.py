@@ -127,7 +127,7 @@ def contract_checked(
     """Return the `dot_general` of checked operands and dimension numbers, with errors that name `function`."""
     sharding.check_out_sharding(function, out_sharding)
     preferred = _check_options(function, precision, preferred)
-    return _contract_dimensions(
+    return contract_dimensions(
         lhs, rhs, epilogue, function=function, numbers=numbers, precision=precision, preferred=preferred,
         out_sharding=out_sharding, caller_axes=caller_axes,
     )  # fmt: skip
@@ -146,7 +146,7 @@ def _check_options(function: str, precision: lax.PrecisionLike, preferred: DType
     jax.jit,
     static_argnames=("function", "numbers", "precision", "preferred", "out_sharding", "caller_axes"),
 )  # fmt: skip
-def _contract_dimensions(
+def contract_dimensions(
     lhs: Any, rhs: Any, epilogue: Epilogue | None, *, function: str, numbers: Any, precision: Any, preferred: Any,
     out_sharding: Any, caller_axes: Axes | None,
 ) -> Any:  # fmt: skip
@@ -286,7 +286,7 @@ def matmul(
     batch_axes = tuple(range(len(batch)))
     # The product may lack leading dimensions of 1 that the final reshape adds; these have no sharding.
     rank = a.ndim + b.ndim - 2 - len(batch)
-    y = _contract_dimensions(
+    y = contract_dimensions(
         a, b, epilogue, function="matmul", numbers=(contracted, (batch_axes, batch_axes)), precision=precision,
         preferred=preferred, caller_axes=caller_axes,
         out_sharding=sharding.set_partition(out_sharding, partition and partition[len(partition) - rank :]),

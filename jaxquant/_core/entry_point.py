@@ -152,6 +152,18 @@ def convert_arrays(function: str, arguments: dict[str, Any]) -> tuple[Any, ...]:
         raise
 
 
+def read_float_operand(function: str, argument: str, value: Any) -> Any:
+    """Return an operand that has to be an array of floats in a form that a compiled function takes.
+
+    A JAX array and a numpy array of floats stay as they are, because each eager call would pay for a conversion.
+    """
+    if isinstance(value, jax.Array) or (type(value) is np.ndarray and value.dtype.kind == "f"):
+        return value
+    (operand,) = convert_arrays(function, {argument: unwrap_array(value)})
+    checks.check_readable(function, argument, operand)
+    return operand
+
+
 def explain_refusal(function: str, arrays: dict[str, Any], statics: dict[str, Any]) -> None:
     """Raise a named error for the first argument that JAX cannot read as an array, or that cannot be static."""
     for argument, value in arrays.items():

@@ -83,7 +83,7 @@ class Int8Backward:
 Backward = FloatBackward | Int8Backward
 
 
-def check_backward(function: str, backward: Any, key: jax.Array | None, specs: Sequence[Any]) -> None:
+def check_backward(function: str, backward: object, key: jax.Array | None, specs: Sequence[Any]) -> None:
     """Check `backward`, its key, and, for Int8Backward, that two operands are quantized.
 
     This comes before the call is compiled, because `backward` is static in the compiled program.
@@ -110,7 +110,7 @@ def quantize_gradient(g: jax.Array, axes: tuple[int, ...], key: jax.Array | None
 
 
 def fold_scale_into_gradient(
-    function: str, q: QuantizedArray, summed: Sequence[int], g: jax.Array, places: Sequence[int | None]
+    function: str, q: QuantizedArray, summed: Sequence[int], g: jax.Array, dimensions: Sequence[int | None]
 ) -> tuple[QuantizedArray, jax.Array]:
     """Return an operand with a constant scale along the summed dimensions, and g multiplied by its former scale.
 
@@ -119,17 +119,17 @@ def fold_scale_into_gradient(
         q: the operand.
         summed: the dimensions of q that the gradient sums over.
         g: the cotangent, float32.
-        places: for each dimension of q, the corresponding dimension of g, or None.
+        dimensions: for each dimension of q, the corresponding dimension of g, or None.
     """
     shape = q.scale.shape
     varying = [a for a in range(q.ndim) if shape[a] != 1]
-    has_one_point = q.zero_point is None or all(q.zero_point.shape[a] == 1 for a in summed)
+    has_one_zero_point = q.zero_point is None or all(q.zero_point.shape[a] == 1 for a in summed)
     expected = "FloatBackward(), because the zero point varies along a dimension that the gradient sums over"
-    checks.require(has_one_point, function, "backward", expected, "Int8Backward()")
+    checks.require(has_one_zero_point, function, "backward", expected, "Int8Backward()")
     # A scale that is constant along the sum can be multiplied in after the contraction of integers.
     if not any(a in summed for a in varying):
         return q, g
-    is_in_g = all(places[a] is not None for a in varying)
+    is_in_g = all(dimensions[a] is not None for a in varying)
     expected = (
         "FloatBackward(), because the scale is blocked, or varies along a dimension that the result does not have"
     )
@@ -138,10 +138,10 @@ def fold_scale_into_gradient(
     wide = [q.shape[a] if a in varying else 1 for a in range(q.ndim)]
     scale = granularity.Aligned(None).expand(dtypes.scale_as_float32(q.scale), jnp.zeros(wide, jnp.float32))
     # The dimensions in the order that they have in g, so that a broadcast puts each in its place.
-    order = sorted(varying, key=lambda a: places[a] or 0)
+    order = sorted(varying, key=lambda a: dimensions[a] or 0)
     flat = lax.transpose(scale, [*order, *(a for a in range(q.ndim) if a not in order)])
     flat = flat.reshape([q.shape[a] for a in order])
-    spread = lax.broadcast_in_dim(flat, g.shape, [places[a] or 0 for a in order])
+    spread = lax.broadcast_in_dim(flat, g.shape, [dimensions[a] or 0 for a in order])
     return q.replace(scale=jnp.ones((1,) * q.ndim, jnp.float32)), g * sharding.place_like(spread, g)
 
 
@@ -168,8 +168,8 @@ def compute_operand_cotangent(
     labels, partner_labels = terms[index], terms[1 - index]
     operand, partner = qs[index], qs[1 - index]
     summed = [a for a, label in enumerate(partner_labels) if label not in labels]
-    places = [out.index(label) if label in out else None for label in partner_labels]
-    partner, g = fold_scale_into_gradient(function, partner, summed, g.astype(jnp.float32), places)
+    dimensions = [out.index(label) if label in out else None for label in partner_labels]
+    partner, g = fold_scale_into_gradient(function, partner, summed, g.astype(jnp.float32), dimensions)
     # These dimensions of g survive the contraction, so each of their indices can have its own scale.
     scaled_axes = tuple(a for a, label in enumerate(out) if label in labels)
     # Labels are strings of any length; einsum takes one letter for each.

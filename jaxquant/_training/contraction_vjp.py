@@ -18,19 +18,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, granularity, sharding
+from .._core import checks, dtypes, entry_point, granularity, sharding
 from .._kernels.affine import divide_by_scale
 from . import estimators
 from .backward import Backward, Int8Backward, check_backward, split_keys
-from .fake_quantize import read_parts
-from .quantizer import Quantizer, read_quantizer, split_quantizer
+from .fake_quantize import Quantizer, read_parts, read_quantizer, split_quantizer
 from .rounding_vjp import RoundingConfig, compute_cotangents, compute_mask, make_array, round_zero_point
 
 CODES = "jaxquant.codes"
+# The argument names of the operands and specs of `quantized_dot_general` and `quantized_conv_general_dilated`.
+SIDES = (("lhs", "lhs_spec"), ("rhs", "rhs_spec"))
 _POLICY = jax.checkpoint_policies.save_only_these_names(CODES)
 
 
@@ -38,8 +41,8 @@ def save_codes(primitive: Any, *operands: Any, **parameters: Any) -> Any:
     """Tell `jax.checkpoint` to keep the codes, scales and masks of quantized contractions, and nothing else.
 
     This is a policy for `jax.checkpoint`: do not call it, but pass it, `jax.checkpoint(network, policy=jq.save_codes)`.
-    The backward pass recomputes everything else from the codes: activation functions, and the float operands whose
-    scales are learned.
+    The backward pass recomputes everything else from the codes: activation functions, and the float operands with
+    learned scales.
 
     With one checkpoint around a whole network, XLA may recompute all its layers at the same time. To hold one block in
     memory at a time, wrap each block: `flax.linen.remat(Block, policy=jq.save_codes)`, with an activation function at
@@ -64,7 +67,11 @@ class LinearContraction(Protocol):
         """The dtype of the result, or None for the dtype of the operands."""
         ...
 
-    def contract_quantized(self, *operands: Any) -> jax.Array:
+    def check_operands(self, *operands: jax.Array) -> None:
+        """Raise unless the operands fit each other; an error then describes the user's arrays and not their codes."""
+        ...
+
+    def contract_quantized(self, *operands: QuantizedArray | jax.Array) -> jax.Array:
         """Return the contraction of operands, some quantized and the others floats."""
         ...
 
@@ -101,8 +108,9 @@ class TrainedContraction(NamedTuple):
 
 
 def check_options(
-    function: str, specs: Mapping[str, Any], backward: Any, key: jax.Array | None, precision: Any,
-    preferred_element_type: Any, out_sharding: Any = None, *, has_algorithms: bool = True,
+    function: str, specs: Mapping[str, Any], backward: object, key: jax.Array | None, precision: lax.PrecisionLike,
+    preferred_element_type: DTypeLike | None, out_sharding: NamedSharding | PartitionSpec | None = None, *,
+    has_algorithms: bool = True,
 ) -> tuple[list[Quantizer | None], np.dtype | None]:  # fmt: skip
     """Check the arguments that all quantized contractions take, and return their quantizers and the result's dtype.
 
@@ -126,25 +134,34 @@ def check_options(
     return quantizers, checks.check_dtype(function, "preferred_element_type", preferred_element_type, dtypes.FLOATS)
 
 
-def contract_with_gradient(
-    function: str, names: Sequence[tuple[str, str]], operation: LinearContraction, xs: Sequence[Any],
-    specs: Sequence[Any], backward: Any, key: jax.Array | None,
-) -> jax.Array:  # fmt: skip
+@functools.partial(jax.jit, inline=True, static_argnames=("function", "names", "operation", "backward"))
+def quantize_and_contract(
+    xs: Sequence[jax.Array],
+    specs: Sequence[Quantizer | None],
+    key: jax.Array | None,
+    *,
+    function: str,
+    names: tuple[tuple[str, str], ...],
+    operation: LinearContraction,
+    backward: Backward,
+) -> jax.Array:
     """Check float operands against their specs, quantize them, and return their contraction with a gradient.
 
     Args:
-        function: the name of the public function, for errors.
-        names: the argument names of each operand and of its spec, for errors.
-        operation: Static. The contraction.
         xs: the operands.
         specs: a Quantizer or None for each operand.
-        backward: Static. Already checked.
         key: the key of a backward pass that rounds stochastically, or None.
+        function: Static. The name of the public function, for errors.
+        names: Static. The argument names of each operand and of its spec, for errors.
+        operation: Static. The contraction.
+        backward: Static. Already checked.
     """
     checks.require_type(
         any(s is not None for s in specs), function, ", ".join(dict.fromkeys(spec for _, spec in names)),
         "a QuantSpec or a Quantizer for at least one operand", "None for all of them",
     )  # fmt: skip
+    xs = entry_point.convert_numpy(*xs)  # under `jax.disable_jit` they may be numpy's
+    operation.check_operands(*xs)
     sides, operands = [], []
     for (name, spec_name), x, quantizer in zip(names, xs, specs, strict=True):
         if quantizer is None:
@@ -175,12 +192,12 @@ def _vary_alike(operands: Sequence[tuple[Any, ...]]) -> tuple[tuple[Any, ...], .
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _contract(product: TrainedContraction, operands: Any, key: jax.Array | None) -> jax.Array:
+def _contract(product: TrainedContraction, operands: Sequence[tuple[Any, ...]], key: jax.Array | None) -> jax.Array:
     """Return the contraction; all arguments are checked."""
     return product.operation.contract_quantized(*_quantize_operands(product, operands))
 
 
-def _quantize_operands(product: TrainedContraction, operands: Any) -> list[Any]:
+def _quantize_operands(product: TrainedContraction, operands: Sequence[Sequence[Any]]) -> list[Any]:
     return [
         x if side.config is None else make_array(side.config, jnp.asarray(x), jnp.asarray(scale), zero_point, key)
         for side, (x, scale, zero_point, key) in zip(product.sides, operands, strict=True)
@@ -191,7 +208,9 @@ def _name_codes(part: jax.Array) -> jax.Array:
     return checkpoint_name(part, CODES)
 
 
-def _contract_fwd(product: TrainedContraction, operands: Any, key: Any) -> tuple[jax.Array, Any]:
+def _contract_fwd(
+    product: TrainedContraction, operands: Sequence[Sequence[CustomVJPPrimal | None]], key: CustomVJPPrimal | None
+) -> tuple[jax.Array, Any]:
     is_needed = [[leaf is not None and leaf.perturbed for leaf in operand] for operand in operands]
     values = [[_read_value(product.function, leaf) for leaf in operand] for operand in operands]
     # The codes are named before they are contracted, so that a checkpoint can start its recomputation from them.
@@ -202,7 +221,9 @@ def _contract_fwd(product: TrainedContraction, operands: Any, key: Any) -> tuple
     return y, (side_residuals, None if key is None else key.value)
 
 
-def _contract_bwd(product: TrainedContraction, residuals: Any, g: Any) -> tuple[Any, Any]:
+def _contract_bwd(
+    product: TrainedContraction, residuals: tuple[Sequence[_Kept], jax.Array | None], g: Any
+) -> tuple[Any, Any]:
     side_residuals, key = residuals
     # A symbolic zero: the differentiated function does not depend on the result, so no contraction is needed.
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
@@ -221,7 +242,7 @@ def _contract_bwd(product: TrainedContraction, residuals: Any, g: Any) -> tuple[
 _contract.defvjp(_contract_fwd, _contract_bwd, symbolic_zeros=True)
 
 
-def _read_value(function: str, leaf: Any) -> Any:
+def _read_value(function: str, leaf: CustomVJPPrimal | None) -> Any:
     """Return the value of a leaf of custom_vjp's symbolic zeros, guarded if it is differentiated."""
     if leaf is None:
         return None
@@ -234,7 +255,9 @@ def _forbid_second_derivative(function: str, value: jax.Array) -> jax.Array:
     return value
 
 
-def _forbid_second_derivative_jvp(function: str, primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _forbid_second_derivative_jvp(
+    function: str, primals: tuple[jax.Array], tangents: tuple[jax.Array | SymbolicZero]
+) -> tuple[Any, Any]:
     is_constant = isinstance(tangents[0], jax.custom_derivatives.SymbolicZero)
     expected = "only first derivatives (for second ones contract jq.fake_quantize(x) in floats)"
     checks.require_type(is_constant, function, "operands", expected, "the derivative of a gradient")

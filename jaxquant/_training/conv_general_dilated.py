@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,12 +15,13 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._contractions.conv import convolve_checked, convolve_floats, plan_array_convolution
 from .._contractions.dot import contract_checked
+from .._contractions.output import Epilogue
 from .._core import checks, dtypes, entry_point
 from .._core.dtypes import EIGHT_BITS
 from .._kernels.convolution import ConvolutionPlan
 from . import contraction_vjp
 from .backward import Backward, FloatBackward, fold_scale_into_gradient, quantize_gradient
-from .quantizer import Quantizer
+from .fake_quantize import Quantizer
 
 _NAME = "quantized_conv_general_dilated"
 
@@ -33,7 +33,7 @@ def quantized_conv_general_dilated(
     padding: str | Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int] | None = None,
     rhs_dilation: Sequence[int] | None = None,
-    dimension_numbers: Any = None,
+    dimension_numbers: lax.ConvGeneralDilatedDimensionNumbers = None,
     feature_group_count: int = 1,
     batch_group_count: int = 1,
     *,
@@ -41,7 +41,7 @@ def quantized_conv_general_dilated(
     rhs_spec: QuantSpec | Quantizer | None,
     backward: Backward = FloatBackward(),
     key: jax.Array | None = None,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> jax.Array:
     """Convolve two float arrays in integers, with a gradient.
@@ -71,7 +71,7 @@ def quantized_conv_general_dilated(
             `Int8Backward()`.
         key: a key of `jax.random`, for the gradients of Int8Backward(stochastic_rounding=True); not needed otherwise.
             The result of the forward pass does not depend on it.
-        precision: Static. As in `jax.lax`, for float convolutions, including those of the backward pass.
+        precision: Static. As in `jax.lax`, for float convolutions, in the backward pass too.
         preferred_element_type: Static. The dtype of the result: float32, float16 or bfloat16. None takes the dtype of
             the operands, or float32 if they differ.
 
@@ -115,24 +115,10 @@ def quantized_conv_general_dilated(
     operation = ConvContraction(plan, precision, dtype)
     expected = "FloatBackward(), because batch_group_count is not 1"
     checks.require(plan.batches == 1 or isinstance(backward, FloatBackward), _NAME, "backward", expected, backward)
-    return _quantized_conv(lhs, rhs, *quantizers, key, operation=operation, backward=backward)
-
-
-@functools.partial(jax.jit, inline=True, static_argnames=("operation", "backward"))
-def _quantized_conv(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    lhs_spec: Any,
-    rhs_spec: Any,
-    key: jax.Array | None,
-    *,
-    operation: ConvContraction,
-    backward: Any,
-) -> jax.Array:
-    names = (("lhs", "lhs_spec"), ("rhs", "rhs_spec"))
-    return contraction_vjp.contract_with_gradient(
-        _NAME, names, operation, (lhs, rhs), (lhs_spec, rhs_spec), backward, key
-    )
+    return contraction_vjp.quantize_and_contract(
+        (lhs, rhs), tuple(quantizers), key, function=_NAME, names=contraction_vjp.SIDES, operation=operation,
+        backward=backward,
+    )  # fmt: skip
 
 
 class ConvContraction(NamedTuple):
@@ -142,7 +128,10 @@ class ConvContraction(NamedTuple):
     precision: Any
     preferred: Any
 
-    def contract_quantized(self, *operands: Any, epilogue: Any = None) -> Any:
+    def check_operands(self, *operands: jax.Array) -> None:
+        """Do nothing: the plan was made from the operands, and they fit it."""
+
+    def contract_quantized(self, *operands: QuantizedArray | jax.Array, epilogue: Epilogue | None = None) -> Any:
         """Return the convolution of operands, at least one of them quantized."""
         lhs, rhs = operands
         return convolve_checked(_NAME, lhs, rhs, self.plan, self.precision, self.preferred, epilogue)
@@ -167,9 +156,9 @@ def _compute_image_cotangent(
     """Return the cotangent of the images: g convolved with the flipped kernel, inputs and outputs swapped per group."""
     numbers, sizes = plan.numbers, _compute_sizes(plan, lhs, rhs, g)
     features, channels, *spatial = numbers.rhs_spec
-    places: list[int | None] = [None] * rhs.ndim
-    places[features] = numbers.out_spec[1]
-    rhs, g = fold_scale_into_gradient(_NAME, rhs, [features, *spatial], g, places)
+    dimensions: list[int | None] = [None] * rhs.ndim
+    dimensions[features] = numbers.out_spec[1]
+    rhs, g = fold_scale_into_gradient(_NAME, rhs, [features, *spatial], g, dimensions)
     values = lax.rev(rhs.codes, spatial)
     if plan.features > 1:  # [groups * out, in] becomes [groups * in, out]
         values = lax.transpose(values, numbers.rhs_spec)
@@ -189,8 +178,8 @@ def _compute_image_cotangent(
     )  # fmt: skip
     swapped = lax.ConvDimensionNumbers(numbers.out_spec, kernel, numbers.lhs_spec)
     per_tensor = (1,) * rhs.ndim
-    point = None if rhs.zero_point is None else rhs.zero_point.reshape(per_tensor)
-    flipped = rhs.replace(codes=values, scale=rhs.scale.reshape(per_tensor), zero_point=point)
+    zero_point = None if rhs.zero_point is None else rhs.zero_point.reshape(per_tensor)
+    flipped = rhs.replace(codes=values, scale=rhs.scale.reshape(per_tensor), zero_point=zero_point)
     # Each image keeps a scale: the cotangent of an image does not sum over the images.
     q = quantize_gradient(g, (numbers.out_spec[0],), key)
     return convolve_checked(_NAME, q, flipped, ConvolutionPlan(swapped, geometry, plan.features, 1), None, jnp.float32)
@@ -201,15 +190,15 @@ def _compute_kernel_cotangent(
 ) -> jax.Array:
     """Return the cotangent of the kernel: for each of its positions, g contracted with the images that position reads.
 
-    One contraction for each position is faster than a convolution whose kernel is g, because g is large.
+    One contraction for each position is faster than a convolution with the kernel g, because g is large.
     """
     if 0 in (g.size, rhs.size):
         return jnp.zeros(rhs.shape, jnp.float32)
     numbers, geometry = plan.numbers, plan.geometry
     image, channels, *spatial = numbers.lhs_spec
-    places: list[int | None] = [None] * lhs.ndim
-    places[image] = numbers.out_spec[0]
-    lhs, g = fold_scale_into_gradient(_NAME, lhs, [image, *spatial], g, places)
+    dimensions: list[int | None] = [None] * lhs.ndim
+    dimensions[image] = numbers.out_spec[0]
+    lhs, g = fold_scale_into_gradient(_NAME, lhs, [image, *spatial], g, dimensions)
     # Channels last, so that positions and images can be merged into one contracted dimension.
     images, features, *positions = numbers.out_spec
     g = lax.transpose(g, (images, *positions, features))
@@ -234,9 +223,9 @@ def _dilate(plan: ConvolutionPlan, q: QuantizedArray) -> QuantizedArray:
     geometry = plan.geometry
     # XLA is slow to pad and slice codes of fewer than 8 bits, so they are converted to bytes first.
     dtype = q.codes.dtype if q.codes.dtype in EIGHT_BITS else jnp.int8
-    point = jnp.zeros((), dtype) if q.zero_point is None else q.zero_point.reshape(()).astype(dtype)
+    zero_point = jnp.zeros((), dtype) if q.zero_point is None else q.zero_point.reshape(()).astype(dtype)
     padding = [(low, high, step - 1) for (low, high), step in zip(geometry.padding, geometry.lhs_dilation, strict=True)]
-    values = lax.pad(q.codes.astype(dtype), point, [(0, 0, 0), *padding, (0, 0, 0)])
+    values = lax.pad(q.codes.astype(dtype), zero_point, [(0, 0, 0), *padding, (0, 0, 0)])
     return q.replace(codes=values, zero_point=None if q.zero_point is None else q.zero_point.astype(dtype))
 
 
@@ -244,8 +233,8 @@ def _group_channels(q: QuantizedArray, groups: int) -> QuantizedArray:
     """Return [..., channels] as [positions, groups, channels of a group]; the zero point is per tensor."""
     values, scale = (part.reshape(-1, groups if part.shape[-1] > 1 else 1, max(part.shape[-1] // groups, 1))
                      for part in (q.codes, q.scale))  # fmt: skip
-    point = None if q.zero_point is None else q.zero_point.reshape(1, 1, 1)
-    return q.replace(codes=values, scale=scale, zero_point=point)
+    zero_point = None if q.zero_point is None else q.zero_point.reshape(1, 1, 1)
+    return q.replace(codes=values, scale=scale, zero_point=zero_point)
 
 
 class _SpatialSizes(NamedTuple):
@@ -256,7 +245,7 @@ class _SpatialSizes(NamedTuple):
     out: list[int]
 
 
-def _compute_sizes(plan: ConvolutionPlan, lhs: Any, rhs: Any, g: Any) -> _SpatialSizes:
+def _compute_sizes(plan: ConvolutionPlan, lhs: QuantizedArray, rhs: QuantizedArray, g: jax.Array) -> _SpatialSizes:
     """Return the dilated spatial sizes of the images, of the kernel and of the result."""
     numbers, geometry = plan.numbers, plan.geometry
     dilations = (

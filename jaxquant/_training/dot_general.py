@@ -12,13 +12,13 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
-from .._contractions.dot import check_numbers, contract_checked
-from .._core import checks, dtypes
-from .._core.entry_point import compile_entry_point
+from .._contractions.dot import check_numbers, contract_dimensions
+from .._contractions.output import Epilogue
+from .._core import checks, dtypes, entry_point
 from ..integer import DotDimensionNumbers, match_roles
 from . import contraction_vjp
 from .backward import Backward, FloatBackward, compute_operand_cotangent
-from .quantizer import Quantizer
+from .fake_quantize import Quantizer
 
 _NAME = "quantized_dot_general"
 
@@ -32,7 +32,7 @@ def quantized_dot_general(
     rhs_spec: QuantSpec | Quantizer | None,
     backward: Backward = FloatBackward(),
     key: jax.Array | None = None,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
@@ -56,14 +56,14 @@ def quantized_dot_general(
             `Int8Backward()`.
         key: a key of `jax.random`, for the gradients of Int8Backward(stochastic_rounding=True); not needed otherwise.
             The result of the forward pass does not depend on it.
-        precision: Static. As in `jax.lax`, for float contractions, including those of the backward pass.
+        precision: Static. As in `jax.lax`, for float contractions, in the backward pass too.
         preferred_element_type: Static. The dtype of the result: float32, float16 or bfloat16. None takes the dtype of
             the operands, or float32 if they differ.
         out_sharding: Static. The sharding of the result on a mesh with explicit axes, as in `dot_general`. A cotangent
             is sharded like its operand.
 
     Returns:
-        The result with the batch dimensions first, then the free dimensions of lhs, then those of rhs.
+        The result with the batch dimensions first, the free dimensions of lhs, and the free dimensions of rhs.
 
     Raises:
         TypeError: an operand, a spec, the key or `backward` has a wrong type or dtype; neither operand has a spec; or
@@ -93,22 +93,12 @@ def quantized_dot_general(
         _NAME, {"lhs_spec": lhs_spec, "rhs_spec": rhs_spec}, backward, key, precision, preferred_element_type,
         out_sharding,
     )  # fmt: skip
+    lhs, rhs = entry_point.read_float_operand(_NAME, "lhs", lhs), entry_point.read_float_operand(_NAME, "rhs", rhs)
     operation = DotContraction(_NAME, numbers, precision, dtype, out_sharding)
-    return _quantized_dot_general(lhs, rhs, *quantizers, key, operation=operation, backward=backward)
-
-
-@compile_entry_point(_NAME)
-def _quantized_dot_general(
-    lhs: Any, rhs: Any, lhs_spec: Any, rhs_spec: Any, key: jax.Array | None, *, operation: DotContraction, backward: Any
-) -> jax.Array:
-    for name, x in (("lhs", lhs), ("rhs", rhs)):
-        checks.check_array(_NAME, name, x, dtypes.FLOATS)
-    # This checks the shapes before anything is quantized, so that errors describe the arguments of the user.
-    match_roles(_NAME, lhs, rhs, operation.numbers)
-    names = (("lhs", "lhs_spec"), ("rhs", "rhs_spec"))
-    return contraction_vjp.contract_with_gradient(
-        _NAME, names, operation, (lhs, rhs), (lhs_spec, rhs_spec), backward, key
-    )
+    return contraction_vjp.quantize_and_contract(
+        (lhs, rhs), tuple(quantizers), key, function=_NAME, names=contraction_vjp.SIDES, operation=operation,
+        backward=backward,
+    )  # fmt: skip
 
 
 class DotContraction(NamedTuple):
@@ -120,12 +110,20 @@ class DotContraction(NamedTuple):
     preferred: Any
     out_sharding: Any = None
 
-    def contract_quantized(self, *operands: Any, epilogue: Any = None) -> Any:
+    def check_operands(self, *operands: jax.Array) -> None:
+        """Raise unless the operands are floats with shapes that fit each other."""
+        lhs, rhs = operands
+        for name, x in (("lhs", lhs), ("rhs", rhs)):
+            checks.check_array(self.function, name, x, dtypes.FLOATS)
+        match_roles(self.function, lhs, rhs, self.numbers)
+
+    def contract_quantized(self, *operands: QuantizedArray | jax.Array, epilogue: Epilogue | None = None) -> Any:
         """Return the contraction of operands, at least one of them quantized."""
         lhs, rhs = operands
-        return contract_checked(
-            self.function, lhs, rhs, self.numbers, self.precision, self.preferred, self.out_sharding, epilogue=epilogue
-        )
+        return contract_dimensions(
+            lhs, rhs, epilogue, function=self.function, numbers=self.numbers, precision=self.precision,
+            preferred=self.preferred, out_sharding=self.out_sharding, caller_axes=None,
+        )  # fmt: skip
 
     def contract_floats(self, *operands: jax.Array) -> jax.Array:
         """Return the contraction of floats."""

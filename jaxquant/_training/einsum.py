@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from .._contractions.einsum import contract_operands, parse_subscripts
 from .._core import checks, dtypes, entry_point
 from . import contraction_vjp
 from .backward import Backward, FloatBackward, compute_operand_cotangent
-from .quantizer import Quantizer
+from .fake_quantize import Quantizer
 
 _NAME = "quantized_einsum"
 
@@ -28,7 +27,7 @@ def quantized_einsum(
     specs: Sequence[QuantSpec | Quantizer | None],
     backward: Backward = FloatBackward(),
     key: jax.Array | None = None,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
@@ -48,14 +47,14 @@ def quantized_einsum(
             quantized, `Int8Backward()`.
         key: a key of `jax.random`, for the gradients of Int8Backward(stochastic_rounding=True); not needed otherwise.
             The result of the forward pass does not depend on it.
-        precision: Static. As in `jax.lax.dot_general`, for float contractions, including those of the backward pass.
+        precision: Static. As in `jax.lax.dot_general`, for float contractions, in the backward pass too.
         preferred_element_type: Static. The dtype of the result: float32, float16 or bfloat16. None takes the dtype of
             the operands, or float32 if they differ.
         out_sharding: Static. The sharding of the result on a mesh with explicit axes, as in `einsum`. A cotangent is
             sharded like its operand.
 
     Returns:
-        The result, whose dimensions are the output's indices in their order.
+        The result, with a dimension for each output index, in their order.
 
     Raises:
         TypeError: an operand, a spec, the key or `backward` has a wrong type or dtype; no operand has a spec; or
@@ -93,18 +92,11 @@ def quantized_einsum(
     quantizers, dtype = contraction_vjp.check_options(
         _NAME, named_specs, backward, key, precision, preferred_element_type, out_sharding
     )
-    # Parse the subscripts only to check them; the operation parses them again when it is traced.
-    parse_subscripts(_NAME, subscripts, [x.ndim for x in arrays])
     operation = EinsumContraction(subscripts, precision, dtype, out_sharding)
-    return _quantized_einsum(arrays, tuple(quantizers), key, operation=operation, backward=backward)
-
-
-@functools.partial(jax.jit, inline=True, static_argnames=("operation", "backward"))
-def _quantized_einsum(
-    operands: Any, specs: Any, key: jax.Array | None, *, operation: EinsumContraction, backward: Any
-) -> jax.Array:
-    names = [(f"operands[{i}]", f"specs[{i}]") for i in range(len(operands))]
-    return contraction_vjp.contract_with_gradient(_NAME, names, operation, operands, specs, backward, key)
+    names = tuple((f"operands[{i}]", f"specs[{i}]") for i in range(len(arrays)))
+    return contraction_vjp.quantize_and_contract(
+        arrays, tuple(quantizers), key, function=_NAME, names=names, operation=operation, backward=backward
+    )
 
 
 class EinsumContraction(NamedTuple):
@@ -115,7 +107,11 @@ class EinsumContraction(NamedTuple):
     preferred: Any
     out_sharding: Any = None
 
-    def contract_quantized(self, *operands: Any) -> jax.Array:
+    def check_operands(self, *operands: jax.Array) -> None:
+        """Raise unless the subscripts fit the operands."""
+        parse_subscripts(_NAME, self.subscripts, [x.ndim for x in operands])
+
+    def contract_quantized(self, *operands: QuantizedArray | jax.Array) -> jax.Array:
         """Return the contraction of operands, at least one of them quantized."""
         return contract_operands(_NAME, self.subscripts, operands, self.precision, self.preferred, self.out_sharding)
 

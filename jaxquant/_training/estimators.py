@@ -281,7 +281,7 @@ class StochasticRounding:
     The backward pass is straight-through. Each element uses one random sample of 32 bits, so a fraction below 2**-32
     always rounds down. Only specs with an integer dtype are supported.
 
-    A StochasticRounding is a pytree whose only leaf is the key. The constructor checks nothing; the functions that take
+    A StochasticRounding is a pytree with one leaf, the key. The constructor checks nothing; the functions that take
     the rule check it.
 
     Attributes:
@@ -307,7 +307,7 @@ class StochasticRounding:
 Estimator = StraightThrough | LSQ | LSQPlus | PACT | StochasticRounding
 
 
-def check_estimator(function: str, argument: str, rule: Any, spec: QuantSpec, zero_point: Any) -> None:
+def check_estimator(function: str, argument: str, rule: object, spec: QuantSpec, zero_point: object) -> None:
     """Check that `rule` is an estimator, and that it supports the spec and the zero point."""
     names = "StraightThrough(), LSQ(), LSQPlus(), PACT() or StochasticRounding(key)"
     checks.require_type(isinstance(rule, Estimator), function, argument, names, checks.describe_value(rule))
@@ -326,14 +326,14 @@ def check_estimator(function: str, argument: str, rule: Any, spec: QuantSpec, ze
         checks.require(holds, function, point, expected, checks.describe_value(zero_point))
 
 
-def _check_elements(rule: str, elements: Any) -> None:
+def _check_elements(rule: str, elements: int | None) -> None:
     """Raise unless elements is None or a positive int."""
     if elements is not None:
         checks.check_integer(rule, "elements", elements)
         checks.require(elements > 0, rule, "elements", "None or a positive int", elements)
 
 
-def _check_shapes(function: str, x: Any, spec: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _check_shapes(function: str, x: jax.Array, spec: QuantSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Check the arguments of `initial`, and return the shapes of the scale and of the zero point."""
     checks.check_array(function, "x", x, dtypes.FLOATS)
     checks.require_type(isinstance(spec, QuantSpec), function, "spec", "a QuantSpec", checks.describe_value(spec))
@@ -374,7 +374,7 @@ def _make_positive(scale: jax.Array, reach: jax.Array) -> jax.Array:
     return jnp.where(jnp.abs(reach) < tiny, _ONE, jnp.maximum(scale, tiny))
 
 
-# How a scale and a zero point that are trained become those that codes have.
+# How a trained scale and a trained zero point become the ones of codes.
 
 
 def read_learned_scale(spec: QuantSpec, scale: jax.Array) -> jax.Array:

@@ -1,4 +1,7 @@
-"""`fake_quantize`: quantize and dequantize in one call, from float to float, with a choice of gradient."""
+"""`fake_quantize`: quantize and dequantize in one call, from float to float, with a choice of gradient.
+
+`Quantizer` holds its arguments, for an operand of a trained contraction.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._arrays import scale_from_range
-from .._arrays.quantize import check_known_result, compute_parameters
+from .._arrays.quantize import check_known_result, compute_parameters, quantize
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point
 from .._core.entry_point import compile_entry_point
@@ -22,6 +25,7 @@ from .estimators import Estimator, StochasticRounding, StraightThrough
 from .rounding_vjp import RoundingConfig, quantize_and_dequantize
 
 _NAME = "fake_quantize"
+_QUANTIZER = "Quantizer"
 
 
 def fake_quantize(
@@ -42,8 +46,8 @@ def fake_quantize(
     Args:
         x: the values, float32, float16 or bfloat16, of any shape. A Python number becomes float32.
         spec: Static. How to quantize.
-        scale: the value per step, float32, float16 or bfloat16: one element, or an array of x's rank whose dimensions
-            are those of `quantize(x, spec).scale` or 1. A Python number becomes float32. None finds the scale and the
+        scale: the value per step, float32, float16 or bfloat16: one element, or an array of x's rank that
+            broadcasts to `quantize(x, spec).scale`. A Python number becomes float32. None finds the scale and the
             zero point from x.
         zero_point: the code of 0.0, shaped like the scale: an integer array of dtype `spec.carrier`, or a float32 array
             that is learned, which the forward pass rounds half to even. If a float32 zero point does not round to a
@@ -78,7 +82,7 @@ def fake_quantize(
 
     Source: Jacob et al., arXiv 1712.05877, section 3. Each gradient rule states its own source.
 
-    Cotangents: those of the gradient rule. An integer zero_point has none, and a scale found from x has none.
+    Cotangents: as the gradient rule states. An integer zero_point has none, and a scale found from x has none.
     """
     checks.require_type(isinstance(spec, QuantSpec), _NAME, "spec", "a QuantSpec", checks.describe_value(spec))
     scale, zero_point = check_parts(_NAME, ("scale", "zero_point"), scale, zero_point, spec)
@@ -94,8 +98,9 @@ def fake_quantize(
 
 @compile_entry_point(_NAME)
 def _fake_quantize(
-    x: Any, scale: Any, zero_point: Any, key: jax.Array | None, *, spec: QuantSpec, rule: Estimator
-) -> jax.Array:
+    x: jax.Array, scale: jax.Array | None, zero_point: jax.Array | None, key: jax.Array | None, *, spec: QuantSpec,
+    rule: Estimator,
+) -> jax.Array:  # fmt: skip
     arrays = read_parts(_NAME, ("x", "scale", "zero_point"), x, scale, zero_point, spec)
     return quantize_and_dequantize(RoundingConfig(spec, rule), *arrays, key)
 
@@ -107,7 +112,9 @@ def split_key(rule: Estimator) -> tuple[Estimator, Any]:
     return rule, None
 
 
-def check_parts(function: str, names: tuple[str, str], scale: Any, zero_point: Any, spec: QuantSpec) -> tuple[Any, Any]:
+def check_parts(
+    function: str, names: tuple[str, str], scale: ArrayLike | None, zero_point: ArrayLike | None, spec: QuantSpec
+) -> tuple[Any, Any]:
     """Check the known values of a scale and a zero point against the spec, and return both with numbers as arrays."""
     if scale is None and zero_point is None:
         return None, None
@@ -124,7 +131,7 @@ def check_parts(function: str, names: tuple[str, str], scale: Any, zero_point: A
     return scale, zero_point
 
 
-def convert_zero_point_number(function: str, argument: str, value: Any, spec: QuantSpec) -> Any:
+def convert_zero_point_number(function: str, argument: str, value: ArrayLike | None, spec: QuantSpec) -> Any:
     """Return an int as a zero point in the spec's dtype, which must hold it; return anything else unchanged."""
     if not isinstance(value, int | np.integer) or checks.has_dtype(value, dtypes.QUANTIZED):
         return entry_point.convert_number(value)
@@ -137,8 +144,9 @@ def convert_zero_point_number(function: str, argument: str, value: Any, spec: Qu
 
 
 def read_parts(
-    function: str, names: tuple[str, str, str], x: Any, scale: Any, zero_point: Any, spec: QuantSpec
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    function: str, names: tuple[str, str, str], x: jax.Array, scale: jax.Array | None, zero_point: jax.Array | None,
+    spec: QuantSpec,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
     """Check the arrays of a fake quantization, and return (x, scale, zero_point), the latter two with x's rank."""
     x, scale, zero_point = entry_point.convert_numpy(x, scale, zero_point)
     checks.check_array(function, names[0], x, dtypes.FLOATS)
@@ -170,3 +178,95 @@ def _expand_rank(function: str, argument: str, part: jax.Array, shape: tuple[int
     expected = f"one element, or shape {shape} (any of its dimensions may be 1)"
     checks.require(math.prod(part.shape) == 1, function, argument, expected, f"shape {part.shape}")
     return part.reshape((1,) * len(shape))
+
+
+# `Quantizer`: the arguments of a fake quantization as a pytree.
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Quantizer:
+    """The arguments of `fake_quantize` except x, for an operand of a quantized contraction.
+
+    quantizer(x) = fake_quantize(x, spec, scale, zero_point, gradient)
+
+    A Quantizer is a pytree. Its leaves are the scale, the zero point and the key of a stochastic gradient rule; the
+    rest is static. The constructor checks nothing, because JAX also builds pytrees of objects that are not arrays.
+    Each function that takes a Quantizer checks it as `fake_quantize` checks its arguments.
+
+    Attributes:
+        spec: Static. How to quantize.
+        scale: as in `fake_quantize`. None finds the scale and the zero point from the operand.
+        zero_point: as in `fake_quantize`.
+        gradient: the gradient rule, as in `fake_quantize`. Static, except for a key.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> quantizer = jq.Quantizer(jq.QuantSpec(jnp.uint4), 0.5, 3)
+        >>> quantizer(jnp.array([-1.75, 0.25, 0.75, 100.0]))
+        Array([-1.5,  0. ,  1. ,  6. ], dtype=float32)
+    """
+
+    spec: QuantSpec
+    scale: Any = None
+    zero_point: Any = None
+    gradient: Estimator = StraightThrough()
+
+    @classmethod
+    def from_range(
+        cls, spec: QuantSpec, range: tuple[ArrayLike, ArrayLike], gradient: Estimator = StraightThrough()
+    ) -> Quantizer:  # fmt: skip
+        """Return the Quantizer of a range, with the scale and the zero point that `quantize` computes for it.
+
+        Args:
+            spec: how to quantize, with one scale and one zero point (`PerTensor()`).
+            range: the ends (lo, hi), as for `quantize`, one element each.
+            gradient: the gradient rule.
+
+        Raises:
+            TypeError: an argument has a wrong type or dtype.
+            ValueError: the spec has several scales, or an end is known and not finite.
+        """
+        with checks.name_errors("Quantizer.from_range"):
+            q = quantize(np.zeros((), np.float32), spec, range)
+        return cls(spec, q.scale, q.zero_point, gradient)
+
+    def __call__(self, x: ArrayLike) -> jax.Array:
+        """Return `fake_quantize` of x with these arguments; it raises the same errors."""
+        return fake_quantize(x, self.spec, self.scale, self.zero_point, self.gradient)
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Return the leaves and the static part."""
+        # The key of a stochastic rule is an array and must be a leaf.
+        rule, key = split_key(self.gradient)
+        return (self.scale, self.zero_point, key), (self.spec, rule)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[Any, ...], children: tuple[Any, ...]) -> Quantizer:
+        """Return the Quantizer of these leaves, which may be any objects, and this static part."""
+        spec, rule = static
+        scale, zero_point, key = children
+        is_stochastic = isinstance(rule, StochasticRounding)
+        return cls(spec, scale, zero_point, dataclasses.replace(rule, key=key) if is_stochastic else rule)
+
+
+def read_quantizer(function: str, argument: str, value: QuantSpec | Quantizer | None) -> Quantizer | None:
+    """Check a spec, a Quantizer or None, and return a Quantizer of arrays or None; None stays None."""
+    if value is None:
+        return None
+    quantizer = Quantizer(value) if isinstance(value, QuantSpec) else value
+    is_quantizer = isinstance(quantizer, Quantizer) and isinstance(quantizer.spec, QuantSpec)
+    expected = "a QuantSpec, a Quantizer or None"
+    checks.require_type(is_quantizer, function, argument, expected, checks.describe_value(value))
+    scale, zero_point = map(entry_point.unwrap_array, (quantizer.scale, quantizer.zero_point))
+    names = (f"{argument}.scale", f"{argument}.zero_point")
+    scale, zero_point = check_parts(function, names, scale, zero_point, quantizer.spec)
+    # Check the rule last: it may depend on the scale and the zero point, which have to be arrays first.
+    estimators.check_estimator(function, f"{argument}.gradient", quantizer.gradient, quantizer.spec, zero_point)
+    return dataclasses.replace(quantizer, scale=scale, zero_point=zero_point)
+
+
+def split_quantizer(quantizer: Quantizer) -> tuple[RoundingConfig, tuple[Any, Any, Any]]:
+    """Return the static part of a Quantizer, and (scale, zero_point, key)."""
+    (scale, zero_point, key), static = quantizer.tree_flatten()
+    return RoundingConfig(*static), (scale, zero_point, key)

@@ -123,7 +123,7 @@ def fake_quantize_linear(
 @compile_entry_point(_NAME)
 def _fake_quantize_linear(
     x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *,
-    dtype: Any, axis: int, block_size: int, training: bool, lda_coeff: float, name: str | None,
+    dtype: DTypeLike | None, axis: int, block_size: int, training: bool, lda_coeff: float, name: str | None,
     specified_outputs_name: tuple[str, ...],
 ) -> jax.Array:  # fmt: skip
     checks.check_array(_NAME, "x", x, dtypes.FLOATS)
@@ -144,7 +144,7 @@ def _fake_quantize_linear(
         return quantization.name_outputs((y,), specified_outputs_name)[0]
 
 
-def _derive_dtype(zero_point: Any, dtype: Any) -> np.dtype:
+def _derive_dtype(zero_point: Any, dtype: DTypeLike | None) -> np.dtype:
     """Return the dtype of the codes: `dtype`, or as in `quantize_linear` the zero point's dtype, or uint8."""
     if dtype is not None:
         return checks.check_dtype(_NAME, "dtype", dtype, dtypes.QUANTIZED)
@@ -214,7 +214,7 @@ def dynamic_fake_quantize_linear(
 @compile_entry_point(_DYNAMIC)
 def _dynamic_fake_quantize_linear(
     x: jax.Array, *,
-    dtype: Any, axis: int | None, training: bool, lda_coeff: float, name: str | None,
+    dtype: DTypeLike, axis: int | None, training: bool, lda_coeff: float, name: str | None,
     specified_outputs_name: tuple[str, ...],
 ) -> jax.Array:  # fmt: skip
     code_dtype, granularity = check_dynamic(_DYNAMIC, x, dtype, axis)

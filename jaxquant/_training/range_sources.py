@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from .._core import checks
-from ..calibration.factory import Factory, check_factory
+from ..calibration.calibrator import Factory, check_factory
 from .estimators import LSQ, PACT, Estimator, LSQPlus, StraightThrough
 
 

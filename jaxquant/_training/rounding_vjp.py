@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from .._arrays import scale_from_range
 from .._arrays.quantize import encode_array
@@ -65,7 +66,7 @@ def _round_stochastically(value: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def compute_mask(rule: Estimator, spec: _CodeFormat, u: jax.Array, steps: jax.Array | None) -> jax.Array | None:
-    """Return a mask of the elements whose gradient passes to x, False for NaN; or None if all of them pass.
+    """Return a mask of where the gradient passes to x, False for NaN; or None if it passes everywhere.
 
     Args:
         rule: Static. The estimator.
@@ -218,7 +219,9 @@ def _quantize_and_dequantize_fwd(
     return quantize_and_dequantize(config, x, scale, zero_point, key), (x, scale, zero_point, key)
 
 
-def _quantize_and_dequantize_bwd(config: RoundingConfig, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
+def _quantize_and_dequantize_bwd(
+    config: RoundingConfig, residuals: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None], g: jax.Array
+) -> tuple[Any, ...]:
     x, scale, zero_point, key = residuals
     return (*compute_cotangents(config, x, scale, zero_point, key, g), None)
 
@@ -227,8 +230,9 @@ quantize_and_dequantize.defvjp(_quantize_and_dequantize_fwd, _quantize_and_dequa
 
 
 def compute_cotangents(
-    config: RoundingConfig, x: Any, scale: Any, zero_point: jax.Array | None, key: jax.Array | None, g: jax.Array
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    config: RoundingConfig, x: ArrayLike, scale: ArrayLike, zero_point: jax.Array | None, key: jax.Array | None,
+    g: jax.Array,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:  # fmt: skip
     """Return the cotangents of x, scale and zero_point; None for an E8M0 scale and for an integer zero point.
 
     dx = lda_coeff * g * m, dscale = sum(g * s) * f and dzero_point = sum(-g * (1 - m) * scale) * f, with the mask m,

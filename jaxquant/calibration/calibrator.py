@@ -1,15 +1,21 @@
-"""`Calibrator` and `Range`, and the checks of specs, batches and states that all calibrators share."""
+"""`Calibrator` and `Range`, and the checks of specs, batches and states that all calibrators share.
+
+Layers and rules take a `Factory`, a function from a spec to a calibrator.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
+from jax.typing import ArrayLike
 
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
@@ -48,7 +54,7 @@ class Calibrator(NamedTuple):
 
     Attributes:
         init: `init(example)` returns the state that holds no data yet. `example` is a `jax.ShapeDtypeStruct`, or an
-            array, of which only the shape matters.
+            array; only its shape matters.
         update: `update(state, batch)` returns the state after one more batch.
         merge: `merge(a, b)` returns the state that holds the data of both.
         finalize: `finalize(state, allow_zero=False)` returns the `Range`. Call it eagerly: it then raises an error if a
@@ -72,6 +78,20 @@ class Calibrator(NamedTuple):
     merge: Callable[..., Any]
     finalize: Callable[..., Range]
     all_reduce: Callable[..., Any]
+
+
+class SliceState(Protocol):
+    """What all states have: the least and the largest element so far of each slice, float32."""
+
+    @property
+    def low(self) -> jax.Array:
+        """The least elements."""
+        ...
+
+    @property
+    def high(self) -> jax.Array:
+        """The largest elements."""
+        ...
 
 
 class Parts(NamedTuple):
@@ -101,7 +121,7 @@ def build_calibrator(parts: Parts) -> Calibrator:
     return Calibrator(*(functools.partial(f, parts) for f in (_init, _update, _merge, _finalize, _all_reduce)))
 
 
-def check_spec(function: str, spec: Any) -> None:
+def check_spec(function: str, spec: object) -> None:
     """Raise ContractTypeError unless spec is a QuantSpec."""
     checks.require_type(isinstance(spec, QuantSpec), function, "spec", "a QuantSpec", checks.describe_value(spec))
 
@@ -119,13 +139,13 @@ def _init(parts: Parts, example: Any) -> Any:
     return state
 
 
-def _update(parts: Parts, state: Any, batch: Any) -> Any:
+def _update(parts: Parts, state: SliceState, batch: ArrayLike) -> Any:
     name = f"{parts.function}.update"
     _check_state(parts, name, "state", state)
     batch = _read_batch(name, "batch", batch)
     shape = scale_from_range.derive_range_shape(name, parts.spec, batch.shape)
     if shape != tuple(state.low.shape):
-        expected = f"a batch whose ranges have shape {tuple(state.low.shape)}, as for the example given to init"
+        expected = f"a batch with ranges of shape {tuple(state.low.shape)}, as for the example given to init"
         got = f"ranges of shape {shape} for a batch of shape {batch.shape}"
         checks.refuse(name, "batch", expected, got)
     return parts.update(state, batch)
@@ -144,7 +164,7 @@ def _read_batch(function: str, argument: str, value: Any) -> jax.Array:
     return lax.stop_gradient(value)
 
 
-def _merge(parts: Parts, a: Any, b: Any) -> Any:
+def _merge(parts: Parts, a: SliceState, b: SliceState) -> Any:
     name = f"{parts.function}.merge"
     _check_state(parts, name, "a", a)
     _check_state(parts, name, "b", b)
@@ -154,14 +174,14 @@ def _merge(parts: Parts, a: Any, b: Any) -> Any:
     return parts.merge(a, b)
 
 
-def _finalize(parts: Parts, state: Any, allow_zero: bool = False) -> Range:
+def _finalize(parts: Parts, state: SliceState, allow_zero: bool = False) -> Range:
     name = f"{parts.function}.finalize"
     _check_state(parts, name, "state", state)
     checks.check_flag(name, "allow_zero", allow_zero)
     return _check_slices(name, *parts.finish(state), bool(allow_zero))
 
 
-def _all_reduce(parts: Parts, state: Any, axis_name: Hashable) -> Any:
+def _all_reduce(parts: Parts, state: SliceState, axis_name: Hashable) -> Any:
     _check_state(parts, f"{parts.function}.all_reduce", "state", state)
     return parts.reduce(state, axis_name)
 
@@ -171,7 +191,7 @@ def _make_template(make_empty: Callable[[tuple[int, ...]], Any], shape: tuple[in
     return jax.eval_shape(lambda: make_empty(shape))
 
 
-def _check_state(parts: Parts, function: str, argument: str, state: Any) -> None:
+def _check_state(parts: Parts, function: str, argument: str, state: object) -> None:
     """Raise unless the state has the type, the shapes and the dtypes that `init` gives it."""
     # The template is cached, because eval_shape traces the function that makes a state.
     template = _make_template(parts.make_empty, tuple(getattr(getattr(state, "low", None), "shape", ())))
@@ -238,6 +258,101 @@ def is_finite_state(tree: Any) -> jax.Array:
     return jnp.logical_not(jnp.any(jnp.asarray(bad, bool)))
 
 
-def _is_state(node: Any) -> bool:
+def _is_state(node: object) -> bool:
     """Return whether a node of a tree is a calibrator's state."""
     return isinstance(node, tuple) and hasattr(node, "low") and hasattr(node, "high")
+
+
+# Factories: the functions from a spec to a calibrator that layers and rules take.
+
+Factory = Callable[[QuantSpec], Calibrator]
+_FACTORY = "a function from a spec to a calibrator, such as jq.calibration.moving_average"
+
+
+@dataclasses.dataclass(frozen=True)
+class Partial:
+    """A `functools.partial` that equals another one with equal arguments.
+
+    Layers and rules are static and may be constructed in every trace. With `functools.partial`, which compares by
+    identity, equal ones would be different.
+    """
+
+    function: Callable[..., Calibrator]
+    arguments: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+
+    def __call__(self, spec: QuantSpec) -> Calibrator:
+        """Return the calibrator of a spec."""
+        return self.function(*self.arguments, spec, **dict(self.keywords))
+
+
+def check_factory(name: str, calibrator: Callable[..., Calibrator] | None, alternative: str = "") -> Any:
+    """Check that a calibrator is a function of a spec, and return it in a form that compares by its arguments.
+
+    Args:
+        name: the name of the class, for errors.
+        calibrator: the argument.
+        alternative: " or None" where None is allowed.
+    """
+    if not callable(calibrator) and not (alternative and calibrator is None):
+        checks.refuse_type(name, "calibrator", f"{_FACTORY}{alternative}", _describe_rejected(calibrator))
+    fault = None if calibrator is None else _read_unexpected_argument(calibrator)
+    # Compare with None, because "" is a fault, too: it means that the function takes no spec.
+    if fault is not None:
+        inner = calibrator.func if isinstance(calibrator, functools.partial) else calibrator
+        function = getattr(inner, "__name__", "the function")
+        expected, got = f"{_FACTORY}{alternative}", f"{function}, which does not take a spec"
+        if fault:
+            expected += f", or functools.partial({function}, {fault}=...)"
+            got = f"{function}, which needs {fault}= besides a spec"
+        checks.refuse_type(name, "calibrator", expected, got)
+    if not isinstance(calibrator, functools.partial):
+        return calibrator
+    # Sort the keywords, so that the order in which they were passed does not make two partials different.
+    return Partial(calibrator.func, calibrator.args, tuple(sorted(calibrator.keywords.items())))
+
+
+def _describe_rejected(calibrator: object) -> str:
+    """Return a description of a value that is not a function, with what to pass instead."""
+    if isinstance(calibrator, Calibrator):
+        return "a Calibrator, which has a spec already: pass the function that made it, which is called with the spec"
+    if isinstance(calibrator, str):
+        return f"the string {calibrator!r}: pass the function jq.calibration.{calibrator}"
+    return str(checks.describe_value(calibrator))
+
+
+def _read_unexpected_argument(factory: Callable[..., Any]) -> str | None:
+    """Return the first argument that a function needs besides a spec, "" if it takes no spec, or None if it fits."""
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # not every callable has a signature
+        return None
+    parameters = signature.parameters.values()
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    positional = [p for p in required if p.kind is not p.KEYWORD_ONLY]
+    # The first positional parameter receives the spec.
+    further_parameters = [*positional[1:], *(p for p in required if p.kind is p.KEYWORD_ONLY)]
+    if further_parameters:
+        return further_parameters[0].name
+    try:
+        # Optional parameters are fine, as long as one positional argument is accepted.
+        signature.bind(None)
+    except TypeError:
+        return ""
+    return None
+
+
+def describe_factory(factory: object) -> str:
+    """Return the name of a calibrator's factory, with the arguments that are bound to it; "" for None."""
+    if factory is None:
+        return ""
+    if isinstance(factory, Partial):
+        inner = [describe_factory(factory.function), *map(_describe_argument, factory.arguments)]
+        named = (f"{name}={_describe_argument(value)}" for name, value in factory.keywords)
+        return f"partial({', '.join([*inner, *named])})"
+    return str(getattr(factory, "__qualname__", type(factory).__qualname__))
+
+
+def _describe_argument(value: object) -> str:
+    """Return a description of an argument of a partial; a function by its name, because its repr has an address."""
+    return describe_factory(value) if callable(value) else repr(value)

@@ -23,18 +23,18 @@ _EPSILON = np.float32(1e-4)  # the count that an empty bin gets
 
 
 def entropy(spec: QuantSpec, *, bins: int = 2048, every: int = 1) -> Calibrator:
-    """Return a calibrator for the range whose codes lose the least information (KL divergence).
+    """Return a calibrator for the range with codes that lose the least information (KL divergence).
 
     (lo, hi) = (-t, t) with the least KL(P || Q), clipped to the least and the largest value of the data
 
     P holds the counts of the bins in a candidate range; the counts of the bins outside are added to its first and its
     last bin. Q is what `levels` codes keep of P: the bins in the range, without the counts from outside, are divided
     into `levels` runs of equal length (bin k of n belongs to run k * levels // n), and the counts of a run are spread
-    evenly over those of its bins that are not empty in P. Then each empty bin of P and of Q gets 1e-4 counts, taken
+    evenly over its bins that are not empty in P. Then each empty bin of P and of Q gets 1e-4 counts, taken
     from the other bins in proportion, P and Q are divided by their sums, and KL(P || Q) = sum(P * log(P / Q)).
 
-    For a symmetric spec the histogram is that of |x|: the candidates are the first n = levels, levels + 1, ... bins,
-    and `levels` is the number of magnitudes, 128 for int8. For any other spec it is that of x: the candidates extend
+    For a symmetric spec the histogram counts |x|: the candidates are the first n = levels, levels + 1, ... bins,
+    and `levels` is the number of magnitudes, 128 for int8. For any other spec it counts x: the candidates extend
     n = levels / 2, ... bins to each side of 0, but not beyond the data, and `levels` is the number of codes, 256 for
     uint8. Of equally good candidates the smallest is taken. Exact zeros are left out, because every range has a code
     for them.
@@ -62,7 +62,7 @@ def entropy(spec: QuantSpec, *, bins: int = 2048, every: int = 1) -> Calibrator:
             `update`: the batch is not an array of a float dtype. Any function of the calibrator: the state comes from a
             different calibrator.
         ValueError: bins or every is out of range. `init`: an axis of the spec is out of range. `update`: the slices of
-            the batch do not match those of the state. `finalize`: a slice has no data, a NaN, an infinity, or (without
+            the batch do not match the state. `finalize`: a slice has no data, a NaN, an infinity, or (without
             allow_zero) only zeros.
 
     Example:
@@ -129,7 +129,7 @@ def _finish(state: HistogramState, *, levels: int, symmetric: bool) -> tuple[jax
 
         return candidates[jnp.argmin(lax.map(measure_side, candidates))]
 
-    # Work slice by slice: the bins of one slice stay in the cache, those of all slices would not.
+    # Work slice by slice: the bins of one slice stay in the cache, the bins of all slices would not.
     sides = lax.map(choose_best_side, jax.tree.map(lambda v: v.reshape(-1, v.shape[-1]), state.counts))
     low, high = state.low, state.high
     # The width of a bin is a power of two, so the product is exact.
@@ -169,7 +169,7 @@ def _prepend_zero(values: jax.Array) -> jax.Array:
 
 def _compute_divergence(bins: _Bins, start: jax.Array, end: jax.Array, levels: int) -> jax.Array:
     """Return KL(P || Q) of the bins from `start` to `end` - 1."""
-    # P: the counts in the range, to whose first and last bin the counts outside are added.
+    # P: the counts in the range. The counts outside are added to the first and the last bin.
     size = bins.counts.size
     n = jnp.maximum(end - start, 1)
     left, right = _sum_between(bins, jnp.zeros_like(start), start), _sum_between(bins, end, jnp.full_like(end, size))

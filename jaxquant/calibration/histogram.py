@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
+from jax.typing import ArrayLike
 
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
@@ -31,7 +32,7 @@ from .._kernels import min_max
 from .._kernels.barriers import choose_on_cpu
 from .._kernels.min_max import derive_slice_sizes
 from . import running, uint64
-from .calibrator import Calibrator, Parts, build_calibrator, check_spec
+from .calibrator import Calibrator, Parts, Range, build_calibrator, check_spec
 from .uint64 import Words
 
 COARSE = 32  # or a quarter of the bins, if that is less
@@ -39,7 +40,7 @@ OCTAVES = 16
 _MOST_BINS = 2**15  # with more bins, the sums over bins and fine bins would have too many terms
 _LEAST = -100  # the least exponent: the reciprocal of a bin's width must be a float32
 _SPARE = 16  # extra slots after the bins of a table: the first half counts zeros, the last one elements to ignore
-_CHUNK = 2**14  # the number of elements whose indices fit in the cache
+_CHUNK = 2**14  # as many indices fit in the cache
 _MAX_SLOTS = 2**31  # the index of a slot is an int32
 _NO_LEAST = np.int32(2**31 - 1)  # the least magnitude in an empty bin: it is above the bits of every float
 _MAGNITUDE = np.int32(0x7FFFFFFF)  # all bits of a float32 except its sign
@@ -109,8 +110,10 @@ class Settings(NamedTuple):
         return 2 * OCTAVES * self.coarse
 
 
-def build_histogram_calibrator(settings: Settings, finish: Any) -> Calibrator:
-    """Return the calibrator whose range is `finish(state)`, after the checks that all histograms share."""
+def build_histogram_calibrator(
+    settings: Settings, finish: Callable[[HistogramState], tuple[jax.Array, jax.Array, Range]]
+) -> Calibrator:
+    """Return the calibrator with the range `finish(state)`, after the checks that all histograms share."""
     function = settings.function
     check_spec(function, settings.spec)
     for argument in ("bins", "every"):
@@ -174,7 +177,7 @@ def _make_empty(settings: Settings, shape: tuple[int, ...]) -> HistogramState:
 
 def _grow_to(state: HistogramState, exponent: jax.Array) -> HistogramState:
     """Return the state with a larger or equal exponent."""
-    # A slice whose bins are empty needs no steps.
+    # A slice with empty bins needs no steps.
     empty = (state.low > state.high) | ((state.low == 0) & (state.high == 0))
     steps = jnp.where(empty, 0, exponent - state.exponent)
     # After this many steps all counts are in the two bins next to 0, and more steps would change nothing.
@@ -225,7 +228,7 @@ def _split_pairs(bins: jax.Array) -> tuple[jax.Array, jax.Array]:
     return pairs[..., 0], pairs[..., 1]
 
 
-def _pad_bins(half: jax.Array, fill: Any) -> jax.Array:
+def _pad_bins(half: jax.Array, fill: ArrayLike) -> jax.Array:
     side = half.shape[-1] // 2
     return lax.pad(half, jnp.asarray(fill, half.dtype), [(0, 0, 0)] * (half.ndim - 1) + [(side, side, 0)])
 
@@ -282,7 +285,9 @@ def _sum_octaves(octaves: jax.Array, bins: int) -> jax.Array:
     return jnp.pad(near, [(0, 0)] * (near.ndim - 1) + [(half - coarse, half - coarse)])
 
 
-def _combine_ends(combine: Any, a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
+def _combine_ends(
+    combine: Callable[[jax.Array, jax.Array], jax.Array], a: jax.Array | None, b: jax.Array | None
+) -> jax.Array | None:
     return None if a is None or b is None else combine(a, b)
 
 
@@ -315,15 +320,15 @@ def _count_in_bins(batch: jax.Array, per_width: jax.Array, settings: Settings) -
         if math.prod(counts) > 1:  # keep both in memory, because computing them again would double the time of a step
             slot, zero = lax.optimization_barrier((slot, zero))
 
-        def step(i: Any, tables: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def step(i: jax.Array, tables: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             i = lax.convert_element_type(i, jnp.int32)  # under JAX_ENABLE_X64 the loop index is an int64
-            place = (i // counts[2] % counts[0], i // (counts[2] * counts[0]), i % counts[2])
-            index, magnitude = _compute_indices(x, per_width, settings, is_padded, slot, zero, place)
+            chunk_index = (i // counts[2] % counts[0], i // (counts[2] * counts[0]), i % counts[2])
+            index, magnitude = _compute_indices(x, per_width, settings, is_padded, slot, zero, chunk_index)
             return _scatter_counts(tables, index, magnitude)
 
         return lax.fori_loop(0, math.prod(counts), step, tables)
 
-    # On a CPU the elements are scattered in chunks, whose indices fit in the cache; one scatter of all would be slow.
+    # On a CPU the elements are scattered in chunks: their indices fit in the cache. One scatter of all would be slow.
     # Other backends scatter all elements at once.
     in_chunks, at_once = (functools.partial(fill, chunk=chunk) for chunk in (_count_chunk(x.shape), x.shape))
     tables = choose_on_cpu(in_chunks, at_once, x, per_width)
@@ -364,13 +369,13 @@ def _compute_indices(
     is_padded: bool,
     slot: jax.Array,
     zero: jax.Array,
-    place: Any,
+    chunk_index: Sequence[jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Return the slots of the elements of a chunk, and the bits of their magnitudes."""
     bins = settings.bins
     chunk, half, ignored = slot.shape, bins // 2, bins + _SPARE - 1
     # The last chunk along a dimension may not be whole: it then starts earlier and overlaps the one before it.
-    regular = tuple(p * size for p, size in zip(place, chunk, strict=True))
+    regular = tuple(p * size for p, size in zip(chunk_index, chunk, strict=True))
     start = tuple(lax.min(w, np.int32(n - size)) for w, n, size in zip(regular, x.shape, chunk, strict=True))
     value = lax.dynamic_slice(x, start, chunk).astype(jnp.float32)
     scale = lax.dynamic_slice(per_width, (start[1],), (chunk[1],))
@@ -456,15 +461,15 @@ def _reduce_states(state: HistogramState, axis_name: Hashable) -> HistogramState
     )
 
 
-# Arrangement of a batch for a histogram: three dimensions, the middle one of which counts the slices.
+# Arrangement of a batch for a histogram: [outer, slices, inner].
 
 
-def _is_padded(x: Any, shape: tuple[int, ...], block: int | None) -> bool:
+def _is_padded(x: jax.Array, shape: tuple[int, ...], block: int | None) -> bool:
     """Return whether `_arrange_slices` has to pad a short block."""
     return any(s * e != n for s, e, n in zip(derive_slice_sizes(x, shape, block), shape, x.shape, strict=True))
 
 
-def _arrange_slices(x: jax.Array, shape: tuple[int, ...], block: int | None, fill: Any) -> jax.Array:
+def _arrange_slices(x: jax.Array, shape: tuple[int, ...], block: int | None, fill: ArrayLike) -> jax.Array:
     """Return x in three dimensions, (before, slices, after): slice i is x[:, i, :], in the order of x.
 
     x is transposed only if its kept dimensions are not adjacent. Short blocks are padded with `fill`.

@@ -36,7 +36,7 @@ class BatchStep(NamedTuple):
         function: the name of the public function, for errors.
         run: a jitted function of the state and of a batch's positional and keyword arguments. Returns the updated
             state, and whether it is finite, or a mapping that says so of each layer. In place of True and False it may
-            be 1 and 0, or -1 for finite values whose squares overflow float32.
+            be 1 and 0, or -1 for finite values with squares that overflow float32.
         fingerprint: a function that returns a checksum of the weights. It is slow for large weights.
         describe: a function of the state that returns a description of the quantized layers, equal in every process.
         arguments: the names of the arguments of every call, which no batch may use.
@@ -56,7 +56,7 @@ class Position(NamedTuple):
     batches: int
 
 
-def compute_fingerprint(tree: Any) -> int:
+def compute_fingerprint(tree: object) -> int:
     """Return a checksum of the arrays that this process holds."""
     checksum = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -73,7 +73,7 @@ def compute_fingerprint(tree: Any) -> int:
 
 
 def read_batches(
-    function: str, batches: Any, reserved: Collection[str], name: str = "batches"
+    function: str, batches: Iterable[Any], reserved: Collection[str], name: str = "batches"
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Return one batch or more as positional and keyword arguments; see `split_arguments`."""
     check_batches(function, batches, name)
@@ -83,7 +83,7 @@ def read_batches(
 
 
 def split_arguments(
-    function: str, index: int, batch: Any, reserved: Collection[str], name: str = "batches"
+    function: str, index: int, batch: object, reserved: Collection[str], name: str = "batches"
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a batch as positional and keyword arguments.
 
@@ -96,43 +96,43 @@ def split_arguments(
         reserved: the names of the arguments of every call, which no batch may use.
         name: the argument that holds the batches, for errors.
     """
-    place = f"{name}[{index}]"
+    label = f"{name}[{index}]"
     if not isinstance(batch, Mapping | tuple | list):
         expected = "an array, a tuple of positional arguments, or a mapping of keyword arguments"
-        checks.require_type(_is_array(batch), function, place, expected, type(batch).__name__)
+        checks.require_type(_is_array(batch), function, label, expected, type(batch).__name__)
         return (batch,), {}
     if not isinstance(batch, Mapping):
-        _check_arrays(function, place, tuple(batch))
+        _check_arrays(function, label, tuple(batch))
         return tuple(batch), {}
     named = dict(batch)
     is_named = all(isinstance(name, str) for name in named)
-    expected = "a mapping whose keys are names of arguments; (mapping,) passes the mapping as one argument"
-    checks.require_type(is_named, function, place, expected, f"keys {list(named)[:3]}")
+    expected = "a mapping from names of arguments; (mapping,) passes the mapping as one argument"
+    checks.require_type(is_named, function, label, expected, f"keys {list(named)[:3]}")
     duplicates = sorted(set(reserved) & set(named))
     expected = "names of arguments that no other argument of this call sets"
-    checks.require(not duplicates, function, place, expected, ", ".join(duplicates))
-    _check_arrays(function, place, named)
+    checks.require(not duplicates, function, label, expected, ", ".join(duplicates))
+    _check_arrays(function, label, named)
     return (), named
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     """Return whether a value is something that JAX takes as an array."""
     # jax.Array is named besides ArrayLike, because Python 3.11 compares types for a union, and a traced array has
     # another type.
     return isinstance(value, (jax.Array, ArrayLike))
 
 
-def _check_arrays(function: str, place: str, batch: Any) -> None:
+def _check_arrays(function: str, label: str, batch: object) -> None:
     """Raise ContractTypeError unless each leaf of a batch is an array."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if not _is_array(leaf):
-            argument, expected = f"{place}{jax.tree_util.keystr(path)}", "an array, or nested tuples and dicts of them"
+            argument, expected = f"{label}{jax.tree_util.keystr(path)}", "an array, or nested tuples and dicts of them"
             checks.refuse_type(function, argument, expected, type(leaf).__name__)
 
 
 def run_loop(
-    step: BatchStep, state: Any, batches: Iterable[Any], *, checkpoint: Any, progress: Any,
-    inspect: Callable[[Any], None], keep: Callable[[Any], None] = lambda state: None,
+    step: BatchStep, state: Any, batches: Iterable[Any], *, checkpoint: str | os.PathLike[str] | None,
+    progress: bool | None, inspect: Callable[[Any], None], keep: Callable[[Any], None] = lambda state: None,
 ) -> Any:  # fmt: skip
     """Return the state after all batches.
 
@@ -215,17 +215,17 @@ def _check_finite(step: BatchStep, index: int, state: Any, finite: jax.Array | M
     is_traced = any(checks.is_traced(flag) for flag in flags.values())
     checks.require(not is_traced, step.function, "batches", expected, "a traced array")
     names = [name for name, flag in flags.items() if int(flag) <= 0]
-    place = f" at {names[0]}" if names and names[0] else ""
-    expected = "batches whose activations are finite"
-    got = f"a NaN or an infinity{place} in batch {index}, counted from 0; the ranges are those before this batch"
+    label = f" at {names[0]}" if names and names[0] else ""
+    expected = "batches with finite activations"
+    got = f"a NaN or an infinity{label} in batch {index}, counted from 0; the ranges are those before this batch"
     if names and int(flags[names[0]]) < 0:
-        expected = "batches whose activations have squares that float32 can sum, up to 3.4e38"
-        got = f"larger activations{place} in batch {index}, counted from 0"
+        expected = "batches with activations that float32 can square and sum, up to 3.4e38"
+        got = f"larger activations{label} in batch {index}, counted from 0"
     checks.require(not names, step.function, "batches", expected, got)
     return Position(state, index + 1)
 
 
-def check_batches(function: str, batches: Any, name: str = "batches") -> None:
+def check_batches(function: str, batches: object, name: str = "batches") -> None:
     """Raise ContractTypeError for a single batch and for values that are not iterable."""
     is_array = isinstance(batches, jax.Array | np.ndarray)
     is_iterable = isinstance(batches, Iterable) and not is_array and not isinstance(batches, Mapping | str)
@@ -233,7 +233,7 @@ def check_batches(function: str, batches: Any, name: str = "batches") -> None:
     checks.require_type(is_iterable, function, name, "an iterable of batches, such as [batch]", got)
 
 
-def _check_path(function: str, checkpoint: Any) -> pathlib.Path | None:
+def _check_path(function: str, checkpoint: str | os.PathLike[str] | None) -> pathlib.Path | None:
     """Return the path of a checkpoint, and check that a file can be written there before the work begins."""
     if checkpoint is None:
         return None
@@ -290,7 +290,7 @@ class Bar:
             self._bar.stop()
 
 
-def check_progress(function: str, progress: Any) -> None:
+def check_progress(function: str, progress: object) -> None:
     """Raise unless an argument says whether to show a progress bar, and it can be shown."""
     if progress is not None:
         checks.check_flag(function, "progress", progress)
@@ -308,7 +308,7 @@ def _show_progress(batches: Iterable[Any], progress: bool | None) -> Iterator[An
         bar.stop()
 
 
-def _compute_origin(step: BatchStep, state: Any) -> int:
+def _compute_origin(step: BatchStep, state: object) -> int:
     """Return a checksum of the weights and of the description of the quantized layers."""
     return zlib.crc32(step.describe(state).encode(), step.fingerprint())
 

@@ -104,9 +104,9 @@ def _finish(state: HistogramState, *, spec: QuantSpec, grid: int) -> tuple[jax.A
     parameters = functools.partial(
         scale_from_range.compute_scale_and_zero_point, spec, scale_shape=low.shape, zero_point_shape=low.shape
     )
-    scales, points = jax.vmap(lambda lo, hi: parameters(low=lo, high=hi))(*ranges)
+    scales, zero_points = jax.vmap(lambda lo, hi: parameters(low=lo, high=hi))(*ranges)
     wide = dtypes.scale_as_float32(scales)
-    zero = jnp.zeros_like(wide) if points is None else points.astype(jnp.float32)
+    zero = jnp.zeros_like(wide) if zero_points is None else zero_points.astype(jnp.float32)
     intervals = _list_intervals(state)
     per_width = histogram.divide_by_width(state)
     # `lax.map` measures one candidate at a time, because the arrays of all candidates would take too much memory.
@@ -153,12 +153,12 @@ def _list_intervals(state: HistogramState) -> _Intervals:
 
 
 def _compute_error(
-    spec: QuantSpec, intervals: _Intervals, scale: jax.Array, point: jax.Array
+    spec: QuantSpec, intervals: _Intervals, scale: jax.Array, zero_point: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the mean squared error of each slice, in squared bins, and the variance of that estimate."""
-    scale, point = scale[..., None], point[..., None]
+    scale, zero_point = scale[..., None], zero_point[..., None]
     start, end = intervals.start / scale, intervals.end / scale
-    (rest_a, sum_a), (rest_b, sum_b) = (_round_to_levels(spec, steps, point) for steps in (start, end))
+    (rest_a, sum_a), (rest_b, sum_b) = (_round_to_levels(spec, steps, zero_point) for steps in (start, end))
     # In steps u, with the nearest code q(u), the integral of (u - q(u))**2 from 0 is rest**3 / 3 with rest = u - q(u),
     # plus gap**3 / 12 for each gap between two codes on the way. The difference of two cubes is computed from its
     # factors, so that large cubes do not cancel.
@@ -181,14 +181,14 @@ def _compute_error(
     return jnp.sum(mean * inner_count + ends * end_count, axis=-1) / total * unit, variance_of_mean * unit * unit
 
 
-def _round_to_levels(spec: QuantSpec, steps: jax.Array, point: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _round_to_levels(spec: QuantSpec, steps: jax.Array, zero_point: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the rounding error of steps, and the sum of gap**3 / 12 over the codes from 0 to the nearest one."""
     if spec.dtype in dtypes.INTEGERS:
         least, most = (np.float32(bound) for bound in spec.bounds)
         code = lax.clamp(
-            jnp.broadcast_to(least - point, steps.shape),
+            jnp.broadcast_to(least - zero_point, steps.shape),
             lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN),
-            jnp.broadcast_to(most - point, steps.shape),
+            jnp.broadcast_to(most - zero_point, steps.shape),
         )
         return steps - code, code / 12
     levels = _list_levels(spec)

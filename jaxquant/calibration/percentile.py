@@ -53,7 +53,7 @@ def percentile(spec: QuantSpec, q: float, *, bins: int = 2048, every: int = 1) -
         TypeError: spec is not a QuantSpec or an argument has a wrong type. `update`: the batch is not an array of a
             float dtype. Any function of the calibrator: the state comes from a different calibrator.
         ValueError: q, bins or every is out of range. `init`: an axis of the spec is out of range. `update`: the slices
-            of the batch do not match those of the state. `finalize`: a slice has no data, a NaN, an infinity, or
+            of the batch do not match the state. `finalize`: a slice has no data, a NaN, an infinity, or
             (without allow_zero) only zeros.
 
     Example:
@@ -152,7 +152,7 @@ def _compute_value(counts: Words, start: jax.Array, span: jax.Array, share: Frac
     reached = uint64.sum_cumulatively(counts)
     total = jax.tree.map(lambda v: v[..., -1], reached)
     unit = jax.tree.map(lambda v, n: jnp.full_like(v, n), total, Words(1, 0))  # type: ignore[arg-type]
-    # total - 1 wraps around for a slice without data, whose last rank is set to 0.
+    # total - 1 wraps around for a slice without data: its last rank becomes 0.
     last = jax.tree.map(lambda v: jnp.where(uint64.is_less(total, unit), 0, v), uint64.subtract(total, unit))
     rank, rest = uint64.multiply_by_share(last, share)
     # numpy interpolates between this rank and the next one, which must not exceed the last.
@@ -164,7 +164,7 @@ def _compute_value(counts: Words, start: jax.Array, span: jax.Array, share: Frac
 
 def _select_element(counts: Words, reached: Words, start: jax.Array, span: jax.Array, rank: Words) -> jax.Array:
     """Return the position of the element of a rank, in bins; the least element has the rank 0."""
-    # The element is in the first interval at whose end the cumulative count exceeds the rank.
+    # The element is in the first interval that ends with a cumulative count above the rank.
     ranks = jax.tree.map(lambda v, like: jnp.broadcast_to(v[..., None], like.shape), rank, reached)
     is_beyond = uint64.is_less(ranks, reached)
     index = jnp.minimum(jnp.sum(~is_beyond, axis=-1, dtype=jnp.int32), is_beyond.shape[-1] - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ from .._arrays.spec import QuantSpec
 from .._core import checks, sharding
 from .._kernels import affine, barriers, min_max
 from . import calibrator
-from .calibrator import Calibrator, Parts, Range
+from .calibrator import Calibrator, Parts, Range, SliceState
 
 
 class ExtremesState(NamedTuple):
@@ -46,7 +46,7 @@ def minmax(spec: QuantSpec) -> Calibrator:
 
     (lo, hi) = (min(x), max(x)) over all batches
 
-    The values are exactly those of numpy. A NaN in the data makes the range NaN and makes `finalize` raise an error.
+    The values equal numpy's exactly. A NaN in the data makes the range NaN and makes `finalize` raise an error.
     The range may lie on one side of 0; `quantize` then widens it to include 0. Each batch is read once. The state is
     two float32 numbers per slice.
 
@@ -59,7 +59,7 @@ def minmax(spec: QuantSpec) -> Calibrator:
     Raises:
         TypeError: spec is not a QuantSpec. `update`: the batch is not an array of a float dtype. Any function of the
             calibrator: the state comes from a different calibrator.
-        ValueError: `init`: an axis of the spec is out of range. `update`: the slices of the batch do not match those of
+        ValueError: `init`: an axis of the spec is out of range. `update`: the slices of the batch do not match
             the state. `finalize`: a slice has no data, a NaN, an infinity, or (without allow_zero) only zeros.
 
     Example:
@@ -85,9 +85,9 @@ def absmax(spec: QuantSpec) -> Calibrator:
 
     (lo, hi) = (-a, a), with a = max(|x|) over all batches
 
-    The values are exactly those of numpy. A NaN in the data makes the range NaN and makes `finalize` raise an error.
-    The range is symmetric even if the spec is not. Each batch is read once. The state is that of `minmax`: two float32
-    numbers per slice.
+    The values equal numpy's exactly. A NaN in the data makes the range NaN and makes `finalize` raise an error.
+    The range is symmetric even if the spec is not. Each batch is read once. The state is the same as in `minmax`: two
+    float32 numbers per slice.
 
     Args:
         spec: how to quantize. Only its granularity matters here.
@@ -98,7 +98,7 @@ def absmax(spec: QuantSpec) -> Calibrator:
     Raises:
         TypeError: spec is not a QuantSpec. `update`: the batch is not an array of a float dtype. Any function of the
             calibrator: the state comes from a different calibrator.
-        ValueError: `init`: an axis of the spec is out of range. `update`: the slices of the batch do not match those of
+        ValueError: `init`: an axis of the spec is out of range. `update`: the slices of the batch do not match
             the state. `finalize`: a slice has no data, a NaN, an infinity, or (without allow_zero) only zeros.
 
     Example:
@@ -141,7 +141,7 @@ def moving_average(spec: QuantSpec, decay: float = 0.99) -> Calibrator:
         TypeError: spec is not a QuantSpec, or decay is not a number. `update`: the batch is not an array of a float
             dtype. Any function of the calibrator: the state comes from a different calibrator.
         ValueError: decay is out of range. `init`: an axis of the spec is out of range. `update`: the slices of the
-            batch do not match those of the state. `finalize`: a slice has no data, a NaN, an infinity, or (without
+            batch do not match the state. `finalize`: a slice has no data, a NaN, an infinity, or (without
             allow_zero) only zeros.
 
     Example:
@@ -170,7 +170,7 @@ def moving_average(spec: QuantSpec, decay: float = 0.99) -> Calibrator:
     return calibrator.build_calibrator(parts)
 
 
-def _build(function: str, spec: QuantSpec, finish: Any) -> Calibrator:
+def _build(function: str, spec: QuantSpec, finish: Callable[[Any], tuple[jax.Array, jax.Array, Range]]) -> Calibrator:
     calibrator.check_spec(function, spec)
     step = functools.partial(_extend, block=scale_from_range.derive_block_size(spec))
     parts = Parts(function, spec, make_empty, step, _merge_extremes_jitted, reduce_extremes, finish)
@@ -196,7 +196,7 @@ def _extend(state: ExtremesState, batch: jax.Array, *, block: int | None) -> Ext
     return merge_extremes(state, compute_batch_extremes(batch, state.low.shape, block))
 
 
-def merge_extremes(a: Any, b: Any) -> ExtremesState:
+def merge_extremes(a: SliceState, b: SliceState) -> ExtremesState:
     """Return the extremes of the data of two states, NaN for a slice that has a NaN in one of them."""
     # The integer keys keep NaN, subnormal numbers and the sign of 0, which a float minimum would not.
     low = lax.min(*(affine.encode_order(state.low) for state in (a, b)))
@@ -208,7 +208,7 @@ def merge_extremes(a: Any, b: Any) -> ExtremesState:
 _merge_extremes_jitted = functools.partial(jax.jit, inline=True)(merge_extremes)
 
 
-def reduce_extremes(state: Any, axis_name: Hashable) -> ExtremesState:
+def reduce_extremes(state: SliceState, axis_name: Hashable) -> ExtremesState:
     """Return the extremes over a mapped axis, NaN for a slice that has a NaN in any state."""
     low = lax.pmin(affine.encode_order(state.low), axis_name)
     high = lax.pmax(affine.encode_order(state.high), axis_name)

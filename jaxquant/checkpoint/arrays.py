@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
+from jax.typing import ArrayLike
 
 from .._arrays import quantized_array
 from .._arrays.packing import pack, unpack
@@ -24,7 +25,7 @@ from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes
 
 _DTYPES = (*dtypes.QUANTIZED, *dtypes.FLOATS, dtypes.E8M0)  # the dtypes of the parts
-KEY = "quantized_array"  # the key of the description, next to those of the parts
+KEY = "quantized_array"  # the key of the description, next to the keys of the parts
 # Version 2 may have a stored order, which the readers of version 1 would ignore. Other arrays are still written as 1.
 FORMAT, _VERSION = "jaxquant.QuantizedArray", 2
 _TEXT = "static_text"  # the key of a stored StaticText
@@ -70,13 +71,13 @@ def derive_stored_type(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[np.dtyp
     """Return the dtype and the shape in which an array is stored; every library supports the dtype."""
     if dtypes.count_packed_bits(dtype) < 8:
         return np.dtype(jnp.uint8), (-(-math.prod(shape) * dtypes.count_packed_bits(dtype) // 8),)
-    # 1 marks numpy's own dtypes, which every library knows; those of ml_dtypes have 2.
+    # 1 marks numpy's own dtypes, which every library knows; the dtypes of ml_dtypes have 2.
     if dtype.isbuiltin == 1:
         return dtype, shape
     return np.dtype(f"u{dtype.itemsize}"), shape
 
 
-def store_part(part: Any) -> Any:
+def store_part(part: ArrayLike) -> Any:
     """Return an array in its stored form: codes of less than 8 bits are packed, other special dtypes become bits."""
     part = jnp.asarray(part)
     dtype, _ = derive_stored_type(part.dtype, part.shape)
@@ -85,7 +86,9 @@ def store_part(part: Any) -> Any:
     return part if dtype == part.dtype else lax.bitcast_convert_type(part, dtype)
 
 
-def restore_part(function: str, argument: str, stored: Any, dtype: np.dtype, shape: tuple[int, ...]) -> Any:
+def restore_part(
+    function: str, argument: str, stored: jax.Array | np.ndarray, dtype: np.dtype, shape: tuple[int, ...]
+) -> Any:
     """Return the array that `store_part` stored; the bytes of packed codes may have any shape."""
     is_array = isinstance(stored, jax.Array | np.ndarray | np.generic)
     checks.require_type(is_array, function, argument, "an array", type(stored).__name__)
@@ -124,23 +127,23 @@ def write_description(q: QuantizedArray) -> np.ndarray:
 
 def _restore_quantized(function: str, argument: str, node: Mapping[str, Any]) -> QuantizedArray:
     """Return the QuantizedArray that was stored as a dict of arrays and a description."""
-    place = f"{argument}['{KEY}']"
-    description = _read_description(function, place, node[KEY])
-    parts = get_field(function, place, description, "parts")
+    label = f"{argument}['{KEY}']"
+    description = _read_description(function, label, node[KEY])
+    parts = get_field(function, label, description, "parts")
     required = ("codes", "scale")
     if not isinstance(parts, dict) or not set(required) <= set(parts) <= set(_PARTS):
         got = ", ".join(map(repr, parts)) if isinstance(parts, dict) else type(parts).__name__
-        checks.refuse(function, f"{place}['parts']", "codes, scale and optionally zero_point", got)
+        checks.refuse(function, f"{label}['parts']", "codes, scale and optionally zero_point", got)
     # A missing or unknown array means that the description belongs to another array.
     if set(node) != {*parts, KEY}:
         expected = f"the arrays {', '.join((*parts, KEY))}"
         checks.refuse(function, argument, expected, ", ".join(map(str, node)))
     arrays: dict[str, Any] = {}
     for name, part in parts.items():
-        dtype, shape = read_type(function, f"{place}['parts']['{name}']", part)
+        dtype, shape = read_type(function, f"{label}['parts']['{name}']", part)
         arrays[name] = restore_part(function, f"{argument}['{name}']", node[name], dtype, shape)
-    static = get_field(function, place, description, "static")
-    dtype, block_size, codebook, order = decode_static(function, f"{place}['static']", static)
+    static = get_field(function, label, description, "static")
+    dtype, block_size, codebook, order = decode_static(function, f"{label}['static']", static)
     q = QuantizedArray(**arrays, dtype=dtype, block_size=block_size, codebook=codebook)
     q = q._with_stored(arrays["codes"], order)
     return quantized_array.check_array(function, argument, q, is_awaited=True)
@@ -153,26 +156,26 @@ def store_text(node: StaticText) -> dict[str, np.ndarray]:
 
 def _restore_text(function: str, argument: str, node: Mapping[str, Any]) -> StaticText:
     """Return the text that `store_text` stored."""
-    place, stored = f"{argument}['{_TEXT}']", node[_TEXT]
+    label, stored = f"{argument}['{_TEXT}']", node[_TEXT]
     # A traced array has no bytes that could be decoded.
     is_known = isinstance(stored, jax.Array | np.ndarray) and not checks.is_traced(stored)
     is_known = is_known and stored.dtype == np.uint8
     expected = "an array of uint8 that is not traced"
-    checks.require_type(is_known, function, place, expected, checks.describe_value(stored))
+    checks.require_type(is_known, function, label, expected, checks.describe_value(stored))
     try:
         return StaticText(np.asarray(stored).tobytes().decode())
     except UnicodeDecodeError:
-        raise checks.ContractValueError(checks.format_message(function, place, "UTF-8", "other bytes")) from None
+        raise checks.ContractValueError(checks.format_message(function, label, "UTF-8", "other bytes")) from None
 
 
-def read_type(function: str, argument: str, description: Any) -> tuple[np.dtype, tuple[int, ...]]:
+def read_type(function: str, argument: str, description: object) -> tuple[np.dtype, tuple[int, ...]]:
     """Return the dtype and the shape in the description of an array."""
     name, shape = (get_field(function, argument, description, field) for field in ("dtype", "shape"))
     dtype = decode_dtype(function, f"{argument}['dtype']", name, _DTYPES)
     return dtype, decode_shape(function, f"{argument}['shape']", shape)
 
 
-def _read_description(function: str, argument: str, text: Any) -> dict[str, Any]:
+def _read_description(function: str, argument: str, text: jax.Array | np.ndarray) -> dict[str, Any]:
     """Return the JSON object in the bytes of a description, after checking its format and version."""
     is_known = isinstance(text, jax.Array | np.ndarray) and not checks.is_traced(text)
     expected = "an array of uint8 that is not traced"
@@ -188,7 +191,7 @@ def _read_description(function: str, argument: str, text: Any) -> dict[str, Any]
     return description
 
 
-def to_arrays(tree: Any) -> Any:
+def to_arrays(tree: object) -> Any:
     """Return the tree with each QuantizedArray replaced with a dict of plain arrays that any library can save.
 
     The arrays take as many bytes as the quantized array. Codes of 4 and 2 bits are packed; float8, bfloat16 and similar
@@ -221,7 +224,7 @@ def to_arrays(tree: Any) -> Any:
     Source: ONNX TensorProto, "int4, int2 packing".
     """
 
-    def store_leaf(leaf: Any) -> Any:
+    def store_leaf(leaf: object) -> Any:
         if isinstance(leaf, StaticText):
             return store_text(leaf)
         if not isinstance(leaf, QuantizedArray):
@@ -232,7 +235,7 @@ def to_arrays(tree: Any) -> Any:
     return jax.tree.map(store_leaf, tree, is_leaf=is_stored_apart)
 
 
-def from_arrays(tree: Any) -> Any:
+def from_arrays(tree: object) -> Any:
     """Return the tree that `to_arrays` was given, bit for bit.
 
     Args:
@@ -258,7 +261,7 @@ def from_arrays(tree: Any) -> Any:
     return restore_tree("checkpoint.from_arrays", tree)
 
 
-def restore_tree(function: str, tree: Any) -> Any:
+def restore_tree(function: str, tree: object) -> Any:
     """Return what `from_arrays` returns, with errors that name another function."""
 
     def restore_node(path: tuple[Any, ...], node: Any) -> Any:
@@ -271,12 +274,12 @@ def restore_tree(function: str, tree: Any) -> Any:
 
 
 # Used as `is_leaf`: JAX would otherwise descend into the arrays of a QuantizedArray.
-def is_stored_apart(node: Any) -> bool:
+def is_stored_apart(node: object) -> bool:
     """Return whether `to_arrays` converts a node of a tree."""
     return isinstance(node, QuantizedArray | StaticText)
 
 
-def _is_stored(node: Any) -> bool:
+def _is_stored(node: object) -> bool:
     """Return whether `from_arrays` converts a node of a tree."""
     # A dict of the caller may have a key "static_text" among others; a stored text has only this key.
     return isinstance(node, Mapping) and (KEY in node or set(node) == {_TEXT})

@@ -28,7 +28,7 @@ from .arrays import (
 _SAVE, _LOAD = "checkpoint.save_orbax", "checkpoint.load_orbax"
 
 
-def save_orbax(path: str | os.PathLike[str], tree: Any) -> None:
+def save_orbax(path: str | os.PathLike[str], tree: object) -> None:
     """Save the arrays of a tree with Orbax, QuantizedArrays packed as by `to_arrays`.
 
     Args:
@@ -92,7 +92,7 @@ def load_orbax(path: str | os.PathLike[str], like: Any = None) -> Any:
         if like is None:
             return restore_tree(_LOAD, checkpointer.restore(os.path.abspath(path)))
         like_saved = _use_saved_orders(lambda: checkpointer.metadata(os.path.abspath(path)).item_metadata.tree, like)
-        # Orbax needs the stored dtypes and shapes, not those of the quantized arrays.
+        # Orbax needs the stored dtypes and shapes, not the ones of the quantized arrays.
         target = jax.tree.map(
             lambda leaf: _make_target(leaf) if is_stored_apart(leaf) else leaf, like_saved, is_leaf=is_stored_apart
         )
@@ -104,7 +104,7 @@ def load_orbax(path: str | os.PathLike[str], like: Any = None) -> Any:
     return jax.tree.map(_place_like, tree, like)
 
 
-def _is_array(node: Any) -> bool:
+def _is_array(node: object) -> bool:
     return isinstance(node, QuantizedArray)
 
 
@@ -119,12 +119,12 @@ def _use_saved_orders(read_metadata: Callable[[], Any], like: Any) -> Any:
     if not any(isinstance(leaf, QuantizedArray) and leaf.stored_order for leaf in leaves):
         return like
     paths = jax.tree_util.tree_leaves_with_path(read_metadata())
-    shapes = {jax.tree_util.keystr(place, simple=True, separator="/"): leaf.shape for place, leaf in paths}
+    shapes = {jax.tree_util.keystr(keys, simple=True, separator="/"): leaf.shape for keys, leaf in paths}
 
-    def remove_order(place: tuple[Any, ...], leaf: Any) -> Any:
+    def remove_order(keys: tuple[Any, ...], leaf: object) -> Any:
         if not isinstance(leaf, QuantizedArray) or leaf.stored_order is None:
             return leaf
-        key = jax.tree_util.keystr((*place, jax.tree_util.DictKey(KEY)), simple=True, separator="/")
+        key = jax.tree_util.keystr((*keys, jax.tree_util.DictKey(KEY)), simple=True, separator="/")
         plain = leaf.replace(stored_order=None)
         # The metadata contain no text, but a description with an order is longer.
         return plain if shapes.get(key) == write_description(plain).shape else leaf
@@ -132,7 +132,7 @@ def _use_saved_orders(read_metadata: Callable[[], Any], like: Any) -> Any:
     return jax.tree_util.tree_map_with_path(remove_order, like, is_leaf=_is_array)
 
 
-def _reorder_like(leaf: Any, like: Any) -> Any:
+def _reorder_like(leaf: Any, like: QuantizedArray) -> Any:
     """Return an array in the stored order of another one, and any other leaf unchanged."""
     is_other = isinstance(leaf, QuantizedArray) and leaf.stored_order != like.stored_order
     return leaf.replace(stored_order=like.stored_order) if is_other else leaf
@@ -154,7 +154,7 @@ def _make_target(q: QuantizedArray | StaticText) -> dict[str, Any]:
     return target
 
 
-def _place_like(array: Any, like: Any) -> Any:
+def _place_like(array: jax.Array, like: object) -> Any:
     """Return an array with the sharding of another one, if that one has a sharding."""
     sharding = getattr(like, "sharding", None)
     return array if sharding is None else jax.device_put(array, sharding)

@@ -32,7 +32,7 @@ _STRUCTURE = "jaxquant.structure"
 _CONTAINERS = "dicts, lists, tuples, namedtuples or other pytrees of arrays, numbers and None"
 
 
-def save_safetensors(path: str | os.PathLike[str], tree: Any) -> None:
+def save_safetensors(path: str | os.PathLike[str], tree: object) -> None:
     """Save the arrays of a tree in a safetensors file.
 
     The name of a tensor consists of the keys, indices and names of fields that lead to it, joined by "/".
@@ -84,7 +84,7 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any) -> None:
 # The structure of a tree, as JSON: null for an array, and an object with one key for everything else: the kind.
 
 
-def _describe_node(node: Any, place: str, names: tuple[str, ...], arrays: dict[str, Any]) -> Any:
+def _describe_node(node: object, place: str, names: tuple[str, ...], arrays: dict[str, Any]) -> Any:
     """Return the structure of a part of a tree, and collect its arrays by their names.
 
     Args:
@@ -121,7 +121,7 @@ def _describe_node(node: Any, place: str, names: tuple[str, ...], arrays: dict[s
     return {"dict" if isinstance(node, Mapping) else "node": parts}
 
 
-def list_children(node: Any) -> list[tuple[Any, Any]] | None:
+def list_children(node: object) -> list[tuple[Any, Any]] | None:
     """Return the children of a node of a pytree with their keys, or with their fields or indices as text.
 
     The result is None for a leaf.
@@ -132,18 +132,18 @@ def list_children(node: Any) -> list[tuple[Any, Any]] | None:
     return list(node.items()) if isinstance(node, Mapping) else _flatten_once(node)[0]
 
 
-def _flatten_once(node: Any) -> tuple[list[tuple[str, Any]], Any]:
+def _flatten_once(node: object) -> tuple[list[tuple[str, Any]], Any]:
     """Return the children of a node of a pytree with their names, and its structure."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
     return [(read_key(path[0]), child) for path, child in pairs], structure
 
 
-def read_key(key: Any) -> str:
+def read_key(key: object) -> str:
     """Return an entry of the path of a leaf as text."""
     return str(next(getattr(key, name) for name in ("name", "key", "idx") if hasattr(key, name)))
 
 
-def _is_plain(structure: Any, is_root: bool = False) -> bool:
+def _is_plain(structure: dict[str, Any] | None, is_root: bool = False) -> bool:
     """Return whether the names of the tensors tell a structure: nested dicts of arrays, none of them empty."""
     if structure is None:
         return True
@@ -193,7 +193,7 @@ def load_safetensors(path: str | os.PathLike[str], like: Any = None) -> Any:
     bits = parse_json(_LOAD, place, metadata.get(FORMAT, "{}"))
     if not isinstance(bits, dict) or not set(bits) <= set(arrays):
         got = ", ".join(map(repr, bits)) if isinstance(bits, dict) else type(bits).__name__
-        checks.refuse(_LOAD, place, "an object whose keys are names of tensors", got)
+        checks.refuse(_LOAD, place, "an object with names of tensors as keys", got)
     for name, description in bits.items():
         dtype, shape = read_type(_LOAD, f"{place}[{name!r}]", description)
         arrays[name] = np.asarray(restore_part(_LOAD, f"tree[{name!r}]", arrays[name], dtype, shape))

@@ -1,13 +1,12 @@
 """Collectives that send arrays as codes, layouts, checks of what devices share, and plans of large meshes.
 
-The collectives are those of `jax.lax`, for use inside `jax.shard_map`.
+The collectives have the names and arguments of `jax.lax`, for use inside `jax.shard_map`.
 """
 
 from .compare import check_processes, compare_devices
-from .error_feedback import psum_with_error_feedback
 from .gather import all_gather, all_to_all, ppermute
 from .placement import find_shardings
-from .reduce import pmean, psum, psum_scatter
+from .reduce import pmean, psum, psum_scatter, psum_with_error_feedback
 from .traffic import Collective, count_traffic
 
 __all__ = [

@@ -39,8 +39,9 @@ class StoreOnce(argparse.Action):
     """Store the value of an option, and report a repeated option: argparse would keep its last value."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: str | Sequence[Any] | None,
+        option: str | None = None,
+    ) -> None:  # fmt: skip
         """Store the value."""
         if self.dest in namespace.given:
             raise argparse.ArgumentError(self, f"expected it once, got it again with {values!r}")

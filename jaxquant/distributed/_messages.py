@@ -61,7 +61,7 @@ def choose_gathered_type(axis_name: Hashable) -> str:
     return "invarying" if all(types.get(name) == AxisType.Manual for name in names) else "varying"
 
 
-def is_quantized(node: Any) -> bool:
+def is_quantized(node: object) -> bool:
     """Return whether a node of a tree is a QuantizedArray, which is a leaf to the collectives."""
     return isinstance(node, QuantizedArray)
 
@@ -80,7 +80,7 @@ def check_spec(function: str, spec: Any, key: jax.Array | None = None, argument:
     checks.require(spec.symmetric, function, "key", expected, "a key")
 
 
-def check_flat_spec(function: str, spec: Any, key: jax.Array | None, argument: str = "spec") -> None:
+def check_flat_spec(function: str, spec: QuantSpec, key: jax.Array | None, argument: str = "spec") -> None:
     """Raise unless the spec is one for flat messages: PerTensor, or Blocked along the last axis."""
     check_spec(function, spec, key, argument)
     for attribute in ("granularity", "zero_point_granularity"):
@@ -115,7 +115,7 @@ def derive_row_spec(spec: QuantSpec) -> QuantSpec:
     return dataclasses.replace(spec, **by_row)
 
 
-def map_leaves(operation: Callable[[Any, Any], Any], x: Any, key: jax.Array | None, axis_name: Hashable) -> Any:
+def map_leaves(operation: Callable[[Any, Any], Any], x: object, key: jax.Array | None, axis_name: Hashable) -> Any:
     """Return the tree of `operation(leaf, key)`, with a key for each leaf and each device, or None."""
     leaves, structure = jax.tree.flatten(x, is_leaf=is_quantized)
     keys = list_keys(key, axis_name, len(leaves))
@@ -135,7 +135,7 @@ def list_keys(key: jax.Array | None, axis_name: Hashable, count: int) -> list[An
 def split_messages(x: jax.Array, count: int) -> jax.Array:
     """Return the elements of x in float32, cut into `count` messages of equal length: the rows of a matrix.
 
-    The last message is filled up with zeros, whose code is exact, and which widen no range.
+    The last message is filled up with zeros, which have an exact code and widen no range.
     """
     flat = x.reshape(-1).astype(jnp.float32)
     # Equal lengths, because a collective moves arrays of one shape.
@@ -171,7 +171,7 @@ def move_plain(x: jax.Array, move: _Move) -> jax.Array:
     return move(x.astype(jnp.int8)).astype(x.dtype) if _is_narrow(x.dtype) else move(x)
 
 
-def _is_narrow(dtype: Any) -> bool:
+def _is_narrow(dtype: np.dtype) -> bool:
     """Return whether a dtype is one of integers of less than 8 bits."""
     return dtype in dtypes.INTEGERS and dtypes.count_bits(dtype) < 8
 
@@ -221,10 +221,10 @@ def join_stack(stack: QuantizedArray, axis: int, *, is_tiled: bool) -> Quantized
     stored, scale, zero_point = stack.tree_flatten()[0]
     order, rank = stack.stored_order, scale.ndim - 1
     if is_tiled:
-        place, moved = match_dimensions(order, rank)[axis], order
-        if stored.shape[1 + place] == 0:  # all of these arrays are empty, and one of them is the result
+        stored_axis, moved = match_dimensions(order, rank)[axis], order
+        if stored.shape[1 + stored_axis] == 0:  # all of these arrays are empty, and one of them is the result
             return jax.tree.map(lambda part: part[0], stack)
-        stored = _merge_first(stored, place)
+        stored = _merge_first(stored, stored_axis)
     elif order is None:
         moved, stored = None, jnp.moveaxis(stored, 0, axis)
     else:  # the new dimension stays in front of the stored ones

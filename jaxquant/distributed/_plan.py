@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
 from .._arrays.quantize import quantize
 from .._arrays.quantized_array import QuantizedArray
@@ -20,6 +21,7 @@ from .._arrays.spec import QuantSpec
 from .._contractions.dot import matmul
 from .._core import checks, dtypes
 from .._core.granularity import Blocked, PerToken
+from .._program.jaxpr import Equation
 from .gather import all_gather
 from .reduce import psum
 from .traffic import Collective, count_sent
@@ -149,7 +151,7 @@ def _make_weight_spec(form: _Format, axis: int) -> QuantSpec | None:
     return None if form.weights is None else QuantSpec(form.weights, Blocked(axis, _BLOCK))
 
 
-def _make_shape(shape: tuple[int, ...], dtype: Any, spec: QuantSpec | None) -> Any:
+def _make_shape(shape: tuple[int, ...], dtype: DTypeLike, spec: QuantSpec | None) -> Any:
     """Return the shape of an array of floats or, with a spec, of its codes and scales."""
     struct = jax.ShapeDtypeStruct(shape, dtype)
     return struct if spec is None else jax.eval_shape(lambda x: quantize(x, spec), struct)
@@ -236,12 +238,14 @@ def _run_attention(sizes: ModelSizes, q: jax.Array, k: jax.Array, v: jax.Array, 
     return jnp.einsum("bkglm,bmkd->blkgd", weights, v).reshape(batch, length, -1)
 
 
-def _feed_forward(x: jax.Array, gate: Any, up: Any, down: Any) -> jax.Array:
+def _feed_forward(
+    x: jax.Array, gate: QuantizedArray | jax.Array, up: QuantizedArray | jax.Array, down: QuantizedArray | jax.Array
+) -> jax.Array:
     """Return this device's part of the gated feed-forward network."""
     return _matmul_any(jax.nn.silu(_matmul_any(x, gate)) * _matmul_any(x, up), down)
 
 
-def _matmul_any(x: jax.Array, w: Any) -> jax.Array:
+def _matmul_any(x: jax.Array, w: QuantizedArray | jax.Array) -> jax.Array:
     """Return the product with a matrix of floats or of codes, in the dtype of x."""
     return matmul(x, w).astype(x.dtype) if isinstance(w, QuantizedArray) else x @ w
 
@@ -331,7 +335,7 @@ def _decode(sizes: ModelSizes, form: _Format, params: _Tree, cache: _Tree, token
     return lax.all_gather(logits.astype(jnp.float32), "model", axis=2, tiled=True), cache
 
 
-def _append(form: _Format, cache: Any, x: jax.Array, step: jax.Array) -> Any:
+def _append(form: _Format, cache: QuantizedArray | jax.Array, x: jax.Array, step: jax.Array) -> Any:
     """Return a cache, [batch, length, heads, head_dim], with the keys or values of one step."""
     x = x.reshape(x.shape[0], 1, *cache.shape[2:])
     entry = x if form.cache is None else quantize(x, form.cache)
@@ -339,7 +343,7 @@ def _append(form: _Format, cache: Any, x: jax.Array, step: jax.Array) -> Any:
     return jax.tree.map(lambda old, new: lax.dynamic_update_slice(old, new, (zero, step, zero, zero)), cache, entry)
 
 
-def _read_cache(cache: Any) -> jax.Array:
+def _read_cache(cache: QuantizedArray | jax.Array) -> jax.Array:
     """Return keys or values as floats."""
     return cache.dequantize() if isinstance(cache, QuantizedArray) else cache
 
@@ -470,9 +474,9 @@ def make_plan(
 def _list_arrays(step: _ShardedStep) -> dict[str, _StoredArray]:
     """Return the arrays that a step stores; of a quantized array, its codes and its scale."""
     arrays = {}
-    for name, place in step.stored.items():
-        specs, structure = jax.tree_util.tree_flatten_with_path(step.in_specs[place], is_leaf=_is_spec)
-        for (path, spec), node in zip(specs, structure.flatten_up_to(step.arguments[place]), strict=True):
+    for name, index in step.stored.items():
+        specs, structure = jax.tree_util.tree_flatten_with_path(step.in_specs[index], is_leaf=_is_spec)
+        for (path, spec), node in zip(specs, structure.flatten_up_to(step.arguments[index]), strict=True):
             for rest, leaf in jax.tree_util.tree_leaves_with_path(node):
                 key = jax.tree_util.keystr((*path, *rest), simple=True, separator="/")
                 axes = (*spec, *(None,) * (len(leaf.shape) - len(spec)))
@@ -480,29 +484,29 @@ def _list_arrays(step: _ShardedStep) -> dict[str, _StoredArray]:
     return arrays
 
 
-def _is_spec(node: Any) -> bool:
+def _is_spec(node: object) -> bool:
     return isinstance(node, PartitionSpec)
 
 
 # Bytes of arrays.
 
 
-def _count_local(tree: Any, specs: Any, mesh: Mapping[str, int]) -> int:
+def _count_local(tree: object, specs: object, mesh: Mapping[str, int]) -> int:
     """Return the bytes of the parts of arrays that one device holds."""
     shapes = _local_shapes(tree, specs, mesh)
     return sum(_count_bytes(leaf) for leaf in jax.tree.leaves(shapes))
 
 
-def _local_shapes(tree: Any, specs: Any, mesh: Mapping[str, int]) -> Any:
+def _local_shapes(tree: object, specs: object, mesh: Mapping[str, int]) -> Any:
     """Return the shapes of the parts of arrays that one device holds."""
 
-    def cut(spec: PartitionSpec, node: Any) -> Any:
+    def cut(spec: PartitionSpec, node: object) -> Any:
         return jax.tree.map(lambda leaf: _cut_shape(leaf, spec, mesh), node)
 
     return jax.tree.map(cut, specs, tree, is_leaf=_is_spec)
 
 
-def _cut_shape(leaf: Any, spec: PartitionSpec, mesh: Mapping[str, int]) -> jax.ShapeDtypeStruct:
+def _cut_shape(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: Mapping[str, int]) -> jax.ShapeDtypeStruct:
     names = (*spec, *(None,) * (len(leaf.shape) - len(spec)))
     lengths = (n if name is None else n // mesh[name] for n, name in zip(leaf.shape, names, strict=True))
     return jax.ShapeDtypeStruct(tuple(lengths), leaf.dtype)
@@ -540,7 +544,7 @@ def _list_collectives(jaxpr: Any, mesh: Mapping[str, int], calls: int = 1) -> It
             yield from _list_collectives(inner, mesh, calls * trips)
 
 
-def _list_bodies(equation: Any) -> list[Any]:
+def _list_bodies(equation: Equation) -> list[Any]:
     """Return the programs in the parameters of an equation."""
     bodies = [getattr(value, "jaxpr", value) for value in jax.tree.leaves(list(equation.params.values()))]
     return [body for body in bodies if hasattr(body, "eqns")]

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
-from .._training.quantizer import Quantizer
+from .._training.fake_quantize import Quantizer
 from ._messages import read_axis_size
 
 _UINT32 = np.uint32
@@ -25,7 +25,7 @@ _FIRST, _SECOND, _GOLDEN = _UINT32(0x85EBCA6B), _UINT32(0xC2B2AE35), _UINT32(0x9
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
-def compare_devices(tree: Any, axis_name: Hashable) -> jax.Array:
+def compare_devices(tree: object, axis_name: Hashable) -> jax.Array:
     """Return whether all devices along a mapped axis hold the same arrays, bit for bit.
 
     Use it inside `jax.shard_map` on what must not differ: ranges, scales, the state of a calibrator, weights that are
@@ -73,10 +73,10 @@ def _compute_checksum(x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
     words = _read_words(x).reshape(-1)
-    places = lax.iota(jnp.uint32, words.size) * _GOLDEN
+    positions = lax.iota(jnp.uint32, words.size) * _GOLDEN
     # Each word is mixed with its place before the sum, so that an exchange of two words changes it.
     # Two sums of 32 bits, because JAX has no integers of 64 bits by default.
-    sums = [jnp.sum(_mix(_mix(words ^ seed) + places), dtype=jnp.uint32) for seed in (_UINT32(0), _FIRST)]
+    sums = [jnp.sum(_mix(_mix(words ^ seed) + positions), dtype=jnp.uint32) for seed in (_UINT32(0), _FIRST)]
     return jnp.stack(sums)
 
 
@@ -99,7 +99,7 @@ def _mix(words: jax.Array) -> jax.Array:
     return words ^ lax.shift_right_logical(words, jnp.full_like(words, 16))
 
 
-def check_processes(tree: Any, name: str = "tree") -> None:
+def check_processes(tree: object, name: str = "tree") -> None:
     """Raise unless all processes hold the same tree: its structure, its specs, and its arrays, bit for bit.
 
     Processes that trace different programs, because a spec or a shape differs, would wait for each other forever, or
@@ -153,7 +153,7 @@ def _compare_digests(function: str, names: list[str], digests: list[np.ndarray],
         return
     first = int(np.argmax(differs.any(axis=0)))
     processes = ", ".join(str(i) for i in np.flatnonzero(differs[:, first]))
-    expected = f"the same in all processes, but those of process 0 and process {processes} differ"
+    expected = f"the same in all processes, but process 0 and process {processes} differ"
     got = f"{checks.describe_value(values[first])} in process {jax.process_index()}"
     checks.refuse(function, names[first], expected, got)
 
@@ -162,7 +162,7 @@ def _remove_addresses(text: str) -> str:
     return _ADDRESS.sub("", text)
 
 
-def _list_levels(tree: Any) -> list[tuple[float, ...]]:
+def _list_levels(tree: object) -> list[tuple[float, ...]]:
     """Return the levels of the codebooks in the structure of a tree, which prints only their names."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, QuantizedArray | Quantizer))
     books = [node.codebook if isinstance(node, QuantizedArray) else node.spec.codebook
@@ -174,7 +174,7 @@ def _digest(data: bytes) -> np.ndarray:
     return np.frombuffer(hashlib.sha256(data).digest(), np.uint8)
 
 
-def _read_bytes(leaf: Any) -> bytes:
+def _read_bytes(leaf: object) -> bytes:
     """Return bytes that two leaves share only if they are the same."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)

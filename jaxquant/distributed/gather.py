@@ -56,7 +56,7 @@ def all_gather(
     Codes of 4 and 2 bits are packed into bytes. A NaN or an infinity makes its scale NaN or infinite, so that it is
     seen wherever the array arrives.
 
-    Gradients are those of `jax.lax.all_gather`, straight-through: the cotangents of all devices are added, and each
+    Gradients are as in `jax.lax.all_gather`, straight-through: the cotangents of all devices are added, and each
     device gets the slice of its x. They travel in floats or, with a `backward_spec`, as codes, as in `psum_scatter`.
     The codes of a QuantizedArray have no gradient; its scale has.
 
@@ -71,7 +71,7 @@ def all_gather(
             is needed for derivatives in forward mode.
 
     Returns:
-        A tree like x. Each shape is that of `jax.lax.all_gather`.
+        A tree like x. The shapes are as in `jax.lax.all_gather`.
 
     Raises:
         TypeError: a leaf is no array, or has an unsupported dtype; `spec` is no QuantSpec.
@@ -99,15 +99,15 @@ def all_gather(
 
     def gather_leaf(leaf: Any) -> Any:
         leaf = _read_leaf(function, leaf, spec)
-        place = checks.check_axis(function, axis, leaf.ndim + (not tiled))
-        move = functools.partial(lax.all_gather, axis_name=axis_name, axis=place, tiled=bool(tiled))
+        dimension = checks.check_axis(function, axis, leaf.ndim + (not tiled))
+        move = functools.partial(lax.all_gather, axis_name=axis_name, axis=dimension, tiled=bool(tiled))
         if not _moves_codes(leaf):
             return move_plain(leaf, move)
-        gather = functools.partial(gather_codes, axis_name=axis_name, size=size, axis=place, is_tiled=bool(tiled))
+        gather = functools.partial(gather_codes, axis_name=axis_name, size=size, axis=dimension, is_tiled=bool(tiled))
         if backward_spec is None or _messages.is_quantized(leaf):
             return _transfer(leaf, None, spec, gather, move)
         # The transpose of a gather adds the cotangents of all devices, and gives each its slice.
-        scatter = Scatter(Reduction(axis_name, size, _messages.derive_row_spec(backward_spec)), place, bool(tiled))
+        scatter = Scatter(Reduction(axis_name, size, _messages.derive_row_spec(backward_spec)), dimension, bool(tiled))
         assert spec is not None  # _read_leaf has checked it
         # The cotangents of a device are its own. If x is the same on all devices, JAX adds them.
         leaf = sharding.vary_like(leaf, lax.axis_index(axis_name))
@@ -137,7 +137,7 @@ def all_to_all(
 
     It is `jax.lax.all_to_all`. What goes in comes out, as in `all_gather`: a QuantizedArray arrives bit for bit, and
     floats are quantized as `quantize(x, spec)` does and dequantized where they arrive. A stored order of the codes is
-    given up. Gradients are those of `jax.lax.all_to_all`, straight-through.
+    given up. Gradients are as in `jax.lax.all_to_all`, straight-through.
 
     Args:
         x: a pytree of QuantizedArrays, floats (float32, float16 or bfloat16), integers and bools.
@@ -149,7 +149,7 @@ def all_to_all(
         key: a key of `jax.random` to round floats stochastically, differently on each device; None rounds to nearest.
 
     Returns:
-        A tree like x. Each shape is that of `jax.lax.all_to_all`.
+        A tree like x. The shapes are as in `jax.lax.all_to_all`.
 
     Raises:
         TypeError: a leaf is no array, or has an unsupported dtype; `spec` is no QuantSpec, or `key` no key.
@@ -242,8 +242,8 @@ def ppermute(
     """Send x from one device to another, for each pair of a permutation; it travels as codes and scales.
 
     It is `jax.lax.ppermute`. What goes in comes out, as in `all_gather`: a QuantizedArray arrives bit for bit, and
-    floats are quantized as `quantize(x, spec)` does and dequantized where they arrive. A device to which none sends
-    gets zeros; of an array with a codebook, the level nearest to 0. Gradients are those of `jax.lax.ppermute`,
+    floats are quantized as `quantize(x, spec)` does and dequantized where they arrive. A device that no other sends to
+    gets zeros; of an array with a codebook, the level nearest to 0. Gradients are as in `jax.lax.ppermute`,
     straight-through.
 
     Args:
@@ -292,7 +292,7 @@ def ppermute(
 
 
 def _fill_unsent(q: QuantizedArray, axis_name: Hashable, receivers: list[int]) -> QuantizedArray:
-    """Return what a device has received, or an array of zeros on a device to which none has sent."""
+    """Return what a device has received, or an array of zeros on a device that no other has sent to."""
     is_sent = jnp.isin(lax.axis_index(axis_name), np.array(receivers, np.int32))
     scale, codes = q.scale, q.codes
     if scale.dtype != dtypes.E8M0:  # zeros have arrived, but no scale may be 0; as bits of E8M0 they are 2**-127
@@ -303,7 +303,7 @@ def _fill_unsent(q: QuantizedArray, axis_name: Hashable, receivers: list[int]) -
     return q.replace(codes=jnp.where(is_sent, codes, zero), scale=scale)
 
 
-def _check_permutation(function: str, perm: Any, size: int) -> tuple[tuple[int, int], ...]:
+def _check_permutation(function: str, perm: Sequence[tuple[int, int]], size: int) -> tuple[tuple[int, int], ...]:
     """Return the pairs of a permutation; raise if they are none."""
     expected = "pairs (sender, receiver)"
     is_pairs = isinstance(perm, list | tuple) and all(isinstance(p, list | tuple) and len(p) == 2 for p in perm)
@@ -334,12 +334,15 @@ def _read_leaf(function: str, leaf: Any, spec: QuantSpec | None) -> Any:
     return leaf
 
 
-def _moves_codes(leaf: Any) -> bool:
+def _moves_codes(leaf: QuantizedArray | jax.Array) -> bool:
     """Return whether a leaf is moved as a QuantizedArray; other integers are moved as they are."""
     return _messages.is_quantized(leaf) or leaf.dtype in dtypes.FLOATS
 
 
-def _transfer(leaf: Any, key: jax.Array | None, spec: Any, move_codes: Any, move_floats: Any) -> Any:
+def _transfer(
+    leaf: QuantizedArray | jax.Array, key: jax.Array | None, spec: Any, move_codes: Callable[..., Any],
+    move_floats: Callable[..., Any],
+) -> Any:  # fmt: skip
     """Return what arrives of a QuantizedArray, or of floats."""
     if _messages.is_quantized(leaf):
         return move_codes(leaf)

@@ -19,7 +19,7 @@ from .._core.granularity import Aligned
 _NAME = "distributed.find_shardings"
 
 
-def find_shardings(tree: Any, mesh: Mesh | AbstractMesh, partitions: Any, *, whole_blocks: bool = False) -> Any:
+def find_shardings(tree: object, mesh: Mesh | AbstractMesh, partitions: object, *, whole_blocks: bool = False) -> Any:
     """Return the sharding of each array of a tree, with codes and scales cut as the floats that they stand for.
 
     The result is what `jax.device_put`, and `in_shardings` and `out_shardings` of `jax.jit`, take for the tree. Its
@@ -72,30 +72,30 @@ def find_shardings(tree: Any, mesh: Mesh | AbstractMesh, partitions: Any, *, who
     try:
         parts = structure.flatten_up_to(tree)
     except ValueError as error:
-        expected = "a pytree of PartitionSpecs like `tree`, or one whose leaves stand for parts of it"
+        expected = "a pytree of PartitionSpecs like `tree`, or one with leaves that stand for parts of it"
         raise checks.ContractValueError(checks.format_message(_NAME, "partitions", expected, error)) from error
     results = []
-    for (place, partition), part in zip(entries, parts, strict=True):
-        results.append(_map_arrays(part, place, functools.partial(cut_leaf, partition)))
+    for (prefix, partition), part in zip(entries, parts, strict=True):
+        results.append(_map_arrays(part, prefix, functools.partial(cut_leaf, partition)))
     return structure.unflatten(results)
 
 
-def _map_arrays(tree: Any, place: tuple[Any, ...], function: Callable[[str, Any], Any]) -> Any:
+def _map_arrays(tree: object, prefix: tuple[Any, ...], function: Callable[[str, Any], Any]) -> Any:
     """Return a tree with each array and QuantizedArray replaced by a function of its path and of itself.
 
     Args:
         tree: the tree.
-        place: the keys of the tree in a larger one.
+        prefix: the keys of the tree in a larger one.
         function: the function.
     """
 
-    def replace(keys: tuple[Any, ...], leaf: Any) -> Any:
-        return function(jax.tree_util.keystr((*place, *keys), simple=True, separator="/"), leaf)
+    def replace(keys: tuple[Any, ...], leaf: object) -> Any:
+        return function(jax.tree_util.keystr((*prefix, *keys), simple=True, separator="/"), leaf)
 
     return jax.tree_util.tree_map_with_path(replace, tree, is_leaf=_is_quantized)
 
 
-def _cut_leaf(mesh: Mesh | AbstractMesh, whole_blocks: bool, partition: Any, path: str, leaf: Any) -> Any:
+def _cut_leaf(mesh: Mesh | AbstractMesh, whole_blocks: bool, partition: Any, path: str, leaf: object) -> Any:
     """Return the sharding of an array, or a QuantizedArray of the shardings of its parts."""
     shape, name = _derive_shape(leaf), f"partitions of {path!r}" if path else "partitions"
     checks.require_type(_is_partition(partition), _NAME, name, "a PartitionSpec", checks.describe_value(partition))
@@ -106,7 +106,7 @@ def _cut_leaf(mesh: Mesh | AbstractMesh, whole_blocks: bool, partition: Any, pat
     if not isinstance(leaf, QuantizedArray):
         return NamedSharding(mesh, partition)
 
-    def cut_part(part: Any) -> NamedSharding | None:
+    def cut_part(part: jax.Array | None) -> NamedSharding | None:
         if part is None:
             return None
         sizes = Aligned(leaf.block_size).sizes(tuple(part.shape), shape)
@@ -121,13 +121,13 @@ def _cut_leaf(mesh: Mesh | AbstractMesh, whole_blocks: bool, partition: Any, pat
         return NamedSharding(mesh, PartitionSpec(*entries))
 
     (_, scale, zero_point), static = leaf.tree_flatten()
-    # JAX places the codes as they are stored, and a partition is that of the logical shape.
+    # JAX places the codes as they are stored, and a partition describes the logical shape.
     order = PartitionSpec(*(axes[axis] for axis in derive_permutation(leaf.stored_order, len(shape))))
     children = (NamedSharding(mesh, order), cut_part(scale), cut_part(zero_point))
     return QuantizedArray.tree_unflatten(static, children)
 
 
-def _count_devices(mesh: Mesh | AbstractMesh, name: str, entry: Any) -> int:
+def _count_devices(mesh: Mesh | AbstractMesh, name: str, entry: str | tuple[str, ...] | None) -> int:
     """Return over how many devices an entry of a PartitionSpec cuts a dimension."""
     axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
     for axis in axes:
@@ -139,9 +139,9 @@ def _derive_shape(leaf: Any) -> tuple[int, ...]:
     return tuple(leaf.shape) if hasattr(leaf, "shape") else np.shape(leaf)
 
 
-def _is_quantized(node: Any) -> bool:
+def _is_quantized(node: object) -> bool:
     return isinstance(node, QuantizedArray)
 
 
-def _is_partition(node: Any) -> bool:
+def _is_partition(node: object) -> bool:
     return isinstance(node, PartitionSpec)

@@ -97,7 +97,7 @@ def _split_computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
 
 
 def _walk(computations: dict[str, list[Instruction]], name: str, calls: int, world: int) -> Iterator[Collective]:
-    """Yield the collectives of a computation and of those that it calls."""
+    """Yield the collectives of a computation and of the computations that it calls."""
     for instruction in computations.get(name, []):
         # The "-done" of an asynchronous pair moves nothing, and is not counted.
         kind = instruction.operation.removesuffix("-start")

@@ -25,8 +25,7 @@ from .._arrays.spec import QuantSpec
 from .._core import checks, sharding
 from .._core.granularity import PerTensor
 from .._training.estimators import LSQ, LSQPlus, StraightThrough, read_learned_scale, read_learned_zero_point
-from .._training.fake_quantize import read_parts
-from .._training.quantizer import Quantizer
+from .._training.fake_quantize import Quantizer, read_parts
 from .._training.range_sources import Dynamic, Learned, Static
 from .._training.rounding_vjp import RoundingConfig, make_array, round_zero_point
 from ..calibration import Calibrator

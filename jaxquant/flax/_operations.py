@@ -25,7 +25,7 @@ from .._training.backward import Backward
 from .._training.conv_general_dilated import quantized_conv_general_dilated
 from .._training.dot_general import quantized_dot_general
 from .._training.einsum import quantized_einsum
-from .._training.quantizer import Quantizer
+from .._training.fake_quantize import Quantizer
 from .._training.range_sources import Dynamic
 from ._operand_ranges import Parameters, make_quantizer, quantize_operand
 from ._quantization import LayerOperand, Operands, resolve_tokens

@@ -13,7 +13,7 @@ from .._core.granularity import PerAxis, PerFeature, PerTensor, PerToken
 from .._training.backward import Backward, FloatBackward
 from .._training.estimators import LSQPlus
 from .._training.range_sources import Dynamic, Learned, RangeSource
-from ..calibration.factory import describe_factory
+from ..calibration.calibrator import describe_factory
 
 # Granularities of activations that give ranges of one shape for every batch.
 _STORABLE = {PerTensor(), PerFeature(), PerAxis(-1)}

@@ -1,8 +1,7 @@
 """Optimizer states in 8 bits: a wrapper of any optax transformation."""
 
 from .codebooks import dynamic, logarithmic
-from .describe_state import LeafRow, StateReport, describe_state
-from .quantize_state import QuantizedState, quantize_state
+from .quantize_state import LeafRow, QuantizedState, StateReport, describe_state, quantize_state
 
 __all__ = [
     "LeafRow",

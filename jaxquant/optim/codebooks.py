@@ -26,8 +26,8 @@ _LEAST = _ONE - (254 << _SHIFT)  # the bits of its least positive level
 def _list_dynamic_levels() -> tuple[float, ...]:
     integers = np.arange(1, 129, dtype=np.float32).view(np.int32).astype(np.int64)
     positive = (2 * integers - _OFFSET).astype(np.int32).view(np.float32).tolist()
-    # 255 levels are symmetric. The last code is that of the least positive one, because -1 must be a level: otherwise a
-    # block whose largest number is negative would shrink each time that it is quantized.
+    # 255 levels are symmetric. The last code stands for the least positive one, because -1 must be a level: otherwise a
+    # block with a negative largest number would shrink each time that it is quantized.
     return (*(-level for level in positive[:0:-1]), 0.0, *positive)
 
 

@@ -1,7 +1,8 @@
-"""`quantize_state`: any optax transformation with its state in 8-bit blocks."""
+"""`quantize_state`: any optax transformation with its state in 8-bit blocks; `describe_state`: a table of a state."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
@@ -16,7 +17,7 @@ from jax import lax
 from jax.core import eval_jaxpr
 from jax.extend import core
 
-from .._arrays import scale_from_range
+from .._arrays import parts, scale_from_range
 from .._arrays.quantized_array import QuantizedArray, check_lazy
 from .._arrays.spec import Codebook, QuantSpec
 from .._core import checks, dtypes, sharding
@@ -90,7 +91,7 @@ class QuantizedState(NamedTuple):
 
 
 def quantize_state(
-    tx: Any,
+    tx: optax.GradientTransformation | optax.MultiSteps,
     spec: _Spec = dynamic,
     second_spec: _Spec = logarithmic,
     *,
@@ -105,12 +106,12 @@ def quantize_state(
 
     The moments in the states that optax defines become codes, if they are float32, float16 or bfloat16 and have at
     least `min_size` elements: second moments, which are never negative, as `second_spec` says, the others as `spec`
-    says. All other arrays stay as they are: those of a state that optax does not define, parameters, gradients that are
+    says. All other arrays stay as they are: states that optax does not define, parameters, gradients that are
     summed over several steps, and sums that only grow (Adagrad). `overrides` chooses for single arrays.
     `jq.optim.describe_state` lists what became of each.
 
     A number is rounded to the nearest level of the codebook, and to the lower one if it is halfway between two. With a
-    codebook that starts at 0, as that of second moments does, a positive number never becomes 0, but at least the
+    codebook that starts at 0, as for second moments, a positive number never becomes 0, but at least the
     first level above 0: the update divides by the root of the second moment. So where a second moment is too small for
     its block, the update is smaller than without codes, not larger.
 
@@ -156,7 +157,7 @@ def quantize_state(
     if seed is not None:
         checks.check_integer(_NAME, "seed", seed)
 
-    def init(params: Any) -> QuantizedState:
+    def init(params: object) -> QuantizedState:
         state = transformation.init(params)
         step = None if seed is None else jnp.zeros((), jnp.int32)
         keys = _make_keys(seed, step, len(jax.tree.leaves(state)))
@@ -173,7 +174,7 @@ def quantize_state(
             leaves = [next(arrays) if _is_quantized(leaf) else leaf for leaf in old]
             floats = structure.unflatten([_dequantize(leaf) for leaf in leaves])
             changes, new = transformation.update(updates, floats, params, **extra_args)
-            expected = "a transformation whose update keeps the structure of its state"
+            expected = "a transformation with an update that keeps the structure of its state"
             is_same = jax.tree.structure(floats) == jax.tree.structure(new)
             checks.require(is_same, f"{_NAME}.update", "tx", expected, "another structure")
             return changes, _map_leaves(_quantize_again, new, leaves, keys)
@@ -195,7 +196,7 @@ class _Rules(NamedTuple):
     second_spec: _Spec
     overrides: tuple[tuple[re.Pattern[str], _Spec | None], ...]
 
-    def choose_specs(self, state: Any, min_size: int) -> list[tuple[str, QuantSpec | None]]:
+    def choose_specs(self, state: object, min_size: int) -> list[tuple[str, QuantSpec | None]]:
         """Return the path of each leaf, and its spec, or None for one that stays as it is."""
         leaves = jax.tree_util.tree_leaves_with_path(state)
         specs = []
@@ -206,7 +207,7 @@ class _Rules(NamedTuple):
             specs.append((name, complete))
         return specs
 
-    def _choose_spec(self, name: str, leaf: Any, role: str, min_size: int) -> _Spec | None:
+    def _choose_spec(self, name: str, leaf: jax.Array, role: str, min_size: int) -> _Spec | None:
         for pattern, spec in self.overrides:
             if pattern.search(name):
                 return spec
@@ -215,7 +216,7 @@ class _Rules(NamedTuple):
         return self.second_spec if role == SECOND_MOMENT else self.spec
 
 
-def _read_transformation(tx: Any) -> Any:
+def _read_transformation(tx: optax.GradientTransformation | optax.MultiSteps) -> Any:
     """Return a transformation with an update that takes extra arguments."""
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
@@ -225,7 +226,7 @@ def _read_transformation(tx: Any) -> Any:
     return optax.with_extra_args_support(tx)
 
 
-def _read_spec(argument: str, spec: Any) -> _Spec:
+def _read_spec(argument: str, spec: _Spec) -> _Spec:
     """Return a spec after checking that it has a codebook with a level 0."""
     expected = "a Codebook, or a QuantSpec of one"
     checks.require_type(isinstance(spec, QuantSpec | Codebook), _NAME, argument, expected, checks.describe_value(spec))
@@ -240,7 +241,7 @@ def _read_spec(argument: str, spec: Any) -> _Spec:
     return spec
 
 
-def _read_overrides(overrides: Any) -> tuple[tuple[re.Pattern[str], _Spec | None], ...]:
+def _read_overrides(overrides: Mapping[str, _Spec | None] | None) -> tuple[tuple[re.Pattern[str], _Spec | None], ...]:
     """Return compiled regular expressions with their specs."""
     overrides = {} if overrides is None else overrides
     expected = "a dict from regular expressions to specs"
@@ -260,7 +261,7 @@ def _read_overrides(overrides: Any) -> tuple[tuple[re.Pattern[str], _Spec | None
     return tuple(rules)
 
 
-def _flatten_state(state: Any) -> tuple[list[Any], Any]:
+def _flatten_state(state: QuantizedState) -> tuple[list[Any], Any]:
     """Return the leaves of the wrapped transformation's state, and their structure, after checking them."""
     expected = "the state that init returned, a QuantizedState"
     is_state = isinstance(state, QuantizedState)
@@ -279,24 +280,24 @@ def _make_keys(seed: int | None, step: Any, count: int) -> list[Any]:
     if seed is None:
         return [None] * count
     key = jax.random.fold_in(jax.random.key(np.uint32(seed % 2**32)), step)
-    return [jax.random.fold_in(key, place) for place in range(count)]
+    return [jax.random.fold_in(key, index) for index in range(count)]
 
 
-def _map_leaves(function: Any, state: Any, *columns: list[Any]) -> Any:
+def _map_leaves(function: Callable[..., Any], state: object, *columns: list[Any]) -> Any:
     """Return a state with each leaf replaced by a function of it and of its entries in lists."""
     leaves, structure = jax.tree.flatten(state)
     return structure.unflatten([function(*row) for row in zip(leaves, *columns, strict=True)])
 
 
-def _is_quantized(node: Any) -> bool:
+def _is_quantized(node: object) -> bool:
     return isinstance(node, QuantizedArray)
 
 
-def _dequantize(leaf: Any) -> Any:
+def _dequantize(leaf: object) -> Any:
     return _dequantize_leaf(leaf) if isinstance(leaf, QuantizedArray) else leaf
 
 
-def _quantize_first(leaf: Any, named_spec: tuple[str, QuantSpec | None], key: jax.Array | None) -> Any:
+def _quantize_first(leaf: jax.Array, named_spec: tuple[str, QuantSpec | None], key: jax.Array | None) -> Any:
     name, spec = named_spec
     if spec is None:
         return leaf
@@ -304,11 +305,11 @@ def _quantize_first(leaf: Any, named_spec: tuple[str, QuantSpec | None], key: ja
         return quantize_leaf(leaf, key, function=_NAME, spec=spec)
 
 
-def _quantize_again(leaf: Any, old: Any, key: jax.Array | None) -> Any:
+def _quantize_again(leaf: jax.Array, old: object, key: jax.Array | None) -> Any:
     """Return a leaf of the new state in the form that it had in the old one."""
     if not isinstance(old, QuantizedArray):
         return leaf
-    expected = "a transformation whose update keeps the shapes of its state"
+    expected = "a transformation with an update that keeps the shapes of its state"
     checks.require(leaf.shape == old.shape, f"{_NAME}.update", "tx", expected, f"{leaf.shape} for {old.shape}")
     return quantize_like(leaf, key, old)
 
@@ -316,7 +317,7 @@ def _quantize_again(leaf: Any, old: Any, key: jax.Array | None) -> Any:
 # Which leaves of optax's states become codes: moments and second moments.
 
 
-def _mark_leaves(state: Any) -> Any:
+def _mark_leaves(state: object) -> Any:
     """Return a tree of the structure of an optimizer state with the role of each leaf."""
 
     def mark_node(node: Any) -> Any:
@@ -334,7 +335,7 @@ def _mark_leaves(state: Any) -> Any:
     return jax.tree.map(mark_node, state, is_leaf=_is_state)
 
 
-def _is_state(node: Any) -> bool:
+def _is_state(node: object) -> bool:
     """Return whether a node is a state that optax defines; another library may use the same names for other things."""
     name = type(node).__name__
     is_named = name in _MOMENTS or name in _SECOND_MOMENTS
@@ -443,7 +444,7 @@ def _compute_largest(x: jax.Array, shape: tuple[int, ...], block_size: int | Non
 def _round_stochastically(codebook: Codebook, value: jax.Array, key: jax.Array) -> jax.Array:
     """Return the code of one of the two levels around each value, with the value as expectation.
 
-    Values beyond the levels get the code of the first or the last one, and NaN that of the first.
+    Values beyond the levels get the code of the first or the last one; NaN gets the first.
     """
     codes = round_to_levels(codebook, value)
     below = codes.astype(jnp.int32) - (read_levels(codebook, codes) > value).astype(jnp.int32)
@@ -469,10 +470,10 @@ def run_in_order(function: Callable[[list[Any]], Any], held: Sequence[Any]) -> A
     Args:
         function: a function of a list of pytrees; it may close over further arrays. Results that depend on several of
             the pytrees join these in one part.
-        held: the pytrees: arrays, of which at least one is traced.
+        held: the pytrees: arrays, at least one of them traced.
     """
     counts = [len(jax.tree.leaves(tree)) for tree in held]
-    owners = [place for place, count in enumerate(counts) for _ in range(count)]
+    owners = [index for index, count in enumerate(counts) for _ in range(count)]
     program, result = jax.make_jaxpr(function, return_shape=True)(list(held))
     body, constants = _split_constants(program)
     # Optax computes some steps of all arrays in one call.
@@ -502,7 +503,9 @@ def _split_constants(program: Any) -> tuple[Any, Sequence[Any]]:
     return getattr(program, "jaxpr", program), tuple(getattr(program, "consts", ()))
 
 
-def _run_with_inlined_calls(body: Any, constants: Sequence[Any], sources: list[set[int]], *arguments: Any) -> list[Any]:
+def _run_with_inlined_calls(
+    body: core.Jaxpr, constants: Sequence[Any], sources: list[set[int]], *arguments: jax.Array
+) -> list[Any]:
     """Return the results of a program, with the bodies of calls that depend on several pytrees in place of the calls.
 
     Args:
@@ -514,7 +517,7 @@ def _run_with_inlined_calls(body: Any, constants: Sequence[Any], sources: list[s
     values = dict(zip(body.constvars, constants, strict=True)) | dict(zip(body.invars, arguments, strict=True))
     needed: dict[Any, set[int]] = dict(zip(body.invars, sources, strict=True))
 
-    def read_atom(atom: Any) -> Any:
+    def read_atom(atom: core.Var | core.Literal) -> Any:
         return atom.val if isinstance(atom, core.Literal) else values[atom]
 
     for equation in body.eqns:
@@ -539,7 +542,7 @@ def _is_plain_call(equation: core.JaxprEqn) -> bool:
     return is_call and not any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
 
 
-def _split_equations(body: Any, owners: list[int]) -> list[list[Any]]:
+def _split_equations(body: core.Jaxpr, owners: list[int]) -> list[list[Any]]:
     """Return the results that depend on pytrees, in parts such that no two depend on the same one.
 
     Args:
@@ -552,16 +555,16 @@ def _split_equations(body: Any, owners: list[int]) -> list[list[Any]]:
         needed |= dict.fromkeys(equation.outvars, joined)
     parts: list[tuple[set[int], list[Any]]] = []
     for atom in body.outvars:
-        places, outputs = (set() if isinstance(atom, core.Literal) else needed.get(atom, set())), [atom]
-        if not places:
+        trees, outputs = (set() if isinstance(atom, core.Literal) else needed.get(atom, set())), [atom]
+        if not trees:
             continue
         apart = []
         for part in parts:
-            if part[0] & places:
-                places, outputs = places | part[0], part[1] + outputs
+            if part[0] & trees:
+                trees, outputs = trees | part[0], part[1] + outputs
             else:
                 apart.append(part)
-        parts = [*apart, (places, outputs)]
+        parts = [*apart, (trees, outputs)]
     return [outputs for _, outputs in sorted(parts, key=lambda part: min(part[0]))]
 
 
@@ -614,3 +617,109 @@ def _evaluate(chosen: _Equations, values: dict[Any, Any]) -> None:
     program = core.Jaxpr([], list(chosen.free), chosen.results, chosen.equations, effects, _NO_DEBUG_INFO)
     results = eval_jaxpr(program, (), *(values[atom] for atom in chosen.free))
     values |= dict(zip(chosen.results, results, strict=True))
+
+
+# How a state is stored, as a table.
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafRow:
+    """How an array of a state is stored.
+
+    Attributes:
+        path: its place in the state, such as "inner/0/mu/dense/kernel".
+        shape: its shape.
+        dtype: the dtype in which the transformation computes with it.
+        stored: its codes and the elements that share a scale, or its dtype.
+        nbytes: its bytes.
+        float_nbytes: its bytes in `dtype`.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    stored: str
+    nbytes: int
+    float_nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StateReport:
+    """What `describe_state` returns; `print` shows it as a table.
+
+    Attributes:
+        rows: a `LeafRow` for each array.
+    """
+
+    rows: tuple[LeafRow, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all arrays."""
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def float_nbytes(self) -> int:
+        """The bytes that all arrays would have without codes."""
+        return sum(row.float_nbytes for row in self.rows)
+
+    def __str__(self) -> str:
+        """Return a table with a line for each array and one for all."""
+        total = LeafRow("total", (), "", "", self.nbytes, self.float_nbytes)
+        lines = [("array", "shape", "dtype", "stored as", "bytes", "of float")]
+        for row in (*self.rows, total):
+            ratio = row.nbytes / row.float_nbytes if row.float_nbytes else 1.0
+            shape = "x".join(map(str, row.shape))
+            lines.append((row.path, shape, str(row.dtype), row.stored, str(row.nbytes), f"{ratio:.3f}"))
+        widths = [max(len(line[column]) for line in lines) for column in range(6)]
+        aligned = [[cell.ljust(n) for cell, n in zip(line[:4], widths, strict=False)] for line in lines]
+        numbers = [[cell.rjust(n) for cell, n in zip(line[4:], widths[4:], strict=True)] for line in lines]
+        return "\n".join("  ".join((*left, *right)).rstrip() for left, right in zip(aligned, numbers, strict=True))
+
+
+def describe_state(state: object) -> StateReport:
+    """Return which array of an optimizer state is stored how, and in how many bytes.
+
+    Args:
+        state: a state, or any other pytree, of arrays or of `jax.ShapeDtypeStruct`, for example from `jax.eval_shape`.
+
+    Returns:
+        A report with a row for each array. `print` shows it as a table.
+
+    Raises:
+        TypeError: a leaf is neither an array nor a number.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax, jaxquant as jq
+        >>> tx = jq.optim.quantize_state(optax.sgd(0.1, momentum=0.9))
+        >>> params = {"kernel": jnp.ones((256, 64)), "bias": jnp.zeros(64)}
+        >>> print(jq.optim.describe_state(jax.eval_shape(tx.init, params)))
+        array                 shape   dtype    stored as             bytes  of float
+        inner/0/trace/bias    64      float32  float32                 256     1.000
+        inner/0/trace/kernel  256x64  float32  dynamic, 16x16        16640     0.254
+        total                                                        16896     0.257
+
+    Source: Dettmers et al., arXiv 2110.02861, section 2.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda node: isinstance(node, QuantizedArray))
+    return StateReport(tuple(_describe_leaf(path, leaf) for path, leaf in leaves))
+
+
+def _describe_leaf(path: tuple[Any, ...], leaf: Any) -> LeafRow:
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)  # a Python number
+    shape, dtype = tuple(leaf.shape), leaf.dtype
+    # A key of jax.random has an extended dtype, which has a size as well.
+    float_nbytes = math.prod(shape) * dtype.itemsize
+    if not isinstance(leaf, QuantizedArray):
+        return LeafRow(name, shape, dtype, str(dtype), float_nbytes, float_nbytes)
+    block = "x".join(map(str, _derive_block(leaf)))
+    stored = f"{leaf.codebook or leaf.codes.dtype}, {block}"
+    nbytes = parts.count_all_bytes(leaf.stored_codes, leaf.scale, leaf.zero_point)
+    return LeafRow(name, shape, dtype, stored, nbytes, float_nbytes)
+
+
+def _derive_block(q: QuantizedArray) -> tuple[int, ...]:
+    """Return the lengths of the elements that share a scale."""
+    sizes = Aligned(q.block_size).sizes(tuple(q.scale.shape), q.shape)
+    return q.shape if sizes is None else sizes

@@ -6,16 +6,14 @@ from .apply import apply
 from .collect import Statistics, collect
 from .correct_bias import correct_bias
 from .gptq import Diagnostics, gptq
-from .gradients import collect_gradients
 from .hqq import hqq
-from .input_scales import awq, smoothquant
 from .methods import GPTQ, HQQ, AdaRound, Nearest
 from .moments import Accumulator, Moments, MomentsState, second_moments
 from .notes import Note, Notes, Outcome
 from .rotate import rotate
-from .scaling import equalize, smooth
+from .scaling import awq, equalize, smooth, smoothquant
 from .search_range import search_range
-from .tune import tune
+from .tune import collect_gradients, tune
 
 __all__ = [  # noqa: RUF022 as grouped
     # Arrays.

@@ -19,6 +19,8 @@ from .._kernels.affine import dequantize_affine, divide_by_scale, quantize_affin
 
 _EACH = granularity.Aligned()
 
+Axis = int | tuple[int, ...]
+
 
 class MatrixLayout(NamedTuple):
     """How the elements of a weight are arranged as [groups, inputs, outputs].
@@ -53,7 +55,7 @@ class MatrixLayout(NamedTuple):
         return rows.transpose([order.index(axis) for axis in range(len(order))])
 
 
-def make_layout(function: str, shape: tuple[int, ...], axis: Any, groups: int = 1) -> MatrixLayout:
+def make_layout(function: str, shape: tuple[int, ...], axis: Axis, groups: int = 1) -> MatrixLayout:
     """Return the layout of a weight; raise if it has no such axes, or no such groups.
 
     Args:
@@ -71,13 +73,13 @@ def make_layout(function: str, shape: tuple[int, ...], axis: Any, groups: int = 
     return MatrixLayout(tuple(shape), kept, tuple(entry for entry in range(len(shape)) if entry not in kept), groups)
 
 
-def check_weight(function: str, w: Any, argument: str = "w") -> None:
+def check_weight(function: str, w: jax.Array, argument: str = "w") -> None:
     """Raise unless w is an array of floats of rank 1 or more."""
     checks.check_array(function, argument, w, dtypes.FLOATS)
     checks.require(w.ndim > 0, function, argument, "rank 1 or more", "rank 0")
 
 
-def read_hessian(function: str, w: jax.Array, hessian: jax.Array, axis: Any) -> tuple[jax.Array, MatrixLayout]:
+def read_hessian(function: str, w: jax.Array, hessian: jax.Array, axis: Axis) -> tuple[jax.Array, MatrixLayout]:
     """Return the second moments as [groups, inputs, inputs] of float32, and the layout of the weight."""
     check_weight(function, w)
     checks.check_array(function, "hessian", hessian, dtypes.FLOATS)
@@ -86,7 +88,7 @@ def read_hessian(function: str, w: jax.Array, hessian: jax.Array, axis: Any) -> 
     checks.require(is_matrix, function, "hessian", expected, f"shape {hessian.shape}")
     layout = make_layout(function, w.shape, axis, hessian.shape[0] if hessian.ndim == 3 else 1)
     shape = (*hessian.shape[:-2], layout.inputs, layout.inputs)
-    reason = f"w has shape {w.shape}, of which the contraction keeps the axes {layout.kept}"
+    reason = f"w has shape {w.shape}, and the contraction keeps the axes {layout.kept}"
     checks.check_shape(function, "hessian", hessian, shape, reason)
     return hessian.astype("float32").reshape(layout.groups, layout.inputs, layout.inputs), layout
 
@@ -104,17 +106,17 @@ class Grid(NamedTuple):
     scale: jax.Array
     zero_point: jax.Array | None
 
-    def take_row(self, index: Any) -> Grid:
+    def take_row(self, index: jax.Array) -> Grid:
         """Return the grid of one row of the matrix."""
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), self)
 
 
-def check_spec(function: str, spec: Any) -> None:
+def check_spec(function: str, spec: object) -> None:
     """Raise unless spec is a QuantSpec."""
     checks.require_type(isinstance(spec, QuantSpec), function, "spec", "a QuantSpec", checks.describe_value(spec))
 
 
-def check_integer_spec(function: str, spec: Any) -> None:
+def check_integer_spec(function: str, spec: QuantSpec) -> None:
     """Raise unless spec is a QuantSpec with integer codes."""
     check_spec(function, spec)
     is_integer = spec.codebook is None and spec.dtype in dtypes.INTEGERS
@@ -137,11 +139,11 @@ def check_finite(function: str, **arrays: Any) -> None:
 
 
 @jax.jit
-def _is_finite(x: Any) -> jax.Array:
+def _is_finite(x: jax.Array) -> jax.Array:
     return jnp.isfinite(x).all()
 
 
-def read_grid(function: str, grid: Any) -> Scales | None:
+def read_grid(function: str, grid: QuantizedArray | None) -> Scales | None:
     """Return the scale and the zero point of the array that a caller passed as a grid, or None."""
     if grid is None:
         return None
@@ -149,12 +151,12 @@ def read_grid(function: str, grid: Any) -> Scales | None:
     return Scales(q.scale, q.zero_point)
 
 
-def check_grid(function: str, grid: Any, w: Any, spec: QuantSpec) -> None:
+def check_grid(function: str, grid: QuantizedArray | None, w: jax.Array, spec: QuantSpec) -> None:
     """Raise unless a grid is None or a quantized array with the shape of w and the codes of the spec."""
     if grid is None:
         return
     q = check_array(function, "grid", grid)
-    checks.check_shape(function, "grid", q, tuple(w.shape), "that of w")
+    checks.check_shape(function, "grid", q, tuple(w.shape), "the shape of w")
     is_same = q.codebook == spec.codebook and q.codes.dtype == spec.carrier
     name = q.codebook or q.codes.dtype
     checks.require(is_same, function, "grid", f"codes of {spec.dtype}, as the spec has", name)
@@ -194,8 +196,9 @@ def decode_values(codes: jax.Array, grid: Grid, spec: QuantSpec) -> jax.Array:
 
 
 def build_array(
-    function: str, codes: jax.Array, layout: MatrixLayout, scales: Scales, spec: QuantSpec, dtype: Any, stored_last: Any
-) -> QuantizedArray:
+    function: str, codes: jax.Array, layout: MatrixLayout, scales: Scales, spec: QuantSpec, dtype: np.dtype,
+    stored_last: Axis | None,
+) -> QuantizedArray:  # fmt: skip
     """Return the quantized array of a matrix of codes.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from .._arrays.spec import QuantSpec
 from .._core import checks
 from .._core.entry_point import compile_entry_point, convert_number
 from . import _grid
-from ._grid import Grid, read_hessian
+from ._grid import Axis, Grid, read_hessian
 from .gptq import descend, factor_groups, map_groups, quantize_group
 
 _NAME = "ptq.adaround"
@@ -68,7 +68,7 @@ def adaround(
         w: the weight, float32, float16 or bfloat16, of any shape.
         hessian: the second moments of the inputs of each output, as for `gptq`.
         spec: Static. How to quantize: an integer dtype, with any granularity.
-        grid: an array with the same shape and dtype of codes, whose scale and zero point to use. None finds them in the
+        grid: an array with the same shape and dtype of codes, for its scale and zero point. None finds them in the
             range of w.
         axis: Static. The axis or axes of w that the contraction keeps: the output features.
         steps: Static. The number of steps of Adam. Each takes a product of H with a matrix of w's size.
@@ -115,8 +115,8 @@ def adaround(
 
 @compile_entry_point(_NAME)
 def _adaround(
-    w: jax.Array, hessian: jax.Array, grid: QuantizedArray | None, *, spec: QuantSpec, axis: Any, steps: int,
-    rate: float, penalty: float, sweeps: int, stored_last: Any,
+    w: jax.Array, hessian: jax.Array, grid: QuantizedArray | None, *, spec: QuantSpec, axis: Axis, steps: int,
+    rate: float, penalty: float, sweeps: int, stored_last: Axis | None,
 ) -> QuantizedArray:  # fmt: skip
     hessian, layout = read_hessian(_NAME, w, hessian, axis)
     _grid.check_grid(_NAME, grid, w, spec)
@@ -137,11 +137,11 @@ def _learn_group(
 ) -> jax.Array:  # fmt: skip
     """Return the codes of a matrix [inputs, outputs]."""
     bounds = tuple(np.float32(bound) for bound in spec.bounds)
-    point = jnp.zeros_like(w) if grid.zero_point is None else grid.zero_point.astype(jnp.float32)
+    zero_point = jnp.zeros_like(w) if grid.zero_point is None else grid.zero_point.astype(jnp.float32)
     # A plain division will do: if the quotient of an exact code is rounded to the wrong side, that code is still one of
     # the two candidates.
-    place = w / grid.scale + point
-    low = jnp.floor(place)
+    position = w / grid.scale + zero_point
+    low = jnp.floor(position)
     # A code beyond the bounds has no choice.
     lowest, highest = jnp.clip(low, *bounds), jnp.clip(low + 1, *bounds)
     squares = jnp.sum(jnp.diagonal(hessian)[:, None] * grid.scale**2, 0, keepdims=True)
@@ -153,7 +153,7 @@ def _learn_group(
 
     def measure(variable: jax.Array, exponent: jax.Array, weight: jax.Array) -> jax.Array:
         share = relax(variable)
-        errors = w - grid.scale * (jnp.clip(low + share, *bounds) - point)
+        errors = w - grid.scale * (jnp.clip(low + share, *bounds) - zero_point)
         # The magnitude has no derivative of a power at 0.
         distance = jnp.maximum(jnp.abs(2 * share - 1), np.float32(1e-6))
         return jnp.sum(_compute_costs(errors, hessian) / unit) + weight * jnp.sum(1 - distance**exponent)
@@ -167,7 +167,7 @@ def _learn_group(
         return _Adam(state.variable - np.float32(rate) * move, mean, square), None
 
     # Just inside of the ends: beyond them the clip lets no gradient pass, and the choice could not be revised.
-    share = jnp.clip(place - low, 1e-3, 1 - 1e-3)
+    share = jnp.clip(position - low, 1e-3, 1 - 1e-3)
     variable = -jnp.log((_HIGH - _LOW) / (share - _LOW) - 1)
     zeros = jnp.zeros_like(w)
     state, _ = lax.scan(move_downhill, _Adam(variable, zeros, zeros), _plan_steps(steps, penalty))  # type: ignore[arg-type]

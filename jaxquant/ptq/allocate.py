@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import re
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from .._arrays import parts
 from .._arrays.quantized_array import QuantizedArray
+from .._arrays.spec import QuantSpec
 from .._core import checks
 from ..calibration import loop
 from ..transform import Prepared, Rule
@@ -33,7 +35,7 @@ class BitPlan:
         nbytes: the bytes of all these weights.
         damage: the sum of the damages of the choices.
         table: for each weight and each candidate, the bytes and the damage.
-        rules: rules for `jq.prepare`: those of the function, with these dtypes.
+        rules: rules for `jq.prepare`: the rules of the function, with these dtypes.
     """
 
     choices: Mapping[str, str]
@@ -65,7 +67,7 @@ def allocate_bits(
     several weights are taken to add up. The program is solved exactly, by branch and bound.
 
     Args:
-        prepared: the prepared function; each weight gets one of the dtypes in place of that of its rule.
+        prepared: the prepared function; each weight gets one of the dtypes in place of the dtype in its rule.
         params: its parameters, in floats.
         batches: batches, as for `Prepared.calibrate`.
         budget: the most bytes of all weights that the rules quantize, scales and zero points included.
@@ -75,7 +77,7 @@ def allocate_bits(
         **arguments: keyword arguments of every call.
 
     Returns:
-        A `ptq.BitPlan`, whose `rules` prepare the function with these dtypes.
+        A `ptq.BitPlan`; its `rules` prepare the function with these dtypes.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -129,8 +131,8 @@ def allocate_bits(
             row[name] = (int(size), measure(leaf, q.dequantize()) if is_codes else 0.0)  # type: ignore[union-attr]
         table[prepared.names[leaf]] = row
     sizes, damages = (np.array([[row[name][k] for name in names] for row in table.values()], float) for k in range(2))
-    places = solve_plan(sizes, damages, budget, most_damage, list(table))
-    choices = {path: names[place] for path, place in zip(table, places, strict=True)}
+    indices = solve_plan(sizes, damages, budget, most_damage, list(table))
+    choices = {path: names[place] for path, place in zip(table, indices, strict=True)}
     chosen = [table[path][name] for path, name in choices.items()]
     return BitPlan(
         choices, sum(size for size, _ in chosen), float(sum(damage for _, damage in chosen)), table,
@@ -138,7 +140,7 @@ def allocate_bits(
     )  # fmt: skip
 
 
-def _change_dtype(spec: Any, name: str) -> dict[str, Any]:
+def _change_dtype(spec: QuantSpec, name: str) -> dict[str, Any]:
     """Return the attributes of a spec that another dtype changes: those that follow from the dtype."""
     attributes = {"dtype": name, "symmetric": None, "narrow_range": None, "zero_point_granularity": None}
     return {**attributes, "reduce_range": spec.reduce_range and _has_reduced_range(name)}
@@ -148,7 +150,7 @@ def _has_reduced_range(name: str) -> bool:
     return name in ("int8", "uint8")
 
 
-def _round_leaf(w: jax.Array, spec: Any) -> QuantizedArray:
+def _round_leaf(w: jax.Array, spec: QuantSpec) -> QuantizedArray:
     return Nearest("searched").quantize(w, None, spec, -1)
 
 
@@ -156,7 +158,7 @@ def _make_measure(prepared: Prepared, signature: Signature, others: Sequence[Sig
     """Return a function of a parameter and its replacement, which returns the damage."""
 
     @jax.jit
-    def run_function(arrays: Any, other: Signature) -> jax.Array:
+    def run_function(arrays: Sequence[Any], other: Signature) -> jax.Array:
         positional, named = other.rebuild(other.arrays)
         results = jax.tree.leaves(prepared.function(signature.rebuild(arrays), *positional, **named))
         floats = [x for x in results if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
@@ -166,7 +168,7 @@ def _make_measure(prepared: Prepared, signature: Signature, others: Sequence[Sig
     expected = [np.asarray(run_function(signature.arrays, other), np.float64) for other in others]
     for index, result in enumerate(expected):
         # The damage of every dtype would be NaN.
-        wanted, got = "batches with finite results", f"a NaN or an infinity in those of batches[{index}]"
+        wanted, got = "batches with finite results", f"a NaN or an infinity in the results of batches[{index}]"
         checks.require(bool(np.isfinite(result).all()), _NAME, "batches", wanted, got)
     # Each damage would be 0.
     is_empty = not sum(x.size for x in expected)
@@ -225,7 +227,9 @@ def solve_plan(
         is_allowed = is_rest
 
 
-def _solve_once(optimize: Any, goal: np.ndarray, rows: np.ndarray, is_allowed: np.ndarray) -> np.ndarray | None:
+def _solve_once(
+    optimize: types.ModuleType, goal: np.ndarray, rows: np.ndarray, is_allowed: np.ndarray
+) -> np.ndarray | None:
     """Return the choice with the least goal and a sum of the rows of at most 1, or None."""
     weights, candidates = goal.shape
     # The solver's tolerances are absolute, so that all numbers are at most 1.
@@ -269,7 +273,7 @@ def _make_rules(prepared: Prepared, calls: Sequence[TracedCall], choices: Mappin
             if choices[path] == FLOAT:
                 new = Rule(pattern, keep=FLOAT)
             else:
-                # The Weight that was measured, which is that of another rule where the uses of a tied table differ.
+                # The Weight that was measured, which belongs to another rule where the uses of a tied table differ.
                 weight = weights[path] or rule.weight
                 options = dict(weight.options)
                 if not _has_reduced_range(choices[path]):

@@ -15,12 +15,12 @@ from .._program import jaxpr
 from .._program.analysis import Site
 from .._program.interpreter import Visit
 from .._program.jaxpr import Address, Body, Equation
-from .._program.replacing import ReplacingInterpreter
+from .._program.replacing import Records, ReplacingInterpreter
 from ..calibration import loop
 from ..transform import Prepared, QuantizedTree
 from ..transform.session import InspectMode, Ranges, Session, TracedCall, find_programs
 from . import _grid, inputs, neighbors
-from ._grid import make_layout
+from ._grid import Axis, make_layout
 from .collect import MOMENTS, Statistics, finalize_moments, has_statistics, make_mode, make_states
 from .methods import GPTQ, AdaRound, Method, Nearest, check_method, measure_error
 from .moments import Moments
@@ -43,14 +43,14 @@ def apply(
 ) -> Outcome:  # fmt: skip
     """Quantize the weights of a prepared function with an algorithm in place of round-to-nearest.
 
-    The specs are those of the rules. What `data` is decides which inputs the algorithm sees:
+    The specs come from the rules. What `data` is decides which inputs the algorithm sees:
 
     - batches: layer by layer. All batches go through the program together, operation by operation. At each contraction
       the weight is quantized with the inputs that come from the quantized weights before it, and the outputs go on with
       the quantized weight. So each layer can make up for the errors of earlier ones, as in the paper on GPTQ. Of all
       batches, the values that later operations read are in memory. Contractions in a loop get the inputs of a loop of
-      float weights, and a weight with several uses those of the first;
-    - `ptq.Statistics`, as `collect` returns them: all inputs are those of the float function, which needs one pass over
+      float weights, and a weight with several uses gets the inputs of the first;
+    - `ptq.Statistics`, as `collect` returns them: all inputs come from the float function, which needs one pass over
       the batches in a jitted program, and memory for one batch;
     - None: for `ptq.HQQ()` and for `ptq.Nearest()`, which need no data.
 
@@ -83,7 +83,7 @@ def apply(
         data: batches, as for `Prepared.calibrate`, or statistics, or None.
         method: `ptq.GPTQ(...)`, `ptq.AdaRound(...)`, `ptq.HQQ(...)` or `ptq.Nearest(...)`.
         ranges: the ranges of the static activations, as for `Prepared.convert`. None or {} if there are none.
-        match_floats: with batches, whether the outputs of a layer shall be those of the float function. The batches go
+        match_floats: with batches, whether the outputs of a layer shall equal the float function's. The batches go
             through the float function, too, which takes twice the time and the memory of the values.
         gradients: second moments of gradients by path, as `collect_gradients` returns them. Weights that it has not are
             quantized as without it.
@@ -97,7 +97,7 @@ def apply(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the parameters have other paths or shapes than those of `prepare`; the batches differ in shapes,
+        ValueError: the parameters have other paths or shapes than in `prepare`; the batches differ in shapes,
             dtypes or static arguments; the statistics have no entry for a weight; the method needs data, and there are
             none; the state has other weights; or, with the name of the weight in front, the weight or its inputs have a
             NaN or an infinity.
@@ -199,7 +199,7 @@ def _explain_missing(prepared: Prepared, leaf: int) -> str:
     return "a lookup has no inputs" if is_lookup else "a part of a parameter, or a contraction without data"
 
 
-def _read_statistics(stats: Statistics, path: str, shape: Any) -> tuple[inputs.Uses, Moments] | str:
+def _read_statistics(stats: Statistics, path: str, shape: tuple[int, ...]) -> tuple[inputs.Uses, Moments] | str:
     uses = stats.find_uses(path)
     is_known = path in dict(stats.uses) and all(use.name in stats.moments or use.reason for use in uses)
     checks.require(is_known, _NAME, "data", f"statistics of {path}, as collect returns them", "none")
@@ -223,7 +223,9 @@ def _quantize(
         target = w if drift is None else _match_floats(w, drift, use.axis)
         second = moments.second
         if slopes is not None:
-            checks.check_shape(_NAME, "gradients", slopes, second.shape, "that of the second moments of its inputs")
+            checks.check_shape(
+                _NAME, "gradients", slopes, second.shape, "the shape of the second moments of its inputs"
+            )
             _grid.check_finite(_NAME, gradients=slopes)
             second = _blend_moments(second, slopes)
         q = known if known is not None else method.quantize(target, second, plan.spec, use.axis)
@@ -243,7 +245,7 @@ def _blend_moments(second: jax.Array, slopes: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("axis",))
-def _match_floats(w: jax.Array, drift: _Drift, axis: Any) -> jax.Array:
+def _match_floats(w: jax.Array, drift: _Drift, axis: Axis) -> jax.Array:
     """Return the weight with which the outputs, plus what is added to them, are nearest to the float function's.
 
     The damping is the one whose correction, found in one half of the vectors, is best for the other half. Without a
@@ -282,7 +284,7 @@ def _solve_damped(second: jax.Array, product: jax.Array, damping: jax.Array) -> 
     return jnp.linalg.solve(second + ones * (damping * mean + jnp.finfo(jnp.float32).tiny), product)
 
 
-def _describe_data(data: Any) -> str:
+def _describe_data(data: object) -> str:
     return "None" if data is None else type(data).__name__
 
 
@@ -330,7 +332,7 @@ class _UnreadParameter(NamedTuple):
     """A parameter that is read when it is needed, because its codes are not known before.
 
     Attributes:
-        leaf: the place of the parameter.
+        leaf: the index of the parameter.
         moves: the equations that move its elements, each with the place of the result.
     """
 
@@ -347,7 +349,7 @@ class _LayerMode(InspectMode):
         super().__init__(plan, lambda site: False, lambda *arguments: arguments)  # type: ignore[arg-type]
         self.weights = weights  # arrays; an `_Each` if batches with float weights are run, too
 
-    def is_parameter(self, value: Any) -> bool:
+    def is_parameter(self, value: object) -> bool:
         """Return whether a value is a parameter that has not been read."""
         return isinstance(value, _UnreadParameter)
 
@@ -355,14 +357,14 @@ class _LayerMode(InspectMode):
         """Return False: joined parameters are read as they are."""
         return False
 
-    def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+    def move_elements(self, equation: Equation, operands: Sequence[Any]) -> list[Any]:
         """Return the parameter with one more move, for each result of the equation."""
         if any(not isinstance(x, _UnreadParameter) for x in operands) or len(operands) > 1:
             return _evaluate_each(equation, [self.convert_to_array(x) for x in operands])
         (x,) = operands
         return [x._replace(moves=(*x.moves, (equation, place))) for place in range(len(equation.outvars))]
 
-    def convert_to_array(self, parameter: Any) -> Any:
+    def convert_to_array(self, parameter: object) -> Any:
         """Return the array of a parameter as it is now, after its moves."""
         if not isinstance(parameter, _UnreadParameter):
             return parameter
@@ -372,7 +374,7 @@ class _LayerMode(InspectMode):
         return value
 
 
-def _evaluate_each(equation: Any, arrays: Sequence[Any]) -> list[Any]:
+def _evaluate_each(equation: Equation, arrays: Sequence[Any]) -> list[Any]:
     """Return the results of an equation: for each batch, if an operand differs between them."""
     count = next((len(x) for x in arrays if isinstance(x, _Each)), None)
     if count is None:
@@ -434,11 +436,11 @@ class _LayerInterpreter(ReplacingInterpreter):
             self._visit_loop(equation, operands, visit)
         return self._run_each(equation, operands)
 
-    def run_inner(self, body: Body, values: Sequence[Any], address: Address, records: Any) -> tuple[Any, Any]:
+    def run_inner(self, body: Body, values: Sequence[Any], address: Address, records: Records) -> tuple[Any, Any]:
         """Return the results of a body, in which parameters are still read when they are contracted."""
         return self.evaluate_body(body, values, address), {}
 
-    def _run_each(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+    def _run_each(self, equation: Equation, operands: Sequence[Any]) -> list[Any]:
         """Return the results of an equation: for each batch, if an operand differs between them."""
         return _evaluate_each(equation, self.read_arrays(operands))
 
@@ -534,7 +536,7 @@ def _select(values: Sequence[Any], index: int) -> list[Any]:
 
 
 def _run_layers(
-    session: Session, batches: Sequence[tuple[Any, Any]], arguments: Any, quantize: _Quantize,
+    session: Session, batches: Sequence[tuple[Any, Any]], arguments: dict[str, Any], quantize: _Quantize,
     has_floats: bool = False,
 ) -> None:  # fmt: skip
     """Evaluate a program on all batches, and call `quantize` for each parameter at its first contraction.
@@ -543,7 +545,7 @@ def _run_layers(
         session: the prepared function and its parameters.
         batches: the positional and the keyword arguments of each call; all calls have the same program.
         arguments: keyword arguments of every call.
-        quantize: a function of the place of a parameter, of the statistics of its inputs, and of a `_Drift` or None. It
+        quantize: a function of the index of a parameter, of the statistics of its inputs, and of a `_Drift` or None. It
             returns the floats with which to go on.
         has_floats: whether to evaluate the program with float weights, too, beside the quantized ones.
     """

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -58,7 +58,7 @@ class Statistics:
         return dict(self.uses).get(path, ())
 
 
-def make_mode(plan: Any, names: Container[str]) -> InspectMode:
+def make_mode(plan: ProgramPlan, names: Container[str]) -> InspectMode:
     """Return the float program that also accumulates the second moments of the inputs of some contractions."""
     return InspectMode(plan, functools.partial(_is_counted, plan, names), _accumulate)
 
@@ -67,7 +67,7 @@ def _is_counted(plan: ProgramPlan, names: Container[str], site: Site) -> bool:
     return has_statistics(plan, site) and site.name in names
 
 
-def _accumulate(site: Site, operands: Any, records: Records) -> tuple[Any, Records]:
+def _accumulate(site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
     """Return the float result, and the states updated by the inputs."""
     vectors = inputs.read_vectors(site, lax.stop_gradient(inputs.read_operand(site, operands)))
     state = MOMENTS.update(records[site.name], vectors)
@@ -75,7 +75,7 @@ def _accumulate(site: Site, operands: Any, records: Records) -> tuple[Any, Recor
     return result, {**records, site.name: state}
 
 
-def has_statistics(plan: Any, site: Site) -> bool:
+def has_statistics(plan: ProgramPlan, site: Site) -> bool:
     """Return whether statistics of a contraction's inputs help to quantize its parameter."""
     # The inputs of a lookup are indices: their moments say nothing about the rows of its table.
     return plan.sites[site.name].is_replaced and bool(site.views) and site.operation != "take"
@@ -100,14 +100,14 @@ def update_states(session: Session, states: Any, call: TracedCall) -> Any:
 
 
 def collect(
-    prepared: Prepared, params: Any, batches: Iterable[Any], *, limit: int | None = None, checkpoint: Any = None,
-    progress: bool | None = None, **arguments: Any,
+    prepared: Prepared, params: Any, batches: Iterable[Any], *, limit: int | None = None,
+    checkpoint: str | os.PathLike[str] | None = None, progress: bool | None = None, **arguments: Any,
 ) -> Statistics:  # fmt: skip
     """Return statistics of the inputs of each contraction with a parameter that the rules quantize.
 
     The function runs in floats on each batch, in one jitted program. A contraction with d inputs has a state of 8 d^2
     bytes, and statistics of 4 d^2. The inputs of a convolution are its windows. A contraction in a scan over stacked
-    layers has statistics for each layer; one in another loop has those of all iterations.
+    layers has statistics for each layer; in another loop, one for all iterations together.
 
     Args:
         prepared: the prepared function.
@@ -188,7 +188,7 @@ def _check_contractions(call: TracedCall, known: Container[str]) -> None:
     """Raise unless a call has the contractions of the first batch only, which says how each weight is read."""
     names = [site.name for site in call.analysis.sites.values() if has_statistics(call.plan, site)]
     added = [name for name in names if name not in known]
-    expected, got = "batches whose calls have the contractions of the first one", f"also {', '.join(added[:4])}"
+    expected, got = "batches with calls that have the contractions of the first one", f"also {', '.join(added[:4])}"
     checks.require(not added, _NAME, "batches", expected, got)
 
 
@@ -214,7 +214,7 @@ def list_all_uses(session: Session, call: TracedCall) -> Uses:
     return tuple((session.names[leaf], inputs.list_uses(call, leaf)) for leaf in session.leaves)
 
 
-def _take_first(step: loop.BatchStep, batches: Any) -> tuple[Any, Any]:
+def _take_first(step: loop.BatchStep, batches: object) -> tuple[Any, Any]:
     """Return the arguments of the first batch, and all batches; None and the value itself if it holds none."""
     if not isinstance(batches, Iterable) or isinstance(batches, jax.Array | Mapping | str) or hasattr(batches, "dtype"):
         return None, batches  # the loop raises
@@ -224,7 +224,7 @@ def _take_first(step: loop.BatchStep, batches: Any) -> tuple[Any, Any]:
     return (None if first is None else loop.split_arguments(step.function, 0, first, step.arguments)), batches
 
 
-def _are_finite(states: Any) -> dict[str, jax.Array]:
+def _are_finite(states: Mapping[str, MomentsState]) -> dict[str, jax.Array]:
     return {name: compute_status(state) for name, state in states.items()}
 
 

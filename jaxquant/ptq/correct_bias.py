@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from .._core import checks
 from .._program import jaxpr
 from .._program.analysis import Site
+from .._program.replacing import Records
 from ..calibration import loop
 from ..transform import Prepared, QuantizedTree
 from ..transform.session import (
@@ -28,7 +30,7 @@ from ..transform.session import (
     match_ranges,
 )
 from . import inputs, neighbors
-from ._grid import make_layout
+from ._grid import Axis, make_layout
 from .collect import Statistics, has_statistics
 from .notes import Note, Notes, Outcome
 
@@ -41,10 +43,10 @@ class _Target(NamedTuple):
     """A quantized weight of a contraction with a bias.
 
     Attributes:
-        leaf: the place of the weight.
+        leaf: the index of the weight.
         use: how the contraction reads it.
         site: the contraction.
-        bias: the place of the bias.
+        bias: the index of the bias.
     """
 
     leaf: int
@@ -64,7 +66,7 @@ def correct_bias(
     - `ptq.Statistics`: bias + E[x] (W - W_q), with the mean E[x] of the inputs. This is the error that the rounding of
       the weight causes for inputs in floats. It needs one matrix product for each weight;
     - batches: bias + E[y] - E[y_q], with the outputs y of the function in floats and y_q of the quantized one, with all
-      of its codes, those of activations included. Each contraction is corrected on inputs that come from the corrected
+      of its codes, also of activations. Each contraction is corrected on inputs that come from the corrected
       ones before it. One pass over all batches measures and corrects all contractions, and the next one corrects those
       whose inputs have changed by that, until each mean error is a thousandth of what it was, or smaller. At most there
       are as many passes as contractions on the longest path through the program.
@@ -74,7 +76,7 @@ def correct_bias(
         params: its parameters, in floats.
         q: its converted parameters and ranges, as `Prepared.convert` or `apply` returns them.
         data: statistics of its inputs, from `collect`, or batches, as for `Prepared.calibrate`.
-        batch: with statistics, one batch, of which only the shapes matter.
+        batch: with statistics, one batch; only its shapes matter.
         **arguments: keyword arguments of every call.
 
     Returns:
@@ -83,7 +85,7 @@ def correct_bias(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the parameters have other paths or shapes than those of `prepare`; the statistics have no entry for
+        ValueError: the parameters have other paths or shapes than in `prepare`; the statistics have no entry for
             a weight; there is no batch; a static argument of a batch leads to other contractions with biases; or a mean
             is not finite.
 
@@ -127,7 +129,7 @@ def correct_bias(
     return Outcome(tree, Notes(tuple(notes[leaf] for leaf in prepared.leaves), _MEASURE))
 
 
-def _read_calls(name: str, batches: Any, arguments: dict[str, Any]) -> list[tuple[Any, Any]]:
+def _read_calls(name: str, batches: Iterable[Any], arguments: dict[str, Any]) -> list[tuple[Any, Any]]:
     """Return the positional and the keyword arguments of each call, from the batches of an argument."""
     return [(args, {**kwargs, **arguments}) for args, kwargs in loop.read_batches(_NAME, batches, arguments, name)]
 
@@ -163,7 +165,7 @@ def _check_targets(targets: Sequence[_Target], others: Sequence[_Target]) -> Non
     names, other_names = ({target.site.name: (target.use, target.bias) for target in x} for x in (targets, others))
     differing = sorted(name for name in {**names, **other_names} if names.get(name) != other_names.get(name))
     # A mean of one batch would be the target for all of them, and a bias of one program may be in no other.
-    expected = "batches whose calls all have the same contractions with biases"
+    expected = "batches with calls that all have the same contractions with biases"
     got = f"others at {', '.join(differing[:4])} (a static argument, or a shape that decides on the program?)"
     checks.require(not differing, _NAME, "data", expected, got)
 
@@ -187,7 +189,7 @@ def _correct_by_statistics(
     return arrays
 
 
-def _add_shift(bias: Any, shift: Any) -> jax.Array:
+def _add_shift(bias: ArrayLike, shift: ArrayLike) -> jax.Array:
     bias = jnp.asarray(bias)
     return (bias.astype(jnp.float32) + jnp.asarray(shift, jnp.float32).reshape(bias.shape)).astype(bias.dtype)
 
@@ -240,7 +242,7 @@ def _make_measure(
     sites = {target.site.name for target in targets}
 
     @jax.jit
-    def run_program(arrays: Any, other: Signature) -> dict[str, Any]:
+    def run_program(arrays: Sequence[Any], other: Signature) -> dict[str, Any]:
         positional, named = other.rebuild(other.arrays)
         call = session.trace(positional, named)
         records: dict[str, Any] = {name: {"ranges": part} for name, part in match_ranges(call, ranges).items()}
@@ -248,7 +250,7 @@ def _make_measure(
             if site.name in sites:
                 result = site.equation.outvars[0].aval
                 records[site.name] |= _compute_mean(site, jnp.zeros(result.shape, jnp.float32))
-        # Other quantized arrays are read by the function itself, and those of the float parameters are floats.
+        # Other quantized arrays are read by the function itself; in the float parameters they are floats.
         parameters = [
             Twin(x.dequantize(), x) if leaf in session.leaves and is_quantized(x) else x
             for leaf, x in enumerate(arrays)
@@ -274,7 +276,7 @@ def _make_measure(
     return measure
 
 
-def _visit_outputs(plan: ProgramPlan, site: Site, operands: Sequence[Any], records: Any) -> tuple[Any, Any]:
+def _visit_outputs(plan: ProgramPlan, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Any]:
     """Return the result of a contraction, on codes if its parameter has any, and records with the mean of it."""
     record = records[site.name]
     # With the float parameters there are no codes, so that both programs are walked in one way.
@@ -299,7 +301,7 @@ def _compute_mean(site: Site, result: jax.Array) -> dict[str, jax.Array]:
     return {"mean": jnp.mean(result, others).ravel(), "count": jnp.float32(count)}
 
 
-def compute_mean_error(w: jax.Array, values: jax.Array, mean: jax.Array, axis: Any) -> jax.Array:
+def compute_mean_error(w: jax.Array, values: jax.Array, mean: jax.Array, axis: Axis) -> jax.Array:
     """Return the mean of x (W - W_q) of each output."""
     layout = make_layout(_NAME, w.shape, axis, mean.shape[0])
     errors = layout.arrange(w.astype(jnp.float32) - values.astype(jnp.float32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from .._arrays.spec import QuantSpec
 from .._core import checks
 from .._core.entry_point import compile_entry_point, convert_number
 from . import _grid
-from ._grid import Grid, make_layout, read_hessian
+from ._grid import Axis, Grid, make_layout, read_hessian
 
 _NAME = "ptq.gptq"
 # TPUs and GPUs may round the operands of float32 products to bfloat16 or TF32 by default, which leaves too few digits
@@ -76,7 +77,7 @@ def gptq(
     stored_last: int | tuple[int, ...] | None = None,
     diagnostics: bool = False,
 ) -> Any:
-    """Quantize a weight such that the error of the contraction's output is small, and not that of the weight.
+    """Quantize a weight such that the contraction's output, and not the weight, has a small error.
 
     minimize trace(E^T H E) over the codes, with E = w - dequantized w and H the mean of x x^T
 
@@ -100,7 +101,7 @@ def gptq(
             the outputs are cut into as many runs of equal length, and each run has inputs of its own, as in grouped
             convolutions or batches of matrices.
         spec: Static. How to quantize, with any dtype and granularity.
-        grid: an array with the same shape and dtype of codes, whose scale and zero point to use; its codes do not
+        grid: an array with the same shape and dtype of codes, for its scale and zero point; its codes do not
             matter. None finds them in the range of w.
         axis: Static. The axis or axes of w that the contraction keeps: the output features. It sums over all others.
         activation_order: Static. Whether to round the inputs in the order of their mean squares, the largest first. The
@@ -135,7 +136,7 @@ def gptq(
                [0, 0]], dtype=int4)
 
     Source: Frantar et al., arXiv 2210.17323, algorithm 1; Chee et al., arXiv 2307.13304, theorem 6, for the form
-    without an inverse. The order of the inputs is that of the authors' program (its option "act-order"). Behdin et
+    without an inverse. The inputs have the order of the authors' program (its option "act-order"). Behdin et
     al., arXiv 2309.01885, section 3, for the sweeps.
     """
     _grid.check_spec(_NAME, spec)
@@ -157,8 +158,8 @@ def gptq(
 
 @compile_entry_point(_NAME)
 def _gptq(
-    w: jax.Array, hessian: jax.Array, grid: QuantizedArray | None, *, spec: QuantSpec, axis: Any,
-    activation_order: bool, damping: float, sweeps: int, stored_last: Any,
+    w: jax.Array, hessian: jax.Array, grid: QuantizedArray | None, *, spec: QuantSpec, axis: Axis,
+    activation_order: bool, damping: float, sweeps: int, stored_last: Axis | None,
 ) -> tuple[QuantizedArray, Diagnostics]:  # fmt: skip
     hessian, layout = read_hessian(_NAME, w, hessian, axis)
     _grid.check_grid(_NAME, grid, w, spec)
@@ -175,7 +176,7 @@ def _gptq(
     return _grid.build_array(_NAME, codes, layout, scales, spec, w.dtype, stored_last), report
 
 
-def map_groups(function: Any, *arrays: Any) -> Any:
+def map_groups(function: Callable[..., Any], *arrays: Any) -> Any:
     """Return the results of a function for each index of the first axis of some trees, stacked."""
     if jax.tree.leaves(arrays)[0].shape[0] > 1:
         return jax.vmap(function)(*arrays)
@@ -200,15 +201,16 @@ factor_groups = functools.partial(jax.jit, static_argnames=("damping", "is_order
 
 @functools.partial(jax.jit, static_argnames=("spec", "axis", "sweeps"))
 def round_on_grid(
-    w: jax.Array, hessian: jax.Array, factors: Factors, grid: QuantizedArray, *, spec: QuantSpec, axis: Any, sweeps: int
-) -> QuantizedArray:
+    w: jax.Array, hessian: jax.Array, factors: Factors, grid: QuantizedArray, *, spec: QuantSpec, axis: Axis,
+    sweeps: int,
+) -> QuantizedArray:  # fmt: skip
     """Return what `gptq` returns, with factors that several grids share; nothing is checked.
 
     Args:
         w: the weight.
         hessian: [groups, inputs, inputs].
         factors: the factors of the second moments.
-        grid: an array whose scale and zero point to use.
+        grid: an array, for its scale and zero point.
         spec: Static. The spec.
         axis: Static. The axes that are kept.
         sweeps: Static. As for `gptq`.
@@ -229,8 +231,8 @@ def quantize_group(
     order, feedback, used = factors
     rows, ordered = w[order], jax.tree.map(lambda x: x[order], grid)
     codes, errors = _round_rows(rows, ordered, feedback, spec)
-    place = jnp.argsort(order)
-    codes, errors = codes[place], errors[place]
+    position = jnp.argsort(order)
+    codes, errors = codes[position], errors[position]
     if sweeps:
         codes = descend(w, codes, hessian, grid, spec, sweeps)
         errors = w - _grid.decode_values(codes, grid, spec)
@@ -286,13 +288,13 @@ def _round_rows(w: jax.Array, grid: Grid, feedback: jax.Array, spec: QuantSpec) 
     count = w.shape[0]
     size = min(_BLOCK, max(count, 1))
     extra = -count % size
-    # Rows of zeros, to which no error moves, fill the last block.
+    # Rows of zeros fill the last block: no error moves to them.
     rows = jnp.pad(w, ((0, extra), (0, 0)))
     feedback = jnp.pad(feedback, (0, extra))
     filled = jax.tree.map(lambda x: jnp.pad(x, ((0, extra), (0, 0)), constant_values=1), grid)
     shape = jax.eval_shape(lambda: _grid.encode_values(rows, filled, spec))
 
-    def round_block(index: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def round_block(index: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         errors, _ = state
         start = index * size
         columns = lax.dynamic_slice_in_dim(feedback, start, size, 1)
@@ -300,17 +302,17 @@ def _round_rows(w: jax.Array, grid: Grid, feedback: jax.Array, spec: QuantSpec) 
         # The errors of this block and of later ones are still 0.
         moved = block + jnp.matmul(columns.T, errors, precision=_HIGHEST)
 
-        def round_row(place: Any, inner: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def round_row(position: jax.Array, inner: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             errors, codes = inner
-            weights = lax.dynamic_index_in_dim(own, place, 1, keepdims=False)
+            weights = lax.dynamic_index_in_dim(own, position, 1, keepdims=False)
             # Rows of the block that are not rounded yet have errors of 0, so that the product needs no mask.
-            value = moved[place] + jnp.matmul(weights, errors, precision=_HIGHEST)
-            here = filled.take_row(start + place)
+            value = moved[position] + jnp.matmul(weights, errors, precision=_HIGHEST)
+            here = filled.take_row(start + position)
             code = _grid.encode_values(value, here, spec)
             # The distance from w and not from the moved value: R holds what each original error costs the inputs after
             # it, while the paper, with the inverse, moves on the errors of moved values.
-            error = block[place] - _grid.decode_values(code, here, spec)
-            return errors.at[place].set(error), codes.at[place].set(code)
+            error = block[position] - _grid.decode_values(code, here, spec)
+            return errors.at[position].set(error), codes.at[position].set(code)
 
         empty = (jnp.zeros_like(block), jnp.zeros(block.shape, shape.dtype))
         inner = lax.fori_loop(0, size, round_row, empty)
@@ -353,7 +355,7 @@ def descend(
     diagonal = jnp.diagonal(hessian)
     errors = w - _grid.decode_values(codes, grid, spec)
 
-    def visit_block(index: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def visit_block(index: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         errors, codes = state
         start = index % (w.shape[0] // size) * size
         rows = lax.dynamic_slice_in_dim(hessian, start, size)
@@ -361,19 +363,19 @@ def descend(
         before = lax.dynamic_slice_in_dim(errors, start, size)
         slopes = jnp.matmul(rows, errors, precision=_HIGHEST)
 
-        def visit_row(place: Any, inner: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def visit_row(position: jax.Array, inner: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             current, codes = inner
-            curve = diagonal[start + place]
+            curve = diagonal[start + position]
             # The slope at the errors before this block, and what its rows have changed since.
-            slope = slopes[place] + jnp.matmul(own[place], current - before, precision=_HIGHEST)
-            here, row = grid.take_row(start + place), w[start + place]
-            value = row - current[place] + slope / jnp.where(curve > 0, curve, jnp.ones_like(curve))
+            slope = slopes[position] + jnp.matmul(own[position], current - before, precision=_HIGHEST)
+            here, row = grid.take_row(start + position), w[start + position]
+            value = row - current[position] + slope / jnp.where(curve > 0, curve, jnp.ones_like(curve))
             code = _grid.encode_values(value, here, spec)
             if limits is not None:
-                code = jnp.clip(code, *(limit[start + place] for limit in limits))
-            code = jnp.where(curve > 0, code, codes[place])
+                code = jnp.clip(code, *(limit[start + position] for limit in limits))
+            code = jnp.where(curve > 0, code, codes[position])
             error = row - _grid.decode_values(code, here, spec)
-            return current.at[place].set(error), codes.at[place].set(code)
+            return current.at[position].set(error), codes.at[position].set(code)
 
         inner = (before, lax.dynamic_slice_in_dim(codes, start, size))
         inner = lax.fori_loop(0, size, visit_row, inner)

@@ -41,7 +41,7 @@ def hqq(
 
     minimize sum |w - w_q|^p over the scale and the zero point, with p < 1
 
-    Such a sum forgives a few large errors, those of outliers, for the sake of small errors elsewhere. Half-quadratic
+    Such a sum forgives the few large errors of outliers, for the sake of small errors elsewhere. Half-quadratic
     splitting replaces it by sum |e|^p + (b / 2) * sum (w - w_q - e)^2, and each step minimizes this for one unknown
     after the other:
 
@@ -65,7 +65,7 @@ def hqq(
 
     Returns:
         A QuantizedArray with the shape and the dtype of w. With `diagnostics`, the pair of it and a float32 array of
-        `steps` + 1 sums in units of the first scales, of which the first one is that of `jq.quantize`.
+        `steps` + 1 sums in units of the first scales, the first one for `jq.quantize`.
 
     Raises:
         TypeError: an argument has an unsupported type or dtype.
@@ -178,8 +178,8 @@ def _improve(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the range of the scale and the zero point after one step."""
     spec, unit = slices.spec, slices.expand(unit)
-    scale, point = slices.compute_scales(low, high)
-    grid = Grid(slices.expand(scale), None if point is None else slices.expand(point))
+    scale, zero_point = slices.compute_scales(low, high)
+    grid = Grid(slices.expand(scale), None if zero_point is None else slices.expand(zero_point))
     codes = _grid.encode_values(slices.w, grid, spec)
     residual = (slices.w - _grid.decode_values(codes, grid, spec)) / unit
     size = jnp.abs(residual)
@@ -188,28 +188,28 @@ def _improve(
     forgiven = jnp.sign(residual) * jnp.maximum(size - power / weight, 0)
     target = slices.w - forgiven * unit
     # A zero point that the spec fixes may not move.
-    if point is not None and spec.fixed_zero_point is None:
+    if zero_point is not None and spec.fixed_zero_point is None:
         mean = slices.sum(codes.astype(jnp.float32) - target / grid.scale) / slices.count()
-        point = jnp.clip(jnp.round(mean), *(np.float32(bound) for bound in spec.bounds)).astype(jnp.int32)
+        zero_point = jnp.clip(jnp.round(mean), *(np.float32(bound) for bound in spec.bounds)).astype(jnp.int32)
     # The values of the codes in steps of the scale.
     steps = _grid.decode_values(codes, Grid(jnp.ones_like(grid.scale), None), spec)
-    steps = steps if point is None else steps - slices.expand(point).astype(jnp.float32)
+    steps = steps if zero_point is None else steps - slices.expand(zero_point).astype(jnp.float32)
     square = slices.sum(steps * steps)
     scale = slices.sum(steps * target) / jnp.where(square > 0, square, np.float32(1))
     # `quantize` takes ranges, so that the new scale is returned as the range from which it finds that scale again.
-    ends = tuple(end * scale for end in _compute_ends(spec, point))
+    ends = tuple(end * scale for end in _compute_ends(spec, zero_point))
     # Codes that are all 0, or a fit with the wrong sign, say nothing about the scale.
     is_valid = (square > 0) & (scale > 0)
     return jnp.where(is_valid, ends[0], low), jnp.where(is_valid, ends[1], high)
 
 
-def _compute_ends(spec: QuantSpec, point: jax.Array | None) -> tuple[Any, Any]:
+def _compute_ends(spec: QuantSpec, zero_point: jax.Array | None) -> tuple[Any, Any]:
     """Return the lowest and the highest value in steps: numbers, or arrays if the zero point varies."""
     low, high = (np.float32(bound) for bound in spec.bounds)
     if spec.codebook is not None or spec.dtype in dtypes.SMALL_FLOATS:
         largest = np.float32(max(abs(low), abs(high)))
         return -largest, largest
-    if point is None:
+    if zero_point is None:
         return low, high
-    steps = point.astype(jnp.float32)
+    steps = zero_point.astype(jnp.float32)
     return low - steps, high - steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,8 +24,8 @@ class Uses(NamedTuple):
         name: the name of the contraction.
         axis: the axes of the parameter that it keeps: the axes of scans and of groups, and the outputs.
         summed: the axes of the parameter that it sums, in the order of the vectors of inputs.
-        groups: the number of runs of outputs with different inputs, those of scans included.
-        channel: the axes of the parameter whose indices are inputs of their own, without the axes of a window.
+        groups: the number of runs of outputs with different inputs, iterations of scans included.
+        channel: the axes of the parameter with an input for each index, without the axes of a window.
         reason: why the statistics of its inputs cannot be used, or "".
     """
 
@@ -56,7 +56,7 @@ def describe_use(site: Site, view: View, shape: Sequence[int]) -> Uses:
     dimensions = range(len(view.dimensions))
     outputs = _list_whole_axes(view, [d for d in dimensions if d not in (*batch, *summed)], shape)
     if any(part is None for part in (*parts, outputs)):
-        return Uses(site.name, reason="a part of a parameter, or a parameter whose axes are split")
+        return Uses(site.name, reason="a part of a parameter, or a parameter with split axes")
     groups, inputs = parts
     assert groups is not None
     assert inputs is not None
@@ -64,7 +64,7 @@ def describe_use(site: Site, view: View, shape: Sequence[int]) -> Uses:
     kept = (*layers, *groups, *outputs)
     whole = {axis for axis, size in enumerate(shape) if size == 1}
     if sorted({*kept, *inputs} | whole) != list(range(len(shape))) or len({*kept, *inputs}) < len((*kept, *inputs)):
-        return Uses(site.name, reason="a part of a parameter, or a parameter whose axes are repeated")
+        return Uses(site.name, reason="a part of a parameter, or a parameter with repeated axes")
     # An axis of length 1 may belong to any side; the outputs take those that no side has.
     kept = (*kept, *sorted(whole - {*kept, *inputs}))
     count = math.prod(shape[axis] for axis in (*layers, *groups)) * _count_groups(site)
@@ -77,7 +77,7 @@ def describe_use(site: Site, view: View, shape: Sequence[int]) -> Uses:
 
 
 def _split_dimensions(site: Site) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the dimensions of the parameter operand that are groups, and those that are summed, in order."""
+    """Return the dimensions of the parameter operand that are groups, and the ones that are summed, in order."""
     assert site.weight is not None
     numbers = site.equation.params["dimension_numbers"]
     if site.operation == "dot_general":
@@ -191,7 +191,9 @@ def order_inputs(use: Uses, x: jax.Array, shape: Sequence[int], count: int) -> j
     return split.transpose(*range(front), *axes).reshape(x.shape)
 
 
-def combine_uses(uses: Sequence[Uses], moments: Any, shape: Sequence[int]) -> tuple[Uses, Moments] | str:
+def combine_uses(
+    uses: Sequence[Uses], moments: Mapping[str, Moments], shape: Sequence[int]
+) -> tuple[Uses, Moments] | str:
     """Return how a parameter is read and the statistics of its inputs, or why there are none.
 
     Args:
@@ -206,7 +208,7 @@ def combine_uses(uses: Sequence[Uses], moments: Any, shape: Sequence[int]) -> tu
     if reasons or not uses:
         return reasons[0] if reasons else "a lookup has no inputs"
     first = uses[0]
-    # The inputs of a matrix and those of its transpose belong to different axes, so that nothing of them can be added.
+    # The inputs of a matrix and of its transpose belong to different axes, so that nothing of them can be added.
     if any((set(use.summed), use.axis, use.groups) != (set(first.summed), first.axis, first.groups) for use in uses):
         return "contractions that sum different axes of it"
     parts = [_order_moments(use, moments[use.name], shape) for use in uses]

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks
 from . import _grid
-from ._grid import MatrixLayout, make_layout
+from ._grid import Axis, MatrixLayout, make_layout
 from .adaround import adaround
 from .gptq import factor_groups, round_on_grid
 from .hqq import hqq
@@ -35,10 +34,10 @@ class Nearest:
     """Round to nearest, with the scale of a range.
 
     Attributes:
-        range: "whole" for the range of the weight; "searched" for that of `search_range`, weighted with the mean
+        range: "whole" for the range of the weight; "searched" for the range of `search_range`, weighted with the mean
             squares of the inputs where they are known; "tried" for the best of eight parts of the whole range, from 1
-            to 0.36, by the squared error of each output, or "searched" if the inputs are not known; "hqq" for that of
-            `hqq`.
+            to 0.36, by the squared error of each output, or "searched" if the inputs are not known; "hqq" for the
+            range of `hqq`.
     """
 
     range: str = "tried"
@@ -47,7 +46,7 @@ class Nearest:
         """Check the range."""
         checks.check_option(type(self).__name__, "range", self.range, _RANGES)
 
-    def quantize(self, w: jax.Array, hessian: jax.Array | None, spec: QuantSpec, axis: Any) -> QuantizedArray:
+    def quantize(self, w: jax.Array, hessian: jax.Array | None, spec: QuantSpec, axis: Axis) -> QuantizedArray:
         """Return the quantized array of a weight; `hessian` is None if its inputs are not known."""
         return choose_grid(self.range, w, hessian, spec, axis)
 
@@ -61,7 +60,7 @@ class HQQ:
     growth: float = 1.01
     steps: int = 20
 
-    def quantize(self, w: jax.Array, hessian: jax.Array | None, spec: QuantSpec, axis: Any) -> QuantizedArray:
+    def quantize(self, w: jax.Array, hessian: jax.Array | None, spec: QuantSpec, axis: Axis) -> QuantizedArray:
         """Return the quantized array of a weight."""
         return hqq(w, spec, p=self.p, beta=self.beta, growth=self.growth, steps=self.steps)
 
@@ -71,7 +70,7 @@ class GPTQ:
     """`gptq`; its attributes are the arguments of the function, the range of the grid, as for `Nearest`, and `refits`.
 
     With "tried", the algorithm runs on each of the grids, and each output gets the best result. With any range, an
-    output whose error is larger than that of round-to-nearest is rounded to nearest.
+    output with a larger error than rounding to nearest is rounded to nearest.
 
     A refit gives each output the scales with the least error for the codes that it has, one or one for each block, and
     runs the algorithm again with them; the result is used where it is better. Only outputs with scales of their own can
@@ -96,7 +95,7 @@ class GPTQ:
             value = getattr(self, argument)
             checks.require(value >= 0, name, argument, "0 or a positive number", value)
 
-    def quantize(self, w: jax.Array, hessian: jax.Array | None, spec: QuantSpec, axis: Any) -> QuantizedArray:
+    def quantize(self, w: jax.Array, hessian: jax.Array | None, spec: QuantSpec, axis: Axis) -> QuantizedArray:
         """Return the quantized array of a weight; rounded to nearest if its inputs are not known."""
         if hessian is None:
             return choose_grid(self.range, w, hessian, spec, axis)
@@ -133,7 +132,7 @@ class AdaRound:
         """Check the range."""
         checks.check_option(type(self).__name__, "range", self.range, _RANGES)
 
-    def quantize(self, w: jax.Array, hessian: jax.Array | None, spec: QuantSpec, axis: Any) -> QuantizedArray:
+    def quantize(self, w: jax.Array, hessian: jax.Array | None, spec: QuantSpec, axis: Axis) -> QuantizedArray:
         """Return the quantized array of a weight; rounded to nearest if its inputs are not known."""
         grid = choose_grid(self.range, w, hessian, spec, axis)
         if hessian is None:
@@ -147,7 +146,7 @@ class AdaRound:
 Method = Nearest | HQQ | GPTQ | AdaRound
 
 
-def choose_grid(name: str, w: jax.Array, hessian: jax.Array | None, spec: QuantSpec, axis: Any) -> QuantizedArray:
+def choose_grid(name: str, w: jax.Array, hessian: jax.Array | None, spec: QuantSpec, axis: Axis) -> QuantizedArray:
     """Return a weight rounded to nearest with the scale of a range of this name."""
     if name == "hqq":
         return hqq(w, spec)
@@ -167,7 +166,7 @@ def choose_grid(name: str, w: jax.Array, hessian: jax.Array | None, spec: QuantS
     return quantize(w, spec, range=search_range(w, spec, importance))
 
 
-def list_grids(name: str, w: jax.Array, hessian: jax.Array, spec: QuantSpec, axis: Any) -> list[QuantizedArray]:
+def list_grids(name: str, w: jax.Array, hessian: jax.Array, spec: QuantSpec, axis: Axis) -> list[QuantizedArray]:
     """Return a weight rounded to nearest with the scale of each range of this name."""
     if name != "tried" or spec.zero_point_granularity != spec.granularity:
         return [choose_grid(name, w, hessian, spec, axis)]
@@ -176,7 +175,7 @@ def list_grids(name: str, w: jax.Array, hessian: jax.Array, spec: QuantSpec, axi
     return [quantize(w, spec, range=(lo * part, hi * part)) for part in _PARTS]
 
 
-def pick_best(w: jax.Array, hessian: jax.Array, axis: Any, candidates: Iterable[QuantizedArray]) -> QuantizedArray:
+def pick_best(w: jax.Array, hessian: jax.Array, axis: Axis, candidates: Iterable[QuantizedArray]) -> QuantizedArray:
     """Return the quantized array with the least error, for each output that has a scale of its own.
 
     Args:
@@ -200,7 +199,7 @@ def pick_best(w: jax.Array, hessian: jax.Array, axis: Any, candidates: Iterable[
     return best
 
 
-def refit_scale(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Any) -> QuantizedArray | None:
+def refit_scale(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Axis) -> QuantizedArray | None:
     """Return a quantized array with the scales that have the least error for its codes.
 
     The values of a block are proportional to its scale, so that the factors f of the scales of an output solve a system
@@ -214,14 +213,14 @@ def refit_scale(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Any) 
 
 
 @functools.partial(jax.jit, static_argnames=("axis",))
-def _refit_scale(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Any) -> jax.Array:
+def _refit_scale(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Axis) -> jax.Array:
     layout = make_layout("ptq.apply", w.shape, axis, hessian.shape[0])
     # The inputs in the order of the blocks, which have the same length.
     blocks = [q.scale.shape[a] for a in layout.summed]
-    places = np.arange(math.prod(blocks)).reshape(blocks)
-    for place, a in enumerate(layout.summed):
-        places = np.repeat(places, w.shape[a] // q.scale.shape[a], place)
-    order, count = np.argsort(places.ravel(), kind="stable"), math.prod(blocks)
+    indices = np.arange(math.prod(blocks)).reshape(blocks)
+    for dimension, a in enumerate(layout.summed):
+        indices = np.repeat(indices, w.shape[a] // q.scale.shape[a], dimension)
+    order, count = np.argsort(indices.ravel(), kind="stable"), math.prod(blocks)
 
     def cut(x: jax.Array) -> jax.Array:
         """Return [groups, inputs, outputs] as [blocks, groups, inputs of a block, outputs]."""
@@ -270,9 +269,9 @@ def _choose_outputs(layout: MatrixLayout, mask: jax.Array, q: QuantizedArray, ot
         chosen = chosen if fits else chosen.ravel()[0].reshape((1,) * x.ndim)
         return jnp.where(jnp.broadcast_to(chosen, x.shape), x, y)
 
-    point = None if q.zero_point is None else choose(q.zero_point, other.zero_point, outputs)
+    zero_point = None if q.zero_point is None else choose(q.zero_point, other.zero_point, outputs)
     return q.replace(
-        codes=choose(q.codes, other.codes, wide), scale=choose(q.scale, other.scale, outputs), zero_point=point
+        codes=choose(q.codes, other.codes, wide), scale=choose(q.scale, other.scale, outputs), zero_point=zero_point
     )
 
 
@@ -283,7 +282,7 @@ def _spread_outputs(layout: MatrixLayout, values: jax.Array) -> tuple[jax.Array,
 
 
 @functools.partial(jax.jit, static_argnames=("axis",))
-def measure_outputs(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Any) -> jax.Array:
+def measure_outputs(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Axis) -> jax.Array:
     """Return the mean squared error of each output, [groups, outputs]: the diagonal of E^T H E."""
     layout = make_layout("ptq.apply", w.shape, axis, hessian.shape[0])
     errors = layout.arrange(w.astype(jnp.float32) - q.dequantize().astype(jnp.float32))
@@ -292,12 +291,12 @@ def measure_outputs(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: A
     return jnp.maximum(squares, 0)
 
 
-def measure_error(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Any) -> jax.Array:
+def measure_error(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Axis) -> jax.Array:
     """Return trace(E^T H E), the mean squared error of the outputs."""
     return jnp.sum(measure_outputs(w, q, hessian, axis))
 
 
-def check_method(function: str, method: Any) -> None:
+def check_method(function: str, method: object) -> None:
     """Raise unless a method is one of this module's."""
     expected = "ptq.GPTQ(), ptq.AdaRound(), ptq.HQQ() or ptq.Nearest()"
     checks.require_type(isinstance(method, Method), function, "method", expected, checks.describe_value(method))

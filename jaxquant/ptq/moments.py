@@ -34,7 +34,7 @@ class Moments(NamedTuple):
 
 
 class MomentsState(NamedTuple):
-    """The state of `second_moments`: sums of two float32 parts, whose sum has about 48 bits.
+    """The state of `second_moments`: each sum as two float32 that together have about 48 bits.
 
     Attributes:
         second: [d, d], the sum of x x^T.
@@ -64,7 +64,7 @@ class Accumulator(NamedTuple):
 
     Attributes:
         init: `init(example)` returns the state that holds no data yet. `example` is a `jax.ShapeDtypeStruct`, or an
-            array, of which only the shape matters.
+            array; only its shape matters.
         update: `update(state, batch)` returns the state after one more batch: float32, float16 or bfloat16, with the
             inputs along its last axis. Batches may differ in all other axes.
         merge: `merge(a, b)` returns the state that holds the data of both.
@@ -92,7 +92,7 @@ def second_moments(*, groups: bool = False) -> Accumulator:
 
     Args:
         groups: Static. Whether the last two axes of a batch are groups and inputs, for outputs that read different
-            inputs, as those of grouped convolutions. The groups get second moments of their own.
+            inputs, as in grouped convolutions. The groups get second moments of their own.
 
     Returns:
         An `Accumulator`, with the functions of a calibrator.
@@ -113,8 +113,8 @@ def second_moments(*, groups: bool = False) -> Accumulator:
         Array([[11.,  1.],
                [ 1.,  5.]], dtype=float32)
 
-    Source: Frantar et al., arXiv 2210.17323, section 3, whose Hessian is twice this matrix; Knuth, The Art of Computer
-    Programming, volume 2, section 4.2.2, theorem B, for the sums of two parts.
+    Source: Frantar et al., arXiv 2210.17323, section 3 (the Hessian there is twice this matrix); Knuth, The Art of
+    Computer Programming, volume 2, section 4.2.2, theorem B, for the sums of two parts.
     """
     checks.check_flag(_NAME, "groups", groups)
     axes = 2 if groups else 1
@@ -142,7 +142,7 @@ def second_moments(*, groups: bool = False) -> Accumulator:
     def merge(a: MomentsState, b: MomentsState) -> MomentsState:
         _check_state(f"{_NAME}.merge", "a", a)
         _check_state(f"{_NAME}.merge", "b", b)
-        checks.check_shape(f"{_NAME}.merge", "b.largest", b.largest, tuple(a.largest.shape), "that of a.largest")
+        checks.check_shape(f"{_NAME}.merge", "b.largest", b.largest, tuple(a.largest.shape), "the shape of a.largest")
         return _merge(a, b)
 
     return Accumulator(init, update, merge, _finalize, _all_reduce)
@@ -226,7 +226,7 @@ def _finalize(state: MomentsState) -> Moments:
         checks.require(int(state.count) > 0, name, "state", "data", "none; update the state with a batch first")
         status = int(compute_status(state))
         checks.require(status != 0, name, "state", "finite numbers in all batches", "a NaN or an infinity")
-        expected = "numbers whose products add up to less than the largest float32, 3.4e38"
+        expected = "numbers with products that add up to less than the largest float32, 3.4e38"
         largest = float(state.largest.max(initial=0))
         checks.require(status > 0, name, "state", expected, f"magnitudes of up to {largest:.3g}")
     return _divide(state)

@@ -26,7 +26,7 @@ class CallGraph:
     Attributes:
         call: the call that was traced.
         program: its program, with calls inlined; loops and branches are single equations.
-        leaves: for the value of each parameter the place of the parameter.
+        leaves: for the value of each parameter the index of the parameter.
     """
 
     call: TracedCall
@@ -82,7 +82,7 @@ class Source(NamedTuple):
 
     Attributes:
         array: the array after the last operation that mixes channels, or None if there is no such place.
-        site: the contraction whose outputs the channels are, or None.
+        site: the contraction with these channels as outputs, or None.
         scale: the parameter that multiplies them, or None.
         offsets: the parameters that are added to them.
         reason: why factors cannot be put into parameters, or "".

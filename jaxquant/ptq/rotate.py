@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from .._program import jaxpr, moves
 from .._program.analysis import Site
@@ -32,15 +33,15 @@ def rotate(prepared: Prepared, params: Any, batch: Any, *, key: jax.Array | None
 
     (x W1 + b) W2 = (x (W1 R) + b R) (R^T W2), with R R^T = 1
 
-    A channel whose values are much larger than those of the others sets the scale of all that share it. The rotation
+    A channel with much larger values than the others sets the scale of all that share it. The rotation
     spreads it over many channels, so that the largest values of weights and of the activations between them are
     smaller, relative to the others.
 
     Only linear operations may be between the two: reshapes, transposes, sums over other dimensions, factors that all
     channels share, parameters that are added, and products with other activations that keep the channels apart. Among
     these are the values of attention up to its output projection, and the two factors of a decomposed layer. What
-    reads the channels must be contractions with parameters only. Channels that a reshape splits, as that of attention
-    into heads, are rotated in runs that stay together. A run whose length has no Hadamard matrix is rotated in blocks
+    reads the channels must be contractions with parameters only. Channels that a reshape splits, as attention does
+    into heads, are rotated in runs that stay together. A run of a length without a Hadamard matrix is rotated in blocks
     of its largest divisor that has one. The result is compared with the old one on the batch, as `smooth` does.
 
     Channels between a relu, a gelu or another function of each element, the residual stream of a transformer, and
@@ -58,7 +59,7 @@ def rotate(prepared: Prepared, params: Any, batch: Any, *, key: jax.Array | None
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the parameters have other paths or shapes than those of `prepare`; or the function returns no
+        ValueError: the parameters have other paths or shapes than in `prepare`; or the function returns no
             floats.
 
     Example:
@@ -142,7 +143,7 @@ def _rotate_paths(graph: CallGraph, paths: _Paths, arrays: Sequence[Any], matrix
     return changed
 
 
-def _rotate_axis(w: Any, axis: int, matrix: jax.Array) -> jax.Array:
+def _rotate_axis(w: ArrayLike, axis: int, matrix: jax.Array) -> jax.Array:
     """Return a parameter with each block of indices along an axis multiplied by a matrix."""
     w = jnp.asarray(w)
     rows = jnp.moveaxis(w, axis, -1)
@@ -151,7 +152,7 @@ def _rotate_axis(w: Any, axis: int, matrix: jax.Array) -> jax.Array:
     return jnp.moveaxis(rotated.astype(w.dtype).reshape(rows.shape), -1, axis)
 
 
-def _compute_peak(w: Any) -> float:
+def _compute_peak(w: ArrayLike) -> float:
     w = jnp.asarray(w).astype(jnp.float32)
     size = jnp.sqrt(jnp.mean(w**2))
     return float(jnp.max(jnp.abs(w)) / jnp.where(size > 0, size, 1))
@@ -178,9 +179,9 @@ class _Offset(NamedTuple):
     """A parameter that is added to the channels.
 
     Attributes:
-        leaf: the place of the parameter.
+        leaf: the index of the parameter.
         array: the number of the array that is added, in the graph.
-        channels: the channels to which it is added.
+        channels: the channels that it is added to.
     """
 
     leaf: int
@@ -193,7 +194,7 @@ class _ChannelReader(NamedTuple):
 
     Attributes:
         site: the contraction.
-        leaf: the place of its parameter.
+        leaf: the index of its parameter.
         axis: the axis of the parameter that it sums, with runs of channels.
     """
 
@@ -206,7 +207,7 @@ class _Paths(NamedTuple):
     """Where the outputs of a contraction go, if that is only into other contractions and in a linear way.
 
     Attributes:
-        leaf: the place of the parameter; the channels are its outputs.
+        leaf: the index of the parameter; the channels are its outputs.
         axis: the axis of the parameter with the channels.
         run: the length of runs of channels that stay together everywhere.
         offsets: what is added to the channels.
@@ -290,7 +291,7 @@ def _locate_axis(graph: CallGraph, site: Site, dimension: int) -> int | str:
     atoms = [atom for atom in view.dimensions[dimension] if atom.size > 1]
     shape = graph.call.parameters.arrays[view.leaf].shape
     if not atoms or atoms[-1].axis is None or not atoms[-1].is_whole or atoms[-1].size != shape[atoms[-1].axis]:
-        return "a part of a parameter, or a parameter whose axes are split"
+        return "a part of a parameter, or a parameter with split axes"
     return atoms[-1].axis
 
 

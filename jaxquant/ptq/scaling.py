@@ -1,23 +1,257 @@
-"""`smooth` and `equalize`: factors of the channels between two layers, put into the parameters on both sides."""
+"""Factors of the channels between two layers, put into the parameters on both sides: `smooth` and `equalize`.
+
+`smoothquant` and `awq` compute them for one weight. (x / s) @ (s * w) is x @ w: what multiplies the weight divides the
+inputs, and no float changes.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
 
-from .._core import checks
+from .._arrays.quantize import compute_parameters, encode_array
+from .._arrays.quantized_array import QuantizedArray, dequantize_checked
+from .._arrays.scale_from_range import derive_stored_block_size
+from .._arrays.spec import QuantSpec
+from .._core import checks, dtypes
+from .._core.entry_point import compile_entry_point, convert_number, convert_numpy
 from .._program.analysis import Site
 from ..calibration import loop
 from ..transform import Prepared
 from ..transform.session import Session, Signature, TracedCall
-from . import input_scales, inputs, neighbors
+from . import _grid, inputs, neighbors
+from ._grid import Axis, MatrixLayout, read_hessian
 from .collect import Statistics, has_statistics
+from .gptq import compute_error
 from .moments import Moments
 from .notes import Note, Notes, Outcome
+
+_SMOOTHQUANT, _AWQ = "ptq.smoothquant", "ptq.awq"
+# The range in which the scales of a weight stay, relative to their geometric mean.
+_LEAST, _LARGEST = np.float32(1e-4), np.float32(1e4)
+
+
+def smoothquant(
+    w: ArrayLike | Sequence[ArrayLike], x_max: ArrayLike, alpha: ArrayLike = 0.5, *, channel: int = -2
+) -> jax.Array:
+    """Return the scale of each input that moves the difficulty of rounding from the inputs to the weight.
+
+    s_i = max|x_i|^alpha / max|w_i|^(1 - alpha), and x @ w = (x / s) @ (s * w)
+
+    If some inputs are a hundred times larger than others and share their scale, the small ones are lost. Divided by
+    s, they have similar ranges, and the rows of the weight, which were similar, take on a part of the differences. An
+    input that is always 0, or that has only weights of 0, has the scale 1. The scales are divided by their geometric
+    mean, which changes no code, so that they stay near 1.
+
+    Args:
+        w: the weight, float32, float16 or bfloat16; or several weights of one rank that contract the same inputs, such
+            as of queries, keys and values; the largest |w_i| counts.
+        x_max: the largest |x| of each input, float32 [inputs], `Moments.largest`.
+        alpha: how much of the differences to move, from 0 to 1: 0.5 for inputs and weights that are equally
+            hard to round; more for inputs with larger outliers.
+        channel: Static. The axis of w with the inputs: -2 in dense layers and in convolutions of layout HWIO.
+
+    Returns:
+        A positive float32 array of w's rank, with the length of the inputs along `channel` and 1 elsewhere. Under
+        `jax.jit`, the scale of an input with a NaN is NaN.
+
+    Raises:
+        TypeError: an argument has an unsupported type or dtype.
+        ValueError: the shapes do not fit each other, alpha is out of range, or an array is known and has a NaN or an
+            infinity.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxquant import ptq
+        >>> w, x = jnp.array([[0.5, -1.0], [2.0, 4.0]]), jnp.array([[64.0, -1.0], [32.0, 1.0]])
+        >>> scale = ptq.smoothquant(w, jnp.abs(x).max(0))
+        >>> scale.ravel().tolist()
+        [4.0, 0.25]
+        >>> x / scale.T, w * scale
+        (Array([[16., -4.],
+               [ 8.,  4.]], dtype=float32), Array([[ 2. , -4. ],
+               [ 0.5,  1. ]], dtype=float32))
+
+    Source: Xiao et al., arXiv 2211.10438, section 4, equations 3 and 4.
+    """
+    alpha = convert_number(alpha)
+    checks.check_array(
+        _SMOOTHQUANT, "alpha", np.asarray(alpha) if isinstance(alpha, np.generic) else alpha, dtypes.FLOATS
+    )
+    if not checks.is_traced(alpha):
+        checks.require(0 <= float(np.asarray(alpha)) <= 1, _SMOOTHQUANT, "alpha", "a number from 0 to 1", alpha)
+    checks.check_integer(_SMOOTHQUANT, "channel", channel)
+    weights = tuple(convert_number(x) for x in (w if isinstance(w, tuple | list) else (w,)))
+    checks.require(len(weights) > 0, _SMOOTHQUANT, "w", "one or more weights", "none")
+    for x in weights:
+        checks.check_array(_SMOOTHQUANT, "w", x, dtypes.FLOATS)
+        _grid.check_finite(_SMOOTHQUANT, w=x)
+    x_max = convert_number(x_max)
+    _grid.check_finite(_SMOOTHQUANT, x_max=x_max)
+    return _smoothquant(convert_numpy(*weights), x_max, alpha, channel=int(channel))
+
+
+@functools.partial(jax.jit, static_argnames=("channel",))
+def _smoothquant(weights: tuple[jax.Array, ...], x_max: jax.Array, alpha: ArrayLike, *, channel: int) -> jax.Array:
+    x_max = jnp.asarray(x_max)
+    checks.check_array(_SMOOTHQUANT, "x_max", x_max, dtypes.FLOATS)
+    first = weights[0]
+    axis = checks.check_axis(_SMOOTHQUANT, channel, first.ndim, "channel")
+    for w in weights:
+        is_alike = w.ndim == first.ndim and w.shape[axis] == first.shape[axis]
+        expected = f"weights of rank {first.ndim} with {first.shape[axis]} inputs, as the first one"
+        checks.require(is_alike, _SMOOTHQUANT, "w", expected, f"shape {w.shape}")
+    checks.check_shape(_SMOOTHQUANT, "x_max", x_max, (first.shape[axis],), "one for each input of w")
+    weights, x_max = lax.stop_gradient((weights, x_max))
+    others = tuple(a for a in range(first.ndim) if a != axis)
+    largest = [jnp.max(jnp.abs(w.astype(jnp.float32)), others, initial=0.0) for w in weights]
+    w_max, x_max = functools.reduce(jnp.maximum, largest), jnp.abs(x_max.astype(jnp.float32))
+    is_live = (x_max > 0) & (w_max > 0)
+    share = jnp.asarray(alpha, jnp.float32)
+    # In logarithms neither power overflows, and the mean is the logarithm of the geometric mean.
+    logarithm = share * _log_or_zero(x_max, is_live) - (1 - share) * _log_or_zero(w_max, is_live)
+    scale = jnp.where(is_live, jnp.exp(logarithm - _compute_mean(logarithm, is_live)), np.float32(1))
+    # A NaN is not greater than 0, and would get the scale 1 of inputs that are always 0.
+    scale = jnp.where(jnp.isnan(x_max) | jnp.isnan(w_max), np.float32(np.nan), scale)
+    return scale.reshape([-1 if a == axis else 1 for a in range(first.ndim)])
+
+
+def _log_or_zero(x: jax.Array, is_live: jax.Array) -> jax.Array:
+    return jnp.log(jnp.where(is_live, x, np.float32(1)))
+
+
+def _compute_mean(x: jax.Array, is_live: jax.Array) -> jax.Array:
+    """Return the mean of the entries that count, or 0."""
+    return jnp.sum(jnp.where(is_live, x, 0)) / jnp.maximum(jnp.sum(is_live), 1).astype(jnp.float32)
+
+
+def awq(
+    w: ArrayLike, moments: Moments, spec: QuantSpec, *, axis: int | tuple[int, ...] = -1,
+    channel: int | tuple[int, ...] | None = None, steps: int = 20,
+) -> jax.Array:  # fmt: skip
+    """Return the scale of each input with which the rounded weight leaves the least error of the output.
+
+    s = mean|x|^a / its geometric mean, where a in {0, 1/steps, ..., 1 - 1/steps} minimizes trace(E^T H E)
+
+    E = w - (s * w)_q / s is the error of the weight after rounding, and H the mean of x x^T, so that the search
+    measures the squared error of the output itself, for all calibration data. Inputs with large values get large
+    scales, and their weights finer steps. a = 0, round-to-nearest without scales, is among the candidates.
+
+    Args:
+        w: the weight, float32, float16 or bfloat16, of any shape.
+        moments: the statistics of the inputs, of as many inputs and groups as `gptq` takes.
+        spec: Static. How to quantize, with any dtype and granularity.
+        axis: Static. The axis or axes of w that the contraction keeps: the output features.
+        channel: Static. The axis or axes of w with a scale for each index. None for all that are summed. A
+            convolution with scaled inputs has one scale for each input channel.
+        steps: Static. The number of candidates.
+
+    Returns:
+        A positive float32 array of w's rank to multiply w with; inputs are divided by it. It has w's length along
+        `channel`, and with several groups along the axes that are kept; 1 elsewhere. Under `jax.jit`, it is NaN if an
+        argument has a NaN.
+
+    Raises:
+        TypeError: an argument has an unsupported type or dtype.
+        ValueError: the shapes do not fit each other; `channel` is kept; or an array is known and has a NaN or an
+            infinity.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> from jaxquant import ptq
+        >>> w = jnp.array([[0.4, 0.6], [7.0, 7.0]])
+        >>> x = jnp.array([[16.0, 0.01], [-16.0, 0.01]])  # the first input matters most
+        >>> moments = ptq.second_moments()
+        >>> moments = moments.finalize(moments.update(moments.init(x), x))
+        >>> spec = jq.QuantSpec("int4", jq.PerAxis(1))
+        >>> scale = ptq.awq(w, moments, spec)
+        >>> jq.quantize(w, spec).dequantize()[0]
+        Array([0., 1.], dtype=float32)
+        >>> [round(value, 1) for value in (jq.quantize(w * scale, spec).dequantize() / scale)[0].tolist()]
+        [0.4, 0.6]
+
+    Source: Lin et al., arXiv 2306.00978, section 3.2, equations 4 and 5; the geometric mean is as in the authors'
+    program, which measures the error on samples.
+    """
+    _grid.check_spec(_AWQ, spec)
+    checks.check_integer(_AWQ, "steps", steps)
+    checks.require(steps > 0, _AWQ, "steps", "a positive number", steps)
+    is_moments = isinstance(moments, Moments)
+    checks.require_type(is_moments, _AWQ, "moments", "a ptq.Moments", type(moments).__name__)
+    w = convert_number(w)
+    _grid.check_finite(_AWQ, w=w)
+    _grid.check_finite(_AWQ, **{"moments.second": moments.second, "moments.magnitude": moments.magnitude})
+    return _awq(
+        w, moments.second, moments.magnitude, spec=spec, axis=checks.check_integers(_AWQ, "axis", axis),
+        channel=None if channel is None else checks.check_integers(_AWQ, "channel", channel), steps=int(steps),
+    )  # fmt: skip
+
+
+@compile_entry_point(_AWQ)
+def _awq(
+    w: jax.Array,
+    hessian: jax.Array,
+    magnitude: jax.Array,
+    *,
+    spec: QuantSpec,
+    axis: Axis,
+    channel: Axis | None,
+    steps: int,
+) -> jax.Array:
+    hessian, layout = read_hessian(_AWQ, w, hessian, axis)
+    shape = (layout.groups, layout.inputs)[1 if layout.groups == 1 and magnitude.ndim == 1 else 0 :]
+    checks.check_shape(_AWQ, "moments.magnitude", magnitude, shape, "the shape of the inputs")
+    w, hessian, magnitude = lax.stop_gradient((w.astype(jnp.float32), hessian, magnitude))
+    size = _pool_channels(layout, magnitude.reshape(layout.groups, layout.inputs), channel)
+    is_live = size > 0
+    logarithm = _log_or_zero(size, is_live)
+    logarithm = jnp.where(is_live, logarithm - _compute_mean(logarithm, is_live), 0)
+
+    def scale_inputs(exponent: ArrayLike) -> jax.Array:
+        return jnp.clip(jnp.exp(exponent * logarithm), _LEAST, _LARGEST)
+
+    def measure_exponent(exponent: jax.Array) -> jax.Array:
+        scale = scale_inputs(exponent)
+        errors = layout.arrange(w - _round_nearest(w * scale, spec) / scale)
+        return jnp.sum(jax.vmap(compute_error)(errors, hessian))
+
+    exponents = np.arange(steps, dtype=np.float32) / np.float32(steps)
+    # One candidate after the other: all at once would take `steps` copies of the weight.
+    costs = lax.map(measure_exponent, exponents)
+    scale = scale_inputs(jnp.asarray(exponents)[jnp.argmin(costs)])
+    is_valid = jnp.isfinite(costs).all() & jnp.isfinite(magnitude).all()
+    return _grid.spoil_scale(scale, is_valid)
+
+
+def _pool_channels(layout: MatrixLayout, values: jax.Array, channel: Axis | None) -> jax.Array:
+    """Return the means of numbers [groups, inputs] over the inputs of each channel, of the weight's rank."""
+    rank = len(layout.shape)
+    axes = layout.summed if channel is None else channel if isinstance(channel, tuple) else (channel,)
+    channels = tuple(checks.check_axis(_AWQ, entry, rank, "channel") for entry in axes)
+    is_summed = all(entry in layout.summed for entry in channels)
+    checks.require(is_summed, _AWQ, "channel", f"axes that are summed: {layout.summed}", channel)
+    outputs = int(np.prod([layout.shape[entry] for entry in layout.kept])) // layout.groups
+    wide = layout.restore(jnp.repeat(values[:, :, None], outputs, 2))
+    others = tuple(entry for entry in layout.summed if entry not in channels)
+    # Without groups all outputs have the same inputs.
+    return jnp.mean(wide, (*others, *(layout.kept if layout.groups == 1 else ())), keepdims=True)
+
+
+def _round_nearest(w: jax.Array, spec: QuantSpec) -> jax.Array:
+    """Return the values of the codes that `jq.quantize` finds."""
+    scale, zero_point, _ = compute_parameters(_AWQ, w, spec, None, None)
+    codes = encode_array(w, scale, zero_point, spec)
+    block_size = derive_stored_block_size(_AWQ, spec, w.shape)
+    q = QuantizedArray(codes, scale, zero_point, dtype=w.dtype, block_size=block_size, codebook=spec.codebook)
+    return dequantize_checked(q)
+
 
 _TOLERANCE = 1e-4  # of the largest result: float32 rounds each product again
 _EXACT = "the largest |weight| of a channel over the smallest, before and after"
@@ -53,7 +287,7 @@ def smooth(
         params: its parameters, in floats.
         stats: statistics of its inputs, from `collect`.
         batch: one batch, as for `Prepared.calibrate`: the arguments on which the functions are compared.
-        method: "smoothquant" for the factors of `smoothquant`, for quantized activations; "awq" for those of `awq`,
+        method: "smoothquant" for the factors of `smoothquant`, for quantized activations; "awq" for the ones of `awq`,
             which are searched with the spec of the first weight that reads the array, for weights of few bits.
         alpha: how much "smoothquant" moves, from 0 to 1.
         **arguments: keyword arguments of the call.
@@ -90,10 +324,10 @@ def smooth(
         weights, moments = _read_weights(joint, arrays), _read_moments(joint, stats, arrays)
         if method == "smoothquant":
             largest = moments.largest.reshape(-1, weights[0].shape[0])
-            return input_scales.smoothquant(weights, largest.max(0), alpha).ravel()
+            return smoothquant(weights, largest.max(0), alpha).ravel()
         leaf, use = joint.uses[0]
         spec = prepared.leaves[leaf].spec
-        return input_scales.awq(arrays[leaf], moments, spec, axis=use.axis, channel=use.channel).ravel()
+        return awq(arrays[leaf], moments, spec, axis=use.axis, channel=use.channel).ravel()
 
     return _scale_joints(name, prepared, params, batch, arguments, compute_factors)
 
@@ -120,7 +354,7 @@ def equalize(prepared: Prepared, params: Any, batch: Any, **arguments: Any) -> O
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the parameters have other paths or shapes than those of `prepare`; or the function returns no
+        ValueError: the parameters have other paths or shapes than in `prepare`; or the function returns no
             floats.
 
     Example:
@@ -168,9 +402,9 @@ def _read_moments(joint: _Joint, stats: Statistics, arrays: Sequence[Any]) -> Mo
     result = inputs.combine_uses([use], stats.moments, arrays[leaf].shape)
     assert not isinstance(result, str)
     moments = result[1]
-    places = sorted(use.summed)
-    shape = [arrays[leaf].shape[axis] for axis in places]
-    largest = jnp.moveaxis(moments.largest.reshape(shape), places.index(use.channel[0]), -1)
+    summed = sorted(use.summed)
+    shape = [arrays[leaf].shape[axis] for axis in summed]
+    largest = jnp.moveaxis(moments.largest.reshape(shape), summed.index(use.channel[0]), -1)
     return moments._replace(largest=largest)
 
 
@@ -195,7 +429,7 @@ def _locate_outputs(site: Site | None, arrays: Sequence[Any]) -> tuple[int, int]
 
 
 def _scale_joints(
-    name: str, prepared: Prepared, params: Any, batch: Any, arguments: Any,
+    name: str, prepared: Prepared, params: Any, batch: Any, arguments: dict[str, Any],
     compute_factors: Callable[[_Joint, Sequence[Any]], jax.Array | str],
 ) -> Outcome:  # fmt: skip
     """Return parameters with factors between layers, wherever they can be put into parameters on both sides."""
@@ -229,7 +463,7 @@ def _scale_joints(
 
 
 def _compute_spread(joint: _Joint, arrays: Sequence[Any], leaf: int) -> float:
-    (w,) = [w for w, (place, _) in zip(_read_weights(joint, arrays), joint.uses, strict=True) if place == leaf][:1]
+    (w,) = [w for w, (index, _) in zip(_read_weights(joint, arrays), joint.uses, strict=True) if index == leaf][:1]
     sizes = jnp.abs(w).max(1)
     return float(sizes.max() / jnp.maximum(sizes.min(), jnp.finfo(jnp.float32).tiny))
 
@@ -298,17 +532,17 @@ def _put_factors(joint: _Joint, arrays: Sequence[Any], factors: jax.Array) -> li
 
 
 def make_comparison(
-    session: Session, args: Any, kwargs: Any, tolerance: float = _TOLERANCE
+    session: Session, args: tuple[Any, ...], kwargs: dict[str, Any], tolerance: float = _TOLERANCE
 ) -> Callable[[Sequence[Any]], bool]:  # fmt: skip
     """Return a function that tells whether parameters give the results of the first ones, up to a tolerance."""
     others = Signature((args, kwargs))
 
     @jax.jit
-    def run_function(arrays: Any, rest: Any) -> Any:
+    def run_function(arrays: Sequence[Any], rest: Sequence[Any]) -> Any:
         positional, named = others.rebuild(rest)
         results = jax.tree.leaves(session.prepared.function(session.parameters.rebuild(arrays), *positional, **named))
         floats = [x.astype(jnp.float32) for x in results if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
-        # Integers, such as those of an argmax, hide the differences that would tell that a factor is wrong.
+        # Integers, such as the result of an argmax, hide the differences that would tell that a factor is wrong.
         checks.require(bool(floats), session.function, "prepared", "a function that returns floats", "none")
         return floats
 

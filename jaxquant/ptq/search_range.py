@@ -36,7 +36,7 @@ def search_range(
     Args:
         w: the weight, float32, float16 or bfloat16.
         spec: Static. How to quantize, with one granularity for the scale and the zero point.
-        importance: weights of the squares, float32 of w's rank, with each dimension that of w or 1: the mean squares of
+        importance: weights of the squares, float32, of a shape that broadcasts to w's: the mean squares of
             the inputs, for example. None weighs all equally.
         least: Static. The smallest t, in (0, 1].
         steps: Static. The number of values of t.
@@ -59,7 +59,7 @@ def search_range(
         >>> [round(value, 2) for value in q.dequantize().tolist()]
         [0.54, -0.54, 0.54, 0.54, 0.54, 0.54]
 
-    Source: Lin et al., arXiv 2306.00978, section 5.1, whose search of a clipping range this is; Choukroun et al., arXiv
+    Source: Lin et al., arXiv 2306.00978, section 5.1, for the search of a clipping range; Choukroun et al., arXiv
     1902.06822, section 4.1, for the minimum of the squared error.
     """
     _grid.check_spec(_NAME, spec)
@@ -145,13 +145,13 @@ class Slices(NamedTuple):
 
     def compute_scales(self, low: jax.Array, high: jax.Array) -> Grid:
         """Return the scale, float32, and the zero point, int32 or None, of each slice, for a range of each slice."""
-        scale, point = scale_from_range.compute_scale_and_zero_point(self.spec, low, high, self.shape, self.shape)
-        return Grid(dtypes.scale_as_float32(scale), None if point is None else point.astype(jnp.int32))
+        scale, zero_point = scale_from_range.compute_scale_and_zero_point(self.spec, low, high, self.shape, self.shape)
+        return Grid(dtypes.scale_as_float32(scale), None if zero_point is None else zero_point.astype(jnp.int32))
 
     def compute_grid(self, low: jax.Array, high: jax.Array) -> Grid:
         """Return the scale and the zero point of each element, for a range of each slice."""
-        scale, point = self.compute_scales(low, high)
-        return Grid(self.expand(scale), None if point is None else self.expand(point))
+        scale, zero_point = self.compute_scales(low, high)
+        return Grid(self.expand(scale), None if zero_point is None else self.expand(zero_point))
 
     def round_to_range(self, low: jax.Array, high: jax.Array) -> jax.Array:
         """Return the values of the codes, for a range of each slice."""
@@ -161,11 +161,11 @@ class Slices(NamedTuple):
 
 def make_slices(function: str, w: jax.Array, spec: QuantSpec) -> Slices:
     """Return the slices of a weight; raise if the zero point has another granularity than the scale."""
-    scale, point = scale_from_range.derive_shapes(function, spec, w.shape)
+    scale, zero_point = scale_from_range.derive_shapes(function, spec, w.shape)
     # A range that is tried gives both a scale and a zero point, so that both belong to the same elements.
     expected = "the same granularity for the scale and the zero point"
     got = f"{spec.granularity} and {spec.zero_point_granularity}"
-    checks.require(scale == point, function, "spec", expected, got)
+    checks.require(scale == zero_point, function, "spec", expected, got)
     return Slices(w.astype(jnp.float32), spec, scale)
 
 

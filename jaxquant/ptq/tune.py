@@ -1,15 +1,20 @@
-"""`tune`: scales, parameters in floats, and codes, learned such that the results are near the float results."""
+"""`tune`: scales, parameters in floats, and codes, learned such that the results are near the float results.
+
+`collect_gradients` measures what errors of each weight do to the results.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from .._arrays.quantize import encode_array
 from .._arrays.quantized_array import QuantizedArray
@@ -21,9 +26,13 @@ from .._training.fake_quantize import fake_quantize
 from ..calibration import loop
 from ..transform import Prepared, QuantizedTree
 from ..transform.session import Session, Signature, is_quantized
+from . import inputs
+from ._grid import MatrixLayout, make_layout
 from .notes import Note, Notes, Outcome
 
 _NAME = "ptq.tune"
+_HIGHEST = jax.lax.Precision.HIGHEST
+_GRADIENTS = "ptq.collect_gradients"
 _MEASURE = "the squared error of the results, as a part of their squares, before and after"
 _NO_FLOATS = "not an array of floats"
 _NO_SLOPE = "the results do not depend on it, or have no gradient for it"
@@ -54,7 +63,7 @@ def tune(
     scales and offsets of normalizations. Adam minimizes, with one step for each batch of each round, and a rate that
     falls to 0.
 
-    A scale, and a parameter whose elements are all positive, is multiplied by exp(v), and stays positive. To any other
+    A scale, and a parameter with positive elements only, is multiplied by exp(v), and stays positive. To any other
     parameter v is added, in units of the root of its mean square. Scales of tables that are looked up, and scales that
     are powers of two, do not change. While it learns, activations are in floats, also those that the rules quantize.
 
@@ -65,7 +74,7 @@ def tune(
     the results. So a code changes where the next one has less error, and the largest errors come first. No code leaves
     the bounds of its spec, and codes do not depend on scales. Of a codebook, a step is the mean distance of its levels.
 
-    The codes of tables that are looked up do not change, nor do those of float dtypes. There are as many codes as
+    The codes of tables that are looked up do not change, nor do codes of float dtypes. There are as many codes as
     weights, so that they need many more data than scales, and fit the batches; use `held_out`. In memory each takes
     some 16 bytes.
 
@@ -94,11 +103,11 @@ def tune(
         A `QuantizedTree` with the same codes and ranges, or with those that were learned, and notes: a row for each
         parameter that is an array of floats or codes, which says how many codes have changed. If the error of the
         results does not become smaller, the parameters are unchanged, and the notes say so. With `held_out`, the errors
-        before and after are those of these batches.
+        before and after are measured on these batches.
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the parameters have other paths or shapes than those of `prepare`; there is no batch, or none that
+        ValueError: the parameters have other paths or shapes than in `prepare`; there is no batch, or none that
             is held out; a number is out of range; or the results in floats have a NaN or an infinity.
 
     Example:
@@ -164,7 +173,7 @@ def tune(
 
 
 def _read_calls(
-    signature: Signature, run_function: Callable[..., list[jax.Array]], name: str, batches: Any,
+    signature: Signature, run_function: Callable[..., list[jax.Array]], name: str, batches: Iterable[Any],
     arguments: dict[str, Any],
 ) -> list[_TuningBatch]:  # fmt: skip
     """Return batches with their results in floats.
@@ -183,7 +192,7 @@ def _read_calls(
         is_empty = not sum(y.size for y in call.expected)
         checks.require(not is_empty, _NAME, f"{name}[{index}]", "a batch with results", "results without elements")
         is_finite = all(bool(jnp.isfinite(y).all()) for y in call.expected)
-        expected, got = "batches with finite results", f"a NaN or an infinity in those of {name}[{index}]"
+        expected, got = "batches with finite results", f"a NaN or an infinity in the results of {name}[{index}]"
         checks.require(is_finite, _NAME, name, expected, got)
     return calls
 
@@ -197,7 +206,7 @@ def _choose(prepared: Prepared, leaf: int, x: Any, codes: bool) -> _Choice:
         return _Choice(False, False, "codes that the function itself reads")
     rows = [row for row in prepared.coverage if prepared.names[leaf] in row.paths]
     if rows and all(row.form == "lookup" for row in rows):
-        return _Choice(False, False, "a lookup, of which a batch reads few rows")
+        return _Choice(False, False, "a lookup: a batch reads few of its rows")
     spec = prepared.leaves[leaf].spec
     obstacle = _explain_fixed_codes(x, spec) if codes else ""
     reasons = ["scales that are powers of two"] if spec.power_of_two else []
@@ -250,7 +259,7 @@ def _change_parameter(x: Any, variables: _Changes, leaf: int, specs: dict[int, Q
 
 
 class _Changes(NamedTuple):
-    """What is learned of each parameter, by its place.
+    """What is learned of each parameter, by its index.
 
     Attributes:
         floats: of a parameter in floats, the change of each element; of codes, the change of each scale.
@@ -389,7 +398,9 @@ def _measure_curvatures(problem: _Problem, start: _Changes, calls: Sequence[_Tun
 
     # The variables are an argument, because as constants of the program they would be as large as the weights.
     @jax.jit
-    def add(curvatures: Any, variables: _Changes, values: Sequence[Any], call: _TuningBatch, key: jax.Array) -> Any:
+    def add(
+        curvatures: dict[int, jax.Array], variables: _Changes, values: Sequence[Any], call: _TuningBatch, key: jax.Array
+    ) -> Any:
         slopes = jax.grad(problem.compute_sum)(variables, values, call, key).codes
         return jax.tree.map(lambda x, slope: x + slope**2 / _SUMS, curvatures, slopes)
 
@@ -406,8 +417,9 @@ def _make_step(problem: _Problem) -> Callable[..., _State]:
 
     @jax.jit
     def move_downhill(
-        state: _State, plan: tuple[Any, Any, Any], values: Sequence[Any], curvatures: Any, call: _TuningBatch
-    ) -> _State:
+        state: _State, plan: tuple[Any, Any, Any], values: Sequence[Any], curvatures: dict[int, jax.Array],
+        call: _TuningBatch,
+    ) -> _State:  # fmt: skip
         index, rate, code_rate = plan
         # Adam is written out, because optax is a dependency of jaxquant.optim alone.
         slopes, codes = jax.grad(problem.compute_error)(state.variables, values, call)
@@ -434,16 +446,17 @@ def _make_step(problem: _Problem) -> Callable[..., _State]:
 def _explain_fixed_codes(q: QuantizedArray, spec: QuantSpec) -> str:
     """Return why the codes of an array cannot be learned, or ""."""
     if spec.dtype in dtypes.SMALL_FLOATS:
-        return "codes of floats, whose steps differ"
+        return "codes of floats, which are not evenly spaced"
     shape = derive_shapes("ptq.tune", spec, q.shape)[1]
-    has_point = not spec.symmetric or bool(spec.fixed_zero_point)
-    fits = q.codebook == spec.codebook and q.codes.dtype == spec.carrier and (q.zero_point is not None) == has_point
+    has_zero_point = not spec.symmetric or bool(spec.fixed_zero_point)
+    fits = q.codebook == spec.codebook and q.codes.dtype == spec.carrier
+    fits = fits and (q.zero_point is not None) == has_zero_point
     fits = fits and (q.zero_point is None or all(n in (1, m) for n, m in zip(q.zero_point.shape, shape, strict=True)))
-    return "" if fits else "codes of another spec than that of the rules"
+    return "" if fits else "codes of another spec than in the rules"
 
 
 def _move_change(
-    q: QuantizedArray, spec: QuantSpec, change: jax.Array, slope: jax.Array, curvature: jax.Array, rate: Any
+    q: QuantizedArray, spec: QuantSpec, change: jax.Array, slope: jax.Array, curvature: jax.Array, rate: ArrayLike
 ) -> jax.Array:
     """Return the changes after a step towards the minimum of each code alone, within the bounds of the spec.
 
@@ -456,10 +469,10 @@ def _move_change(
     least = np.float32(1e-3) * jnp.mean(curvature) + np.finfo(np.float32).tiny
     change = change - rate * jnp.clip(slope / (curvature + least) + rest, -1, 1)
     low, high = (np.float32(bound) for bound in spec.bounds)
-    point = np.float32(0)
+    zero_point = np.float32(0)
     if q.zero_point is not None:
-        point = granularity.Aligned(q.block_size).expand(q.zero_point.astype(jnp.float32), start)
-    return jnp.clip(change, (low - point - start) / unit, (high - point - start) / unit)
+        zero_point = granularity.Aligned(q.block_size).expand(q.zero_point.astype(jnp.float32), start)
+    return jnp.clip(change, (low - zero_point - start) / unit, (high - zero_point - start) / unit)
 
 
 def _dequantize_change(q: QuantizedArray, spec: QuantSpec, change: jax.Array, scale: jax.Array) -> jax.Array:
@@ -503,3 +516,117 @@ def _compute_unit(spec: QuantSpec) -> Any:
         return np.float32(1)
     levels = spec.codebook.levels
     return np.float32((levels[-1] - levels[0]) / (len(levels) - 1))
+
+
+# What errors of each weight do to the results.
+
+
+def collect_gradients(
+    prepared: Prepared, params: Any, batches: Iterable[Any], *, key: jax.Array, progress: bool | None = None,
+    **arguments: Any,
+) -> dict[str, jax.Array]:  # fmt: skip
+    """Return what errors of each weight do to the results of a prepared function.
+
+    H = mean of G G^T over the batches, with G the gradient of sum(r * f(params, x)), and r of a normal distribution
+
+    An error E of a weight changes the results by dy, and the mean of sum(r * dy)^2 over r is sum(dy^2). To first order,
+    sum(r * dy) is sum(G * E). If the errors of different outputs are uncorrelated, the mean of its square is
+    trace(E^T H E). This is the objective of `ptq.gptq`, with H in the place of the second moments of the inputs. Those
+    say what an error does to the outputs of its own contraction, and these what it does to the results: an input counts
+    as much as the results depend on the outputs that it goes to, and errors that later sums cancel count little.
+
+    Args:
+        prepared: the prepared function. It returns arrays of floats, and can be differentiated.
+        params: its parameters, in floats.
+        batches: as for `Prepared.calibrate`. Each of them gives one gradient, of rank d for a weight with d outputs.
+        key: a random key, for r.
+        progress: whether to show a progress bar, with the package rich. None shows it on a terminal.
+        **arguments: keyword arguments of every call.
+
+    Returns:
+        A dict by path: float32 [groups, inputs, inputs] for each weight that is contracted as a whole. Pass it to
+        `ptq.apply` as `gradients`.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: the parameters have other paths or shapes than in `prepare`; there is no batch; or a gradient
+            has a NaN or an infinity.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq
+        >>> from jaxquant import ptq
+        >>> apply = lambda w, x: (x @ w).mean(0)
+        >>> x = jnp.array([[1.0, 3.0], [1.0, -3.0]])  # the mean of the second input is 0
+        >>> prepared = jq.prepare(apply, jnp.ones((2, 4)), x, rules=[jq.Rule(weight=jq.Weight("int4"))])
+        >>> (second,) = ptq.collect_gradients(prepared, jnp.ones((2, 4)), [x] * 8, key=jax.random.key(0)).values()
+        >>> bool(second[0, 1, 1] < 1e-9 * second[0, 0, 0])  # so that its errors do not count
+        True
+
+    Source: Tseng et al., arXiv 2505.22988, section 3.2, for second moments of gradients as the Hessian of one side.
+    """
+    session = Session(_GRADIENTS, prepared, params)
+    loop.check_progress(_GRADIENTS, progress)
+    checks.require_type(checks.is_key(key), _GRADIENTS, "key", "one key of jax.random", checks.describe_value(key))
+    loop.check_batches(_GRADIENTS, batches)
+    signature, run_function = session.parameters, make_function(session, arguments)
+    layouts: dict[int, MatrixLayout] = {}
+    sums: dict[int, jax.Array] = {}
+    add_batch, count = _make_gradient_step(run_function, layouts), 0
+    bar = loop.Bar("gradients", operator.length_hint(batches) or None, progress)
+    try:
+        for index, batch in enumerate(batches):
+            args, kwargs = loop.split_arguments(_GRADIENTS, index, batch, arguments)
+            if not index:
+                layouts |= _list_layouts(session, args, {**kwargs, **arguments})
+                sums = {leaf: jnp.zeros((x.groups, x.inputs, x.inputs)) for leaf, x in layouts.items()}
+            sums = add_batch(sums, signature.arrays, Signature((args, kwargs)), jax.random.fold_in(key, index))
+            count = index + 1
+            bar.count_step()
+    finally:
+        bar.stop()
+    checks.require(count > 0, _GRADIENTS, "batches", "at least one batch", "none")
+    means = {prepared.names[leaf]: total / count for leaf, total in sums.items()}
+    for path, second in means.items():
+        with checks.prefix_errors(path):
+            is_finite = bool(jnp.isfinite(second).all())
+            expected, got = "finite gradients", "a NaN or an infinity, or squares that overflow float32"
+            checks.require(is_finite, _GRADIENTS, "batches", expected, got)
+    return means
+
+
+def _make_gradient_step(
+    run_function: Callable[..., list[jax.Array]], layouts: Mapping[int, MatrixLayout]
+) -> Callable[..., dict[int, jax.Array]]:
+    """Return a function that adds the second moments of one gradient to the sums of those before it.
+
+    Args:
+        run_function: the float function.
+        layouts: how each weight is arranged as a matrix, by the index of the parameter.
+    """
+
+    @jax.jit
+    def add_batch(
+        sums: dict[int, jax.Array], arrays: Sequence[Any], other: Signature, key: jax.Array
+    ) -> dict[int, jax.Array]:
+        def project_results(weights: dict[int, jax.Array]) -> jax.Array:
+            results = run_function([weights.get(leaf, x) for leaf, x in enumerate(arrays)], other)
+            pairs = zip(jax.random.split(key, len(results)), results, strict=True)
+            return jnp.sum(jnp.stack([jnp.sum(jax.random.normal(part, y.shape) * y) for part, y in pairs]))
+
+        slopes = jax.grad(project_results)({leaf: arrays[leaf] for leaf in sums})
+        rows = {leaf: layouts[leaf].arrange(slope.astype(jnp.float32)) for leaf, slope in slopes.items()}
+        return {leaf: sums[leaf] + jnp.matmul(g, jnp.swapaxes(g, 1, 2), precision=_HIGHEST) for leaf, g in rows.items()}
+
+    return add_batch
+
+
+def _list_layouts(session: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, MatrixLayout]:
+    """Return how the contractions read each parameter, by its index, if all of them read it as a whole, and alike."""
+    call = session.trace(args, kwargs)
+    layouts = {}
+    for leaf, plan in session.leaves.items():
+        uses = inputs.list_uses(call, leaf)
+        alike = {(use.axis, frozenset(use.summed), use.groups) for use in uses}
+        if len(alike) == 1 and not any(use.reason for use in uses):
+            layouts[leaf] = make_layout(_GRADIENTS, plan.shape, uses[0].axis, uses[0].groups)
+    return layouts

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from .._arrays import parts
 from .._arrays.diagnostics import quantization_error
+from .._arrays.quantized_array import QuantizedArray
 from .._core import checks
 from .._program import jaxpr
 from .._program.analysis import Site
@@ -43,7 +45,7 @@ def _is_replaced(plan: ProgramPlan, site: Site) -> bool:
 
 
 def _compare_site(plan: ProgramPlan, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
-    """Return the float result, and the sums with those of this contraction."""
+    """Return the float result, and the sums with the terms of this contraction added."""
     record = records[site.name]
     (result,) = jaxpr.evaluate(site.equation, [x.floats if isinstance(x, Twin) else x for x in operands])
     values, activations = contract_codes(plan, site, operands, record["ranges"])
@@ -62,21 +64,21 @@ def _describe_values(x: jax.Array, q: Any, operand: Any, record: Mapping[str, An
     wide = x.astype(jnp.float32)
     extremes = jnp.stack([jnp.min(wide, initial=np.inf), jnp.max(wide, initial=-np.inf)])
     low, high = record["edges"][..., 0], record["edges"][..., 1]
-    place = jnp.clip(jnp.floor((wide - low) / (high - low) * np.float32(_BINS)), 0, _BINS - 1).astype(jnp.int32)
-    counts = jnp.zeros(_BINS, jnp.int32).at[place.ravel()].add(1)
+    index = jnp.clip(jnp.floor((wide - low) / (high - low) * np.float32(_BINS)), 0, _BINS - 1).astype(jnp.int32)
+    counts = jnp.zeros(_BINS, jnp.int32).at[index.ravel()].add(1)
     ends = jnp.full(2, np.nan, jnp.float32)
     # A dynamic range has other ends in each call and each row.
     if operand.calibrator is not None:
         codes = np.asarray(operand.spec.bounds, np.float32)
-        point = 0 if q.zero_point is None else q.zero_point.astype(jnp.float32).ravel()[0]
-        ends = (codes - point) * q.scale.astype(jnp.float32).ravel()[0]
+        zero_point = 0 if q.zero_point is None else q.zero_point.astype(jnp.float32).ravel()[0]
+        ends = (codes - zero_point) * q.scale.astype(jnp.float32).ravel()[0]
     least, most = record["extremes"][0], record["extremes"][1]
     extremes = jnp.stack([jnp.minimum(least, extremes[0]), jnp.maximum(most, extremes[1])])
     return {"extremes": extremes, "counts": record["counts"] + counts, "ends": ends}
 
 
 def _add(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Return the sums of two dicts, of which an entry may be missing in either."""
+    """Return the sums of two dicts; an entry may be missing in either."""
     return {name: a.get(name, 0.0) + b.get(name, 0.0) for name in {**a, **b}}
 
 
@@ -88,8 +90,8 @@ def _sum_squares(x: jax.Array, y: jax.Array, name: str) -> dict[str, jax.Array]:
     return {name: jnp.sum(wide**2), f"{name}_error": jnp.sum((wide - other) ** 2)}
 
 
-def _count_saturated(x: jax.Array, q: Any, scale: jax.Array) -> dict[str, jax.Array]:
-    """Return the number of elements that lie more than half a step beyond the last code, and that of all."""
+def _count_saturated(x: jax.Array, q: QuantizedArray, scale: jax.Array) -> dict[str, jax.Array]:
+    """Return the number of elements that lie more than half a step beyond the last code, and the number of all."""
     distance = jnp.abs(x.astype(jnp.float32) - q.dequantize().astype(jnp.float32))
     step = jnp.broadcast_to(scale.astype(jnp.float32), x.shape)
     # A rounded element is half a step away, and in float32 a little more.
@@ -103,8 +105,8 @@ def compare(prepared: Prepared, params: Any, q: QuantizedTree, batches: Iterable
     SQNR = 10 log10(sum x^2 / sum (x - x_q)^2), in decibels
 
     The function runs in floats, and each contraction also on codes, with the same inputs. So the errors of a
-    contraction are those of its own weight and activations, without those of earlier ones. The error of the result is
-    that of `Prepared.apply`, with all of them.
+    contraction come from its own weight and activations, not from earlier ones. The error of the result is
+    the error of `Prepared.apply`, with all of them.
 
     Args:
         prepared: the prepared function.
@@ -119,7 +121,7 @@ def compare(prepared: Prepared, params: Any, q: QuantizedTree, batches: Iterable
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: there is no batch; a batch has other contractions than `prepare` saw, or results with a NaN; or the
-            parameters or ranges are not those of the function.
+            parameters or ranges do not belong to the function.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -157,12 +159,14 @@ def _measure_calls(
     names = {row.name for row in session.prepared.coverage if row.form != "float"}
 
     @jax.jit
-    def run_sites(arrays: Any, quantized: Any, edges: Any, other: Signature) -> Any:
+    def run_sites(
+        arrays: Sequence[Any], quantized: Sequence[Any], edges: Mapping[str, jax.Array], other: Signature
+    ) -> Any:
         positional, named = other.rebuild(other.arrays)
         call = session.trace(positional, named, arrays)
         parameters = [
-            Twin(x, quantized[place]) if place in session.leaves else x
-            for place, x in enumerate(call.parameters.arrays)
+            Twin(x, quantized[index]) if index in session.leaves else x
+            for index, x in enumerate(call.parameters.arrays)
         ]
         records = _make_records(call, ranges, edges)
         _check_contractions(records, names)
@@ -200,9 +204,9 @@ def _measure_calls(
 
 
 def _check_contractions(names: Iterable[str], known: Set[str]) -> None:
-    """Raise unless a call has the contractions of `prepare` only, each of which has a row of the report."""
+    """Raise unless a call has only contractions of `prepare`: each of these has a row of the report."""
     added = sorted(set(names) - known)
-    expected, got = "batches whose calls have the contractions that prepare saw", f"also {', '.join(added[:4])}"
+    expected, got = "batches with calls that have the contractions that prepare saw", f"also {', '.join(added[:4])}"
     checks.require(not added, _NAME, "batches", expected, got)
 
 
@@ -245,7 +249,9 @@ def _measure_result(prepared: Prepared, params: Any, q: QuantizedTree, others: S
     floats, codes = Signature(params), Signature(q.params)
 
     @jax.jit
-    def run_results(arrays: Any, quantized: Any, other: Signature) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def run_results(
+        arrays: Sequence[Any], quantized: Sequence[Any], other: Signature
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         positional, named = other.rebuild(other.arrays)
         expected = prepared.function(floats.rebuild(arrays), *positional, **named)
         actual = prepared.apply(q.replace(params=codes.rebuild(quantized)), *positional, **named)
@@ -260,7 +266,7 @@ def _measure_result(prepared: Prepared, params: Any, q: QuantizedTree, others: S
     for index, other in enumerate(others):
         sums, has_nan, has_none = run_results(floats.arrays, codes.arrays, other)
         # The sums leave out what is NaN in floats and in codes, so that the ratio would not tell of it.
-        expected, got = "batches whose results in floats are numbers", f"a NaN in those of batches[{index}]"
+        expected, got = "batches with results in floats that are numbers", f"a NaN in the results of batches[{index}]"
         checks.require(not has_nan, _NAME, "batches", expected, got)
         # In float64, so that the sums of many batches keep their digits.
         totals += np.asarray(sums, np.float64)
@@ -283,8 +289,8 @@ def _count_weights(prepared: Prepared, signature: Signature, codes: Signature) -
     """Return the bytes of each parameter that is contracted or looked up, in floats and as it is, by its path."""
     read = {path for row in prepared.coverage for path in row.paths}
     return {
-        path: (_count_bytes(signature.arrays[place]), _count_bytes(codes.arrays[place]))
-        for place, path in enumerate(prepared.names)
+        path: (_count_bytes(signature.arrays[index]), _count_bytes(codes.arrays[index]))
+        for index, path in enumerate(prepared.names)
         if path in read
     }
 
@@ -294,10 +300,10 @@ def _count_bytes(x: Any) -> int:
 
 
 def _make_row(prepared: Prepared, row: Any, sums: dict[str, float], signature: Signature, codes: Signature) -> SiteRow:
-    places = [place for place, name in enumerate(prepared.names) if name in row.paths]
+    indices = [index for index, name in enumerate(prepared.names) if name in row.paths]
     is_converted = row.form != "float"
     weights = [
-        (signature.arrays[place], codes.arrays[place]) for place in places if is_converted and place in prepared.leaves
+        (signature.arrays[index], codes.arrays[index]) for index in indices if is_converted and index in prepared.leaves
     ]
     errors = [quantization_error(jnp.asarray(w), q) for w, q in weights]
     return SiteRow(
@@ -309,11 +315,11 @@ def _make_row(prepared: Prepared, row: Any, sums: dict[str, float], signature: S
         max((float(error.saturated) for error in errors), default=None),
         sums["saturated"] / sums["elements"] if sums.get("elements") else None,
         max((float(error.used_codes) for error in errors), default=None),
-        *(sum(_count_bytes(x.arrays[place]) for place in places) for x in (signature, codes)),
+        *(sum(_count_bytes(x.arrays[index]) for index in indices) for x in (signature, codes)),
     )  # fmt: skip
 
 
-def _make_histogram(w: Any, q: Any) -> Histogram:
+def _make_histogram(w: ArrayLike, q: QuantizedArray) -> Histogram:
     """Return the distribution of a weight, and the range of its codes."""
     values = np.asarray(w, np.float32).ravel()
     counts, edges = np.histogram(values, _BINS)

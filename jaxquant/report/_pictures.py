@@ -8,8 +8,8 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,10 @@ from .._core import checks
 from ..ptq import BitPlan, Note, Notes
 from ..ptq.allocate import solve_plan
 from ._report import Report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _POINTS = 40
 # Of Okabe and Ito's palette, which color-blind readers can tell apart.
@@ -29,12 +33,12 @@ _TOP = 120.0  # decibels: no float32 has more, and an exact result has infinitel
 def plot_notes(notes: Notes | Mapping[str, Notes], path: str | os.PathLike[str] | None = None) -> Any:
     """Draw the measure of a pass for each weight, before and after it, on a logarithmic scale.
 
-    A measure of 0, such as that of `correct_bias` with statistics, is at 0, where the scale is linear. What is NaN or
+    A measure of 0, such as after `correct_bias` with statistics, is at 0, where the scale is linear. What is NaN or
     infinite is not drawn, but named below the axis.
 
     Args:
-        notes: the notes of a pass, or those of several by a name for each: for example of `ptq.apply` with several
-            algorithms, whose measure is the error of the outputs.
+        notes: the notes of a pass, or a dict of the notes of several by name: for example of `ptq.apply` with several
+            algorithms, which measure the error of the outputs.
         path: a file to write the figure to, or None.
 
     Returns:
@@ -122,7 +126,7 @@ def _list_uniform(plan: BitPlan) -> dict[str, tuple[int, float]]:
     return {name: (sum(n for n, _ in row), sum(damage for _, damage in row)) for name, row in totals.items()}
 
 
-def _write(figure: Any, path: Any) -> Any:
+def _write(figure: Figure, path: str | os.PathLike[str] | None) -> Any:
     if path is not None:
         figure.savefig(path)
     return figure
@@ -169,21 +173,21 @@ def draw_report(report: Report) -> Any:
     return figure
 
 
-def _draw_bars(axes: Any, rows: list[Any]) -> None:
+def _draw_bars(axes: Axes, rows: list[Any]) -> None:
     """Draw the ratios of weights, activations and outputs, the first contraction at the top."""
     for offset, (name, color) in zip((-0.27, 0.0, 0.27), _COLORS.items(), strict=True):
         values = [getattr(row, f"{name}_sqnr") for row in rows]
-        places = [place + offset for place, value in enumerate(values) if value is not None]
-        if not places:
+        heights = [height + offset for height, value in enumerate(values) if value is not None]
+        if not heights:
             continue
         ratios = [value for value in values if value is not None]
         # A NaN has no bar, and neither has an error that is as large as the signal.
         sizes = [0.0 if math.isnan(value) else min(max(value, 0.0), _TOP) for value in ratios]
-        axes.barh(places, sizes, 0.25, color=color, label=name)
-        for place, size, value in zip(places, sizes, ratios, strict=True):
+        axes.barh(heights, sizes, 0.25, color=color, label=name)
+        for height, size, value in zip(heights, sizes, ratios, strict=True):
             if size != value:
                 label = "no error" if value == math.inf else f"{value:.1f}"
-                axes.annotate(label, (size, place), textcoords="offset points", xytext=(3, -2.5), fontsize=6)
+                axes.annotate(label, (size, height), textcoords="offset points", xytext=(3, -2.5), fontsize=6)
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
     axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
     axes.set_xlabel("signal over error, dB (more is better; 6 dB are one bit)")
@@ -193,7 +197,7 @@ def _draw_bars(axes: Any, rows: list[Any]) -> None:
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=8, frameon=False)
 
 
-def _draw_histograms(grid: Any, items: list[Any], color: str) -> None:
+def _draw_histograms(grid: Sequence[Axes], items: list[Any], color: str) -> None:
     """Draw distributions on a logarithmic scale, with the ends of the range of the codes and what is beyond it."""
     names = _shorten_names([name for name, _ in items])
     for axes, name, (_, histogram) in zip(grid, names, items, strict=False):
@@ -260,12 +264,12 @@ def _draw_notes(notes: dict[str, Any]) -> Any:
     for index, ((name, rows), (color, marker)) in enumerate(zip(measured.items(), styles, strict=False)):
         offset = 0.7 * ((index + 0.5) / len(notes) - 0.5)
         for note in rows:
-            place = paths.index(note.path) + offset
-            axes.plot([note.before, note.after], [place, place], color=_GRAY, linewidth=1, zorder=1)
+            height = paths.index(note.path) + offset
+            axes.plot([note.before, note.after], [height, height], color=_GRAY, linewidth=1, zorder=1)
             # Without a clip, because a marker at 0 is on the edge.
             options = {"marker": marker, "markersize": 6, "clip_on": False}
-            axes.plot(note.before, place, color="white", markeredgecolor=color, **options)
-            axes.plot(note.after, place, color=color, **options)
+            axes.plot(note.before, height, color="white", markeredgecolor=color, **options)
+            axes.plot(note.after, height, color=color, **options)
         axes.plot([], [], marker=marker, color=color, linestyle="none", label=f"after {name}")
     axes.plot([], [], marker="o", color="white", markeredgecolor=_GRAY, linestyle="none", label="before")
     axes.set_yticks(range(len(paths)), _shorten_names(paths), fontsize=8)
@@ -284,7 +288,7 @@ def _draw_notes(notes: dict[str, Any]) -> Any:
     return figure
 
 
-def _set_scale(axes: Any, name: str, values: list[float]) -> None:
+def _set_scale(axes: Axes, name: str, values: list[float]) -> None:
     """Make an axis logarithmic; with zeros among the values, linear from 0 to the least positive one."""
     positive = [value for value in values if value > 0]
     set_scale, set_limits = (getattr(axes, f"set_{name}{what}") for what in ("scale", "lim"))
@@ -295,14 +299,14 @@ def _set_scale(axes: Any, name: str, values: list[float]) -> None:
     set_limits(min(values))
 
 
-def _label_axes(axes: Any) -> None:
+def _label_axes(axes: Axes) -> None:
     axes.grid(color=_GRAY, alpha=0.3)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, frameon=False)
 
 
-def write_svg(figure: Any) -> str:
+def write_svg(figure: Figure) -> str:
     """Return a figure as the text of an SVG element."""
     stream = io.StringIO()
     figure.savefig(stream, format="svg")

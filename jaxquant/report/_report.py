@@ -32,10 +32,10 @@ class SiteRow(NamedTuple):
         form: "integer", "weight-only", "lookup" or "float".
         reason: why it stays in floats, or "".
         weight_sqnr: the ratio of its weight to the error of its weight, in decibels; None in floats.
-        activation_sqnr: that of its activations, or None if they stay in floats.
-        output_sqnr: that of its result, with inputs in floats; or None.
+        activation_sqnr: the ratio of its activations, or None if they stay in floats.
+        output_sqnr: the ratio of its result, with inputs in floats; or None.
         weight_saturated: the fraction of the weight beyond the range of its codes, or None.
-        activation_saturated: that of its activations, or None.
+        activation_saturated: the same for its activations, or None.
         used_codes: the fraction of the codes of the weight's dtype that occur, or None.
         float_bytes: the bytes of its weight in floats.
         bytes: the bytes of its weight as it is stored.
@@ -96,7 +96,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """The ratio of the result, and the bytes of all weights of contractions, of which each counts once."""
+        """The ratio of the result, and the bytes of all weights of contractions, each counted once."""
         # Several rows may read one weight, so that the sums of the rows may be larger.
         before, after = (sum(sizes[kind] for sizes in self.weights.values()) for kind in (0, 1))
         return f"result: {_show(self.result_sqnr)} dB; weights: {after:,} bytes, of {before:,} in floats"
@@ -125,7 +125,7 @@ class Report:
         for name in _HEADER:
             grid.add_column(name, justify="left" if name in _HEADER[:3] else "right", overflow="fold")
         for row in self.rows:
-            # Plain text: rich reads brackets, such as those of a path or of a shape, as styles.
+            # Plain text: rich reads the brackets of a path or of a shape as styles.
             cells = [text.Text(cell) for cell in _list_cells(row)]
             grid.add_row(*cells, style="yellow" if row.form == "float" else None)
         output = console.Console()
@@ -163,8 +163,8 @@ class Report:
         file = pathlib.Path(path)
         checks.require(file.parent.is_dir(), "report.to_html", "path", "a folder that exists", str(file.parent))
         # Weight-only functions have no activations to tell of.
-        columns = [place for place in range(len(_HEADER)) if any(_list_cells(row)[place] for row in self.rows)]
-        cells = "".join(_make_html_cell("th", place, _HEADER[place]) for place in columns)
+        columns = [column for column in range(len(_HEADER)) if any(_list_cells(row)[column] for row in self.rows)]
+        cells = "".join(_make_html_cell("th", column, _HEADER[column]) for column in columns)
         rows = "\n".join(_make_html_row(row, columns) for row in self.rows)
         picture = ""
         if importlib.util.find_spec("matplotlib") is not None:
@@ -183,7 +183,7 @@ def _make_html_row(row: SiteRow, columns: Sequence[int]) -> str:
     """Return the cells of some columns, with the reason below the name."""
     cells = _list_cells(row)
     reason = f'<div class="reason">{html.escape(row.reason)}</div>' if row.reason else ""
-    rest = "".join(_make_html_cell("td", place, cells[place]) for place in columns if place)
+    rest = "".join(_make_html_cell("td", column, cells[column]) for column in columns if column)
     return f'<tr class="{row.form}"><td>{html.escape(row.name)}{reason}</td>{rest}</tr>'
 
 
@@ -207,5 +207,5 @@ def _show(value: float | None) -> str:
 def _show_share(value: float | None) -> str:
     if value is None:
         return ""
-    # Two digits; of 100 % those of a "g" format would be 1e+02.
+    # Two digits; a "g" format would write 100 % as 1e+02.
     return f"{100 * value:.0f} %" if value >= 0.0995 else f"{100 * value:.2g} %"

@@ -15,13 +15,13 @@ from jax import lax
 from .._arrays.quantize import compute_parameters, encode_array, quantize_kernel
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
-from .._codes.carrier import finish_training, replace_value
+from .._codes.fake_codes import finish_training, replace_value
 from .._program import jaxpr
 from .._program.analysis import Address, Site
 from .._program.jaxpr import Equation
 from .._program.replacing import Records, Stores
 from .._training.estimators import LSQ, Estimator, LSQPlus, StraightThrough
-from .._training.quantizer import Quantizer
+from .._training.fake_quantize import Quantizer
 from .._training.rounding_vjp import RoundingConfig, make_array, quantize_and_dequantize
 from . import _moved_codes as moved_codes
 from . import _operations as operations

@@ -14,7 +14,7 @@ from .._core.dtypes import CONTRACTED as INTEGER_DTYPES
 from .._core.granularity import Blocked, PerAxis, PerTensor
 from .._program import jaxpr, views
 from .._program.analysis import UNUSED, Address, Analysis, Site, list_contracted
-from ..calibration.factory import Factory
+from ..calibration.calibrator import Factory
 from ._regions.finder import find_regions
 from ._regions.folding import Fold, find_feature_axes
 from ._regions.rounding_points import OutputPlan, Regions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .._training.range_sources import Static
 from ..calibration import minmax
-from ..calibration.factory import Factory
+from ..calibration.calibrator import Factory
 from .rules import Activation, Rule, Weight
 
 __all__ = ["onednn", "onnx_runtime", "w4a8", "w8a8_dynamic", "w8a8_static", "weight_only_int4", "weight_only_int8"]

@@ -13,7 +13,7 @@ from .._contractions.output import check_output_spec
 from .._core import checks
 from .._core.granularity import PerTensor
 from .._training.range_sources import Dynamic, Learned, Static
-from ..calibration.factory import Factory
+from ..calibration.calibrator import Factory
 
 
 @dataclasses.dataclass(frozen=True)

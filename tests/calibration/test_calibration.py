@@ -318,7 +318,7 @@ ROWS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: feed(jq.calibration.minmax(jq.QuantSpec(jnp.int8, jq.PerAxis(1))), F, F[:, :2]),
         ValueError,
-        r"minmax.update: batch: expected a batch whose ranges have shape \(1, 3\), .*, got ranges of shape \(1, 2\) for .*",
+        r"minmax.update: batch: expected a batch with ranges of shape \(1, 3\), .*, got ranges of shape \(1, 2\) for .*",
     ),
     (
         lambda: make("minmax").update(make("mse").init(F), F),

@@ -282,7 +282,7 @@ def test_quantize_bias(rng: np.random.Generator) -> None:
     assert jax.jit(jq.codes.quantize_bias)(huge, F(1e-3), F(1e-3)).tolist() == [2**31 - 1, -(2**31), 0, 2**31 - 1]
     with pytest.raises(ValueError, match=r"codes\.quantize_bias: bias: expected biases of at most"):
         jq.codes.quantize_bias(np.ones(2, F), 1e-6, 1e-6)
-    with pytest.raises(ValueError, match=r"codes\.quantize_bias: lhs_scale, rhs_scale: expected scales whose product"):
+    with pytest.raises(ValueError, match=r"codes\.quantize_bias: lhs_scale, rhs_scale: expected scales with a product"):
         jq.codes.quantize_bias(np.zeros(2, F), 1e-30, 1e-30)
     with pytest.raises(ValueError, match=r"codes\.quantize_bias: rhs_scale: expected one element or 2"):
         jq.codes.quantize_bias(np.zeros(2, F), 1.0, np.ones(3, F))

@@ -99,7 +99,7 @@ def test_specs_that_differ_are_refused(folder: pathlib.Path, results: dict[str, 
     for index, messages in enumerate((first, second)):
         spec, ends, structure, codebooks, _ = messages
         assert spec.startswith(start.replace("spec", "other"))
-        assert "those of process 0 and process 1 differ" in spec
+        assert "process 0 and process 1 differ" in spec
         assert f"size={64 * (index + 1)}" in spec
         assert f"in process {index}" in spec
         assert "settings['range'].lo" in ends

@@ -174,9 +174,7 @@ def test_a_batch_that_is_not_finite_is_named() -> None:
     batches, module, model = draw_batches(3), Net(), Model()
     variables = module.init(jax.random.key(0), batches[0])
     bad = [batches[0], batches[1].at[0, 0].set(np.nan), batches[2]]
-    text = (
-        r"batches: expected batches whose activations are finite, got a NaN or an infinity in batch 1, counted from 0"
-    )
+    text = r"batches: expected batches with finite activations, got a NaN or an infinity in batch 1, counted from 0"
     with pytest.raises(ValueError, match=rf"^jaxquant\.flax\.calibrate: {text}"):
         qflax.calibrate(module, variables, bad)
     with pytest.raises(ValueError, match=rf"^jaxquant\.flax\.nnx\.calibrate: {text}"):
@@ -219,7 +217,7 @@ def test_what_cannot_be_calibrated() -> None:
         calibrate({"x": batch})
     with pytest.raises(TypeError, match=r"batches\[0\]: expected an array, a tuple .*, got str"):
         calibrate(["x"])
-    with pytest.raises(TypeError, match=r"batches\[0\]: expected a mapping whose keys are names of arguments"):
+    with pytest.raises(TypeError, match=r"batches\[0\]: expected a mapping from names of arguments"):
         calibrate([{1: batch}])
     with pytest.raises(TypeError, match=r"progress: expected True or False"):
         calibrate([batch], progress="bar")  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ FRAMES = {
     "jq.matmul(a, q), a float": 11,
     "jq.matmul(a, q), both quantized": 12,
     "jq.quantize_linear": 12,
-    "qnn.Dense": 19,
+    "qnn.Dense": 12,
 }
 # Names that two functions of one way share.
 REPEATED_FUNCTIONS = 2

@@ -134,7 +134,9 @@ def test_results_without_numbers(rng: np.random.Generator) -> None:
     params, batches = sample(rng)
     prepared = jq.prepare(network, params, *batches[0], rules=RULES)
     spoiled = [batches[0], (batches[1][0].at[1, 2].set(np.nan), 1)]
-    with pytest.raises(ValueError, match=r"allocate_bits: batches: .* a NaN or an infinity in those of batches\[1\]"):
+    with pytest.raises(
+        ValueError, match=r"allocate_bits: batches: .* NaN or an infinity in the results of batches\[1\]"
+    ):
         ptq.allocate_bits(prepared, params, spoiled, budget=10**6)
-    with pytest.raises(ValueError, match=r"compare: batches: .* numbers, got a NaN in those of batches\[1\]"):
+    with pytest.raises(ValueError, match=r"compare: batches: .* numbers, got a NaN in the results of batches\[1\]"):
         jq.report.compare(prepared, params, prepared.convert(params), spoiled)

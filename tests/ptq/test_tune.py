@@ -227,7 +227,7 @@ def test_learned_codes_are_those_of_the_spec(rng: np.random.Generator, prepared_
             assert low <= np.asarray(q.codes, np.int32).min() <= np.asarray(q.codes, np.int32).max() <= high
     check_equal(tuned.params["power"].scale, qparams.params["power"].scale)
     assert notes["power"].reason == "scales that are powers of two"
-    assert (notes["float"].action, notes["float"].reason) == ("tuned", "codes of floats, whose steps differ")
+    assert (notes["float"].action, notes["float"].reason) == ("tuned", "codes of floats, which are not evenly spaced")
 
 
 def test_parameters_without_a_gradient_are_noted(rng: np.random.Generator) -> None:
@@ -298,7 +298,7 @@ def test_errors(rng: np.random.Generator) -> None:
         (lambda: tune(params, params, qparams, batches), "prepared: expected a Prepared"),
         (
             lambda: tune(prepared, {**params, "scale": params["scale"] * np.nan}, qparams, batches),
-            r"batches: expected batches with finite results, got a NaN or an infinity in those of batches\[0\]",
+            r"batches: expected batches with finite results, got a NaN or an infinity in the results of batches\[0\]",
         ),
     ]
     for call, text in cases:

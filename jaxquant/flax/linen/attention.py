@@ -72,7 +72,7 @@ class MultiHeadDotProductAttention(_LinenAttention, nn.MultiHeadDotProductAttent
 
     With `decode=True` the collection "cache" holds a `jq.KVCache`. As in flax, `init` makes it, for as many tokens as
     its inputs have, and each later call appends its tokens and attends to all tokens so far. Unlike in flax a call may
-    have several tokens, for example a prompt. A mask then refers to the places of the cache.
+    have several tokens, for example a prompt. A mask then refers to the slots of the cache.
 
     Attributes:
         weight_spec: How to quantize the kernels of the projections, a QuantSpec, as in `Dense`. Required.
@@ -129,7 +129,7 @@ class MultiHeadDotProductAttention(_LinenAttention, nn.MultiHeadDotProductAttent
             inputs_k: The same for keys; None stands for inputs_q.
             inputs_v: The same for values; None stands for inputs_k.
             mask: An array that broadcasts against [batch..., heads, queries, tokens]; its zeros hide a token. In decode
-                mode the tokens are the places of the cache.
+                mode the tokens are the slots of the cache.
             deterministic: Static. Whether dropout is off.
             dropout_rng: Not used, because the weights are not dropped.
             sow_weights: Static. False, because the weights are integers.

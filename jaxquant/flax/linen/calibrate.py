@@ -27,7 +27,7 @@ _RESERVED = ("mutable", "capture_intermediates")  # arguments of module.apply th
 
 def calibrate(
     module: nn.Module, variables: Mapping[str, object], batches: Iterable[Any], *,
-    method: str | Callable[..., Any] | None = None, rngs: Any = None,
+    method: str | Callable[..., Any] | None = None, rngs: Mapping[str, jax.Array] | None = None,
     checkpoint: str | os.PathLike[str] | None = None, progress: bool | None = None, **arguments: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Find the static ranges of a Linen module from batches, and return its variables with them.
@@ -40,7 +40,7 @@ def calibrate(
     Args:
         module: A Linen module with quantized layers.
         variables: A mapping of collections: "params" and others of the module, and perhaps "ranges" and "scales".
-        batches: An iterable of batches like those that will be served. Each batch is an array, a tuple of positional
+        batches: An iterable of batches as they will be served. Each batch is an array, a tuple of positional
             arguments, or a mapping of keyword arguments.
         method: Static. The method to call instead of `__call__`, as in `module.apply`.
         rngs: Random keys, as in `module.apply`.

@@ -3,8 +3,7 @@
 from .attention import MultiHeadAttention
 from .calibrate import calibrate, calibration_view, check_calibrated
 from .contraction import Codes, Ranges, Scale, conv_general_dilated, dot_general, promote_dtype
-from .convert import convert, start
-from .fold_batch_norm import fold_batch_norm
+from .convert import convert, fold_batch_norm, start
 from .layers import Conv, Einsum, Embed, Linear, LinearGeneral
 
 __all__ = [

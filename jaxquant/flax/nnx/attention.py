@@ -39,7 +39,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
     With `decode=True` the layer appends the tokens of a call to `kv_cache`, an `nnx.Cache` with a `jq.KVCache`, and
     attends to all tokens so far. As in flax, `init_cache` makes the cache. Unlike in flax a call may have several
-    tokens, for example a prompt. A mask then refers to the places of the cache.
+    tokens, for example a prompt. A mask then refers to the slots of the cache.
 
     Args:
         num_heads: The number of heads of the queries.
@@ -180,7 +180,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             inputs_k: The same for keys; None stands for inputs_q.
             inputs_v: The same for values; None stands for inputs_k.
             mask: An array that broadcasts against [batch..., heads, queries, tokens]; its zeros hide a token. In decode
-                mode the tokens are the places of the cache.
+                mode the tokens are the slots of the cache.
             deterministic: Static. Whether dropout is off; None takes the layer's attribute.
             rngs: Not used, because the weights are not dropped.
             sow_weights: Static. False, because the weights are integers.

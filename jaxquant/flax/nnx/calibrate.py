@@ -36,7 +36,7 @@ def calibrate(
     Args:
         model: An NNX module with quantized layers. Its ranges are updated in place, even if a later batch raises an
             error.
-        batches: An iterable of batches like those that will be served. Each batch is an array, a tuple of positional
+        batches: An iterable of batches as they will be served. Each batch is an array, a tuple of positional
             arguments, or a mapping of keyword arguments.
         method: Static. The name of the method to call.
         checkpoint: The path of a file to resume from, or None. The file is written once a minute and when the loop

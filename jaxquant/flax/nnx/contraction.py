@@ -104,7 +104,7 @@ class PartitionedCodes(nnx.Pytree):
         zero_point = None if self.zero_point is None else self.zero_point[...]
         return QuantizedArray.tree_unflatten(self.static, (self.codes[...], self.scale[...], zero_point))
 
-    def __getitem__(self, index: Any) -> QuantizedArray:
+    def __getitem__(self, index: object) -> QuantizedArray:
         """Return the QuantizedArray at an index; `...` returns all of it, as for a variable."""
         return self.get_value()[index]
 

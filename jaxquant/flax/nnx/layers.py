@@ -70,8 +70,8 @@ class _NnxLayer(nnx.Module):
         shape = tuple(kernel[...].shape)
         features = read_feature_axes(self, len(shape))
         # A layer does not know its path: errors name its class and the shape of its kernel.
-        place = f"{type(self).__name__}{shape}"
-        contraction = self._contraction(place, quantization, use_running_average, rngs, kernel, shape, features)
+        label = f"{type(self).__name__}{shape}"
+        contraction = self._contraction(label, quantization, use_running_average, rngs, kernel, shape, features)
         setattr(self, self._field, nnx.data(contraction))
 
 

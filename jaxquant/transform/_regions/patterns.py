@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..._codes.pooling import PoolWindows
+from ..._codes.pooling import CodeWindows
 from ..._program.graph import EquationNode, ProgramGraph
 from ..._program.moves import BARRIER, MOVES, keeps_place
 from .rounding_points import PointStep
@@ -23,7 +23,7 @@ def is_move(graph: ProgramGraph, node: EquationNode) -> bool:
     return node.name != "reduce_window_max" or find_windows(node.parameters) is not None
 
 
-def find_windows(parameters: dict[str, Any]) -> PoolWindows | None:
+def find_windows(parameters: dict[str, Any]) -> CodeWindows | None:
     """Return the windows of a pooling with these parameters, or None if they have gaps."""
     if any(n != 1 for name in ("base_dilation", "window_dilation") for n in parameters[name]):
         return None
@@ -33,16 +33,16 @@ def find_windows(parameters: dict[str, Any]) -> PoolWindows | None:
     pairs = tuple((int(low), int(high)) for low, high in padding)
     # With more padding a window would hold no element, which no pooling of codes takes.
     is_covered = all(0 <= n < length for length, pair in zip(lengths, pairs, strict=True) for n in pair)
-    return PoolWindows(tuple(map(int, lengths)), tuple(map(int, strides)), pairs, axes) if is_covered else None
+    return CodeWindows(tuple(map(int, lengths)), tuple(map(int, strides)), pairs, axes) if is_covered else None
 
 
-def find_spatial(windows: PoolWindows, rank: int) -> tuple[PoolWindows, bool] | None:
+def find_spatial(windows: CodeWindows, rank: int) -> tuple[CodeWindows, bool] | None:
     """Return windows over all spatial dimensions, and whether the features are last; None for other windows."""
     for channels_last, axes in ((True, range(1, rank - 1)), (False, range(2, rank))):
         if rank >= 3 and set(windows.axes) <= set(axes):
             parts = {axis: part for axis, *part in zip(windows.axes, *windows[:3], strict=True)}
             lengths, strides, padding = zip(*(parts.get(axis, (1, 1, (0, 0))) for axis in axes), strict=True)
-            return PoolWindows(lengths, strides, padding, tuple(axes)), channels_last
+            return CodeWindows(lengths, strides, padding, tuple(axes)), channels_last
     return None
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..._arrays.spec import QuantSpec
 from ..._program.analysis import Address, Site
 from ..._program.graph import EquationNode, ProgramGraph
-from ...calibration.factory import Factory
+from ...calibration.calibrator import Factory
 
 # The key of the range of a result among the ranges of a contraction.
 OUTPUT = "output"

@@ -15,7 +15,7 @@ from jax import lax
 from ..._arrays.quantized_array import QuantizedArray
 from ..._codes import arrangement, elementwise, pooling
 from ..._codes.bias import quantize_added_bias
-from ..._codes.carrier import FakeQuantizedArray, replace_value
+from ..._codes.fake_codes import FakeQuantizedArray, replace_value
 from ..._contractions.output import make_array, read_affine, read_epilogue
 from ..._core import dtypes
 from ..._core.granularity import PerTensor

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._codes.carrier import replace_value
+from ..._codes.fake_codes import replace_value
 from ..._core import checks
 from ..._kernels import affine, barriers
 from ..._program import jaxpr, moves

@@ -17,7 +17,7 @@ from .._contractions.output import Affine, ScaledSpec, make_array, read_affine
 from .._core import dtypes
 from .._core.granularity import PerTensor
 from .._kernels.affine import quantize_affine
-from .._training.quantizer import Quantizer
+from .._training.fake_quantize import Quantizer
 
 
 @functools.partial(
@@ -95,15 +95,16 @@ class FakeQuantizedArray:
         return dataclasses.replace(self, values=values)
 
 
-Output = ScaledSpec | QuantizedArray | FakeQuantizedArray
+Codes = QuantizedArray | FakeQuantizedArray
+Output = ScaledSpec | Codes
 
 
-def has_fake(*arrays: Any) -> bool:
+def has_fake(*arrays: object) -> bool:
     """Return whether an array carries floats."""
     return any(isinstance(array, FakeQuantizedArray) for array in arrays)
 
 
-def read_fake(q: Any) -> FakeQuantizedArray:
+def read_fake(q: Codes) -> FakeQuantizedArray:
     """Return an array that carries floats as it is, and a QuantizedArray with its values."""
     if isinstance(q, FakeQuantizedArray):
         return q
