@@ -69,7 +69,8 @@ class QuantizedTree:
         """Return the numbers of arrays and ranges, and the bytes."""
         leaves = jax.tree.leaves(self.params, is_leaf=_is_quantized)
         quantized = sum(map(_is_quantized, leaves))
-        ranges = sum(len(places) for places in self.ranges.values())
+        # Also in trees of other values, such as `in_axes`.
+        ranges = len(jax.tree.leaves(self.ranges, is_leaf=lambda node: isinstance(node, Range | LearnedScale)))
         text = f"{_count(quantized, 'quantized array')}, {len(leaves) - quantized} other, {_count(ranges, 'range')}"
         return f"QuantizedTree({text}, nbytes={self.nbytes})"
 
