@@ -253,6 +253,27 @@ def _reduce_mean(shape: tuple[int, ...]) -> Contest:
     return Contest(ours, opponents, expected, x.nbytes, unlike=frozenset({PLAIN}))
 
 
+def _look_up(size: int, block_size: int) -> Contest:
+    """Return a contest of as many lookups as a table of 4 bits has rows; plain JAX dequantizes the rows it takes."""
+    data, places = inputs.codes((size, size // 2), "uint8"), inputs.codes((size,), "uint8", 7).astype(np.int32)
+    scales, _ = inputs.parameters((size, size // block_size), "int8")
+    onnx = models.single_node(
+        "GatherBlockQuantized", {"data": data, "indices": places, "scales": scales}, {}, domain="com.microsoft",
+        bits=4, block_size=block_size,
+    )  # fmt: skip
+    arguments = jax.device_put((data, places, scales))
+
+    @jax.jit
+    def plain(data: jax.Array, places: jax.Array, scales: jax.Array) -> jax.Array:
+        stored, steps = data[places], jnp.repeat(scales[places], block_size, axis=1)
+        codes = jnp.stack([stored & 15, stored >> 4], -1).reshape(size, size)
+        return (codes.astype(jnp.float32) - 8) * steps
+
+    opponents = {ONNX_RUNTIME: onnx, PLAIN: partial(plain, *arguments)}
+    ours = partial(jq.ops.gather_block_quantized, *arguments, block_size=block_size)
+    return Contest(ours, opponents, onnx, data.nbytes + scales.nbytes)
+
+
 def _codes_rows() -> list[Row]:
     """Return the rows of the operators on codes: matrices, and images for the poolings."""
     rows = []
@@ -286,6 +307,7 @@ ROWS = [
     *_sized("fake_quantize_linear int8 value_and_grad of x, scale", _LARGE, _fake_quantize_gradient, (0, 1)),
     *_sized("onednn.quantize uint8 per tensor", _LARGE, _onednn_quantize),
     *_sized("dynamic_dequantize int4 (1, 128) float16", _LARGE, _onednn_grouped, 128),
+    *_sized("gather_block_quantized 4 bits block_size=32", _LARGE, _look_up, 32),
     *_codes_rows(),
 ]
 

@@ -8,6 +8,7 @@ other operators have names of their own in `jaxquant.onednn`.
 from ._onnx_ops.activations import qlinear_leaky_relu, qlinear_sigmoid, qlinear_softmax
 from ._onnx_ops.arithmetic import qlinear_add, qlinear_mul
 from ._onnx_ops.convolutions import conv_integer, qlinear_conv
+from ._onnx_ops.gather_block_quantized import gather_block_quantized
 from ._onnx_ops.matmul_nbits import matmul_nbits
 from ._onnx_ops.matrix_products import dynamic_quantize_matmul, matmul_integer, matmul_integer_to_float, qlinear_matmul
 from ._onnx_ops.pooling import qlinear_average_pool, qlinear_global_average_pool, qlinear_reduce_mean
@@ -35,6 +36,8 @@ __all__ = [  # noqa: RUF022 as grouped
     "dynamic_quantize_matmul",
     "matmul_integer_to_float",
     "matmul_nbits",
+    # ONNX Runtime: a table of codes.
+    "gather_block_quantized",
     # ONNX Runtime: codes in, codes out.
     "qlinear_add",
     "qlinear_mul",

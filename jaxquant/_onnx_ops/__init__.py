@@ -1,1 +1,1 @@
-"""The operators of ONNX and ONNX Runtime on plain arrays, one file for each."""
+"""The operators of ONNX and ONNX Runtime on plain arrays, in files by subject."""

@@ -21,6 +21,7 @@ from .encodings import (
     check_eight_bits,
     convert_numbers,
     encode_values,
+    infer_one,
     list_values,
     look_up,
     look_up_stored,
@@ -75,7 +76,7 @@ def qlinear_sigmoid(
 
 
 @compile_entry_point(_QLINEAR_SIGMOID)
-@recording.mark("qlinear_sigmoid", lambda x, **_: (x.shape, x.dtype))
+@recording.mark("qlinear_sigmoid", functools.partial(infer_one, _QLINEAR_SIGMOID))
 def _qlinear_sigmoid(
     x: jax.Array, x_scale: jax.Array, x_zero_point: jax.Array | None, y_scale: jax.Array,
     y_zero_point: jax.Array | None,
@@ -169,7 +170,7 @@ def qlinear_leaky_relu(
 
 
 @compile_entry_point(_QLINEAR_LEAKY_RELU)
-@recording.mark("qlinear_leaky_relu", lambda x, **_: (x.shape, x.dtype))
+@recording.mark("qlinear_leaky_relu", functools.partial(infer_one, _QLINEAR_LEAKY_RELU))
 def _qlinear_leaky_relu(
     x: jax.Array, x_scale: jax.Array, x_zero_point: jax.Array | None, y_scale: jax.Array,
     y_zero_point: jax.Array | None, *, alpha: float,
@@ -263,7 +264,7 @@ def qlinear_softmax(
 
 
 @compile_entry_point(_QLINEAR_SOFTMAX)
-@recording.mark("qlinear_softmax", lambda x, **_: (x.shape, x.dtype))
+@recording.mark("qlinear_softmax", functools.partial(infer_one, _QLINEAR_SOFTMAX))
 def _qlinear_softmax(
     x: jax.Array, x_scale: jax.Array, x_zero_point: jax.Array | None, y_scale: jax.Array,
     y_zero_point: jax.Array | None, *, axis: int, flat: bool,

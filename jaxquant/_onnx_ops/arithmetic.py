@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from .._core import recording
 from .._core.entry_point import compile_entry_point
 from .._core.scale_arguments import find_known
 from .._kernels import accumulator, barriers, division, rounding
-from .encodings import Encoding, broadcast_operands, convert_two, read_two
+from .encodings import Encoding, broadcast_operands, convert_two, infer_two, read_two
 
 # a * b + c rounded once, as the fused instruction of a CPU does, from operations that JAX offers.
 #
@@ -131,7 +132,7 @@ def qlinear_add(
 
 
 @compile_entry_point(_QLINEAR_ADD)
-@recording.mark("qlinear_add", lambda a, b, **_: (jnp.broadcast_shapes(a.shape, b.shape), a.dtype))
+@recording.mark("qlinear_add", functools.partial(infer_two, _QLINEAR_ADD))
 def _qlinear_add(
     a: jax.Array, a_scale: jax.Array, a_zero_point: jax.Array | None, b: jax.Array, b_scale: jax.Array,
     b_zero_point: jax.Array | None, c_scale: jax.Array, c_zero_point: jax.Array | None, *, is_aligned: bool,
@@ -304,7 +305,7 @@ def qlinear_mul(
 
 
 @compile_entry_point(_QLINEAR_MUL)
-@recording.mark("qlinear_mul", lambda a, b, **_: (jnp.broadcast_shapes(a.shape, b.shape), a.dtype))
+@recording.mark("qlinear_mul", functools.partial(infer_two, _QLINEAR_MUL))
 def _qlinear_mul(
     a: jax.Array, a_scale: jax.Array, a_zero_point: jax.Array | None, b: jax.Array, b_scale: jax.Array,
     b_zero_point: jax.Array | None, c_scale: jax.Array, c_zero_point: jax.Array | None,

@@ -88,6 +88,25 @@ def read_two(function: str, *arguments: Any) -> tuple[Encoding, Encoding, Encodi
     return left, right, read_encoding(function, "c", c_scale, c_zero_point, dtype)
 
 
+def infer_one(function: str, x: jax.Array, **arguments: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Return the shape and the dtype of a recorded result of one array of codes, after the checks of the arguments.
+
+    While an exporter records an operation, its arithmetic, which checks the arguments otherwise, is not traced.
+    """
+    dtype = check_eight_bits(function, "x", x)
+    for name in ("x", "y"):
+        read_encoding(function, name, arguments[f"{name}_scale"], arguments[f"{name}_zero_point"], dtype)
+    return x.shape, dtype
+
+
+def infer_two(function: str, **arguments: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Return the shape and the dtype of a recorded result of two arrays of codes, after the checks of the arguments."""
+    names = [name for x in ("a", "b", "c") for name in (x, f"{x}_scale", f"{x}_zero_point") if name != "c"]
+    read_two(function, *(arguments[name] for name in names))
+    a, _ = broadcast_operands(function, ("a", "b"), (arguments["a"], arguments["b"]))
+    return a.shape, a.dtype
+
+
 def check_eight_bits(function: str, argument: str, x: Any) -> np.dtype:
     """Return the dtype of codes; raise unless they are an array of int8 or uint8."""
     checks.check_array(function, argument, x, dtypes.EIGHT_BITS)

@@ -241,8 +241,17 @@ def _batch_products(mapped: dict[str, bool], a: jax.Array, **rest: Any) -> jax.A
     return None if any(mapped[name] for name in mapped if name != "a") else _matmul_nbits(a, **rest)
 
 
+def _infer_product(
+    a: jax.Array, b: jax.Array, scales: jax.Array, zero_points: jax.Array | None, bias: jax.Array | None, *,
+    K: int, N: int, bits: int, block_size: int,
+) -> tuple[tuple[int, ...], np.dtype]:  # fmt: skip
+    # While an exporter records the operation, its arithmetic, which checks the arguments otherwise, is not traced.
+    _check_operands(_check_attributes(K, N, bits, block_size), a, b, scales, zero_points, bias)
+    return (*a.shape[:-1], N), a.dtype
+
+
 @compile_entry_point(_NAME)
-@recording.mark("matmul_nbits", lambda a, N, **_: ((*a.shape[:-1], N), a.dtype), _batch_products)
+@recording.mark("matmul_nbits", _infer_product, _batch_products)
 def _matmul_nbits(
     a: jax.Array, b: jax.Array, scales: jax.Array, zero_points: jax.Array | None, bias: jax.Array | None, *,
     K: int, N: int, bits: int, block_size: int,

@@ -487,13 +487,15 @@ def _read_types(infos: Any) -> dict[str, int]:
 
 
 # The position of the input that has the type of the first result; elsewhere it is the first input.
-_TYPE_SOURCES = {"QLinearConv": 7, "QLinearMatMul": 7, "QGemm": 8, "QLinearConcat": 1, "QLinearWhere": 1, "Where": 1}
-_FLOAT_RESULTS = (
+TYPE_SOURCES = {"QLinearConv": 7, "QLinearMatMul": 7, "QGemm": 8, "QLinearConcat": 1, "QLinearWhere": 1, "Where": 1}
+# Operators that read codes and return floats.
+FLOAT_RESULTS = (
     "DequantizeLinear",
     "MatMulIntegerToFloat",
     "DynamicQuantizeMatMul",
     "DynamicQuantizeLSTM",
     "QAttention",
+    "GatherBlockQuantized",
 )
 
 
@@ -502,7 +504,7 @@ def _find_types(node: Any, types: Mapping[str, int]) -> list[int]:
     operator, attributes = node.op_type, _read_attributes(node)
     if operator == "DynamicQuantizeLinear":
         return [_UINT8, TensorProto.FLOAT, _UINT8]
-    if operator in _FLOAT_RESULTS:
+    if operator in FLOAT_RESULTS:
         return [TensorProto.FLOAT]
     if operator in ("MatMulInteger", "ConvInteger"):
         return [TensorProto.INT32]
@@ -516,7 +518,7 @@ def _find_types(node: Any, types: Mapping[str, int]) -> list[int]:
     if graphs:  # If, Loop and Scan give the results of their graphs; that of Loop returns its condition first
         results = graphs[0].output[1 if operator == "Loop" else 0 :]
         return [info.type.tensor_type.elem_type for info in results]
-    kind = types.get(_get_input(node, _TYPE_SOURCES.get(operator, 0)), 0)
+    kind = types.get(_get_input(node, TYPE_SOURCES.get(operator, 0)), 0)
     return [kind] * len(node.output)
 
 

@@ -378,6 +378,13 @@ def _make_activation_spec(site: Site, place: int, activation: Activation) -> Qua
     is_image = site.operation == "conv_general_dilated" and site.equation.params["batch_group_count"] == 1
     if activation.per == "image" and not is_image:
         kept = ()
+    if activation.block is not None and summed:
+        expected = 'Activations without blocks for convolutions, such as those of a Rule(operation="dot_general", ...)'
+        is_product = site.operation != "conv_general_dilated"
+        checks.require(is_product, _NAME, "rules", expected, f"block={activation.block} for {site.name}")
+        # As for a weight, the longest axis that is summed has the blocks.
+        axis = max(sorted(summed), key=lambda axis: shape[axis])
+        return QuantSpec(activation.dtype, Blocked(axis, activation.block), **dict(activation.options))
     is_single = activation.per == "tensor" or not kept or math.prod(shape[axis] for axis in kept) == 1
     granularity = PerTensor() if is_single else PerAxis(kept)
     return QuantSpec(activation.dtype, granularity, **dict(activation.options))

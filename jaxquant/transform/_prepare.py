@@ -164,11 +164,11 @@ def _list_paths(site: Site, names: Sequence[str]) -> list[str]:
 
 
 def _check_specs(prepared: Prepared, params: Any, args: Any, kwargs: Any) -> None:
-    """Raise if the codes of a parameter cannot be contracted as planned."""
-    # Codes with a scale per output can always be contracted, so they are not tried.
-    if not any(
-        plan.spec.codebook is not None or find_block_size(plan.spec) is not None for plan in prepared.leaves.values()
-    ):
+    """Raise if the codes of an operand cannot be contracted as planned."""
+    # Codes with a scale per output, and those with one per row, can always be contracted, so they are not tried.
+    specs = [plan.spec for plan in prepared.leaves.values()]
+    has_blocks = any(rule.activation is not None and rule.activation.block is not None for rule in prepared.rules)
+    if not has_blocks and not any(spec.codebook is not None or find_block_size(spec) is not None for spec in specs):
         return
     signature, others = Signature(params), Signature((args, kwargs))
 
@@ -177,4 +177,5 @@ def _check_specs(prepared: Prepared, params: Any, args: Any, kwargs: Any) -> Non
         ranges = prepared.finalize(prepared.init())
         return prepared.apply(prepared.convert(signature.rebuild(arrays), ranges), *positional, **named)
 
-    jax.eval_shape(apply_abstractly, signature.arrays, others.arrays)
+    with checks.name_errors(_NAME):
+        jax.eval_shape(apply_abstractly, signature.arrays, others.arrays)

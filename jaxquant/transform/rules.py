@@ -43,8 +43,7 @@ class Weight:
         """Check the arguments, and store the options in a form that can be hashed."""
         checks.check_option("Weight", "per", self.per, ("output", "tensor"))
         if self.block is not None:
-            checks.check_integer("Weight", "block", self.block)
-            checks.require(self.block > 0, "Weight", "block", "a positive int or None", self.block)
+            _check_block("Weight", self.block)
         object.__setattr__(self, "options", _freeze_options("Weight", self.dtype, self.options))
 
 
@@ -61,21 +60,29 @@ class Activation:
             `Static(jq.calibration.minmax)`, for a range that calibration finds. The other attributes of the two are
             for layers.
         options: further attributes of `QuantSpec`.
+        block: the number of inputs that share a scale, along the axis that is summed. Each row then has scales of its
+            own. None for all inputs. Only dynamic ranges can differ between blocks, and convolutions take none.
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: `per` is unknown, or a static range differs between rows or images.
+        ValueError: `per` is unknown, `block` is not positive, or a static range differs between rows, images or blocks.
     """
 
     dtype: Any
     per: str = "tensor"
     range: Dynamic | Static = Dynamic()
     options: Any = ()
+    block: int | None = None
 
     @property
     def calibrator(self) -> Factory | None:
         """The function that makes the calibrator of a static range; None for a dynamic range."""
         return self.range.calibrator
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether all activations of an operand share one scale."""
+        return self.per == "tensor" and self.block is None
 
     def make_spec(self) -> QuantSpec:
         """Return the spec of activations with one scale."""
@@ -87,7 +94,19 @@ class Activation:
         _check_range(self.range)
         expected = '"tensor", because a static range is found before the rows are known'
         checks.require(self.range == Dynamic() or self.per == "tensor", "Activation", "per", expected, self.per)
+        if self.block is not None:
+            _check_block("Activation", self.block)
+            expected = "Dynamic() with a block, because a static range is found before the blocks are known"
+            checks.require(self.range == Dynamic(), "Activation", "range", expected, self.range)
+            expected = '"tensor" or "row" with a block, which is a part of a row'
+            checks.require(self.per != "image", "Activation", "per", expected, self.per)
         object.__setattr__(self, "options", _freeze_options("Activation", self.dtype, self.options))
+
+
+def _check_block(name: str, block: int) -> None:
+    """Raise unless a number is the length of a block."""
+    checks.check_integer(name, "block", block)
+    checks.require(block > 0, name, "block", "a positive int or None", block)
 
 
 def _check_range(source: object) -> None:
@@ -224,7 +243,7 @@ class Rule:
         checks.require(isinstance(output.range, Static), "Rule", "output.range", expected, output.range)
         expected = 'a Weight without blocks and an Activation with per="tensor", because of the output'
         holds = self.weight is not None and self.weight.block is None
-        holds = holds and self.activation is not None and self.activation.per == "tensor"
+        holds = holds and self.activation is not None and self.activation.has_one_scale
         checks.require(holds, "Rule", "weight, activation", expected, f"{self.weight}, {self.activation}")
 
     def matches(self, site: SiteView) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 import jaxquant as jq
@@ -52,7 +53,7 @@ def draw_point(rng: np.random.Generator, name: str) -> Any:
 
 def draw_codes(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Sample codes from the whole dtype."""
-    info = np.iinfo(name)
+    info = ml_dtypes.iinfo(name)
     return np.asarray(rng.integers(info.min, info.max + 1, shape)).astype(name)
 
 
@@ -214,6 +215,69 @@ def pool_cases() -> Iterator[Case]:
         yield Case("qlinear_reduce_mean", name, "axes 0 -1", "numpy (text)", op, drawn, want, by_default=BY_DEFAULT)
 
 
+class Tables(NamedTuple):
+    """A function that samples tables in blocks of 16, indices into them, scales and zero points.
+
+    Attributes:
+        dtype: that of the codes.
+        bits: the width of a code; those of uint8 are packed.
+        shape: that of the codes.
+        axes: the axis that is cut into blocks, and the axis of the lookup.
+        scales: the dtype of the scales.
+        has_points: whether there are zero points.
+    """
+
+    dtype: str
+    bits: int
+    shape: tuple[int, ...]
+    axes: tuple[int, int]
+    scales: str = "float32"
+    has_points: bool = True
+
+    def __call__(self, rng: np.random.Generator) -> Arrays:
+        length, count = self.shape[self.axes[1]], 8 // self.bits if self.dtype == "uint8" else 1
+        lengths = list(self.shape)
+        lengths[self.axes[0]] = -(-lengths[self.axes[0]] // 16)
+
+        def draw_packed(shape: Sequence[int]) -> np.ndarray:
+            return draw_codes(rng, self.dtype, (BATCH, *shape[:-1], -(-shape[-1] // count)))
+
+        # A few indices are out of range.
+        indices = rng.integers(-length - 1, length + 2, (BATCH, 2, 5)).astype(np.int32)
+        scales = np.array([draw_scale(rng) for _ in range(BATCH * math.prod(lengths))]).reshape(BATCH, *lengths)
+        arrays = (draw_packed(self.shape), indices, scales.astype(self.scales))
+        return (*arrays, draw_packed(lengths)) if self.has_points else arrays
+
+
+def table_cases() -> Iterator[Case]:
+    """Yield cases of GatherBlockQuantized, whose kernel takes float32 and float16."""
+    for i, (draw, label) in enumerate(
+        (
+            (Tables("uint8", 4, (7, 90), (1, 0)), "rows"),
+            (Tables("uint8", 8, (3, 4, 40), (2, 0), "float16"), "rows of matrices"),
+            (Tables("uint8", 2, (7, 48), (1, 0), has_points=False), "rows, no zero points"),
+            (Tables("uint4", 4, (40, 9), (0, 1)), "columns"),
+            (Tables("int4", 4, (3, 40, 5), (1, 1), "float16"), "axis of the blocks"),
+            (Tables("int4", 4, (3, 5, 33), (2, 1), has_points=False), "middle axis, no zero points"),
+            (Tables("int4", 4, (3, 5, 33), (0, 2), "bfloat16"), "last axis"),
+        )
+    ):
+        attributes = {"bits": draw.bits, "block_size": 16, "quantize_axis": draw.axes[0], "gather_axis": draw.axes[1]}
+        text = functools.partial(microsoft_text.gather_block_quantized, **attributes)
+        # Before 1.32, ONNX Runtime refused indices out of range and codes of 2 bits.
+        is_run = draw.scales != "bfloat16" and onnx_runtime.VERSION >= (1, 32)
+        want = functools.partial(_run_lookup, **attributes) if is_run else text
+        source = "numpy (text)" if draw.scales == "bfloat16" else "ONNX Runtime"
+        op = functools.partial(jq.ops.gather_block_quantized, **attributes)
+        variant = f"{draw.bits} bits, {draw.scales}, {label}"
+        case = Case("gather_block_quantized", draw.dtype, variant, source, op, draw, want, by_default=BY_DEFAULT)
+        yield case if i in (0, 3, 4) else dataclasses.replace(case, transforms=FEW, by_default=None)
+
+
+def _run_lookup(*args: Any, **attributes: Any) -> np.ndarray:
+    return onnx_runtime.ask("GatherBlockQuantized", args, args[2].dtype, MICROSOFT, **attributes)
+
+
 def microsoft_cases() -> list[Case]:
     """Return all cases."""
-    return [*binary_cases(), *joined_cases(), *unary_cases(), *pool_cases()]
+    return [*binary_cases(), *joined_cases(), *unary_cases(), *pool_cases(), *table_cases()]

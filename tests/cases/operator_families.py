@@ -73,6 +73,9 @@ def run_onnx(data: Any) -> Results:
         "float matmul_nbits": jq.ops.matmul_nbits(
             x, packed.reshape(w.shape[1], blocks, 16), jnp.full((w.shape[1], blocks), F(0.02)), **nbits
         ),
+        "gather_block_quantized": jq.ops.gather_block_quantized(
+            packed, np.array([5, -1, 0, 99], np.int32), jnp.full((w.shape[1], blocks), F(0.02)), bits=8, block_size=16
+        ),
     }
 
 

@@ -66,7 +66,8 @@ def test_a_decoder_step_by_step(dtype: str, name: str, rng: np.random.Generator)
             result, *theirs = outputs
             for actual, expected in zip(theirs, jax.tree.leaves(ours), strict=True):
                 np.testing.assert_array_equal(actual, expected, strict=True)
-            np.testing.assert_allclose(result, y, rtol=1e-5, atol=1e-5)
+            # The probabilities are rounded to digits of 15 bits: an exponential with other last bits may change one.
+            np.testing.assert_allclose(result, y, rtol=1e-5, atol=1e-4)
         assert int(np.max(ours.index)) == 4
 
 

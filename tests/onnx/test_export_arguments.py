@@ -115,3 +115,32 @@ def test_wrong_numbers_of_arguments_are_named() -> None:
     ):
         with pytest.raises(TypeError, match=rf"jaxquant\.onnx\.{text}"):
             call()
+
+
+U8, I8 = jnp.zeros((4, 5), jnp.uint8), jnp.zeros((4, 5), jnp.int8)
+ONE, TWO = np.float32(0.5), np.ones(2, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda x: jq.ops.qlinear_add(x, ONE, 0, I8, ONE, 0, ONE, 0), "ops.qlinear_add: .*b: expected .*dtype"),
+        (lambda x: jq.ops.qlinear_add(x, ONE, 0, U8[:3], ONE, 0, ONE, 0), "ops.qlinear_add: a, b: expected shapes"),
+        (lambda x: jq.ops.qlinear_mul(x, TWO, 0, U8, ONE, 0, ONE, 0), "ops.qlinear_mul: a_scale: expected"),
+        (lambda x: jq.ops.qlinear_softmax(x, TWO, 0, ONE, 0), "ops.qlinear_softmax: x_scale: expected"),
+        (lambda x: jq.ops.qlinear_sigmoid(x, ONE, np.int8(0), ONE, 0), "ops.qlinear_sigmoid: .*x_zero_point: expected"),
+        (lambda x: jq.ops.qlinear_leaky_relu(x, ONE, 0, TWO, 0), "ops.qlinear_leaky_relu: y_scale: expected"),
+        (
+            lambda x: jq.ops.matmul_nbits(
+                x.astype(jnp.float32), np.zeros((3, 1, 8), np.uint8), np.ones(3, np.float32), K=5, N=3, block_size=32
+            ),
+            r"ops.matmul_nbits: b: expected shape \(3, 1, 16\)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("batch", [None, "N"])
+def test_a_recorded_operator_checks_its_arguments(batch: str | None, call: Any, text: str) -> None:
+    """`export` traces no arithmetic of the operators that it writes as one node, and so not the checks in it."""
+    for run in (lambda: call(U8), lambda: jqonnx.export(call, [U8], batch=batch)):
+        with pytest.raises((TypeError, ValueError), match=text):
+            run()

@@ -1,7 +1,8 @@
-"""Products with weights of 4 bits: MatMulNBits on export and on import."""
+"""Products and lookups with weights of 4 bits: MatMulNBits and GatherBlockQuantized on export and on import."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -97,3 +98,44 @@ def test_rounding_of_the_other_operand(bits: int, block: int, rng: np.random.Gen
         (expected,) = run_runtime(model, {"x": x})
         np.testing.assert_allclose(results[level], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     assert np.abs(results[1] - results[4]).max() > 1e-3
+
+
+LOOKUPS: dict[str, tuple[Any, tuple[int, int, int], dict[str, int]]] = {
+    "bytes of 4 bits": (jnp.uint8, (9, 20, 3), {}),
+    "bytes of 8 bits": (jnp.uint8, (9, 40, 3), {"bits": 8}),
+    "bytes of 2 bits": (jnp.uint8, (9, 20, 5), {"bits": 2}),
+    "columns of int4": (jnp.int4, (80, 9, 5), {"quantize_axis": 0, "gather_axis": 1}),
+}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", LOOKUPS)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_lookups(name: str, dtype: str, rng: np.random.Generator) -> None:
+    """Exported, in ONNX Runtime, loaded, and exported again; mapped indices are one node."""
+    kind, (rows, columns, blocks), given = LOOKUPS[name]
+    attributes = {"block_size": 16, **given}
+    cut = attributes.get("quantize_axis", 1)
+    data = jnp.asarray(rng.integers(-8, 8, (rows, columns)) % 256, jnp.uint8).astype(kind)
+    shape = (blocks, columns) if cut == 0 else (rows, blocks)
+    scales = jnp.asarray(rng.uniform(0.1, 1, shape), dtype)
+    points = jnp.zeros((rows, -(-blocks * attributes.get("bits", 4) // 8)), kind).at[0, 0].set(3) if cut else None
+    indices = jnp.asarray([[0, -1, 7], [3, -9, 2]], jnp.int32)
+
+    def function(indices: jax.Array) -> list[jax.Array]:
+        look_up = functools.partial(jq.ops.gather_block_quantized, data, **attributes)
+        return [look_up(indices, scales), jax.vmap(lambda row: look_up(row, scales, points))(indices)]
+
+    model = jqonnx.export(function, [indices], batch="N")
+    onnx.checker.check_model(model)
+    nodes = [node for node in model.graph.node if node.op_type == "GatherBlockQuantized"]
+    assert len(nodes) == (2 if attributes.get("bits", 4) in (4, 8) and cut else 0)
+    for level in ("disabled", "all"):
+        report = jqonnx.verify(model, function, [indices], level=level)
+        assert report.is_exact, str(report)
+    loaded, params = jqonnx.load(model)
+    again = jqonnx.export(loaded, params, [indices], batch="N")
+    for result, want in zip(run_runtime(again, {"indices": np.asarray(indices)}), function(indices), strict=True):
+        np.testing.assert_array_equal(result, want)
+    if nodes:
+        assert "GatherBlockQuantized" in loaded.describe(params)

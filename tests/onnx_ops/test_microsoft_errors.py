@@ -1,4 +1,4 @@
-"""What the operators on codes refuse, and the numbers that they take as scales and zero points."""
+"""What the operators of ONNX Runtime refuse, and the numbers that they take as scales and zero points."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ CHOICE = {
     "z_zero_point": U8(0),
 }
 MEAN = {"data": CODES, "data_scale": F(1), "data_zero_point": U8(0), "reduced_scale": F(1)}
+
+TABLE = {"data": np.ones((5, 16), U8), "indices": np.ones(3, np.int32), "scales": np.ones((5, 2), F), "block_size": 16}
+NIBBLES = {**TABLE, "data": np.ones((5, 32), jnp.int4)}
 
 
 @pytest.mark.parametrize(
@@ -73,6 +76,20 @@ MEAN = {"data": CODES, "data_scale": F(1), "data_zero_point": U8(0), "reduced_sc
         ("qlinear_average_pool", POOL, {"auto_pad": "VALID", "pads": (1, 0, 0, 0)}, "pads: expected None or zeros"),
         ("qlinear_average_pool", POOL, {"ceil_mode": 1.0}, "ceil_mode: expected True or False"),
         ("qlinear_average_pool", POOL, {"strides": (True, 1)}, "strides: expected an int, got True"),
+        ("gather_block_quantized", TABLE, {"data": CODES.astype(F)}, "data: expected dtype int4, uint4 or uint8"),
+        ("gather_block_quantized", TABLE, {"data": np.ones(16, U8), "quantize_axis": 0}, "data: expected rank 2"),
+        ("gather_block_quantized", TABLE, {"data": np.ones((0, 16), U8)}, "data: expected entries along axis 0"),
+        ("gather_block_quantized", TABLE, {"bits": 3}, "bits: expected 2, 4 or 8, because data is uint8, got 3"),
+        ("gather_block_quantized", NIBBLES, {"bits": 8}, "bits: expected 4, because data is int4, got 8"),
+        ("gather_block_quantized", TABLE, {"bits": True}, "bits: expected an int, got True"),
+        ("gather_block_quantized", TABLE, {"block_size": 8}, "block_size: expected a power of two, 16 or more"),
+        ("gather_block_quantized", TABLE, {"quantize_axis": 0}, "quantize_axis: expected the last axis, because"),
+        ("gather_block_quantized", TABLE, {"gather_axis": 1}, "gather_axis: expected 0, because data is uint8"),
+        ("gather_block_quantized", NIBBLES, {"gather_axis": 2}, r"gather_axis: expected an integer in \[-2, 1\]"),
+        ("gather_block_quantized", TABLE, {"scales": np.ones((5, 1), F)}, r"scales: expected shape \(5, 2\)"),
+        ("gather_block_quantized", TABLE, {"indices": np.ones(3, F)}, "indices: expected dtype int32 or int64"),
+        ("gather_block_quantized", TABLE, {"zero_points": np.ones((5, 2), U8)}, r"zero_points: expected shape .5, 1"),
+        ("gather_block_quantized", TABLE, {"zero_points": np.ones((5, 1), I8)}, "zero_points: expected dtype uint8"),
     ],
 )
 def test_errors(name: str, arguments: dict[str, Any], changes: dict[str, Any], text: str) -> None:

@@ -88,6 +88,30 @@ def qlinear_leaky_relu(x, x_scale, x_zero_point, y_scale, y_zero_point, *, alpha
     return requantize(np.where(value >= 0, value, F(alpha) * value), y_scale, y_zero_point)
 
 
+def gather_block_quantized(
+    data, indices, scales, zero_points=None, *, bits=4, block_size=128, quantize_axis=1, gather_axis=0
+) -> np.ndarray:
+    """The whole table is dequantized; the operator promises zeros for an index out of range."""
+
+    def unpack(stored: np.ndarray) -> np.ndarray:
+        places = [(stored >> i) & (2**bits - 1) for i in range(0, 8, bits)]
+        return np.stack(places, -1).reshape(*stored.shape[:-1], -1)
+
+    packed = data.dtype == np.uint8
+    codes = (unpack(data) if packed else data).astype(np.int32)
+    if zero_points is None:
+        points = np.full(scales.shape, 2 ** (bits - 1) if packed else 0)
+    else:
+        points = (unpack(zero_points)[..., : scales.shape[-1]] if packed else zero_points).astype(np.int32)
+    length = codes.shape[quantize_axis]
+    spread = [np.repeat(a, block_size, quantize_axis).take(range(length), quantize_axis) for a in (scales, points)]
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = ((codes - spread[1]).astype(F) * spread[0].astype(F)).astype(scales.dtype)
+    entries = values.shape[gather_axis]
+    padded = np.concatenate([values, np.zeros_like(values.take([0], gather_axis))], gather_axis)
+    return padded.take(np.where((indices >= -entries) & (indices < entries), indices % entries, entries), gather_axis)
+
+
 # The coefficients of the rational function that ONNX Runtime uses for the logistic function.
 _ALPHA = (4.37031012579801e-11, 1.15627324459942e-07, 6.08574864600143e-05, 8.51377133304701e-03, 2.48287947061529e-01)
 _BETA = (

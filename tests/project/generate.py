@@ -1,5 +1,6 @@
 """Rewrite all files that are made from the code: `python -m tests.project.generate`.
 
+- `docs/api/ops.md`: the operators that only ONNX Runtime has, from `jaxquant.ops`.
 - `docs/api/index.md`: the names in its table, from the pages of the API reference.
 - `docs/architecture.md`: the map of the modules, see `module_map`.
 - `tests/project/signatures.txt`: the public interface, see `signatures`.
@@ -9,11 +10,21 @@ from __future__ import annotations
 
 import re
 
+import jaxquant as jq
 from tests.project import module_map, signatures
 
 API = module_map.ROOT / "docs" / "api"
-INDEX = API / "index.md"
+INDEX, OPERATORS = API / "index.md", API / "ops.md"
 COMMAND = "python -m tests.project.generate"
+
+
+def insert_operators(page: str) -> str:
+    """Return the page of the operators with those at its end that are names of `jaxquant.ops` and not of the root."""
+    heading = "## ONNX Runtime's own operators\n"
+    before, found, _ = page.partition(heading)
+    assert found, heading
+    names = [name for name in jq.ops.__all__ if not hasattr(jq, name)]
+    return before + heading + "".join(f"\n::: jaxquant.ops.{name}\n" for name in names)
 
 
 def insert_names(table: str) -> str:
@@ -34,6 +45,7 @@ def insert_names(table: str) -> str:
 
 def main() -> None:
     """Write the files."""
+    OPERATORS.write_text(insert_operators(OPERATORS.read_text()))  # before the table, which reads it
     INDEX.write_text(insert_names(INDEX.read_text()))
     module_map.PAGE.write_text(module_map.insert_map(module_map.PAGE.read_text()))
     signatures.PATH.write_text(signatures.format_public())

@@ -150,6 +150,11 @@ def test_the_page_on_architecture_has_the_modules_and_the_layers() -> None:
     assert [set(re.findall(r"`([\w.]+)`", row)) for row in rows] == [set(layer.split(" | ")) for layer in layers]
 
 
+def test_the_page_of_operators_has_those_of_the_module() -> None:
+    page = generate.OPERATORS.read_text()
+    assert page == generate.insert_operators(page), f"run {generate.COMMAND}"
+
+
 def test_the_table_of_the_api_reference_lists_every_name_once() -> None:
     table = generate.INDEX.read_text()
     assert table == generate.insert_names(table), f"run {generate.COMMAND}"

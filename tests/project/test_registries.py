@@ -8,6 +8,7 @@ import re
 import pytest
 
 import jaxquant as jq
+from jaxquant.onnx.export import exporter, registry
 
 from .. import exactness
 from ..cases import public_calls
@@ -17,6 +18,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 OPERATORS = [name for name in jq.ops.__all__ if name != "DynamicQuantizeLinearOutput"]
 # oneDNN itself is the oracle of the first, in tests/onednn; the second returns floats, which agree up to rounding.
 WITHOUT_EXACTNESS = {"dynamic_dequantize", "matmul_nbits"}
+# Marks whose names are those of a table, in `jaxquant/onnx/load/float_kernels.py`.
+LOOPED_MARKS = {"tanh", "logistic"}
+assert exporter.MARKS is registry.MARKS  # its import fills the table
 # Folders from which a path in the text may begin, besides the root.
 STARTS = ("", "jaxquant", "tests", "docs")
 
@@ -29,6 +33,12 @@ def test_every_operator_is_compared_with_an_oracle() -> None:
 def test_every_operator_is_called_with_bad_arguments() -> None:
     called = {call.name.rpartition(".")[2] for call in public_calls.calls()}
     assert set(OPERATORS) <= called
+
+
+def test_every_mark_has_a_writer() -> None:
+    """A mark without one would be written as its arithmetic, and a writer under another name would never be called."""
+    source = "\n".join(path.read_text() for path in (ROOT / "jaxquant").rglob("*.py"))
+    assert set(registry.MARKS) - LOOPED_MARKS == set(re.findall(r"\bmark\(\s*\"(\w+)\"", source))
 
 
 def test_every_recipe_is_applied_to_the_shared_programs() -> None:

@@ -249,7 +249,7 @@ def write_kernel(graph: ModelGraph, call: WriterCall) -> Value:
     return Value(tuple(output.shape), np.dtype(output.dtype), name)
 
 
-@writes("rsqrt", "log1p", "expm1", "exp2", "cbrt", "erfc", "atan2", "rem", "is_finite", "clamp")
+@writes("rsqrt", "log1p", "log2", "expm1", "exp2", "cbrt", "erfc", "atan2", "rem", "is_finite", "clamp")
 def write_composed(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a function that ONNX lacks by several of its operators."""
     x = call.inputs[0]
@@ -263,6 +263,8 @@ def write_composed(graph: ModelGraph, call: WriterCall) -> Value:
     if call.name == "log1p":
         # Near 0 this loses digits that JAX's function keeps, and so does expm1: ONNX has no operator for either.
         return apply("Log", apply("Add", one, x))
+    if call.name == "log2":
+        return apply("Mul", apply("Log", x), make_scalar(1 / np.log(2), x.dtype))
     if call.name == "expm1":
         return apply("Sub", apply("Exp", x), one)
     if call.name == "exp2":

@@ -1,4 +1,4 @@
-"""ONNX Runtime's MatMulNBits, for products of floats with constant weights of 4 bits."""
+"""ONNX Runtime's MatMulNBits, for products with constant weights of 4 bits, and GatherBlockQuantized."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from .registry import WriterCall, writes_mark
 from .values import Value
 
 _FOUR_BITS = (np.dtype(jnp.int4), np.dtype(jnp.uint4))
+_UINT8 = np.dtype(np.uint8)
 # The lengths of blocks that its kernels have. A scale for a whole column is repeated for blocks of this length.
 _SHORTEST, _LONGEST, _USUAL = 16, 256, 128
 
@@ -146,4 +147,18 @@ def write_packed_product(graph: ModelGraph, call: WriterCall) -> Value | None:
         names.pop()
     attributes = {name: p[name] for name in ("K", "N", "bits", "block_size")}
     name = graph.add("MatMulNBits", names, domain=MICROSOFT, **attributes, accuracy_level=1)
+    return Value(tuple(output.shape), np.dtype(output.dtype), name)
+
+
+@writes_mark("gather_block_quantized")
+def write_packed_lookup(graph: ModelGraph, call: WriterCall) -> Value | None:
+    """Write GatherBlockQuantized, or None for codes that are not in bytes: the graph holds those of 4 bits in 8."""
+    p, (output,) = call.parameters, call.outputs
+    # ONNX Runtime has no kernel of bfloat16, and before 1.32 none of 2 bits.
+    if p["data"].dtype != _UINT8 or p["bits"] not in (4, 8) or output.dtype == dtypes.BFLOAT16:
+        return None
+    parts = [p[name] for name in ("data", "indices", "scales", "zero_points") if p[name] is not None]
+    names = [graph.store_full(part, shape) for part, shape in zip(parts, p["input_shapes"], strict=True)]
+    attributes = {name: p[name] for name in ("bits", "block_size", "quantize_axis", "gather_axis")}
+    name = graph.add("GatherBlockQuantized", names, domain=MICROSOFT, **attributes)
     return Value(tuple(output.shape), np.dtype(output.dtype), name)

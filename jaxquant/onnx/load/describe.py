@@ -10,7 +10,7 @@ import numpy as np
 
 from ..._arrays.quantized_array import QuantizedArray
 from ..._core import dtypes
-from ..saturation import PRODUCTS, count_pairs
+from ..saturation import FLOAT_RESULTS, PRODUCTS, TYPE_SOURCES, count_pairs
 from .graph import Graph, Node
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ _ARRANGEMENTS = (
 )
 _CODES = (*dtypes.INTEGERS, *dtypes.SMALL_FLOATS)
 _UINT8 = np.dtype(np.uint8)
-# The input whose dtype is that of the result: the zero point of the result.
-_POINTS = {"QuantizeLinear": 2, "QLinearConv": 7, "QLinearMatMul": 7, "QGemm": 8, "QLinearConcat": 1}
+# The input whose dtype is that of the result.
+_POINTS = {**TYPE_SOURCES, "QuantizeLinear": 2}
 
 
 def describe_function(fn: LoadedFunction, params: Any) -> str:
@@ -106,6 +106,8 @@ def _note_codes(node: Node, values: Mapping[str, Any], kinds: dict[str, np.dtype
     """Store the dtype of the codes that a node returns, if it returns codes."""
     if node.op == "DynamicQuantizeLinear":
         kinds[node.outputs[0]] = _UINT8
+    elif node.op in FLOAT_RESULTS:
+        return
     elif node.op in _POINTS:
         place = _POINTS[node.op]
         point = values.get(node.inputs[place]) if len(node.inputs) > place else None

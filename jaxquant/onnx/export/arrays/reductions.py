@@ -1,4 +1,4 @@
-"""ONNX nodes of reductions and running sums."""
+"""ONNX nodes of reductions, running sums and running extremes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from .. import conversions, elementwise, values
 from ..graph import ModelGraph
 from ..registry import WriterCall, writes, writes_mark
-from ..values import Spec, Value
+from ..values import Spec, UnsupportedError, Value
 
 _REDUCTIONS = {
     "reduce_sum": "ReduceSum",
@@ -81,3 +81,26 @@ def write_cumulative_sum(graph: ModelGraph, call: WriterCall) -> Value:
     name = graph.add("CumSum", [name, graph.add_constant(np.int64(p["axis"]))], reverse=int(p["reverse"]))
     name = name if wide == container else graph.cast(name, container)
     return Value(call.outputs[0].shape, container, name)
+
+
+@writes("cummax", "cummin")
+def write_cumulative_extreme(graph: ModelGraph, call: WriterCall) -> Value:
+    """Write running extremes, in as many steps as the length of the axis has bits.
+
+    Each step joins the extremes of the last 1, 2, 4, ... elements with those of as many elements before.
+    """
+    (x,), p = call.inputs, call.parameters
+    shape, axis = p["input_shapes"][0], int(p["axis"])
+    if not values.is_static((shape[axis],)):
+        raise UnsupportedError("the number of steps depends on the length of the axis, which is symbolic")
+    operator, length = {"cummax": "Max", "cummin": "Min"}[call.name], int(shape[axis])
+    name = elementwise.widen_ordered(graph, graph.store_full(x, shape), x.dtype)
+    span = 1
+    while span < length:
+        first, last = (graph.slice(name, [a], [b], [axis], [1]) for a, b in ((0, length - span), (span, length)))
+        edge = (length - span, length) if p["reverse"] else (0, span)
+        parts = [graph.slice(name, [edge[0]], [edge[1]], [axis], [1]), graph.add(operator, [first, last])]
+        name = graph.add("Concat", parts[::-1] if p["reverse"] else parts, axis=axis)
+        span *= 2
+    name = elementwise.narrow_ordered(graph, name, x.dtype)
+    return Value(tuple(call.outputs[0].shape), values.find_container(x.dtype), name)

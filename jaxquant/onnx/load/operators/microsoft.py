@@ -14,6 +14,7 @@ from jax import lax
 from ...._kernels import barriers, division
 from ...._onnx_ops.activations import qlinear_leaky_relu, qlinear_sigmoid, qlinear_softmax
 from ...._onnx_ops.arithmetic import qlinear_add, qlinear_mul
+from ...._onnx_ops.gather_block_quantized import gather_block_quantized
 from ...._onnx_ops.matmul_nbits import matmul_nbits
 from ...._onnx_ops.matrix_products import dynamic_quantize_matmul, matmul_integer_to_float, qlinear_matmul
 from ...._onnx_ops.pooling import qlinear_average_pool, qlinear_global_average_pool, qlinear_reduce_mean
@@ -131,6 +132,13 @@ def multiply_packed(call: Any, a: Any, b: Any, scales: Any, *inputs: Any) -> Any
     if call.get("accuracy_level", 0) == _BYTES and a.dtype == np.float32 and not is_float:
         a = _round_to_bytes(a, call.get("block_size"))
     return matmul_nbits(a, b, scales, zero_points, bias, bits=call.get("bits", 4), **attributes)
+
+
+@_register("GatherBlockQuantized")
+def look_up_blocks(call: Any, data: Any, indices: Any, scales: Any, zero_points: Any = None) -> Any:
+    """ONNX Runtime's GatherBlockQuantized."""
+    attributes = list_given(call, ("bits", "block_size", "quantize_axis", "gather_axis"))
+    return gather_block_quantized(data, indices, scales, zero_points, **attributes)
 
 
 def _round_to_bytes(a: Any, size: int) -> Any:
