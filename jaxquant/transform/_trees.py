@@ -132,6 +132,7 @@ class TrainableTree:
     """Everything that `Prepared.fake_apply` needs besides the function's own arguments; made by `Prepared.trainable`.
 
     It is a pytree of floats, for `jax.grad` and an optimizer. `Prepared.convert` makes a `QuantizedTree` of it.
+    Parameters that had codes in `prepare` stay codes: differentiate with respect to others, in `t.replace(params=...)`.
 
     Attributes:
         params: the parameters of the function, in floats.
