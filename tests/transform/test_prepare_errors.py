@@ -19,6 +19,8 @@ PARAMS = {"w": jnp.linspace(-1, 1, 12, dtype=jnp.float32).reshape(4, 3), "v": jn
 RULES = jq.recipes.w8a8_static()
 PLACE = r"\(dot_general at .*test_prepare_errors\.py:\d+.*\)"
 ONE = jnp.ones((1, 1))
+NO_ENDS: Any = (None, None)
+NO_RANGE = Range(*NO_ENDS)
 UNTYPED: Any = jq  # a type checker would refuse some arguments, too
 
 
@@ -133,8 +135,8 @@ FOUR_BITS = jq.prepare(apply, PARAMS, X, rules=jq.recipes.w4a8())
         (lambda: PREPARED.convert(CONVERTED), TypeError, r"convert: params: expected the parameters .* got a QuantizedTree"),
         (lambda: PREPARED.convert(RANGES, PARAMS), ValueError, r"convert: params: expected the arrays of the parameters that prepare saw, got"),
         (lambda: PREPARED.trainable(TRAINABLE), TypeError, r"trainable: params: expected .* such as t.params, got a TrainableTree"),
-        (lambda: PREPARED.convert(PARAMS, {**RANGES, "v": {"0": Range(None, None)}}), TypeError, r"convert: ranges: expected {'0': Range\(lo, hi\)} of float arrays at v"),
-        (lambda: PREPARED.apply(CONVERTED.replace(ranges={**RANGES, "v": {"0": Range(None, None)}}), X), TypeError, r"apply: q.ranges: .* of float arrays at v"),
+        (lambda: PREPARED.convert(PARAMS, {**RANGES, "v": {"0": NO_RANGE}}), TypeError, r"convert: ranges: expected {'0': Range\(lo, hi\)} of float arrays at v"),
+        (lambda: PREPARED.apply(CONVERTED.replace(ranges={**RANGES, "v": {"0": NO_RANGE}}), X), TypeError, r"apply: q.ranges: .* of float arrays at v"),
         (lambda: PREPARED.convert(PARAMS, {**RANGES, "v": {"0": Range(ONE, -ONE)}}), ValueError, r"convert: ranges: expected Range\(lo, hi\) with lo at most hi at v"),
         (lambda: PREPARED.trainable(PARAMS, {**RANGES, "v": {"0": Range(ONE * jnp.nan, ONE)}}), ValueError, r"trainable: ranges: expected finite numbers at v"),
         (lambda: PREPARED.fake_apply(TRAINABLE.replace(scales={"weights": {}}), X), TypeError, r"t.scales: .* load a saved tree with like=, got a dict$"),

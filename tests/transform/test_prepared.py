@@ -446,7 +446,8 @@ def test_ranges_that_are_traced(params: Any, batches: Any) -> None:
     assert hash(t.scales) == hash(prepared.trainable(params, ranges).scales)
     assert repr(t) == "TrainableTree(3 arrays, FixedRanges(first/kernel, second/kernel))"
     # A value for all leaves, such as an axis of `jax.vmap`.
-    assert repr(jq.QuantizedTree(0, None)) == "QuantizedTree(0 quantized arrays, 1 other, 0 ranges, nbytes=0)"
+    axes: Any = (0, None)
+    assert repr(jq.QuantizedTree(*axes)) == "QuantizedTree(0 quantized arrays, 1 other, 0 ranges, nbytes=0)"
 
 
 @pytest.mark.parametrize("estimator", [None, jq.LSQ()])
