@@ -12,13 +12,11 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from . import calibration, integer, onednn
-from ._arrays.codebook import Codebook, nf4
-from ._arrays.error_metrics import QuantizationError, quantization_error
+from ._arrays.diagnostics import QuantizationError, count_saturating_pairs, quantization_error
 from ._arrays.onnx_view import OnnxView, from_onnx, onnx_view
 from ._arrays.quantize import quantize
 from ._arrays.quantized_array import QuantizedArray
-from ._arrays.saturation import count_saturating_pairs
-from ._arrays.spec import QuantSpec
+from ._arrays.spec import Codebook, QuantSpec, nf4
 from ._attention.attention import attention
 from ._attention.dot_product_attention import quantized_dot_product_attention
 from ._attention.kv_cache import KVCache

@@ -12,16 +12,16 @@ import jax
 import jax.numpy as jnp
 
 from .._core import checks, granularity
-from .._core.dtypes import find_width
+from .._core.dtypes import count_packed_bits
 from . import quantized_array
-from .parts import StoredOrder, find_places
+from .parts import StoredOrder, match_dimensions
 from .quantized_array import QuantizedArray
 
 _NAME = "concatenate"
 
 
 def concatenate(arrays: Sequence[QuantizedArray], axis: int = 0) -> QuantizedArray:
-    """Return quantized arrays joined along an axis; the documentation is that of `jaxquant.concatenate`."""
+    """Return quantized arrays joined along an axis, as `jaxquant.concatenate` documents it."""
     checked = check_arrays(arrays, axis)
     axis = axis % checked[0].ndim
     # An array of length 0 along the axis must not influence the block size.
@@ -35,15 +35,15 @@ def concatenate(arrays: Sequence[QuantizedArray], axis: int = 0) -> QuantizedArr
     return joined._with_stored(joined.stored_codes, joined.stored_order, is_lazy=is_lazy)
 
 
-def check_arrays(arrays: Any, axis: Any) -> list[QuantizedArray]:
+def check_arrays(arrays: Any, axis: int) -> list[QuantizedArray]:
     """Return arrays that can be joined along an axis, after checking them."""
     is_sequence = isinstance(arrays, list | tuple)
     checks.require_type(is_sequence, _NAME, "arrays", "a list or tuple of QuantizedArrays", type(arrays).__name__)
     checks.require(len(arrays) > 0, _NAME, "arrays", "one or more arrays", "none")
     checked = [quantized_array.check_lazy(_NAME, f"arrays[{i}]", q) for i, q in enumerate(arrays)]
-    place = checks.check_axis(_NAME, axis, checked[0].ndim)
+    dimension = checks.check_axis(_NAME, axis, checked[0].ndim)
     for i, q in enumerate(checked[1:], 1):
-        _check_match(f"arrays[{i}]", q, checked[0], place)
+        _check_match(f"arrays[{i}]", q, checked[0], dimension)
     return checked
 
 
@@ -138,19 +138,19 @@ def cut_for_join(q: QuantizedArray, axis: int, count: int) -> QuantizedArray:
 
 
 def _concatenate_codes(arrays: list[QuantizedArray], axis: int) -> tuple[jax.Array, StoredOrder]:
-    """Return the stored codes of arrays joined along an axis, and their order: that of the arrays if all have one."""
+    """Return the stored codes of arrays joined along an axis, and their order: the arrays' own if all have one."""
     order = arrays[0].stored_order
     if any(q.stored_order != order for q in arrays):
         return _concatenate_parts([q.codes for q in arrays], axis), None
-    place = find_places(order, arrays[0].ndim)[axis]
-    return _concatenate_parts([q.stored_codes for q in arrays], place), order
+    dimension = match_dimensions(order, arrays[0].ndim)[axis]
+    return _concatenate_parts([q.stored_codes for q in arrays], dimension), order
 
 
 def _concatenate_parts(parts: list[jax.Array], axis: int) -> jax.Array:
     """Return arrays joined along an axis."""
     dtype = parts[0].dtype
     # XLA:CPU aborts the process if it joins arrays of 2-bit elements.
-    if find_width(dtype) > 2:
+    if count_packed_bits(dtype) > 2:
         return jnp.concatenate(parts, axis)
     return jnp.concatenate([part.astype(jnp.int8) for part in parts], axis).astype(dtype)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._core import checks, entry_point, granularity, sharding
 from .parts import StoredOrder, derive_transposed_order
@@ -22,22 +23,24 @@ _PER_INDEX = "QuantizedArray.per_index"
 _TRANSPOSE = "QuantizedArray.transpose"
 
 
-def _derive_run_lengths(q: QuantizedArray, part: Any) -> tuple[int, ...]:
+def _derive_run_lengths(q: QuantizedArray, part: jax.Array) -> tuple[int, ...]:
     """Return how many indices of each dimension share an entry of a scale or zero point."""
     sizes = granularity.Aligned(q.block_size).sizes(part.shape, q.shape)
     assert sizes is not None
     return sizes
 
 
-def _list_block_dims(part: Any, shape: tuple[int, ...]) -> list[int]:
+def _list_block_dims(part: jax.Array, shape: tuple[int, ...]) -> list[int]:
     """Return the dimensions in which a scale or zero point has one entry per block."""
     return [a for a, (n, length) in enumerate(zip(part.shape, shape, strict=True)) if n not in (1, length)]
 
 
-def index_array(q: QuantizedArray, index: Any, out_sharding: Any = None) -> QuantizedArray:
+def index_array(
+    q: QuantizedArray, index: object, out_sharding: NamedSharding | PartitionSpec | None = None
+) -> QuantizedArray:
     """Return the elements that an index selects, with their entries of scale and zero point; q has been checked.
 
-    An out_sharding is that of the selected codes; the scale and the zero point are then replicated.
+    An out_sharding applies to the selected codes; the scale and the zero point are then replicated.
     """
     items = _read_items(q.shape, index)
     parts = [p for p in (q.scale, q.zero_point) if p is not None]
@@ -55,7 +58,9 @@ def index_array(q: QuantizedArray, index: Any, out_sharding: Any = None) -> Quan
     return new.replace(block_size=block_size if has_blocks else q.block_size)
 
 
-def _index_codes(q: QuantizedArray, items: list[Any], out_sharding: Any) -> tuple[jax.Array, StoredOrder]:
+def _index_codes(
+    q: QuantizedArray, items: list[Any], out_sharding: NamedSharding | PartitionSpec | None
+) -> tuple[jax.Array, StoredOrder]:
     """Return the stored codes that an index selects, and their order."""
     moved = q._order or ()
     start = len(items) - len(moved)
@@ -65,12 +70,12 @@ def _index_codes(q: QuantizedArray, items: list[Any], out_sharding: Any) -> tupl
     return _index_part(q.codes, items, out_sharding), None
 
 
-def _index_part(part: jax.Array, items: Sequence[Any], out_sharding: Any) -> jax.Array:
+def _index_part(part: jax.Array, items: Sequence[Any], out_sharding: NamedSharding | PartitionSpec | None) -> jax.Array:
     """Return the elements of one array that an index selects."""
     return part[tuple(items)] if out_sharding is None else part.at[tuple(items)].get(out_sharding=out_sharding)
 
 
-def _read_items(shape: tuple[int, ...], index: Any) -> list[Any]:
+def _read_items(shape: tuple[int, ...], index: object) -> list[Any]:
     """Return an index as a list with one item for each dimension of the array and a None for each new dimension."""
     items = [_read_item(item) for item in (index if isinstance(index, tuple) else (index,))]
     rest = len(shape) - sum(_count_dimensions(item) for item in items)
@@ -91,7 +96,7 @@ def _read_items(shape: tuple[int, ...], index: Any) -> list[Any]:
     return indices
 
 
-def _is_mask(item: Any) -> bool:
+def _is_mask(item: object) -> bool:
     """Return whether an item is an array of bools."""
     return isinstance(item, jax.Array | np.ndarray) and item.dtype.kind == "b"
 
@@ -113,7 +118,7 @@ def _convert_mask(item: Any, shape: tuple[int, ...]) -> list[Any]:
     return [np.asarray(i, np.int32) for i in np.nonzero(np.asarray(item))]
 
 
-def _read_item(index: Any) -> Any:
+def _read_item(index: object) -> Any:
     """Return one item of an index as an int, a slice, None, an ellipsis or an array, after checking it."""
     item: Any = _convert_list(index) if isinstance(index, list) else index
     if item is None or item is Ellipsis:
@@ -163,7 +168,10 @@ def _convert_index(item: Any) -> Any:
     return item.astype(np.int32)  # int8, for example, cannot hold a length of 200
 
 
-def _index_entries(q: QuantizedArray, part: Any, items: list[Any], block_size: int | None, out_sharding: Any) -> Any:
+def _index_entries(
+    q: QuantizedArray, part: jax.Array, items: list[Any], block_size: int | None,
+    out_sharding: NamedSharding | PartitionSpec | None,
+) -> Any:  # fmt: skip
     """Return the entries of a scale or zero point that belong to the codes an index selects."""
     sizes, axis, part_items = _derive_run_lengths(q, part), 0, []
     for item in items:
@@ -187,8 +195,8 @@ def _index_entries(q: QuantizedArray, part: Any, items: list[Any], block_size: i
                 part = granularity.expand_blocks(part, axis, size, length)
                 part_items.append(item)
         else:
-            # The entry of an index is that of its block. A negative index must be counted from the front before it is
-            # divided by the block size.
+            # The entry of an index is the entry of its block. A negative index must be counted from the front before
+            # it is divided by the block size.
             part_items.append((item % length if isinstance(item, int) else _wrap_negative(item, length)) // size)
         axis += 1
     return _index_part(part, part_items, out_sharding)
@@ -206,7 +214,7 @@ def per_index(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
                 if part.shape[axis] != length:
                     part = granularity.expand_blocks(part, axis, size, length)
             parts[name] = part
-    # The axes are about to be mapped, in the stored codes as in the scale, so they must be in their place.
+    # The axes are about to be mapped, in the stored codes as in the scale, so they must not have moved.
     is_moved = any(axis % q.ndim - q.ndim in (q._order or ()) for axis in axes)
     return q.replace(**parts, **({"stored_order": None} if is_moved else {}))
 
@@ -218,7 +226,7 @@ def _select_shared_entry(item: Any) -> Any:
     return 0 if isinstance(item, int) else np.zeros((1,) * item.ndim, np.int32)
 
 
-def _wrap_negative(index: Any, length: int) -> Any:
+def _wrap_negative(index: jax.Array, length: int) -> Any:
     """Return indices counted from the front; an index out of range becomes the nearest valid one, as in JAX."""
     from_front = jnp.where(index < 0, index + index.dtype.type(length), index)
     return jnp.clip(from_front, index.dtype.type(0), index.dtype.type(max(length - 1, 0)))
@@ -355,9 +363,9 @@ def _count_run(dims: list[tuple[int, int, int]]) -> int | None:
     """
     # The loop goes from the last dimension to the first; `is_inside` holds while a run includes all of the dimension.
     run, is_inside = 1, True
-    for place, (length, entries, size) in reversed(list(enumerate(dims))):
+    for i, (length, entries, size) in reversed(list(enumerate(dims))):
         if not is_inside:
-            # In all dimensions before those of the run, every index must have its own entry.
+            # In all dimensions before the run, every index must have its own entry.
             if entries != length:
                 return None
         elif entries == 1:
@@ -365,7 +373,7 @@ def _count_run(dims: list[tuple[int, int, int]]) -> int | None:
         elif entries == length:
             is_inside = False
         else:
-            if length % size and place:  # a short run would be followed by a full one
+            if length % size and i:  # a short run would be followed by a full one
                 return None
             run, is_inside = run * size, False
     return run
@@ -377,13 +385,13 @@ def _spread_run(run: int, lengths: list[int]) -> list[tuple[int, int]] | None:
     The last run may be shorter. The result is None if the dimensions do not allow such runs.
     """
     plan: list[tuple[int, int]] = []
-    for place, length in reversed(list(enumerate(lengths))):
+    for i, length in reversed(list(enumerate(lengths))):
         if length <= run:
             if run % length:
                 return None
             plan.append((1, length))
             run //= length
-        elif length % run and place:
+        elif length % run and i:
             return None
         else:
             plan.append((-(-length // run), run))

@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import checks, dtypes, entry_point, scale_arguments
+from .._core import checks, dtypes, entry_point
+from .._core.entry_point import check_float_zero_point
 from .._core.granularity import Aligned, Blocked, Granularity, PerAxis, PerTensor, check_matching, resolve_onnx
-from .._core.scale_arguments import check_float_zero_point
 from . import quantized_array
 from .quantized_array import QuantizedArray
 
@@ -149,12 +149,12 @@ def from_onnx(
             or float32 for float8_e8m0fnu.
 
     Returns:
-        A QuantizedArray with x's codes, whose scale and zero point have x's rank.
+        A QuantizedArray with x's codes, and with a scale and a zero point of x's rank.
 
     Raises:
         TypeError: an argument has an unsupported type or dtype.
-        ValueError: shapes, `axis` or `block_size` do not fit each other; a float x has a zero point; or a scale whose
-            value is known (not traced) is 0, negative, NaN or infinite. (The operator `dequantize_linear` accepts such
+        ValueError: shapes, `axis` or `block_size` do not fit each other; a float x has a zero point; or a scale that
+            is known (not traced) is 0, negative, NaN or infinite. (The operator `dequantize_linear` accepts such
             scales.)
 
     Example:
@@ -177,11 +177,12 @@ def from_onnx(
 
 
 def _from_onnx(
-    x: Any, x_scale: Any, x_zero_point: Any, *, axis: int, block_size: int, output_dtype: Any
-) -> QuantizedArray:
+    x: jax.Array, x_scale: jax.Array, x_zero_point: jax.Array | None, *, axis: int, block_size: int,
+    output_dtype: DTypeLike | None,
+) -> QuantizedArray:  # fmt: skip
     checks.check_array(_BACK, "x", x, dtypes.QUANTIZED)
     checks.check_array(_BACK, "x_scale", x_scale, (*dtypes.FLOATS, dtypes.E8M0))
-    scale_arguments.check_positive_scale(_BACK, "x_scale", x_scale, is_awaited=True)
+    entry_point.check_positive_scale(_BACK, "x_scale", x_scale, is_awaited=True)
     granularity = resolve_onnx(_BACK, "x_scale", x_scale, x.shape, axis, block_size)
     if output_dtype is not None:
         output_dtype = checks.check_dtype(_BACK, "output_dtype", output_dtype, dtypes.FLOATS)
@@ -197,7 +198,7 @@ def _from_onnx(
     return QuantizedArray(x, scale, zero_point, dtype=output_dtype, block_size=stored_size)
 
 
-def _expand_rank(part: Any, x: Any, granularity: Granularity) -> Any:
+def _expand_rank(part: jax.Array, x: jax.Array, granularity: Granularity) -> Any:
     """Return a scale or zero point in ONNX's shape with the rank of x."""
     if isinstance(granularity, PerTensor):
         return part.reshape((1,) * x.ndim)

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .._core import checks, dtypes, sharding
 from .._core.entry_point import compile_entry_point
 
-DTYPES = tuple(d for d in (*dtypes.QUANTIZED, dtypes.E8M0) if dtypes.find_width(d) <= 8)
+DTYPES = tuple(d for d in (*dtypes.QUANTIZED, dtypes.E8M0) if dtypes.count_packed_bits(d) <= 8)
 _PACK, _UNPACK = "checkpoint.pack", "checkpoint.unpack"
 
 
@@ -48,7 +48,7 @@ def pack(values: ArrayLike) -> jax.Array:
 @compile_entry_point(_PACK)
 def _pack(values: jax.Array) -> jax.Array:
     checks.check_array(_PACK, "values", values, DTYPES)
-    width = dtypes.find_width(values.dtype)
+    width = dtypes.count_packed_bits(values.dtype)
     # JAX cannot infer the sharding of a flattened array, so the array is gathered first.
     flat = sharding.place_whole(values).reshape(-1)
     if width == 8:
@@ -98,7 +98,7 @@ def unpack(packed: ArrayLike, dtype: DTypeLike, shape: tuple[int, ...]) -> jax.A
 
 @compile_entry_point(_UNPACK)
 def _unpack(packed: jax.Array, *, dtype: np.dtype, shape: tuple[int, ...]) -> jax.Array:
-    size, width = math.prod(shape), dtypes.find_width(dtype)
+    size, width = math.prod(shape), dtypes.count_packed_bits(dtype)
     checks.check_array(_UNPACK, "packed", packed, (np.dtype(jnp.uint8),))
     count = -(-size * width // 8)
     if packed.size != count:
@@ -111,5 +111,5 @@ def _unpack(packed: jax.Array, *, dtype: np.dtype, shape: tuple[int, ...]) -> ja
     if dtype in dtypes.FLOAT4:
         return lax.bitcast_convert_type(codes.astype(jnp.uint4), dtype)
     # Flipping the sign bit and subtracting it extends the sign of a code to 8 bits; it is 0 for unsigned dtypes.
-    sign = np.int8(0 if dtypes.find_bounds(dtype)[0] == 0 else 2 ** (width - 1))
+    sign = np.int8(0 if dtypes.read_bounds(dtype)[0] == 0 else 2 ** (width - 1))
     return ((codes ^ sign) - sign).astype(dtype)

@@ -1,8 +1,13 @@
-"""The codes, the scale and the zero point of a quantized array: their checks, text, stored order and dequantization."""
+"""The codes, the scale, the zero point and the static attributes of a quantized array.
+
+Their checks, their stored order, their text, their form as JSON, and the dequantization.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,11 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
-from .._core import checks, dtypes, entry_point, granularity, scale_arguments, small_floats
-from .._kernels import barriers, rounding
+from .._core import checks, dtypes, entry_point, granularity
+from .._kernels import affine, barriers
 from .._kernels.affine import Use, dequantize_affine
-from .codebook import Codebook
+from .spec import Codebook
 
 Parts = tuple[jax.Array, jax.Array, jax.Array | None]
 # The logical axes, counted from the back, in the order in which the last dimensions of the stored codes hold them; None
@@ -44,20 +50,18 @@ def check_parts(
     if not is_converted or not (zero_point is None or isinstance(zero_point, jax.Array)):
         codes, scale, zero_point = _convert_parts(function, argument, parts)
     # Pass dtypes and shapes instead of arrays: arrays are not hashable, and the cache would keep them alive.
-    point_dtype, point_shape = (None, None) if zero_point is None else (zero_point.dtype, zero_point.shape)
-    shape = codes.shape if order is None else find_logical_shape(function, argument, codes.shape, order)
+    zero_point_dtype, zero_point_shape = (None, None) if zero_point is None else (zero_point.dtype, zero_point.shape)
+    shape = codes.shape if order is None else derive_logical_shape(function, argument, codes.shape, order)
     _check_types(
-        function, argument, codes.dtype, shape, scale.dtype, scale.shape, point_dtype, point_shape, dtype,
+        function, argument, codes.dtype, shape, scale.dtype, scale.shape, zero_point_dtype, zero_point_shape, dtype,
         block_size, codebook,
     )  # fmt: skip
     # Accept NaN and infinity: `quantize` gives such a scale to data that contain one, and it shows in every result.
-    scale_arguments.check_positive_scale(
-        function, f"{argument}.scale", scale, allow_overflow=True, is_awaited=is_awaited
-    )
+    entry_point.check_positive_scale(function, f"{argument}.scale", scale, allow_overflow=True, is_awaited=is_awaited)
     return codes, scale, zero_point
 
 
-def _check_static(function: str, argument: str, block_size: Any, codebook: Any) -> None:
+def _check_static(function: str, argument: str, block_size: Any, codebook: object) -> None:
     if block_size is not None:
         checks.check_integer(function, f"{argument}.block_size", block_size)
         checks.require(block_size > 0, function, f"{argument}.block_size", "a positive int", block_size)
@@ -83,9 +87,9 @@ def _convert_parts(function: str, argument: str, parts: tuple[Any, Any, Any]) ->
 # cached, so its error is raised each time.
 @functools.lru_cache(maxsize=4096)
 def _check_types(
-    function: str, argument: str, codes_dtype: Any, codes_shape: tuple[int, ...], scale_dtype: Any,
-    scale_shape: tuple[int, ...], point_dtype: Any, point_shape: tuple[int, ...] | None, dtype: Any,
-    block_size: int | None, codebook: Codebook | None,
+    function: str, argument: str, codes_dtype: np.dtype, codes_shape: tuple[int, ...], scale_dtype: np.dtype,
+    scale_shape: tuple[int, ...], zero_point_dtype: np.dtype | None, zero_point_shape: tuple[int, ...] | None,
+    dtype: np.dtype, block_size: int | None, codebook: Codebook | None,
 ) -> None:  # fmt: skip
     """Check the dtypes and the shapes of the parts; the static values other than `dtype` have been checked."""
     allowed = dtypes.QUANTIZED if codebook is None else (codebook.carrier,)
@@ -95,15 +99,15 @@ def _check_types(
     checks.require_type(scale_dtype in _SCALES, function, f"{argument}.scale", expected, scale_dtype)
     checks.check_dtype(function, f"{argument}.dtype", dtype, dtypes.FLOATS)
     _check_aligned(function, f"{argument}.scale", scale_shape, codes_shape, block_size)
-    if point_shape is None:
+    if zero_point_shape is None:
         return
     name = f"{argument}.zero_point"
-    has_point = codes_dtype in dtypes.INTEGERS and codebook is None
+    has_zero_point = codes_dtype in dtypes.INTEGERS and codebook is None
     expected = f"None, because {codebook or codes_dtype} has no zero point"
-    checks.require(has_point, function, name, expected, f"an array of {point_dtype}{list(point_shape)}")
+    checks.require(has_zero_point, function, name, expected, f"an array of {zero_point_dtype}{list(zero_point_shape)}")
     expected = f"dtype {codes_dtype}, that of the codes"
-    checks.require_type(point_dtype == codes_dtype, function, name, expected, point_dtype)
-    _check_aligned(function, name, point_shape, codes_shape, block_size)
+    checks.require_type(zero_point_dtype == codes_dtype, function, name, expected, zero_point_dtype)
+    _check_aligned(function, name, zero_point_shape, codes_shape, block_size)
 
 
 def _check_aligned(
@@ -135,7 +139,7 @@ def read_stored_order(function: str, order: Any) -> StoredOrder:
 
 
 def _shorten_order(axes: Sequence[int]) -> StoredOrder:
-    """Return a stored order without the first axes that are in their place, so that equal orders compare equal."""
+    """Return a stored order without the first axes that have not moved, so that equal orders compare equal."""
     start = 0
     while start < len(axes) and axes[start] == start - len(axes):
         start += 1
@@ -163,7 +167,7 @@ def derive_permutation(order: StoredOrder, rank: int) -> tuple[int, ...]:
     return (*range(rank - len(moved)), *(axis + rank for axis in moved))
 
 
-def find_places(order: StoredOrder, rank: int) -> tuple[int, ...]:
+def match_dimensions(order: StoredOrder, rank: int) -> tuple[int, ...]:
     """Return the dimension of the stored codes that holds each logical axis."""
     permutation = derive_permutation(order, rank)
     return tuple(permutation.index(axis) for axis in range(rank))
@@ -175,22 +179,22 @@ def derive_transposed_order(order: StoredOrder, axes: Sequence[int]) -> StoredOr
     return _shorten_order([tuple(axes).index(axis) - rank for axis in derive_permutation(order, rank)])
 
 
-def find_logical_shape(function: str, argument: str, shape: tuple[int, ...], order: StoredOrder) -> tuple[int, ...]:
-    """Return the shape of an array from that of its stored codes; raise if they have lost a dimension of the order."""
+def derive_logical_shape(function: str, argument: str, shape: tuple[int, ...], order: StoredOrder) -> tuple[int, ...]:
+    """Return the logical shape of stored codes; raise if they have lost a dimension of the order."""
     moved = order or ()
     expected = (
         f"rank {len(moved)} or more for stored_order={order} (before jax.vmap or jax.lax.scan maps one of these axes, "
         "call q.store_last(), which returns the logical order)"
     )
     checks.require(len(shape) >= len(moved), function, f"{argument}.stored_codes", expected, f"shape {shape}")
-    return tuple(shape[place] for place in find_places(order, len(shape)))
+    return tuple(shape[dimension] for dimension in match_dimensions(order, len(shape)))
 
 
 def store_codes(codes: Any, order: StoredOrder) -> Any:
     """Return codes with their dimensions in the stored order, and an object that is not an array unchanged."""
     if order is None or not hasattr(codes, "ndim"):
         return codes
-    find_logical_shape("QuantizedArray", "self", tuple(codes.shape), order)  # raises if the rank is too low
+    derive_logical_shape("QuantizedArray", "self", tuple(codes.shape), order)  # raises if the rank is too low
     return _transpose_any(codes, derive_permutation(order, codes.ndim))
 
 
@@ -198,8 +202,8 @@ def restore_codes(stored: Any, order: StoredOrder) -> Any:
     """Return stored codes with their dimensions in the logical order; the inverse of `store_codes`."""
     if order is None or not hasattr(stored, "ndim"):
         return stored
-    find_logical_shape("QuantizedArray", "self", tuple(stored.shape), order)
-    return _transpose_any(stored, find_places(order, stored.ndim))
+    derive_logical_shape("QuantizedArray", "self", tuple(stored.shape), order)
+    return _transpose_any(stored, match_dimensions(order, stored.ndim))
 
 
 def _transpose_any(codes: Any, axes: tuple[int, ...]) -> Any:
@@ -222,26 +226,26 @@ def describe_array(codes: Any, scale: Any, zero_point: Any, static: Static) -> s
     if not has_shapes or len(codes.shape) < len(order or ()):
         name = "codes" if order is None else "stored_codes"
         return f"QuantizedArray({name}={codes!r}, scale={scale!r}, zero_point={zero_point!r}{stored})"
-    shape = find_logical_shape("QuantizedArray", "self", codes.shape, order)
+    shape = derive_logical_shape("QuantizedArray", "self", codes.shape, order)
     name = codes.dtype if codebook is None else codebook.name
-    point = "None" if zero_point is None else describe_part(zero_point)
+    described = "None" if zero_point is None else describe_part(zero_point)
     blocks = f", block_size={block_size}" if block_size else ""
-    text = f"{name}[{','.join(map(str, shape))}], scale={describe_part(scale)}, zero_point={point}{blocks}{stored}"
+    text = f"{name}[{','.join(map(str, shape))}], scale={describe_part(scale)}, zero_point={described}{blocks}{stored}"
     return f"QuantizedArray({text}, dtype={dtype}, nbytes={count_all_bytes(codes, scale, zero_point)})"
 
 
-def describe_part(part: Any) -> str:
+def describe_part(part: jax.Array | jax.ShapeDtypeStruct) -> str:
     """Return the dtype and the shape of an array, as in "int8[4,6]"."""
     return f"{part.dtype}[{','.join(map(str, part.shape))}]"
 
 
-def count_stored_bytes(part: Any) -> int:
-    """Return the number of bytes of an array whose elements are packed without unused bits."""
+def count_stored_bytes(part: jax.Array | jax.ShapeDtypeStruct) -> int:
+    """Return the number of bytes of an array if its elements are packed without unused bits."""
     dtype = np.dtype(part.dtype)
-    return -(-math.prod(part.shape) * dtypes.find_width(dtype) // 8)
+    return -(-math.prod(part.shape) * dtypes.count_packed_bits(dtype) // 8)
 
 
-def read_dtype(function: str, dtype: Any) -> np.dtype:
+def read_dtype(function: str, dtype: DTypeLike) -> np.dtype:
     """Return the dtype that `dtype` names; the functions that take the array check whether it is allowed."""
     try:
         return np.dtype(dtype)
@@ -249,25 +253,158 @@ def read_dtype(function: str, dtype: Any) -> np.dtype:
         return checks.check_dtype(function, "dtype", dtype, dtypes.FLOATS)  # raises, and lists the allowed dtypes
 
 
-def count_all_bytes(codes: Any, scale: Any, zero_point: Any) -> int:
-    """Return the number of bytes of the parts of an array, of which None has none."""
+def count_all_bytes(codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None) -> int:
+    """Return the number of bytes of the parts of an array; None has none."""
     return sum(count_stored_bytes(part) for part in (codes, scale, zero_point) if part is not None)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("dtype", "block_size", "codebook", "order", "use"))
 def dequantize_parts(
-    codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *, dtype: Any, block_size: Any, codebook: Any,
-    order: StoredOrder, use: Use = "any",
+    codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *, dtype: np.dtype, block_size: int | None,
+    codebook: Codebook | None, order: StoredOrder, use: Use = "any",
 ) -> jax.Array:  # fmt: skip
     """Return (codes - zero_point) * scale in `dtype`, of the logical shape; the parts have been checked.
 
-    `use` is that of `affine.dequantize_affine`.
+    `use` is as in `affine.dequantize_affine`.
     """
     aligned = granularity.Aligned(block_size)
     codes = restore_codes(codes, order)
     if codebook is None:
         return dequantize_affine(codes, scale, zero_point, aligned, dtype, use)
-    wide = small_floats.scale_as_float32(scale)
+    wide = dtypes.scale_as_float32(scale)
     product = codebook.decode(codes) * aligned.expand(wide, codes)
     product = product if use == "operand" else barriers.round_result(product)
-    return rounding.round_to_dtype(product, dtype).astype(dtype)
+    return affine.round_to_dtype(product, dtype).astype(dtype)
+
+
+# The static attributes of a quantized array as JSON, for checkpoints and exported programs.
+#
+# The JSON may be damaged or come from an untrusted source. Decoding it returns valid values, or raises an error that
+# names the function and the argument.
+
+
+_SAVED = "QuantizedArray"
+# JSON allows numbers that overflow float32.
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def encode_static(static: Static) -> str:
+    """Return a dtype, a block size, a codebook and a stored order as JSON."""
+    dtype, block_size, codebook, order = static
+    fields = {
+        "dtype": None if dtype is None else np.dtype(dtype).name,
+        "block_size": block_size,
+        "codebook": None if codebook is None else {"name": codebook.name, "levels": codebook.levels},
+    }
+    # The text of an array in its logical order is the same as before there were stored orders.
+    return json.dumps(fields if order is None else {**fields, "stored_order": order})
+
+
+def decode_saved_program(text: str | bytes | bytearray) -> Static:
+    """Return the static attributes in a program that `jax.export` saved, as `encode_static` encoded them."""
+    argument = "the description in a saved program"
+    return decode_static(_SAVED, argument, parse_json(_SAVED, argument, text))
+
+
+def parse_json(function: str, argument: str, text: str | bytes | bytearray) -> Any:
+    """Return the value of a JSON text; raise ContractValueError if it is invalid or an object repeats a key."""
+    try:
+        # A second value for a key would silently replace the first one.
+        return json.loads(text, object_pairs_hook=_collect_unique)
+    except (ValueError, RecursionError) as error:
+        got = "JSON that is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        text = checks.format_message(function, argument, "JSON", got)
+    raise checks.ContractValueError(text)
+
+
+def _collect_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of a JSON object as a dict; raise ValueError if a key occurs twice."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError(f"one of the keys {', '.join(name for name, _ in pairs)} twice")
+    return fields
+
+
+def get_field(function: str, argument: str, fields: object, name: str) -> Any:
+    """Return a field of a JSON object; raise ContractValueError if there is no such field."""
+    if not isinstance(fields, dict):
+        checks.refuse(function, argument, f"an object with the key {name!r}", _shorten_json(fields))
+    if name not in fields:
+        got = ", ".join(map(repr, fields)) or "an empty object"
+        checks.refuse(function, argument, f"an object with the key {name!r}", got)
+    return fields[name]
+
+
+def decode_static(function: str, argument: str, fields: Any) -> Static:
+    """Return the valid dtype, block size, codebook and stored order that a JSON object describes."""
+    dtype = get_field(function, argument, fields, "dtype")
+    block_size = get_field(function, argument, fields, "block_size")
+    # `type`, because True is an int for isinstance.
+    is_size = block_size is None or (type(block_size) is int and block_size > 0)
+    if not is_size:
+        got = _shorten_json(block_size)
+        checks.refuse(function, f"{argument}['block_size']", "null or a positive integer", got)
+    return (
+        None if dtype is None else decode_dtype(function, f"{argument}['dtype']", dtype, dtypes.FLOATS),
+        block_size,
+        _decode_codebook(function, f"{argument}['codebook']", get_field(function, argument, fields, "codebook")),
+        _decode_stored_order(function, f"{argument}['stored_order']", fields.get("stored_order")),
+    )
+
+
+def decode_dtype(function: str, argument: str, name: object, allowed: Sequence[np.dtype]) -> np.dtype:
+    """Return the allowed dtype with this name; `np.dtype(name)` would not know the names of ml_dtypes."""
+    for dtype in allowed:
+        if dtype.name == name:
+            return dtype
+    expected = f"the name of a dtype: {dtypes.list_names(tuple(allowed))}"
+    raise checks.ContractValueError(checks.format_message(function, argument, expected, _shorten_json(name)))
+
+
+def decode_shape(function: str, argument: str, shape: Any) -> tuple[int, ...]:
+    """Return a shape, after checking that an array can have it."""
+    is_shape = isinstance(shape, list) and len(shape) <= 64 and all(type(n) is int and n >= 0 for n in shape)
+    # Count a length of 0 as 1, so that it does not hide an overflow of the other lengths.
+    if not is_shape or math.prod(max(n, 1) for n in shape) >= 2**63:
+        expected = "a list of at most 64 lengths whose product fits in an int64"
+        checks.refuse(function, argument, expected, _shorten_json(shape))
+    return tuple(shape)
+
+
+def _decode_codebook(function: str, argument: str, fields: object) -> Codebook | None:
+    """Return the valid codebook that a JSON value describes, or None for null."""
+    if fields is None:
+        return None
+    name, levels = (get_field(function, argument, fields, field) for field in ("name", "levels"))
+    if not isinstance(name, str):
+        checks.refuse(function, f"{argument}['name']", "a string", _shorten_json(name))
+    # The constructor of Codebook is less strict, and its errors would not name the key in the file. The types are
+    # compared first, because abs of a string would raise a plain TypeError.
+    is_table = isinstance(levels, list) and len(levels) in (4, 16, 256)
+    is_table = is_table and all(type(level) in (int, float) and abs(level) <= _LARGEST for level in levels)
+    if not is_table or any(low >= high for low, high in itertools.pairwise(levels)):
+        expected = "4, 16 or 256 ascending float32 numbers"
+        checks.refuse(function, f"{argument}['levels']", expected, _shorten_json(levels))
+    try:
+        return Codebook(name, tuple(levels))
+    except checks.ContractValueError as error:  # two levels are equal in float32
+        raise checks.ContractValueError(checks.format_message(function, argument, "a codebook", error)) from error
+
+
+def _decode_stored_order(function: str, argument: str, order: Any) -> StoredOrder:
+    """Return the valid stored order that a JSON value describes; null or a missing field means None."""
+    # `type`, because True is an int for isinstance.
+    is_order = order is None or (isinstance(order, list) and all(type(axis) is int for axis in order))
+    if not is_order or (order and sorted(order) != list(range(-len(order), 0))):
+        expected = "null, or a list of the axes -1 to -n in any order"
+        checks.refuse(function, argument, expected, _shorten_json(order))
+    return read_stored_order(function, order)
+
+
+def _shorten_json(value: object) -> str:
+    """Return a value as JSON, shortened to 80 characters."""
+    try:
+        text = json.dumps(value)
+    except (ValueError, RecursionError):  # an int with more digits than Python prints
+        text = type(value).__name__
+    return text if len(text) <= 80 else f"{text[:77]}..."

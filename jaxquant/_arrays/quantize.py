@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._core import checks, dtypes, entry_point, granularity, recording, scale_arguments
+from .._core import checks, dtypes, entry_point, granularity, recording
 from .._core.entry_point import compile_entry_point
 from .._core.granularity import PerAxis, PerTensor
 from .._kernels import min_max
@@ -47,12 +47,12 @@ def quantize(
       tensor these are the integers of ONNX's DynamicQuantizeLinear;
     - float dtypes and codebooks: scale = max(-lo, hi) / their largest value.
 
-    The codes are those of `quantize_linear` with precision float32, and therefore ONNX Runtime's. With a codebook they
+    The codes equal `quantize_linear` with precision float32, and therefore ONNX Runtime's. With a codebook they
     are the indices of the nearest entries. If the scale is already known, use `quantize_linear` and pass its result
     to `from_onnx`.
 
-    A slice whose range is zero has scale 1: one that holds only zeros and subnormal numbers, which XLA:CPU treats as 0,
-    or that has no elements. No other scale is less than 2**-126, the least normal float32, or less than the least
+    A slice with a range of zero has scale 1: one that holds only zeros and subnormal numbers, which XLA:CPU treats as
+    0, or that has no elements. No other scale is less than 2**-126, the least normal float32, or less than the least
     number of the spec's scale_dtype. A NaN or an infinity in a slice makes the scale of the slice NaN or infinite, and
     with it every value that is dequantized: 0 times infinity is NaN, and an infinity may change its sign.
 
@@ -71,14 +71,14 @@ def quantize(
         spec: Static. The dtype of the codes, which elements share a scale, and how the scale is computed from a range.
         range: the lower and the upper end, (lo, hi), in the units of x: a pair, or the `Range` that the `finalize` of a
             calibrator returns. Each end is float32, float16 or bfloat16, and has one element or x's rank, in which
-            each dimension is that of the scale or 1. A Python number becomes float32. None takes the extremes of x.
+            each dimension is the scale's or 1. A Python number becomes float32. None takes the extremes of x.
         stored_last: Static. An axis, or several, that the codes hold last in memory, as after `store_last`. None stores
-            them in the order of x. Weights of which few rows are contracted are up to twice as fast on a CPU with their
-            contracted axis last.
+            them in the order of x. Weights that few rows are multiplied with are up to twice as fast on a CPU with
+            their contracted axis last.
 
     Returns:
         A QuantizedArray with x's shape and dtype. Its scale and its zero point have x's rank, with length 1 in each
-        dimension whose elements share an entry.
+        dimension along which elements share an entry.
 
     Raises:
         TypeError: an argument has an unsupported type or dtype.
@@ -125,12 +125,12 @@ def _check_pair(ends: Any) -> tuple[Any, Any]:
     return ends[0], ends[1]
 
 
-def _check_known_range(lo: Any, hi: Any) -> None:
+def _check_known_range(lo: ArrayLike, hi: ArrayLike) -> None:
     """Check that the ends of a range are finite and in order; skip the check if they are traced."""
     # The usual case comes first: two numbers.
     if type(lo) is np.float32 and type(hi) is np.float32 and -np.inf < lo <= hi < np.inf:
         return
-    ends = [scale_arguments.find_known(v, is_awaited=True) for v in (lo, hi)]
+    ends = [entry_point.read_elements(v, is_awaited=True) for v in (lo, hi)]
     if any(end is None for end in ends):
         return
     # A number too large for float32 becomes an infinity, which the check below rejects.
@@ -143,7 +143,7 @@ def _check_known_range(lo: Any, hi: Any) -> None:
         checks.require(bool((low <= high).all()), _NAME, "range", "a pair (lo, hi) with lo at most hi", "more")
 
 
-def check_known_result(function: str, x: Any, spec: QuantSpec, y: Any) -> None:
+def check_known_result(function: str, x: object, spec: QuantSpec, y: Any) -> None:
     """Raise if values that were rounded with float16 scales show an infinite scale; skip the check if they are traced.
 
     Args:
@@ -158,14 +158,14 @@ def check_known_result(function: str, x: Any, spec: QuantSpec, y: Any) -> None:
         check_known_scale(function, x, spec, None, None, _quantize(x, None, None, spec=spec, stored_last=None).scale)
 
 
-def check_known_scale(function: str, x: Any, spec: QuantSpec, lo: Any, hi: Any, scale: Any) -> None:
+def check_known_scale(function: str, x: object, spec: QuantSpec, lo: object, hi: object, scale: Any) -> None:
     """Raise if a float16 scale of a finite range is infinite; skip the check if the scale is traced.
 
     Args:
         function: the public function.
         x: the values.
         spec: Static. How they are quantized, with float16 scales.
-        lo: the lower ends of the ranges, or None for those of x.
+        lo: the lower ends of the ranges, or None for the minima of x.
         hi: the upper ends, or None.
         scale: the scale that was found.
     """
@@ -184,13 +184,14 @@ def check_known_scale(function: str, x: Any, spec: QuantSpec, lo: Any, hi: Any, 
 
 @compile_entry_point(_NAME, ("x", *_ENDS))
 def _quantize(
-    x: jax.Array, lo: jax.Array | None, hi: jax.Array | None, *, spec: QuantSpec, stored_last: Any
-) -> QuantizedArray:
+    x: jax.Array, lo: jax.Array | None, hi: jax.Array | None, *, spec: QuantSpec,
+    stored_last: int | tuple[int, ...] | None,
+) -> QuantizedArray:  # fmt: skip
     checks.check_array(_NAME, "x", x, dtypes.FLOATS)
     order = None if stored_last is None else move_axes_last(_NAME, "stored_last", stored_last, x.ndim)
     # Without this the scale would have a gradient and the codes would not, so their product would have a wrong one.
     x, lo, hi = jax.lax.stop_gradient((x, lo, hi))
-    scale, zero_point, _ = find_parameters(_NAME, x, spec, lo, hi)
+    scale, zero_point, _ = compute_parameters(_NAME, x, spec, lo, hi)
     codes = encode_array(x, scale, zero_point, spec)
     block_size = scale_from_range.derive_stored_block_size(_NAME, spec, x.shape)
     return QuantizedArray(
@@ -198,40 +199,42 @@ def _quantize(
     )
 
 
-def find_parameters(
+def compute_parameters(
     function: str, x: Any, spec: QuantSpec, lo: jax.Array | None, hi: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None, tuple[int, ...]]:
-    """Return the scale and the zero point, for the given range or that of x, and the shape of the ranges."""
-    scale_shape, point_shape = scale_from_range.find_shapes(function, spec, x.shape)
+    """Return the scale and the zero point, for the given range or the extremes of x, and the shape of the ranges."""
+    scale_shape, zero_point_shape = scale_from_range.derive_shapes(function, spec, x.shape)
     shape = scale_from_range.derive_range_shape(function, spec, x.shape)
     if lo is None or hi is None:
         block_size = scale_from_range.check_one_block_size(function, spec)
         # A symmetric range is recorded as extremes, for which an exporter has operators.
         is_symmetric = scale_from_range.has_equal_reach(spec) and not recording.is_recording()
         if spec.fixed_zero_point is None or is_symmetric:
-            return *_compute_own_parameters(x, spec, shape, block_size, scale_shape, point_shape), shape
-        low, high = min_max.find_extremes(x, shape, block_size)
+            return *_compute_own_parameters(x, spec, shape, block_size, scale_shape, zero_point_shape), shape
+        low, high = min_max.compute_extremes(x, shape, block_size)
     else:
         low, high = (
             _broadcast_end(function, argument, end, shape) for argument, end in zip(_ENDS, (lo, hi), strict=True)
         )
-    found = scale_from_range.compute_scale_and_zero_point(spec, low, high, scale_shape, point_shape, x.dtype)
+    found = scale_from_range.compute_scale_and_zero_point(spec, low, high, scale_shape, zero_point_shape, x.dtype)
     return *found, shape
 
 
-def _list_parameters(spec: QuantSpec, scale_shape: Any, point_shape: Any, **_: Any) -> list[Any]:
-    return [(scale_shape, spec.scale_dtype), (point_shape, spec.carrier)]
+def _list_parameters(
+    spec: QuantSpec, scale_shape: tuple[int, ...], zero_point_shape: tuple[int, ...] | None, **_: object
+) -> list[Any]:
+    return [(scale_shape, spec.scale_dtype), (zero_point_shape, spec.carrier)]
 
 
-# A jit whose trace JAX keeps, as for `quantize_affine`.
+# A jit, so that JAX keeps the trace, as for `quantize_affine`.
 @recording.mark("own_range", _list_parameters)
-@functools.partial(jax.jit, static_argnames=("spec", "shape", "block_size", "scale_shape", "point_shape"))
+@functools.partial(jax.jit, static_argnames=("spec", "shape", "block_size", "scale_shape", "zero_point_shape"))
 def _compute_own_parameters(
     x: jax.Array, spec: QuantSpec, shape: tuple[int, ...], block_size: int | None, scale_shape: tuple[int, ...],
-    point_shape: tuple[int, ...],
+    zero_point_shape: tuple[int, ...],
 ) -> tuple[jax.Array, Any]:  # fmt: skip
     """Return the scale and the zero point for the range of x."""
-    return scale_from_range.compute_own_scale_and_zero_point(spec, x, shape, block_size, scale_shape, point_shape)
+    return scale_from_range.compute_own_scale_and_zero_point(spec, x, shape, block_size, scale_shape, zero_point_shape)
 
 
 def _broadcast_end(function: str, argument: str, end: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -264,13 +267,13 @@ _MOST_ELEMENTS = 2**22
 _LEAST_LENGTH = 64
 
 
-def quantize_kernel(kernel: Any, spec: QuantSpec, stored_axes: Sequence[int]) -> QuantizedArray:
+def quantize_kernel(kernel: jax.Array, spec: QuantSpec, stored_axes: Sequence[int]) -> QuantizedArray:
     """Return `quantize(kernel, spec)`, bit for bit, with a compiled program that kernels of other shapes share.
 
     The codes hold the `stored_axes` last in memory.
 
     A kernel on one CPU with one scale for each index of its last axes, or one in total, is padded with zeros to a
-    matrix whose sides are powers of two. Every range is widened to include 0, so the zeros change no scale. The
+    matrix with sides that are powers of two. Every range is widened to include 0, so the zeros change no scale. The
     programs of a network are compiled one after another, and a network has many shapes of kernels.
     """
     table = _match_table(kernel, spec)
@@ -280,7 +283,7 @@ def quantize_kernel(kernel: Any, spec: QuantSpec, stored_axes: Sequence[int]) ->
     values = np.asarray(kernel)
     padded = np.zeros([max(_LEAST_LENGTH, 2 ** (n - 1).bit_length()) for n in table], values.dtype)
     padded[:rows, :columns] = values.reshape(table)
-    scale_shape, point_shape = scale_from_range.find_shapes("quantize", spec, values.shape)
+    scale_shape, zero_point_shape = scale_from_range.derive_shapes("quantize", spec, values.shape)
     granularity = PerTensor() if math.prod(scale_shape) == 1 else PerAxis(1)
     flat_spec = dataclasses.replace(spec, granularity=granularity, zero_point_granularity=None)
     # The padding is removed by numpy, because JAX would compile a program for each shape to do it.
@@ -292,12 +295,12 @@ def quantize_kernel(kernel: Any, spec: QuantSpec, stored_axes: Sequence[int]) ->
         host = np.asarray(part)[:row_count, : columns if part.shape[1] > 1 else 1].reshape(shape)
         return jax.device_put(np.array(parts.store_codes(host, order), order="C"))
 
-    zero_point = None if q.zero_point is None else trim(q.zero_point, 1, point_shape)
+    zero_point = None if q.zero_point is None else trim(q.zero_point, 1, zero_point_shape)
     stored, scale = trim(q.codes, rows, values.shape, order), trim(q.scale, 1, scale_shape)
     return QuantizedArray.tree_unflatten((q.dtype, None, q.codebook, order), (stored, scale, zero_point))
 
 
-def _match_table(kernel: Any, spec: QuantSpec) -> tuple[int, int] | None:
+def _match_table(kernel: jax.Array, spec: QuantSpec) -> tuple[int, int] | None:
     """Return the rows and the columns of a kernel that `quantize_kernel` can pad; None for any other kernel."""
     granularity = spec.granularity
     if spec.zero_point_granularity != granularity or not isinstance(granularity, PerTensor | PerAxis):
@@ -305,7 +308,7 @@ def _match_table(kernel: Any, spec: QuantSpec) -> tuple[int, int] | None:
     if not _is_on_cpu(kernel) or kernel.dtype not in dtypes.FLOATS or kernel.size == 0 or kernel.ndim == 0:
         return None
     shape = tuple(kernel.shape)
-    scale_shape = scale_from_range.find_shapes("quantize", spec, shape)[0]
+    scale_shape = scale_from_range.derive_shapes("quantize", spec, shape)[0]
     shared = len(shape) - 1
     if math.prod(scale_shape) > 1:
         shared = next(axis for axis, entries in enumerate(scale_shape) if entries > 1)
@@ -315,7 +318,7 @@ def _match_table(kernel: Any, spec: QuantSpec) -> tuple[int, int] | None:
     return (rows, columns) if rows * columns <= _MOST_ELEMENTS else None
 
 
-def _is_on_cpu(kernel: Any) -> bool:
+def _is_on_cpu(kernel: object) -> bool:
     """Return whether a kernel is in the memory of a CPU that is the default device, where the result is made."""
     if not isinstance(kernel, jax.Array | np.ndarray) or checks.is_traced(kernel):
         return False

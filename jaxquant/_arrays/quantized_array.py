@@ -14,8 +14,8 @@ from jax.typing import DTypeLike
 
 from .._core import checks, dtypes, entry_point
 from .._kernels.affine import Use
-from . import indexing, parts, serialization
-from .codebook import Codebook
+from . import indexing, parts
+from .spec import Codebook
 
 # Errors for Python operators and JAX functions that do not accept quantized arrays; they say what to call instead.
 
@@ -59,7 +59,7 @@ class Advised(type):
 
 
 class RefusedOperators(metaclass=Advised):
-    """A base class whose operators raise a TypeError that names the call to make instead.
+    """A base class with operators that raise a TypeError, which names the call to make instead.
 
     All of Python's operators are refused except `@`, `==` and `!=`. `==` compares identities, as sets, dicts and
     comparisons of pytrees require.
@@ -67,7 +67,7 @@ class RefusedOperators(metaclass=Advised):
 
     __slots__ = ()
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"jaxquant.{_NAME}: {name}: the array is immutable; use replace({name}=...)")
 
     def __delattr__(self, name: str) -> None:
@@ -78,7 +78,7 @@ class RefusedOperators(metaclass=Advised):
         text = "q.dequantize() for a truth value"
         raise TypeError(checks.format_message(f"{_NAME}.__bool__", "self", text, repr(self)))
 
-    def __array__(self, *_: Any, **__: Any) -> Any:
+    def __array__(self, *_: object, **__: object) -> Any:
         """Raise TypeError: numpy must not get floats without an explicit `dequantize`."""
         raise TypeError(checks.format_message(f"{_NAME}.__array__", "self", "q.dequantize() or q.codes", repr(self)))
 
@@ -94,7 +94,7 @@ def _refuse(method: str, expected: str, got: str) -> None:
     checks.refuse_type(f"{_NAME}.{method}", "self", expected, got)
 
 
-def _name_type(value: Any) -> str:
+def _name_type(value: object) -> str:
     """Return the text for an operand in an error: the repr of a number or quantized array, the type of any other."""
     return repr(value) if isinstance(value, int | float | complex | RefusedOperators) else type(value).__name__
 
@@ -108,7 +108,7 @@ def _make_binary(method: str, symbol: str) -> Callable[[Any, Any], Any]:
     """Return the method of a binary operator with the quantized array on the left."""
     refused_types = (RefusedOperators, jax.Array, np.ndarray, np.generic, int, float, complex, str, list, tuple)
 
-    def refuse(self: Any, other: Any) -> Any:
+    def refuse(self: object, other: object) -> Any:
         if not isinstance(other, refused_types):
             return NotImplemented  # the other class may support QuantizedArrays
         # Show how both operands become floats.
@@ -122,7 +122,7 @@ def _make_binary(method: str, symbol: str) -> Callable[[Any, Any], Any]:
 def _make_reflected(method: str, symbol: str) -> Callable[[Any, Any], Any]:
     """Return the method of a binary operator with the quantized array on the right."""
 
-    def refuse(self: Any, other: Any) -> Any:
+    def refuse(self: object, other: object) -> Any:
         return _refuse(
             method,
             f"{_write_expression(symbol, 'x', 'q.dequantize()')}{_LOOKUPS.get(symbol, '')}",
@@ -135,7 +135,7 @@ def _make_reflected(method: str, symbol: str) -> Callable[[Any, Any], Any]:
 def _make_unary(method: str, form: str) -> Callable[..., Any]:
     """Return the method of a unary operator or a conversion."""
 
-    def refuse(self: Any, *_: Any) -> Any:
+    def refuse(self: object, *_: object) -> Any:
         return _refuse(method, form.format("q.dequantize()"), form.format(repr(self)))
 
     return refuse
@@ -176,7 +176,7 @@ class QuantizedArray(RefusedOperators):
 
     No granularity is stored, because the shapes imply it, and still do after `jax.vmap`, a slice or a transpose.
     `scale` and `zero_point` have the rank of `codes`. Each of their dimensions is 1 (all indices share an entry), as
-    long as that of `codes` (one entry per index), or the number of blocks. `scale` and `zero_point` may have different
+    long as `codes.shape[i]` (one entry per index), or the number of blocks. `scale` and `zero_point` may have different
     shapes.
 
     `jax.vmap` and `jax.lax.scan` map each of the arrays, so the scale must have an entry for each index of the mapped
@@ -193,7 +193,7 @@ class QuantizedArray(RefusedOperators):
         codes: the quantized values, int2 to uint16, float8 or float4_e2m1fn. With a codebook: indices into it.
         scale: the real value of one step, float32, float16, bfloat16 or float8_e8m0fnu.
         zero_point: the code of 0.0, in steps and in the dtype of `codes`, or None for 0.
-        dtype: Static. The dtype that `dequantize` returns: float32, float16 or bfloat16. By default that of the
+        dtype: Static. The dtype that `dequantize` returns: float32, float16 or bfloat16. By default the dtype of the
             scale.
         block_size: Static. The number of indices that share an entry in a dimension divided into blocks. None if there
             are no blocks, or if they divide the dimension evenly. It is stored because the shapes do not imply the
@@ -250,8 +250,9 @@ class QuantizedArray(RefusedOperators):
         self._fill(parts.store_codes(codes, order), scale, zero_point, output_dtype, block_size, codebook, order)
 
     def _fill(
-        self, stored: Any, scale: Any, zero_point: Any, dtype: Any, block_size: Any, codebook: Any, order: Any = None
-    ) -> None:
+        self, stored: Any, scale: Any, zero_point: Any, dtype: np.dtype | None, block_size: int | None,
+        codebook: Codebook | None, order: parts.StoredOrder = None,
+    ) -> None:  # fmt: skip
         """Set the attributes, which `__setattr__` refuses to do."""
         # One statement for each, because a loop would make every unflatten slower. Arrays that were pickled before
         # there were stored orders have none.
@@ -311,7 +312,7 @@ class QuantizedArray(RefusedOperators):
         return new._with_stored(self._stored, self._order, is_lazy=self._is_lazy)
 
     def _with_stored(self, stored: Any, order: parts.StoredOrder, *, is_lazy: bool = False) -> QuantizedArray:
-        """Return a copy with other stored codes, whose stored order is `order`.
+        """Return a copy with other stored codes, in the stored order `order`.
 
         With `is_lazy`, the order is not one that the user has chosen: it comes from a transpose. The functions of this
         package then read the codes as they are stored, and where the array is taken apart as a pytree, or its
@@ -322,7 +323,7 @@ class QuantizedArray(RefusedOperators):
         object.__setattr__(new, "_is_lazy", is_lazy and order is not None)
         return new
 
-    # Attributes as those of a `jax.Array`.
+    # Attributes as a `jax.Array` has them.
 
     @property
     def dtype(self) -> Any:
@@ -372,7 +373,7 @@ class QuantizedArray(RefusedOperators):
         """The shape of `codes`."""
         stored = getattr(self._stored, "shape", None)  # each eager call asks several times, and `jnp.shape` is slow
         stored = tuple(jnp.shape(self._stored)) if stored is None else tuple(stored)
-        return stored if self._order is None else parts.find_logical_shape(_NAME, "self", stored, self._order)
+        return stored if self._order is None else parts.derive_logical_shape(_NAME, "self", stored, self._order)
 
     @property
     def ndim(self) -> int:
@@ -430,7 +431,7 @@ class QuantizedArray(RefusedOperators):
         """Return the same array with a new `dtype` for `dequantize` to return: float32, float16 or bfloat16."""
         return self.replace(dtype=checks.check_dtype(f"{_NAME}.astype", "dtype", dtype, dtypes.FLOATS))
 
-    def __getitem__(self, index: Any) -> QuantizedArray:
+    def __getitem__(self, index: object) -> QuantizedArray:
         """Return the elements that a numpy index selects, with their entries of scale and zero point.
 
         A slice that cuts through blocks gets one entry per index. An int that is out of range raises IndexError. In
@@ -444,7 +445,7 @@ class QuantizedArray(RefusedOperators):
         """
         return indexing.index_array(check_lazy("QuantizedArray.__getitem__", "self", self), index)
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **keywords: Any) -> Any:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: object, **keywords: object) -> Any:
         """Compute numpy's `@`; raise TypeError for every other numpy function."""
         # numpy calls this method for `array @ q`, before __rmatmul__.
         if ufunc is np.matmul and method == "__call__" and not keywords:
@@ -452,11 +453,11 @@ class QuantizedArray(RefusedOperators):
         expected = f"q.dequantize() for numpy's {ufunc.__name__}"
         raise TypeError(checks.format_message(_NAME, "self", expected, repr(self)))
 
-    def __matmul__(self, other: Any) -> jax.Array:
+    def __matmul__(self, other: object) -> jax.Array:
         """Return `jq.matmul(self, other)`."""
         return _MATMUL[0](self, other)
 
-    def __rmatmul__(self, other: Any) -> jax.Array:
+    def __rmatmul__(self, other: object) -> jax.Array:
         """Return `jq.matmul(other, self)`."""
         return _MATMUL[0](other, self)
 
@@ -467,7 +468,7 @@ class QuantizedArray(RefusedOperators):
         on a CPU if the contracted axes of the weights are stored last.
 
         `jax.vmap`, `jax.lax.scan` and shardings count the dimensions of the stored codes. Map only the axes in front
-        that keep their place. Before you map another one, call `store_last()`.
+        that have not moved. Before you map another one, call `store_last()`.
 
         Raises:
             TypeError: an axis is not an int.
@@ -541,8 +542,8 @@ class QuantizedArray(RefusedOperators):
 export.register_pytree_node_serialization(
     QuantizedArray,
     serialized_name="jaxquant.QuantizedArray",
-    serialize_auxdata=lambda static: serialization.encode_static(static).encode(),
-    deserialize_auxdata=serialization.decode_saved_program,
+    serialize_auxdata=lambda static: parts.encode_static(static).encode(),
+    deserialize_auxdata=parts.decode_saved_program,
 )
 
 
@@ -551,8 +552,8 @@ def _rebuild_array(static: tuple[Any, ...], children: tuple[Any, ...]) -> Quanti
     return QuantizedArray.tree_unflatten(static, children)
 
 
-def check_array(function: str, argument: str, q: Any, *, is_awaited: bool = False) -> QuantizedArray:
-    """Check that q is a QuantizedArray whose parts are arrays that fit each other; return it with JAX arrays.
+def check_array(function: str, argument: str, q: object, *, is_awaited: bool = False) -> QuantizedArray:
+    """Check that q is a QuantizedArray and that its parts are arrays that fit each other; return it with JAX arrays.
 
     The elements of the scale are checked if they are known. Those on an accelerator count as known only if `is_awaited`
     is True, because reading them means to wait for it. The result has the stored order of its codes in memory, also
@@ -566,7 +567,7 @@ def check_array(function: str, argument: str, q: Any, *, is_awaited: bool = Fals
     return q
 
 
-def check_lazy(function: str, argument: str, q: Any, *, is_awaited: bool = False) -> QuantizedArray:
+def check_lazy(function: str, argument: str, q: object, *, is_awaited: bool = False) -> QuantizedArray:
     """Return what `check_array` returns, but with a transpose that nothing has needed yet still as such."""
     if not isinstance(q, QuantizedArray):
         q = entry_point.unwrap_array(q)  # a flax.nnx.Param, for example
@@ -586,7 +587,7 @@ def check_lazy(function: str, argument: str, q: Any, *, is_awaited: bool = False
 
 
 def dequantize_checked(q: QuantizedArray, use: Use = "any") -> jax.Array:
-    """Return the floats that q represents; q has been checked. `use` is that of `dequantize_affine`."""
+    """Return the floats that q represents; q has been checked. `use` is as in `dequantize_affine`."""
     return parts.dequantize_parts(
         q._stored, q.scale, q.zero_point, dtype=q.dtype, block_size=q.block_size, codebook=q.codebook, order=q._order,
         use=use,

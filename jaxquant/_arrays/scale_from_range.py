@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-from .._core import checks, dtypes, recording, sharding, small_floats
+from .._core import checks, dtypes, recording, sharding
 from .._core import granularity as granularities
-from .._kernels import barriers, division, min_max, rounding
+from .._kernels import affine, barriers, min_max
 from .spec import QuantSpec
 
 _ZERO, _ONE, _INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
@@ -21,18 +21,18 @@ _TO_EVEN = lax.RoundingMethod.TO_NEAREST_EVEN
 _TINY_BITS, _INFINITY_BITS = _TINY.view(np.int32), _INFINITY.view(np.int32)
 
 
-def find_shapes(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def derive_shapes(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of the scale and of the zero point of an x of this shape; both have x's rank."""
-    point_granularity = spec.zero_point_granularity
-    assert point_granularity is not None
+    zero_point_granularity = spec.zero_point_granularity
+    assert zero_point_granularity is not None
     return (
-        granularities.find_scale_shape(function, spec.granularity, shape),
-        granularities.find_scale_shape(function, point_granularity, shape),
+        granularities.derive_scale_shape(function, spec.granularity, shape),
+        granularities.derive_scale_shape(function, zero_point_granularity, shape),
     )
 
 
 def choose_finest_shape(scale: tuple[int, ...], zero_point: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the finer of the shapes of a scale and a zero point, which is that of their ranges, or None.
+    """Return the finer of the shapes of a scale and a zero point, which their ranges have, too, or None.
 
     The result is None if neither shape is finer in all dimensions.
     """
@@ -46,8 +46,8 @@ def choose_finest_shape(scale: tuple[int, ...], zero_point: tuple[int, ...]) -> 
 
 
 def derive_range_shape(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the ranges of an x of this shape: that of the scale or the zero point, whichever is finer."""
-    range_shape = choose_finest_shape(*find_shapes(function, spec, shape))
+    """Return the shape of the ranges of an x of this shape: the finer of scale.shape and zero_point.shape."""
+    range_shape = choose_finest_shape(*derive_shapes(function, spec, shape))
     if range_shape is None:
         expected = "granularities of scale and zero point of which one is at least as fine as the other"
         got = f"{spec.granularity} and {spec.zero_point_granularity}"
@@ -56,7 +56,7 @@ def derive_range_shape(function: str, spec: QuantSpec, shape: tuple[int, ...]) -
     return range_shape
 
 
-def find_block_size(spec: QuantSpec) -> int | None:
+def derive_block_size(spec: QuantSpec) -> int | None:
     """Return the block size of the scale, or else of the zero point; None if neither has blocks."""
     sizes = _list_block_sizes(spec)
     return sizes[0] if sizes else None
@@ -66,7 +66,7 @@ def check_one_block_size(function: str, spec: QuantSpec) -> int | None:
     """Check that all blocks of the spec have the same size, and return it; None without blocks."""
     sizes = sorted(set(_list_block_sizes(spec)))
     checks.require(len(sizes) < 2, function, "spec", "blocks of the same size", f"sizes {sizes}")
-    return find_block_size(spec)
+    return derive_block_size(spec)
 
 
 def derive_stored_block_size(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> int | None:
@@ -80,13 +80,13 @@ def derive_stored_block_size(function: str, spec: QuantSpec, shape: tuple[int, .
 
 
 def _list_block_sizes(spec: QuantSpec) -> list[int]:
-    """Return the block sizes of those of the scale and the zero point that have blocks, the scale first."""
+    """Return the block sizes of the scale and of the zero point, in this order, if they have blocks."""
     pair = (spec.granularity, spec.zero_point_granularity)
     return [granularity.size for granularity in pair if isinstance(granularity, granularities.Blocked)]
 
 
 def compute_scale_and_zero_point(
-    spec: QuantSpec, low: jax.Array, high: jax.Array, scale_shape: tuple[int, ...], point_shape: tuple[int, ...],
+    spec: QuantSpec, low: jax.Array, high: jax.Array, scale_shape: tuple[int, ...], zero_point_shape: tuple[int, ...],
     dtype: np.dtype = dtypes.FLOAT32,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Return the scale and the zero point of float32 ranges; the arguments have been checked.
@@ -104,39 +104,41 @@ def compute_scale_and_zero_point(
         low: the lower ends, in the finer of the two shapes.
         high: the upper ends, in the same shape.
         scale_shape: Static. The shape of the scale.
-        point_shape: Static. The shape of the zero point.
+        zero_point_shape: Static. The shape of the zero point.
         dtype: Static. The dtype of the dequantized values: float32, float16 or bfloat16.
 
     Returns:
         The scale in `spec.scale_dtype`, and the zero point in `spec.carrier`, or None if the spec fixes it to 0.
     """
-    return barriers.compute_once(_compute_from_ranges(spec, low, high, scale_shape, point_shape, dtype))
+    return barriers.compute_once(_compute_from_ranges(spec, low, high, scale_shape, zero_point_shape, dtype))
 
 
 def _compute_from_ranges(
-    spec: QuantSpec, low: jax.Array, high: jax.Array, scale_shape: tuple[int, ...], point_shape: tuple[int, ...],
+    spec: QuantSpec, low: jax.Array, high: jax.Array, scale_shape: tuple[int, ...], zero_point_shape: tuple[int, ...],
     dtype: np.dtype,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     # A code must represent 0 exactly, so that padding and ReLU stay exact.
     low, high = _widen_to_zero(low, -1), _widen_to_zero(high, 1)
     if spec.fixed_zero_point is not None:
         scale = _round_scale_up(spec, _compute_symmetric_scale(spec, low, high, float(spec.fixed_zero_point), dtype))
-        return scale, _fill_zero_point(spec, point_shape, low)
+        return scale, _fill_zero_point(spec, zero_point_shape, low)
     # From here on the zero point depends on the range.
     qmin, qmax = spec.bounds
-    if scale_shape == low.shape != point_shape:  # several scales share a zero point
-        pooled_low, pooled_high = _pool(low, point_shape, jnp.min), _pool(high, point_shape, jnp.max)
-        # The zero point is that of the union of the ranges. Each scale must then reach both ends of its own range.
-        point = _compute_zero_point(spec, pooled_low, _compute_asymmetric_scale(pooled_low, pooled_high, qmax - qmin))
+    if scale_shape == low.shape != zero_point_shape:  # several scales share a zero point
+        pooled_low, pooled_high = _pool(low, zero_point_shape, jnp.min), _pool(high, zero_point_shape, jnp.max)
+        # The zero point belongs to the union of the ranges. Each scale must then reach both ends of its own range.
+        zero_point = _compute_zero_point(
+            spec, pooled_low, _compute_asymmetric_scale(pooled_low, pooled_high, qmax - qmin)
+        )
         # If an end is not 0, there must be a code on its side of the zero point, or no scale would reach it.
         least = (pooled_low < 0).astype(jnp.int32) + np.int32(qmin)
         largest = np.int32(qmax) - (pooled_high > 0).astype(jnp.int32)
-        point = jnp.clip(point.astype(jnp.int32), least, largest).astype(spec.carrier)
-        steps = _spread_like(point.astype(jnp.float32), low)
+        zero_point = jnp.clip(zero_point.astype(jnp.int32), least, largest).astype(spec.carrier)
+        steps = _spread_like(zero_point.astype(jnp.float32), low)
         scale = jnp.maximum(_divide_bound(low, np.float32(qmin) - steps), _divide_bound(high, np.float32(qmax) - steps))
         scale = _round_scale_up(spec, _guard_scale(scale, low, high))
-        scale, _ = _keep_finite(spec, scale, _spread_like(point, low), low, high, None, dtype)
-        return scale, point
+        scale, _ = _keep_finite(spec, scale, _spread_like(zero_point, low), low, high, None, dtype)
+        return scale, zero_point
     own = wide = _compute_asymmetric_scale(low, high, qmax - qmin)
     if scale_shape != low.shape:  # several zero points share a scale, which must span the widest range
         # The scale 1 of an empty range must not count in the maximum over the other ranges.
@@ -144,17 +146,17 @@ def _compute_from_ranges(
         wide = jnp.where(wide == 0, _ONE, wide)
     # The zero point must be computed with the rounded scale that is stored.
     scale = _round_scale_up(spec, wide)
-    point = _compute_zero_point(spec, low, _spread_like(small_floats.scale_as_float32(scale), low))
-    return _keep_finite(spec, scale, point, low, high, own, dtype)
+    zero_point = _compute_zero_point(spec, low, _spread_like(dtypes.scale_as_float32(scale), low))
+    return _keep_finite(spec, scale, zero_point, low, high, own, dtype)
 
 
 def compute_own_scale_and_zero_point(
     spec: QuantSpec, x: jax.Array, shape: tuple[int, ...], block_size: int | None, scale_shape: tuple[int, ...],
-    point_shape: tuple[int, ...],
+    zero_point_shape: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Return the scale and the zero point of the ranges of x; the arguments have been checked.
 
-    The result is that of `compute_scale_and_zero_point` for `min_max.find_extremes` and the dtype of x.
+    The result equals `compute_scale_and_zero_point` for `min_max.compute_extremes` and the dtype of x.
 
     Args:
         spec: Static. The spec of the scale and the zero point.
@@ -162,14 +164,14 @@ def compute_own_scale_and_zero_point(
         shape: Static. The shape of the ranges, the finer of the two shapes.
         block_size: Static. The length of a block, or None.
         scale_shape: Static. The shape of the scale.
-        point_shape: Static. The shape of the zero point.
+        zero_point_shape: Static. The shape of the zero point.
     """
     # An exporter has operators for the extremes, and none for bits.
     is_symmetric = has_equal_reach(spec)
-    is_pair = spec.fixed_zero_point is None and point_shape == shape
+    is_pair = spec.fixed_zero_point is None and zero_point_shape == shape
     if scale_shape != shape or not (is_symmetric or is_pair) or recording.is_recording():
-        low, high = min_max.find_extremes(x, shape, block_size)
-        return compute_scale_and_zero_point(spec, low, high, scale_shape, point_shape, x.dtype)
+        low, high = min_max.compute_extremes(x, shape, block_size)
+        return compute_scale_and_zero_point(spec, low, high, scale_shape, zero_point_shape, x.dtype)
     # The comparisons are made on the bits of the larger magnitude: with floats they take more operations. XLA compiles
     # these loops, without dimensions of 1, once for all arrays with as many ranges, whatever their rank.
     if is_symmetric:
@@ -178,17 +180,17 @@ def compute_own_scale_and_zero_point(
         scale = _limit_scale(spec, _divide_by_number(largest, _compute_reach(spec)), largest, largest, x.dtype)
         scale = _guard_scale_by_bits(scale, bits)
         scale = barriers.compute_once(_round_scale_up(spec, scale)).reshape(shape)
-        return scale, _fill_zero_point(spec, point_shape, scale)
+        return scale, _fill_zero_point(spec, zero_point_shape, scale)
     low, high, bits = min_max.compute_signed_extremes(x, shape, block_size)
     qmin, qmax = spec.bounds
     half = np.float32(0.5)
     scale = _divide_by_number(lax.sub(lax.mul(high, half), lax.mul(low, half)), (qmax - qmin) / 2)
     own = _guard_scale_by_bits(scale, bits)
     scale = _round_scale_up(spec, own)
-    point = _compute_zero_point(spec, low, small_floats.scale_as_float32(scale))
-    parts = _keep_finite(spec, scale, point, low, high, own, x.dtype)
-    scale, point = barriers.compute_once(parts)
-    return scale.reshape(shape), point.reshape(shape)
+    zero_point = _compute_zero_point(spec, low, dtypes.scale_as_float32(scale))
+    parts = _keep_finite(spec, scale, zero_point, low, high, own, x.dtype)
+    scale, zero_point = barriers.compute_once(parts)
+    return scale.reshape(shape), zero_point.reshape(shape)
 
 
 def has_equal_reach(spec: QuantSpec) -> bool:
@@ -202,16 +204,16 @@ def _compute_reach(spec: QuantSpec) -> float:
     return spec.codebook.largest if spec.codebook else spec.bounds[1] - float(spec.fixed_zero_point or 0)
 
 
-def _fill_zero_point(spec: QuantSpec, point_shape: tuple[int, ...], like: jax.Array) -> jax.Array | None:
+def _fill_zero_point(spec: QuantSpec, zero_point_shape: tuple[int, ...], like: jax.Array) -> jax.Array | None:
     """Return the fixed zero point of a spec, or None if it is 0."""
     fixed = spec.fixed_zero_point
     assert fixed is not None
     if fixed == 0:
         return None
-    point = jnp.full(point_shape, fixed, spec.carrier)
+    zero_point = jnp.full(zero_point_shape, fixed, spec.carrier)
     # Under shard_map, a barrier over both would make a constant vary on one platform only, which JAX refuses.
     is_mapped = AxisType.Manual in jax.typeof(like).sharding.mesh.axis_types
-    return sharding.vary_like(point, like) if is_mapped else point
+    return sharding.vary_like(zero_point, like) if is_mapped else zero_point
 
 
 def _spread_like(value: jax.Array, like: jax.Array) -> jax.Array:
@@ -236,19 +238,19 @@ def _pool(values: jax.Array, shape: tuple[int, ...], reduce: object) -> jax.Arra
 
 def _divide_by_number(x: jax.Array, divisor: float) -> jax.Array:
     """Return x / divisor, rounded correctly."""
-    return division.divide(x, lax.full_like(x, divisor))
+    return affine.divide(x, lax.full_like(x, divisor))
 
 
 def _divide_bound(bound: jax.Array, steps: jax.Array) -> jax.Array:
     """Return bound / steps, or 0 if there are no steps, because the bound is then 0."""
     is_zero = steps == 0
-    return jnp.where(is_zero, _ZERO, division.divide(bound, jnp.where(is_zero, _ONE, steps)))
+    return jnp.where(is_zero, _ZERO, affine.divide(bound, jnp.where(is_zero, _ONE, steps)))
 
 
 def _compute_symmetric_scale(
     spec: QuantSpec, low: jax.Array, high: jax.Array, fixed: float, dtype: np.dtype
 ) -> jax.Array:
-    """Return the scale of a spec whose zero point is fixed."""
+    """Return the scale of a spec with a fixed zero point."""
     reach, largest = _compute_reach(spec), lax.max(lax.neg(low), high)
     # One division suffices if the codes reach equally far on both sides of the zero point.
     if has_equal_reach(spec):
@@ -259,7 +261,7 @@ def _compute_symmetric_scale(
     return _guard_scale(_limit_scale(spec, scale, *ends, dtype), low, high)
 
 
-# Scales of which no code stands for an infinity.
+# Scales with which no code stands for an infinity.
 
 
 def _limit_scale(spec: QuantSpec, scale: jax.Array, below: jax.Array, above: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -269,7 +271,7 @@ def _limit_scale(spec: QuantSpec, scale: jax.Array, below: jax.Array, above: jax
         spec: Static. A spec with a fixed zero point.
         scale: the scale, before it is rounded up to the scale's dtype.
         below: the magnitude of the lower end of each range.
-        above: that of the upper end. An infinite end keeps its scale.
+        above: the distance of the upper end. An infinite end keeps its scale.
         dtype: Static. The dtype of the dequantized values.
     """
     is_finite = lax.bitwise_and(lax.lt(below, _INFINITY), lax.lt(above, _INFINITY))
@@ -283,7 +285,7 @@ def _limit_scale(spec: QuantSpec, scale: jax.Array, below: jax.Array, above: jax
 
 
 def _keep_finite(
-    spec: QuantSpec, scale: jax.Array, point: jax.Array, low: jax.Array, high: jax.Array, own: jax.Array | None,
+    spec: QuantSpec, scale: jax.Array, zero_point: jax.Array, low: jax.Array, high: jax.Array, own: jax.Array | None,
     dtype: np.dtype,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Return the scale and the zero point, both changed where a value of the range would become infinite.
@@ -293,24 +295,24 @@ def _keep_finite(
     Args:
         spec: Static. A spec with zero points that depend on the ranges.
         scale: in `spec.scale_dtype`; several ranges may share an entry.
-        point: the zero points, in the shape of the ranges.
+        zero_point: the zero points, in the shape of the ranges.
         low: the lower ends of the ranges, at most 0.
         high: the upper ends, at least 0.
         own: the scale that each range needs, before it is rounded; None if the zero points must stay as they are.
         dtype: Static. The dtype of the dequantized values.
     """
     is_shared, is_power = scale.shape != low.shape, spec.power_of_two
-    step = _spread_like(small_floats.scale_as_float32(scale), low)
-    down, up = _count_steps(spec, point)
+    step = _spread_like(dtypes.scale_as_float32(scale), low)
+    down, up = _count_steps(spec, zero_point)
     used, largest = lax.max(down, up), lax.max(lax.neg(low), high)
     if is_shared or is_power:  # not every code is used
         ends = ((lax.neg(low), down), (high, up))
-        below, above = (lax.min(lax.round(division.divide(e, step), _TO_EVEN), n) for e, n in ends)
+        below, above = (lax.min(lax.round(affine.divide(e, step), _TO_EVEN), n) for e, n in ends)
         used = lax.max(below, above)
     # A scale that is too large for its dtype is infinite already, and stays so.
     is_finite = lax.bitwise_and(lax.lt(largest, _INFINITY), lax.lt(step, _INFINITY))
     overflows = lax.bitwise_and(lax.ge(lax.mul(used, step), _compute_least_overflow(dtype)), is_finite)
-    moved, most = point, used
+    moved, most = zero_point, used
     if own is not None and (is_power or (spec.scale_dtype != dtypes.FLOAT32 and not is_shared)):
         # With the zero point of a scale that was rounded up, one end would have too few codes.
         moved = _compute_zero_point(spec, low, own)
@@ -322,9 +324,9 @@ def _keep_finite(
         most = lax.min(lax.max(down, up), lax.add(used, _ONE))
     elif is_shared:  # rounding the smaller scale may take many more
         most = lax.max(down, up)
-    elif moved is not point:
+    elif moved is not zero_point:
         most = lax.max(*_count_steps(spec, moved))
-    limit = division.divide(lax.full_like(most, _compute_largest_product(dtype)), lax.max(most, _ONE))
+    limit = affine.divide(lax.full_like(most, _compute_largest_product(dtype)), lax.max(most, _ONE))
     limit = _round_down(spec, limit)
     if is_shared:
         # Only ranges that reach this far can overflow with a smaller scale, too.
@@ -332,17 +334,17 @@ def _keep_finite(
         limit = _pool(jnp.where(is_far, limit, _INFINITY), scale.shape, jnp.min)
         overflows = _pool(overflows.astype(jnp.float32), scale.shape, jnp.max) > 0
     result = jnp.where(overflows, _encode_scale(spec, limit), scale)
-    if moved is point or own is None:
-        return result, point
+    if moved is zero_point or own is None:
+        return result, zero_point
     if is_shared:
         overflows, limit = _spread_like(overflows, low), _spread_like(limit, low)
         moved = _compute_zero_point(spec, low, lax.max(limit, own))
-    return result, jnp.where(overflows, moved, point)
+    return result, jnp.where(overflows, moved, zero_point)
 
 
-def _count_steps(spec: QuantSpec, point: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _count_steps(spec: QuantSpec, zero_point: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the numbers of codes below and above zero points, float32."""
-    steps = point.astype(jnp.int32).astype(jnp.float32)
+    steps = zero_point.astype(jnp.int32).astype(jnp.float32)
     qmin, qmax = (np.float32(bound) for bound in spec.bounds)
     return lax.sub(steps, qmin), lax.sub(qmax, steps)
 
@@ -418,7 +420,7 @@ def _list_sides(spec: QuantSpec) -> list[tuple[np.ndarray, np.ndarray]]:
         # A tie takes the lower level.
         return [(below, np.ones(below.size, bool)), (above, np.zeros(above.size, bool))]
     if spec.dtype in dtypes.SMALL_FLOATS:
-        codes = np.arange(2 ** (dtypes.find_width(spec.dtype) - 1), dtype=np.uint8)
+        codes = np.arange(2 ** (dtypes.count_packed_bits(spec.dtype) - 1), dtype=np.uint8)
         levels = codes.view(spec.dtype).astype(np.float64)
         levels = levels[np.isfinite(levels)]
         return [(levels, np.arange(levels.size) % 2 == 1)] * 2
@@ -479,12 +481,12 @@ def read_least_scale(dtype: np.dtype) -> np.float32:
 
 
 def _compute_zero_point(spec: QuantSpec, low: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the code of 0.0 for ranges whose lower end is `low`."""
+    """Return the code of 0.0 for ranges with the lower end `low`."""
     qmin, qmax = (int(b) for b in spec.bounds)
-    start = lax.sub(np.float32(qmin), division.divide(low, scale))
+    start = lax.sub(np.float32(qmin), affine.divide(low, scale))
     # A NaN becomes the upper bound, as in the clamp of ONNX Runtime's DynamicQuantizeLinear.
     start = lax.select(lax.ne(start, start), lax.full_like(start, qmax), start)
-    return rounding.encode_steps(start, None, spec.carrier, (qmin, qmax))
+    return affine.encode_steps(start, None, spec.carrier, (qmin, qmax))
 
 
 def _round_scale_up(spec: QuantSpec, scale: jax.Array) -> jax.Array:
@@ -495,12 +497,12 @@ def _round_scale_up(spec: QuantSpec, scale: jax.Array) -> jax.Array:
         return _encode_e8m0(scale)
     if spec.scale_dtype == dtypes.FLOAT32:
         return scale
-    if spec.scale_dtype == dtypes.BFLOAT16:  # its largest number is less than that of float32
+    if spec.scale_dtype == dtypes.BFLOAT16:  # its largest number is less than float32's
         largest = np.float32(jnp.finfo(dtypes.BFLOAT16).max)
         scale = lax.select(lax.lt(scale, _INFINITY), lax.min(scale, largest), scale)
     # If the nearest number is less than the scale, adding 1 to its bits gives the next larger one: infinity after the
     # largest number. A scale beyond float16 becomes infinite, since the largest number would saturate unnoticed.
-    nearest = rounding.round_to_dtype(scale, spec.scale_dtype)
+    nearest = affine.round_to_dtype(scale, spec.scale_dtype)
     bits = lax.bitcast_convert_type(nearest.astype(spec.scale_dtype), jnp.uint16)
     return lax.bitcast_convert_type(bits + (nearest < scale).astype(jnp.uint16), spec.scale_dtype)
 
@@ -515,7 +517,7 @@ def _round_to_power_of_two(scale: jax.Array) -> jax.Array:
 
 
 def _encode_e8m0(power: jax.Array) -> jax.Array:
-    """Return float32 powers of two as float8_e8m0fnu, whose code is the exponent of a float32."""
+    """Return float32 powers of two as float8_e8m0fnu. Its code is the exponent field of a float32."""
     code = (lax.bitcast_convert_type(power, jnp.int32) >> 23) & 0xFF
     # 255 is the NaN of float8_e8m0fnu, which has no infinity.
     code = jnp.where(jnp.isfinite(power), code, 255)

@@ -1,32 +1,222 @@
-"""The static description of a quantization: dtype, granularity and the properties of the scale."""
+"""The static description of a quantization: `QuantSpec`, and the codebooks that it may name in place of a dtype."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+import itertools
+import math
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from .._core import checks, dtypes
+from .._core import checks, dtypes, sharding
 from .._core.granularity import Choice, PerTensor
-from . import codebook as codebooks
-from .codebook import Codebook
+from .._kernels.affine import encode_order
 
-_NAME = "QuantSpec"
+# Codebooks: codes are indices into a table of levels, such as nf4 or one that a user defines.
+
+
+# With these lengths every code of the dtype has an entry.
+_CARRIERS = {4: np.dtype(jnp.uint2), 16: np.dtype(jnp.uint4), 256: np.dtype(jnp.uint8)}
+_COMPARED = 16  # up to this length a comparison with each midpoint is faster than two lookups
+_MOST_BUCKETS = 2**16
+
+
+@dataclasses.dataclass(frozen=True)
+class Codebook:
+    """A table of values in ascending order; the codes of a quantized array are indices into it.
+
+    A value is rounded to the nearest entry, and to the lower one if it is halfway between two. NaN becomes the first
+    entry.
+
+    Attributes:
+        name: the name that `repr` prints for an array or a spec with this codebook.
+        levels: 4, 16 or 256 numbers in ascending order; their codes are uint2, uint4 or uint8, respectively. They are
+            rounded to float32.
+
+    Raises:
+        TypeError: `name` is not a string, or `levels` is not a sequence of numbers.
+        ValueError: there are not 4, 16 or 256 levels, or they are not finite or not ascending in float32.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> ternary = jq.Codebook("ternary", (-1.0, 0.0, 0.5, 1.0))
+        >>> q = jq.quantize(jnp.array([-2.0, 0.5, 0.6, 9.0]), jq.QuantSpec(ternary), range=(-2.0, 2.0))  # 0.5 is a tie
+        >>> q.codes, q.dequantize()
+        (Array([0, 1, 2, 3], dtype=uint2), Array([-2.,  0.,  1.,  2.], dtype=float32))
+    """
+
+    name: str
+    levels: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        """Check the levels and round them to float32."""
+        checks.require_type(isinstance(self.name, str), "Codebook", "name", "a string", repr(self.name))
+        is_array = isinstance(self.levels, np.ndarray) and self.levels.ndim == 1
+        is_sequence = is_array or isinstance(self.levels, list | tuple)
+        expected = "a sequence of numbers"
+        checks.require_type(is_sequence, "Codebook", "levels", expected, checks.describe_value(self.levels))
+        for level in self.levels:
+            checks.check_real("Codebook", "levels", level)
+        # Round first: two levels that differ only in float64 are not ascending in float32.
+        levels = tuple(float(np.float32(level)) for level in self.levels)
+        checks.require(len(levels) in _CARRIERS, "Codebook", "levels", "4, 16 or 256 numbers", len(levels))
+        is_ascending = all(a < b for a, b in itertools.pairwise(levels))
+        checks.require(is_ascending, "Codebook", "levels", "ascending numbers", self.levels)
+        object.__setattr__(self, "levels", levels)
+
+    def __repr__(self) -> str:
+        """Return the name, because a table may have 256 numbers."""
+        return self.name
+
+    @property
+    def carrier(self) -> np.dtype:
+        """The dtype of the codes."""
+        return _CARRIERS[len(self.levels)]
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of the levels."""
+        return max(abs(level) for level in self.levels)
+
+    def encode(self, value: jax.Array) -> jax.Array:
+        """Return the code of the nearest level for each float32 value."""
+        buckets = _build_buckets(self.levels) if len(self.levels) > _COMPARED else None
+        if buckets is not None:
+            return _encode_by_lookup(value, buckets).astype(self.carrier)
+        # A code is the number of midpoints below the value.
+        code = jnp.zeros(value.shape, jnp.int32)
+        for middle in _compute_midpoints(self.levels):
+            code = code + (value > middle).astype(jnp.int32)
+        return code.astype(self.carrier)
+
+    def decode(self, codes: jax.Array, first_bit: int | jax.Array = 0) -> jax.Array:
+        """Return the float32 level of each code.
+
+        Args:
+            codes: integers of any dtype.
+            first_bit: the position of a code's lowest bit, an int, or an int32 array of the shape of `codes`, which are
+                then uint32. Only codes of up to 4 bits may have other bits beside them.
+        """
+        if len(self.levels) > 16:
+            return _look_up(np.asarray(self.levels, np.float32), codes)
+        # XLA:CPU vectorizes a tree of selections by one bit of the code after another, but not a table lookup.
+        is_fixed = isinstance(first_bit, int)
+        index = codes.astype(jnp.uint8 if is_fixed else jnp.int32)
+        entries: list[jax.Array | np.float32] = [np.float32(level) for level in self.levels]
+        for bit in range(int(math.log2(len(self.levels)))):
+            mask: Any = np.uint8(1 << (first_bit + bit)) if is_fixed else lax.shift_left(np.int32(1), first_bit + bit)
+            is_set = (index & mask) != 0
+            entries = [jnp.where(is_set, high, low) for low, high in zip(entries[::2], entries[1::2], strict=True)]
+        return jnp.asarray(entries[0])
+
+
+def _compute_midpoints(levels: tuple[float, ...]) -> list[np.float32]:
+    """Return the largest float32 numbers that are as near to each level, or nearer, as to the next one."""
+    midpoints = []
+    for low, high in itertools.pairwise(levels):
+        middle = np.float32((low + high) / 2)
+        # If float32 rounds the midpoint up, the result is already nearer to `high`: compare with the float below.
+        if float(middle) > (low + high) / 2:
+            middle = np.nextafter(middle, np.float32(-np.inf))
+        midpoints.append(middle)
+    return midpoints
+
+
+class _Buckets(NamedTuple):
+    """A table from the first bits of a float to its code, give or take the one midpoint with the same first bits.
+
+    Attributes:
+        shift: how many of the last bits the floats of a bucket may differ in.
+        start: the first bits, as an order key, of the first bucket.
+        codes: for each bucket, the number of midpoints in the buckets before it, uint8.
+        midpoints: the order keys of the midpoints, and one more that is above all numbers.
+    """
+
+    shift: int
+    start: int
+    codes: np.ndarray
+    midpoints: np.ndarray
+
+
+@functools.lru_cache(maxsize=64)
+def _build_buckets(levels: tuple[float, ...]) -> _Buckets | None:
+    """Return the buckets of a codebook of 256 levels, or None if two midpoints are too close for a small table."""
+    middle = np.asarray(_compute_midpoints(levels), np.float32)
+    middle[np.abs(middle) < np.finfo(np.float32).tiny] = 0  # as the values are flushed
+    bits = middle.view(np.int32)
+    keys = np.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits).astype(np.int64)
+    if (np.diff(keys) <= 0).any():  # subnormal levels
+        return None
+    for shift in range(23, 7, -1):
+        first = keys >> shift
+        if (np.diff(first) > 0).all():
+            start, count = int(first[0]), int(first[-1] - first[0]) + 2
+            if count > _MOST_BUCKETS:
+                return None
+            codes = np.searchsorted(first, np.arange(start, start + count)).astype(np.uint8)
+            return _Buckets(shift, start, codes, np.append(keys, 2**31 - 1).astype(np.int32))
+    return None
+
+
+def _encode_by_lookup(value: jax.Array, buckets: _Buckets) -> jax.Array:
+    """Return the number of midpoints below each float32 value, int32; 0 for NaN."""
+    # Subnormal numbers count as 0, as they do in comparisons of floats on XLA:CPU.
+    value = jnp.where(jnp.abs(value) < np.finfo(np.float32).tiny, np.float32(0), value)
+    key = encode_order(value)
+    bucket = lax.shift_right_arithmetic(key, np.int32(buckets.shift)) - np.int32(buckets.start)
+    bucket = jnp.clip(bucket, 0, len(buckets.codes) - 1)
+    code = _look_up(buckets.codes, bucket.astype(jnp.uint32))
+    code = code.astype(jnp.int32) + (key > _look_up(buckets.midpoints, code)).astype(jnp.int32)
+    return jnp.where(jnp.isnan(value), 0, code)
+
+
+def _look_up(table: np.ndarray, index: jax.Array) -> jax.Array:
+    """Return the entries of a table at unsigned indices, which are in its bounds."""
+    options: dict[str, Any] = {"out_sharding": jax.typeof(index).sharding} if sharding.is_placed(index) else {}
+    return jnp.asarray(table).at[index].get(mode="promise_in_bounds", **options)
+
+
+Format = np.dtype | Codebook
+
+nf4 = Codebook(
+    "nf4",
+    (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+)
+"""4-bit NormalFloat: Dettmers et al., arXiv 2305.14314, appendix E."""
+
+
+def read_carrier(dtype: Format) -> np.dtype:
+    """Return the dtype of the codes: a dtype itself, or the dtype of the indices into a codebook."""
+    return dtype.carrier if isinstance(dtype, Codebook) else dtype
+
+
+# The dtype or the codebook, the granularity and the properties of the scale.
+
+
+_SPEC = "QuantSpec"
 _PER_TENSOR = PerTensor()
 _EIGHT_BITS = (np.dtype(np.int8), np.dtype(np.uint8))
 _SCALES = (*dtypes.FLOATS, dtypes.E8M0)
 
 
-def _read_dtype(dtype: Any) -> Any:
+def _read_dtype(dtype: object) -> Any:
     """Return a codebook unchanged, and anything else as the dtype that it names."""
-    return dtype if isinstance(dtype, Codebook) else checks.check_dtype(_NAME, "dtype", dtype, dtypes.QUANTIZED)
+    return dtype if isinstance(dtype, Codebook) else checks.check_dtype(_SPEC, "dtype", dtype, dtypes.QUANTIZED)
 
 
-def _is_signed(dtype: Any) -> bool:
+def _is_signed(dtype: Format) -> bool:
     """Return whether a dtype is signed. Float dtypes and codebooks are: their range is symmetric."""
-    return dtype not in dtypes.INTEGERS or dtypes.find_bounds(dtype)[0] < 0
+    return dtype not in dtypes.INTEGERS or dtypes.read_bounds(dtype)[0] < 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,24 +278,24 @@ class QuantSpec:
         self._check_flags(symmetric, narrow)
         expected = "False, because only codes of 8 bits have a reduced range"
         checks.require(
-            not self.reduce_range or dtype in _EIGHT_BITS, _NAME, "reduce_range", expected, f"True with {dtype}"
+            not self.reduce_range or dtype in _EIGHT_BITS, _SPEC, "reduce_range", expected, f"True with {dtype}"
         )
         checks.require(
-            is_integer or symmetric, _NAME, "symmetric", f"True, because {dtype} has no zero point", symmetric
+            is_integer or symmetric, _SPEC, "symmetric", f"True, because {dtype} has no zero point", symmetric
         )
         expected = f"False, because {dtype} has no lowest code to leave out"
-        checks.require(is_integer or not narrow, _NAME, "narrow_range", expected, narrow)
+        checks.require(is_integer or not narrow, _SPEC, "narrow_range", expected, narrow)
         # None is a default only for the zero point.
         for argument in ("granularity", "zero_point_granularity"):
             value = getattr(self, argument)
             is_choice = isinstance(value, Choice) or (value is None and argument != "granularity")
             expected = "PerTensor(), PerToken(), PerFeature(), PerAxis(axis) or Blocked(axis, size)"
-            checks.require_type(is_choice, _NAME, argument, expected, checks.describe_value(value))
-        scale_dtype = checks.check_dtype(_NAME, "scale_dtype", self.scale_dtype, _SCALES)
+            checks.require_type(is_choice, _SPEC, argument, expected, checks.describe_value(value))
+        scale_dtype = checks.check_dtype(_SPEC, "scale_dtype", self.scale_dtype, _SCALES)
         point_granularity = self.granularity if self.zero_point_granularity is None else self.zero_point_granularity
         expected = "None or the granularity of the scale, because a symmetric zero point is the same everywhere"
         is_same = not symmetric or point_granularity == self.granularity
-        checks.require(is_same, _NAME, "zero_point_granularity", expected, point_granularity)
+        checks.require(is_same, _SPEC, "zero_point_granularity", expected, point_granularity)
         attributes = {
             "dtype": dtype, "symmetric": bool(symmetric), "narrow_range": bool(narrow), "scale_dtype": scale_dtype,
             "power_of_two": bool(self.power_of_two) or scale_dtype == dtypes.E8M0,
@@ -115,14 +305,14 @@ class QuantSpec:
         for name, value in attributes.items():
             object.__setattr__(self, name, value)
 
-    def _check_flags(self, symmetric: Any, narrow: Any) -> None:
+    def _check_flags(self, symmetric: object, narrow: object) -> None:
         for argument, value in (
             ("symmetric", symmetric),
             ("narrow_range", narrow),
             ("power_of_two", self.power_of_two),
             ("reduce_range", self.reduce_range),
         ):
-            checks.check_flag(_NAME, argument, value)
+            checks.check_flag(_SPEC, argument, value)
 
     def __repr__(self) -> str:
         """Return the attributes; the last three only if they differ from their defaults."""
@@ -138,12 +328,12 @@ class QuantSpec:
             texts.append(f"zero_point_granularity={self.zero_point_granularity!r}")
         if self.reduce_range:
             texts.append("reduce_range=True")
-        return f"{_NAME}({', '.join(texts)})"
+        return f"{_SPEC}({', '.join(texts)})"
 
     @property
     def carrier(self) -> np.dtype:
         """The dtype of the codes: `dtype`, or the dtype of the indices into the codebook."""
-        return codebooks.find_carrier(self.dtype)
+        return read_carrier(self.dtype)
 
     @property
     def codebook(self) -> Codebook | None:
@@ -156,8 +346,8 @@ class QuantSpec:
         if self.codebook:
             return self.codebook.levels[0], self.codebook.levels[-1]
         if self.dtype in dtypes.SMALL_FLOATS:
-            return -dtypes.find_largest(self.dtype), dtypes.find_largest(self.dtype)
-        low, high = dtypes.find_reduced_bounds(self.dtype) if self.reduce_range else dtypes.find_bounds(self.dtype)
+            return -dtypes.read_largest(self.dtype), dtypes.read_largest(self.dtype)
+        low, high = dtypes.derive_reduced_bounds(self.dtype) if self.reduce_range else dtypes.read_bounds(self.dtype)
         # The reduced range of int8 is symmetric as it is.
         is_shortened = self.narrow_range and low != -high
         return low + int(bool(is_shortened)), high

@@ -20,7 +20,7 @@ _BIASES = (*dtypes.FLOATS, *(np.dtype(name) for name in ("int32", "int16", "int8
 def check_query_spec(function: str, argument: str, spec: Any) -> None:
     """Check that the codes of a spec can be contracted as integers."""
     checks.require_type(isinstance(spec, QuantSpec), function, argument, "a QuantSpec", checks.describe_value(spec))
-    is_short = spec.dtype in dtypes.INTEGERS and dtypes.find_width(spec.dtype) <= 8
+    is_short = spec.dtype in dtypes.INTEGERS and dtypes.count_packed_bits(spec.dtype) <= 8
     checks.require_type(is_short, function, argument, "an integer dtype of 8 bits or fewer", spec.dtype)
 
 
@@ -74,7 +74,7 @@ def check_tokens_whole(function: str, argument: str, x: Any, axis: int) -> None:
     Their contraction would need an `out_sharding`, which JAX's own error asks for, and attention does not take.
     """
     expected = "tokens that no explicit mesh axis cuts (use jax.sharding.AxisType.Auto, or jax.sharding.reshard)"
-    cut = sharding.find_partition(x)[axis]
+    cut = sharding.read_partition(x)[axis]
     checks.require(cut is None, function, argument, expected, f"tokens cut over {cut!r}")
 
 

@@ -15,8 +15,8 @@ from jax.typing import ArrayLike
 from .._arrays.quantize import quantize
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, entry_point, small_floats
-from .._kernels.platforms import choose_on_cpu
+from .._core import checks, dtypes, entry_point
+from .._kernels.barriers import choose_on_cpu
 from . import arguments
 from .kv_cache import INT8, KEY_AXES, VALUE_AXES, KVCache, is_packed, unpack_codes
 from .scores_and_values import (
@@ -127,7 +127,7 @@ def _attend(
         query_positions = newest + jnp.arange(queries, dtype=jnp.int32)[None]
     visible = derive_visible_in_cache(cache.positions, query_positions, cache.window)
     scores = add_bias(_score_cache(_NAME, grouped, cache), bias)
-    value_scale = small_floats.scale_as_float32(cache.value_scale)[:, :, None, None, :]
+    value_scale = dtypes.scale_as_float32(cache.value_scale)[:, :, None, None, :]
     weights = compute_weights(scores, value_scale, merge_masks([mask, visible]), digits)
     y = _weigh_cache(weights, cache, digits)
     # A compiled program cannot raise an error, and a wrong result would go unnoticed.

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, entry_point, small_floats
+from .._core import checks, dtypes, entry_point
 from .._training.fake_quantize import read_parts
 from .._training.quantizer import Quantizer, read_quantizer, split_quantizer
 from .._training.rounding_vjp import RoundingConfig, compute_cotangents, make_array
@@ -358,7 +358,7 @@ def _move_heads(q: QuantizedArray) -> QuantizedArray:
 
 def _read_token_scale(values: QuantizedArray) -> jax.Array:
     """Return the scales of values by head, float32 [batch, heads, 1, 1, tokens]; dimensions may be 1."""
-    scale = small_floats.scale_as_float32(values.scale)
+    scale = dtypes.scale_as_float32(values.scale)
     return lax.expand_dims(lax.squeeze(scale, (3,)), (2, 3))
 
 

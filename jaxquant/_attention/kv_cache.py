@@ -18,9 +18,9 @@ from jax.typing import ArrayLike
 from .._arrays.quantize import quantize
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, entry_point, scale_arguments
+from .._core import checks, dtypes, entry_point
 from .._core.granularity import PerToken
-from .._kernels.platforms import choose_on_cpu
+from .._kernels.barriers import choose_on_cpu
 from . import arguments
 
 _CREATE, _APPEND, _CHECK = "KVCache.create", "KVCache.append", "KVCache.check"
@@ -179,7 +179,7 @@ class KVCache:
         """Raise if the cache is known to overflow."""
         if self.window is not None:
             return
-        index, counts = (scale_arguments.find_known(x) for x in (self.index, lengths))
+        index, counts = (entry_point.read_elements(x) for x in (self.index, lengths))
         if lengths is not None and counts is None:
             return
         added = np.asarray(tokens if counts is None else np.clip(counts, 0, tokens))
@@ -360,7 +360,7 @@ def _check_tokens(cache: KVCache, k: Any, v: Any, lengths: Any) -> None:
 
 def is_packed(spec: QuantSpec) -> bool:
     """Return whether two codes share a byte."""
-    return dtypes.find_width(spec.dtype) == 4
+    return dtypes.count_packed_bits(spec.dtype) == 4
 
 
 def _count_packed(spec: QuantSpec, features: int) -> int:

@@ -14,7 +14,7 @@ from jax import lax
 
 from .._arrays.quantized_array import QuantizedArray
 from .._contractions.einsum import contract_operands
-from .._core import dtypes, small_floats
+from .._core import dtypes
 from .._kernels.barriers import pin_layout, round_result
 from .._kernels.contraction import Role, contract_roles
 
@@ -129,7 +129,7 @@ def group_queries(q: QuantizedArray, heads: int, factor: float) -> QuantizedArra
         return lax.transpose(part, (0, 2, 1, 3)).reshape(batch, *groups, queries, features)
 
     # Scaling the few scales is cheaper than scaling the scores.
-    scale = small_floats.scale_as_float32(q.scale) * np.float32(factor)
+    scale = dtypes.scale_as_float32(q.scale) * np.float32(factor)
     point = None if q.zero_point is None else regroup(q.zero_point)
     return QuantizedArray(regroup(q.codes), regroup(scale), point, dtype=jnp.float32, block_size=q.block_size)
 

@@ -17,10 +17,9 @@ from jax.typing import ArrayLike
 
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes
-from .._core.entry_point import compile_entry_point
+from .._core.entry_point import compile_entry_point, convert_float32_scale, read_elements
 from .._core.granularity import Aligned
-from .._core.scale_arguments import convert_float32_scale, find_known
-from .._kernels import accumulator, division
+from .._kernels import accumulator, affine
 
 _NAME = "codes.quantize_bias"
 # XLA:CPU takes less than the least normal float32 for 0. Steps are float32, which has no 2**31 - 1.
@@ -71,7 +70,7 @@ def _quantize_steps(bias: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array)
         checks.require(scale.size in sizes, _NAME, argument, expected, f"shape {scale.shape}")
     products = accumulator.multiply_scales(lhs_scale.reshape(1), rhs_scale.reshape(-1))
     wide = jnp.broadcast_to(products, (bias.size,)).reshape(bias.shape)
-    steps = lax.round(division.divide(bias, wide), lax.RoundingMethod.TO_NEAREST_EVEN)
+    steps = lax.round(affine.divide(bias, wide), lax.RoundingMethod.TO_NEAREST_EVEN)
     return steps, products
 
 
@@ -158,7 +157,7 @@ def compute_largest_sums(weight: QuantizedArray, places: Sequence[int]) -> jax.A
 def _count_known_steps(function: str, bias: Any, lhs_scale: Any, rhs_scale: Any) -> np.ndarray | None:
     """Return the steps of a bias, or None if an array is not known; raise if int32 cannot hold them."""
     # Not from the results of the compiled function, which are traced in another one even if the arguments are known.
-    known = [find_known(value) for value in (bias, lhs_scale, rhs_scale)]
+    known = [read_elements(value) for value in (bias, lhs_scale, rhs_scale)]
     if any(value is None for value in known):
         return None
     values, left, right = (np.asarray(value, np.float32) for value in known)

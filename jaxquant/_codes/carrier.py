@@ -80,7 +80,7 @@ class FakeQuantizedArray:
         values, scale = jax.lax.stop_gradient((self.values, self.scale))
         affine = Affine(scale, self.zero_point, self.codes_dtype)
         # The quotient is an integer but for a relative error of 2**-23, so that rounding it finds the code again.
-        codes = quantize_affine(values, scale, affine.make_steps(), PerTensor(), self.codes_dtype, dtypes.FLOAT32)
+        codes = quantize_affine(values, scale, affine.make_center(), PerTensor(), self.codes_dtype, dtypes.FLOAT32)
         return make_array(codes, affine, dtypes.FLOAT32)
 
     def make_quantizer(self) -> Quantizer:

@@ -13,8 +13,8 @@ from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._contractions.output import make_array, read_affine, read_output
 from .._core import checks, dtypes
+from .._core.entry_point import read_elements
 from .._core.granularity import Aligned
-from .._core.scale_arguments import find_known
 from .._onnx_ops.activations import qlinear_leaky_relu, qlinear_sigmoid
 from .._onnx_ops.arithmetic import qlinear_add, qlinear_mul
 from .carrier import FakeQuantizedArray, Output, has_fake, train_codes
@@ -103,7 +103,7 @@ def _combine(function: str, a: Any, b: Any, output: Any) -> Any:
     codes = _OPERATORS[function](
         a.codes, left.scale, left.zero_point, b.codes, right.scale, right.zero_point, result.scale, result.zero_point
     )
-    return make_array(codes, result, dtypes.find_wider(a.dtype, b.dtype))
+    return make_array(codes, result, dtypes.choose_wider(a.dtype, b.dtype))
 
 
 def relu(q: Any) -> Any:
@@ -135,8 +135,8 @@ def relu(q: Any) -> Any:
     is_integer = q.codebook is None and q.codes.dtype in dtypes.INTEGERS
     expected = "codes of an integer dtype, or q.dequantize()"
     checks.require_type(is_integer, "codes.relu", "q", expected, q.codebook or q.codes.dtype)
-    lowest = dtypes.find_bounds(q.codes.dtype)[0]
-    known = np.zeros(()) if q.zero_point is None else find_known(q.zero_point)
+    lowest = dtypes.read_bounds(q.codes.dtype)[0]
+    known = np.zeros(()) if q.zero_point is None else read_elements(q.zero_point)
     if known is not None and (known == lowest).all():
         return q
     return _clip_codes(q)

@@ -233,7 +233,7 @@ def compute_maxima(codes: jax.Array, *, windows: PoolWindows) -> jax.Array:
     """
     is_float = jnp.issubdtype(codes.dtype, jnp.floating)
     # A zero point in the padding could be larger than all codes of a window.
-    lowest = np.asarray(-np.inf if is_float else dtypes.find_bounds(np.dtype(codes.dtype))[0], codes.dtype)
+    lowest = np.asarray(-np.inf if is_float else dtypes.read_bounds(np.dtype(codes.dtype))[0], codes.dtype)
     pads = dict(zip(windows.axes, windows.padding, strict=True))
     codes = lax.pad(codes, lowest, [(*pads.get(axis, (0, 0)), 0) for axis in range(codes.ndim)])
     for axis, length, stride in zip(windows.axes, windows.lengths, windows.strides, strict=True):

@@ -14,10 +14,10 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
-from .._core import checks, dtypes, granularity, recording, sharding, small_floats
-from .._kernels import accumulator, barriers, matrix_product, rounding, signed_codes
+from .._core import checks, dtypes, granularity, recording, sharding
+from .._kernels import accumulator, affine, barriers, contraction, signed_codes
 from .._kernels.convolution import ConvolutionPlan, arrange_layout
-from ..integer._conv_geometry import plan_convolution
+from ..integer import plan_convolution
 from . import dot_integer
 from .dot import Operand, check_operand
 from .output import Epilogue, ScaledSpec, read_epilogue
@@ -36,12 +36,12 @@ def conv_general_dilated(
     feature_group_count: int = 1,
     batch_group_count: int = 1,
     *,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     bias: ArrayLike | None = None,
     output: ScaledSpec | QuantizedArray | None = None,
 ) -> Any:
-    """Convolve two arrays of which at least one is quantized, as `jax.lax.conv_general_dilated` does.
+    """Convolve two arrays, at least one of them quantized, as `jax.lax.conv_general_dilated` does.
 
     out = convolution of lhs with rhs.
 
@@ -52,7 +52,7 @@ def conv_general_dilated(
 
     With a bias of integers, out = float32(acc + bias) * (lhs.scale * rhs.scale). With an output, the result is a
     QuantizedArray, and no float tensor lies in between: its codes are
-    saturate(round_half_even(float32(acc + bias) * (lhs.scale * rhs.scale / scale)) + zero_point), those of ONNX's
+    saturate(round_half_even(float32(acc + bias) * (lhs.scale * rhs.scale / scale)) + zero_point), as in ONNX's
     QLinearConv. acc + bias wraps around.
 
     If one operand is a float array (weight-only), the other one is dequantized as a whole, and both are convolved in
@@ -76,8 +76,8 @@ def conv_general_dilated(
             the operands, or float32 if they differ.
         bias: int32, in steps of lhs.scale * rhs.scale, one for each output feature, if both operands are quantized.
             None means 0.
-        output: how the result is quantized, if both operands are: a `Quantizer` with a scale; a QuantizedArray whose
-            scale and zero point the result gets; or None for a float result.
+        output: how the result is quantized, if both operands are: a `Quantizer` with a scale; a QuantizedArray
+            that gives its scale and zero point to the result; or None for a float result.
 
     Returns:
         The convolution, in the layout of the dimension numbers: an array of floats, or with `output` a QuantizedArray.
@@ -105,11 +105,11 @@ def conv_general_dilated(
         >>> jq.conv_general_dilated(x, w, (1,), "VALID", bias=jnp.array([0, 8]), output=output).codes.tolist()
         [[[0, 64, 75], [128, 64, 60]]]
 
-    Source: `jax.lax.conv_general_dilated`; the arithmetic is that of ONNX ConvInteger-10 and QLinearConv-10.
+    Source: `jax.lax.conv_general_dilated`; the arithmetic follows ONNX ConvInteger-10 and QLinearConv-10.
 
-    Cotangent of a float operand: that of the convolution with the other operand dequantized. Of a scale: g * acc times
-    the other scale, or, if weight-only, that of the dequantized operand, summed over the elements that share the scale.
-    Codes and zero points have none.
+    Cotangent of a float operand: as in the convolution with the other operand dequantized. Of a scale: g * acc times
+    the other scale, or, if weight-only, the cotangent of the dequantized operand, summed over the elements that
+    share the scale. Codes and zero points have none.
     """
     x, w = check_operand(_NAME, "lhs", lhs), check_operand(_NAME, "rhs", rhs)
     if preferred_element_type is not None:
@@ -129,11 +129,12 @@ def conv_general_dilated(
 
 
 def plan_array_convolution(
-    function: str, lhs: Any, rhs: Any, window_strides: Any, padding: Any, lhs_dilation: Any, rhs_dilation: Any,
-    dimension_numbers: Any, feature_group_count: Any, batch_group_count: Any,
+    function: str, lhs: Any, rhs: Any, window_strides: Sequence[int], padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None, rhs_dilation: Sequence[int] | None, dimension_numbers: Any,
+    feature_group_count: int, batch_group_count: int,
 ) -> ConvolutionPlan:  # fmt: skip
     """Check the static arguments of a convolution and return its plan."""
-    # Check before jit, whose cache of compiled programs cannot tell True, 1 and 1.0 apart.
+    # Check before jit: its cache of compiled programs cannot tell True, 1 and 1.0 apart.
     ints = functools.partial(checks.check_integers, function)
     return plan_convolution(
         function, lhs, rhs, ints("window_strides", window_strides), ints("padding", padding),
@@ -147,8 +148,8 @@ def convolve_checked(
     x: Any,
     w: Any,
     plan: ConvolutionPlan,
-    precision: Any,
-    preferred: Any,
+    precision: lax.PrecisionLike,
+    preferred: DTypeLike | None,
     epilogue: Epilogue | None = None,
 ) -> Any:
     """Return the `conv_general_dilated` of two checked operands, with errors that name `function`."""
@@ -156,7 +157,7 @@ def convolve_checked(
     if not any(quantized):
         got = f"{checks.describe_value(x)} and {checks.describe_value(w)}"
         checks.refuse_type(function, "lhs, rhs", "a QuantizedArray on at least one side", got)
-    dtype = preferred or dtypes.find_wider(x.dtype, w.dtype)
+    dtype = preferred or dtypes.choose_wider(x.dtype, w.dtype)
     if not all(quantized):
         return _convolve_weight_only(x, w, plan=plan, precision=precision, dtype=dtype)
     _check_integers(function, x, w, plan)
@@ -164,7 +165,7 @@ def convolve_checked(
     return y if epilogue is None else epilogue.wrap(y, dtype)
 
 
-def convolve_floats(lhs: jax.Array, rhs: jax.Array, plan: ConvolutionPlan, precision: Any) -> jax.Array:
+def convolve_floats(lhs: jax.Array, rhs: jax.Array, plan: ConvolutionPlan, precision: lax.PrecisionLike) -> jax.Array:
     """Return the convolution of two float arrays."""
     geometry = plan.geometry
     return lax.conv_general_dilated(
@@ -195,37 +196,40 @@ def _check_integers(function: str, lhs: QuantizedArray, rhs: QuantizedArray, pla
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("plan", "precision", "dtype"))
-def _convolve_weight_only(lhs: Any, rhs: Any, *, plan: ConvolutionPlan, precision: Any, dtype: Any) -> jax.Array:
+def _convolve_weight_only(
+    lhs: QuantizedArray | jax.Array, rhs: QuantizedArray | jax.Array, *, plan: ConvolutionPlan,
+    precision: lax.PrecisionLike, dtype: np.dtype,
+) -> jax.Array:  # fmt: skip
     # Convolve in float32, so that a 16-bit result is rounded only once, at the end.
     lhs, rhs = (
         dequantize_checked(x.astype(jnp.float32)) if isinstance(x, QuantizedArray) else x.astype(jnp.float32)
         for x in (lhs, rhs)
     )
     y = convolve_floats(lhs, rhs, plan, precision)
-    return rounding.round_to_dtype(y, dtype).astype(dtype)
+    return affine.round_to_dtype(y, dtype).astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "dtype"))
 def _convolve_integers(
-    lhs: QuantizedArray, rhs: QuantizedArray, epilogue: Epilogue | None, *, plan: ConvolutionPlan, dtype: Any
+    lhs: QuantizedArray, rhs: QuantizedArray, epilogue: Epilogue | None, *, plan: ConvolutionPlan, dtype: np.dtype
 ) -> jax.Array:
     features = rhs.shape[plan.numbers.rhs_spec[0]]
-    lhs_scale, rhs_scale = (small_floats.scale_as_float32(q.scale) for q in (lhs, rhs))
+    lhs_scale, rhs_scale = (dtypes.scale_as_float32(q.scale) for q in (lhs, rhs))
     images = _read_entries(lhs, lhs_scale, plan.numbers.lhs_spec[0]).reshape(-1, 1)
     # Each group of images has its own features, so the scale that applies to an image depends on the feature.
     if plan.batches > 1 and images.size > 1:
         images = jnp.repeat(images.reshape(plan.batches, -1).T, features // plan.batches, axis=1)
     kernels = _read_entries(rhs, rhs_scale, plan.numbers.rhs_spec[0]).reshape(1, -1)
-    points = [
+    zero_points = [
         None if q.zero_point is None else _read_entries(q, q.zero_point, spec[0])
         for q, spec in ((lhs, plan.numbers.lhs_spec), (rhs, plan.numbers.rhs_spec))
     ]
     codes, correction = lhs.codes, None
-    if points[0] is not None and points[0].size != 1:
-        codes, points[0], correction, plan = _move_zero_points(lhs, points[0], rhs, points[1], plan)
-    lhs_steps, rhs_steps = (
-        signed_codes.convert_steps(point, q.codes.dtype, signed_codes.is_centred(point, q.codes.dtype))
-        for point, q in zip(points, (lhs, rhs), strict=True)
+    if zero_points[0] is not None and zero_points[0].size != 1:
+        codes, zero_points[0], correction, plan = _move_zero_points(lhs, zero_points[0], rhs, zero_points[1], plan)
+    lhs_center, rhs_center = (
+        signed_codes.derive_center(zero_point, q.codes.dtype, signed_codes.is_centred(zero_point, q.codes.dtype))
+        for zero_point, q in zip(zero_points, (lhs, rhs), strict=True)
     )
 
     def finish(acc: jax.Array, axis: int) -> jax.Array:
@@ -241,14 +245,15 @@ def _convolve_integers(
         if epilogue is not None:
             return epilogue.finish(acc, images, kernels, spread, axis)
         y = barriers.round_result(acc.astype(jnp.float32) * spread(accumulator.multiply_scales(images, kernels)))
-        return rounding.round_to_dtype(y, dtype).astype(dtype)
+        return affine.round_to_dtype(y, dtype).astype(dtype)
 
-    return arrange_layout(codes, rhs.codes, lhs_steps, rhs_steps, plan, finish)
+    return arrange_layout(codes, rhs.codes, lhs_center, rhs_center, plan, finish)
 
 
 def _move_zero_points(
-    lhs: QuantizedArray, points: jax.Array, rhs: QuantizedArray, rhs_point: jax.Array | None, plan: ConvolutionPlan
-) -> tuple[jax.Array, jax.Array | None, jax.Array, ConvolutionPlan]:
+    lhs: QuantizedArray, zero_points: jax.Array, rhs: QuantizedArray, rhs_zero_point: jax.Array | None,
+    plan: ConvolutionPlan,
+) -> tuple[jax.Array, jax.Array | None, jax.Array, ConvolutionPlan]:  # fmt: skip
     """Return images with a zero point each in a form that the kernel takes, which knows one zero point.
 
     conv(x - z[n], w) = conv(x - z, w) - (z[n] - z) * sum(w), if the images are padded with their own zero points.
@@ -263,22 +268,22 @@ def _move_zero_points(
     for axis, (low, high), step in zip(spatial, geometry.padding, geometry.lhs_dilation, strict=True):
         pads[axis] = (low, high, step - 1)
     if any(pad != (0, 0, 0) for pad in pads):
-        codes = _pad_with_zero_points(codes, points, image, pads)
+        codes = _pad_with_zero_points(codes, zero_points, image, pads)
         ones = (1,) * len(spatial)
         plan = plan._replace(geometry=geometry._replace(padding=((0, 0),) * len(spatial), lhs_dilation=ones))
     # The kernel subtracts 128 from uint8 codes in any case.
     middle = 128 if lhs.codes.dtype == jnp.uint8 else 0
     feature = plan.numbers.rhs_spec[0]
     sums = _sum_kernels(rhs.codes, feature)
-    if rhs_point is not None:
-        sums = sums - rhs_point.astype(jnp.int32) * np.int32(math.prod(rhs.shape) // max(rhs.shape[feature], 1))
-    correction = (points.astype(jnp.int32) - np.int32(middle)).reshape(-1, 1) * sums.reshape(1, -1)
+    if rhs_zero_point is not None:
+        sums = sums - rhs_zero_point.astype(jnp.int32) * np.int32(math.prod(rhs.shape) // max(rhs.shape[feature], 1))
+    correction = (zero_points.astype(jnp.int32) - np.int32(middle)).reshape(-1, 1) * sums.reshape(1, -1)
     return codes, jnp.full((1,), middle, lhs.codes.dtype) if middle else None, correction, plan
 
 
-def _pad_with_zero_points(codes: jax.Array, points: jax.Array, image: int, pads: Sequence[Any]) -> jax.Array:
-    """Return images padded with their own zero points, of which `points` has one for each."""
-    own = lax.broadcast_in_dim(points.astype(codes.dtype), (codes.shape[image],), (0,))
+def _pad_with_zero_points(codes: jax.Array, zero_points: jax.Array, image: int, pads: Sequence[Any]) -> jax.Array:
+    """Return images padded with their own zero points: image i with `zero_points[i]`."""
+    own = lax.broadcast_in_dim(zero_points.astype(codes.dtype), (codes.shape[image],), (0,))
     zero = np.zeros((), codes.dtype)
 
     def spread(like: jax.Array) -> jax.Array:
@@ -307,8 +312,8 @@ def _sum_kernels(codes: jax.Array, feature: int) -> jax.Array:
     signed, is_last = signed_codes.convert_to_signed(codes), feature == codes.ndim - 1
     moved = signed if is_last else jnp.moveaxis(signed, feature, 0)
     kernels = moved.reshape((1, length, features) if is_last else (1, features, length))
-    sums = matrix_product.contract_integers(
-        matrix_product.make_ones(1, length), kernels, None, None, transposed=not is_last
+    sums = contraction.contract_integers(
+        contraction.make_ones(1, length), kernels, None, None, transposed=not is_last
     )[0, 0]  # fmt: skip
     return sums + np.int32(length * signed_codes.read_offset(codes.dtype))
 

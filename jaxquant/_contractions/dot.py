@@ -9,15 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from .._arrays import parts, quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes, entry_point, sharding
-from .._kernels import rounding
+from .._kernels import affine
 from .._kernels.contraction import Role
-from ..integer.dot_general import DotDimensionNumbers, MatrixShapes, check_placement, match_matrices, match_roles
+from ..integer import DotDimensionNumbers, MatrixShapes, check_placement, match_matrices, match_roles
 from . import dot_integer
 from .dot_integer import Axes
 from .dot_weight_only import choose_contraction
@@ -32,13 +33,13 @@ def dot_general(
     rhs: Operand,
     dimension_numbers: DotDimensionNumbers,
     *,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
     bias: ArrayLike | None = None,
     output: ScaledSpec | QuantizedArray | None = None,
 ) -> Any:
-    """Contract two arrays of which at least one is quantized, as `jax.lax.dot_general` does.
+    """Contract two arrays, at least one of them quantized, as `jax.lax.dot_general` does.
 
     out = sum over the contracted dimensions of lhs * rhs.
 
@@ -46,17 +47,17 @@ def dot_general(
     acc = sum of (lhs.codes - lhs.zero_point) * (rhs.codes - rhs.zero_point) is exact in int32, and
     out = float32(acc) * (lhs.scale * rhs.scale), each product rounded once. If a scale or a zero point varies from
     block to block of a contracted dimension, each block has such a contraction, and out is their sum in float32 in
-    ascending order, each addition rounded once. A contraction whose acc could exceed int32 is cut into blocks in the
+    ascending order, each addition rounded once. If acc could exceed int32, the contraction is cut into blocks in the
     same way. Operands that cannot be contracted in integers raise an error.
 
     With a bias of integers, out = float32(acc + bias) * (lhs.scale * rhs.scale). With an output, the result is a
     QuantizedArray, and no float tensor lies in between: its codes are
-    saturate(round_half_even(float32(acc + bias) * (lhs.scale * rhs.scale / scale)) + zero_point), those of ONNX
+    saturate(round_half_even(float32(acc + bias) * (lhs.scale * rhs.scale / scale)) + zero_point), as in ONNX
     Runtime's QGemm and QLinearMatMul. acc + bias wraps around. Neither is possible with blocks.
 
     If one operand is a float array (weight-only), out is the float product with the other operand dequantized, with an
     error of at most 2e-6 of the sum of magnitudes sum |lhs| * |rhs|. On a CPU, a few rows are contracted as integers:
-    each float32 row becomes six rows of int8 digits, whose sums are exact. With more rows, a large quantized operand is
+    each float32 row becomes six rows of int8 digits with exact sums. With more rows, a large quantized operand is
     dequantized a chunk at a time.
 
     Args:
@@ -71,11 +72,11 @@ def dot_general(
             int32, so the integers stay the same; a sharded contracted dimension with blocks is gathered first.
         bias: int32, in steps of lhs.scale * rhs.scale, of a shape that broadcasts against the result, if both operands
             are quantized. None means 0.
-        output: how the result is quantized, if both operands are: a `Quantizer` with a scale; a QuantizedArray whose
-            scale and zero point the result gets; or None for a float result.
+        output: how the result is quantized, if both operands are: a `Quantizer` with a scale; a QuantizedArray
+            that gives its scale and zero point to the result; or None for a float result.
 
     Returns:
-        The result, with the batch dimensions first, then the free dimensions of lhs, then those of rhs: an array of
+        The result, with the batch dimensions first, then the free dimensions of lhs and of rhs: an array of
         floats, or with `output` a QuantizedArray.
 
     Raises:
@@ -97,9 +98,9 @@ def dot_general(
         >>> jq.dot_general(x, w, (((1,), (0,)), ((), ())), bias=jnp.array([12750, 10]), output=output).codes
         Array([[100,  98]], dtype=uint8)
 
-    Source: `jax.lax.dot_general`; the arithmetic is that of ONNX Runtime's MatMulIntegerToFloat and QGemm.
+    Source: `jax.lax.dot_general`; the arithmetic follows ONNX Runtime's MatMulIntegerToFloat and QGemm.
 
-    Cotangent of a float operand: that of the contraction with the other operand dequantized. Of a scale: g * acc times
+    Cotangent of a float operand: as in the contraction with the other operand dequantized. Of a scale: g * acc times
     the other scale, or, weight-only, g times the float product, summed over the elements that share the scale. Codes
     and zero points have none.
     """
@@ -119,7 +120,8 @@ def check_numbers(function: str, numbers: Any) -> Any:
 
 
 def contract_checked(
-    function: str, lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any, out_sharding: Any = None,
+    function: str, lhs: Any, rhs: Any, numbers: DotDimensionNumbers, precision: lax.PrecisionLike,
+    preferred: DTypeLike | None, out_sharding: NamedSharding | PartitionSpec | None = None,
     caller_axes: Axes | None = None, epilogue: Epilogue | None = None,
 ) -> Any:  # fmt: skip
     """Return the `dot_general` of checked operands and dimension numbers, with errors that name `function`."""
@@ -131,7 +133,7 @@ def contract_checked(
     )  # fmt: skip
 
 
-def _check_options(function: str, precision: Any, preferred: DTypeLike | None) -> np.dtype | None:
+def _check_options(function: str, precision: lax.PrecisionLike, preferred: DTypeLike | None) -> np.dtype | None:
     """Return the dtype that the caller asked for, or None; raise for a wrong one, or for a wrong precision."""
     checks.check_precision(function, precision)
     if preferred is None:
@@ -157,7 +159,7 @@ def _contract_dimensions(
     if not all(isinstance(x, QuantizedArray) for x in (lhs, rhs)):
         contract, operands, dtype = choose_contraction(lhs, rhs, left, right, precision, out_sharding)
         dtype = preferred or dtype
-        return rounding.round_to_dtype(contract(*operands), dtype).astype(dtype)
+        return affine.round_to_dtype(contract(*operands), dtype).astype(dtype)
     for argument, q in (("lhs", lhs), ("rhs", rhs)):
         dot_integer.check_integer_array(function, argument, q)
     lhs, rhs = dot_integer.fill_empty_entries(lhs, left), dot_integer.fill_empty_entries(rhs, right)
@@ -167,16 +169,16 @@ def _contract_dimensions(
     return dot_integer.multiply_to_codes(function, lhs, rhs, plan, preferred, epilogue)
 
 
-def _read_as_stored(x: Any, role: Role) -> tuple[Any, Role]:
-    """Return an operand without a stored order, whose dimensions are those in memory, and their roles.
+def _read_as_stored(x: QuantizedArray | jax.Array, role: Role) -> tuple[Any, Role]:
+    """Return an operand without a stored order, with its dimensions as they are in memory, and their roles.
 
     The contractions then see how the codes lie in memory. Each role lists the dimensions in the order of the logical
     axes, so the result is the same.
     """
     if not isinstance(x, QuantizedArray) or x.stored_order is None:
         return x, role
-    places = parts.find_places(x.stored_order, x.ndim)
-    batch, free, contracted = (tuple(places[axis] for axis in axes) for axes in role)
+    dimensions = parts.match_dimensions(x.stored_order, x.ndim)
+    batch, free, contracted = (tuple(dimensions[axis] for axis in axes) for axes in role)
     # `jax.lax.dot_general` returns the free dimensions in the order of its operand.
     if free != tuple(sorted(free)):
         return x.replace(stored_order=None), role
@@ -186,7 +188,7 @@ def _read_as_stored(x: Any, role: Role) -> tuple[Any, Role]:
     return stored, Role(batch, free, contracted)
 
 
-def check_operands(function: str, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+def check_operands(function: str, lhs: object, rhs: object) -> tuple[Any, Any]:
     """Check that at least one of two operands is quantized, and return both."""
     lhs, rhs = check_operand(function, "lhs", lhs), check_operand(function, "rhs", rhs)
     if not isinstance(lhs, QuantizedArray) and not isinstance(rhs, QuantizedArray):
@@ -212,17 +214,17 @@ def matmul(
     lhs: Operand,
     rhs: Operand,
     *,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
     bias: ArrayLike | None = None,
     output: ScaledSpec | QuantizedArray | None = None,
 ) -> Any:
-    """Multiply two matrices, or stacks of them, of which at least one is quantized.
+    """Multiply two matrices, or stacks of them, at least one of them quantized.
 
     out = lhs @ rhs, with the shapes of numpy.matmul.
 
-    The contraction is that of `dot_general`, whose documentation says what is computed, and in which order.
+    The contraction is `dot_general`'s: its documentation says what is computed, and in which order.
 
     Args:
         lhs: a QuantizedArray, or an array of float32, float16 or bfloat16, of rank 1 or more.
@@ -233,8 +235,8 @@ def matmul(
         out_sharding: Static. The sharding of the product on a mesh with explicit axes, as in `dot_general`.
         bias: int32, in steps of lhs.scale * rhs.scale, [N], one for each column of rhs, if both operands are
             quantized. None means 0.
-        output: how the result is quantized, if both operands are: a `Quantizer` with a scale; a QuantizedArray whose
-            scale and zero point the result gets; or None for a float result.
+        output: how the result is quantized, if both operands are: a `Quantizer` with a scale; a QuantizedArray
+            that gives its scale and zero point to the result; or None for a float result.
 
     Returns:
         The product, of numpy.matmul's shape: an array of floats, or with `output` a QuantizedArray.
@@ -257,7 +259,7 @@ def matmul(
         Array([[ True],
                [ True]], dtype=bool)
 
-    Source: numpy.matmul; the arithmetic is that of ONNX Runtime's MatMulIntegerToFloat and QGemm.
+    Source: numpy.matmul; the arithmetic follows ONNX Runtime's MatMulIntegerToFloat and QGemm.
 
     Cotangents: as in `dot_general`.
     """
@@ -292,16 +294,19 @@ def matmul(
     return y if y.shape == shapes.out else y.reshape(shapes.out)  # eager JAX runs a program for a reshape
 
 
-def _match_partition(function: str, a: Any, b: Any, shapes: MatrixShapes, out_sharding: Any) -> tuple[Any, ...] | None:
+def _match_partition(
+    function: str, a: QuantizedArray | jax.Array, b: QuantizedArray | jax.Array, shapes: MatrixShapes,
+    out_sharding: NamedSharding | PartitionSpec | None,
+) -> tuple[Any, ...] | None:  # fmt: skip
     """Return the mesh axes of the matrix product, in which a vector operand is a matrix of one row or column."""
-    partition = sharding.find_out_partition(function, out_sharding, len(shapes.out))
+    partition = sharding.read_out_partition(function, out_sharding, len(shapes.out))
     if partition is None:
         return None
     batch, matrix = partition[: len(shapes.product) - 2], list(partition[len(shapes.product) - 2 :])
     return (*batch, matrix.pop(0) if a.ndim > 1 else None, matrix.pop(0) if b.ndim > 1 else None)
 
 
-def _broadcast_batch(x: Any, shape: tuple[int, ...], batch: tuple[int, ...]) -> Any:
+def _broadcast_batch(x: QuantizedArray | jax.Array, shape: tuple[int, ...], batch: tuple[int, ...]) -> Any:
     """Return an operand as a stack of matrices with the common batch dimensions."""
     padded = (1,) * (len(batch) + 2 - len(shape)) + shape
     x = x if x.shape == padded else x.reshape(padded)
@@ -310,7 +315,7 @@ def _broadcast_batch(x: Any, shape: tuple[int, ...], batch: tuple[int, ...]) -> 
         return x
     # A scale of length 1 along a batch dimension already applies to all of it.
     if isinstance(x, QuantizedArray):
-        # The batch dimensions are in front of those of the matrix, and only these are moved by a stored order.
+        # The batch dimensions are in front of the matrix, and a stored order moves only the dimensions of the matrix.
         x = x if len(x.stored_order or ()) <= 2 else x.replace(stored_order=None)
         stored = x.stored_codes
         return x._with_stored(jnp.broadcast_to(stored, (*batch, *stored.shape[-2:])), x.stored_order)

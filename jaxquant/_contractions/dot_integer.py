@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._arrays.quantized_array import QuantizedArray
-from .._core import checks, dtypes, granularity, sharding, small_floats
-from .._kernels import accumulator, barriers, rounding, signed_codes
+from .._core import checks, dtypes, granularity, sharding
+from .._kernels import accumulator, affine, barriers, signed_codes
 from .._kernels.accumulator import sum_over_blocks
 from .._kernels.contraction import Role, contract_roles, spread_outward
 from .output import Epilogue
@@ -51,8 +52,8 @@ class IntegerPlan(NamedTuple):
 
 
 def plan_contraction(
-    function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role, out_sharding: Any,
-    caller_axes: Axes | None = None,
+    function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role,
+    out_sharding: NamedSharding | PartitionSpec | None, caller_axes: Axes | None = None,
 ) -> IntegerPlan:  # fmt: skip
     """Return how to contract two quantized arrays; raise ContractValueError if integers cannot do it.
 
@@ -68,7 +69,7 @@ def plan_contraction(
     axes, length = _choose_cut(function, lhs, rhs, left, right, caller_axes)
     if axes is not None and out_sharding is None:
         for q, axis in zip((lhs, rhs), axes, strict=True):
-            if sharding.find_partition(q.codes)[axis] is not None:
+            if sharding.read_partition(q.codes)[axis] is not None:
                 expected = (
                     f"the sharding of the result, because blocks of {length} are cut from a sharded dimension, "
                     "which is gathered"
@@ -159,14 +160,16 @@ def count_exact_terms(lhs: QuantizedArray, rhs: QuantizedArray) -> int:
     """Return how many products of two codes, with their zero points subtracted, int32 can hold in the worst case."""
     largest = []
     for q in (lhs, rhs):
-        low, high = dtypes.find_bounds(np.dtype(q.codes.dtype))
+        low, high = dtypes.read_bounds(np.dtype(q.codes.dtype))
         largest.append(max(-low, high) if q.zero_point is None else high - low)
     return (2**31 - 1) // math.prod(largest)
 
 
-def multiply_codes(lhs: QuantizedArray, rhs: QuantizedArray, plan: IntegerPlan, preferred: Any) -> jax.Array:
+def multiply_codes(
+    lhs: QuantizedArray, rhs: QuantizedArray, plan: IntegerPlan, preferred: np.dtype | None
+) -> jax.Array:
     """Return the product of two quantized arrays in the dtype `preferred`, or in the wider of their dtypes."""
-    dtype = preferred or dtypes.find_wider(lhs.dtype, rhs.dtype)
+    dtype = preferred or dtypes.choose_wider(lhs.dtype, rhs.dtype)
     # A sharded dimension is gathered, because JAX refuses to split it into blocks.
     if plan.axes is not None:
         lhs, rhs = (_gather_dimension(q, axis) for q, axis in zip((lhs, rhs), plan.axes, strict=True))
@@ -175,12 +178,13 @@ def multiply_codes(lhs: QuantizedArray, rhs: QuantizedArray, plan: IntegerPlan, 
         y = _scale_sums(contract_roles(*_list_operands(sides), plan.out_sharding), sides)
     else:
         y = _contract_in_blocks(sides, plan)
-    return rounding.round_to_dtype(y, dtype).astype(dtype)
+    return affine.round_to_dtype(y, dtype).astype(dtype)
 
 
 def multiply_to_codes(
-    function: str, lhs: QuantizedArray, rhs: QuantizedArray, plan: IntegerPlan, preferred: Any, epilogue: Epilogue
-) -> Any:
+    function: str, lhs: QuantizedArray, rhs: QuantizedArray, plan: IntegerPlan, preferred: np.dtype | None,
+    epilogue: Epilogue,
+) -> Any:  # fmt: skip
     """Return the product of two quantized arrays with a bias of integers, as floats or as a QuantizedArray."""
     got = f"blocks of {plan.length} indices along lhs's dimension {plan.axes and plan.axes[0]}"
     expected = "one scale and one zero point along the contracted dimensions, and sums that int32 can hold, because of "
@@ -195,7 +199,7 @@ def multiply_to_codes(
         expected = f"a shape that broadcasts against the result, {acc.shape}"
         checks.require(fits, function, "bias", expected, f"shape {bias.shape}")
     y = epilogue.finish(acc, *_spread_scales(sides), lambda part: accumulator.spread_over_product(part, acc))
-    return epilogue.wrap(y, preferred or dtypes.find_wider(lhs.dtype, rhs.dtype))
+    return epilogue.wrap(y, preferred or dtypes.choose_wider(lhs.dtype, rhs.dtype))
 
 
 def _gather_dimension(q: QuantizedArray, axis: int) -> QuantizedArray:
@@ -211,14 +215,14 @@ class _Side(NamedTuple):
     Attributes:
         role: the role of each dimension.
         codes: int8, or codes of 2 or 4 bits.
-        steps: the int32 zero point, a scalar or of the operand's rank, or None for 0.
+        center: the int32 zero point, a scalar or of the operand's rank, or None for 0.
         scale: float32, of the operand's rank.
-        runs: for the steps and for the scale, how many indices of each dimension share an entry.
+        runs: for the center and for the scale, how many indices of each dimension share an entry.
     """
 
     role: Role
     codes: jax.Array
-    steps: Any
+    center: Any
     scale: jax.Array
     runs: tuple[Any, Any]
 
@@ -227,14 +231,14 @@ def prepare_side(q: QuantizedArray, role: Role) -> _Side:
     """Return an operand with an entry of its scale and zero point for each index of the kept dimensions."""
     aligned, kept = granularity.Aligned(q.block_size), (*role.batch, *role.free)
     runs = tuple(None if p is None else aligned.sizes(p.shape, q.shape) for p in (q.zero_point, q.scale))
-    point = None if q.zero_point is None else granularity.expand_along(q.zero_point, q.shape, q.block_size, kept)
-    scale = small_floats.scale_as_float32(q.scale)
+    zero_point = None if q.zero_point is None else granularity.expand_along(q.zero_point, q.shape, q.block_size, kept)
+    scale = dtypes.scale_as_float32(q.scale)
     centred = signed_codes.is_centred(q.zero_point, q.codes.dtype)
-    steps = signed_codes.convert_steps(point, q.codes.dtype, centred)
+    center = signed_codes.derive_center(zero_point, q.codes.dtype, centred)
     return _Side(
         role,
         signed_codes.shift_to_signed(q.codes),
-        steps,
+        center,
         granularity.expand_along(scale, q.shape, q.block_size, kept),
         (runs[0], runs[1]),
     )
@@ -243,7 +247,7 @@ def prepare_side(q: QuantizedArray, role: Role) -> _Side:
 def _list_operands(sides: Sequence[_Side]) -> tuple[jax.Array, jax.Array, Any, Any, Role, Role]:
     """Return the arguments of `contract_roles` for two sides."""
     lhs, rhs = sides
-    return lhs.codes, rhs.codes, lhs.steps, rhs.steps, lhs.role, rhs.role
+    return lhs.codes, rhs.codes, lhs.center, rhs.center, lhs.role, rhs.role
 
 
 def _scale_sums(acc: jax.Array, sides: Sequence[_Side]) -> jax.Array:
@@ -272,9 +276,9 @@ def _contract_in_blocks(sides: Sequence[_Side], plan: IntegerPlan) -> jax.Array:
     if full_blocks:
         stacks = [_stack_blocks(side, axis, depth, plan.length) for side, axis in zip(sides, plan.axes, strict=True)]
 
-        def contract_block(blocks: Any) -> jax.Array:
+        def contract_block(blocks: Sequence[jax.Array]) -> jax.Array:
             pairs = zip(sides, blocks, strict=True)
-            block_sides = [side._replace(codes=b[0], steps=b[1], scale=b[2]) for side, b in pairs]
+            block_sides = [side._replace(codes=b[0], center=b[1], scale=b[2]) for side, b in pairs]
             return _scale_sums(contract_roles(*_list_operands(block_sides), plan.out_sharding), block_sides)
 
         y = sum_over_blocks(contract_block, stacks)
@@ -288,7 +292,7 @@ def _contract_in_blocks(sides: Sequence[_Side], plan: IntegerPlan) -> jax.Array:
 
 
 def _stack_blocks(side: _Side, axis: int, depth: int, length: int) -> tuple[Any, Any, Any]:
-    """Return the codes, steps and scale of a side with its complete blocks as a new first dimension."""
+    """Return the codes, center and scale of a side with its complete blocks as a new first dimension."""
     whole = depth // length
     values = lax.slice_in_dim(side.codes, 0, whole * length, axis=axis)
     shape = (*values.shape[:axis], whole, length, *values.shape[axis + 1 :])
@@ -298,7 +302,7 @@ def _stack_blocks(side: _Side, axis: int, depth: int, length: int) -> tuple[Any,
     values = barriers.pin_layout(lax.transpose(values.reshape(shape), order))
     starts = np.arange(whole) * length
     stacks = []
-    for part, runs in zip((side.steps, side.scale), side.runs, strict=True):
+    for part, runs in zip((side.center, side.scale), side.runs, strict=True):
         if part is not None and part.ndim:
             entries = jnp.moveaxis(_pick_entries(part, axis, starts, runs), axis, 0)
             part = jnp.expand_dims(entries, axis + 1)
@@ -312,15 +316,15 @@ def _take_tail(side: _Side, axis: int, depth: int, length: int) -> _Side:
     """Return the last, shorter block of a side."""
     start = depth - depth % length
     values = lax.slice_in_dim(side.codes, start, depth, axis=axis)
-    steps, scale = (
+    center, scale = (
         part if part is None or part.ndim == 0 else _pick_entries(part, axis, np.array([start]), runs)
-        for part, runs in zip((side.steps, side.scale), side.runs, strict=True)
+        for part, runs in zip((side.center, side.scale), side.runs, strict=True)
     )
-    return side._replace(codes=values, steps=steps, scale=scale)
+    return side._replace(codes=values, center=center, scale=scale)
 
 
 def _pick_entries(part: jax.Array, axis: int, starts: np.ndarray, runs: tuple[int, ...] | None) -> jax.Array:
-    """Return the entries of a scale or of steps that apply to the blocks with these first indices."""
+    """Return the entries of a scale or a center that apply to the blocks with these first indices."""
     n = part.shape[axis]
     if n == 1:
         return jnp.broadcast_to(part, (*part.shape[:axis], len(starts), *part.shape[axis + 1 :]))

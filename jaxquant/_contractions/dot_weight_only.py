@@ -1,7 +1,7 @@
 """The contraction of a float array with a quantized one, in the form that suits its size and layout on a CPU.
 
-- A few rows are contracted as integers: see `_kernels.digits`.
-- A single row is contracted as in `_kernels.scaled_rows`, if XLA vectorizes that.
+- A few rows are contracted as integers: see `_kernels.float_rows`.
+- A single row is contracted as a sum of scaled rows, if XLA vectorizes that.
 - Otherwise the codes are dequantized one chunk at a time, or at once if they are few.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._core import dtypes, granularity, sharding
-from .._kernels import barriers, digits, packed_codes, scaled_rows, weight_chunks
+from .._kernels import barriers, float_rows, packed_codes, weight_chunks
 from .._kernels.contraction import Role
 from .._kernels.weight_chunks import Chunk, Cut
 from . import dot_integer
@@ -29,7 +30,7 @@ from . import dot_integer
 # The largest number of rows that are contracted as digits: for codes with their contracted dimensions last, for others
 # of 8 bits, and for others of less. With more rows, six int8 rows take longer than dequantizing in chunks.
 _FEW_ROWS_LAST, _FEW_ROWS, _FEW_ROWS_PACKED = 16, 4, 1
-# Below these numbers of codes, all of them are dequantized at once: that takes fewer loops, of which each has a cost.
+# Below these numbers of codes, all of them are dequantized at once: that takes fewer loops, and each loop has a cost.
 _FEWEST_FOR_DIGITS, _FEWEST_FOR_ROW = 2**20, 2**15
 
 
@@ -69,7 +70,9 @@ class _WeightOnlyProduct(NamedTuple):
         """Return the function that computes the float32 product on a CPU."""
         return _make_batchable(self)
 
-    def contract_dequantized(self, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
+    def contract_dequantized(
+        self, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None
+    ) -> jax.Array:
         """Return the float32 product of x and dequantized codes."""
         is_small = not _is_static(codes.shape) or codes.size <= weight_chunks.WHOLE
         is_whole = is_small or self.has_many_rows(x, codes) or self.choose_axis(codes) is None
@@ -88,7 +91,7 @@ class _WeightOnlyProduct(NamedTuple):
             return 0
         return max(self.role.free, key=lambda a: codes.shape[a], default=None)
 
-    def plan_cut(self, codes: jax.Array, scale: jax.Array, zero_point: Any) -> Cut:
+    def plan_cut(self, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None) -> Cut:
         """Return how the codes are cut into chunks, which end where blocks end."""
         axis = self.choose_axis(codes)
         assert axis is not None
@@ -98,7 +101,7 @@ class _WeightOnlyProduct(NamedTuple):
         divisor = math.lcm(*runs)
         if self.cuts_contracted:
             return Cut(length, width, divisor, None)
-        # The product has the batch dimensions, then the free dimensions of lhs, then those of rhs.
+        # The product has the batch dimensions, then the free dimensions of lhs and of rhs.
         frees_before = 0 if self.quantized == 0 else len(self.left.free)
         return Cut(length, width, divisor, len(self.role.batch) + frees_before + self.role.free.index(axis))
 
@@ -113,8 +116,9 @@ class _WeightOnlyProduct(NamedTuple):
         return chunk.take(x, self.x_role.contracted[0])
 
     def dequantize_chunk(
-        self, codes: jax.Array, scale: jax.Array, zero_point: Any, chunk: Chunk | None, wait: Any
-    ) -> jax.Array:
+        self, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, chunk: Chunk | None,
+        wait: Callable[[jax.Array], jax.Array],
+    ) -> jax.Array:  # fmt: skip
         """Return the dequantized weights of one chunk, with `wait` applied to its scale; None is all of them."""
         if chunk is not None:
             axis = self.choose_axis(codes)
@@ -135,7 +139,7 @@ class _WeightOnlyProduct(NamedTuple):
         dimensions = ((self.left.contracted, self.right.contracted), (self.left.batch, self.right.batch))
         return lax.dot_general(lhs, rhs, dimensions, self.precision, jnp.float32, out_sharding=self.out_sharding)
 
-    def unflatten(self, codes: Any, scale: Any, zero_point: Any) -> QuantizedArray:
+    def unflatten(self, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None) -> QuantizedArray:
         """Return the quantized side."""
         return QuantizedArray.tree_unflatten(self.static, (codes, scale, zero_point))
 
@@ -154,13 +158,13 @@ class _WeightOnlyProduct(NamedTuple):
         return self._replace(**{"right" if self.quantized == 0 else "left": wider})
 
     def derive_row_axis(self) -> int:
-        """Return the place of the first free dimension of the float side in the product."""
+        """Return the dimension of the product that is the first free one of the float side."""
         return len(self.x_role.batch) + (len(self.left.free) if self.quantized == 0 else 0)
 
 
 def choose_contraction(
-    lhs: QuantizedArray | jax.Array, rhs: QuantizedArray | jax.Array, left: Role, right: Role, precision: Any,
-    out_sharding: Any,
+    lhs: QuantizedArray | jax.Array, rhs: QuantizedArray | jax.Array, left: Role, right: Role,
+    precision: lax.PrecisionLike, out_sharding: NamedSharding | PartitionSpec | None,
 ) -> tuple[Callable[..., jax.Array], tuple[Any, ...], np.dtype]:  # fmt: skip
     """Return how to contract a quantized and a float array: a function, its operands, and the dtype of the result.
 
@@ -170,10 +174,10 @@ def choose_contraction(
     q: Any = (lhs, rhs)[quantized]
     x: Any = (lhs, rhs)[1 - quantized]
     # Convert both sides to one dtype, because JAX refuses to mix dtypes if the user has chosen strict promotion.
-    wide = dtypes.find_wider(q.dtype, x.dtype)
+    wide = dtypes.choose_wider(q.dtype, x.dtype)
     leaves, static = q.astype(wide).tree_flatten()
     product = _WeightOnlyProduct(left, right, quantized, static, precision, out_sharding)
-    # Reshapes and slices of an array whose sharding is part of its type may not be possible.
+    # Reshapes and slices of an array with its sharding in its type may not be possible.
     is_placed = out_sharding is not None or sharding.is_placed(x) or sharding.is_placed(q.codes)
     contract = weight_chunks.contract_at_once if is_placed else weight_chunks.contract_weights
     return functools.partial(contract, product), (x.astype(wide), *leaves), wide
@@ -184,7 +188,7 @@ def _contract_by_size(
     x: jax.Array,
     codes: jax.Array,
     scale: jax.Array,
-    zero_point: Any,
+    zero_point: jax.Array | None,
     few_rows: int | None = None,
 ) -> jax.Array:
     """Return the contraction; `few_rows` is the largest number of rows for digits, None to find it."""
@@ -201,9 +205,9 @@ def _contract_by_size(
         columns = len(role.free)
         return y if config.quantized == 1 else lax.transpose(y, (*range(columns, y.ndim), *range(columns)))
 
-    if rows == 1 and codes.size >= _FEWEST_FOR_ROW and scaled_rows.IS_VECTORIZED:
+    if rows == 1 and codes.size >= _FEWEST_FOR_ROW and float_rows.IS_VECTORIZED:
         matrix = read_scaled_codes(q)
-        contract_row = scaled_rows.choose_form(matrix, role)
+        contract_row = float_rows.choose_form(matrix, role)
         if contract_row is not None:
             y, is_exact = contract_row(x.reshape(-1), matrix, role)
             shape = (*(x.shape[axis] for axis in x_role.free), *(codes.shape[axis] for axis in role.free))
@@ -215,39 +219,40 @@ def _contract_by_size(
         return _contract_planes(config, x, codes, scale, zero_point, few_rows)
     if codes.size >= _FEWEST_FOR_DIGITS and _has_digits(q, role) and rows <= few_rows:
         side = dot_integer.prepare_side(q, role)
-        y, is_exact = digits.contract_digits(x, side.codes, side.steps, side.scale, x_role, role)
-        is_exact &= digits.has_moderate_scales(q.scale)
+        y, is_exact = float_rows.contract_digits(x, side.codes, side.center, side.scale, x_role, role)
+        is_exact &= float_rows.has_moderate_scales(q.scale)
         return config.swap_sides(lax.cond(is_exact, lambda: y, contract_swapped))
     return contract_dequantized()
 
 
 def _contract_planes(
-    config: _WeightOnlyProduct, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any, few_rows: int
-) -> jax.Array:
+    config: _WeightOnlyProduct, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None,
+    few_rows: int,
+) -> jax.Array:  # fmt: skip
     """Return the contraction of x with codes of 2 or 4 bits, one plane after the other."""
     count, last, role = packed_codes.count_column_planes(codes, scale, zero_point), codes.ndim - 1, config.role
-    point = None if zero_point is None else zero_point.astype(jnp.int8)
+    narrow = None if zero_point is None else zero_point.astype(jnp.int8)
     is_summed = last in role.contracted
     results = []
-    for place in range(count):
+    for position in range(count):
         x_plane = x
         if is_summed:
             axis = config.x_role.contracted[role.contracted.index(last)]
-            x_plane = lax.slice_in_dim(x, place, None, count, axis)
-        plane = packed_codes.take_code_plane(codes, place, count)
-        plane_scale, plane_point = (packed_codes.take_plane(part, place, count) for part in (scale, point))
-        results.append(_contract_by_size(config, x_plane, plane, plane_scale, plane_point, few_rows))
+            x_plane = lax.slice_in_dim(x, position, None, count, axis)
+        plane = packed_codes.take_code_plane(codes, position, count)
+        plane_scale, plane_zero_point = (packed_codes.take_plane(part, position, count) for part in (scale, narrow))
+        results.append(_contract_by_size(config, x_plane, plane, plane_scale, plane_zero_point, few_rows))
     if is_summed:
         return functools.reduce(jnp.add, results)
     before = 0 if config.quantized == 0 else len(config.left.free)
     return packed_codes.join_planes(results, before + role.free.index(last))
 
 
-def read_scaled_codes(q: QuantizedArray) -> scaled_rows.ScaledCodes:
+def read_scaled_codes(q: QuantizedArray) -> float_rows.ScaledCodes:
     """Return the parts of an array in the form of the kernel."""
     book = q.codebook
     decode, levels = (None, ()) if book is None else (book.decode, book.levels)
-    return scaled_rows.ScaledCodes(q.codes, q.scale, q.zero_point, q.block_size, decode, levels)
+    return float_rows.ScaledCodes(q.codes, q.scale, q.zero_point, q.block_size, decode, levels)
 
 
 def _has_digits(q: QuantizedArray, role: Role) -> bool:
@@ -256,7 +261,7 @@ def _has_digits(q: QuantizedArray, role: Role) -> bool:
         return False
     parts = [part for part in (q.scale, q.zero_point) if part is not None]
     is_shared = all(part.shape[axis] == 1 for part in parts for axis in role.contracted)
-    return is_shared and math.prod(q.shape[axis] for axis in role.contracted) <= digits.LIMIT
+    return is_shared and math.prod(q.shape[axis] for axis in role.contracted) <= float_rows.LIMIT
 
 
 def _choose_few_rows(q: QuantizedArray, role: Role) -> int:
@@ -264,7 +269,7 @@ def _choose_few_rows(q: QuantizedArray, role: Role) -> int:
     is_last = not barriers.is_moving((*role.free, *role.contracted), q.shape)
     if is_last:
         return _FEW_ROWS_LAST
-    return _FEW_ROWS if dtypes.find_width(q.codes.dtype) == 8 else _FEW_ROWS_PACKED
+    return _FEW_ROWS if dtypes.count_packed_bits(q.codes.dtype) == 8 else _FEW_ROWS_PACKED
 
 
 def _count_run(q: QuantizedArray, part: jax.Array, axis: int) -> int:
@@ -287,7 +292,9 @@ def _make_batchable(config: _WeightOnlyProduct) -> Any:
     return function
 
 
-def _contract_under_vmap(config: _WeightOnlyProduct, size: int, batched: Any, *operands: Any) -> tuple[jax.Array, bool]:
+def _contract_under_vmap(
+    config: _WeightOnlyProduct, size: int, batched: Sequence[bool], *operands: Any
+) -> tuple[jax.Array, bool]:
     """Return the contraction of operands under vmap. If only x has the mapped axis, the axis becomes more rows."""
     if batched[0] and not any(batched[1:]):
         wider = config.add_rows()

@@ -19,7 +19,7 @@ from opt_einsum.parser import parse_einsum_input
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._core import checks, sharding
 from .._core.dtypes import FLOAT32, FLOATS
-from .._kernels import rounding
+from .._kernels import affine
 from .dot import Operand, check_operand, contract_checked
 from .dot_integer import Axes
 from .output import Epilogue, ScaledSpec, read_epilogue
@@ -36,7 +36,7 @@ _Labels = tuple[str, ...]
 def einsum(
     subscripts: str,
     *operands: Operand,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
     bias: ArrayLike | None = None,
@@ -65,16 +65,16 @@ def einsum(
         preferred_element_type: Static. float32, float16 or bfloat16: the dtype of the result. By default the dtype of
             the operands, or float32 if they differ.
         out_sharding: Static. The sharding of the output on a mesh with explicit axes, as in `dot_general`. With more
-            than two operands it applies to the last pair; the shardings of the other operands must determine those of
+            than two operands it applies to the last pair; the other operands must determine the shardings of
             their results.
         bias: int32, in steps of lhs.scale * rhs.scale, of a shape that broadcasts against the result, for two quantized
             operands. None means 0.
         output: how the result is quantized, for two quantized operands: a `Quantizer` with a scale; a QuantizedArray
-            whose scale and zero point the result gets; or None for a float result.
+            that gives its scale and zero point to the result; or None for a float result.
 
     Returns:
-        The result, whose dimensions are the output's indices in their order: an array of floats, or with `output` a
-        QuantizedArray, whose codes are those of `dot_general`.
+        The result, with the output's indices in their order as its dimensions: an array of floats, or with `output` a
+        QuantizedArray with the codes of `dot_general`.
 
     Raises:
         TypeError: no operand is quantized, or an operand has an unsupported dtype.
@@ -92,7 +92,7 @@ def einsum(
         >>> jq.einsum("qd, kd, k", query, key, jnp.array([1.0, 0.0, 0.5]))  # only q occurs once
         Array([127.,   0.], dtype=float32)
 
-    Source: numpy.einsum; the arithmetic is that of `dot_general`.
+    Source: numpy.einsum; the arithmetic is `dot_general`'s.
 
     Cotangents: as in `dot_general`.
     """
@@ -119,15 +119,15 @@ def contract_operands(
     function: str,
     subscripts: str,
     operands: Sequence[Any],
-    precision: Any,
-    preferred: Any,
-    out_sharding: Any = None,
+    precision: lax.PrecisionLike,
+    preferred: DTypeLike | None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """Return the `einsum` of checked operands, with errors that name `function`."""
     dtypes = {x.dtype for x in operands}
     dtype = preferred or (dtypes.pop() if len(dtypes) == 1 else FLOAT32)
     labels_of_operands, out = parse_subscripts(function, subscripts, [x.ndim for x in operands])
-    sharding.find_out_partition(function, out_sharding, len(out))
+    sharding.read_out_partition(function, out_sharding, len(out))
     sizes = _match_sizes(function, subscripts, operands, labels_of_operands)
     terms = []
     for i, (x, labels) in enumerate(zip(operands, labels_of_operands, strict=True)):
@@ -143,7 +143,7 @@ def contract_operands(
     # A single operand has no contraction that could take an out_sharding.
     if len(terms) == 1 and out_sharding is not None:
         y = reshard(y, out_sharding)
-    return y if y.dtype == dtype else rounding.round_to_dtype(y.astype(jnp.float32), dtype).astype(dtype)
+    return y if y.dtype == dtype else affine.round_to_dtype(y.astype(jnp.float32), dtype).astype(dtype)
 
 
 # An eager call then finds its program by the subscripts and the shapes, and does not parse them again.
@@ -155,7 +155,7 @@ def _contract_to_codes(subscripts: str, operands: Sequence[Any], epilogue: Epilo
     """Return the einsum of two quantized operands with a bias of integers, as floats or as a QuantizedArray."""
     precision, preferred, out_sharding = statics
     labels_of_operands, out = parse_subscripts(_NAME, subscripts, [x.ndim for x in operands])
-    sharding.find_out_partition(_NAME, out_sharding, len(out))
+    sharding.read_out_partition(_NAME, out_sharding, len(out))
     sizes = _match_sizes(_NAME, subscripts, operands, labels_of_operands)
     pairs = zip(operands, labels_of_operands, strict=True)
     lhs, rhs = (_remove_repeats(_NAME, i, x, labels, sizes) for i, (x, labels) in enumerate(pairs))
@@ -184,7 +184,7 @@ class _Term(NamedTuple):
     Attributes:
         x: a QuantizedArray, or an array of floats.
         labels: one for each dimension.
-        axes: for an operand, the places of its dimensions in the caller's array; empty for an intermediate result.
+        axes: for an operand, its dimensions in the caller's array; empty for an intermediate result.
     """
 
     x: Any
@@ -198,7 +198,7 @@ class _Term(NamedTuple):
         return _Term(jnp.sum(self.x, axis=axes) if axes else self.x, kept)
 
 
-def parse_subscripts(function: str, subscripts: Any, ranks: Sequence[int]) -> tuple[list[_Labels], _Labels]:
+def parse_subscripts(function: str, subscripts: str, ranks: Sequence[int]) -> tuple[list[_Labels], _Labels]:
     """Return the labels of the dimensions of each operand and of the output; those under "..." get unused letters."""
     _check_subscripts(function, subscripts)
     _check_terms(function, subscripts.replace(" ", ""), ranks, subscripts)
@@ -213,7 +213,7 @@ def parse_subscripts(function: str, subscripts: Any, ranks: Sequence[int]) -> tu
     return [tuple(term) for term in inputs.split(",")], tuple(output)
 
 
-def _check_subscripts(function: str, subscripts: Any) -> None:
+def _check_subscripts(function: str, subscripts: object) -> None:
     """Raise ContractTypeError unless the subscripts are a string."""
     if not isinstance(subscripts, str):
         checks.refuse_type(function, "subscripts", "a string", checks.describe_value(subscripts))
@@ -254,8 +254,8 @@ def _match_sizes(
             broadcasts = label not in subscripts
             sizes[label] = n if broadcasts and known == 1 else known
             if n != sizes[label] and not (broadcasts and n == 1):
-                place = 'under "..."' if broadcasts else f"of index {label!r}"
-                expected = f"size {known} {place}, as in the operands before it"
+                index = 'under "..."' if broadcasts else f"of index {label!r}"
+                expected = f"size {known} {index}, as in the operands before it"
                 checks.refuse(function, f"operands[{i}]", expected, f"shape {x.shape}")
     # numpy's search for a path, and the backward pass of `quantized_einsum`, need a letter for every index.
     expected = f"at most {len(string.ascii_letters)} indices"
@@ -263,7 +263,9 @@ def _match_sizes(
     return sizes
 
 
-def _remove_repeats(function: str, i: int, x: Any, labels: _Labels, sizes: dict[str, int]) -> _Term:
+def _remove_repeats(
+    function: str, i: int, x: QuantizedArray | jax.Array, labels: _Labels, sizes: dict[str, int]
+) -> _Term:
     """Return an operand with distinct labels, without the dimensions of size 1 that broadcast."""
     if len(set(labels)) < len(labels):
         expected = "each index once in a quantized operand, or the operand dequantized"
@@ -287,7 +289,7 @@ def _remove_repeats(function: str, i: int, x: Any, labels: _Labels, sizes: dict[
 def _choose_path(terms: Sequence[_Term], out: _Labels, sizes: dict[str, int]) -> list[tuple[int, ...]]:
     """Return which terms are contracted at each step, as indices into a list to which each result is appended.
 
-    The order is that of numpy. opt_einsum may choose another one of several that are about equally good, and the order
+    The order is numpy's. opt_einsum may choose another one of several that are about equally good, and the order
     decides which operands are contracted in integers and how the results are rounded.
     """
     if len(terms) == 2:
@@ -312,11 +314,11 @@ class _Statics(NamedTuple):
 
     def order_out_sharding(self, labels: _Labels) -> Any:
         """Return the out_sharding of a result with these labels; a label that the output lacks is unsharded."""
-        partition = sharding.find_out_partition(self.function, self.out_sharding, len(self.out))
+        partition = sharding.read_out_partition(self.function, self.out_sharding, len(self.out))
         if partition is None:
             return None
-        places = dict(zip(self.out, partition, strict=True))
-        return sharding.set_partition(self.out_sharding, [places.get(label) for label in labels])
+        entries = dict(zip(self.out, partition, strict=True))
+        return sharding.set_partition(self.out_sharding, [entries.get(label) for label in labels])
 
 
 def _contract_path(statics: _Statics, terms: list[_Term], path: Sequence[tuple[int, ...]]) -> _Term:
@@ -368,8 +370,8 @@ def _contract_pair(
 
 
 def _list_caller_axes(lhs: _Term, rhs: _Term, contracted: Sequence[str]) -> Axes | None:
-    """Return the places of the contracted dimensions in the caller's arrays."""
-    # An intermediate result has no places in the caller's arrays. It is a float array, for which no error names a
+    """Return the contracted dimensions in the caller's arrays."""
+    # An intermediate result has no dimensions in the caller's arrays. It is a float array, for which no error names a
     # dimension.
     if not lhs.axes or not rhs.axes:
         return None

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, entry_point, recording, scale_arguments, sharding
+from .._core import checks, dtypes, entry_point, recording, sharding
 from .._core.granularity import PerTensor
-from .._kernels import accumulator, rounding
+from .._kernels import accumulator, affine
 
 
 class ScaledSpec(Protocol):
@@ -55,7 +56,7 @@ class Affine:
     zero_point: Any
     dtype: np.dtype
 
-    def make_steps(self) -> jax.Array:
+    def make_center(self) -> jax.Array:
         """Return the zero point as an int32 scalar."""
         return jnp.zeros((), jnp.int32) if self.zero_point is None else self.zero_point.astype(jnp.int32)
 
@@ -65,7 +66,7 @@ def read_output(function: str, output: Any) -> Affine:
 
     Args:
         function: the name of the public function, for errors.
-        output: a `ScaledSpec`, or a QuantizedArray whose scale and zero point the result gets.
+        output: a `ScaledSpec`, or a QuantizedArray with the scale and the zero point of the result.
     """
     if isinstance(output, QuantizedArray):
         return read_affine(function, "output", quantized_array.check_array(function, "output", output))
@@ -76,15 +77,15 @@ def read_output(function: str, output: Any) -> Affine:
     assert isinstance(spec, QuantSpec)
     check_output_spec(function, "output.spec", spec)
     checks.require(output.scale is not None, function, "output.scale", "a scale, because it is not found here", "None")
-    scale = scale_arguments.convert_float32_scale(function, "output.scale", _unwrap_scalar(output.scale))
+    scale = entry_point.convert_float32_scale(function, "output.scale", _unwrap_scalar(output.scale))
     checks.check_array(function, "output.scale", scale, (dtypes.FLOAT32,))
-    scale_arguments.check_positive_scale(function, "output.scale", scale)
+    entry_point.check_positive_scale(function, "output.scale", scale)
     zero_point = _read_zero_point(function, spec, output.zero_point)
     return Affine(_read_scalar(function, "output.scale", scale), zero_point, spec.carrier)
 
 
 def check_output_spec(function: str, argument: str, spec: QuantSpec) -> None:
-    """Raise unless runtimes have kernels whose results are quantized by a spec: 8 bits, per tensor, all codes."""
+    """Raise unless runtimes have kernels with results that a spec quantizes: 8 bits, per tensor, all codes."""
     is_known = spec.codebook is None and spec.carrier in dtypes.EIGHT_BITS
     expected = "a spec of int8 or uint8, the dtypes that integer kernels return"
     checks.require_type(is_known, function, argument, expected, spec.dtype)
@@ -105,15 +106,15 @@ def _read_zero_point(function: str, spec: QuantSpec, value: Any) -> Any:
         checks.require(fixed is not None, function, name, "a zero point, because the spec is not symmetric", "None")
         return np.asarray(fixed, spec.carrier) if fixed else None
     if type(value) is int:
-        return scale_arguments.fit_number(function, name, value, spec.carrier)
+        return entry_point.fit_number(function, name, value, spec.carrier)
     checks.check_array(function, name, value, (spec.carrier, dtypes.FLOAT32))
     if value.dtype == dtypes.FLOAT32:  # a learned zero point
-        scale_arguments.check_rounded_zero_point(function, name, value, dtypes.find_bounds(spec.carrier))
-        value = rounding.encode_steps(jnp.asarray(value), None, spec.carrier)
+        entry_point.check_rounded_zero_point(function, name, value, dtypes.read_bounds(spec.carrier))
+        value = affine.encode_steps(jnp.asarray(value), None, spec.carrier)
     return _read_scalar(function, name, value)
 
 
-def _unwrap_scalar(value: Any) -> Any:
+def _unwrap_scalar(value: object) -> Any:
     """Return the array inside an object that wraps one, and a scalar of numpy as an array."""
     value = entry_point.unwrap_array(value)
     return np.asarray(value) if isinstance(value, np.generic) else value
@@ -140,8 +141,8 @@ def read_affine(function: str, argument: str, q: QuantizedArray) -> Affine:
     return Affine(scalars[0], scalars[1], np.dtype(q.codes.dtype))
 
 
-def make_array(codes: jax.Array, affine: Affine, dtype: Any) -> QuantizedArray:
-    """Return codes with a scale and a zero point of their rank; `dtype` is that of the values."""
+def make_array(codes: jax.Array, affine: Affine, dtype: np.dtype) -> QuantizedArray:
+    """Return codes with a scale and a zero point of their rank; `dtype` is the dtype that `dequantize` returns."""
     ones = (1,) * codes.ndim
     scale, zero_point = (
         None if part is None else jnp.asarray(part).reshape(ones) for part in (affine.scale, affine.zero_point)
@@ -161,13 +162,9 @@ class Epilogue(NamedTuple):
     output: Affine | None
 
     def finish(
-        self,
-        acc: jax.Array,
-        lhs_scale: jax.Array,
-        rhs_scale: jax.Array,
-        spread: Callable[[jax.Array], jax.Array],
+        self, acc: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array, spread: Callable[[jax.Array], jax.Array],
         axis: int | None = None,
-    ) -> jax.Array:
+    ) -> jax.Array:  # fmt: skip
         """Return the codes or the float32 values of an int32 accumulator.
 
         Args:
@@ -180,8 +177,8 @@ class Epilogue(NamedTuple):
         if recording.is_recording() and self.output is not None:
             parts = (self.bias, lhs_scale, rhs_scale)
             placed = (None if p is None else accumulator.place_part(p, acc.ndim, axis) for p in parts)
-            scale, steps = jnp.asarray(self.output.scale).reshape(()), self.output.make_steps().reshape(())
-            return accumulator.requantize_product(acc, *placed, scale, steps, self.output.dtype)
+            scale, center = jnp.asarray(self.output.scale).reshape(()), self.output.make_center().reshape(())
+            return accumulator.requantize_product(acc, *placed, scale, center, self.output.dtype)
         if self.bias is not None:
             acc = acc + spread(self.bias)
         ones = (1,) * lhs_scale.ndim
@@ -194,15 +191,17 @@ class Epilogue(NamedTuple):
         if self.output is None:
             return accumulator.scale_product(acc, spread(accumulator.multiply_scales(*scales)))
         factor = spread(accumulator.compute_multiplier(*scales))
-        steps = spread(self.output.make_steps().reshape(ones))
-        return accumulator.requantize_accumulator(acc, factor, steps, self.output.dtype)
+        center = spread(self.output.make_center().reshape(ones))
+        return accumulator.requantize_accumulator(acc, factor, center, self.output.dtype)
 
     def wrap(self, y: jax.Array, dtype: Any) -> Any:
         """Return the codes of `finish` as a QuantizedArray, or its floats as they are."""
         return y if self.output is None else make_array(y, self.output, dtype)
 
 
-def read_epilogue(function: str, bias: Any, output: Any, preferred: Any, operands: tuple[Any, Any]) -> Epilogue | None:
+def read_epilogue(
+    function: str, bias: ArrayLike | None, output: object, preferred: DTypeLike | None, operands: tuple[Any, Any]
+) -> Epilogue | None:
     """Return the epilogue of a contraction, or None if there is neither a bias nor an output.
 
     Args:

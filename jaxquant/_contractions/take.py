@@ -1,4 +1,4 @@
-"""`jax.numpy.take` of a float or a quantized array, of which only the selected entries are dequantized."""
+"""`jax.numpy.take` of a float or a quantized array: only the selected entries are dequantized."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def take(
     mode: str | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
-    """Take entries of an array along an axis, and dequantize only those of a quantized one.
+    """Take entries of an array along an axis; of a quantized array, dequantize only these entries.
 
     y = q.dequantize() at `indices` along `axis`, or q itself for an array of floats: a function that looks rows up by
     `jq.take` runs on the float and on the quantized parameters.
@@ -69,7 +69,7 @@ def take(
 
     Source: `jax.numpy.take`.
 
-    Cotangent of q.scale: as in `dequantize_linear`, summed over the entries taken. Of an array of floats: that of each
+    Cotangent of q.scale: as in `dequantize_linear`, summed over the entries taken. Of an array of floats: g of each
     entry, summed over the indices that take it. Integers have no cotangent.
     """
     table: Any = check_operand(_NAME, "q", q)
@@ -85,7 +85,7 @@ def take(
     )  # fmt: skip
 
 
-def _read_index(indices: Any) -> Any:
+def _read_index(indices: object) -> Any:
     """Return an int or a numpy integer as int32, which must be able to hold it, and any other value unchanged."""
     if isinstance(indices, int) and not isinstance(indices, bool):
         bounds = np.iinfo(np.int32)
@@ -95,7 +95,9 @@ def _read_index(indices: Any) -> Any:
 
 
 @compile_entry_point(_NAME)
-def _take_floats(q: jax.Array, indices: jax.Array, *, axis: int, mode: str, out_sharding: Any) -> jax.Array:
+def _take_floats(
+    q: jax.Array, indices: jax.Array, *, axis: int, mode: str, out_sharding: NamedSharding | PartitionSpec | None
+) -> jax.Array:
     length = _check_index(q, indices, axis)
     _check_placement(q, q, indices, axis, out_sharding)
     if out_sharding is None:
@@ -107,7 +109,7 @@ def _take_floats(q: jax.Array, indices: jax.Array, *, axis: int, mode: str, out_
 @compile_entry_point(_NAME)
 def _take(
     codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, indices: jax.Array, *,
-    axis: int, mode: str, static: Any, out_sharding: Any,
+    axis: int, mode: str, static: Any, out_sharding: NamedSharding | PartitionSpec | None,
 ) -> jax.Array:  # fmt: skip
     q = QuantizedArray.tree_unflatten(static, (codes, scale, zero_point))
     length = _check_index(q, indices, axis)
@@ -137,7 +139,9 @@ def _fill_outside(entries: jax.Array, is_inside: jax.Array | None, axis: int) ->
     return jnp.where(sharding.place_like(mask, entries), entries, jnp.asarray(np.nan, entries.dtype))
 
 
-def _check_placement(q: Any, table: jax.Array, indices: jax.Array, axis: int, out_sharding: Any) -> None:
+def _check_placement(
+    q: Any, table: jax.Array, indices: jax.Array, axis: int, out_sharding: NamedSharding | PartitionSpec | None,
+) -> None:  # fmt: skip
     """Check that an out_sharding fits the result, or that the shardings of the table and of indices determine one.
 
     Args:
@@ -148,9 +152,9 @@ def _check_placement(q: Any, table: jax.Array, indices: jax.Array, axis: int, ou
         out_sharding: the sharding of the result, or None.
     """
     rank = q.ndim - 1 + indices.ndim
-    if sharding.find_out_partition(_NAME, out_sharding, rank) is not None:
+    if sharding.read_out_partition(_NAME, out_sharding, rank) is not None:
         return
-    if sharding.find_partition(table)[axis] is None and not any(sharding.find_partition(indices)):
+    if sharding.read_partition(table)[axis] is None and not any(sharding.read_partition(indices)):
         return
     operands = f"q {sharding.describe_placement(table)} and indices {sharding.describe_placement(indices)}"
     expected = f"a NamedSharding or PartitionSpec for the {rank} dimensions of the result, not determined by {operands}"

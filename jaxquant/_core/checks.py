@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from .dtypes import find_dtype, is_float6, is_known, list_names
+from .dtypes import is_float6, is_known, list_names, parse_dtype
 
 _ARRAYS = (jax.Array, np.ndarray)
 _NUMBERS = (int, float)
@@ -46,8 +46,8 @@ def format_message(function: str, argument: str, expected: str, got: object) -> 
     return f"jaxquant.{function}: {argument}: expected {expected}, got {got}"
 
 
-def _fail(error: _Error, text: str, assertion: str, *args: Any) -> None:
-    """Raise an error with the given text, whose cause is the failure of the chex assertion of this name."""
+def _fail(error: _Error, text: str, assertion: str, *args: object) -> None:
+    """Raise an error with the given text from the failure of the chex assertion of this name."""
     import chex
 
     try:
@@ -96,7 +96,7 @@ def prefix_errors(path: str) -> Iterator[None]:
 def name_errors(function: str, keep: str = "") -> Iterator[None]:
     """Name another function in the errors that are raised inside the `with` block.
 
-    A public function whose arguments are checked by another one calls it in such a block, so that an error names the
+    A public function that leaves checks to another one calls it in such a block, so that an error names the
     function that the user called.
 
     Args:
@@ -128,7 +128,7 @@ def check_same_dtype(function: str, argument: str, value: Any, dtype: np.dtype, 
         _fail(ContractTypeError, text, "assert_type", value, dtype)
 
 
-def _check_is_array(function: str, argument: str, value: Any) -> None:
+def _check_is_array(function: str, argument: str, value: object) -> None:
     if not isinstance(value, _ARRAYS):
         check_readable(function, argument, value)
         refuse_type(function, argument, "an array", type(value).__name__)
@@ -152,7 +152,7 @@ def check_axis(function: str, value: Any, rank: int, argument: str = "axis") -> 
     return int(value) % rank
 
 
-def check_integer(function: str, argument: str, value: Any) -> None:
+def check_integer(function: str, argument: str, value: object) -> None:
     """Raise ContractTypeError unless `value` is a static integer and not a bool."""
     # The exact type first: isinstance with an abstract class is slow, and an eager call makes many of these checks.
     if type(value) is int:
@@ -181,14 +181,14 @@ def check_integers(function: str, argument: str, value: Any) -> Any:
     return value
 
 
-def check_hashable(function: str, argument: str, value: Any) -> None:
+def check_hashable(function: str, argument: str, value: object) -> None:
     """Raise ContractTypeError unless `value` is hashable, as a static argument of a compiled program must be."""
     if not is_hashable(value):
         text = format_message(function, argument, "a static, hashable value", describe_value(value))
         raise ContractTypeError(text)
 
 
-def is_hashable(value: Any) -> bool:
+def is_hashable(value: object) -> bool:
     """Return whether a value, and all that it holds, has a hash."""
     try:
         hash(value)
@@ -207,7 +207,7 @@ def check_real(function: str, argument: str, value: Any) -> None:
     require(finite, function, argument, "a finite number that float32 can hold", value)
 
 
-def check_flag(function: str, argument: str, value: Any) -> None:
+def check_flag(function: str, argument: str, value: object) -> None:
     """Raise ContractTypeError unless `value` is True, False, or 0 or 1, which ONNX uses for them."""
     if value is True or value is False:
         return
@@ -215,16 +215,16 @@ def check_flag(function: str, argument: str, value: Any) -> None:
     require_type(holds, function, argument, "True or False", describe_value(value))
 
 
-def check_name(function: str, value: Any) -> None:
+def check_name(function: str, value: object) -> None:
     """Raise ContractTypeError unless `value` is None or a non-empty string."""
     holds = value is None or (isinstance(value, str) and bool(value))
     require_type(holds, function, "name", "None or a non-empty string", describe_value(value))
 
 
-def check_dtype(function: str, argument: str, value: Any, allowed: Sequence[np.dtype]) -> np.dtype:
+def check_dtype(function: str, argument: str, value: object, allowed: Sequence[np.dtype]) -> np.dtype:
     """Return the dtype that `value` names; raise ContractTypeError unless it is one of the allowed dtypes."""
     try:
-        dtype = find_dtype(value)
+        dtype = parse_dtype(value)
     except (TypeError, ValueError):  # numpy reads a tuple or a dict as fields, and raises ValueError for invalid ones
         dtype = None
     if dtype is None or dtype not in allowed:
@@ -236,23 +236,23 @@ def check_dtype(function: str, argument: str, value: Any, allowed: Sequence[np.d
     return dtype
 
 
-def check_option(function: str, argument: str, value: Any, allowed: tuple[str, ...]) -> None:
+def check_option(function: str, argument: str, value: object, allowed: tuple[str, ...]) -> None:
     """Raise ContractValueError unless `value` is one of the allowed strings."""
     if not isinstance(value, str) or value not in allowed:
         refuse(function, argument, " or ".join(repr(option) for option in allowed), repr(value))
 
 
-def is_traced(value: Any) -> bool:
+def is_traced(value: object) -> bool:
     """Return whether the elements of `value` are unknown because JAX is tracing."""
     return isinstance(value, Tracer)
 
 
-def has_dtype(value: Any, dtypes: Sequence[np.dtype]) -> bool:
+def has_dtype(value: object, dtypes: Sequence[np.dtype]) -> bool:
     """Return whether `value` has one of the dtypes; a Python number has no dtype."""
     return getattr(value, "dtype", None) in dtypes
 
 
-def describe_value(value: Any) -> object:
+def describe_value(value: object) -> object:
     """Return an object that prints as a description of a rejected value, without the elements of an array."""
     return _Description(value)
 
@@ -266,7 +266,7 @@ class _Description:
 
     __slots__ = ("_value",)
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self._value = value
 
     def __str__(self) -> str:
@@ -281,7 +281,7 @@ class _Description:
         return f"{value!r} ({type(value).__name__})"
 
 
-def check_readable(function: str, argument: str, value: Any) -> None:
+def check_readable(function: str, argument: str, value: object) -> None:
     """Raise unless `value` is None or something that JAX converts to an array without loss.
 
     Strings, objects, numpy's dates and records, masked arrays, and ints of more than 32 bits are rejected.
@@ -308,7 +308,7 @@ def check_readable(function: str, argument: str, value: Any) -> None:
     raise error(format_message(function, argument, expected, got)) from None
 
 
-def is_key(value: Any) -> bool:
+def is_key(value: object) -> bool:
     """Return whether `value` is a single key of `jax.random`, typed or raw uint32."""
     if not isinstance(value, _ARRAYS):
         return False
@@ -316,7 +316,7 @@ def is_key(value: Any) -> bool:
     return value.ndim == 0 if is_typed else value.ndim == 1 and value.dtype == np.uint32
 
 
-def check_precision(function: str, value: Any, *, has_algorithms: bool = True) -> None:
+def check_precision(function: str, value: object, *, has_algorithms: bool = True) -> None:
     """Raise ContractTypeError unless `value` is a precision that `jax.lax` accepts.
 
     A contraction of integers checks its precision too, although the precision does not change the result.

@@ -55,7 +55,7 @@ class Blocked:
     """One scale per run of `size` indices along the axis and per index of all other axes; the last run may be short.
 
     Attributes:
-        axis: an int, or a tuple of several, each of which is cut into runs of the same size; a negative one counts from
+        axis: an int, or a tuple of several, each cut into runs of the same size; a negative one counts from
             the back.
         size: the number of indices in a run.
 
@@ -149,7 +149,7 @@ class Aligned:
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """One scale per box of elements, whose `sizes` have one entry for each dimension. The last boxes may be short."""
+    """One scale per box of elements. `sizes` has one entry for each dimension; the last boxes may be short."""
 
     sizes: tuple[int, ...]
 
@@ -160,14 +160,14 @@ class Groups:
         # Broadcast [blocks, ...] to [blocks, size, ...], merge the pairs of dimensions, and cut off a short last box.
         interleaved = tuple(n for pair in zip(scale.shape, sizes, strict=True) for n in pair)
         merged = tuple(length * size for length, size in zip(scale.shape, sizes, strict=True))
-        places = tuple(range(0, 2 * scale.ndim, 2))
+        dimensions = tuple(range(0, 2 * scale.ndim, 2))
         if not sharding.is_placed(like):
-            repeated = lax.broadcast_in_dim(sharding.place_whole(scale), interleaved, places).reshape(merged)
+            repeated = lax.broadcast_in_dim(sharding.place_whole(scale), interleaved, dimensions).reshape(merged)
             return lax.slice(repeated, (0,) * like.ndim, like.shape)
-        # JAX cannot infer the sharding of the reshape. Where each device has whole boxes, it stays that of `like`.
+        # JAX cannot infer the sharding of the reshape. Where each device has whole boxes, it is `like.sharding`.
         mesh, kept = jax.typeof(like).sharding.mesh, sharding.match_whole_runs(like, scale.shape, sizes)
         scale = reshard(scale, NamedSharding(mesh, PartitionSpec(*kept)))
-        repeated = lax.broadcast_in_dim(scale, interleaved, places)
+        repeated = lax.broadcast_in_dim(scale, interleaved, dimensions)
         repeated = lax.reshape(repeated, merged, out_sharding=NamedSharding(mesh, PartitionSpec(*kept)))
         return sharding.place_like(lax.slice(repeated, (0,) * like.ndim, like.shape), like)
 
@@ -176,7 +176,7 @@ Granularity = PerTensor | PerAxis | Blocked | Groups | Aligned
 Choice = PerTensor | PerAxis | Blocked | PerToken | PerFeature  # the granularities that a user can choose
 
 
-def find_scale_shape(function: str, granularity: Choice, shape: tuple[int, ...]) -> tuple[int, ...]:
+def derive_scale_shape(function: str, granularity: Choice, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape, of x's rank, that a scale of this granularity has for an x of the given shape."""
     if isinstance(granularity, PerTensor):
         return (1,) * len(shape)
@@ -250,7 +250,7 @@ def check_matching(function: str, argument: str, zero_point: jax.Array, scale: j
         checks.check_shape(function, argument, zero_point, scale.shape, reason)
 
 
-def find_slices(function: str, axis: int | None, shape: tuple[int, ...]) -> Granularity:
+def resolve_axis(function: str, axis: int | None, shape: tuple[int, ...]) -> Granularity:
     """Return the granularity that an operator's argument `axis` means if the operator computes the scale itself."""
     return PerTensor() if axis is None else PerAxis(checks.check_axis(function, axis, len(shape)))
 

@@ -21,10 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
+from jax.typing import ArrayLike
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _recording = jax.make_user_context(None)
-# The place of an array among the arguments of a mark.
+# Stands for an array among the arguments of a mark.
 OPERAND = "<operand>"
 
 
@@ -68,16 +69,16 @@ class Mark:
     batch: Callable[..., Any] | None
 
     def bind_arguments(self, operands: Sequence[Any]) -> dict[str, Any]:
-        """Return all arguments by name, with the operands in their places."""
+        """Return all arguments by name, with the operands."""
         rest = iter(operands)
         return {name: next(rest) if value is OPERAND else value for name, value in self.arguments}
 
-    def run_arithmetic(self, *operands: Any) -> list[Any]:
+    def run_arithmetic(self, *operands: jax.Array) -> list[Any]:
         """Return the results of the arithmetic, in which marks of a lower level may occur."""
         results = self.function(**self.bind_arguments(operands))
         return [results] if self.is_single else list(results)
 
-    def evaluate(self, *operands: Any) -> list[Any]:
+    def evaluate(self, *operands: ArrayLike) -> list[Any]:
         """Return the results of known operands, computed as any other program computes them."""
         arrays = [_read_known(x) for x in operands]
         with pause():
@@ -85,7 +86,7 @@ class Mark:
             return list(compiled(*arrays))
 
 
-def _read_known(x: Any) -> Any:
+def _read_known(x: ArrayLike) -> Any:
     """Return an array as numpy holds it, on no device, if it can; `jnp.asarray` would trace it within a trace."""
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return x
@@ -117,7 +118,7 @@ def _make_primitive() -> Any:
     return primitive
 
 
-def _infer(*operands: Any, mark: Mark) -> list[Any]:
+def _infer(*operands: object, mark: Mark) -> list[Any]:
     del operands
     return [ShapedArray(shape, dtype) for shape, dtype in mark.results]
 
@@ -139,8 +140,8 @@ def _batch(operands: Sequence[Any], dimensions: Sequence[Any], *, mark: Mark) ->
     return results, [0] * len(results)
 
 
-def map_elements(*_: Any, **__: Any) -> None:
-    """Stand for the rule of operations whose operands and result have the same shape, element by element."""
+def map_elements(*_: object, **__: object) -> None:
+    """Stand for the rule of element-wise operations: operands and result have the same shape."""
 
 
 def _batch_elements(operands: Sequence[Any], axes: Sequence[int | None], mark: Mark) -> tuple[Any, Any]:
@@ -155,7 +156,7 @@ def _batch_elements(operands: Sequence[Any], axes: Sequence[int | None], mark: M
 
 
 def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, mark: Mark) -> tuple[Any, Any]:
-    """Return the results and their derivatives, which are those of the arithmetic."""
+    """Return the results and their derivatives, by differentiating the arithmetic."""
     zeros = [ad.instantiate_zeros(tangent) for tangent in tangents]
     return jax.jvp(mark.run_arithmetic, tuple(primals), tuple(zeros))
 
@@ -170,7 +171,7 @@ def mark(name: str, find_results: Callable[..., Any], batch: Callable[..., Any] 
         find_results: takes the arguments of a call by their names, and returns the shape and the dtype of the result,
             or a list of such pairs if the operation returns a tuple. Shapes may be symbolic, so JAX is not asked.
         batch: takes a dict that says which operand is mapped, along its first dimension, and the arguments by name;
-            returns the mapped results, or None for those of the arithmetic.
+            returns the mapped results, or None to map the arithmetic.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -189,7 +190,10 @@ def mark(name: str, find_results: Callable[..., Any], batch: Callable[..., Any] 
     return decorate
 
 
-def _bind(name: str, function: Any, find_results: Any, batch: Any, arguments: dict[str, Any]) -> Any:
+def _bind(
+    name: str, function: Callable[..., Any], find_results: Callable[..., Any], batch: Callable[..., Any] | None,
+    arguments: dict[str, Any],
+) -> Any:  # fmt: skip
     results = find_results(**arguments)
     is_single = not isinstance(results, list)
     is_array = {key: isinstance(value, jax.Array | np.ndarray | np.generic) for key, value in arguments.items()}

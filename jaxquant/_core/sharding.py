@@ -34,7 +34,7 @@ def place_whole(value: jax.Array) -> jax.Array:
     return reshard(value, NamedSharding(mesh, PartitionSpec(*(None,) * value.ndim)))
 
 
-def find_partition(value: jax.Array) -> tuple[Any, ...]:
+def read_partition(value: jax.Array) -> tuple[Any, ...]:
     """Return the mesh axes over which the type of `value` shards each dimension; None for an unsharded dimension."""
     spec = jax.typeof(value).sharding.spec
     return (*spec, *(None,) * (value.ndim - len(spec)))  # a PartitionSpec may leave out the last dimensions
@@ -42,12 +42,12 @@ def find_partition(value: jax.Array) -> tuple[Any, ...]:
 
 def gather_axes(value: jax.Array, axes: Sequence[int]) -> jax.Array:
     """Return `value` with the dimensions `axes` unsharded if JAX tracks shardings in types; otherwise unchanged."""
-    partition = find_partition(value)
+    partition = read_partition(value)
     if all(partition[a] is None for a in axes):
         return value
     mesh = jax.typeof(value).sharding.mesh
-    places = (None if dimension in axes else place for dimension, place in enumerate(partition))
-    return reshard(value, NamedSharding(mesh, PartitionSpec(*places)))
+    entries = (None if dimension in axes else entry for dimension, entry in enumerate(partition))
+    return reshard(value, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
 def split_into_runs(value: jax.Array, counts: Sequence[int], sizes: Sequence[int]) -> jax.Array:
@@ -56,7 +56,7 @@ def split_into_runs(value: jax.Array, counts: Sequence[int], sizes: Sequence[int
     With explicit mesh axes, JAX cannot infer the sharding. A dimension stays sharded where each device has whole runs.
 
     Args:
-        value: an array whose dimensions are counts[i] * sizes[i].
+        value: an array of the shape counts[i] * sizes[i].
         counts: the number of runs of each dimension.
         sizes: their lengths.
     """
@@ -64,8 +64,8 @@ def split_into_runs(value: jax.Array, counts: Sequence[int], sizes: Sequence[int
     if not is_placed(value):
         return value.reshape(shape)
     kept = match_whole_runs(value, counts, sizes)
-    value = gather_axes(value, [axis for axis, place in enumerate(kept) if place is None])
-    spec = PartitionSpec(*(entry for place in kept for entry in (place, None)))
+    value = gather_axes(value, [axis for axis, entry in enumerate(kept) if entry is None])
+    spec = PartitionSpec(*(names for entry in kept for names in (entry, None)))
     return lax.reshape(value, shape, out_sharding=NamedSharding(jax.typeof(value).sharding.mesh, spec))
 
 
@@ -73,14 +73,14 @@ def match_whole_runs(like: jax.Array, counts: Sequence[int], sizes: Sequence[int
     """Return the mesh axes of each dimension of a placed array; None where a device does not have whole runs of it."""
     lengths = jax.typeof(like).sharding.mesh.shape
     kept = []
-    for place, count, size, length in zip(find_partition(like), counts, sizes, like.shape, strict=True):
-        names = () if place is None else place if isinstance(place, tuple) else (place,)
+    for entry, count, size, length in zip(read_partition(like), counts, sizes, like.shape, strict=True):
+        names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
         is_whole = count * size == length and count % math.prod(lengths[name] for name in names) == 0
-        kept.append(place if is_whole else None)
+        kept.append(entry if is_whole else None)
     return tuple(kept)
 
 
-def check_out_sharding(function: str, out_sharding: Any) -> None:
+def check_out_sharding(function: str, out_sharding: object) -> None:
     """Raise unless JAX accepts a value as out_sharding.
 
     This check must run before the value becomes a key of the cache of compiled programs, which has to hash it.
@@ -97,7 +97,9 @@ def check_out_sharding(function: str, out_sharding: Any) -> None:
         checks.require(has_mesh, function, "out_sharding", expected, out_sharding)
 
 
-def find_out_partition(function: str, out_sharding: Any, rank: int) -> tuple[Any, ...] | None:
+def read_out_partition(
+    function: str, out_sharding: NamedSharding | PartitionSpec | None, rank: int
+) -> tuple[Any, ...] | None:
     """Return the mesh axes of an out_sharding, one entry for each dimension of the result; raise if it does not fit."""
     if out_sharding is None:
         return None
@@ -108,7 +110,7 @@ def find_out_partition(function: str, out_sharding: Any, rank: int) -> tuple[Any
     return (*spec, *(None,) * (rank - len(spec)))
 
 
-def set_partition(out_sharding: Any, partition: Sequence[Any] | None) -> Any:
+def set_partition(out_sharding: NamedSharding | PartitionSpec | None, partition: Sequence[Any] | None) -> Any:
     """Return an out_sharding on the same mesh with these entries, for an intermediate result."""
     if partition is None:
         return None
@@ -116,14 +118,14 @@ def set_partition(out_sharding: Any, partition: Sequence[Any] | None) -> Any:
     return NamedSharding(out_sharding.mesh, spec) if isinstance(out_sharding, NamedSharding) else spec
 
 
-def find_placement(value: jax.Array) -> PartitionSpec:
+def read_placement(value: jax.Array) -> PartitionSpec:
     """Return the sharding in the type of `value`, for errors."""
-    return PartitionSpec(*find_partition(value))
+    return PartitionSpec(*read_partition(value))
 
 
 def describe_placement(value: jax.Array) -> str:
     """Return a text with the dtype, the shape and the sharding of an array, for errors."""
-    return f"{value.dtype}{list(value.shape)} sharded as {find_placement(value)}"
+    return f"{value.dtype}{list(value.shape)} sharded as {read_placement(value)}"
 
 
 def vary_like(value: jax.Array, like: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from .._core import recording, sharding
-from . import barriers, division, rounding
+from . import affine, barriers
 
 # Floats.
 
@@ -70,7 +70,7 @@ def sum_over_blocks(contract: Callable[[Any], jax.Array], blocks: Any) -> jax.Ar
 
     Args:
         contract: returns the scaled product of one block, float32.
-        blocks: a pytree of arrays whose first dimension counts the blocks, one block or more.
+        blocks: a pytree of arrays; their first dimension counts the blocks, one or more.
     """
     first, rest = (jax.tree.map(lambda stack, run=run: stack[run], blocks) for run in (0, slice(1, None)))
     # The sum starts from the first term and not from an array of zeros, because under shard_map the carry of the loop
@@ -94,7 +94,7 @@ def compute_multiplier(a_scale: jax.Array, b_scale: jax.Array, y_scale: jax.Arra
     shape = lax.broadcast_shapes(a.shape, b.shape, y.shape)
     a, b, y = (jnp.broadcast_to(s, shape) for s in (a, b, y))
     # XLA must not rewrite a * b / y: the integers depend on this order.
-    return division.divide(barriers.round_result(a * b), y)
+    return affine.divide(barriers.round_result(a * b), y)
 
 
 def requantize_accumulator(acc: jax.Array, scale: jax.Array, zero_point: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -108,13 +108,13 @@ def requantize_accumulator(acc: jax.Array, scale: jax.Array, zero_point: jax.Arr
     """
     most = barriers.MOST_ALONE
     value = barriers.round_result(acc.astype(jnp.float32) * scale, most)
-    return rounding.encode_steps(value, zero_point, dtype, most=most)
+    return affine.encode_steps(value, zero_point, dtype, most=most)
 
 
 @recording.mark("requantize", lambda acc, dtype, **_: (acc.shape, dtype))
 def requantize_product(
-    acc: jax.Array, bias: Any, a_scale: jax.Array, b_scale: jax.Array, y_scale: jax.Array, y_steps: jax.Array,
-    dtype: np.dtype,
+    acc: jax.Array, bias: jax.Array | None, a_scale: jax.Array, b_scale: jax.Array, y_scale: jax.Array,
+    y_center: jax.Array, dtype: np.dtype,
 ) -> jax.Array:  # fmt: skip
     """Return the codes of an int32 product, as an exporter records them.
 
@@ -124,15 +124,15 @@ def requantize_product(
         a_scale: float32, of acc's rank or a scalar.
         b_scale: float32, of acc's rank or a scalar.
         y_scale: float32, of acc's rank or a scalar.
-        y_steps: the int32 zero point of the result, of acc's rank or a scalar.
+        y_center: the int32 zero point of the result, of acc's rank or a scalar.
         dtype: int8 or uint8.
     """
     ones = (1,) * acc.ndim
     scales = (s.reshape(ones) if s.ndim == 0 else s for s in (a_scale, b_scale, y_scale))
     factor = jnp.broadcast_to(compute_multiplier(*scales), acc.shape)
-    steps = jnp.broadcast_to(y_steps.reshape(ones) if y_steps.ndim == 0 else y_steps, acc.shape)
+    center = jnp.broadcast_to(y_center.reshape(ones) if y_center.ndim == 0 else y_center, acc.shape)
     acc = acc if bias is None else acc + jnp.broadcast_to(bias, acc.shape)
-    return requantize_accumulator(acc, factor, steps, dtype)
+    return requantize_accumulator(acc, factor, center, dtype)
 
 
 def place_part(part: jax.Array, rank: int, axis: int | None) -> jax.Array:

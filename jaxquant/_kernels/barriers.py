@@ -1,9 +1,9 @@
-"""Identity functions that keep XLA from merging, reordering or overlapping operations."""
+"""Identity functions that keep XLA from merging, reordering or overlapping operations, and branches by platform."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -81,7 +81,7 @@ def _make_false(like: jax.Array, axes: list[int]) -> jax.Array:
     return sharding.place_like(lax.lt(total, zero), like)
 
 
-def _derive_same(value: jax.Array, **_: Any) -> tuple[tuple[int, ...], np.dtype]:
+def _derive_same(value: jax.Array, **_: object) -> tuple[tuple[int, ...], np.dtype]:
     return value.shape, value.dtype
 
 
@@ -91,14 +91,14 @@ def round_result(result: jax.Array, most: int = MOST_SPLIT) -> jax.Array:
 
     XLA contracts a multiplication and a following addition into one fused operation, whether the addition is part of
     the same operator or of the user's code. With jax 0.10 it also folds two consecutive additions of constants into
-    one. Either way it rounds once where a runtime rounds twice. `most` is that of `split_small_fusion`.
+    one. Either way it rounds once where a runtime rounds twice. `most` is as in `split_small_fusion`.
     """
     return _hide_rounding(result, most)
 
 
 @recording.mark("keep", _derive_same, recording.map_elements)
 def _hide_rounding(value: jax.Array, most: int) -> jax.Array:
-    # The bits of every float, read as a signed integer, are at most those of the default NaN (0x7FC00000); only NaNs
+    # The bits of every float, read as a signed integer, are at most the default NaN's (0x7FC00000); only NaNs
     # with other payloads are larger. The minimum therefore changes no number and keeps every NaN a NaN. The compiler
     # does not know that, and it cannot contract float operations across an integer one. A split alone would not do:
     # jax 0.10's XLA removes the barrier before it forms the fusions.
@@ -179,7 +179,7 @@ def compute_once(values: Any) -> Any:
 def wait_for(value: jax.Array, predecessor: jax.Array) -> jax.Array:
     """Return an integer array unchanged, and make XLA:CPU compute `predecessor` before it.
 
-    This orders the chunks of a computation whose intermediate results should stay in the cache. Without the order
+    This orders the chunks of a computation, so that intermediate results stay in the cache. Without the order
     XLA:CPU computes the intermediate results of all chunks before it uses the first, which has then left the cache.
     A loop would order them too, but XLA:CPU runs element-wise work in the body of a loop on one thread.
     """
@@ -226,3 +226,31 @@ def transpose_in_memory(x: jax.Array, permutation: Sequence[int]) -> jax.Array:
     if not is_moving(permutation, x.shape):
         return lax.reshape(x, tuple(x.shape[axis] for axis in permutation))
     return pin_layout(lax.transpose(x, tuple(permutation)))
+
+
+# Branches by the platform that a program is compiled for. These are for callers outside of `_kernels`.
+
+
+def choose_on_cpu(on_cpu: Callable[..., Any], elsewhere: Callable[..., Any], *operands: Any) -> Any:
+    """Return `on_cpu(*operands)` in a program for a CPU, and `elsewhere(*operands)` in any other.
+
+    Both return the same values. Use it where one form of a computation suits the caches and the threads of a CPU, and
+    another one suits processors that run all of it at once. The choice is made when the program is lowered, so that a
+    program that is exported for several platforms holds all of them.
+    """
+    return lax.platform_dependent(*operands, cpu=on_cpu, default=elsewhere)
+
+
+def run_branch(
+    platforms: Sequence[Sequence[str] | None], branches: Sequence[Callable[..., Any]], *operands: Any
+) -> Any:
+    """Return the result of the branch for the platform; None among the platforms marks the branch for all others.
+
+    This repeats a `jax.lax.platform_dependent` of a traced program. Only the branch of the platform is compiled: a
+    kernel of another one would raise an error.
+    """
+    named: Mapping[str, Callable[..., Any]] = {
+        name: branch for names, branch in zip(platforms, branches, strict=True) for name in names or ()
+    }
+    default = next((branch for names, branch in zip(platforms, branches, strict=True) if names is None), None)
+    return lax.platform_dependent(*operands, default=default, **named)

@@ -23,7 +23,7 @@ from jax.custom_batching import custom_vmap
 
 from .._core import dtypes, granularity, recording, sharding
 from . import barriers, signed_codes
-from .matrix_product import batch_all, contract_integers, make_ones
+from .contraction import batch_all, contract_integers, make_ones
 
 # A depthwise convolution slices x at most this many times, once for each element of the kernel.
 MOST_SLICES = 64
@@ -39,7 +39,7 @@ _FEW_PIXELS = 16
 # constants, which XLA transposes when it compiles. With 196 pixels, 256 x 256 take 0.9, and 1.1 as constants.
 _MANY_FEATURES = 4
 
-Steps = jax.Array | None
+Center = jax.Array | None
 
 
 class Geometry(NamedTuple):
@@ -77,7 +77,7 @@ class ConvolutionPlan(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The static attributes of a convolution whose x is already padded.
+    """The static attributes of a convolution of an x that is already padded.
 
     Attributes:
         channels_last: whether the channels are the last dimension of x, and not its second.
@@ -97,7 +97,7 @@ class Window(NamedTuple):
 
 
 def arrange_layout(
-    lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, plan: ConvolutionPlan,
+    lhs: jax.Array, rhs: jax.Array, lhs_center: jax.Array | None, rhs_center: jax.Array | None, plan: ConvolutionPlan,
     epilogue: Callable[[jax.Array, int], jax.Array],
 ) -> jax.Array:  # fmt: skip
     """Return the convolution of two operands of any layout, with an epilogue, in the output layout of the plan."""
@@ -118,7 +118,7 @@ def arrange_layout(
         return lax.transpose(epilogue(jnp.zeros(empty.shape, jnp.int32), 1), out)
     features_last = numbers.rhs_spec[:2] == (rhs.ndim - 1, rhs.ndim - 2)
     x, w = signed_codes.convert_to_signed(x), signed_codes.convert_to_signed(w)
-    return convolve_planned(x, w, lhs_steps, rhs_steps, geometry, is_last, epilogue, out, features_last=features_last)
+    return convolve_planned(x, w, lhs_center, rhs_center, geometry, is_last, epilogue, out, features_last=features_last)
 
 
 def _unpack_narrow(lhs: jax.Array, rhs: jax.Array, numbers: lax.ConvDimensionNumbers) -> tuple[jax.Array, jax.Array]:
@@ -138,8 +138,8 @@ def _unpack_narrow(lhs: jax.Array, rhs: jax.Array, numbers: lax.ConvDimensionNum
 def convolve_planned(
     x: jax.Array,
     w: jax.Array,
-    x_steps: jax.Array | None,
-    w_steps: jax.Array | None,
+    x_center: jax.Array | None,
+    w_center: jax.Array | None,
     geometry: Geometry,
     channels_last: bool,
     epilogue: Callable[[jax.Array, int], jax.Array],
@@ -151,24 +151,24 @@ def convolve_planned(
     Args:
         x: int8 [N, C, *spatial].
         w: int8 [O, C / groups, *kernel].
-        x_steps: int32 scalar, or None for 0.
-        w_steps: int32 scalar or [O], or None for 0.
+        x_center: int32 scalar, or None for 0.
+        w_center: int32 scalar or [O], or None for 0.
         geometry: Static.
-        channels_last: Static. Whether x is the transpose of an array whose channels are last in memory.
+        channels_last: Static. Whether x is the transpose of an array with its channels last in memory.
         epilogue: a function of the int32 accumulator and the axis of its features. It runs before the transpose to the
             caller's layout, which costs less if the epilogue has narrowed the result.
         out: Static. The permutation from [N, O, *spatial] to the caller's layout, or None for that layout itself.
-        features_last: Static. Whether w is the transpose of an array whose features are last in memory.
+        features_last: Static. Whether w is the transpose of an array with its features last in memory.
     """
     if recording.is_recording():
-        acc = epilogue(_convolve_recorded(x, w, x_steps, w_steps, geometry), 1)
+        acc = epilogue(_convolve_recorded(x, w, x_center, w_center, geometry), 1)
         return acc if out is None else lax.transpose(acc, tuple(out))
     # Pad with the zero point, so that the padding is 0 after its subtraction.
     config = [(0, 0, 0), (0, 0, 0)]
     for (low, high), dilation in zip(geometry.padding, geometry.lhs_dilation, strict=True):
         config.append((low, high, dilation - 1))
     if any(entry != (0, 0, 0) for entry in config):
-        fill = jnp.zeros((), jnp.int8) if x_steps is None else x_steps.reshape(()).astype(jnp.int8)
+        fill = jnp.zeros((), jnp.int8) if x_center is None else x_center.reshape(()).astype(jnp.int8)
         x = lax.pad(x, fill, config)
     window = Window(channels_last, "", geometry.strides, geometry.rhs_dilation, geometry.groups, features_last)
     if 0 in x.shape or 0 in w.shape:  # the sums have no terms
@@ -176,7 +176,7 @@ def convolve_planned(
         acc = epilogue(jnp.zeros((x.shape[0], w.shape[0], *positions), jnp.int32), 1)
         return acc if out is None else lax.transpose(acc, tuple(out))
     if sharding.is_placed(x) or sharding.is_placed(w):
-        acc = epilogue(_place_output(x, w, x_steps, w_steps, geometry), 1)
+        acc = epilogue(_place_output(x, w, x_center, w_center, geometry), 1)
         return acc if out is None else lax.transpose(acc, tuple(out))
     window = choose_window(x.shape, w.shape, window, channels_last=channels_last)
     rank = x.ndim
@@ -188,9 +188,9 @@ def convolve_planned(
             if channels_last
             else barriers.transpose_in_memory(x, to_back)
         )
-    x_steps = None if x_steps is None else x_steps.reshape(1, 1)
-    w_steps = None if w_steps is None else w_steps.reshape(-1)
-    acc = convolve(x, w, x_steps, w_steps, window)
+    x_center = None if x_center is None else x_center.reshape(1, 1)
+    w_center = None if w_center is None else w_center.reshape(-1)
+    acc = convolve(x, w, x_center, w_center, window)
     result = epilogue(acc, rank - 1 if window.channels_last else 1)
     # Combine two permutations into one: from the kernel's layout to [N, O, *spatial], and from there to the caller's.
     to_front = (0, rank - 1, *range(1, rank - 1)) if window.channels_last else tuple(range(rank))
@@ -200,7 +200,7 @@ def convolve_planned(
     return _restore_layout(result, permutation)
 
 
-def _derive_recorded_shape(x: jax.Array, w: jax.Array, geometry: Geometry, **_: Any) -> tuple[tuple[int, ...], Any]:
+def _derive_recorded_shape(x: jax.Array, w: jax.Array, geometry: Geometry, **_: object) -> tuple[tuple[int, ...], Any]:
     lengths = []
     for n, kernel, stride, pads, x_step, w_step in zip(x.shape[2:], w.shape[2:], *geometry[:4], strict=True):
         padded = (n - 1) * x_step + 1 + sum(pads)
@@ -209,28 +209,36 @@ def _derive_recorded_shape(x: jax.Array, w: jax.Array, geometry: Geometry, **_: 
 
 
 def _batch_convolution(
-    mapped: dict[str, bool], x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geometry: Geometry
-) -> jax.Array | None:
+    mapped: dict[str, bool], x: jax.Array, w: jax.Array, x_center: jax.Array | None, w_center: jax.Array | None,
+    geometry: Geometry,
+) -> jax.Array | None:  # fmt: skip
     """Return the convolution of one more batch of images, or None if anything else is mapped."""
     if not mapped["x"] or sum(mapped.values()) > 1:
         return None
-    y = _convolve_recorded(x.reshape(-1, *x.shape[2:]), w, x_steps, w_steps, geometry)
+    y = _convolve_recorded(x.reshape(-1, *x.shape[2:]), w, x_center, w_center, geometry)
     return y.reshape(*x.shape[:2], *y.shape[1:])
 
 
 @recording.mark("convolve", _derive_recorded_shape, _batch_convolution)
-def _convolve_recorded(x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geometry: Geometry) -> jax.Array:
+def _convolve_recorded(
+    x: jax.Array, w: jax.Array, x_center: jax.Array | None, w_center: jax.Array | None, geometry: Geometry
+) -> jax.Array:
     """Return the int32 convolution of codes of any dtype, with their zero points."""
     with recording.pause():
-        (x, x_steps), (w, w_steps) = signed_codes.shift_recorded(x, x_steps), signed_codes.shift_recorded(w, w_steps)
+        (x, x_center), (w, w_center) = (
+            signed_codes.shift_recorded(x, x_center),
+            signed_codes.shift_recorded(w, w_center),
+        )
         x, w = signed_codes.convert_to_signed(x), signed_codes.convert_to_signed(w)
-        return convolve_planned(x, w, x_steps, w_steps, geometry, False, lambda acc, _: acc)
+        return convolve_planned(x, w, x_center, w_center, geometry, False, lambda acc, _: acc)
 
 
-def _place_output(x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geometry: Geometry) -> jax.Array:
-    """Return the convolution of operands whose shardings JAX tracks in types, computed by `jax.lax`.
+def _place_output(
+    x: jax.Array, w: jax.Array, x_center: jax.Array | None, w_center: jax.Array | None, geometry: Geometry
+) -> jax.Array:
+    """Return the convolution of operands with shardings in their types, computed by `jax.lax`.
 
-    The forms below need reshapes whose shardings JAX cannot infer.
+    JAX cannot infer the shardings of the reshapes in the forms below.
     """
     convolve = functools.partial(
         lax.conv_general_dilated, x, window_strides=geometry.strides, padding="VALID",
@@ -239,14 +247,14 @@ def _place_output(x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geomet
     acc = convolve(w)
     expand = granularity.PerAxis(1).expand
     sums = jnp.sum(w, axis=tuple(range(1, w.ndim)), dtype=jnp.int32)
-    if w_steps is not None:
+    if w_center is not None:
         # The zero points of the kernel are multiplied by the sums over patches of x: a convolution with ones.
-        steps = jnp.broadcast_to(w_steps.reshape(-1), sums.shape)
-        sums = sums - np.int32(w[0].size) * steps
-        acc = acc - convolve(jnp.ones_like(w)) * expand(steps, acc)
-    if x_steps is None:
+        center = jnp.broadcast_to(w_center.reshape(-1), sums.shape)
+        sums = sums - np.int32(w[0].size) * center
+        acc = acc - convolve(jnp.ones_like(w)) * expand(center, acc)
+    if x_center is None:
         return acc
-    return acc - expand(jnp.broadcast_to(x_steps.reshape(1), sums.shape) * sums, acc)
+    return acc - expand(jnp.broadcast_to(x_center.reshape(1), sums.shape) * sums, acc)
 
 
 def _restore_layout(result: jax.Array, permutation: Sequence[int]) -> jax.Array:
@@ -307,20 +315,20 @@ def choose_window(x_shape: tuple[int, ...], w_shape: tuple[int, ...], window: Wi
     return window._replace(form="direct", channels_last=True)
 
 
-def convolve(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps, window: Window) -> jax.Array:
-    """Return the convolution of x - x_steps with w - w_steps, modulo 2**32.
+def convolve(x: jax.Array, w: jax.Array, x_center: Center, w_center: Center, window: Window) -> jax.Array:
+    """Return the convolution of x - x_center with w - w_center, modulo 2**32.
 
     Args:
-        x: int8 [N, C, *spatial], or [N, *spatial, C] if channels are last; padded with x_steps.
+        x: int8 [N, C, *spatial], or [N, *spatial, C] if channels are last; padded with x_center.
         w: int8 [O, C / groups, *kernel].
-        x_steps: int32 [N or 1, groups or 1], or None for 0.
-        w_steps: int32 [O or 1], or None for 0.
+        x_center: int32 [N or 1, groups or 1], or None for 0.
+        w_center: int32 [O or 1], or None for 0.
         window: Static.
 
     Returns:
         int32 in x's layout, with O channels.
     """
-    return _make_batchable(window)(x, w, x_steps, w_steps)
+    return _make_batchable(window)(x, w, x_center, w_center)
 
 
 # Cached by the window, because JAX reuses a trace only for the same function object.
@@ -331,19 +339,21 @@ def _make_batchable(window: Window) -> Any:
     return function
 
 
-def _convolve(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps, *, window: Window) -> jax.Array:
+def _convolve(x: jax.Array, w: jax.Array, x_center: Center, w_center: Center, *, window: Window) -> jax.Array:
     forms = {
         "products": _sum_shifted_products, "patches": _extract_patches, "rows": _contract_rows,
         "direct": _convolve_direct,
     }  # fmt: skip
     # No GPU library convolves int8 into int32. Every backend other than a CPU therefore contracts patches.
     if window.form != "direct":  # one form for every backend
-        return forms[window.form](x, w, x_steps, w_steps, window=window)
+        return forms[window.form](x, w, x_center, w_center, window=window)
     cpu, default = (functools.partial(forms[form], window=window) for form in ("direct", "patches"))
-    return lax.platform_dependent(x, w, x_steps, w_steps, cpu=cpu, default=default)
+    return lax.platform_dependent(x, w, x_center, w_center, cpu=cpu, default=default)
 
 
-def _sum_shifted_products(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps, *, window: Window) -> jax.Array:
+def _sum_shifted_products(
+    x: jax.Array, w: jax.Array, x_center: Center, w_center: Center, *, window: Window
+) -> jax.Array:
     """Return a depthwise convolution as the sum of products of shifted x with one weight per channel.
 
     XLA:CPU runs a grouped convolution with one channel per group many times slower. The products are int32, because a
@@ -351,7 +361,7 @@ def _sum_shifted_products(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: S
     """
     axes, features, channels = list_spatial(x, window), w.shape[0], window.groups
     out = derive_out_shape(tuple(x.shape[a] for a in axes), w.shape[2:], window)
-    steps = lax.platform_dependent(w, w_steps, cpu=_center_kernel_by_contraction, default=_center_kernel)
+    steps = lax.platform_dependent(w, w_center, cpu=_center_kernel_by_contraction, default=_center_kernel)
     multiplier = features // channels
     acc: Any = None
     for position in itertools.product(*(range(k) for k in w.shape[2:])):
@@ -360,19 +370,19 @@ def _sum_shifted_products(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: S
         term = shifted * _align_features(steps[position], shifted.shape, window)
         acc = term if acc is None else acc + term
     assert acc is not None
-    if x_steps is None:
+    if x_center is None:
         return acc
     sums = jnp.sum(steps, axis=tuple(range(steps.ndim - 1)), dtype=jnp.int32)
-    return acc - _compute_correction(x_steps, sums, acc.shape, window)
+    return acc - _compute_correction(x_center, sums, acc.shape, window)
 
 
-def _center_kernel(w: jax.Array, w_steps: Steps) -> jax.Array:
+def _center_kernel(w: jax.Array, w_center: Center) -> jax.Array:
     """Return int8 [O, 1, *kernel] minus its zero points, as int32 [*kernel, O]."""
     steps = jnp.moveaxis(w[:, 0], 0, -1).astype(jnp.int32)
-    return steps if w_steps is None else steps - jnp.broadcast_to(w_steps, steps.shape)
+    return steps if w_center is None else steps - jnp.broadcast_to(w_center, steps.shape)
 
 
-def _center_kernel_by_contraction(w: jax.Array, w_steps: Steps) -> jax.Array:
+def _center_kernel_by_contraction(w: jax.Array, w_center: Center) -> jax.Array:
     """Return the same as `_center_kernel`, computed by a contraction.
 
     XLA:CPU fuses element-wise work on the weights with the products, whatever barriers are between them. It then
@@ -382,8 +392,8 @@ def _center_kernel_by_contraction(w: jax.Array, w_steps: Steps) -> jax.Array:
     # too, they are appended to the rows of weights, and a column of -1 to the identity.
     features, positions = w.shape[0], math.prod(w.shape[2:])
     rows, selection = w.reshape(features, positions), np.eye(positions, dtype=np.int8)
-    if w_steps is not None:
-        points = jnp.broadcast_to(w_steps.astype(jnp.int8), (features,))
+    if w_center is not None:
+        points = jnp.broadcast_to(w_center.astype(jnp.int8), (features,))
         rows = lax.concatenate([rows, points[:, None]], 1)
         selection = np.concatenate([selection, np.full((positions, 1), -1, np.int8)], 1)
     steps = lax.dot_general(jnp.asarray(selection), rows, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
@@ -395,8 +405,10 @@ def _repeat_channels(x: jax.Array, axis: int, times: int) -> jax.Array:
     if times == 1:
         return x
     wide = (*x.shape[: axis + 1], times, *x.shape[axis + 1 :])
-    places = tuple(a if a <= axis else a + 1 for a in range(x.ndim))
-    return lax.broadcast_in_dim(x, wide, places).reshape(*x.shape[:axis], x.shape[axis] * times, *x.shape[axis + 1 :])
+    dimensions = tuple(a if a <= axis else a + 1 for a in range(x.ndim))
+    return lax.broadcast_in_dim(x, wide, dimensions).reshape(
+        *x.shape[:axis], x.shape[axis] * times, *x.shape[axis + 1 :]
+    )
 
 
 def _align_features(value: jax.Array, shape: tuple[int, ...], window: Window) -> jax.Array:
@@ -405,11 +417,11 @@ def _align_features(value: jax.Array, shape: tuple[int, ...], window: Window) ->
     return lax.broadcast_in_dim(value, shape, (axis,))
 
 
-def _compute_correction(x_steps: jax.Array, sums: jax.Array, shape: tuple[int, ...], window: Window) -> jax.Array:
-    """Return x_steps times the sum over each feature's kernel, in the accumulator's shape."""
+def _compute_correction(x_center: jax.Array, sums: jax.Array, shape: tuple[int, ...], window: Window) -> jax.Array:
+    """Return x_center times the sum over each feature's kernel, in the accumulator's shape."""
     axis = len(shape) - 1 if window.channels_last else 1
-    features, images = shape[axis], x_steps.shape[0]
-    per_group = jnp.broadcast_to(x_steps, (images, window.groups))
+    features, images = shape[axis], x_center.shape[0]
+    per_group = jnp.broadcast_to(x_center, (images, window.groups))
     per_feature = _repeat_channels(per_group, 1, features // window.groups)
     product = per_feature * jnp.broadcast_to(sums, per_feature.shape)
     if images == 1:
@@ -417,7 +429,7 @@ def _compute_correction(x_steps: jax.Array, sums: jax.Array, shape: tuple[int, .
     return lax.broadcast_in_dim(product, shape, (0, axis))
 
 
-def _extract_patches(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps, *, window: Window) -> jax.Array:
+def _extract_patches(x: jax.Array, w: jax.Array, x_center: Center, w_center: Center, *, window: Window) -> jax.Array:
     """Return the convolution as a contraction of the weights with the patches of x.
 
     With channels last the patches are the rows of the left operand, with channels first the columns of the right one.
@@ -437,8 +449,8 @@ def _extract_patches(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps,
         weights = barriers.transpose_in_memory(w, order).reshape(1, *shape)
         # The barriers here and below keep XLA from fusing the gathering into the contraction.
         rows = lax.optimization_barrier(patches).reshape(1, -1, length)
-        steps = _spread_steps(x_steps, w_steps, math.prod(out))
-        acc = contract_integers(rows, weights, *steps, transposed=not is_last)
+        centers = _spread_centers(x_center, w_center, math.prod(out))
+        acc = contract_integers(rows, weights, *centers, transposed=not is_last)
         return acc.reshape(images, *out, features)
     weights = barriers.transpose_in_memory(w, (0, *positions, 1)).reshape(features, length)
     batch = images * groups
@@ -447,43 +459,45 @@ def _extract_patches(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps,
         weights.reshape(groups, -1, length), (images, groups, features // groups, length), (1, 2, 3)
     )
     left = lax.optimization_barrier(repeated.reshape(batch, -1, length))
-    left_steps = w_steps if w_steps is None else _group_steps(w_steps, images, groups)
-    right_steps = None
-    if x_steps is not None:
-        right_steps = x_steps if x_steps.size == 1 else jnp.broadcast_to(x_steps, (images, groups)).reshape(batch, 1)
-    acc = contract_integers(left, columns, left_steps, right_steps, transposed=False)
+    left_center = w_center if w_center is None else _group_centers(w_center, images, groups)
+    right_center = None
+    if x_center is not None:
+        right_center = (
+            x_center if x_center.size == 1 else jnp.broadcast_to(x_center, (images, groups)).reshape(batch, 1)
+        )
+    acc = contract_integers(left, columns, left_center, right_center, transposed=False)
     return acc.reshape(images, features, *out)
 
 
-def _contract_rows(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps, *, window: Window) -> jax.Array:
+def _contract_rows(x: jax.Array, w: jax.Array, x_center: Center, w_center: Center, *, window: Window) -> jax.Array:
     """Return the convolution as a contraction of the patches of x, as rows, with the weights in their own order."""
     images, features, length = x.shape[0], w.shape[0], math.prod(w.shape[1:])
     patches, out = gather_patches(x, w.shape[2:], window)
     # XLA:CPU has a fast kernel for a transpose that is not fused with anything. The pins separate both transposes.
     columns = barriers.pin_layout(patches.reshape(images, length, -1))
     rows = barriers.transpose_in_memory(columns, (0, 2, 1)).reshape(1, -1, length)
-    steps = _spread_steps(x_steps, w_steps, math.prod(out))
-    acc = contract_integers(rows, w.reshape(1, features, length), *steps, transposed=True)
+    centers = _spread_centers(x_center, w_center, math.prod(out))
+    acc = contract_integers(rows, w.reshape(1, features, length), *centers, transposed=True)
     acc = barriers.pin_layout(acc.reshape(images, -1, features))
     return barriers.transpose_in_memory(acc, (0, 2, 1)).reshape(images, features, *out)
 
 
-def _spread_steps(x_steps: Steps, w_steps: Steps, pixels: int) -> tuple[Steps, Steps]:
+def _spread_centers(x_center: Center, w_center: Center, pixels: int) -> tuple[Center, Center]:
     """Return the zero points of patches as rows, [1, 1 or rows], and of features as columns, [1, 1 or O]."""
-    if x_steps is not None:
-        x_steps = x_steps.reshape(1, -1) if x_steps.shape[0] == 1 else _repeat_channels(x_steps.T, 1, pixels)
-    return x_steps, None if w_steps is None else w_steps.reshape(1, -1)
+    if x_center is not None:
+        x_center = x_center.reshape(1, -1) if x_center.shape[0] == 1 else _repeat_channels(x_center.T, 1, pixels)
+    return x_center, None if w_center is None else w_center.reshape(1, -1)
 
 
-def _group_steps(w_steps: jax.Array, images: int, groups: int) -> jax.Array:
+def _group_centers(w_center: jax.Array, images: int, groups: int) -> jax.Array:
     """Return the kernel's zero points as [images * groups, features / groups], or [1, 1] if there is only one."""
-    if w_steps.size == 1:
-        return w_steps.reshape(1, 1)
-    grouped = w_steps.reshape(groups, -1)
+    if w_center.size == 1:
+        return w_center.reshape(1, 1)
+    grouped = w_center.reshape(groups, -1)
     return lax.broadcast_in_dim(grouped, (images, *grouped.shape), (1, 2)).reshape(images * groups, -1)
 
 
-def _convolve_direct(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps, *, window: Window) -> jax.Array:
+def _convolve_direct(x: jax.Array, w: jax.Array, x_center: Center, w_center: Center, *, window: Window) -> jax.Array:
     """Return the convolution by XLA's kernel, corrected for the zero points.
 
     The zero points of the kernel are multiplied by the sums over patches of x, which are convolutions of x with ones.
@@ -491,18 +505,18 @@ def _convolve_direct(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps,
     flat, filters, planar = _make_planar(x, w, window)
     acc = _convolve_planes(flat, filters, planar)
     features, length = w.shape[0], math.prod(w.shape[1:])
-    if w_steps is not None:
-        w_steps = jnp.broadcast_to(w_steps, (features,))
+    if w_center is not None:
+        w_center = jnp.broadcast_to(w_center, (features,))
         # One feature of ones per group is enough, but XLA:CPU does not use its kernel for so few. More of them cost
         # less than leaving the kernel; only the first of each group is used.
         copies = (8 if filters.shape[1] > _NARROW else _NARROW + 8) if window.groups == 1 else 1
         ones = jnp.ones((window.groups * copies, *filters.shape[1:]), jnp.int8)
         patch_sums = lax.slice_in_dim(_convolve_planes(flat, ones, planar), 0, None, copies, 3)
         repeated = _repeat_channels(patch_sums, 3, acc.shape[3] // window.groups)
-        acc = acc - repeated * _align_features(w_steps, acc.shape, planar)
+        acc = acc - repeated * _align_features(w_center, acc.shape, planar)
     out = derive_out_shape(tuple(x.shape[a] for a in list_spatial(x, window)), w.shape[2:], window)
     acc = acc.reshape(x.shape[0], *out, features)
-    if x_steps is None:
+    if x_center is None:
         return acc
     # The sums over each kernel are a contraction with ones, which XLA:CPU runs faster than a reduction of int8. It
     # reads the weights in the caller's order; there is no barrier around them, so that XLA computes the sums of
@@ -513,8 +527,8 @@ def _convolve_direct(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps,
         kernels = w.reshape(1, features, length)
     ones = make_ones(1, length)
     sums = contract_integers(ones, kernels, None, None, transposed=not window.features_last)[0, 0]
-    sums = sums if w_steps is None else sums - np.int32(length) * w_steps
-    return acc - _compute_correction(x_steps, sums, acc.shape, window)
+    sums = sums if w_center is None else sums - np.int32(length) * w_center
+    return acc - _compute_correction(x_center, sums, acc.shape, window)
 
 
 def _make_planar(x: jax.Array, w: jax.Array, window: Window) -> tuple[jax.Array, jax.Array, Window]:
@@ -552,48 +566,52 @@ def _convolve_planes(x: jax.Array, w: jax.Array, window: Window) -> jax.Array:
     )  # fmt: skip
 
 
-def _convolve_under_vmap(window: Window, size: int, batched: Any, *operands: Any) -> tuple[jax.Array, bool]:
+def _convolve_under_vmap(
+    window: Window, size: int, batched: Sequence[bool], *operands: jax.Array | None
+) -> tuple[jax.Array, bool]:
     """Return the convolution of operands under vmap, as one larger convolution.
 
     If only x has the mapped axis, the axis becomes more images. Otherwise it becomes more groups of channels.
     """
     if not batched[1] and not batched[3]:
         return _fold_into_images(window, size, batched, *operands), True
-    x, w, x_steps, w_steps = batch_all(size, batched, operands)
+    x, w, x_center, w_center = batch_all(size, batched, operands)
     channel = x.ndim - 1 if window.channels_last else 2
     groups = jnp.moveaxis(x, 0, channel - 1)
     merged = groups.reshape(*groups.shape[: channel - 1], -1, *groups.shape[channel + 1 :])
-    if x_steps is not None:
-        wide = jnp.broadcast_to(x_steps, (*x_steps.shape[:2], window.groups))
-        x_steps = jnp.swapaxes(wide, 0, 1).reshape(wide.shape[1], -1)
-    if w_steps is not None:
-        w_steps = jnp.broadcast_to(w_steps, (size, w.shape[1])).reshape(-1)
+    if x_center is not None:
+        wide = jnp.broadcast_to(x_center, (*x_center.shape[:2], window.groups))
+        x_center = jnp.swapaxes(wide, 0, 1).reshape(wide.shape[1], -1)
+    if w_center is not None:
+        w_center = jnp.broadcast_to(w_center, (size, w.shape[1])).reshape(-1)
     wider = window._replace(groups=window.groups * size)
     filters = w.reshape(-1, *w.shape[2:])
     spatial = merged.shape[1:-1] if window.channels_last else merged.shape[2:]
     wider = choose_window((merged.shape[0], 0, *spatial), filters.shape, wider, channels_last=window.channels_last)
     # With more groups another form may be the fastest, which may have another layout.
     arranged = _swap_between(merged, window.channels_last, wider.channels_last)
-    acc = convolve(arranged, filters, x_steps, w_steps, wider)
+    acc = convolve(arranged, filters, x_center, w_center, wider)
     acc = _swap_between(acc, wider.channels_last, window.channels_last)
     split = acc.reshape(*acc.shape[: channel - 1], size, -1, *acc.shape[channel:])
     return jnp.moveaxis(split, channel - 1, 0), True
 
 
-def _fold_into_images(window: Window, size: int, batched: Any, x: Any, w: Any, x_steps: Any, w_steps: Any) -> jax.Array:
+def _fold_into_images(
+    window: Window, size: int, batched: Sequence[bool], x: Any, w: Any, x_center: Any, w_center: jax.Array | None,
+) -> jax.Array:  # fmt: skip
     """Return the convolution under vmap with the mapped axis as more images."""
     x = x if batched[0] else jnp.broadcast_to(x, (size, *x.shape))
     if batched[2]:
-        wide = jnp.broadcast_to(x_steps, (size, x.shape[1], x_steps.shape[2]))
-        x_steps = wide.reshape(-1, x_steps.shape[2])
-    elif x_steps is not None and x_steps.shape[0] > 1:
-        x_steps = jnp.tile(x_steps, (size, 1))
-    acc = convolve(x.reshape(-1, *x.shape[2:]), w, x_steps, w_steps, window)
+        wide = jnp.broadcast_to(x_center, (size, x.shape[1], x_center.shape[2]))
+        x_center = wide.reshape(-1, x_center.shape[2])
+    elif x_center is not None and x_center.shape[0] > 1:
+        x_center = jnp.tile(x_center, (size, 1))
+    acc = convolve(x.reshape(-1, *x.shape[2:]), w, x_center, w_center, window)
     return acc.reshape(size, -1, *acc.shape[1:])
 
 
 def _swap_between(x: jax.Array, from_last: bool, to_last: bool) -> jax.Array:
-    """Return x with its channels moved to the other place if the two layouts differ."""
+    """Return x with its channels moved to the other end if the two layouts differ."""
     if from_last == to_last:
         return x
     to_front = (0, x.ndim - 1, *range(1, x.ndim - 1))
@@ -615,7 +633,9 @@ def list_spatial(x: jax.Array, window: Window) -> tuple[int, ...]:
     return tuple(range(1, x.ndim - 1)) if window.channels_last else tuple(range(2, x.ndim))
 
 
-def slice_position(x: jax.Array, axes: Any, position: Any, window: Window, out: Any, start: int = 0) -> jax.Array:
+def slice_position(
+    x: jax.Array, axes: Sequence[int], position: Sequence[int], window: Window, out: Sequence[int], start: int = 0
+) -> jax.Array:
     """Return, for every output position, the element of x that one element of the kernel is multiplied with.
 
     Args:
@@ -645,17 +665,17 @@ def gather_patches(x: jax.Array, kernel: tuple[int, ...], window: Window) -> tup
         spatial = x.shape[2:]
         x = x.reshape(x.shape[0], window.groups, -1, *spatial)
         axes = tuple(a + 1 for a in axes)
-    place = x.ndim - 1 if window.channels_last else 3 if window.form == "rows" else 2
+    axis = x.ndim - 1 if window.channels_last else 3 if window.form == "rows" else 2
     # One dimension of the kernel after the other: the number of slices is then the sum of the kernel's lengths instead
     # of their product. XLA:CPU fuses a stack of few slices into one loop, and compiles a loop for each slice of a large
     # stack. The additional copies take less time than the larger number of slices.
     for i in reversed(range(len(kernel))):
         slices = [slice_position(x, (axes[i],), (p,), window, out, i) for p in range(kernel[i])]
-        x = jnp.stack(slices, axis=place) if len(slices) > 1 else lax.expand_dims(slices[0], (place,))
+        x = jnp.stack(slices, axis=axis) if len(slices) > 1 else lax.expand_dims(slices[0], (axis,))
         if i < len(kernel) - 1:  # merge with the kernel positions of the later dimensions, which vary faster
-            x = lax.collapse(x, place, place + 2)
+            x = lax.collapse(x, axis, axis + 2)
         else:
-            axes = tuple(a if a < place else a + 1 for a in axes)
+            axes = tuple(a if a < axis else a + 1 for a in axes)
         # Without a barrier XLA fuses the stacks and computes all slices again.
         x = lax.optimization_barrier(x) if len(slices) > 1 else x
     return x, out

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from .._core import granularity, recording, sharding
-from . import barriers
+from . import affine, barriers
 
 _ZERO = np.int32(0)  # the key of 0
 _INFINITY = np.int32(0x7F800000)  # the key of infinity; its complement is the key of -infinity
@@ -45,19 +45,19 @@ class _Measure(NamedTuple):
     starts: tuple[np.int32, ...]
 
 
-def _batch_extremes(_: Any, x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> Any:
-    return find_extremes(x, (x.shape[0], *shape), block_size)
+def _batch_extremes(_: object, x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> Any:
+    return compute_extremes(x, (x.shape[0], *shape), block_size)
 
 
 @recording.mark("extremes", lambda shape, **_: [(shape, jnp.float32)] * 2, _batch_extremes)
-def find_extremes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> tuple[jax.Array, jax.Array]:
+def compute_extremes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> tuple[jax.Array, jax.Array]:
     """Return the least and the largest value of each slice, bit for bit.
 
     Both are NaN for a slice that contains a NaN. A slice without elements gives (inf, -inf).
 
     Args:
         x: float32, float16 or bfloat16.
-        shape: Static. The shape of the ranges, of x's rank: each dimension is that of x, 1, or the number of blocks.
+        shape: Static. The shape of the ranges, of x's rank: each dimension is `x.shape[i]`, 1, or the number of blocks.
         block_size: Static. The length of a block; the last one may be short. None if all blocks are equally long.
 
     Returns:
@@ -69,8 +69,8 @@ def find_extremes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) 
 def compute_magnitudes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> jax.Array:
     """Return the bits of the largest magnitude of each slice, as int32, without the dimensions of 1 of the given shape.
 
-    They are those of a NaN if the slice has one, and 0 for a slice without elements. The arguments are those of
-    `find_extremes`.
+    They are the bits of a NaN if the slice has one, and 0 for a slice without elements. The arguments are as in
+    `compute_extremes`.
     """
     (bits,) = _reduce_slices(x, shape, block_size, _MAGNITUDES)
     return bits.reshape(_drop_units(shape))
@@ -81,9 +81,9 @@ def compute_signed_extremes(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (min(x, -0), max(x, 0), bits) of each slice, in the given shape without its dimensions of 1.
 
-    The bits are those of the larger magnitude of the two, as int32. If a slice has a NaN, they are those of a NaN, and
-    at least one of the other results is a NaN. A slice without elements gives (-0, 0, 0). The arguments are those of
-    `find_extremes`.
+    The bits are max(abs(low), abs(high)) read as int32. If a slice has a NaN, they are the bits of a NaN, and
+    at least one of the other results is a NaN. A slice without elements gives (-0, 0, 0). The arguments are as in
+    `compute_extremes`.
     """
     kept = _drop_units(shape)
     low, high, bits = _include_zero(*(end.reshape(kept) for end in _reduce_slices(x, shape, block_size, _ENDS)))
@@ -95,7 +95,7 @@ def _list_kept_lengths(x: jax.Array, axes: tuple[int, ...]) -> list[Any]:
     return [(tuple(n for axis, n in enumerate(x.shape) if axis not in axes), jnp.float32)] * 2
 
 
-def _batch_min_max(_: Any, x: jax.Array, axes: tuple[int, ...]) -> Any:
+def _batch_min_max(_: object, x: jax.Array, axes: tuple[int, ...]) -> Any:
     return compute_min_max(x, tuple(axis + 1 for axis in axes))
 
 
@@ -108,7 +108,9 @@ def compute_min_max(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax
     return decode_ends(lax.min(low, _ZERO), lax.max(high, _ZERO))
 
 
-def count_members(x: Any, shape: tuple[int, ...], block_size: int | None) -> np.ndarray:
+def count_members(
+    x: jax.Array | np.ndarray | jax.ShapeDtypeStruct, shape: tuple[int, ...], block_size: int | None
+) -> np.ndarray:
     """Return how many elements each slice has, as int64 of the given shape; the last blocks may be short."""
     counts = np.ones(shape, np.int64)
     for axis, (size, length) in enumerate(zip(derive_slice_sizes(x, shape, block_size), x.shape, strict=True)):
@@ -117,7 +119,9 @@ def count_members(x: Any, shape: tuple[int, ...], block_size: int | None) -> np.
     return counts
 
 
-def derive_slice_sizes(x: Any, shape: tuple[int, ...], block_size: int | None) -> tuple[int, ...]:
+def derive_slice_sizes(
+    x: jax.Array | np.ndarray | jax.ShapeDtypeStruct, shape: tuple[int, ...], block_size: int | None
+) -> tuple[int, ...]:
     """Return how many indices of each dimension of x share an entry of an array of the given shape."""
     sizes = granularity.Aligned(block_size).sizes(shape, x.shape)
     assert sizes is not None
@@ -127,29 +131,10 @@ def derive_slice_sizes(x: Any, shape: tuple[int, ...], block_size: int | None) -
 # Keys.
 
 
-def encode_order(x: jax.Array) -> jax.Array:
-    """Return int32 keys that sort as the floats do, with a NaN of negative sign below all numbers, any other above."""
-    # Operations of the caller, such as a bias and an activation, are a fusion of their own if there are few elements.
-    values = lax.convert_element_type(lax.stop_gradient(x), jnp.float32)
-    alone = barriers.split_small_fusion(values, barriers.MOST_ALONE)
-    return _flip_negative(lax.bitcast_convert_type(alone, jnp.int32))
-
-
-def decode_order(keys: jax.Array) -> jax.Array:
-    """Return the float32 values that `encode_order` maps to these keys."""
-    return lax.bitcast_convert_type(_flip_negative(keys), jnp.float32)
-
-
 def _encode_magnitude(x: jax.Array) -> jax.Array:
     """Return the bits of the magnitudes of floats, which sort as the magnitudes do, with a NaN above all numbers."""
     values = lax.convert_element_type(lax.stop_gradient(x), jnp.float32)
     return lax.bitwise_and(lax.bitcast_convert_type(values, jnp.int32), _MAGNITUDE)
-
-
-def _flip_negative(bits: jax.Array) -> jax.Array:
-    """Return the keys of the bits of floats, or the bits of such keys: the mapping is its own inverse."""
-    sign = lax.shift_right_arithmetic(bits, np.int32(31))
-    return lax.bitwise_xor(bits, lax.bitwise_and(sign, _MAGNITUDE))
 
 
 def _include_zero(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -163,10 +148,10 @@ def decode_ends(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the floats of the least and the largest keys, both NaN where a NaN was among them."""
     has_nan = lax.bitwise_or(lax.lt(low, ~_INFINITY), lax.gt(high, _INFINITY))
     nan = lax.full_like(low, np.nan, jnp.float32)
-    return lax.select(has_nan, nan, decode_order(low)), lax.select(has_nan, nan, decode_order(high))
+    return lax.select(has_nan, nan, affine.decode_order(low)), lax.select(has_nan, nan, affine.decode_order(high))
 
 
-_ENDS = _Measure(encode_order, (lax.min, lax.max), (lax.reduce_min, lax.reduce_max), (_INFINITY, ~_INFINITY))
+_ENDS = _Measure(affine.encode_order, (lax.min, lax.max), (lax.reduce_min, lax.reduce_max), (_INFINITY, ~_INFINITY))
 _MAGNITUDES = _Measure(_encode_magnitude, (lax.max,), (lax.reduce_max,), (_ZERO,))
 
 
@@ -195,7 +180,7 @@ def _reduce_slices(x: jax.Array, shape: tuple[int, ...], block_size: int | None,
 def _reduce_blocks(
     x: jax.Array, shape: tuple[int, ...], block_size: int | None, axis: int, size: int, measure: _Measure
 ) -> _Keys:
-    """Return the keys of an x whose `axis` is cut into blocks.
+    """Return the keys of x, with `axis` cut into blocks.
 
     The full blocks become a dimension of their own, and a short last block is reduced separately. Padding it instead
     would copy x twice, because the minimum and the maximum need different fill values.
@@ -232,7 +217,7 @@ def _reduce_keys(x: jax.Array, axes: tuple[int, ...], measure: _Measure) -> _Key
 
 
 def _reduce_each(keys: jax.Array, axes: tuple[int, ...], measure: _Measure) -> _Keys:
-    # This is for arrays whose sharding is part of their type: JAX has sharding rules for these reductions, and it
+    # This is for arrays with their sharding in their type: JAX has sharding rules for these reductions, and it
     # cannot merge sharded dimensions.
     return tuple(reduce(keys, axes) for reduce in measure.reductions)
 
@@ -242,7 +227,7 @@ def _reduce_together(x: jax.Array, axes: tuple[int, ...], measure: _Measure) -> 
     # reads x once, with vector instructions, and computes x in the same loop. The loop would be scalar if it found one
     # end or the magnitude alone, if it reduced floats, or if x were flattened.
     # Of few elements, the keys and their reduction are one fusion each.
-    keys = barriers.split_small_fusion(encode_order(x), barriers.MOST_ALONE)
+    keys = barriers.split_small_fusion(affine.encode_order(x), barriers.MOST_ALONE)
     low, high = lax.reduce((keys, keys), (_INFINITY, ~_INFINITY), _merge_ends, axes)
     return (low, high) if measure is _ENDS else _include_zero(low, high)[2:]
 
@@ -258,7 +243,7 @@ def _merge_neighbors(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, tu
     return merged, tuple(i for i, (is_reduced, _) in enumerate(groups) if is_reduced)
 
 
-def _merge_ends(a: Any, b: Any) -> _Keys:
+def _merge_ends(a: _Keys, b: _Keys) -> _Keys:
     return lax.min(a[0], b[0]), lax.max(a[1], b[1])
 
 
@@ -272,7 +257,7 @@ def _fold_rows(x: jax.Array, axes: tuple[int, ...], measure: _Measure) -> _Keys:
     table = x.reshape(before, rows // joined, joined * after)
     rows_per_step = min(_UNROLLED, table.shape[1])
 
-    def read_rows(i: Any, kept: _Keys) -> _Keys:
+    def read_rows(i: jax.Array, kept: _Keys) -> _Keys:
         # In the last step dynamic_slice may move back and read some rows again, which changes no extreme.
         keys = measure.encode(lax.dynamic_slice_in_dim(table, i * rows_per_step, rows_per_step, axis=1))
         for j in range(rows_per_step):

@@ -4,7 +4,7 @@ Current jaxlib stores several such codes in a byte on a CPU. XLA's own conversio
 the other if the result has them in the same order. There are two ways around it:
 
 - Whole bytes, or words of eight codes, are read or written by `lax.bitcast_convert_type`, and shifted. For this the
-  reader must shift itself, as `scaled_rows` does; arrays of less than 2**16 codes are converted by XLA, because the
+  reader must shift itself, as `float_rows` does; arrays of less than 2**16 codes are converted by XLA, because the
   bytes need a loop of their own.
 - The even and the odd columns, or every fourth column, are converted as planes: XLA vectorizes the conversion of every
   second code. A contraction of each plane takes less time than one of all codes, if the planes are joined, or added,
@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,17 +25,20 @@ from jax import lax
 
 from .._core import dtypes, sharding
 
+if TYPE_CHECKING:
+    pass
+
 # Below this number of codes, XLA's own conversion costs less than an additional loop.
 _LARGE = 2**16
 
 
 def count_per_byte(codes: jax.Array, dtype: np.dtype | None = None) -> int:
-    """Return how many codes of a dtype, or of that of the codes, a byte holds along the last dimension.
+    """Return how many codes a byte holds along the last dimension, of `dtype` or else of `codes.dtype`.
 
     It is 1 if a byte holds codes of different rows, or cannot be read as a whole.
     """
     dtype = np.dtype(codes.dtype) if dtype is None else dtype
-    width = dtypes.find_width(dtype)
+    width = dtypes.count_packed_bits(dtype)
     if width >= 8 or dtype not in dtypes.INTEGERS or not codes.ndim or sharding.is_placed(codes):
         return 1
     length = codes.shape[-1]
@@ -50,23 +53,23 @@ def read_bytes(codes: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], codes.shape[-1] // count, count), jnp.uint8)
 
 
-def read_plane(stored: jax.Array, dtype: np.dtype, place: int, count: int) -> jax.Array:
-    """Return the codes of one place in their bytes, as int32.
+def read_plane(stored: jax.Array, dtype: np.dtype, position: int, count: int) -> jax.Array:
+    """Return the codes at one position in their bytes, as int32.
 
     Args:
         stored: what `read_bytes` returns, or a part of it.
         dtype: the dtype of the codes.
-        place: the place in a byte; the codes `place`, `place + count`, ... of the last dimension are returned.
+        position: in a byte; the codes `position`, `position + count`, ... of the last dimension are returned.
         count: what `count_per_byte` returns.
     """
     wide = stored.astype(jnp.int32)
     if count == 1:
         return wide
     width = 8 // count
-    if dtypes.find_bounds(dtype)[0] == 0:
-        return lax.shift_right_logical(wide, np.int32(place * width)) & np.int32(2**width - 1)
+    if dtypes.read_bounds(dtype)[0] == 0:
+        return lax.shift_right_logical(wide, np.int32(position * width)) & np.int32(2**width - 1)
     # A shift to the left and back extends the sign.
-    raised = lax.shift_left(wide, np.int32(32 - (place + 1) * width))
+    raised = lax.shift_left(wide, np.int32(32 - (position + 1) * width))
     return lax.shift_right_arithmetic(raised, np.int32(32 - width))
 
 
@@ -78,17 +81,17 @@ def read_words(codes: jax.Array) -> jax.Array | None:
 
 
 def read_lane(words: jax.Array, dtype: np.dtype, first_bit: jax.Array) -> jax.Array:
-    """Return the codes whose lowest bits are at these places of uint32 words, as int32.
+    """Return, as int32, the codes that begin at these bits of uint32 words.
 
     Args:
         words: uint32.
         dtype: the dtype of the codes, of less than 8 bits.
         first_bit: int32, of the shape of `words`.
     """
-    width, wide = dtypes.find_width(dtype), words.astype(jnp.int32)
+    width, wide = dtypes.count_packed_bits(dtype), words.astype(jnp.int32)
     # A shift to the left and back removes the other bits and extends the sign.
     raised = lax.shift_left(wide, np.int32(32 - width) - first_bit)
-    is_signed = dtypes.find_bounds(dtype)[0] < 0
+    is_signed = dtypes.read_bounds(dtype)[0] < 0
     return (lax.shift_right_arithmetic if is_signed else lax.shift_right_logical)(raised, np.int32(32 - width))
 
 
@@ -105,12 +108,12 @@ def _pack_bytes(codes: jax.Array, *, dtype: np.dtype) -> jax.Array:
     count = count_per_byte(codes, dtype)
     width, group = 8 // count, {2: np.uint16, 4: np.uint32}[count]
     grouped = codes.reshape(*codes.shape[:-1], codes.shape[-1] // count, count)
-    # The mask keeps the low bits of each byte. Each shift then moves the bits of a byte next to those of the one below
-    # it, and the narrowing conversion keeps the lowest byte, which has received the bits of all others.
-    masks = sum((2**width - 1) << (8 * place) for place in range(count))
+    # The mask keeps the low bits of each byte. Each shift then moves the bits of a byte next to the bits of the
+    # one below it, and the narrowing conversion keeps the lowest byte, which has received the bits of all others.
+    masks = sum((2**width - 1) << (8 * position) for position in range(count))
     packed = lax.bitcast_convert_type(grouped, group) & group(masks)
     packed = functools.reduce(
-        lax.bitwise_or, [lax.shift_right_logical(packed, group((8 - width) * place)) for place in range(count)]
+        lax.bitwise_or, [lax.shift_right_logical(packed, group((8 - width) * position)) for position in range(count)]
     )
     # The barrier separates the shifts, which XLA vectorizes, from the way in which it stores narrow codes.
     stored = lax.optimization_barrier(lax.convert_element_type(packed, jnp.uint8))
@@ -120,14 +123,14 @@ def _pack_bytes(codes: jax.Array, *, dtype: np.dtype) -> jax.Array:
 # Planes.
 
 
-def count_column_planes(codes: jax.Array, *entries: Any) -> int:
+def count_column_planes(codes: jax.Array, *entries: jax.Array | None) -> int:
     """Return how many planes an array has, or 1 if it is not cut into planes.
 
     Args:
         codes: codes of any dtype and shape.
         entries: arrays of the rank of the codes, or None: their scale and zero point.
     """
-    width = dtypes.find_width(codes.dtype)
+    width = dtypes.count_packed_bits(codes.dtype)
     if codes.dtype not in dtypes.INTEGERS or width >= 8 or codes.ndim == 0 or sharding.is_placed(codes):
         return 1
     count, length = 8 // width, codes.shape[-1]
@@ -138,7 +141,7 @@ def count_column_planes(codes: jax.Array, *entries: Any) -> int:
     return count if is_uniform else 1
 
 
-def take_plane(part: Any, plane: int, count: int) -> Any:
+def take_plane(part: jax.Array | None, plane: int, count: int) -> Any:
     """Return the columns `plane`, `plane + count`, ... of an array; one column, or None, belongs to every plane."""
     return part if part is None or part.shape[-1] == 1 else part[..., plane::count]
 
@@ -149,23 +152,23 @@ def take_code_plane(codes: jax.Array, plane: int, count: int) -> jax.Array:
 
 
 def join_planes(results: list[jax.Array], axis: int) -> jax.Array:
-    """Return arrays whose elements alternate along one axis as one array."""
+    """Return one array in which the elements of several arrays alternate along an axis."""
     first = results[0].shape
     shape = (*first[:axis], first[axis] * len(results), *first[axis + 1 :])
     return jnp.stack(results, axis=axis + 1).reshape(shape)
 
 
-def is_faster_in_planes(operands: Sequence[jax.Array], steps: Sequence[Any], roles: Sequence[Any], side: int) -> bool:
+def is_faster_in_planes(operands: Sequence[jax.Array], centers: Sequence[Any], roles: Sequence[Any], side: int) -> bool:
     """Return whether a contraction of integers takes less time if one operand is cut into planes.
 
     Args:
         operands: lhs and rhs.
-        steps: their zero points, scalars or of the operands' rank, or None.
+        centers: their zero points, scalars or of the operands' rank, or None.
         roles: their `Role`s.
         side: 0 for lhs, 1 for rhs.
     """
     codes, role = operands[side], roles[side]
-    entries = [part for part in (steps[side],) if part is not None and part.ndim]
+    entries = [part for part in (centers[side],) if part is not None and part.ndim]
     if count_column_planes(codes, *entries) == 1 or codes.ndim - 1 in role.batch:
         return False
     sizes = [operands[1 - side].shape[axis] for axis in roles[1 - side].free]
@@ -175,35 +178,35 @@ def is_faster_in_planes(operands: Sequence[jax.Array], steps: Sequence[Any], rol
 
 
 def contract_planes(
-    lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, *, contract: Callable[..., jax.Array],
+    lhs: jax.Array, rhs: jax.Array, lhs_center: Any, rhs_center: Any, *, contract: Callable[..., jax.Array],
     left: Any, right: Any, side: int,
 ) -> jax.Array:  # fmt: skip
-    """Return the int32 contraction of two operands, of which one is cut into planes.
+    """Return the int32 contraction of two operands, one of them cut into planes.
 
     Args:
         lhs: int8, or codes of 2 or 4 bits.
         rhs: the same.
-        lhs_steps: int32, a scalar or of lhs's rank, or None for 0.
-        rhs_steps: int32, a scalar or of rhs's rank, or None for 0.
-        contract: returns the contraction of operands like these; for example those of one plane.
+        lhs_center: int32, a scalar or of lhs's rank, or None for 0.
+        rhs_center: int32, a scalar or of rhs's rank, or None for 0.
+        contract: returns the contraction of operands like these, for example of one plane.
         left: the `Role` of each dimension of lhs.
         right: the `Role` of each dimension of rhs.
         side: 0 if lhs is cut, 1 if rhs is.
     """
-    operands, steps, roles = [lhs, rhs], [lhs_steps, rhs_steps], (left, right)
+    operands, centers, roles = [lhs, rhs], [lhs_center, rhs_center], (left, right)
     codes, role = operands[side], roles[side]
     count, last = count_column_planes(codes), codes.ndim - 1
     is_summed = last in role.contracted
     axis = roles[1 - side].contracted[role.contracted.index(last)] if is_summed else None
     results = []
     for plane in range(count):
-        plane_operands, plane_steps = list(operands), list(steps)
+        plane_operands, plane_centers = list(operands), list(centers)
         plane_operands[side] = take_code_plane(codes, plane, count)
         if axis is not None:
             plane_operands[1 - side] = lax.slice_in_dim(operands[1 - side], plane, None, count, axis)
-        elif steps[side] is not None and steps[side].ndim:
-            plane_steps[side] = take_plane(steps[side], plane, count)
-        results.append(contract(*plane_operands, *plane_steps))
+        elif centers[side] is not None and centers[side].ndim:
+            plane_centers[side] = take_plane(centers[side], plane, count)
+        results.append(contract(*plane_operands, *plane_centers))
     if is_summed:
         return functools.reduce(lax.add, results)
     before = len(role.batch) + (len(left.free) if side == 1 else 0)

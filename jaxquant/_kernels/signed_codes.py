@@ -51,9 +51,9 @@ def read_offset(dtype: Any) -> int:
     return 128 if dtype == _UINT8 else 0
 
 
-def is_centred(zero_point: Any, dtype: Any) -> bool:
+def is_centred(zero_point: object, dtype: np.dtype | None) -> bool:
     """Return whether the zero point is known to be 0 after the shift to int8, so that it needs no correction."""
-    if dtype not in dtypes.CONTRACTED:  # not an array, or an array whose dtype a later check rejects
+    if dtype not in dtypes.CONTRACTED:  # not an array, or a dtype that a later check rejects
         return False
     if zero_point is None:
         return read_offset(dtype) == 0
@@ -66,7 +66,7 @@ def is_centred(zero_point: Any, dtype: Any) -> bool:
     return values.tobytes() == bytes((read_offset(dtype),)) * values.size
 
 
-def convert_steps(zero_point: jax.Array | None, dtype: np.dtype, centred: bool) -> jax.Array | None:
+def derive_center(zero_point: jax.Array | None, dtype: np.dtype, centred: bool) -> jax.Array | None:
     """Return the int32 zero point of the operand shifted to int8, or None if it is known to be 0."""
     if recording.is_recording():
         return None if zero_point is None else zero_point.astype(jnp.int32)
@@ -77,9 +77,9 @@ def convert_steps(zero_point: jax.Array | None, dtype: np.dtype, centred: bool) 
     return zero_point.astype(jnp.int32) - np.int32(read_offset(dtype))
 
 
-def shift_recorded(x: jax.Array, steps: Any) -> tuple[jax.Array, Any]:
+def shift_recorded(x: jax.Array, center: jax.Array | None) -> tuple[jax.Array, Any]:
     """Return the codes of a recorded contraction, and their int32 zero point or None, in the form of the kernels."""
-    shifted = convert_steps(steps, np.dtype(x.dtype), is_centred(None, x.dtype) and steps is None)
+    shifted = derive_center(center, np.dtype(x.dtype), is_centred(None, x.dtype) and center is None)
     return shift_to_signed(x), shifted
 
 

@@ -42,7 +42,7 @@ class Cut(NamedTuple):
         length: the length of the dimension.
         width: the number of weights at each of its indices.
         divisor: a number that divides the length of every chunk but the last.
-        axis: the place of the dimension in the product, or None for a contracted dimension.
+        axis: the dimension of the product, or None for a contracted dimension.
     """
 
     length: int
@@ -60,7 +60,7 @@ class Chunk(NamedTuple):
     def take(self, part: jax.Array, axis: int, size: int = 1) -> jax.Array:
         """Return the part of an array that belongs to the chunk, where each entry belongs to `size` indices."""
         first, count = self.start // size, -(-self.length // size)
-        if axis == part.ndim - 1 and dtypes.find_width(part.dtype) < 8:  # a byte holds several of these codes
+        if axis == part.ndim - 1 and dtypes.count_packed_bits(part.dtype) < 8:  # a byte holds several of these codes
             return lax.slice_in_dim(part, first, first + count, axis=axis)
         # The barrier hides the index from XLA, so that the loops over chunks of the same length are the same program,
         # which XLA:CPU compiles once.
@@ -74,7 +74,7 @@ class WeightOnly(Protocol):
         """Return the function of x, codes, scale and zero point that computes the float32 product on a CPU."""
         ...
 
-    def plan_cut(self, codes: jax.Array, scale: jax.Array, zero_point: Any) -> Cut:
+    def plan_cut(self, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None) -> Cut:
         """Return how the weights are cut into chunks."""
         ...
 
@@ -87,7 +87,7 @@ class WeightOnly(Protocol):
         ...
 
     def dequantize_chunk(
-        self, codes: jax.Array, scale: jax.Array, zero_point: Any, chunk: Chunk | None,
+        self, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, chunk: Chunk | None,
         wait: Callable[[jax.Array], jax.Array],
     ) -> Any:  # fmt: skip
         """Return the dequantized weights of one chunk, with `wait` applied to its scale; None is all of them."""
@@ -100,11 +100,11 @@ class WeightOnly(Protocol):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def contract_weights(
-    config: WeightOnly, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any
+    config: WeightOnly, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None
 ) -> jax.Array:
     """Return the float32 contraction of x with the dequantized codes, in the form that each backend runs fast.
 
-    The derivatives with respect to x, the scale and a float32 zero point are those of `contract_at_once`. Codes and
+    The derivatives with respect to x, the scale and a float32 zero point are as in `contract_at_once`. Codes and
     integer zero points have none.
     """
     default = functools.partial(contract_at_once, config)
@@ -113,10 +113,10 @@ def contract_weights(
 
 @functools.partial(contract_weights.defjvp, symbolic_zeros=True)
 def _contract_weights_jvp(config: WeightOnly, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-    # Only what has a tangent is differentiated: a gradient with respect to x must not compute that of the scale.
-    places = [
-        place
-        for place, tangent in enumerate(tangents)
+    # Only what has a tangent is differentiated: a gradient with respect to x must not compute a gradient of the scale.
+    numbers = [
+        number
+        for number, tangent in enumerate(tangents)
         if not isinstance(tangent, SymbolicZero | None) and tangent.dtype != jax.dtypes.float0
     ]
 
@@ -124,17 +124,17 @@ def _contract_weights_jvp(config: WeightOnly, primals: tuple[Any, ...], tangents
     @jax.checkpoint
     def contract_dequantized(*variables: jax.Array) -> jax.Array:
         operands = list(primals)
-        for place, variable in zip(places, variables, strict=True):
-            operands[place] = variable
+        for number, variable in zip(numbers, variables, strict=True):
+            operands[number] = variable
         return contract_at_once(config, *operands)
 
-    variables, directions = (tuple(values[place] for place in places) for values in (primals, tangents))
+    variables, directions = (tuple(values[number] for number in numbers) for values in (primals, tangents))
     _, tangent = jax.jvp(contract_dequantized, variables, directions)
     return contract_weights(config, *primals), tangent
 
 
 def contract_at_once(
-    config: WeightOnly, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any
+    config: WeightOnly, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None
 ) -> jax.Array:
     """Return the float32 contraction of x with the codes, which are all dequantized at once."""
     weights = config.dequantize_chunk(codes, scale, zero_point, None, lambda scale: scale)
@@ -142,7 +142,7 @@ def contract_at_once(
 
 
 def contract_in_chunks(
-    config: WeightOnly, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any
+    config: WeightOnly, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None
 ) -> jax.Array:
     """Return the float32 contraction of x with the codes, dequantized in chunks that stay in the cache of a CPU."""
     cut = config.plan_cut(codes, scale, zero_point)
@@ -154,7 +154,7 @@ def contract_in_chunks(
         wait = functools.partial(_delay_scale, predecessor=products[-1] if products else None)
         chunk = Chunk(start, min(rows, length - start))
         weights = config.dequantize_chunk(codes, scale, zero_point, chunk, wait)
-        # The barrier keeps XLA from fusing the dequantization into the contraction, whose fast kernel reads its
+        # The barrier keeps XLA from fusing the dequantization into the contraction: its fast kernel reads
         # operands from memory.
         part = config.contract_chunk(config.select_operand(operand, chunk), lax.optimization_barrier(weights))
         if axis is None and products:
@@ -163,7 +163,7 @@ def contract_in_chunks(
     return products[0] if axis is None else jnp.concatenate(products, axis=axis)
 
 
-def _choose_chunk_length(cut: Cut, x_size: Any) -> int:
+def _choose_chunk_length(cut: Cut, x_size: int) -> int:
     """Return the length of the chunks but the last, from the cut and the number of elements of the float operand."""
     size = min(max(cut.length * cut.width // _FEW_CHUNKS, _FEWEST), _MANY)
     length = max(size // cut.width, -(-cut.length // _CHUNKS), 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jax.typing import ArrayLike
 
 from .._core import checks, recording, sharding
 from .._core.entry_point import compile_entry_point
-from .._kernels import barriers, division, rounding
+from .._kernels import affine, barriers
 from .arithmetic import add_exactly, multiply_add, multiply_exactly, split_bits
 from .encodings import (
     Encoding,
@@ -45,7 +44,7 @@ def qlinear_sigmoid(
 
     y = saturate(round_half_even(logistic((x - x_zero_point) * x_scale) / y_scale) + y_zero_point).
 
-    The integers are those of ONNX Runtime's kernel for x86-64 with FMA: logistic is the quotient of two polynomials
+    The integers equal ONNX Runtime's on x86-64 with FMA: logistic is the quotient of two polynomials
     that it evaluates with fused operations, on values clipped to [-18, 18], and not the exact function.
 
     Args:
@@ -114,7 +113,7 @@ def _compute_logistic(x: jax.Array) -> jax.Array:
 
     # A loop, because XLA takes seconds to compile all the steps of the fused operations in one piece.
     polynomials, _ = lax.scan(add_coefficient, jnp.zeros_like(square), jnp.asarray(_COEFFICIENTS))
-    quotient = division.divide(barriers.round_result(x * polynomials[0]), polynomials[1])
+    quotient = affine.divide(barriers.round_result(x * polynomials[0]), polynomials[1])
     return jnp.maximum(quotient + np.float32(0.5), np.float32(0))
 
 
@@ -216,7 +215,7 @@ def qlinear_softmax(
     where e[x] = exp((x - max(x)) * x_scale) * u, and u is about the largest float32 divided by 148 and by the number of
     elements of the sum.
 
-    The integers are those of ONNX Runtime 1.32. Its factor is the integer below 1 / y_scale, so that results are too
+    The integers equal ONNX Runtime 1.32's. Its factor is the integer below 1 / y_scale, so that results are too
     small where 1 / y_scale is small and not an integer: by a third for y_scale = 2 / 3. e is a table of float32, and
     the sum adds its elements one by one, each time rounded to float32; the quotient is rounded once, to an integer.
     ONNX Runtime 1.31 rounded e * floor(1 / y_scale) to float32 before the division, which decides other ties, and
@@ -227,7 +226,7 @@ def qlinear_softmax(
     Args:
         x: codes, int8 or uint8, of rank 1 or more.
         x_scale: value per step of x, float32, a scalar. A Python number becomes float32. With a negative one, which
-            ONNX Runtime 1.32 refuses, the largest value is that of the smallest code.
+            ONNX Runtime 1.32 refuses, the smallest code has the largest value.
         x_zero_point: the code of 0.0, a scalar in x's dtype; it has no influence. None means 0. An int becomes a scalar
             in x's dtype.
         y_scale: value per step of y, float32, a scalar. A Python number becomes float32.
@@ -288,35 +287,35 @@ def _normalize_rows(x: jax.Array, x_encoding: Encoding, y_encoding: Encoding) ->
     # The barriers keep XLA:CPU from computing an exponential for each element instead of each entry of a table.
     table = lax.optimization_barrier(list_exponentials(jnp.abs(x_encoding.scale), x.shape[1]))
     # ONNX Runtime rounds the reciprocal of y_scale down to an integer, and multiplies before it divides by the sum.
-    factor = jnp.floor(division.divide(jnp.ones((), jnp.float32), y_encoding.scale))
+    factor = jnp.floor(affine.divide(jnp.ones((), jnp.float32), y_encoding.scale))
     significand, unit = _split_factor(factor)
     products = lax.optimization_barrier(multiply_exactly(table, jnp.broadcast_to(significand, table.shape)))
-    # The order of int8 codes is that of their bits with the first one flipped, read as uint8. A negative scale reverses
+    # int8 codes sort as their bits do with the first one flipped, read as uint8. A negative scale reverses
     # the order of the values.
     codes = x if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x, jnp.uint8) ^ np.uint8(128)
     codes = codes ^ jnp.where(x_encoding.scale < 0, np.uint8(255), np.uint8(0))
     shift = np.uint8(255) - codes.max(1, keepdims=True)
-    places = codes + shift
-    # Tiles of a symbolic number of rows, or of an array whose sharding is part of its type, may not be possible.
+    entries = codes + shift
+    # Tiles of a symbolic number of rows, or of an array with its sharding in its type, may not be possible.
     is_plain = isinstance(x.shape[0], int) and not sharding.is_placed(x)
-    total = _add_entries(table, codes, shift) if is_plain else _add_rows(table, places.T)
+    total = _add_entries(table, codes, shift) if is_plain else _add_rows(table, entries.T)
     divisors = total * unit
     if is_plain and x.shape[1] >= _LONG:
-        return _look_up_rows(products, divisors, places, y_encoding)
-    high, low = (look_up(product, places) for product in products)
+        return _look_up_rows(products, divisors, entries, y_encoding)
+    high, low = (look_up(product, entries) for product in products)
     return _encode_quotients(high, low, divisors, y_encoding)
 
 
 def _look_up_rows(
-    products: tuple[jax.Array, jax.Array], divisors: jax.Array, places: jax.Array, encoding: Encoding
+    products: tuple[jax.Array, jax.Array], divisors: jax.Array, entries: jax.Array, encoding: Encoding
 ) -> jax.Array:  # fmt: skip
     """Return the codes of long rows from a table of 256 codes for each row, which takes fewer quotients."""
-    rows = places.shape[0]
+    rows = entries.shape[0]
     high, low = (jnp.broadcast_to(product[None], (rows, _CODES)) for product in products)
     # XLA:CPU reads a table of int32 by vector instructions, and one of bytes not.
     table = _encode_quotients(high, low, divisors, encoding).astype(jnp.int32)
     starts = jnp.arange(rows, dtype=jnp.int32)[:, None] * np.int32(_CODES)
-    indices = starts + places.astype(jnp.int32)
+    indices = starts + entries.astype(jnp.int32)
     table = lax.optimization_barrier(table).reshape(-1)
     return table.at[indices].get(mode="promise_in_bounds").astype(encoding.dtype)
 
@@ -342,7 +341,7 @@ def _encode_quotients(high: jax.Array, low: jax.Array, divisors: jax.Array, enco
         high: float32 [rows, length].
         low: float32 [rows, length], at most half an ulp of high.
         divisors: float32 [rows], positive.
-        encoding: that of the codes.
+        encoding: the scale and the zero point of the codes.
     """
 
     def repeat(x: jax.Array) -> jax.Array:
@@ -355,14 +354,14 @@ def _encode_quotients(high: jax.Array, low: jax.Array, divisors: jax.Array, enco
     # and so are differences of nearly equal numbers; where they are not, the sign is clear. A larger half saturates.
     rest = (high - half * upper) - half * lower + low
     side = lax.max(lax.min(rest * np.float32(_HUGE), np.float32(0.25)), np.float32(-0.25))
-    zero_point = sharding.place_like(jnp.broadcast_to(encoding.steps, high.shape), high)
-    return rounding.encode_steps(half + side, zero_point, encoding.dtype)
+    zero_point = sharding.place_like(jnp.broadcast_to(encoding.center, high.shape), high)
+    return affine.encode_steps(half + side, zero_point, encoding.dtype)
 
 
 def _add_entries(table: jax.Array, codes: jax.Array, shift: jax.Array) -> jax.Array:
     """Return the sum of table[codes + shift] along the second dimension, one by one.
 
-    A vector of sums needs the codes of several rows at the same place, and a transpose of bytes takes longer than the
+    A vector of sums needs the codes of several rows in the same column, and a transpose of bytes takes longer than the
     rest of the operator. The codes are therefore transposed as words of four, within tiles of some rows, each of which
     stays in the cache.
 
@@ -386,12 +385,12 @@ def _add_entries(table: jax.Array, codes: jax.Array, shift: jax.Array) -> jax.Ar
 
     def add_word(total: jax.Array, word: jax.Array) -> jax.Array:
         word = word + shifts
-        for place in range(_BYTES):
-            index = lax.shift_right_logical(word, np.uint32(8 * place)) & np.uint32(255)
+        for byte in range(_BYTES):
+            index = lax.shift_right_logical(word, np.uint32(8 * byte)) & np.uint32(255)
             total = total + look_up(table, index.astype(jnp.uint8))
         return total
 
-    def add_step(step: Any, total: jax.Array, *, size: int) -> jax.Array:
+    def add_step(step: jax.Array, total: jax.Array, *, size: int) -> jax.Array:
         part = lax.dynamic_slice_in_dim(tiles, step * size, size, 1)
         for i in range(size):
             total = add_word(total, part[:, i])
@@ -408,13 +407,13 @@ def _add_entries(table: jax.Array, codes: jax.Array, shift: jax.Array) -> jax.Ar
     return total
 
 
-def _add_rows(table: jax.Array, places: jax.Array) -> jax.Array:
-    """Return the sum of table[places] along the first dimension, one by one."""
+def _add_rows(table: jax.Array, entries: jax.Array) -> jax.Array:
+    """Return the sum of table[entries] along the first dimension, one by one."""
 
     def add_row(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
         return total + look_up(table, row), None
 
-    return lax.scan(add_row, look_up(table, places[0]), places[1:], unroll=_BYTES * _WORDS)[0]
+    return lax.scan(add_row, look_up(table, entries[0]), entries[1:], unroll=_BYTES * _WORDS)[0]
 
 
 # The table of exponentials of QLinearSoftmax, in pairs of float32, because JAX has no float64 by default.
@@ -478,8 +477,8 @@ def _add_exponential(high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Ar
 def _scale_pair(pair: tuple[jax.Array, jax.Array], parts: jax.Array) -> jax.Array:
     """Return a pair times exp(parts / 32), rounded to float32."""
     powers = np.exp(np.arange(-_MOST_PARTS, _MOST_PARTS + 1) / _PARTS)
-    places = parts.astype(jnp.int32) + np.int32(_MOST_PARTS)
-    power_high, power_low = (table.at[places].get(mode="promise_in_bounds") for table in _split_float64(powers))
+    entries = parts.astype(jnp.int32) + np.int32(_MOST_PARTS)
+    power_high, power_low = (table.at[entries].get(mode="promise_in_bounds") for table in _split_float64(powers))
     product, rest = multiply_exactly(pair[0], power_high)
     rest = barriers.round_result(pair[0] * power_low) + barriers.round_result(pair[1] * power_high) + rest
     return barriers.round_result(product + rest)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,8 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._core import recording
-from .._core.entry_point import compile_entry_point
-from .._core.scale_arguments import find_known
-from .._kernels import accumulator, barriers, division, rounding
+from .._core.entry_point import compile_entry_point, read_elements
+from .._kernels import accumulator, affine, barriers
 from .encodings import Encoding, broadcast_operands, convert_two, infer_two, read_two
 
 # a * b + c rounded once, as the fused instruction of a CPU does, from operations that JAX offers.
@@ -27,8 +25,8 @@ from .encodings import Encoding, broadcast_operands, convert_two, infer_two, rea
 def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
     """Return a * b + c rounded once, for float32 arrays of one shape.
 
-    The algorithm is that of Boldo and Melquiond: the exact product and the exact sums of its two parts with c, the two
-    smallest of which are added with rounding to odd. The result is right unless a product of parts of a and b leaves
+    The algorithm is Boldo and Melquiond's: the exact product and the exact sums of its two parts with c; the two
+    smallest terms are added with rounding to odd. The result is right unless a product of parts of a and b leaves
     the range of normal floats, which XLA:CPU flushes to zero.
     """
     product, product_rest = multiply_exactly(a, b)
@@ -38,7 +36,7 @@ def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
 
 
 def multiply_exactly(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return two float32 arrays whose sum is a * b: the rounded product and its error (Dekker)."""
+    """Return two float32 arrays that add up to a * b: the rounded product and its error (Dekker)."""
     product = barriers.round_result(a * b)
     (a_high, a_low), (b_high, b_low) = split_bits(a), split_bits(b)
     # The products of two halves have 24 bits: none of them is rounded, and neither is any of these sums.
@@ -47,7 +45,7 @@ def multiply_exactly(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def add_exactly(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return two float32 arrays whose sum is a + b: the rounded sum and its error (Knuth)."""
+    """Return two float32 arrays that add up to a + b: the rounded sum and its error (Knuth)."""
     total = barriers.round_result(a + b)
     part = total - a
     return total, (a - (total - part)) + (b - part)
@@ -61,7 +59,7 @@ def split_bits(value: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _add_to_odd(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return a + b rounded to odd: if inexact, the neighbor whose last bit is 1, so a second rounding sees the rest."""
+    """Return a + b rounded to odd: if inexact, the odd neighbor, so that a second rounding sees the rest."""
     total, error = add_exactly(a, b)
     bits = lax.bitcast_convert_type(total, jnp.int32)
     # The bits of floats of one sign, read as integers, sort by magnitude.
@@ -74,7 +72,7 @@ def _add_to_odd(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 _QLINEAR_ADD = "ops.qlinear_add"
-# The places of the scales among the arguments.
+# The positions of the scales among the arguments.
 _SCALES = (1, 4, 6)
 
 
@@ -93,7 +91,7 @@ def qlinear_add(
     c = saturate(round_half_even(fma(a, p, fma(b, q, r)))), where p = a_scale / c_scale, q = b_scale / c_scale and
     r = c_zero_point - fma(p, a_zero_point, q * b_zero_point).
 
-    The integers are those of ONNX Runtime's kernel for x86-64 with AVX2: fma(x, y, z) is x * y + z rounded once, every
+    The integers equal ONNX Runtime's on x86-64 with AVX2: fma(x, y, z) is x * y + z rounded once, every
     other operation is rounded to float32, and the zero point of c is added before rounding. Dequantizing, adding and
     quantizing differs on ties. Where the innermost loop of ONNX Runtime finds a single element of a, because a is
     broadcast along the last dimension longer than 1, or because a and b have one element each, it exchanges a and b,
@@ -128,7 +126,7 @@ def qlinear_add(
     Source: ONNX Runtime's com.microsoft QLinearAdd-1.
     """
     converted = convert_two(_QLINEAR_ADD, a, a_scale, a_zero_point, b, b_scale, b_zero_point, c_scale, c_zero_point)
-    return _qlinear_add(*converted, is_aligned=_are_aligned(*(converted[place] for place in _SCALES)))
+    return _qlinear_add(*converted, is_aligned=_are_aligned(*(converted[i] for i in _SCALES)))
 
 
 @compile_entry_point(_QLINEAR_ADD)
@@ -142,12 +140,12 @@ def _qlinear_add(
     )
     is_exchanged = has_scalar_first(a.shape, b.shape)
     a, b = broadcast_operands(_QLINEAR_ADD, ("a", "b"), (a, b))
-    # The operand whose product comes first is rounded once more than the other, so the order changes codes.
+    # The first operand to be multiplied is rounded once more than the other, so the order changes codes.
     if is_exchanged:
         a, b, left, right = b, a, right, left
     terms = _compute_terms(left, right, result)
     if is_aligned:
-        return rounding.encode_steps(_add_aligned(a, b, *terms, _compute_top(*terms[:2])), None, result.dtype)
+        return affine.encode_steps(_add_aligned(a, b, *terms, _compute_top(*terms[:2])), None, result.dtype)
     return _add_codes(a, b, *terms, result.dtype)
 
 
@@ -168,9 +166,9 @@ def has_scalar_first(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
 
 def _compute_terms(left: Encoding, right: Encoding, result: Encoding) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the factor of a, the factor of b, and the constant."""
-    p = barriers.round_result(division.divide(left.scale, result.scale))
-    q = barriers.round_result(division.divide(right.scale, result.scale))
-    a_zero, b_zero, c_zero = (encoding.steps.astype(jnp.float32) for encoding in (left, right, result))
+    p = barriers.round_result(affine.divide(left.scale, result.scale))
+    q = barriers.round_result(affine.divide(right.scale, result.scale))
+    a_zero, b_zero, c_zero = (encoding.center.astype(jnp.float32) for encoding in (left, right, result))
     # The order of ONNX Runtime's kernel. Another order, or a product rounded before the sum, changes codes at ties.
     offset = multiply_add(p, a_zero, barriers.round_result(q * b_zero))
     return p, q, barriers.round_result(c_zero - offset)
@@ -184,21 +182,21 @@ def _add_codes(a: jax.Array, b: jax.Array, p: jax.Array, q: jax.Array, r: jax.Ar
     # The branch below reads a and b from memory. Without a barrier the fast form would compute them once more, together
     # with everything that they are fused with.
     a, b = lax.optimization_barrier((a, b))
-    codes = rounding.encode_steps(_add_aligned(a, b, p, q, r, top), None, dtype)
+    codes = affine.encode_steps(_add_aligned(a, b, p, q, r, top), None, dtype)
 
     # The fast form is outside of the condition, because XLA:CPU runs the branches of a condition on one thread.
     def keep(codes: jax.Array, *_: jax.Array) -> jax.Array:
         return codes
 
     def repeat(_: jax.Array, a: jax.Array, b: jax.Array, p: jax.Array, q: jax.Array, r: jax.Array) -> jax.Array:
-        return rounding.encode_steps(_add_any(a, b, p, q, r), None, dtype)
+        return affine.encode_steps(_add_any(a, b, p, q, r), None, dtype)
 
     return lax.cond(is_aligned, keep, repeat, codes, a, b, p, q, r)
 
 
-def _are_aligned(a_scale: Any, b_scale: Any, c_scale: Any) -> bool:
+def _are_aligned(a_scale: jax.Array, b_scale: jax.Array, c_scale: jax.Array) -> bool:
     """Return whether the scales are known, and the fast form is exact with them, with a factor of 2 to spare."""
-    known = [find_known(scale) for scale in (a_scale, b_scale, c_scale)]
+    known = [read_elements(scale) for scale in (a_scale, b_scale, c_scale)]
     if any(scale is None or scale.size != 1 or scale.dtype != np.float32 for scale in known):
         return False
     a, b, c = (abs(float(np.asarray(scale).reshape(()))) for scale in known)
@@ -269,7 +267,7 @@ def qlinear_mul(
     c = saturate(round_half_even((a - a_zero_point) * (b - b_zero_point) * (a_scale * b_scale / c_scale)
     + c_zero_point)).
 
-    The integers are those of ONNX Runtime's kernel for x86-64: the scales are multiplied, then divided, in float32; the
+    The integers equal ONNX Runtime's on x86-64: the scales are multiplied, then divided, in float32; the
     product with them and the sum with the zero point are rounded to float32, one after the other, before the rounding
     to an integer. ONNX Runtime converts to int32 before it saturates, so a product of more than 2**31 steps becomes the
     lowest code; here it saturates.
@@ -315,8 +313,8 @@ def _qlinear_mul(
     )
     a, b = broadcast_operands(_QLINEAR_MUL, ("a", "b"), (a, b))
     # The product of two differences of codes has 16 bits, which float32 holds exactly.
-    steps = (a.astype(jnp.int32) - left.steps) * (b.astype(jnp.int32) - right.steps)
+    steps = (a.astype(jnp.int32) - left.center) * (b.astype(jnp.int32) - right.center)
     scale = accumulator.compute_multiplier(left.scale, right.scale, result.scale)
     scaled = barriers.round_result(steps.astype(jnp.float32) * scale)
-    value = barriers.round_result(scaled + result.steps.astype(jnp.float32))
-    return rounding.encode_steps(value, None, result.dtype)
+    value = barriers.round_result(scaled + result.center.astype(jnp.float32))
+    return affine.encode_steps(value, None, result.dtype)

@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from .._core import checks, dtypes, granularity, recording, scale_arguments
-from .._core.entry_point import compile_entry_point
-from .._core.scale_arguments import convert_float32_scale
+from .._core import checks, dtypes, entry_point, granularity, recording
+from .._core.entry_point import compile_entry_point, convert_float32_scale
 from .._kernels import accumulator, signed_codes
 from .._kernels.convolution import Geometry, convolve_planned
-from ..integer._conv_geometry import check_placement, check_positive, check_window, check_zero_points
+from ..integer import check_channel_placement, check_positive, check_window, check_zero_points
 
 # ONNX's attributes of convolutions, and the operands and the geometry that follow from them and the shapes.
 
@@ -33,9 +32,9 @@ class ConvAttributes(NamedTuple):
     strides: Any
 
 
-def check_attributes(function: str, **attributes: Any) -> ConvAttributes:
+def check_attributes(function: str, **attributes: object) -> ConvAttributes:
     """Check that the attributes are hashable and their numbers integers, and return them as one static argument."""
-    # Check before jit, whose cache of compiled programs cannot tell True, 1 and 1.0 apart.
+    # Check before jit: its cache of compiled programs cannot tell True, 1 and 1.0 apart.
     for name, value in attributes.items():
         if name != "auto_pad":
             attributes[name] = checks.check_integers(function, name, value)
@@ -63,13 +62,13 @@ def derive_geometry(function: str, x: jax.Array, w: jax.Array, attributes: ConvA
     reach = tuple((k - 1) * d + 1 for k, d in zip(w.shape[2:], dilations, strict=True))
     padding = _read_padding(function, x.shape[2:], reach, strides, attributes)
     check_window(function, "w", x.shape[2:], padding, reach)
-    check_placement(function, ("x", "w"), (x, w), ((1,), (0, 1)))
+    check_channel_placement(function, ("x", "w"), (x, w), ((1,), (0, 1)))
     return Geometry(strides, padding, ones, dilations, int(attributes.group))
 
 
 def prepare_operands(
-    function: str, x: jax.Array, w: jax.Array, x_zero_point: Any, w_zero_point: Any, attributes: ConvAttributes,
-    centred: tuple[bool, bool],
+    function: str, x: jax.Array, w: jax.Array, x_zero_point: jax.Array | None, w_zero_point: jax.Array | None,
+    attributes: ConvAttributes, centred: tuple[bool, bool],
 ) -> tuple[jax.Array, jax.Array, Any, Any, Geometry]:  # fmt: skip
     """Check the operands of an integer convolution and return the signed ones, their int32 zero points, the geometry.
 
@@ -80,12 +79,12 @@ def prepare_operands(
     geometry = derive_geometry(function, x, w, attributes)
     # Check the zero points after the rank of w: a w of rank 0 has no features to compare them with.
     check_zero_points(function, ("x", "w"), (x, w), (x_zero_point, w_zero_point), w.shape[0])
-    x_steps = signed_codes.convert_steps(x_zero_point, x.dtype, centred[0])
-    w_steps = signed_codes.convert_steps(w_zero_point, w.dtype, centred[1])
-    return signed_codes.convert_to_signed(x), signed_codes.convert_to_signed(w), x_steps, w_steps, geometry
+    x_center = signed_codes.derive_center(x_zero_point, x.dtype, centred[0])
+    w_center = signed_codes.derive_center(w_zero_point, w.dtype, centred[1])
+    return signed_codes.convert_to_signed(x), signed_codes.convert_to_signed(w), x_center, w_center, geometry
 
 
-def _check_groups(function: str, x: jax.Array, w: jax.Array, group: Any) -> None:
+def _check_groups(function: str, x: jax.Array, w: jax.Array, group: int) -> None:
     """Check that the channels of x and the features of w divide into groups, and that the channels of w are a group."""
     checks.check_integer(function, "group", group)
     divides = group > 0 and x.shape[1] % group == 0 and w.shape[0] % group == 0
@@ -195,8 +194,8 @@ def conv_integer(
 
     Source: ONNX ConvInteger-10. ONNX Runtime accepts no w_zero_point per feature; this function follows the text.
     """
-    x_zero_point = scale_arguments.convert_operand_zero_point(_CONV_INTEGER, "x_zero_point", x_zero_point, x)
-    w_zero_point = scale_arguments.convert_operand_zero_point(_CONV_INTEGER, "w_zero_point", w_zero_point, w)
+    x_zero_point = entry_point.convert_operand_zero_point(_CONV_INTEGER, "x_zero_point", x_zero_point, x)
+    w_zero_point = entry_point.convert_operand_zero_point(_CONV_INTEGER, "w_zero_point", w_zero_point, w)
     attributes = check_attributes(
         _CONV_INTEGER, auto_pad=auto_pad, dilations=dilations, group=group, kernel_shape=kernel_shape, pads=pads,
         strides=strides,
@@ -259,7 +258,7 @@ def qlinear_conv(
         w_zero_point: the code of 0.0, in w's dtype: a scalar, or one for each feature, as [M]. An int becomes a scalar
             in w's dtype.
         y_scale: value per step of y, float32, a scalar. A Python number becomes float32.
-        y_zero_point: the code of 0.0, a scalar. Its dtype, int8 or uint8, is that of y; an int becomes a scalar in x's
+        y_zero_point: the code of 0.0, a scalar. Its dtype, int8 or uint8, is y's; an int becomes a scalar in x's
             dtype.
         b: the bias, int32, [M], in steps of x_scale * w_scale. None means 0.
         auto_pad: Static. "NOTSET" pads by `pads`. "SAME_UPPER" and "SAME_LOWER" pad so that the output has ceil(size /
@@ -293,10 +292,10 @@ def qlinear_conv(
     """
     scales = (("x_scale", x_scale), ("w_scale", w_scale), ("y_scale", y_scale))
     x_scale, w_scale, y_scale = (convert_float32_scale(_QLINEAR_CONV, name, scale) for name, scale in scales)
-    x_zero_point = scale_arguments.convert_operand_zero_point(_QLINEAR_CONV, "x_zero_point", x_zero_point, x)
-    w_zero_point = scale_arguments.convert_operand_zero_point(_QLINEAR_CONV, "w_zero_point", w_zero_point, w)
-    # The dtype of an int is that of x: ONNX Runtime has no kernel whose result has another dtype than x.
-    y_zero_point = scale_arguments.convert_operand_zero_point(_QLINEAR_CONV, "y_zero_point", y_zero_point, x)
+    x_zero_point = entry_point.convert_operand_zero_point(_QLINEAR_CONV, "x_zero_point", x_zero_point, x)
+    w_zero_point = entry_point.convert_operand_zero_point(_QLINEAR_CONV, "w_zero_point", w_zero_point, w)
+    # An int gets the dtype of x: ONNX Runtime has no kernel with a result of another dtype.
+    y_zero_point = entry_point.convert_operand_zero_point(_QLINEAR_CONV, "y_zero_point", y_zero_point, x)
     attributes = check_attributes(
         _QLINEAR_CONV, auto_pad=auto_pad, dilations=dilations, group=group, kernel_shape=kernel_shape, pads=pads,
         strides=strides,
@@ -340,7 +339,9 @@ def _qlinear_conv(
     return convolve_planned(*prepared, False, epilogue)
 
 
-def _check_scales(features: int, x_scale: Any, w_scale: Any, y_scale: Any, y_zero_point: Any, b: Any) -> None:
+def _check_scales(
+    features: int, x_scale: Any, w_scale: Any, y_scale: Any, y_zero_point: Any, b: Any,
+) -> None:  # fmt: skip
     """Check the scales, the zero point of y and the bias."""
     # ONNX Runtime treats an array of shape (1,) as a scalar.
     single = ((), (1,))

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core import checks, dtypes, recording, scale_arguments, sharding
+from .._core import checks, dtypes, entry_point, recording, sharding
+from .._core.entry_point import convert_float32_scale
 from .._core.granularity import PerTensor
-from .._core.scale_arguments import convert_float32_scale
 from .._kernels.affine import dequantize_affine, quantize_affine
 
 # The scales and zero points of one tensor, which these operators share: scalars, checked and converted.
@@ -22,20 +22,20 @@ _SINGLE = ((), (1,))
 
 
 class Encoding(NamedTuple):
-    """The numbers that relate codes and values: value = (code - steps) * scale.
+    """The numbers that relate codes and values: value = (code - center) * scale.
 
     Attributes:
         scale: float32, a scalar.
-        steps: the zero point, an int32 scalar.
+        center: the zero point, an int32 scalar.
         dtype: the dtype of the codes, int8 or uint8.
     """
 
     scale: jax.Array
-    steps: jax.Array
+    center: jax.Array
     dtype: np.dtype
 
 
-def convert_numbers(function: str, x: Any, **parameters: Any) -> tuple[Any, ...]:
+def convert_numbers(function: str, x: object, **parameters: object) -> tuple[Any, ...]:
     """Return scales and zero points, told apart by their names, with Python numbers as arrays; x has the codes' dtype.
 
     Call it before the compiled program: it raises for a number that its dtype cannot hold.
@@ -45,16 +45,20 @@ def convert_numbers(function: str, x: Any, **parameters: Any) -> tuple[Any, ...]
         if name.endswith("scale"):
             result.append(convert_float32_scale(function, name, value))
         else:
-            result.append(scale_arguments.convert_operand_zero_point(function, name, value, x))
+            result.append(entry_point.convert_operand_zero_point(function, name, value, x))
     return tuple(result)
 
 
-def read_encoding(function: str, prefix: str, scale: Any, zero_point: Any, dtype: np.dtype) -> Encoding:
+def read_encoding(
+    function: str, prefix: str, scale: jax.Array, zero_point: jax.Array | None, dtype: np.dtype
+) -> Encoding:
     """Check the arguments {prefix}_scale and {prefix}_zero_point; None as a zero point means 0."""
     return read_named(function, (f"{prefix}_scale", f"{prefix}_zero_point"), scale, zero_point, dtype)
 
 
-def read_named(function: str, names: tuple[str, str], scale: Any, zero_point: Any, dtype: np.dtype) -> Encoding:
+def read_named(
+    function: str, names: tuple[str, str], scale: Any, zero_point: jax.Array | None, dtype: np.dtype
+) -> Encoding:
     """Check a scale and a zero point with names of their own; None as a zero point means 0."""
     name = names[0]
     checks.check_array(function, name, scale, (dtypes.FLOAT32,))
@@ -67,7 +71,7 @@ def read_named(function: str, names: tuple[str, str], scale: Any, zero_point: An
     return Encoding(scale.reshape(()), zero_point.astype(jnp.int32).reshape(()), dtype)
 
 
-def convert_two(function: str, *arguments: Any) -> tuple[Any, ...]:
+def convert_two(function: str, *arguments: object) -> tuple[Any, ...]:
     """Return the arguments of an operator of two arrays, with Python numbers among scales and zero points as arrays.
 
     The arguments are a, its scale and its zero point, the same of b, and the scale and the zero point of the result.
@@ -133,7 +137,7 @@ def requantize_codes(x: jax.Array, x_encoding: Encoding, y_encoding: Encoding) -
     """Return codes with another scale and zero point; the codes themselves if both are the same."""
     table = encode_values(list_values(x_encoding), y_encoding)
     # ONNX Runtime copies such codes, whatever the scale. The scales may be traced, so the table is computed anyway.
-    is_same = (x_encoding.scale == y_encoding.scale) & (x_encoding.steps == y_encoding.steps)
+    is_same = (x_encoding.scale == y_encoding.scale) & (x_encoding.center == y_encoding.center)
     return look_up(jnp.where(is_same, list_codes(y_encoding.dtype), table), x)
 
 
@@ -145,12 +149,12 @@ def list_codes(dtype: np.dtype) -> np.ndarray:
 def list_values(encoding: Encoding) -> jax.Array:
     """Return the float32 values of `list_codes`."""
     codes = jnp.asarray(list_codes(encoding.dtype))
-    return dequantize_affine(codes, encoding.scale, encoding.steps, PerTensor(), dtypes.FLOAT32)
+    return dequantize_affine(codes, encoding.scale, encoding.center, PerTensor(), dtypes.FLOAT32)
 
 
 def encode_values(values: jax.Array, encoding: Encoding) -> jax.Array:
     """Return the codes of float32 values, rounded before the zero point is added."""
-    return quantize_affine(values, encoding.scale, encoding.steps, PerTensor(), encoding.dtype, dtypes.FLOAT32)
+    return quantize_affine(values, encoding.scale, encoding.center, PerTensor(), encoding.dtype, dtypes.FLOAT32)
 
 
 def _batch_lookup(mapped: dict[str, bool], table: jax.Array, x: jax.Array) -> jax.Array | None:
@@ -160,11 +164,11 @@ def _batch_lookup(mapped: dict[str, bool], table: jax.Array, x: jax.Array) -> ja
 @recording.mark("look_up", lambda table, x: (x.shape, table.dtype), _batch_lookup)
 def look_up(table: jax.Array, x: jax.Array) -> jax.Array:
     """Return the entry of a table of 256 for each code of x, int8 or uint8."""
-    places = lax.bitcast_convert_type(x, jnp.uint8)
-    # With shardings in types, JAX asks for that of the result: it is that of x.
+    indices = lax.bitcast_convert_type(x, jnp.uint8)
+    # With shardings in types, JAX asks for the sharding of the result: `x.sharding`.
     out_sharding = jax.typeof(x).sharding if sharding.is_placed(x) else None
     # A byte cannot be outside of 256 entries, so XLA need not clamp it.
-    return table.at[places].get(mode="promise_in_bounds", out_sharding=out_sharding)
+    return table.at[indices].get(mode="promise_in_bounds", out_sharding=out_sharding)
 
 
 def look_up_stored(table: jax.Array, x: jax.Array) -> jax.Array:

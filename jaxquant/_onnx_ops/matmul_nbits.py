@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from .._core import checks, dtypes, entry_point, recording, sharding
 from .._core.entry_point import compile_entry_point
-from .._kernels import rounding, weight_chunks
+from .._kernels import affine, weight_chunks
 from .._kernels.weight_chunks import Chunk, Cut
 
 _NAME = "ops.matmul_nbits"
@@ -82,7 +82,7 @@ def matmul_nbits(
     -(g.T @ a) * scales, summed over each block. Of bias: g summed over rows. Integers have none.
     """
     statics = {"K": K, "N": N, "bits": bits, "block_size": block_size}
-    # Check before jit, whose cache of compiled programs cannot tell True, 1 and 1.0 apart.
+    # Check before jit: its cache of compiled programs cannot tell True, 1 and 1.0 apart.
     statics = {name: checks.check_integers(_NAME, name, value) for name, value in statics.items()}
     return _matmul_nbits(entry_point.convert_number(a), b, scales, zero_points, bias, **statics)
 
@@ -90,8 +90,8 @@ def matmul_nbits(
 class _PackedWeights(NamedTuple):
     """The static arguments, and the steps of the contraction that depend on them.
 
-    A place is a position of a code in its byte. The codes of one place are the codes `place`, `place + planes`, ... of
-    a row, so that a contraction of one place takes every `planes`-th column of a.
+    A plane holds the codes at one position in their bytes: the codes `position`, `position + planes`, ... of
+    a row, so that a contraction of one plane takes every `planes`-th column of a.
     """
 
     K: int
@@ -124,12 +124,12 @@ class _PackedWeights(NamedTuple):
         groups = self.blocks * (self.block_size // self.planes) // self.lanes
         return next((n for n in _TERMS if groups % n == 0), None)
 
-    def plan_cut(self, codes: jax.Array, scale: jax.Array, zero_point: Any) -> Cut:
+    def plan_cut(self, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None) -> Cut:
         """Return how the rows of the weights are cut into chunks, which may end at any row."""
         return Cut(self.N, self.blocks * self.block_size, 1, 1)
 
     def arrange_operand(self, x: jax.Array) -> list[jax.Array]:
-        """Return the columns of a for each place; to separate them costs less than to interleave the weights."""
+        """Return the columns of a for each plane; to separate them costs less than to interleave the weights."""
         # The codes past K in the last block are multiplied by zeros.
         padded = lax.pad(x, np.float32(0), ((0, 0, 0), (0, self.blocks * self.block_size - self.K, 0)))
         return [padded[:, i :: self.planes] for i in range(self.planes)]
@@ -139,31 +139,32 @@ class _PackedWeights(NamedTuple):
         return x
 
     def dequantize_chunk(
-        self, codes: jax.Array, scale: jax.Array, zero_point: Any, chunk: Chunk | None, wait: Any
-    ) -> list[jax.Array]:
-        """Return the dequantized weights of each place, [N, blocks * bytes] each, with `wait` applied to the scale."""
+        self, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, chunk: Chunk | None,
+        wait: Callable[[jax.Array], jax.Array],
+    ) -> list[jax.Array]:  # fmt: skip
+        """Return the dequantized weights of each plane, [N, blocks * bytes] each, with `wait` applied to the scale."""
         if chunk is not None:
             codes, scale = chunk.take(codes, 0), wait(chunk.take(scale, 0))
             zero_point = None if zero_point is None else chunk.take(zero_point, 0)
-        # The places stay separate arrays, because interleaving them would write the weights to memory once more.
+        # The planes stay separate arrays, because interleaving them would write the weights to memory once more.
         wide = jnp.broadcast_to(scale[..., None], codes.shape)
         return [(s * wide).reshape(codes.shape[0], -1) for s in _subtract_zero_points(codes, zero_point, self)]
 
     def contract_chunk(self, x: list[jax.Array], weights: list[jax.Array]) -> jax.Array:
-        """Return the sum over places of [rows, k] by [n, k]."""
+        """Return the sum over planes of [rows, k] by [n, k]."""
         # Without HIGHEST a GPU would round both operands to TF32.
         dimensions = (((1,), (1,)), ((), ()))
         products = [
-            lax.dot_general(places, w, dimensions, precision=lax.Precision.HIGHEST)
-            for places, w in zip(x, weights, strict=True)
+            lax.dot_general(planes, w, dimensions, precision=lax.Precision.HIGHEST)
+            for planes, w in zip(x, weights, strict=True)
         ]
         return functools.reduce(jnp.add, products)
 
 
 def _contract_on_cpu(
-    config: _PackedWeights, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any
+    config: _PackedWeights, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None
 ) -> jax.Array:
-    # Reshapes of an array whose sharding is part of its type may not be possible.
+    # Reshapes of an array with its sharding in its type may not be possible.
     is_placed = sharding.is_placed(x) or sharding.is_placed(codes)
     if config.terms is None or not _IS_VECTORIZED or is_placed or not _has_few_rows(x):
         return weight_chunks.contract_in_chunks(config, x, codes, scale, zero_point)
@@ -178,7 +179,7 @@ def _has_few_rows(x: jax.Array) -> bool:
 
 
 def _contract_row(
-    config: _PackedWeights, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any
+    config: _PackedWeights, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None
 ) -> jax.Array:
     """Return the float32 product of a row, [K], and the weights, [N, blocks, bytes], which it dequantizes on the way.
 
@@ -190,8 +191,8 @@ def _contract_row(
     assert terms is not None
     groups = size // config.planes // lanes
     padded = lax.pad(x, np.float32(0), ((0, size - config.K, 0),))
-    # The barrier keeps XLA from separating the places of x in each of its uses.
-    places = lax.optimization_barrier(
+    # The barrier keeps XLA from separating the planes of x in each of its uses.
+    planes = lax.optimization_barrier(
         [padded[i :: config.planes].reshape(groups // terms, terms, lanes) for i in range(config.planes)]
     )
     repeats = groups // config.blocks
@@ -202,9 +203,9 @@ def _contract_row(
     for term in range(terms):
         point = None if zero_point is None else zero_point[:, :, term]
         wide = jnp.broadcast_to(scale[:, :, term, None], (config.N, groups // terms, lanes))
-        # Widened once for all places; a CPU also shifts int32 faster than bytes.
+        # Widened once for all planes; a CPU also shifts int32 faster than bytes.
         differences = _subtract_zero_points(cut[:, :, term].astype(jnp.int32), point, config)
-        products = [(s * wide) * place[None, :, term] for s, place in zip(differences, places, strict=True)]
+        products = [(s * wide) * plane[None, :, term] for s, plane in zip(differences, planes, strict=True)]
         part = functools.reduce(jnp.add, products)
         total = part if total is None else total + part
     # The barrier keeps XLA from fusing this reduction with the loop of products.
@@ -236,7 +237,7 @@ def _contract_under_vmap(config: _PackedWeights, size: int, batched: Any, *opera
     return jax.vmap(contract, axes, axis_size=size)(*operands), True
 
 
-def _batch_products(mapped: dict[str, bool], a: jax.Array, **rest: Any) -> jax.Array | None:
+def _batch_products(mapped: dict[str, bool], a: jax.Array, **rest: object) -> jax.Array | None:
     # An exporter writes the same operator for mapped rows of a. Mapped weights would be several operators.
     return None if any(mapped[name] for name in mapped if name != "a") else _matmul_nbits(a, **rest)
 
@@ -271,10 +272,10 @@ def _matmul_nbits(
     # The bias is added in float32, so that a 16-bit result is rounded only once.
     if bias is not None:
         y = y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
-    return rounding.round_to_dtype(y, a.dtype).astype(a.dtype)
+    return affine.round_to_dtype(y, a.dtype).astype(a.dtype)
 
 
-def _check_attributes(K: Any, N: Any, bits: Any, block_size: Any) -> _PackedWeights:
+def _check_attributes(K: int, N: int, bits: int, block_size: int) -> _PackedWeights:
     """Check the attributes and return them as one static value."""
     for argument, value in (("K", K), ("N", N), ("bits", bits), ("block_size", block_size)):
         checks.check_integer(_NAME, argument, value)
@@ -287,7 +288,10 @@ def _check_attributes(K: Any, N: Any, bits: Any, block_size: Any) -> _PackedWeig
     return _PackedWeights(int(K), int(N), int(bits), int(block_size))
 
 
-def _check_operands(config: _PackedWeights, a: Any, b: Any, scales: Any, zero_points: Any, bias: Any) -> None:
+def _check_operands(
+    config: _PackedWeights, a: jax.Array, b: jax.Array, scales: jax.Array, zero_points: jax.Array | None,
+    bias: jax.Array | None,
+) -> None:  # fmt: skip
     """Check the dtypes and shapes of all arrays."""
     checks.check_array(_NAME, "a", a, dtypes.FLOATS)
     checks.check_array(_NAME, "b", b, (_UINT8,))
@@ -316,19 +320,19 @@ def _check_flat(argument: str, value: jax.Array, shape: tuple[int, int]) -> None
 
 def _unpack_codes(packed: jax.Array, config: _PackedWeights) -> jax.Array:
     """Return packed zero points of [N, bytes] as int32 [N, blocks]."""
-    # Consecutive zero points have consecutive places; the last byte of a row may hold unused codes.
+    # Consecutive zero points are in consecutive planes; the last byte of a row may hold unused codes.
     planes = [_unpack_plane(packed, i, config) for i in range(config.planes)]
     return jnp.stack(planes, axis=-1).reshape(packed.shape[0], -1)[:, : config.blocks]
 
 
 def _unpack_plane(packed: jax.Array, index: int, config: _PackedWeights) -> jax.Array:
-    """Return the codes of one place as int32, from bytes of an integer dtype."""
+    """Return the codes of one plane as int32, from bytes of an integer dtype."""
     shifted = packed >> packed.dtype.type(index * config.bits)
     return (shifted & packed.dtype.type(2**config.bits - 1)).astype(jnp.int32)
 
 
-def _subtract_zero_points(b: jax.Array, zero_points: Any, config: _PackedWeights) -> list[jax.Array]:
-    """Return q - zero_points in float32 for each place: [N, blocks, bytes] each."""
+def _subtract_zero_points(b: jax.Array, zero_points: jax.Array | None, config: _PackedWeights) -> list[jax.Array]:
+    """Return q - zero_points in float32 for each plane: [N, blocks, bytes] each."""
     differences = []
     for i in range(config.planes):
         codes = _unpack_plane(b, i, config)

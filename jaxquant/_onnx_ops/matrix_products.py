@@ -12,13 +12,12 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core import checks, dtypes, entry_point, granularity, recording, scale_arguments, sharding, small_floats
-from .._core.entry_point import compile_entry_point
-from .._core.scale_arguments import check_float_zero_point, convert_float32_scale
+from .._core import checks, dtypes, entry_point, granularity, recording, sharding
+from .._core.entry_point import check_float_zero_point, compile_entry_point, convert_float32_scale
 from .._kernels import accumulator, barriers, signed_codes
 from .._kernels.accumulator import sum_over_blocks
 from .._kernels.contraction import Role, contract_roles
-from ..integer.dot_general import MatrixShapes, determines_sharding, match_matrices
+from ..integer import MatrixShapes, determines_sharding, match_matrices
 from .quantization import compute_dynamic_range, encode_dynamic
 
 # Scales and zero points per row of a and per column of b, and the int32 product of two stacks of matrices.
@@ -51,67 +50,73 @@ def _read_parameter(
     return value
 
 
-def read_row_steps(function: str, a: jax.Array, zero_point: Any, shapes: MatrixShapes, centred: bool) -> Any:
+def read_row_center(
+    function: str, a: jax.Array, zero_point: jax.Array | None, shapes: MatrixShapes, centred: bool
+) -> Any:
     """Check a_zero_point and return it as the int32 zero point of the signed a, or None where that is known to be 0."""
     if zero_point is not None:
         checks.check_same_dtype(function, "a_zero_point", zero_point, a.dtype, "a's")
         zero_point = read_per_row(function, "a_zero_point", zero_point, shapes)
-    return signed_codes.convert_steps(zero_point, a.dtype, centred)
+    return signed_codes.derive_center(zero_point, a.dtype, centred)
 
 
-def read_column_steps(function: str, b: jax.Array, zero_point: Any, shapes: MatrixShapes, centred: bool) -> Any:
+def read_column_center(
+    function: str, b: jax.Array, zero_point: jax.Array | None, shapes: MatrixShapes, centred: bool
+) -> Any:
     """Check b_zero_point and return it as the int32 zero point of the signed b, or None where that is known to be 0."""
     if zero_point is not None:
         checks.check_same_dtype(function, "b_zero_point", zero_point, b.dtype, "b's")
         zero_point = read_per_column(function, "b_zero_point", zero_point, shapes)
-    return signed_codes.convert_steps(zero_point, b.dtype, centred)
+    return signed_codes.derive_center(zero_point, b.dtype, centred)
 
 
-def check_bias(function: str, bias: Any, shapes: MatrixShapes) -> None:
+def check_bias(function: str, bias: jax.Array | None, shapes: MatrixShapes) -> None:
     """Check that the bias is None or has one float32 for each column of b."""
     if bias is not None:
         checks.check_same_dtype(function, "bias", bias, dtypes.FLOAT32, "the result's")
         checks.check_shape(function, "bias", bias, (shapes.b[-1],), "one for each column of b")
 
 
-def multiply_matrices(a: jax.Array, b: jax.Array, a_steps: Any, b_steps: Any, shapes: MatrixShapes) -> jax.Array:
+def multiply_matrices(
+    a: jax.Array, b: jax.Array, a_center: jax.Array | None, b_center: jax.Array | None, shapes: MatrixShapes
+) -> jax.Array:
     """Return the int32 product of two 8-bit operands, of shape `shapes.product`.
 
-    The steps are the zero points of the signed operands: int32 scalars, arrays of the operands' rank, or None for 0.
+    The centers are the zero points of the signed operands: int32 scalars, arrays of the operands' rank, or None for 0.
     """
     a, b = signed_codes.convert_to_signed(a.reshape(shapes.a)), signed_codes.convert_to_signed(b.reshape(shapes.b))
     # If b is a single matrix, the batch dimensions of a are only additional rows of one product.
     if math.prod(shapes.b[:-2]) == 1:
         rank = len(shapes.a)
         leading = shapes.product[:-rank] if len(shapes.b) > rank else ()
-        b, b_steps = b.reshape(shapes.b[-2:]), _drop_batch(b_steps)
+        b, b_center = b.reshape(shapes.b[-2:]), _drop_batch(b_center)
         left, right = Role((), tuple(range(rank - 1)), (rank - 1,)), Role((), (1,), (0,))
         _check_placement(shapes.function, a, b, left, right)
-        acc = contract_roles(a, b, a_steps, b_steps, left, right)
+        acc = contract_roles(a, b, a_center, b_center, left, right)
         return acc.reshape((*leading, *acc.shape)) if leading else acc
     # The kernel needs operands with equal batch dimensions.
     batch = shapes.product[:-2]
-    a, a_steps = _broadcast_operand(a, batch), _broadcast_steps(a_steps, batch)
-    b, b_steps = _broadcast_operand(b, batch), _broadcast_steps(b_steps, batch)
+    a, a_center = _broadcast_operand(a, batch), _broadcast_center(a_center, batch)
+    b, b_center = _broadcast_operand(b, batch), _broadcast_center(b_center, batch)
     n = len(batch)
     axes = tuple(range(n))
     left, right = Role(axes, (n,), (n + 1,)), Role(axes, (n + 1,), (n,))
     _check_placement(shapes.function, a, b, left, right)
-    return contract_roles(a, b, a_steps, b_steps, left, right)
+    return contract_roles(a, b, a_center, b_center, left, right)
 
 
 def _check_placement(function: str, a: jax.Array, b: jax.Array, left: Role, right: Role) -> None:
-    """Check that the shardings of a and b determine that of the product: an ONNX operator has no out_sharding."""
+    """Check that the shardings of a and b determine the product's: an ONNX operator has no out_sharding."""
     if not (sharding.is_placed(a) or sharding.is_placed(b)) or determines_sharding(a, b, left, right):
         return
     expected = "shardings that determine that of the product (jax.sharding.reshard one), or jq.integer.dot_general"
-    got = f"shape {a.shape} sharded as {sharding.find_placement(a)}, {b.shape} as {sharding.find_placement(b)}"
+    got = f"shape {a.shape} sharded as {sharding.read_placement(a)}, {b.shape} as {sharding.read_placement(b)}"
     checks.refuse(function, "a, b", f"{expected}(..., out_sharding=...)", got)
 
 
-def _drop_batch(steps: Any) -> Any:
-    """Return the steps of b without its batch dimensions, all of which have length 1."""
-    return steps if steps is None or steps.ndim < 2 else steps.reshape(steps.shape[-2:])
+def _drop_batch(center: jax.Array | None) -> Any:
+    """Return the center of b without its batch dimensions, which all have length 1."""
+    return center if center is None or center.ndim < 2 else center.reshape(center.shape[-2:])
 
 
 def _broadcast_operand(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
@@ -119,28 +124,28 @@ def _broadcast_operand(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(x, (*batch, *x.shape[-2:]))
 
 
-def _broadcast_steps(steps: Any, batch: tuple[int, ...]) -> Any:
-    """Return steps with the common batch dimensions, all of length 1 if the steps do not vary along any of them."""
-    if steps is None or steps.ndim < 2:
-        return steps
+def _broadcast_center(center: jax.Array | None, batch: tuple[int, ...]) -> Any:
+    """Return a center with the common batch dimensions, all of length 1 if it does not vary along any of them."""
+    if center is None or center.ndim < 2:
+        return center
     # The kernel accepts a batch of 1, and then computes one correction instead of one for each matrix.
-    if all(n == 1 for n in steps.shape[:-2]):
-        return steps.reshape((1,) * len(batch) + steps.shape[-2:])
-    return jnp.broadcast_to(steps, (*batch, *steps.shape[-2:]))
+    if all(n == 1 for n in center.shape[:-2]):
+        return center.reshape((1,) * len(batch) + center.shape[-2:])
+    return jnp.broadcast_to(center, (*batch, *center.shape[-2:]))
 
 
 # The float32 product of two 8-bit operands, with a scale for each column of b or for each block of its rows.
 
 
 def count_blocks(b_scale: jax.Array, shapes: MatrixShapes) -> int:
-    """Return the number of blocks of b's rows, each of which has its own scales."""
+    """Return the number of blocks of b's rows; each has its own scales."""
     # Only a single matrix has blocks of rows. With a stack of matrices, a scale of rank 2 is refused where columns are
     # read.
     return b_scale.shape[0] if b_scale.ndim == 2 and len(shapes.b) == 2 else 1
 
 
 def read_scaled_columns(
-    function: str, b: jax.Array, b_scale: jax.Array, b_zero_point: Any, shapes: MatrixShapes, centred: bool
+    function: str, b: jax.Array, b_scale: jax.Array, b_zero_point: jax.Array | None, shapes: MatrixShapes, centred: bool
 ) -> tuple[jax.Array, Any]:
     """Check b_scale and b_zero_point, and return the scale and the int32 zero point of the signed b.
 
@@ -148,8 +153,8 @@ def read_scaled_columns(
     """
     blocks = count_blocks(b_scale, shapes)
     if blocks <= 1:
-        steps = read_column_steps(function, b, b_zero_point, shapes, centred)
-        return read_per_column(function, "b_scale", b_scale, shapes), steps
+        center = read_column_center(function, b, b_zero_point, shapes, centred)
+        return read_per_column(function, "b_scale", b_scale, shapes), center
     depth, columns = shapes.b
     expected = f"a scalar, shape ({columns},) or (blocks, {columns}) with blocks that divide b's {depth} rows"
     fits = depth % blocks == 0 and b_scale.shape[1] == columns
@@ -160,16 +165,17 @@ def read_scaled_columns(
             b_zero_point = read_per_column(function, "b_zero_point", b_zero_point, shapes)
         # The loop over blocks takes a zero point for each block, so one for all blocks is repeated.
         b_zero_point = jnp.broadcast_to(b_zero_point, (blocks, b_zero_point.shape[-1]))
-    return b_scale, signed_codes.convert_steps(b_zero_point, b.dtype, centred)
+    return b_scale, signed_codes.derive_center(b_zero_point, b.dtype, centred)
 
 
 def multiply_scaled(
-    a: jax.Array, b: jax.Array, a_steps: Any, b_steps: Any, a_scale: jax.Array, b_scale: jax.Array, shapes: MatrixShapes
-) -> jax.Array:
+    a: jax.Array, b: jax.Array, a_center: jax.Array | None, b_center: jax.Array | None, a_scale: jax.Array,
+    b_scale: jax.Array, shapes: MatrixShapes,
+) -> jax.Array:  # fmt: skip
     """Return the int32 product times (a_scale * b_scale) in float32; with blocks, the sum of such products."""
     blocks = count_blocks(b_scale, shapes)
     if blocks <= 1:
-        acc = multiply_matrices(a, b, a_steps, b_steps, shapes)
+        acc = multiply_matrices(a, b, a_center, b_center, shapes)
         return accumulator.scale_by_both(acc, a_scale, b_scale)
     length = shapes.b[0] // blocks
     block_shapes = shapes._replace(a=(*shapes.a[:-1], length), b=(length, shapes.b[1]))
@@ -177,14 +183,14 @@ def multiply_scaled(
     # quantization, for each block.
     a_blocks = barriers.pin_layout(jnp.moveaxis(a.reshape(*shapes.a[:-1], blocks, length), -2, 0))
     # A scalar zero point is not part of what the loop iterates over.
-    stacked_steps = None if b_steps is None or b_steps.ndim == 0 else b_steps[:, None]
+    stacked_center = None if b_center is None or b_center.ndim == 0 else b_center[:, None]
 
-    def contract_block(block: Any) -> jax.Array:
-        rows, filters, steps, scale = block
-        acc = multiply_matrices(rows, filters, a_steps, b_steps if steps is None else steps, block_shapes)
+    def contract_block(block: tuple[jax.Array, ...]) -> jax.Array:
+        rows, filters, center, scale = block
+        acc = multiply_matrices(rows, filters, a_center, b_center if center is None else center, block_shapes)
         return accumulator.scale_by_both(acc, a_scale, scale)
 
-    stacks = (a_blocks, b.reshape(blocks, length, shapes.b[1]), stacked_steps, b_scale[:, None])
+    stacks = (a_blocks, b.reshape(blocks, length, shapes.b[1]), stacked_center, b_scale[:, None])
     return sum_over_blocks(contract_block, stacks)
 
 
@@ -231,8 +237,8 @@ def matmul_integer(
     Source: ONNX MatMulInteger-10. ONNX Runtime accepts no zero point per row of a, and leaves y unset if a has no
         columns; this function follows the text, according to which that y is 0.
     """
-    a_zero_point = scale_arguments.convert_operand_zero_point(_MATMUL_INTEGER, "a_zero_point", a_zero_point, a)
-    b_zero_point = scale_arguments.convert_operand_zero_point(_MATMUL_INTEGER, "b_zero_point", b_zero_point, b)
+    a_zero_point = entry_point.convert_operand_zero_point(_MATMUL_INTEGER, "a_zero_point", a_zero_point, a)
+    b_zero_point = entry_point.convert_operand_zero_point(_MATMUL_INTEGER, "b_zero_point", b_zero_point, b)
     return _matmul_integer(
         a, b, a_zero_point, b_zero_point, centred=signed_codes.are_centred((a, b), (a_zero_point, b_zero_point))
     )
@@ -246,9 +252,9 @@ def _matmul_integer(
     checks.check_array(_MATMUL_INTEGER, "a", a, dtypes.EIGHT_BITS)
     checks.check_array(_MATMUL_INTEGER, "b", b, dtypes.EIGHT_BITS)
     shapes = match_matrices(_MATMUL_INTEGER, a, b)
-    a_steps = read_row_steps(_MATMUL_INTEGER, a, a_zero_point, shapes, centred[0])
-    b_steps = read_column_steps(_MATMUL_INTEGER, b, b_zero_point, shapes, centred[1])
-    return multiply_matrices(a, b, a_steps, b_steps, shapes).reshape(shapes.out)
+    a_center = read_row_center(_MATMUL_INTEGER, a, a_zero_point, shapes, centred[0])
+    b_center = read_column_center(_MATMUL_INTEGER, b, b_zero_point, shapes, centred[1])
+    return multiply_matrices(a, b, a_center, b_center, shapes).reshape(shapes.out)
 
 
 # ONNX Runtime's MatMulIntegerToFloat, also with a scale for each block of b's rows.
@@ -313,8 +319,8 @@ def matmul_integer_to_float(
         convert_float32_scale(_MATMUL_INTEGER_TO_FLOAT, "a_scale", a_scale),
         convert_float32_scale(_MATMUL_INTEGER_TO_FLOAT, "b_scale", b_scale),
     )
-    a_zero_point = scale_arguments.convert_operand_zero_point(_MATMUL_INTEGER_TO_FLOAT, "a_zero_point", a_zero_point, a)
-    b_zero_point = scale_arguments.convert_operand_zero_point(_MATMUL_INTEGER_TO_FLOAT, "b_zero_point", b_zero_point, b)
+    a_zero_point = entry_point.convert_operand_zero_point(_MATMUL_INTEGER_TO_FLOAT, "a_zero_point", a_zero_point, a)
+    b_zero_point = entry_point.convert_operand_zero_point(_MATMUL_INTEGER_TO_FLOAT, "b_zero_point", b_zero_point, b)
     return _matmul_integer_to_float(
         a, b, a_scale, b_scale, a_zero_point, b_zero_point, bias,
         centred=signed_codes.are_centred((a, b), (a_zero_point, b_zero_point)),
@@ -333,9 +339,9 @@ def _matmul_integer_to_float(
     shapes = match_matrices(_MATMUL_INTEGER_TO_FLOAT, a, b)
     check_bias(_MATMUL_INTEGER_TO_FLOAT, bias, shapes)
     a_scale = read_per_row(_MATMUL_INTEGER_TO_FLOAT, "a_scale", a_scale, shapes)
-    a_steps = read_row_steps(_MATMUL_INTEGER_TO_FLOAT, a, a_zero_point, shapes, centred[0])
-    b_scale, b_steps = read_scaled_columns(_MATMUL_INTEGER_TO_FLOAT, b, b_scale, b_zero_point, shapes, centred[1])
-    y = multiply_scaled(a, b, a_steps, b_steps, a_scale, b_scale, shapes)
+    a_center = read_row_center(_MATMUL_INTEGER_TO_FLOAT, a, a_zero_point, shapes, centred[0])
+    b_scale, b_center = read_scaled_columns(_MATMUL_INTEGER_TO_FLOAT, b, b_scale, b_zero_point, shapes, centred[1])
+    y = multiply_scaled(a, b, a_center, b_center, a_scale, b_scale, shapes)
     return accumulator.add_bias(y, bias).reshape(shapes.out)
 
 
@@ -389,7 +395,7 @@ def dynamic_quantize_matmul(
     Integers have none.
     """
     b_scale = convert_float32_scale(_DYNAMIC_QUANTIZE_MATMUL, "b_scale", b_scale)
-    b_zero_point = scale_arguments.convert_operand_zero_point(_DYNAMIC_QUANTIZE_MATMUL, "b_zero_point", b_zero_point, b)
+    b_zero_point = entry_point.convert_operand_zero_point(_DYNAMIC_QUANTIZE_MATMUL, "b_zero_point", b_zero_point, b)
     centred = signed_codes.is_centred(b_zero_point, getattr(b, "dtype", None))
     return _dynamic_quantize_matmul(entry_point.convert_number(a), b, b_scale, b_zero_point, bias, centred=centred)
 
@@ -404,46 +410,48 @@ def _dynamic_quantize_matmul(
     checks.check_array(_DYNAMIC_QUANTIZE_MATMUL, "b_scale", b_scale, (dtypes.FLOAT32,))
     shapes = match_matrices(_DYNAMIC_QUANTIZE_MATMUL, a, b)
     check_bias(_DYNAMIC_QUANTIZE_MATMUL, bias, shapes)
-    b_scale, b_steps = read_scaled_columns(_DYNAMIC_QUANTIZE_MATMUL, b, b_scale, b_zero_point, shapes, centred)
+    b_scale, b_center = read_scaled_columns(_DYNAMIC_QUANTIZE_MATMUL, b, b_scale, b_zero_point, shapes, centred)
     # The bias stays outside of the gradient rule: JAX differentiates a sum.
-    y: Any = _multiply(shapes, a, b, b_steps, b_scale)
+    y: Any = _multiply(shapes, a, b, b_center, b_scale)
     return accumulator.add_bias(y, bias).reshape(shapes.out)
 
 
 # A gradient rule is necessary because a is converted to integer codes, where JAX stops the gradient.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(shapes: MatrixShapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array) -> jax.Array:
-    """Return the product without its bias; b_steps is the zero point of the signed b."""
-    return _multiply_fwd(shapes, a, b, b_steps, b_scale)[0]
+def _multiply(
+    shapes: MatrixShapes, a: jax.Array, b: jax.Array, b_center: jax.Array | None, b_scale: jax.Array
+) -> jax.Array:
+    """Return the product without its bias; b_center is the zero point of the signed b."""
+    return _multiply_fwd(shapes, a, b, b_center, b_scale)[0]
 
 
 def _multiply_fwd(
-    shapes: MatrixShapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array
+    shapes: MatrixShapes, a: jax.Array, b: jax.Array, b_center: jax.Array | None, b_scale: jax.Array
 ) -> tuple[jax.Array, Any]:
     a, b, b_scale = jnp.asarray(a), jnp.asarray(b), jnp.asarray(b_scale)
     # The operator has one scale for all of a, even if a is a stack of matrices.
     per_tensor = granularity.PerTensor()
     _, _, scale, zero_point = compute_dynamic_range(a, per_tensor, _UINT8)
     codes = encode_dynamic(a, scale, zero_point, per_tensor)
-    a_steps, a_scale = signed_codes.convert_steps(zero_point, _UINT8, False), scale.reshape((1,) * len(shapes.a))
-    y = multiply_scaled(codes, b, a_steps, b_steps, a_scale, b_scale, shapes)
-    return y, (codes, b, a_steps, b_steps, a_scale, b_scale)
+    a_center, a_scale = signed_codes.derive_center(zero_point, _UINT8, False), scale.reshape((1,) * len(shapes.a))
+    y = multiply_scaled(codes, b, a_center, b_center, a_scale, b_scale, shapes)
+    return y, (codes, b, a_center, b_center, a_scale, b_scale)
 
 
 def _multiply_bwd(shapes: MatrixShapes, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
-    codes, b, a_steps, b_steps, a_scale, b_scale = residuals
+    codes, b, a_center, b_center, a_scale, b_scale = residuals
     weights = signed_codes.convert_to_signed(b.reshape(shapes.b)).astype(jnp.float32)
     blocks = count_blocks(b_scale, shapes)
-    if b_steps is not None:
-        weights = weights - jnp.broadcast_to(_spread_blocks(b_steps, blocks, shapes), shapes.b).astype(jnp.float32)
-    # Only the gradient of a needs dequantized weights; that of b_scale comes from the integer product.
+    if b_center is not None:
+        weights = weights - jnp.broadcast_to(_spread_blocks(b_center, blocks, shapes), shapes.b).astype(jnp.float32)
+    # Only the gradient of a needs dequantized weights; the gradient of b_scale comes from the integer product.
     values = weights * jnp.broadcast_to(_spread_blocks(b_scale, blocks, shapes), shapes.b)
     highest = lax.Precision.HIGHEST
     # jax.vjp needs an operand with the shape, sharding and variance of a. Its value does not matter, because the
     # product is linear in it.
     like = codes.reshape(shapes.a).astype(jnp.float32)
     _, pull_a = jax.vjp(lambda v: jnp.matmul(v, values, precision=highest), like)
-    _, pull_scale = jax.vjp(lambda s: multiply_scaled(codes, b, a_steps, b_steps, a_scale, s, shapes), b_scale)
+    _, pull_scale = jax.vjp(lambda s: multiply_scaled(codes, b, a_center, b_center, a_scale, s, shapes), b_scale)
     (da,) = pull_a(g)
     return da.reshape(codes.shape), None, None, pull_scale(g)[0]
 
@@ -480,7 +488,7 @@ def qlinear_matmul(
     where acc is the result of `matmul_integer`. Without y_scale and y_zero_point, y is a float32 array:
     y = float32(acc + bias) * (a_scale * b_scale).
 
-    The bias and the float32 result are those of ONNX Runtime's QGemm.
+    The bias and the float32 result are as in ONNX Runtime's QGemm.
 
     The integers are ONNX Runtime's: the scales are multiplied, then divided, in float32, and the product with
     float32(acc) is rounded half to even before the zero point is added. onnx's reference adds the zero point first,
@@ -502,7 +510,7 @@ def qlinear_matmul(
             becomes a scalar in b's dtype.
         y_scale: value per step of y, float32, float16 or bfloat16: a scalar, or one for each row of a. A Python number
             becomes float32. None together with y_zero_point=None: the result is float32, and a and b are int8 or uint8.
-        y_zero_point: the code of 0.0: a scalar, or one for each row of a. Its dtype is that of y; an int becomes a
+        y_zero_point: the code of 0.0: a scalar, or one for each row of a. Its dtype is y's; an int becomes a
             scalar in a's dtype.
         bias: int32, [N], in steps of a_scale * b_scale, if a and b are int8 or uint8. None means 0.
 
@@ -536,10 +544,10 @@ def qlinear_matmul(
     """
     scales = (("a_scale", a_scale), ("b_scale", b_scale), ("y_scale", y_scale))
     a_scale, b_scale, y_scale = (convert_float32_scale(_QLINEAR_MATMUL, name, scale) for name, scale in scales)
-    a_zero_point = scale_arguments.convert_operand_zero_point(_QLINEAR_MATMUL, "a_zero_point", a_zero_point, a)
-    b_zero_point = scale_arguments.convert_operand_zero_point(_QLINEAR_MATMUL, "b_zero_point", b_zero_point, b)
-    # The dtype of an int is that of a: ONNX Runtime has no kernel whose result has another dtype than a.
-    y_zero_point = scale_arguments.convert_operand_zero_point(_QLINEAR_MATMUL, "y_zero_point", y_zero_point, a)
+    a_zero_point = entry_point.convert_operand_zero_point(_QLINEAR_MATMUL, "a_zero_point", a_zero_point, a)
+    b_zero_point = entry_point.convert_operand_zero_point(_QLINEAR_MATMUL, "b_zero_point", b_zero_point, b)
+    # An int gets the dtype of a: ONNX Runtime has no kernel with a result of another dtype.
+    y_zero_point = entry_point.convert_operand_zero_point(_QLINEAR_MATMUL, "y_zero_point", y_zero_point, a)
     for argument, point in (("a", a_zero_point), ("b", b_zero_point), ("y", y_zero_point)):
         check_float_zero_point(_QLINEAR_MATMUL, f"{argument}_zero_point", point)
     return _qlinear_matmul(
@@ -560,34 +568,34 @@ def _qlinear_matmul(
         checks.check_shape(_QLINEAR_MATMUL, "bias", bias, (shapes.b[-1],), "one for each column of b")
     a_scale = read_per_row(_QLINEAR_MATMUL, "a_scale", a_scale, shapes)
     b_scale = read_per_column(_QLINEAR_MATMUL, "b_scale", b_scale, shapes)
-    a_steps = read_row_steps(_QLINEAR_MATMUL, a, a_zero_point, shapes, centred[0])
-    b_steps = read_column_steps(_QLINEAR_MATMUL, b, b_zero_point, shapes, centred[1])
+    a_center = read_row_center(_QLINEAR_MATMUL, a, a_zero_point, shapes, centred[0])
+    b_center = read_column_center(_QLINEAR_MATMUL, b, b_zero_point, shapes, centred[1])
     if y_scale is None or y_zero_point is None:
-        acc = _add_bias(multiply_matrices(a, b, a_steps, b_steps, shapes), bias)
+        acc = _add_bias(multiply_matrices(a, b, a_center, b_center, shapes), bias)
         factors = (s.astype(jnp.float32) for s in (a_scale, b_scale))
         return accumulator.scale_by_both(acc, *factors).reshape(shapes.out)
     # Scales of rows and scales of columns have different ranks if only one operand is a stack of matrices.
     y_scale = read_per_row(_QLINEAR_MATMUL, "y_scale", y_scale, shapes)
     scale = accumulator.compute_multiplier(*(_align(s, shapes) for s in (a_scale, b_scale, y_scale)))
-    y_steps = _align(read_per_row(_QLINEAR_MATMUL, "y_zero_point", y_zero_point, shapes), shapes)
-    # A float8 zero point is 0, so only integers need the steps.
+    y_center = _align(read_per_row(_QLINEAR_MATMUL, "y_zero_point", y_zero_point, shapes), shapes)
+    # A float8 zero point is 0, so only integers need the center.
     if a.dtype in dtypes.FLOAT8:
         return _multiply_float8(a, b, scale, y_zero_point.dtype, shapes)
-    acc = multiply_matrices(a, b, a_steps, b_steps, shapes)
+    acc = multiply_matrices(a, b, a_center, b_center, shapes)
     # An exporter needs the scales one by one, and the multiplier does not tell them.
     if recording.is_recording():
         bias = None if bias is None else accumulator.place_part(bias, acc.ndim, None)
         scales = (_align(s, shapes) for s in (a_scale, b_scale, y_scale))
-        numbers = (*scales, y_steps.astype(jnp.int32), y_zero_point.dtype)
+        numbers = (*scales, y_center.astype(jnp.int32), y_zero_point.dtype)
         return accumulator.requantize_product(acc, bias, *numbers).reshape(shapes.out)
     acc = _add_bias(acc, bias)
-    scale, y_steps = (accumulator.spread_over_product(v, acc) for v in (scale, y_steps.astype(jnp.int32)))
-    return accumulator.requantize_accumulator(acc, scale, y_steps, y_zero_point.dtype).reshape(shapes.out)
+    scale, y_center = (accumulator.spread_over_product(v, acc) for v in (scale, y_center.astype(jnp.int32)))
+    return accumulator.requantize_accumulator(acc, scale, y_center, y_zero_point.dtype).reshape(shapes.out)
 
 
 def _check_dtypes(
-    a: Any, a_scale: Any, a_zero_point: Any, b: Any, b_scale: Any, b_zero_point: Any, y_scale: Any, y_zero_point: Any,
-    bias: Any,
+    a: jax.Array, a_scale: jax.Array, a_zero_point: jax.Array | None, b: jax.Array, b_scale: jax.Array,
+    b_zero_point: jax.Array | None, y_scale: Any, y_zero_point: jax.Array | None, bias: jax.Array | None,
 ) -> None:  # fmt: skip
     """Check which arguments are None, and the dtypes of the others except the zero points of a and b."""
     # Unlike in MatMulInteger, the zero points are required inputs, so None must not be read as 0.
@@ -623,8 +631,8 @@ def _align(value: jax.Array, shapes: MatrixShapes) -> jax.Array:
 
 def _multiply_float8(a: jax.Array, b: jax.Array, scale: jax.Array, dtype: np.dtype, shapes: MatrixShapes) -> jax.Array:
     """Return the codes of the product of two float8 operands, summed in float32."""
-    lhs, rhs = (small_floats.decode_small_float(x).reshape(s) for x, s in ((a, shapes.a), (b, shapes.b)))
+    lhs, rhs = (dtypes.decode_small_float(x).reshape(s) for x, s in ((a, shapes.a), (b, shapes.b)))
     # Without HIGHEST a GPU would round both operands to TF32.
     product: Any = jnp.matmul(lhs, rhs, precision=lax.Precision.HIGHEST)
     scaled = product * accumulator.spread_over_product(scale, product)
-    return small_floats.encode_small_float(scaled, dtype, True).reshape(shapes.out)
+    return dtypes.encode_small_float(scaled, dtype, True).reshape(shapes.out)

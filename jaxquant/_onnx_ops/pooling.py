@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from .._core import checks, dtypes, recording, sharding
 from .._core.entry_point import compile_entry_point
 from .._core.granularity import PerTensor
-from .._kernels import accumulator, barriers, division, rounding
+from .._kernels import accumulator, affine, barriers
 from .._kernels.affine import dequantize_affine
 from .encodings import Encoding, check_eight_bits, convert_numbers, read_encoding
 
@@ -38,7 +38,7 @@ class PoolAttributes(NamedTuple):
     strides: Any
 
 
-class PoolWindows(NamedTuple):
+class PoolGeometry(NamedTuple):
     """The windows of a pooling.
 
     Attributes:
@@ -58,9 +58,9 @@ class PoolWindows(NamedTuple):
     counts: np.ndarray
 
 
-def check_pool_attributes(function: str, **attributes: Any) -> PoolAttributes:
+def check_pool_attributes(function: str, **attributes: object) -> PoolAttributes:
     """Check that the attributes are hashable and their numbers integers, and return them as one static argument."""
-    # Check before jit, whose cache of compiled programs cannot tell True, 1 and 1.0 apart.
+    # Check before jit: its cache of compiled programs cannot tell True, 1 and 1.0 apart.
     checked = {}
     for name, value in attributes.items():
         if name in ("ceil_mode", "channels_last", "count_include_pad"):
@@ -73,7 +73,7 @@ def check_pool_attributes(function: str, **attributes: Any) -> PoolAttributes:
     return PoolAttributes(**checked)
 
 
-def derive_windows(function: str, spatial: tuple[int, ...], attributes: PoolAttributes) -> PoolWindows:
+def derive_windows(function: str, spatial: tuple[int, ...], attributes: PoolAttributes) -> PoolGeometry:
     """Check the attributes against the spatial shape of x, and return the windows."""
     rank = len(spatial)
     kernel = _check_lengths(function, "kernel_shape", attributes.kernel_shape, rank)
@@ -97,7 +97,7 @@ def derive_windows(function: str, spatial: tuple[int, ...], attributes: PoolAttr
         # The end is what the windows read: ceil_mode can exceed the padding that was asked for, strides can fall short.
         padding.append((low, max((number - 1) * stride + length - size - low, 0)))
     is_global = kernel == spatial and not any(low or high for low, high in pads)
-    return PoolWindows(kernel, strides, tuple(padding), tuple(positions), is_global, counts)
+    return PoolGeometry(kernel, strides, tuple(padding), tuple(positions), is_global, counts)
 
 
 def _check_lengths(function: str, argument: str, value: Any, rank: int) -> tuple[int, ...]:
@@ -168,7 +168,7 @@ def qlinear_average_pool(
 
     The integers are ONNX Runtime's: every operation is rounded to float32, the elements of a window are added one by
     one in their order in memory, and the zero point is added before the rounding to an integer. If one window is all of
-    x, without padding, ONNX Runtime uses another formula, that of `qlinear_global_average_pool`, and so does this
+    x, without padding, ONNX Runtime uses another formula, as in `qlinear_global_average_pool`, and so does this
     function.
 
     Args:
@@ -214,7 +214,7 @@ def qlinear_average_pool(
     return _qlinear_average_pool(x, x_scale, x_zero_point, y_scale, y_zero_point, attributes=attributes)
 
 
-def _match_pooled_shape(x: jax.Array, attributes: PoolAttributes, **_: Any) -> tuple[tuple[int, ...], Any]:
+def _match_pooled_shape(x: jax.Array, attributes: PoolAttributes, **_: object) -> tuple[tuple[int, ...], Any]:
     first = 1 if attributes.channels_last else 2
     axes = range(first, first + x.ndim - 2)
     positions = iter(derive_windows(_QLINEAR_AVERAGE_POOL, tuple(x.shape[axis] for axis in axes), attributes).positions)
@@ -235,26 +235,26 @@ def _qlinear_average_pool(
     first = 1 if attributes.channels_last else 2
     axes = tuple(range(first, first + x.ndim - 2))
     windows = derive_windows(_QLINEAR_AVERAGE_POOL, tuple(x.shape[axis] for axis in axes), attributes)
-    # ONNX Runtime uses its kernel of QLinearGlobalAveragePool here, whose sums are integers.
+    # ONNX Runtime uses its kernel of QLinearGlobalAveragePool here, which adds integers.
     if windows.is_global:
         return average_codes(x, x_encoding, y_encoding, axes, keepdims=True)
     total = _sum_windows(x, x_encoding, windows, axes)
     counts = sharding.place_like(lax.broadcast_in_dim(jnp.asarray(windows.counts), total.shape, axes), total)
-    mean = division.divide(total, counts)
+    mean = affine.divide(total, counts)
     return _encode_mean(mean, y_encoding)
 
 
 def _encode_mean(mean: jax.Array, encoding: Encoding) -> jax.Array:
     """Return saturate(round_half_even(mean / scale + zero point))."""
-    quotient = division.divide(mean, sharding.place_like(jnp.broadcast_to(encoding.scale, mean.shape), mean))
+    quotient = affine.divide(mean, sharding.place_like(jnp.broadcast_to(encoding.scale, mean.shape), mean))
     # Unlike in QuantizeLinear, the sum with the zero point is rounded, and ties are decided by its parity.
-    value = barriers.round_result(quotient + encoding.steps.astype(jnp.float32))
-    return rounding.encode_steps(value, None, encoding.dtype)
+    value = barriers.round_result(quotient + encoding.center.astype(jnp.float32))
+    return affine.encode_steps(value, None, encoding.dtype)
 
 
-def _sum_windows(x: jax.Array, encoding: Encoding, windows: PoolWindows, axes: tuple[int, ...]) -> jax.Array:
-    """Return the float32 sums of the windows of the values of x, whose elements are added one by one."""
-    values = dequantize_affine(x, encoding.scale, encoding.steps, PerTensor(), dtypes.FLOAT32)
+def _sum_windows(x: jax.Array, encoding: Encoding, windows: PoolGeometry, axes: tuple[int, ...]) -> jax.Array:
+    """Return the float32 sums of the windows of the values of x, adding one element after the other."""
+    values = dequantize_affine(x, encoding.scale, encoding.center, PerTensor(), dtypes.FLOAT32)
     # ONNX Runtime leaves out the padding. Adding 0 to a sum that begins with 0 does not change it.
     padding = dict(zip(axes, windows.padding, strict=True))
     config = [(*padding.get(axis, (0, 0)), 0) for axis in range(x.ndim)]
@@ -274,7 +274,7 @@ def _sum_windows(x: jax.Array, encoding: Encoding, windows: PoolWindows, axes: t
         return part
 
     if windows.counts.size == 0 or np.prod(windows.kernel) <= _MOST_UNROLLED:
-        return _add_in_order([take_element(place) for place in itertools.product(*map(range, windows.kernel))])
+        return _add_in_order([take_element(offsets) for offsets in itertools.product(*map(range, windows.kernel))])
 
     def add_element(i: jax.Array, total: jax.Array) -> jax.Array:
         return total + take_element(jnp.unravel_index(i, windows.kernel))
@@ -313,7 +313,7 @@ def qlinear_global_average_pool(
     y = saturate(round_half_even(float32(sum(x - x_zero_point)) * (x_scale / (y_scale * count))) + y_zero_point),
     where count is the number of spatial positions.
 
-    The sum is exact in int32. The integers are those of ONNX Runtime's kernel for x86-64, which refuses 2**24 positions
+    The sum is exact in int32. The integers equal ONNX Runtime's on x86-64, where its kernel refuses 2**24 positions
     or more, and a factor that is not in [2**-32, 2**8).
 
     Args:
@@ -355,7 +355,7 @@ def qlinear_global_average_pool(
     )
 
 
-def _match_global_shape(x: jax.Array, channels_last: bool, **_: Any) -> tuple[tuple[Any, ...], Any]:
+def _match_global_shape(x: jax.Array, channels_last: bool, **_: object) -> tuple[tuple[Any, ...], Any]:
     kept = (0, x.ndim - 1) if channels_last else (0, 1)
     return tuple(n if axis in kept else 1 for axis, n in enumerate(x.shape)), x.dtype
 
@@ -383,12 +383,12 @@ def average_codes(
     where scale = scale of x / (scale of y * count)
     """
     count = math.prod(x.shape[axis] for axis in axes)
-    acc = _sum_codes(x, axes, keepdims=keepdims) - x_encoding.steps * np.int32(count)
+    acc = _sum_codes(x, axes, keepdims=keepdims) - x_encoding.center * np.int32(count)
     # Rounded before the division, as in ONNX Runtime: x_scale / y_scale / count is another float32.
     divisor = barriers.round_result(y_encoding.scale * np.float32(count))
-    scale = jnp.broadcast_to(division.divide(x_encoding.scale, divisor), acc.shape)
-    steps = jnp.broadcast_to(y_encoding.steps, acc.shape)
-    return accumulator.requantize_accumulator(acc, scale, steps, y_encoding.dtype)
+    scale = jnp.broadcast_to(affine.divide(x_encoding.scale, divisor), acc.shape)
+    center = jnp.broadcast_to(y_encoding.center, acc.shape)
+    return accumulator.requantize_accumulator(acc, scale, center, y_encoding.dtype)
 
 
 def _sum_codes(x: jax.Array, axes: tuple[int, ...], *, keepdims: bool) -> jax.Array:
@@ -439,7 +439,7 @@ def qlinear_reduce_mean(
     reduced = saturate(round_half_even(float32(sum(data - data_zero_point)) * (data_scale / (reduced_scale * count)))
     + reduced_zero_point), where count is the number of elements of a mean.
 
-    ONNX Runtime defines this operator but has no kernel for CPUs. The formula is that of `qlinear_global_average_pool`,
+    ONNX Runtime defines this operator but has no kernel for CPUs. The formula is `qlinear_global_average_pool`'s,
     which gives the same integers for the spatial dimensions.
 
     Args:
@@ -473,7 +473,7 @@ def qlinear_reduce_mean(
         reduced_zero_point=reduced_zero_point,
     )  # fmt: skip
     checks.check_flag(_QLINEAR_REDUCE_MEAN, "keepdims", keepdims)
-    # Check before jit, whose cache of compiled programs cannot tell True, 1 and 1.0 apart.
+    # Check before jit: its cache of compiled programs cannot tell True, 1 and 1.0 apart.
     axes = checks.check_integers(_QLINEAR_REDUCE_MEAN, "axes", axes)
     return _qlinear_reduce_mean(
         data, data_scale, data_zero_point, reduced_scale, reduced_zero_point, axes=axes, keepdims=bool(keepdims)
@@ -483,7 +483,7 @@ def qlinear_reduce_mean(
 @compile_entry_point(_QLINEAR_REDUCE_MEAN)
 def _qlinear_reduce_mean(
     data: jax.Array, data_scale: jax.Array, data_zero_point: jax.Array | None, reduced_scale: jax.Array,
-    reduced_zero_point: jax.Array | None, *, axes: Any, keepdims: bool,
+    reduced_zero_point: jax.Array | None, *, axes: tuple[int, ...] | None, keepdims: bool,
 ) -> jax.Array:  # fmt: skip
     dtype = check_eight_bits(_QLINEAR_REDUCE_MEAN, "data", data)
     data_encoding = read_encoding(_QLINEAR_REDUCE_MEAN, "data", data_scale, data_zero_point, dtype)
@@ -491,7 +491,7 @@ def _qlinear_reduce_mean(
     return average_codes(data, data_encoding, reduced_encoding, _read_axes(axes, data.ndim), keepdims=keepdims)
 
 
-def _read_axes(axes: Any, rank: int) -> tuple[int, ...]:
+def _read_axes(axes: Sequence[int] | None, rank: int) -> tuple[int, ...]:
     """Return the axes as non-negative ints; raise for one that is out of range or given twice."""
     if axes is None:
         return tuple(range(rank))

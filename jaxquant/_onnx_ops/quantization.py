@@ -14,19 +14,24 @@ from jax import export
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core import checks, dtypes, entry_point, recording
-from .._core.entry_point import compile_entry_point
+from .._core.entry_point import (
+    check_float_zero_point,
+    compile_entry_point,
+    convert_scale_number,
+    convert_zero_point_number,
+    fit_number,
+)
 from .._core.granularity import (
     Granularity,
     PerAxis,
     PerTensor,
     check_matching,
-    find_slices,
     list_reduced_axes,
+    resolve_axis,
     resolve_onnx,
 )
-from .._core.scale_arguments import check_float_zero_point, convert_scale_number, convert_zero_point_number, fit_number
 from .._core.sharding import place_like
-from .._kernels import barriers, division, min_max, rounding
+from .._kernels import affine, barriers, min_max
 from .._kernels.affine import dequantize_affine, quantize_affine, sum_to_scale
 
 # ONNX QuantizeLinear, versions 10 to 28.
@@ -103,7 +108,7 @@ def quantize_linear(
     """
     if isinstance(y_scale, int | float):
         y_scale = convert_scale_number(_QUANTIZE_LINEAR, "y_scale", y_scale, x)
-    # A numpy scalar that has a dtype of codes keeps it, and determines that of the output.
+    # A numpy scalar that has a dtype of codes keeps it, and the output has the same dtype.
     if isinstance(y_zero_point, int | np.integer) and not checks.has_dtype(y_zero_point, dtypes.QUANTIZED):
         dtype = jnp.uint8 if output_dtype is None else output_dtype
         y_zero_point = convert_zero_point_number(_QUANTIZE_LINEAR, "y_zero_point", y_zero_point, dtype, y_scale)
@@ -119,24 +124,24 @@ def quantize_linear(
 @compile_entry_point(_QUANTIZE_LINEAR)
 def _quantize_linear(
     x: jax.Array, y_scale: jax.Array, y_zero_point: jax.Array | None, *,
-    axis: int, block_size: int, saturate: bool, output_dtype: Any, precision: Any,
+    axis: int, block_size: int, saturate: bool, output_dtype: DTypeLike | None, precision: DTypeLike | None,
 ) -> jax.Array:  # fmt: skip
     checks.check_array(_QUANTIZE_LINEAR, "x", x, _X)
     checks.check_array(_QUANTIZE_LINEAR, "y_scale", y_scale, _SCALE)
     checks.check_flag(_QUANTIZE_LINEAR, "saturate", saturate)
     dtype = _read_output_dtype(y_zero_point, output_dtype)
-    carrier = _choose_precision(x, y_scale, precision)
+    quotient_dtype = _choose_precision(x, y_scale, precision)
     # The granularity describes scalar, 1-D and blocked scales in one form for the arithmetic below.
     granularity = resolve_onnx(_QUANTIZE_LINEAR, "y_scale", y_scale, x.shape, axis, block_size)
     if y_zero_point is not None:
         check_matching(_QUANTIZE_LINEAR, "y_zero_point", y_zero_point, y_scale, "y_scale")
     # Without stop_gradient JAX would differentiate the conversion to a float8 or float4 result.
     x, y_scale = jax.lax.stop_gradient((x, y_scale))
-    return quantize_affine(x, y_scale, y_zero_point, granularity, dtype, carrier, bool(saturate))
+    return quantize_affine(x, y_scale, y_zero_point, granularity, dtype, quotient_dtype, bool(saturate))
 
 
-def _read_output_dtype(zero_point: jax.Array | None, output_dtype: Any) -> np.dtype:
-    """Check output_dtype and the dtype of the zero point, and return that of the codes."""
+def _read_output_dtype(zero_point: jax.Array | None, output_dtype: DTypeLike | None) -> np.dtype:
+    """Check output_dtype and the dtype of the zero point, and return the dtype of the codes."""
     if zero_point is None:
         dtype = jnp.uint8 if output_dtype is None else output_dtype
         return checks.check_dtype(_QUANTIZE_LINEAR, "output_dtype", dtype, dtypes.QUANTIZED)
@@ -147,7 +152,7 @@ def _read_output_dtype(zero_point: jax.Array | None, output_dtype: Any) -> np.dt
     return zero_point.dtype
 
 
-def _choose_precision(x: jax.Array, scale: jax.Array, precision: Any) -> np.dtype:
+def _choose_precision(x: jax.Array, scale: jax.Array, precision: DTypeLike | None) -> np.dtype:
     """Check precision and return the dtype of the division."""
     if precision is not None:
         return checks.check_dtype(_QUANTIZE_LINEAR, "precision", precision, dtypes.FLOATS)
@@ -232,7 +237,7 @@ def dequantize_linear(
 @compile_entry_point(_DEQUANTIZE_LINEAR)
 def _dequantize_linear(
     x: jax.Array, x_scale: jax.Array, x_zero_point: jax.Array | None, *,
-    axis: int, block_size: int, output_dtype: Any,
+    axis: int, block_size: int, output_dtype: DTypeLike | None,
 ) -> jax.Array:  # fmt: skip
     checks.check_array(_DEQUANTIZE_LINEAR, "x", x, _CODES)
     checks.check_array(_DEQUANTIZE_LINEAR, "x_scale", x_scale, _CODES_SCALE)
@@ -251,7 +256,7 @@ def _dequantize_linear(
     return dequantize_affine(x, x_scale, x_zero_point, granularity, dtype)
 
 
-def _convert_zero_point_number(value: Any, x: Any, scale: Any) -> Any:
+def _convert_zero_point_number(value: Any, x: object, scale: Any) -> Any:
     """Return an int as a zero point of x's dtype and scale's shape."""
     checks.check_integer(_DEQUANTIZE_LINEAR, "x_zero_point", value)
     dtype: Any = getattr(x, "dtype", None)
@@ -302,7 +307,7 @@ def dynamic_quantize_linear(
     ONNX text.
 
     For a range of zero (all zeros, or no elements), y_scale is 1, and y_zero_point and y are qmin. The same holds for a
-    range of subnormal numbers, which XLA:CPU treats as 0. For any other range whose scale would be subnormal (below
+    range of subnormal numbers, which XLA:CPU treats as 0. For any other range with a subnormal scale (below
     3e-36), y_scale is the least normal float32, 2**-126, from which y and y_zero_point follow; ONNX Runtime returns the
     subnormal y_scale instead. An infinity in x makes y_scale infinite. With a NaN in x, y_scale is NaN, y_zero_point is
     qmax and y is qmin. Any other x for which min(x, 0) / y_scale is NaN, -inf for example, also has y_zero_point qmax.
@@ -353,7 +358,7 @@ def dynamic_quantize_linear(
 @compile_entry_point(_DYNAMIC_QUANTIZE_LINEAR)
 def _dynamic_quantize_linear(
     x: jax.Array, *,
-    dtype: Any, axis: int | None, training: bool, lda_coeff: float, name: str | None,
+    dtype: DTypeLike, axis: int | None, training: bool, lda_coeff: float, name: str | None,
     specified_outputs_name: tuple[str, ...],
 ) -> DynamicQuantizeLinearOutput:  # fmt: skip
     dtype, granularity = check_dynamic(_DYNAMIC_QUANTIZE_LINEAR, x, dtype, axis)
@@ -392,7 +397,7 @@ def _dynamic_quantize_fwd(config: _Config, x: jax.Array) -> tuple[_Outputs, Any]
 def _dynamic_quantize_bwd(config: _Config, residuals: Any, g: _Outputs) -> tuple[jax.Array]:
     granularity = config.granularity
     x, low, high = map(jnp.asarray, residuals)
-    qmin, qmax = dtypes.find_narrow_bounds(config.dtype)
+    qmin, qmax = dtypes.derive_narrow_bounds(config.dtype)
     # An end of the range that is 0 does not depend on x: the range always includes 0.
     upper = _share_gradient(x, high, granularity, high <= 0)
     lower = _share_gradient(x, low, granularity, low >= 0)
@@ -418,7 +423,7 @@ def _list_range_parts(x: jax.Array, granularity: Granularity, dtype: np.dtype) -
     return [(shape, part) for part in (jnp.float32, jnp.float32, jnp.float32, dtype)]
 
 
-def _batch_range(_: Any, x: jax.Array, granularity: Granularity, dtype: np.dtype) -> Any:
+def _batch_range(_: object, x: jax.Array, granularity: Granularity, dtype: np.dtype) -> Any:
     # A range for each entry of a mapped axis is a range for each index of the first axis.
     return compute_dynamic_range(x, PerAxis(0), dtype) if isinstance(granularity, PerTensor) else None
 
@@ -430,37 +435,37 @@ def compute_dynamic_range(
     """Return (low, high, scale, zero_point) of x, where [low, high] is its range extended to 0."""
     axes = list_reduced_axes(granularity, x.ndim)
     low, high = min_max.compute_min_max(x, axes)
-    qmin, qmax = dtypes.find_narrow_bounds(dtype)
+    qmin, qmax = dtypes.derive_narrow_bounds(dtype)
     width = high - low
     # The divisor is an array, because `divide` takes operands of one shape.
     steps = place_like(jnp.full(width.shape, qmax - qmin, jnp.float32), width)
-    scale = division.divide(width, steps)
+    scale = affine.divide(width, steps)
     # XLA:CPU treats subnormal numbers as 0. A maximum in place of the comparison could lose a NaN.
     scale = jnp.where(scale < _TINY, _TINY, scale)
     # XLA:CPU treats a range of subnormal numbers as (0, 0), for which ONNX Runtime uses scale 1.
     scale = jnp.where((high < _TINY) & (low > -_TINY), np.float32(1), scale)
     # From low, as in ONNX Runtime: qmax - high / scale rounds to another zero point in some tensors.
-    start = np.float32(qmin) - division.divide(low, scale)
+    start = np.float32(qmin) - affine.divide(low, scale)
     # ONNX Runtime's clamp turns a NaN into the upper bound.
     start = jnp.where(jnp.isnan(start), np.float32(qmax), start)
-    zero_point = rounding.encode_steps(start, None, dtype, (qmin, qmax))
+    zero_point = affine.encode_steps(start, None, dtype, (qmin, qmax))
     return low, high, *barriers.compute_once((scale, zero_point))
 
 
 def encode_dynamic(x: jax.Array, scale: jax.Array, zero_point: jax.Array, granularity: Granularity) -> jax.Array:
     """Return the codes of x for a scale and zero point of `compute_dynamic_range`."""
-    bounds = dtypes.find_narrow_bounds(zero_point.dtype)
+    bounds = dtypes.derive_narrow_bounds(zero_point.dtype)
     return quantize_affine(x, scale, zero_point, granularity, zero_point.dtype, dtypes.FLOAT32, bounds=bounds)
 
 
-def check_dynamic(function: str, x: jax.Array, dtype: Any, axis: int | None) -> tuple[np.dtype, Granularity]:
+def check_dynamic(function: str, x: jax.Array, dtype: DTypeLike, axis: int | None) -> tuple[np.dtype, Granularity]:
     """Check the arguments of a dynamic ONNX operator, and return the dtype and the granularity of its codes."""
     checks.check_array(function, "x", x, (dtypes.FLOAT32,))
     code_dtype = checks.check_dtype(function, "dtype", dtype, DTYPES)
-    return code_dtype, find_slices(function, axis, x.shape)
+    return code_dtype, resolve_axis(function, axis, x.shape)
 
 
-# The parameters of the LabVIEW toolkit's node beside those of ONNX, which three operators accept.
+# The parameters of the LabVIEW toolkit's node that ONNX does not have; three operators accept them.
 
 
 def check_toolkit_attributes(function: str, training: bool, lda_coeff: float, name: str | None) -> None:

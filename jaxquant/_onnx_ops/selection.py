@@ -10,9 +10,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core import checks, scale_arguments
-from .._core.entry_point import compile_entry_point
-from .._core.scale_arguments import convert_float32_scale
+from .._core import checks, entry_point
+from .._core.entry_point import compile_entry_point, convert_float32_scale
 from .encodings import (
     broadcast_operands,
     check_eight_bits,
@@ -36,7 +35,7 @@ def qlinear_concat(
     y = concatenate(requantize(inputs[0]), requantize(inputs[3]), ...), where requantize(x) =
     saturate(round_half_even((x - x_zero_point) * x_scale / y_scale) + y_zero_point).
 
-    The product and the quotient are rounded to float32, one after the other. Codes whose scale and zero point are those
+    The product and the quotient are rounded to float32, one after the other. Codes with the scale and the zero point
     of y do not change.
 
     Args:
@@ -45,7 +44,7 @@ def qlinear_concat(
             dtype of the codes.
         inputs: for each array its codes, its scale and its zero point, in this order. The codes are int8 or uint8, of
             one dtype and of shapes that are equal except along `axis`. The scales and the zero points are scalars like
-            those of y.
+            y_scale and y_zero_point.
         axis: Static. The dimension along which the arrays are joined; a negative one counts from the back.
 
     Returns:
@@ -73,7 +72,7 @@ def qlinear_concat(
         if i % 3 == 1:
             value = convert_float32_scale(_QLINEAR_CONCAT, name, value)
         elif i % 3 == 2:
-            value = scale_arguments.convert_operand_zero_point(_QLINEAR_CONCAT, name, value, inputs[0])
+            value = entry_point.convert_operand_zero_point(_QLINEAR_CONCAT, name, value, inputs[0])
         converted.append(value)
     checks.check_integer(_QLINEAR_CONCAT, "axis", axis)
     return _qlinear_concat(*converted, axis=axis)
@@ -123,7 +122,7 @@ def qlinear_where(
     z = where(condition, requantize(x), requantize(y)), where
     requantize(x) = saturate(round_half_even((x - x_zero_point) * x_scale / z_scale) + z_zero_point).
 
-    The product and the quotient are rounded to float32, one after the other. Codes whose scale and zero point are those
+    The product and the quotient are rounded to float32, one after the other. Codes with the scale and the zero point
     of z do not change.
 
     Args:

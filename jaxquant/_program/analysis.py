@@ -9,13 +9,166 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import jaxpr, sites, views
-from .jaxpr import Body, Equation
-from .sites import Address, Site
+from jax import lax
+
+from . import jaxpr, views
+from .jaxpr import Address, Atom, Body, Equation
 from .views import Constant, Data, Joined, Origin, View
+
+# Contractions ("sites"), and their names.
+
+
+_FLOATS = ("float32", "bfloat16", "float16")
+
+# The operations that can run on codes, and the names they have in coverage and rules.
+OPERATIONS = {"dot_general": "dot_general", "conv_general_dilated": "conv_general_dilated", "gather": "take"}
+# Further contractions, which stay in floats.
+FLOAT_OPERATIONS = ("ragged_dot_general", "ragged_dot", "scaled_dot", "triangular_solve", "cholesky")
+_FLOAT_ADVICE = {"ragged_dot_general": "; products in a loop over the groups have one"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """A contraction of a program, or a lookup of rows of a parameter.
+
+    Attributes:
+        address: where the equation is: its index, and for each program around it the index of the outer equation and
+            of the program in its parameters.
+        name: the name of the site: the path of the parameter and the number of its use, as "dense/kernel#1".
+        operation: the name of the operation.
+        equation: the equation.
+        origins: what each operand is.
+        layers: the addresses of the scans that give this site one part of a stacked parameter in each iteration.
+        lengths: the lengths of these scans.
+        scope: the name scopes around it.
+        where: its file, line and function, or the call's around it if JAX's own function contracts.
+        reason: why the site cannot run on codes, or "".
+    """
+
+    address: Address
+    name: str
+    operation: str
+    equation: Any
+    origins: tuple[Origin, ...]
+    layers: tuple[Address, ...]
+    lengths: tuple[int, ...]
+    scope: str
+    where: str
+    reason: str = ""
+
+    def describe(self) -> str:
+        """Return the name of the site with its operation and its line of source."""
+        return f"{self.name} ({self.operation} at {self.where})"
+
+    @property
+    def weight(self) -> int | None:
+        """The number of the operand that is a parameter, or None."""
+        # With two parameters neither is the weight: such a product depends on no activation.
+        operands = [i for i, origin in enumerate(self.origins) if views.list_views(origin)]
+        return operands[0] if len(operands) == 1 else None
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """The views that make up the parameter operand."""
+        return () if self.weight is None else views.list_views(self.origins[self.weight])
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        """The numbers of all parameters that an operand is made of, without activations."""
+        leaves = [leaf for origin in self.origins for leaf in views.list_leaves(origin)]
+        selected = [leaf for origin in self.origins if isinstance(origin, views.Data) for leaf in origin.leaves]
+        return tuple(dict.fromkeys(leaves or selected))
+
+    @property
+    def contracted(self) -> tuple[int, ...]:
+        """The dimensions of the parameter operand that the operation sums; of a lookup, those within an entry."""
+        assert self.weight is not None
+        shape = jaxpr.read_shape(self.equation.invars[self.weight])
+        return list_contracted(self.equation, self.weight, len(shape))
+
+
+def list_contracted(equation: Equation, operand: int, rank: int) -> tuple[int, ...]:
+    """Return the dimensions of an operand that an operation sums over."""
+    numbers = equation.params["dimension_numbers"]
+    operation = OPERATIONS[jaxpr.read_name(equation)]
+    if operation == "dot_general":
+        return tuple(numbers[0][operand])
+    if operation == "conv_general_dilated":
+        kept = (numbers.lhs_spec[0], numbers.rhs_spec[0])[operand]
+        return tuple(axis for axis in range(rank) if axis != kept)
+    axis = match_lookup(equation)
+    return tuple(other for other in range(rank) if other != axis)
+
+
+def explain_floats(equation: Equation, origins: Sequence[Origin]) -> str:
+    """Return why a contraction with these operands cannot run on codes, or "" if it can."""
+    if jaxpr.read_name(equation) not in OPERATIONS:
+        return f"{jaxpr.read_name(equation)} has no form on codes{_FLOAT_ADVICE.get(jaxpr.read_name(equation), '')}"
+    dtypes = [str(jaxpr.read_dtype(variable)) for variable in equation.invars[:2]]
+    if OPERATIONS[jaxpr.read_name(equation)] != "take" and any(dtype not in _FLOATS for dtype in dtypes):
+        return "integers already" if all("int" in dtype for dtype in dtypes) else f"operands are {' and '.join(dtypes)}"
+    if (
+        OPERATIONS[jaxpr.read_name(equation)] == "conv_general_dilated"
+        and len(jaxpr.read_shape(equation.invars[0])) < 3
+    ):
+        return "a convolution without spatial dimensions: write it as a product"
+    lost = [origin for origin in origins if isinstance(origin, views.Lost)]
+    if lost:
+        return lost[0].reason
+    if OPERATIONS[jaxpr.read_name(equation)] == "take" and match_lookup(equation) is None:
+        return "a gather of something else than whole entries along one axis"
+    if sum(bool(views.list_leaves(origin)) for origin in origins) > 1:
+        return "both operands are parameters"
+    # It may be a table of numbers, or a weight that was not passed: rounding it as activations would be a guess.
+    is_constant = any(isinstance(origin, views.Constant) for origin in origins)
+    if is_constant and not any(views.list_leaves(origin) for origin in origins):
+        return "an operand is an array that the function closes over: pass it in the parameters"
+    selected = [origin.reason for origin in origins if isinstance(origin, views.Data) and origin.leaves]
+    if selected and not any(views.list_leaves(origin) for origin in origins):
+        return selected[0]
+    for origin in origins:
+        if isinstance(origin, views.Joined):
+            operand = list(origins).index(origin)
+            rank = len(jaxpr.read_shape(equation.invars[operand]))
+            if origin.axis in list_contracted(equation, operand, rank):
+                return "parameters are concatenated along an axis that is summed"
+    return ""
+
+
+def is_listed_lookup(equation: Equation, origins: Sequence[Origin]) -> bool:
+    """Return whether an equation looks up entries of parameters, so that coverage lists it."""
+    if jaxpr.read_name(equation) != "gather" or not views.list_leaves(origins[0]):
+        return False
+    if views.list_views(origins[0]) and match_lookup(equation) is not None:
+        return True
+    # Other gathers stay in floats. With constant indices they are a step in the computation of another parameter.
+    is_float = str(jaxpr.read_dtype(equation.invars[0])) in _FLOATS
+    return is_float and any(isinstance(origin, views.Data) for origin in origins[1:])
+
+
+def match_lookup(equation: Equation) -> int | None:
+    """Return the axis along which a gather takes whole entries, as `jnp.take` does, or None if it is another gather."""
+    # Any other gather has no equivalent in `take`, which copies entries along one axis.
+    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    shape, axes = jaxpr.read_shape(equation.invars[0]), tuple(numbers.start_index_map)
+    if numbers.operand_batching_dims:
+        return None
+    if len(axes) > 1:
+        # JAX vectorizes a dynamic slice with an index for each axis. That of an axis which is taken whole is clamped.
+        if equation.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
+            return None
+        axes = tuple(axis for axis in axes if sizes[axis] != shape[axis])
+    if len(axes) != 1 or tuple(numbers.collapsed_slice_dims) not in ((), axes):
+        return None
+    (axis,) = axes
+    entry = tuple(1 if other == axis else n for other, n in enumerate(shape))
+    return axis if tuple(sizes) == entry else None
+
+
+# The walk over the equations.
 
 
 @dataclasses.dataclass
@@ -25,7 +178,7 @@ class _Findings:
     Attributes:
         sites: the contractions, in program order, not yet numbered.
         followed: the addresses of the equations that move the elements of parameters.
-        invariant: for each loop, the places of the carries that hold the same parameter in every iteration.
+        invariant: for each loop, the numbers of the carries that hold the same parameter in every iteration.
         passing: the addresses of the equations with bodies that return a parameter.
     """
 
@@ -49,8 +202,8 @@ class Analysis:
     Attributes:
         sites: the contractions by address, in program order.
         followed: the addresses of the equations that move the elements of parameters.
-        invariant: for each loop, the places of the carries that hold the same parameter in every iteration.
-        entered: the addresses of the equations whose bodies contain a site that can run on codes, and of these bodies;
+        invariant: for each loop, the numbers of the carries that hold the same parameter in every iteration.
+        entered: the addresses of the equations with a site that can run on codes in a body, and of these bodies;
             and of those that return a parameter.
     """
 
@@ -61,11 +214,11 @@ class Analysis:
 
     def list_below(self, address: Address) -> list[Site]:
         """Return the sites inside of an equation or of a body."""
-        return [site for place, site in self.sites.items() if place[: len(address)] == address]
+        return [site for at, site in self.sites.items() if at[: len(address)] == address]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _Nesting:
     """Where a walk is.
 
     Attributes:
@@ -73,7 +226,7 @@ class _Place:
         layers: the scans around it that stack parameters.
         lengths: their lengths.
         scope: the name scopes around it.
-        where: the place in the source of the call around it.
+        where: the line of source of the call around it.
         reason: why no contraction here can run on codes, or "".
     """
 
@@ -94,9 +247,9 @@ def analyze_program(trace: jaxpr.Trace, origins: Sequence[Origin], names: Sequen
         names: the path of each parameter.
     """
     findings = _Findings()
-    _walk(Body(trace.program, trace.constants), origins, _Place(), findings)
+    _walk(Body(trace.program, trace.constants), origins, _Nesting(), findings)
     sites = _name_sites(findings.sites, names)
-    # Other bodies are evaluated as they stand, also those of equations that cannot be entered.
+    # Other bodies are evaluated as they stand, also in equations that cannot be entered.
     entered = {site.address[:length] for site in sites if not site.reason for length in range(len(site.address))}
     entered |= findings.passing
     return Analysis(
@@ -127,23 +280,23 @@ def _name_sites(sites: Sequence[Site], names: Sequence[str]) -> list[Site]:
 UNUSED = "nothing uses its result"
 _ADVICE = {
     "shard_map": ": prepare the function inside, and call shard_map on its apply",
-    # With codes inside, `jax.vmap` of the result would not use the rule, whose contractions no rule of ours has seen.
+    # With codes inside, `jax.vmap` of the result would not use the rule, and no rule of ours has seen its contractions.
     "custom_vmap_call": ", to keep its rule for vmap: call jax.vmap inside of the function, or leave the rule out",
 }
 
 
-def _walk(body: Body, origins: Sequence[Origin], place: _Place, findings: _Findings) -> list[Origin]:
+def _walk(body: Body, origins: Sequence[Origin], around: _Nesting, findings: _Findings) -> list[Origin]:
     """Return the origins of the results of a program, and add what it contains to the findings."""
     program = body.program
     known: dict[Any, Origin] = dict(zip(program.constvars, [Constant()] * len(program.constvars), strict=True))
     known |= zip(program.invars, origins, strict=True)
     live = set(jaxpr.list_live(program))
 
-    def read(atom: Any) -> Origin:
+    def read(atom: Atom) -> Origin:
         return Constant() if jaxpr.is_literal(atom) else known[atom]
 
     for index, equation in enumerate(program.eqns):
-        here = dataclasses.replace(place, address=(*place.address, index))
+        here = dataclasses.replace(around, address=(*around.address, index))
         if index not in live:
             here = dataclasses.replace(here, reason=UNUSED)
         results = _walk_equation(equation, [read(atom) for atom in equation.invars], here, findings)
@@ -151,52 +304,52 @@ def _walk(body: Body, origins: Sequence[Origin], place: _Place, findings: _Findi
     return [read(atom) for atom in program.outvars]
 
 
-def _walk_equation(equation: Equation, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
-    name = jaxpr.find_name(equation)
+def _walk_equation(equation: Equation, origins: list[Origin], around: _Nesting, findings: _Findings) -> list[Origin]:
+    name = jaxpr.read_name(equation)
     if name in _BODIES:
-        results = _BODIES[name](equation, origins, place, findings)
+        results = _BODIES[name](equation, origins, around, findings)
         if any(views.list_views(result) for result in results):
-            findings.passing.add(place.address)
+            findings.passing.add(around.address)
         return results
     moved = views.follow_equation(equation, origins)
-    where = jaxpr.locate(equation) or place.where
+    where = jaxpr.locate(equation) or around.where
     if moved is not None:
         if any(views.list_views(origin) for origin in moved):
-            findings.followed.add(place.address)
+            findings.followed.add(around.address)
         return [views.locate_selection(origin, where) for origin in moved]
-    if name in ("dot_general", "conv_general_dilated", *sites.FLOAT_OPERATIONS):
+    if name in ("dot_general", "conv_general_dilated", *FLOAT_OPERATIONS):
         origins = views.resolve_selections(origins)
-        _add_site(equation, origins, place, findings)
-    elif sites.is_listed_lookup(equation, origins):
-        _add_site(equation, origins[:1], place, findings)
+        _add_site(equation, origins, around, findings)
+    elif is_listed_lookup(equation, origins):
+        _add_site(equation, origins[:1], around, findings)
     else:
-        _add_hidden_sites(equation, origins, place, findings)
+        _add_hidden_sites(equation, origins, around, findings)
     # The result does not consist of elements of parameters any more, also if activations selected these.
-    if name in sites.OPERATIONS and any(isinstance(origin, Data) for origin in origins):
+    if name in OPERATIONS and any(isinstance(origin, Data) for origin in origins):
         return [Data()] * len(equation.outvars)
     result = views.combine(origins, f"computed by {name} at {where}")
     return [result] * len(equation.outvars)
 
 
-def _add_site(equation: Equation, origins: Sequence[Origin], place: _Place, findings: _Findings) -> None:
-    operation = sites.OPERATIONS.get(jaxpr.find_name(equation), jaxpr.find_name(equation))
-    reason = place.reason or sites.find_float_reason(equation, origins)
-    scope = "/".join(part for part in (place.scope, jaxpr.find_scope(equation)) if part)
+def _add_site(equation: Equation, origins: Sequence[Origin], around: _Nesting, findings: _Findings) -> None:
+    operation = OPERATIONS.get(jaxpr.read_name(equation), jaxpr.read_name(equation))
+    reason = around.reason or explain_floats(equation, origins)
+    scope = "/".join(part for part in (around.scope, jaxpr.read_scope(equation)) if part)
     stem = f"{operation}@{scope}" if scope else operation
-    where = jaxpr.locate(equation) or place.where
-    layers, lengths = place.layers, place.lengths
+    where = jaxpr.locate(equation) or around.where
+    layers, lengths = around.layers, around.lengths
     findings.sites.append(
-        Site(place.address, stem, operation, equation, tuple(origins), layers, lengths, scope, where, reason)
+        Site(around.address, stem, operation, equation, tuple(origins), layers, lengths, scope, where, reason)
     )
 
 
-def _add_hidden_sites(equation: Equation, origins: Sequence[Origin], place: _Place, findings: _Findings) -> None:
-    """Add the contractions inside an equation whose bodies are not entered; all of them stay in floats."""
-    name = jaxpr.find_name(equation)
-    reason = place.reason or f"inside of {name}, which is not entered{_ADVICE.get(name, '')}"
+def _add_hidden_sites(equation: Equation, origins: Sequence[Origin], around: _Nesting, findings: _Findings) -> None:
+    """Add the contractions inside an equation that is not entered; all of them stay in floats."""
+    name = jaxpr.read_name(equation)
+    reason = around.reason or f"inside of {name}, which is not entered{_ADVICE.get(name, '')}"
     leaves = tuple(sorted({leaf for origin in origins for leaf in views.list_leaves(origin)}))
-    hidden = dataclasses.replace(place, reason=reason)
-    for number, body in enumerate(jaxpr.find_bodies(equation)):
+    hidden = dataclasses.replace(around, reason=reason)
+    for number, body in enumerate(jaxpr.list_bodies(equation)):
         inner = dataclasses.replace(hidden, address=(*hidden.address, number))
         _walk(body, [views.Lost(leaves, reason) if leaves else Data()] * len(body.program.invars), inner, findings)
 
@@ -204,74 +357,76 @@ def _add_hidden_sites(equation: Equation, origins: Sequence[Origin], place: _Pla
 # Equations with bodies.
 
 
-def _walk_call(equation: Equation, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
-    return _walk(jaxpr.read_call(equation), origins, _enter(equation, place, 0), findings)
+def _walk_call(equation: Equation, origins: list[Origin], around: _Nesting, findings: _Findings) -> list[Origin]:
+    return _walk(jaxpr.read_call(equation), origins, _enter(equation, around, 0), findings)
 
 
-def _walk_boundary(equation: Equation, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
+def _walk_boundary(equation: Equation, origins: list[Origin], around: _Nesting, findings: _Findings) -> list[Origin]:
     """Walk a call that is not inlined if it contains a contraction; it then returns arrays only."""
     count = len(findings.sites)
-    results = _walk_call(equation, origins, place, findings)
+    results = _walk_call(equation, origins, around, findings)
     # Without a contraction the body is evaluated in its place, so that a parameter which it returns stays one.
     if len(findings.sites) == count:
         return results
-    reason = f"{jaxpr.find_name(equation)} at {jaxpr.locate(equation)}"
+    reason = f"{jaxpr.read_name(equation)} at {jaxpr.locate(equation)}"
     return [views.combine([result], reason) if views.list_views(result) else result for result in results]
 
 
-def _enter(equation: Equation, place: _Place, number: int) -> _Place:
-    scope = "/".join(part for part in (place.scope, jaxpr.find_scope(equation)) if part)
-    where = jaxpr.locate(equation) or place.where
-    return dataclasses.replace(place, address=(*place.address, number), scope=scope, where=where)
+def _enter(equation: Equation, around: _Nesting, number: int) -> _Nesting:
+    scope = "/".join(part for part in (around.scope, jaxpr.read_scope(equation)) if part)
+    where = jaxpr.locate(equation) or around.where
+    return dataclasses.replace(around, address=(*around.address, number), scope=scope, where=where)
 
 
-def _walk_cond(equation: Equation, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
+def _walk_cond(equation: Equation, origins: list[Origin], around: _Nesting, findings: _Findings) -> list[Origin]:
     results = []
     for number, body in enumerate(jaxpr.read_branches(equation)):
         # The first operand is the index of the branch.
-        results.append(_walk(body, origins[1:], _enter(equation, place, number), findings))
+        results.append(_walk(body, origins[1:], _enter(equation, around, number), findings))
     reason = f"cond at {jaxpr.locate(equation)}"
     # Which branch runs is not known here, so that a parameter which one of them returns cannot be followed.
     return [views.combine(branches, reason) for branches in zip(*results, strict=True)]
 
 
-def _walk_scan(equation: Equation, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
+def _walk_scan(equation: Equation, origins: list[Origin], around: _Nesting, findings: _Findings) -> list[Origin]:
     scan = jaxpr.read_scan(equation)
     first_stacked = scan.constants + scan.carries
     constants, carries = origins[: scan.constants], origins[scan.constants : first_stacked]
     parts = [views.take_layer(x) if isinstance(x, View | Joined) else x for x in origins[first_stacked:]]
-    inner = _enter(equation, place, 0)
+    inner = _enter(equation, around, 0)
     # Only a scan over stacked parameters has layers; one over time runs the same layer in each iteration.
     if any(views.list_views(part) for part in parts):
-        inner = dataclasses.replace(inner, layers=(*inner.layers, place.address), lengths=(*inner.lengths, scan.length))
+        inner = dataclasses.replace(
+            inner, layers=(*inner.layers, around.address), lengths=(*inner.lengths, scan.length)
+        )
 
     def walk_body(assumed: list[Origin], trial: _Findings) -> list[Origin]:
         return _walk(scan.body, [*constants, *assumed, *parts], inner, trial)
 
-    assumed, results = _find_fixpoint(equation, carries, walk_body, place, findings)
+    assumed, results = _compute_fixpoint(equation, carries, walk_body, around, findings)
     stacked = [views.combine([origin], _describe_loop(equation)) for origin in results[scan.carries :]]
     return [*assumed, *stacked]
 
 
-def _walk_while(equation: Equation, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
+def _walk_while(equation: Equation, origins: list[Origin], around: _Nesting, findings: _Findings) -> list[Origin]:
     loop = jaxpr.read_while(equation)
     first, second = loop.condition_constants, loop.condition_constants + loop.body_constants
 
     # A condition returns nothing but a bool, so a range observed in it could not be kept.
-    condition = _enter(equation, place, 0)
-    condition = dataclasses.replace(condition, reason=place.reason or "in the condition of a loop")
+    condition = _enter(equation, around, 0)
+    condition = dataclasses.replace(condition, reason=around.reason or "in the condition of a loop")
 
     def walk_bodies(assumed: list[Origin], trial: _Findings) -> list[Origin]:
         _walk(loop.condition, [*origins[:first], *assumed], condition, trial)
-        return _walk(loop.body, [*origins[first:second], *assumed], _enter(equation, place, 1), trial)
+        return _walk(loop.body, [*origins[first:second], *assumed], _enter(equation, around, 1), trial)
 
-    return _find_fixpoint(equation, origins[second:], walk_bodies, place, findings)[0]
+    return _compute_fixpoint(equation, origins[second:], walk_bodies, around, findings)[0]
 
 
-def _find_fixpoint(
-    equation: Equation, carries: list[Origin], walk: Any, place: _Place, findings: _Findings
+def _compute_fixpoint(
+    equation: Equation, carries: list[Origin], walk: Callable[..., Any], around: _Nesting, findings: _Findings
 ) -> tuple[list[Origin], list[Origin]]:
-    """Return origins of the carries of a loop that hold in every iteration, and those of the results of its body."""
+    """Return origins of the carries of a loop that hold in every iteration, and origins of the results of its body."""
     assumed = list(carries)
     while True:
         # What earlier rounds found rests on origins that do not hold. Each round knows less of some carry, and none
@@ -284,8 +439,8 @@ def _find_fixpoint(
         assumed = merged
     findings.add(trial)
     # A parameter that every iteration passes on unchanged need not be carried.
-    invariant = frozenset(place for place, origin in enumerate(assumed) if views.list_views(origin))
-    findings.invariant[place.address] = invariant
+    invariant = frozenset(number for number, origin in enumerate(assumed) if views.list_views(origin))
+    findings.invariant[around.address] = invariant
     return assumed, results
 
 
@@ -295,7 +450,7 @@ def _merge(equation: Equation, before: Origin, after: Origin) -> Origin:
 
 
 def _describe_loop(equation: Equation) -> str:
-    return f"{jaxpr.find_name(equation)} at {jaxpr.locate(equation)}"
+    return f"{jaxpr.read_name(equation)} at {jaxpr.locate(equation)}"
 
 
 _BODIES = {

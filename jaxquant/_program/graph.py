@@ -6,13 +6,15 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jax.core import AbstractValue
+
 from . import jaxpr
 from .jaxpr import Address, Body, Equation
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EquationNode:
-    """An equation in one place of the program.
+    """An equation at one address of the program.
 
     Attributes:
         address: where it is.
@@ -20,7 +22,7 @@ class EquationNode:
         inputs: the values of its operands.
         outputs: the values of its results.
         scope: the name scopes around it.
-        where: its file, line and function; those of a call around it if JAX's own function computes it.
+        where: its file, line and function, or the call's around it if JAX's own function computes it.
     """
 
     address: Address
@@ -33,7 +35,7 @@ class EquationNode:
     @property
     def name(self) -> str:
         """The name of its primitive."""
-        return jaxpr.find_name(self.equation)
+        return jaxpr.read_name(self.equation)
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -41,7 +43,7 @@ class EquationNode:
         return self.equation.params
 
     def describe_node(self) -> str:
-        """Return its name and its place in the source."""
+        """Return its name and its line of source."""
         return f"{self.name} at {self.where}"
 
 
@@ -73,30 +75,30 @@ class ProgramGraph:
     by_address: dict[Address, EquationNode] = dataclasses.field(default_factory=dict)
     varying: dict[int, frozenset[int]] = dataclasses.field(default_factory=dict)
 
-    def add_value(self, aval: Any) -> int:
+    def add_value(self, aval: AbstractValue) -> int:
         """Return the number of a new value."""
         self.avals.append(aval)
         return len(self.avals) - 1
 
-    def find_shape(self, value: int) -> tuple[int, ...]:
+    def get_shape(self, value: int) -> tuple[int, ...]:
         """Return the shape of a value."""
         return tuple(self.avals[value].shape)
 
-    def find_single_use(self, value: int) -> tuple[EquationNode, int] | None:
+    def match_single_use(self, value: int) -> tuple[EquationNode, int] | None:
         """Return the only node that reads a value, with the place of the operand; None if there are others."""
         uses = self.uses.get(value, [])
         return uses[0] if len(uses) == 1 and value not in self.results else None
 
-    def find_node(self, address: Address) -> EquationNode | None:
+    def get_node(self, address: Address) -> EquationNode | None:
         """Return the node at an address; None for an equation that is unused, or in a loop or a branch."""
         return self.by_address.get(address)
 
     def list_writers(self, value: int) -> list[tuple[Address, int]]:
-        """Return the equations that give a value, calls included, each with its place among their results."""
+        """Return the equations that give a value, calls included, each with its number among their results."""
         return [
-            (node.address, place)
+            (node.address, number)
             for node in (*self.nodes, *self.calls)
-            for place, output in enumerate(node.outputs)
+            for number, output in enumerate(node.outputs)
             if output == value
         ]
 
@@ -111,7 +113,7 @@ class ProgramGraph:
 
 @dataclasses.dataclass(frozen=True)
 class _Surroundings:
-    """Where a body is: its address, the name scopes around it, and the place in the source of the call around it."""
+    """Where a body is: its address, the name scopes around it, and the line of source of the call around it."""
 
     address: Address = ()
     scope: str = ""
@@ -137,8 +139,9 @@ def make_graph(body: Body, is_inlined: Callable[[Equation, Address], bool]) -> P
 
 
 def _add_body(
-    graph: ProgramGraph, body: Body, inputs: Sequence[int], place: _Surroundings, is_inlined: Any
-) -> list[int]:
+    graph: ProgramGraph, body: Body, inputs: Sequence[int], around: _Surroundings,
+    is_inlined: Callable[[Equation, Address], bool],
+) -> list[int]:  # fmt: skip
     """Add the equations of a body, and return the values of its results."""
     program, values = body.program, dict[Any, int]()
     for variable, constant in zip(program.constvars, body.constants, strict=True):
@@ -154,10 +157,10 @@ def _add_body(
         return value
 
     for index in jaxpr.list_live(program):
-        equation, address = program.eqns[index], (*place.address, index)
+        equation, address = program.eqns[index], (*around.address, index)
         operands = tuple(read(atom) for atom in equation.invars)
-        scope = "/".join(part for part in (place.scope, jaxpr.find_scope(equation)) if part)
-        where = jaxpr.locate(equation) or place.where
+        scope = "/".join(part for part in (around.scope, jaxpr.read_scope(equation)) if part)
+        where = jaxpr.locate(equation) or around.where
         if is_inlined(equation, address):
             inner = _Surroundings((*address, 0), scope, where)
             results = _add_body(graph, jaxpr.read_call(equation), operands, inner, is_inlined)

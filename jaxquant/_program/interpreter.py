@@ -97,12 +97,12 @@ class Interpreter:
 
     def can_enter(self, equation: Equation) -> bool:
         """Return whether one of the methods below takes an equation."""
-        name = jaxpr.find_name(equation)
+        name = jaxpr.read_name(equation)
         return name in _HOOKS or name in self.calls
 
     def enter(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:
         """Return the results of an equation with bodies, by the method for its primitive."""
-        return getattr(self, _HOOKS.get(jaxpr.find_name(equation), "enter_call"))(equation, operands, visit)
+        return getattr(self, _HOOKS.get(jaxpr.read_name(equation), "enter_call"))(equation, operands, visit)
 
     def compute_equation(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:
         """Return the results of an equation as it stands."""

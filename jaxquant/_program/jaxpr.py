@@ -74,7 +74,7 @@ class Scan(NamedTuple):
 class While(NamedTuple):
     """The layout of a while loop: constants of the condition, constants of the body, carries.
 
-    `jax.vmap` makes a condition of several examples, each of which keeps its carries when its loop has ended.
+    `jax.vmap` makes one condition of several examples; each example keeps its carries when its loop has ended.
     """
 
     condition: Body
@@ -84,7 +84,7 @@ class While(NamedTuple):
     is_vectorized: bool
 
 
-def trace(function: Callable[..., Any], *arguments: Any) -> Trace:
+def trace(function: Callable[..., Any], *arguments: object) -> Trace:
     """Return the program of a function of arrays; no argument is read, only its shape and dtype."""
     program, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
     body = open_body(program)
@@ -101,20 +101,20 @@ def holds_tracers(body: Body) -> bool:
     """Return whether a tracer is among the arrays that a program, or one inside of it, closes over."""
     if any(checks.is_traced(value) for value in body.constants):
         return True
-    return any(holds_tracers(inner) for equation in body.program.eqns for inner in find_bodies(equation))
+    return any(holds_tracers(inner) for equation in body.program.eqns for inner in list_bodies(equation))
 
 
-def is_program(value: Any) -> bool:
+def is_program(value: object) -> bool:
     """Return whether a parameter of an equation is a program."""
     return isinstance(getattr(value, "jaxpr", value), core.Jaxpr)
 
 
-def is_literal(atom: Any) -> bool:
+def is_literal(atom: object) -> bool:
     """Return whether an operand of an equation is a number in the program, and not a variable."""
     return isinstance(atom, core.Literal)
 
 
-def is_unused(variable: Any) -> bool:
+def is_unused(variable: object) -> bool:
     """Return whether a result of an equation is dropped."""
     return isinstance(variable, core.DropVar)
 
@@ -129,7 +129,7 @@ def read_dtype(atom: Atom) -> Any:
     return atom.aval.dtype  # type: ignore[attr-defined]
 
 
-def find_name(equation: Equation) -> str:
+def read_name(equation: Equation) -> str:
     """Return the name of an equation's primitive."""
     return str(equation.primitive.name)
 
@@ -138,24 +138,24 @@ def list_equations(program: Program) -> Iterator[Equation]:
     """Yield the equations of a program and of all programs in it."""
     for equation in program.eqns:
         yield equation
-        for body in find_bodies(equation):
+        for body in list_bodies(equation):
             yield from list_equations(body.program)
 
 
-def find_bodies(equation: Equation) -> list[Body]:
+def list_bodies(equation: Equation) -> list[Body]:
     """Return all programs in the parameters of an equation, in their order."""
-    return [open_body(value) for value in _find_programs(equation.params)]
+    return [open_body(value) for value in _list_programs(equation.params)]
 
 
-def _find_programs(value: Any) -> Iterator[Any]:
+def _list_programs(value: object) -> Iterator[Any]:
     if is_program(value):
         yield value
     elif isinstance(value, dict):
         for entry in value.values():
-            yield from _find_programs(entry)
+            yield from _list_programs(entry)
     elif isinstance(value, tuple | list):
         for entry in value:
-            yield from _find_programs(entry)
+            yield from _list_programs(entry)
 
 
 def has_effect(equation: Equation) -> bool:
@@ -164,7 +164,7 @@ def has_effect(equation: Equation) -> bool:
 
 
 def list_live(program: Program, is_needed: Callable[[Equation], bool] = has_effect) -> list[int]:
-    """Return the indices of the equations whose results are used, in program order.
+    """Return the indices of the equations with a result that is used, in program order.
 
     Args:
         program: the program.
@@ -183,10 +183,10 @@ def list_live(program: Program, is_needed: Callable[[Equation], bool] = has_effe
 
 def list_last_uses(program: Program, live: Sequence[int]) -> dict[int, list[Variable]]:
     """Return for each of some equations the variables that no later one reads, and that the program does not return."""
-    places = {atom: index for index in live for atom in program.eqns[index].invars if not is_literal(atom)}
+    readers = {atom: index for index in live for atom in program.eqns[index].invars if not is_literal(atom)}
     kept = {atom for atom in program.outvars if not is_literal(atom)}
     uses: dict[int, list[Variable]] = {}
-    for atom, index in places.items():
+    for atom, index in readers.items():
         if atom not in kept:
             uses.setdefault(index, []).append(atom)  # type: ignore[arg-type]
     return uses
@@ -199,13 +199,13 @@ def read_call(equation: Equation) -> Body:
     return next(open_body(equation.params[name]) for name in names if name in equation.params)
 
 
-def is_clipped(program: Program, atom: Any) -> bool:
+def is_clipped(program: Program, atom: Atom) -> bool:
     """Return whether an operand is the result of a maximum, minimum or clamp, such as a relu, inside a call or not."""
     if is_literal(atom):
         return False
     for equation in program.eqns:
         if atom in equation.outvars:
-            name = find_name(equation)
+            name = read_name(equation)
             if name not in CALLS:
                 return name in _CLIPS
             inner = read_call(equation).program
@@ -278,6 +278,6 @@ def locate(equation: Equation) -> str:
     return str(source_info_util.summarize(equation.source_info))
 
 
-def find_scope(equation: Equation) -> str:
+def read_scope(equation: Equation) -> str:
     """Return the name scopes around an equation, as `module/layer`."""
     return str(equation.source_info.name_stack)

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from . import jaxpr
 from .jaxpr import Equation
 
@@ -18,7 +20,7 @@ Shape = Sequence[Any]
 
 
 class Elements:
-    """An array whose elements are moved: a view of a parameter, codes with their scales, a known array.
+    """An array that primitives move the elements of: a view of a parameter, codes with their scales, a known array.
 
     Each method returns the moved elements, or None if they cannot be moved so in this form, which is the default.
     """
@@ -31,7 +33,7 @@ class Elements:
         """Return the elements, marked by an equation as different on the devices of a `jax.shard_map`."""
         return None
 
-    def convert(self, dtype: Any) -> Any:
+    def convert(self, dtype: np.dtype) -> Any:
         """Return the elements in another dtype."""
         return None
 
@@ -47,8 +49,8 @@ class Elements:
         """Return the elements without some dimensions of length 1."""
         return None
 
-    def broadcast(self, places: Sequence[int], shape: Shape) -> Any:
-        """Return the elements repeated along new dimensions; `places` has the new place of each old dimension."""
+    def broadcast(self, axes: Sequence[int], shape: Shape) -> Any:
+        """Return the elements repeated along new dimensions; old dimension i becomes `axes[i]`."""
         return None
 
     def tile(self, repeats: Sequence[int], shape: Shape) -> Any:
@@ -84,7 +86,7 @@ class Move(NamedTuple):
             "order" if the elements keep their order, apart from repetitions, and the equation itself moves indices; or
             "".
         on_codes: whether codes with one scale can take it between contractions: on integers it is the same equation,
-            with the zero point in the place of 0.
+            with the zero point for 0.
     """
 
     move: Callable[..., Sequence[Any]] | None = None
@@ -107,7 +109,7 @@ def _squeeze(equation: Equation, x: Elements) -> list[Any]:
     return [x.squeeze(equation.params["dimensions"], jaxpr.read_shape(equation.outvars[0]))]
 
 
-def _broadcast(equation: Equation, x: Elements, *sizes: Any) -> list[Any]:
+def _broadcast(equation: Equation, x: Elements, *sizes: object) -> list[Any]:
     return [x.broadcast(equation.params["broadcast_dimensions"], jaxpr.read_shape(equation.outvars[0]))]
 
 
@@ -121,9 +123,9 @@ def _split(equation: Equation, x: Elements) -> list[Any]:
     axis, start, parts = equation.params["axis"], 0, []
     lengths = jaxpr.read_shape(equation.invars[0])
     for size, variable in zip(equation.params["sizes"], equation.outvars, strict=True):
-        starts = [start if place == axis else 0 for place in range(len(lengths))]
+        starts = [start if i == axis else 0 for i in range(len(lengths))]
         start += int(size)
-        limits = [start if place == axis else n for place, n in enumerate(lengths)]
+        limits = [start if i == axis else n for i, n in enumerate(lengths)]
         parts.append(x.cut(starts, limits, (1,) * len(lengths), jaxpr.read_shape(variable)))
     return parts
 
@@ -132,12 +134,12 @@ def _unstack(equation: Equation, x: Elements) -> list[Any]:
     return [x.select_index(equation.params["axis"], index) for index in range(len(equation.outvars))]
 
 
-def _cut_dynamically(equation: Equation, x: Elements, *starts: Any) -> list[Any]:
+def _cut_dynamically(equation: Equation, x: Elements, *starts: object) -> list[Any]:
     return [x.cut_dynamically(starts, equation.params["slice_sizes"])]
 
 
 MOVES: dict[str, Move] = {
-    # Each element stays at its place. "name" is that of `jax.ad_checkpoint.checkpoint_name`.
+    # No element moves. "name" is the primitive of `jax.ad_checkpoint.checkpoint_name`.
     "convert_element_type": Move(lambda e, x: [x.convert(e.params["new_dtype"])], keeps="place", on_codes=True),
     "copy": Move(_keep, keeps="place", on_codes=True),
     "copy_p": Move(_keep, keeps="place", on_codes=True),
@@ -181,7 +183,7 @@ def keeps_order(name: str) -> bool:
     return name in MOVES and MOVES[name].keeps != ""
 
 
-def find_join(equation: Equation) -> tuple[int, bool] | None:
+def match_join(equation: Equation) -> tuple[int, bool] | None:
     """Return the dimension along which an equation joins its operands, and whether it is new; None if it joins none."""
-    row = MOVES.get(jaxpr.find_name(equation))
+    row = MOVES.get(jaxpr.read_name(equation))
     return None if row is None or row.join is None else row.join(equation)

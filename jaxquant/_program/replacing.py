@@ -16,12 +16,11 @@ from jax import lax
 
 from .._core import checks
 from .._kernels import barriers
-from .._kernels.platforms import run_branch
+from .._kernels.barriers import run_branch
 from . import jaxpr, moves
-from .analysis import Analysis
+from .analysis import Analysis, Site
 from .interpreter import Interpreter, Visit
 from .jaxpr import Address, Body, Equation
-from .sites import Site
 
 # A value for each site, or for several that share one, by name: the state of a calibrator, or a scale.
 Records = dict[str, Any]
@@ -43,11 +42,11 @@ class Mode(Protocol):
         """Return the result of a contraction, and the records of its site."""
         ...
 
-    def find_record(self, site: Site) -> tuple[str, tuple[Address, ...]]:
+    def locate_record(self, site: Site) -> tuple[str, tuple[Address, ...]]:
         """Return the name of a site's record, and the addresses of the scans with an entry for each iteration."""
         ...
 
-    def is_parameter(self, value: Any) -> bool:
+    def is_parameter(self, value: object) -> bool:
         """Return whether a value is a parameter in a form that is not an array."""
         ...
 
@@ -59,11 +58,11 @@ class Mode(Protocol):
         """Return the results of an equation that only moves the elements of parameters."""
         ...
 
-    def convert_to_array(self, parameter: Any) -> jax.Array:
+    def convert_to_array(self, parameter: object) -> jax.Array:
         """Return a parameter, or codes between contractions, as an array of floats."""
         ...
 
-    def find_action(self, address: Address) -> Any:
+    def choose_action(self, address: Address) -> Any:
         """Return what becomes of an equation between contractions that runs on codes, or None."""
         ...
 
@@ -71,19 +70,21 @@ class Mode(Protocol):
         """Return the results of such an equation, and the records."""
         ...
 
-    def is_codes(self, value: Any) -> bool:
+    def is_codes(self, value: object) -> bool:
         """Return whether a value is codes between contractions."""
         ...
 
-    def prepare_stacked(self, parameter: Any) -> Any:
-        """Return a parameter in a form of which a scan can take one index of the first axis after the other."""
+    def prepare_stacked(self, parameter: object) -> Any:
+        """Return a parameter in a form that scan can slice."""
         ...
 
-    def call_with_rule(self, equation: Equation, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+    def call_with_rule(self, equation: Equation, operands: list[Any], run: Callable[..., Any], records: Records) -> Any:
         """Return the results of a function that has a derivative rule of its own and contains contractions."""
         ...
 
-    def call_with_remat(self, equation: Equation, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+    def call_with_remat(
+        self, equation: Equation, operands: list[Any], run: Callable[..., Any], records: Records
+    ) -> Any:
         """Return the results of a function under `jax.checkpoint`."""
         ...
 
@@ -108,37 +109,37 @@ class ReplacingInterpreter(Interpreter):
     def evaluate_equation(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:
         """Return the results of an equation: what the mode makes of it, or what JAX computes on arrays."""
         address = visit.address
-        if jaxpr.find_name(equation) in jaxpr.REDUCTIONS and jaxpr.is_clipped(visit.program, equation.invars[0]):
+        if jaxpr.read_name(equation) in jaxpr.REDUCTIONS and jaxpr.is_clipped(visit.program, equation.invars[0]):
             operands = [self._write_clipped(operands[0])]
         site = self.analysis.sites.get(address)
         if site is not None and self.mode.replaces(site):
-            scope = jaxpr.find_scope(equation) or site.operation
+            scope = jaxpr.read_scope(equation) or site.operation
             # A parameter next to the weight is activations: the entry that an index selects.
             operands = [
-                self.mode.convert_to_array(x) if place != site.weight and self.mode.is_parameter(x) else x
-                for place, x in enumerate(operands)
+                self.mode.convert_to_array(x) if operand != site.weight and self.mode.is_parameter(x) else x
+                for operand, x in enumerate(operands)
             ]
             # A new operation does not have the name scope of the equation it replaces, by which profilers find it.
             with _name_scope(scope), checks.prefix_errors(site.describe()):
                 result, self.records = self.mode.contract(site, operands, self.records, visit.stores)
             return [result]
-        action = self.mode.find_action(address)
+        action = self.mode.choose_action(address)
         if action is not None:
-            scope = jaxpr.find_scope(equation)
+            scope = jaxpr.read_scope(equation)
             with _name_scope(scope), checks.prefix_errors(action.describe_action()):
                 results, self.records = self.mode.run_action(action, operands, self.records)
             return results
         if address in self.analysis.followed and self.can_move(equation, operands):
-            with checks.prefix_errors(f"{jaxpr.find_name(equation)} at {jaxpr.locate(equation)}"):
+            with checks.prefix_errors(f"{jaxpr.read_name(equation)} at {jaxpr.locate(equation)}"):
                 return self.mode.move_elements(equation, operands)
         if self.can_enter(equation) and address in self.analysis.entered:
             if not is_inlined(self.analysis, equation, address):
                 operands = [self._read_codes(value) for value in operands]
-            with _name_scope(jaxpr.find_scope(equation)):
+            with _name_scope(jaxpr.read_scope(equation)):
                 return self.enter(equation, operands, visit)
         return self.compute_equation(equation, self.read_arrays(operands), visit)
 
-    def _write_clipped(self, value: Any) -> Any:
+    def _write_clipped(self, value: object) -> Any:
         """Return the result of a clip, which a reduction reads, as an array that XLA:CPU writes to memory.
 
         XLA:CPU would fuse a clip with a reduction, and write an array of equal elements for the bound of the clip.
@@ -148,15 +149,15 @@ class ReplacingInterpreter(Interpreter):
     def can_move(self, equation: Equation, operands: Sequence[Any]) -> bool:
         """Return whether the elements of parameters can be moved in their form."""
         are_parameters = [self.mode.is_parameter(value) for value in operands]
-        if moves.find_join(equation) is not None:
+        if moves.match_join(equation) is not None:
             return all(are_parameters) and self.mode.can_join(operands)
-        takes_several = jaxpr.find_name(equation) in (moves.BARRIER, moves.SELECTION)
+        takes_several = jaxpr.read_name(equation) in (moves.BARRIER, moves.SELECTION)
         return any(are_parameters) if takes_several else are_parameters[0]
 
-    def _read_array(self, value: Any) -> Any:
+    def _read_array(self, value: object) -> Any:
         return self.mode.convert_to_array(value) if self.mode.is_parameter(value) else self._read_codes(value)
 
-    def _read_codes(self, value: Any) -> Any:
+    def _read_codes(self, value: object) -> Any:
         return self.mode.convert_to_array(value) if self.mode.is_codes(value) else value
 
     def read_arrays(self, values: Sequence[Any]) -> list[Any]:
@@ -167,7 +168,7 @@ class ReplacingInterpreter(Interpreter):
         """Return the records of the sites in an equation: those with an entry per iteration, and the others."""
         stacked, shared = {}, {}
         for site in self.analysis.list_below(address):
-            name, layers = self.mode.find_record(site)
+            name, layers = self.mode.locate_record(site)
             if name in self.records:
                 (stacked if address in layers else shared)[name] = self.records[name]
         return stacked, shared
@@ -190,8 +191,8 @@ class ReplacingInterpreter(Interpreter):
         return self._place_arrays(results, after)
 
     def _place_arrays(self, values: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
-        """Return values, of which arrays have the shardings that an inlined `jax.jit` asks for."""
-        # The codes of a parameter keep the placement that the user chose for them; those of a result follow them.
+        """Return values, with the shardings that an inlined `jax.jit` asks for on arrays."""
+        # The codes of a parameter keep the placement that the user chose for them; the codes of a result follow them.
         return [
             value if sharding is None or self.mode.is_parameter(value) or self.mode.is_codes(value)
             else lax.with_sharding_constraint(value, sharding)
@@ -243,7 +244,7 @@ class ReplacingInterpreter(Interpreter):
         invariant = self.analysis.invariant.get(address, frozenset())
         # A parameter that no iteration changes is a constant of the loop, in its own form: a carry would have to be
         # floats.
-        carried = [self._read_array(x) for place, x in enumerate(carries) if place not in invariant]
+        carried = [self._read_array(x) for carry, x in enumerate(carries) if carry not in invariant]
         parts = [self.mode.prepare_stacked(x) if self.mode.is_parameter(x) else x for x in stacked]
         layered, shared = self._split_records(address)
         updates = self.mode.updates_records
@@ -254,7 +255,7 @@ class ReplacingInterpreter(Interpreter):
             results, inner = self.run_inner(
                 scan.body, [*constants, *values, *layer], (*address, 0), {**shared, **common, **records}
             )
-            kept = [x for place, x in enumerate(results[: scan.carries]) if place not in invariant]
+            kept = [x for carry, x in enumerate(results[: scan.carries]) if carry not in invariant]
             outputs = results[scan.carries :], {name: inner[name] for name in records} if updates else {}
             return (kept, {name: inner[name] for name in common}), outputs
 
@@ -272,7 +273,7 @@ class ReplacingInterpreter(Interpreter):
         first, second = loop.condition_constants, loop.condition_constants + loop.body_constants
         carries = operands[second:]
         invariant = self.analysis.invariant.get(address, frozenset())
-        carried = [self._read_array(x) for place, x in enumerate(carries) if place not in invariant]
+        carried = [self._read_array(x) for carry, x in enumerate(carries) if carry not in invariant]
         _, shared = self._split_records(address)
         updates = self.mode.updates_records
 
@@ -288,7 +289,7 @@ class ReplacingInterpreter(Interpreter):
             results, inner = self.run_inner(
                 loop.body, [*operands[first:second], *values], (*address, 1), {**shared, **common}
             )
-            kept = [x for place, x in enumerate(results) if place not in invariant]
+            kept = [x for carry, x in enumerate(results) if carry not in invariant]
             if loop.is_vectorized:
                 going = check(moving)
                 kept = [_select_examples(going, *pair) for pair in zip(kept, moving, strict=True)]
@@ -303,7 +304,12 @@ class ReplacingInterpreter(Interpreter):
         return _merge_carries(carries, moved, invariant)
 
 
-def _switch(platforms: Any, index: Any, branches: Sequence[Callable[..., Any]], records: Records) -> Any:
+def _switch(
+    platforms: Sequence[Sequence[str] | None],
+    index: jax.Array,
+    branches: Sequence[Callable[..., Any]],
+    records: Records,
+) -> Any:
     """Return the results of the branch of an index, or of the platform for which the program is compiled."""
     if platforms is None:
         return lax.switch(index, branches, records)
@@ -311,13 +317,13 @@ def _switch(platforms: Any, index: Any, branches: Sequence[Callable[..., Any]], 
 
 
 def _select_examples(going: jax.Array, new: Any, old: Any) -> Any:
-    """Return the new values of the examples whose loop goes on, and the old ones of those whose loop has ended."""
+    """Return new[i] if the loop of example i goes on, and old[i] if it has ended."""
     return lax.select(lax.broadcast_in_dim(going, new.shape, tuple(range(going.ndim))), new, old)
 
 
 def is_inlined(analysis: Analysis, equation: Equation, address: Address) -> bool:
     """Return whether an equation with a body is evaluated as if the body stood in its place."""
-    name = jaxpr.find_name(equation)
+    name = jaxpr.read_name(equation)
     # A function with a derivative rule keeps it around contractions.
     return name in jaxpr.CALLS and not (name in jaxpr.CUSTOM_RULES and analysis.list_below(address))
 
@@ -329,4 +335,4 @@ def _name_scope(scope: str) -> Any:
 def _merge_carries(carries: Sequence[Any], moving: Sequence[Any], invariant: frozenset[int]) -> list[Any]:
     """Return the carries of a loop: those that hold a parameter as they are outside of it, and the others."""
     rest = iter(moving)
-    return [x if place in invariant else next(rest) for place, x in enumerate(carries)]
+    return [x if carry in invariant else next(rest) for carry, x in enumerate(carries)]

@@ -23,7 +23,7 @@ class Atom(NamedTuple):
     Attributes:
         axis: the axis of the parameter, or None if the same elements are repeated.
         size: the length of this factor.
-        is_whole: whether its indices are those of the axis: all of them, in their order.
+        is_whole: whether it has all the indices of the axis, in their order.
     """
 
     axis: int | None
@@ -35,11 +35,11 @@ class View(NamedTuple):
     """Elements of one parameter, moved.
 
     Attributes:
-        leaf: the place of the parameter among the leaves of the tree of parameters.
+        leaf: the number of the parameter among the leaves of the tree of parameters.
         dimensions: the factors of each dimension, the slowest first.
         dtype: the dtype to which the elements were converted.
         history: the operations that moved the elements; two views with equal histories have equal elements.
-        selection: that activations select these elements by a dynamic slice, and the place in the source, or "".
+        selection: that activations select these elements by a dynamic slice, and the line of source, or "".
     """
 
     leaf: int
@@ -48,9 +48,9 @@ class View(NamedTuple):
     history: tuple[Any, ...] = ()
     selection: str = ""
 
-    def list_axes(self, places: Sequence[int]) -> set[int]:
-        """Return the axes of the parameter that have factors in the dimensions at these places."""
-        return {atom.axis for place in places for atom in self.dimensions[place] if atom.axis is not None}
+    def list_axes(self, dimensions: Sequence[int]) -> set[int]:
+        """Return the axes of the parameter that have factors in these dimensions."""
+        return {atom.axis for dimension in dimensions for atom in self.dimensions[dimension] if atom.axis is not None}
 
     # The methods of `moves.Elements`.
 
@@ -62,7 +62,7 @@ class View(NamedTuple):
         """Return the view."""
         return self
 
-    def convert(self, dtype: Any) -> View | None:
+    def convert(self, dtype: np.dtype) -> View | None:
         """Return the view in another dtype of floats."""
         dtype = np.dtype(dtype)
         return self._replace(dtype=dtype) if dtype.name in _DTYPES else None
@@ -80,12 +80,12 @@ class View(NamedTuple):
         """Return the view without some dimensions."""
         return self._replace(dimensions=tuple(d for axis, d in enumerate(self.dimensions) if axis not in axes))
 
-    def broadcast(self, places: Sequence[int], shape: Sequence[Any]) -> View:
+    def broadcast(self, axes: Sequence[int], shape: Sequence[Any]) -> View:
         """Return the view repeated along new dimensions."""
-        sources = {to: axis for axis, to in enumerate(places)}
+        sources = {to: axis for axis, to in enumerate(axes)}
         dimensions = []
-        for place, size in enumerate(shape):
-            dimension = self.dimensions[sources[place]] if place in sources else ()
+        for to, size in enumerate(shape):
+            dimension = self.dimensions[sources[to]] if to in sources else ()
             is_repeated = math.prod(atom.size for atom in dimension) != size
             dimensions.append((Atom(None, size),) if is_repeated else dimension)
         return self._replace(dimensions=tuple(dimensions))
@@ -101,13 +101,15 @@ class View(NamedTuple):
     def reverse(self, axes: Sequence[int]) -> View:
         """Return the view with the indices of some dimensions in reverse order."""
         dimensions = tuple(
-            tuple(atom._replace(is_whole=False) for atom in dimension) if place in axes else dimension
-            for place, dimension in enumerate(self.dimensions)
+            tuple(atom._replace(is_whole=False) for atom in dimension) if axis in axes else dimension
+            for axis, dimension in enumerate(self.dimensions)
         )
         return self._replace(dimensions=dimensions)
 
-    def cut(self, starts: Any, limits: Any, strides: Any, shape: Sequence[Any]) -> View | None:
-        """Return the view with fewer indices along some dimensions, each of which has a single factor."""
+    def cut(
+        self, starts: Sequence[Any], limits: Any, strides: Sequence[Any] | None, shape: Sequence[Any]
+    ) -> View | None:
+        """Return the view with fewer indices along some dimensions that have a single factor each."""
         dimensions = []
         for dimension, size in zip(self.dimensions, shape, strict=True):
             if math.prod(atom.size for atom in dimension) == size:
@@ -118,7 +120,7 @@ class View(NamedTuple):
                 return None
         return self._replace(dimensions=tuple(dimensions))
 
-    def cut_dynamically(self, starts: Any, shape: Sequence[Any]) -> View | None:
+    def cut_dynamically(self, starts: Sequence[Any], shape: Sequence[Any]) -> View | None:
         """Return the view with fewer indices along some dimensions, which are not known."""
         return self.cut(starts, None, None, shape)
 
@@ -147,8 +149,8 @@ class Lost(NamedTuple):
     """An array computed from parameters by an operation that has no equivalent on codes.
 
     Attributes:
-        leaves: the places of the parameters, sorted.
-        reason: the operation and its place in the source.
+        leaves: the numbers of the parameters, sorted.
+        reason: the operation and its line of source.
     """
 
     leaves: tuple[int, ...]
@@ -160,8 +162,8 @@ class Data:
     """An array that depends on the arguments of the function: activations.
 
     Attributes:
-        leaves: the places of the parameters whose elements it consists of, if activations only select them.
-        reason: that they are selected, and the place in the source.
+        leaves: the parameters that its elements come from, if activations only select them.
+        reason: that they are selected, and the line of source.
     """
 
     leaves: tuple[int, ...] = ()
@@ -178,20 +180,20 @@ _SELECTED = "selected by activations"
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
-def view_parameter(leaf: int, shape: Sequence[int], dtype: Any) -> View:
+def view_parameter(leaf: int, shape: Sequence[int], dtype: np.dtype) -> View:
     """Return the view of a whole parameter."""
     return View(leaf, tuple((Atom(axis, size),) for axis, size in enumerate(shape)), np.dtype(dtype))
 
 
 def list_views(origin: Origin) -> tuple[View, ...]:
-    """Return the views of which an array consists, or none if it is not a view."""
+    """Return the views that make up an array, or none if it is not a view."""
     if isinstance(origin, View):
         return (origin,)
     return origin.views if isinstance(origin, Joined) else ()
 
 
 def list_leaves(origin: Origin) -> tuple[int, ...]:
-    """Return the places of the parameters that an array is computed from, if it is computed from nothing else."""
+    """Return the numbers of the parameters that an array is computed from, if it is computed from nothing else."""
     if isinstance(origin, Lost):
         return origin.leaves
     return tuple(view.leaf for view in list_views(origin))
@@ -214,29 +216,29 @@ def combine(origins: Sequence[Origin], reason: str) -> Origin:
 
 def _read_selection(origin: Origin) -> Origin:
     """Return the origin of elements that are computed with: those that activations select depend on activations."""
-    reason = _find_selection(origin)
+    reason = _describe_selection(origin)
     return Data(list_leaves(origin), reason) if reason else origin
 
 
-def _find_selection(origin: Origin) -> str:
+def _describe_selection(origin: Origin) -> str:
     """Return that a dynamic slice selects the elements of an array, and where, or ""."""
     return next((view.selection for view in list_views(origin) if view.selection), "")
 
 
 def resolve_selections(origins: Sequence[Origin]) -> list[Origin]:
-    """Return the origins of the operands of a contraction, of which one at most is a parameter where possible.
+    """Return the origins of the operands of a contraction, with at most one parameter where possible.
 
     An entry that activations select is a weight where it meets activations, such as the layer of an index. Where it
     meets a parameter, it is activations itself, such as the embedding of a token.
     """
     parameters = [origin for origin in origins if list_leaves(origin)]
-    if len([origin for origin in parameters if not _find_selection(origin)]) != 1:
+    if len([origin for origin in parameters if not _describe_selection(origin)]) != 1:
         return list(origins)
-    return [Data() if _find_selection(origin) else origin for origin in origins]
+    return [Data() if _describe_selection(origin) else origin for origin in origins]
 
 
 def locate_selection(origin: Origin, where: str) -> Origin:
-    """Return an origin that `follow_equation` found, with the place in the source if activations select it."""
+    """Return an origin that `follow_equation` found, with the line of source if activations select it."""
     if isinstance(origin, Data) and origin.reason == _SELECTED:
         return dataclasses.replace(origin, reason=f"{_SELECTED} at {where}")
     return origin
@@ -251,18 +253,18 @@ def take_layer(origin: View | Joined) -> View | Joined:
 
 
 def _take_layer(view: View) -> View:
-    # No other view has equal elements: those of the next iteration are others.
+    # No other view has equal elements: the next iteration has other elements.
     return view._replace(dimensions=view.dimensions[1:], history=(*view.history, object()))
 
 
 def follow_equation(equation: Equation, origins: Sequence[Origin]) -> list[Origin] | None:
     """Return the views that an equation makes from views, or None if it has no equivalent on codes."""
-    name = jaxpr.find_name(equation)
+    name = jaxpr.read_name(equation)
     if name == moves.BARRIER:
         return list(origins)
     if name == moves.SELECTION:
         return _select(origins)
-    join = moves.find_join(equation)
+    join = moves.match_join(equation)
     if join is not None:
         return _join(*join, origins)
     row = moves.MOVES.get(name)
@@ -287,7 +289,7 @@ def follow_equation(equation: Equation, origins: Sequence[Origin]) -> list[Origi
 
 
 def _follow_view(equation: Equation, move: Callable[..., Any], view: View, others: Sequence[Any]) -> list[View] | None:
-    name, results = jaxpr.find_name(equation), move(equation, view, *others)
+    name, results = jaxpr.read_name(equation), move(equation, view, *others)
     if any(result is None for result in results):
         return None
     # A copy has equal elements, and is not part of the history; a conversion may round them.
@@ -295,14 +297,14 @@ def _follow_view(equation: Equation, move: Callable[..., Any], view: View, other
         return results
     # Where a dynamic slice starts is not known, so its elements are equal to no others.
     step = object() if name == "dynamic_slice" else (name, tuple(equation.params.items()))
-    return [result._replace(history=(*view.history, step, place)) for place, result in enumerate(results)]
+    return [result._replace(history=(*view.history, step, number)) for number, result in enumerate(results)]
 
 
 def _regroup(atoms: list[Atom], shape: Sequence[Any]) -> tuple[tuple[Atom, ...], ...] | None:
     """Return factors divided among the dimensions of a shape, or None if a dimension ends within an odd part."""
     # Shapes of `jax.export` may be symbols.
     if not all(isinstance(size, int) for size in (*shape, *(atom.size for atom in atoms))):
-        return None  # a symbolic size, of which no factors are known
+        return None  # a symbolic size has no known factors
     remaining = list(atoms)
     dimensions = []
     for size in shape:

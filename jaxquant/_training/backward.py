@@ -16,7 +16,7 @@ from .._arrays.quantize import quantize
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._contractions.einsum import contract_operands
-from .._core import checks, dtypes, granularity, sharding, small_floats
+from .._core import checks, dtypes, granularity, sharding
 from .._core.granularity import PerAxis, PerTensor
 from . import estimators
 from .rounding_vjp import RoundingConfig, make_array
@@ -136,7 +136,7 @@ def fold_scale_into_gradient(
     checks.require(is_in_g and q.block_size is None, function, "backward", expected, "Int8Backward()")
     # Only the dimensions along which the scale varies are expanded; the others broadcast against g.
     wide = [q.shape[a] if a in varying else 1 for a in range(q.ndim)]
-    scale = granularity.Aligned(None).expand(small_floats.scale_as_float32(q.scale), jnp.zeros(wide, jnp.float32))
+    scale = granularity.Aligned(None).expand(dtypes.scale_as_float32(q.scale), jnp.zeros(wide, jnp.float32))
     # The dimensions in the order that they have in g, so that a broadcast puts each in its place.
     order = sorted(varying, key=lambda a: places[a] or 0)
     flat = lax.transpose(scale, [*order, *(a for a in range(q.ndim) if a not in order)])
@@ -180,7 +180,7 @@ def compute_operand_cotangent(
     pair = (quantize_gradient(g, scaled_axes, key), partner)
     out_sharding = None
     if sharding.is_placed(operand.codes):  # a cotangent is sharded like its operand
-        partition = sharding.find_partition(operand.codes)
+        partition = sharding.read_partition(operand.codes)
         mesh = jax.typeof(operand.codes).sharding.mesh
         out_sharding = NamedSharding(mesh, PartitionSpec(*(partition[labels.index(label)] for label in contracted)))
     d = contract_operands(function, f"{texts[0]},{texts[1]}->{texts[2]}", pair, None, dtypes.FLOAT32, out_sharding)

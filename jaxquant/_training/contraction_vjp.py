@@ -309,7 +309,7 @@ def _compute_operand_cotangents(
     floats = [dequantize_checked(v) if isinstance(v, QuantizedArray) else v for v in values]
     # Operands of different dtypes are contracted in the dtype of the result: weights may be stored in a wider dtype
     # than the one the network computes in.
-    dtype = operation.preferred or functools.reduce(dtypes.find_wider, (f.dtype for f in floats))
+    dtype = operation.preferred or functools.reduce(dtypes.choose_wider, (f.dtype for f in floats))
     is_integer = [isinstance(backward, Int8Backward) and getattr(backward, n) for n in ("lhs", "rhs")]
     cotangents: list[Any] = [None] * len(values)
     if not all(is_integer) or len(values) != 2:

@@ -15,7 +15,7 @@ from .._arrays.spec import QuantSpec
 from .._contractions.dot import check_numbers, contract_checked
 from .._core import checks, dtypes
 from .._core.entry_point import compile_entry_point
-from ..integer.dot_general import DotDimensionNumbers, match_roles
+from ..integer import DotDimensionNumbers, match_roles
 from . import contraction_vjp
 from .backward import Backward, FloatBackward, compute_operand_cotangent
 from .quantizer import Quantizer

@@ -201,7 +201,7 @@ class LSQPlus:
             scale, point = scale_from_range.compute_scale_and_zero_point(spec, low, high, scale_shape, point_shape)
             assert point is not None
             return scale.astype(jnp.float32), point.astype(jnp.float32)
-        bits = dtypes.find_width(spec.carrier) - int(spec.reduce_range)
+        bits = dtypes.count_packed_bits(spec.carrier) - int(spec.reduce_range)
         steps = 2.0 ** (bits - 1) if spec.dtype in dtypes.INTEGERS else spec.bounds[1]
 
         def compute_scale(values: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -261,7 +261,7 @@ class PACT:
         Source: Choi et al., arXiv 1805.06085, section 3: alpha starts above most of the values.
         """
         scale_shape, point_shape = _check_shapes("PACT.initial", x, spec)
-        low, high = min_max.find_extremes(x, scale_shape, scale_from_range.find_block_size(spec))
+        low, high = min_max.compute_extremes(x, scale_shape, scale_from_range.derive_block_size(spec))
         reach = jnp.maximum(jnp.maximum(-low, high), _ZERO)  # an x without elements has the range (inf, -inf)
         steps = np.float32(spec.bounds[1] - (spec.fixed_zero_point or 0))
         scale = reach / steps
@@ -337,12 +337,12 @@ def _check_shapes(function: str, x: Any, spec: Any) -> tuple[tuple[int, ...], tu
     """Check the arguments of `initial`, and return the shapes of the scale and of the zero point."""
     checks.check_array(function, "x", x, dtypes.FLOATS)
     checks.require_type(isinstance(spec, QuantSpec), function, "spec", "a QuantSpec", checks.describe_value(spec))
-    return scale_from_range.find_shapes(function, spec, x.shape)
+    return scale_from_range.derive_shapes(function, spec, x.shape)
 
 
 def _compute_means(spec: QuantSpec, shape: tuple[int, ...], *values: jax.Array) -> list[jax.Array]:
     """Return the means of float32 arrays over the slices that share a scale."""
-    aligned = granularity.Aligned(scale_from_range.find_block_size(spec))
+    aligned = granularity.Aligned(scale_from_range.derive_block_size(spec))
     counts = np.maximum(min_max.count_members(values[0], shape, aligned.block_size), 1).astype(np.float32)
     like = jnp.zeros(shape, jnp.float32)
     return [affine.sum_to_scale(aligned, v, like) / counts for v in values]

@@ -13,9 +13,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._arrays import scale_from_range
-from .._arrays.quantize import check_known_result, find_parameters
+from .._arrays.quantize import check_known_result, compute_parameters
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, entry_point, scale_arguments
+from .._core import checks, dtypes, entry_point
 from .._core.entry_point import compile_entry_point
 from . import estimators
 from .estimators import Estimator, StochasticRounding, StraightThrough
@@ -117,10 +117,10 @@ def check_parts(function: str, names: tuple[str, str], scale: Any, zero_point: A
         # A wrapped array, such as a flax.nnx.Param, is unwrapped and checked later.
         if not hasattr(part, "__jax_array__"):
             checks.check_readable(function, argument, part)
-    scale_arguments.check_positive_scale(function, names[0], scale)
+    entry_point.check_positive_scale(function, names[0], scale)
     if zero_point is not None and spec.dtype in dtypes.INTEGERS:
         low, high = spec.bounds
-        scale_arguments.check_rounded_zero_point(function, names[1], zero_point, (int(low), int(high)))
+        entry_point.check_rounded_zero_point(function, names[1], zero_point, (int(low), int(high)))
     return scale, zero_point
 
 
@@ -147,8 +147,8 @@ def read_parts(
             expected = f"None, because {names[1]} is None"
             checks.refuse(function, names[2], expected, "a zero point")
         # The gradient treats the range of x as a constant.
-        return x, *find_parameters(function, lax.stop_gradient(x), spec, None, None)[:2]
-    shapes = scale_from_range.find_shapes(function, spec, x.shape)
+        return x, *compute_parameters(function, lax.stop_gradient(x), spec, None, None)[:2]
+    shapes = scale_from_range.derive_shapes(function, spec, x.shape)
     checks.check_array(function, names[1], scale, (*dtypes.FLOATS, dtypes.E8M0))
     scale = _expand_rank(function, names[1], scale, shapes[0])
     if zero_point is None:

@@ -10,10 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import checks, dtypes, entry_point, scale_arguments
-from .._core.entry_point import compile_entry_point
+from .._core import checks, dtypes, entry_point
+from .._core.entry_point import (
+    check_float_zero_point,
+    compile_entry_point,
+    convert_scale_number,
+    convert_zero_point_number,
+)
 from .._core.granularity import check_matching, resolve_onnx
-from .._core.scale_arguments import check_float_zero_point, convert_scale_number, convert_zero_point_number
 from .._onnx_ops import quantization
 from .._onnx_ops.quantization import check_dynamic, compute_dynamic_range
 from .rounding_vjp import LinearCodes, LinearOptions, RoundingConfig, quantize_and_dequantize
@@ -101,12 +105,12 @@ def fake_quantize_linear(
     if isinstance(zero_point, int | np.integer) and not checks.has_dtype(zero_point, dtypes.QUANTIZED):
         expected = jnp.uint8 if dtype is None else dtype
         zero_point = convert_zero_point_number(_NAME, "zero_point", zero_point, expected, scale)
-    scale_arguments.check_positive_scale(_NAME, "scale", scale)
+    entry_point.check_positive_scale(_NAME, "scale", scale)
     if zero_point is not None:
         zero_point = entry_point.convert_number(zero_point)
         code_dtype = _derive_dtype(zero_point, dtype)
         if code_dtype in dtypes.INTEGERS:
-            scale_arguments.check_rounded_zero_point(_NAME, "zero_point", zero_point, dtypes.find_bounds(code_dtype))
+            entry_point.check_rounded_zero_point(_NAME, "zero_point", zero_point, dtypes.read_bounds(code_dtype))
         # Only a known zero point can be checked here; a traced one of a float dtype is assumed to be 0.
         check_float_zero_point(_NAME, "zero_point", zero_point)
     return _fake_quantize_linear(
@@ -132,7 +136,7 @@ def _fake_quantize_linear(
         checks.check_array(_NAME, "zero_point", zero_point, allowed)
         check_matching(_NAME, "zero_point", zero_point, scale, "scale")
     # A float dtype saturates by itself: its codes have no integer bounds.
-    bounds = dtypes.find_bounds(code_dtype) if code_dtype in dtypes.INTEGERS else (-np.inf, np.inf)
+    bounds = dtypes.read_bounds(code_dtype) if code_dtype in dtypes.INTEGERS else (-np.inf, np.inf)
     options = LinearOptions(granularity, bool(training), float(lda_coeff), _NAME)
     with quantization.name_scope(name):
         config = RoundingConfig(LinearCodes(code_dtype, bounds), linear=options)
@@ -216,7 +220,7 @@ def _dynamic_fake_quantize_linear(
     code_dtype, granularity = check_dynamic(_DYNAMIC, x, dtype, axis)
     quantization.check_toolkit_attributes(_DYNAMIC, training, lda_coeff, name)
     options = LinearOptions(granularity, bool(training), float(lda_coeff), _DYNAMIC)
-    config = RoundingConfig(LinearCodes(code_dtype, dtypes.find_narrow_bounds(code_dtype)), linear=options)
+    config = RoundingConfig(LinearCodes(code_dtype, dtypes.derive_narrow_bounds(code_dtype)), linear=options)
     with quantization.name_scope(name):
         # The gradient treats the scale and the zero point as constants.
         _, _, scale, zero_point = compute_dynamic_range(jax.lax.stop_gradient(x), granularity, code_dtype)

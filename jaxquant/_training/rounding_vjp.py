@@ -11,12 +11,11 @@ import numpy as np
 from jax import lax
 
 from .._arrays import scale_from_range
-from .._arrays.codebook import Codebook
 from .._arrays.quantize import encode_array
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
-from .._arrays.spec import QuantSpec
-from .._core import dtypes, granularity, small_floats
-from .._kernels import affine, min_max, rounding
+from .._arrays.spec import Codebook, QuantSpec
+from .._core import dtypes, granularity
+from .._kernels import affine, min_max
 from .._kernels.affine import dequantize_affine, divide_by_scale
 from .._onnx_ops import quantization
 from .estimators import LSQ, PACT, Estimator, LSQPlus, StochasticRounding, StraightThrough
@@ -81,7 +80,7 @@ def compute_mask(rule: Estimator, spec: _CodeFormat, u: jax.Array, steps: jax.Ar
         if spec.codebook is not None:
             return (u >= low) & (u <= high)
         bounds = None if spec.dtype in dtypes.SMALL_FLOATS else (int(low), int(high))
-        return rounding.mark_in_range(u, steps, spec.dtype, bounds)
+        return affine.mark_in_range(u, steps, spec.dtype, bounds)
     # u + z would be rounded. Subtracting z from the bounds is exact, because they are whole numbers.
     least, most = (bound if steps is None else bound - steps.astype(jnp.float32) for bound in (low, high))
     if isinstance(rule, StochasticRounding):
@@ -128,7 +127,7 @@ def _compute_factor(
         return _ONE
     count: Any = rule.elements
     if count is None:
-        counts = np.maximum(min_max.count_members(x, shape, scale_from_range.find_block_size(spec)), 1)
+        counts = np.maximum(min_max.count_members(x, shape, scale_from_range.derive_block_size(spec)), 1)
         count = counts if counts.size and (counts != counts.flat[0]).any() else counts.max(initial=1)
     most = spec.bounds[1]
     if steps is None or isinstance(rule, LSQPlus):
@@ -261,7 +260,7 @@ def compute_cotangents(
     if inside is None or not has_offset:
         return dx, dscale, jnp.zeros_like(zero_point)
     # Where x saturates, y moves against the zero point by one scale per step.
-    values = shared.expand(small_floats.scale_as_float32(scale), x)
+    values = shared.expand(dtypes.scale_as_float32(scale), x)
     return dx, dscale, sum_to_entries(jnp.where(inside, zero, -g * values), jnp.asarray(zero_point))
 
 
@@ -296,7 +295,7 @@ def make_array(
     # A dimension no longer than a block has one entry: such an array needs no block size.
     is_cut = any(n not in (1, m) for part in (scale, steps) if part is not None
                  for n, m in zip(part.shape, x.shape, strict=True))  # fmt: skip
-    size = scale_from_range.find_block_size(spec) if is_cut else None
+    size = scale_from_range.derive_block_size(spec) if is_cut else None
     return QuantizedArray(codes, scale, point, dtype=x.dtype, block_size=size, codebook=spec.codebook)
 
 
@@ -307,7 +306,7 @@ def round_zero_point(spec: QuantSpec | LinearCodes, zero_point: jax.Array | None
     zero_point = jnp.asarray(zero_point)
     if zero_point.dtype == dtypes.FLOAT32:
         low, high = (int(bound) for bound in spec.bounds)
-        return rounding.encode_steps(zero_point, None, spec.carrier, (low, high)).astype(jnp.int32)
+        return affine.encode_steps(zero_point, None, spec.carrier, (low, high)).astype(jnp.int32)
     return zero_point.astype(jnp.int32)
 
 
@@ -317,14 +316,14 @@ def _compute_codes(
     """Return the codes of x; integer codes as int32."""
     spec, value = config.spec, _divide(config, x, scale)
     if spec.dtype in dtypes.SMALL_FLOATS:
-        return small_floats.encode_small_float(value, spec.dtype, True)
+        return dtypes.encode_small_float(value, spec.dtype, True)
     if key is not None:
         value = _round_stochastically(value, key)
     low, high = (int(bound) for bound in spec.bounds)
     # int16 holds the codes of every integer dtype except uint16, and unlike narrower codes it needs no packing.
     carrier = spec.dtype if spec.dtype == jnp.uint16 else np.dtype(jnp.int16)
     expanded = None if steps is None else _derive_granularity(config).expand(steps, x)
-    return rounding.encode_steps(value, expanded, carrier, (low, high)).astype(jnp.int32)
+    return affine.encode_steps(value, expanded, carrier, (low, high)).astype(jnp.int32)
 
 
 def _divide(config: RoundingConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -337,4 +336,4 @@ def _derive_granularity(config: RoundingConfig) -> granularity.Granularity:
     if config.linear is not None:
         return config.linear.granularity
     assert isinstance(config.spec, QuantSpec)
-    return granularity.Aligned(scale_from_range.find_block_size(config.spec))
+    return granularity.Aligned(scale_from_range.derive_block_size(config.spec))

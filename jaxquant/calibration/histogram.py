@@ -28,8 +28,8 @@ from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
 from .._core import checks, sharding
 from .._kernels import min_max
+from .._kernels.barriers import choose_on_cpu
 from .._kernels.min_max import derive_slice_sizes
-from .._kernels.platforms import choose_on_cpu
 from . import running, uint64
 from .calibrator import Calibrator, Parts, build_calibrator, check_spec
 from .uint64 import Words
@@ -240,7 +240,7 @@ def _update(state: HistogramState, batch: jax.Array, *, settings: Settings) -> H
     # The counts of one batch are int32.
     expected = "fewer than 2**31 elements"
     checks.require(batch.size < 2**31, f"{settings.function}.update", "batch", expected, f"shape {batch.shape}")
-    shape, block = state.low.shape, scale_from_range.find_block_size(settings.spec)
+    shape, block = state.low.shape, scale_from_range.derive_block_size(settings.spec)
     new = running.compute_batch_extremes(batch, shape, block)
     state = _grow_to(state, jnp.maximum(state.exponent, _compute_exponent(*new)))
     tables = _count_in_bins(batch, divide_by_width(state), settings)
@@ -297,7 +297,7 @@ def _count_in_bins(batch: jax.Array, per_width: jax.Array, settings: Settings) -
 
     A table has the shape of the ranges and a last dimension of the bins, then the extra slots.
     """
-    shape, block = per_width.shape, scale_from_range.find_block_size(settings.spec)
+    shape, block = per_width.shape, scale_from_range.derive_block_size(settings.spec)
     is_padded = _is_padded(batch, shape, block)
     x = _sample(_arrange_slices(sharding.place_whole(batch), shape, block, np.nan), settings.every)
     entries = x.shape[1]

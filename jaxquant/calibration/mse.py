@@ -12,7 +12,7 @@ from jax import lax
 
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, small_floats
+from .._core import checks, dtypes
 from . import calibrator, histogram, uint64
 from .calibrator import Calibrator, Range
 from .histogram import HistogramState, Settings
@@ -102,10 +102,10 @@ def _finish(state: HistogramState, *, spec: QuantSpec, grid: int) -> tuple[jax.A
     shares = shares.reshape((grid,) + (1,) * low.ndim)
     ranges = _list_candidates(spec, low, high, shares)
     parameters = functools.partial(
-        scale_from_range.compute_scale_and_zero_point, spec, scale_shape=low.shape, point_shape=low.shape
+        scale_from_range.compute_scale_and_zero_point, spec, scale_shape=low.shape, zero_point_shape=low.shape
     )
     scales, points = jax.vmap(lambda lo, hi: parameters(low=lo, high=hi))(*ranges)
-    wide = small_floats.scale_as_float32(scales)
+    wide = dtypes.scale_as_float32(scales)
     zero = jnp.zeros_like(wide) if points is None else points.astype(jnp.float32)
     intervals = _list_intervals(state)
     per_width = histogram.divide_by_width(state)
@@ -203,5 +203,5 @@ def _list_levels(spec: QuantSpec) -> np.ndarray:
     """Return the values of the codes in ascending order, float64."""
     if spec.codebook is not None:
         return np.asarray(spec.codebook.levels)
-    values = np.arange(2 ** dtypes.find_width(spec.dtype), dtype=np.uint8).view(spec.dtype).astype(np.float64)
+    values = np.arange(2 ** dtypes.count_packed_bits(spec.dtype), dtype=np.uint8).view(spec.dtype).astype(np.float64)
     return np.unique(values[np.isfinite(values)])  # one value for +0 and -0

@@ -14,7 +14,7 @@ from jax import export, lax
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
 from .._core import checks, sharding
-from .._kernels import barriers, division, min_max
+from .._kernels import affine, barriers, min_max
 from . import calibrator
 from .calibrator import Calibrator, Parts, Range
 
@@ -157,7 +157,7 @@ def moving_average(spec: QuantSpec, decay: float = 0.99) -> Calibrator:
     checks.check_real("calibration.moving_average", "decay", decay)
     checks.require(0 <= decay < 1, "calibration.moving_average", "decay", "a number in [0, 1)", decay)
     calibrator.check_spec("calibration.moving_average", spec)
-    step = functools.partial(_update_average, block=scale_from_range.find_block_size(spec), decay=float(decay))
+    step = functools.partial(_update_average, block=scale_from_range.derive_block_size(spec), decay=float(decay))
     parts = Parts(
         "calibration.moving_average",
         spec,
@@ -172,7 +172,7 @@ def moving_average(spec: QuantSpec, decay: float = 0.99) -> Calibrator:
 
 def _build(function: str, spec: QuantSpec, finish: Any) -> Calibrator:
     calibrator.check_spec(function, spec)
-    step = functools.partial(_extend, block=scale_from_range.find_block_size(spec))
+    step = functools.partial(_extend, block=scale_from_range.derive_block_size(spec))
     parts = Parts(function, spec, make_empty, step, _merge_extremes_jitted, reduce_extremes, finish)
     return calibrator.build_calibrator(parts)
 
@@ -187,7 +187,7 @@ def make_empty(shape: tuple[int, ...]) -> ExtremesState:
 
 def compute_batch_extremes(batch: jax.Array, shape: tuple[int, ...], block: int | None) -> ExtremesState:
     """Return the extremes of one batch, replicated on every device as a state is."""
-    low, high = min_max.find_extremes(batch, shape, block)
+    low, high = min_max.compute_extremes(batch, shape, block)
     return ExtremesState(sharding.place_whole(low), sharding.place_whole(high))
 
 
@@ -199,8 +199,8 @@ def _extend(state: ExtremesState, batch: jax.Array, *, block: int | None) -> Ext
 def merge_extremes(a: Any, b: Any) -> ExtremesState:
     """Return the extremes of the data of two states, NaN for a slice that has a NaN in one of them."""
     # The integer keys keep NaN, subnormal numbers and the sign of 0, which a float minimum would not.
-    low = lax.min(*(min_max.encode_order(state.low) for state in (a, b)))
-    high = lax.max(*(min_max.encode_order(state.high) for state in (a, b)))
+    low = lax.min(*(affine.encode_order(state.low) for state in (a, b)))
+    high = lax.max(*(affine.encode_order(state.high) for state in (a, b)))
     return ExtremesState(*min_max.decode_ends(low, high))
 
 
@@ -210,8 +210,8 @@ _merge_extremes_jitted = functools.partial(jax.jit, inline=True)(merge_extremes)
 
 def reduce_extremes(state: Any, axis_name: Hashable) -> ExtremesState:
     """Return the extremes over a mapped axis, NaN for a slice that has a NaN in any state."""
-    low = lax.pmin(min_max.encode_order(state.low), axis_name)
-    high = lax.pmax(min_max.encode_order(state.high), axis_name)
+    low = lax.pmin(affine.encode_order(state.low), axis_name)
+    high = lax.pmax(affine.encode_order(state.high), axis_name)
     return ExtremesState(*min_max.decode_ends(low, high))
 
 
@@ -245,7 +245,7 @@ def _update_average(state: AverageState, batch: jax.Array, *, block: int | None,
     # Each product is rounded before the sum, so that the result does not depend on whether a backend fuses the two.
     share = np.float32(1 - decay)
     weight = barriers.round_result(np.float32(decay) * state.weight) + share
-    rate = division.divide(jnp.full_like(weight, share), weight)
+    rate = affine.divide(jnp.full_like(weight, share), weight)
 
     def move_average(old: jax.Array, extreme: jax.Array) -> jax.Array:
         step = barriers.round_result(rate * (extreme - old))
@@ -275,7 +275,7 @@ def _merge_averages(a: AverageState, b: AverageState) -> AverageState:
 
 def _compute_share(weight: jax.Array, total: jax.Array) -> jax.Array:
     """Return weight / total, or 0 for a slice without data."""
-    return division.divide(weight, jnp.where(total == 0, np.float32(1), total))
+    return affine.divide(weight, jnp.where(total == 0, np.float32(1), total))
 
 
 def _reduce_averages(state: AverageState, axis_name: Hashable) -> AverageState:

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
 
-from .._arrays import quantized_array, serialization
+from .._arrays import quantized_array
 from .._arrays.packing import pack, unpack
+from .._arrays.parts import decode_dtype, decode_shape, decode_static, encode_static, get_field, parse_json
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes
 
@@ -67,8 +68,8 @@ export.register_pytree_node_serialization(
 
 def derive_stored_type(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[np.dtype, tuple[int, ...]]:
     """Return the dtype and the shape in which an array is stored; every library supports the dtype."""
-    if dtypes.find_width(dtype) < 8:
-        return np.dtype(jnp.uint8), (-(-math.prod(shape) * dtypes.find_width(dtype) // 8),)
+    if dtypes.count_packed_bits(dtype) < 8:
+        return np.dtype(jnp.uint8), (-(-math.prod(shape) * dtypes.count_packed_bits(dtype) // 8),)
     # 1 marks numpy's own dtypes, which every library knows; those of ml_dtypes have 2.
     if dtype.isbuiltin == 1:
         return dtype, shape
@@ -79,7 +80,7 @@ def store_part(part: Any) -> Any:
     """Return an array in its stored form: codes of less than 8 bits are packed, other special dtypes become bits."""
     part = jnp.asarray(part)
     dtype, _ = derive_stored_type(part.dtype, part.shape)
-    if dtypes.find_width(part.dtype) < 8:
+    if dtypes.count_packed_bits(part.dtype) < 8:
         return pack(part)
     return part if dtype == part.dtype else lax.bitcast_convert_type(part, dtype)
 
@@ -88,7 +89,7 @@ def restore_part(function: str, argument: str, stored: Any, dtype: np.dtype, sha
     """Return the array that `store_part` stored; the bytes of packed codes may have any shape."""
     is_array = isinstance(stored, jax.Array | np.ndarray | np.generic)
     checks.require_type(is_array, function, argument, "an array", type(stored).__name__)
-    is_packed = dtypes.find_width(dtype) < 8
+    is_packed = dtypes.count_packed_bits(dtype) < 8
     expected, lengths = derive_stored_type(dtype, shape)
     # Some libraries restore bytes in another shape, which does not matter for packed codes.
     fits = stored.dtype == expected and (stored.size == lengths[0] if is_packed else stored.shape == lengths)
@@ -115,7 +116,7 @@ def write_description(q: QuantizedArray) -> np.ndarray:
     for name, part in list_parts(q).items():
         parts[name] = {"dtype": np.dtype(part.dtype).name, "shape": list(part.shape)}
     # `encode_static` returns text; parse it so that the description is one JSON object.
-    static = json.loads(serialization.encode_static(q.tree_flatten()[1]))
+    static = json.loads(encode_static(q.tree_flatten()[1]))
     version = 1 if q.stored_order is None else 2
     text = json.dumps({"format": FORMAT, "version": version, "parts": parts, "static": static})
     return np.frombuffer(text.encode(), np.uint8)
@@ -125,7 +126,7 @@ def _restore_quantized(function: str, argument: str, node: Mapping[str, Any]) ->
     """Return the QuantizedArray that was stored as a dict of arrays and a description."""
     place = f"{argument}['{KEY}']"
     description = _read_description(function, place, node[KEY])
-    parts = serialization.get_field(function, place, description, "parts")
+    parts = get_field(function, place, description, "parts")
     required = ("codes", "scale")
     if not isinstance(parts, dict) or not set(required) <= set(parts) <= set(_PARTS):
         got = ", ".join(map(repr, parts)) if isinstance(parts, dict) else type(parts).__name__
@@ -138,8 +139,8 @@ def _restore_quantized(function: str, argument: str, node: Mapping[str, Any]) ->
     for name, part in parts.items():
         dtype, shape = read_type(function, f"{place}['parts']['{name}']", part)
         arrays[name] = restore_part(function, f"{argument}['{name}']", node[name], dtype, shape)
-    static = serialization.get_field(function, place, description, "static")
-    dtype, block_size, codebook, order = serialization.decode_static(function, f"{place}['static']", static)
+    static = get_field(function, place, description, "static")
+    dtype, block_size, codebook, order = decode_static(function, f"{place}['static']", static)
     q = QuantizedArray(**arrays, dtype=dtype, block_size=block_size, codebook=codebook)
     q = q._with_stored(arrays["codes"], order)
     return quantized_array.check_array(function, argument, q, is_awaited=True)
@@ -166,9 +167,9 @@ def _restore_text(function: str, argument: str, node: Mapping[str, Any]) -> Stat
 
 def read_type(function: str, argument: str, description: Any) -> tuple[np.dtype, tuple[int, ...]]:
     """Return the dtype and the shape in the description of an array."""
-    name, shape = (serialization.get_field(function, argument, description, field) for field in ("dtype", "shape"))
-    dtype = serialization.decode_dtype(function, f"{argument}['dtype']", name, _DTYPES)
-    return dtype, serialization.decode_shape(function, f"{argument}['shape']", shape)
+    name, shape = (get_field(function, argument, description, field) for field in ("dtype", "shape"))
+    dtype = decode_dtype(function, f"{argument}['dtype']", name, _DTYPES)
+    return dtype, decode_shape(function, f"{argument}['shape']", shape)
 
 
 def _read_description(function: str, argument: str, text: Any) -> dict[str, Any]:
@@ -176,7 +177,7 @@ def _read_description(function: str, argument: str, text: Any) -> dict[str, Any]
     is_known = isinstance(text, jax.Array | np.ndarray) and not checks.is_traced(text)
     expected = "an array of uint8 that is not traced"
     checks.require_type(is_known and text.dtype == np.uint8, function, argument, expected, checks.describe_value(text))
-    description = serialization.parse_json(function, argument, np.asarray(text).tobytes())
+    description = parse_json(function, argument, np.asarray(text).tobytes())
     is_ours = isinstance(description, dict) and description.get("format") == FORMAT
     checks.require(is_ours, function, argument, "a description of a QuantizedArray", "another text")
     # A later format may store parts that this version does not know.

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._arrays import serialization
+from .._arrays.parts import parse_json
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes
 from .arrays import (
@@ -193,7 +193,7 @@ def load_safetensors(path: str | os.PathLike[str], like: Any = None) -> Any:
         raise checks.ContractValueError(text) from error
     place = f"path, the metadata {FORMAT!r}"
     # A file of another program has no such metadata.
-    bits = serialization.parse_json(_LOAD, place, metadata.get(FORMAT, "{}"))
+    bits = parse_json(_LOAD, place, metadata.get(FORMAT, "{}"))
     if not isinstance(bits, dict) or not set(bits) <= set(arrays):
         got = ", ".join(map(repr, bits)) if isinstance(bits, dict) else type(bits).__name__
         checks.refuse(_LOAD, place, "an object whose keys are names of tensors", got)
@@ -209,7 +209,7 @@ def _read_structure(text: str, arrays: dict[str, Any]) -> Any:
     """Return arrays in the containers that the metadata describe."""
     place, left = f"path, the metadata {_STRUCTURE!r}", dict(arrays)
     try:
-        tree = _build_node(place, serialization.parse_json(_LOAD, place, text), (), left)
+        tree = _build_node(place, parse_json(_LOAD, place, text), (), left)
     except RecursionError:
         checks.refuse(_LOAD, place, "a structure of bounded depth", "one that is nested too deeply")
         raise

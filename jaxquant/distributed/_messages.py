@@ -15,8 +15,8 @@ from jax import lax
 from jax.sharding import AxisType, get_abstract_mesh
 
 from .._arrays.packing import pack, unpack
-from .._arrays.parts import derive_permutation, find_places, move_axes_last
-from .._arrays.quantize import find_parameters, quantize
+from .._arrays.parts import derive_permutation, match_dimensions, move_axes_last
+from .._arrays.quantize import compute_parameters, quantize
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
@@ -102,7 +102,7 @@ def encode(x: jax.Array, spec: QuantSpec, key: jax.Array | None) -> QuantizedArr
     """Return x as codes, rounded to the nearest one without a key, and stochastically with one."""
     if key is None:
         return quantize(x, spec)
-    scale, zero_point, _ = find_parameters("quantize", x, spec, None, None)
+    scale, zero_point, _ = compute_parameters("quantize", x, spec, None, None)
     return make_array(RoundingConfig(spec), x, scale, zero_point, key)
 
 
@@ -158,7 +158,7 @@ def _move_part(part: jax.Array, move: _Move, rows: int) -> jax.Array:
         move: the collective. It may add dimensions in front, or change their lengths.
         rows: Static. The number of leading dimensions that the collective addresses. The others are one message.
     """
-    width = dtypes.find_width(part.dtype)
+    width = dtypes.count_packed_bits(part.dtype)
     if width < 8:
         return _move_packed(part, move, rows)
     # XLA:CPU would convert bfloat16 to float32 before it travels, and some backends do not support float8.
@@ -179,7 +179,7 @@ def _is_narrow(dtype: Any) -> bool:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _move_bits(move: _Move, part: jax.Array) -> jax.Array:
     """Return floats of 8 or 16 bits after a collective has moved them as integers."""
-    unsigned = jnp.dtype(f"uint{dtypes.find_width(part.dtype)}")
+    unsigned = jnp.dtype(f"uint{dtypes.count_packed_bits(part.dtype)}")
     return lax.bitcast_convert_type(move(lax.bitcast_convert_type(part, unsigned)), part.dtype)
 
 
@@ -221,7 +221,7 @@ def join_stack(stack: QuantizedArray, axis: int, *, is_tiled: bool) -> Quantized
     stored, scale, zero_point = stack.tree_flatten()[0]
     order, rank = stack.stored_order, scale.ndim - 1
     if is_tiled:
-        place, moved = find_places(order, rank)[axis], order
+        place, moved = match_dimensions(order, rank)[axis], order
         if stored.shape[1 + place] == 0:  # all of these arrays are empty, and one of them is the result
             return jax.tree.map(lambda part: part[0], stack)
         stored = _merge_first(stored, place)

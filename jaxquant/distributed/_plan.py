@@ -516,7 +516,7 @@ def _count_moments(form: _Format, step: _ShardedStep, mesh: Mapping[str, int]) -
 
 
 def _count_bytes(leaf: Any) -> int:
-    width = 8 if leaf.dtype == bool else dtypes.find_width(np.dtype(leaf.dtype))
+    width = 8 if leaf.dtype == bool else dtypes.count_packed_bits(np.dtype(leaf.dtype))
     return -(-math.prod(leaf.shape) * width // 8)
 
 

@@ -14,7 +14,7 @@ from jax import lax
 from .._arrays import indexing
 from .._arrays.concatenate import cut_for_join
 from .._arrays.quantized_array import QuantizedArray, check_lazy, dequantize_checked
-from .._arrays.scale_from_range import find_shapes
+from .._arrays.scale_from_range import derive_shapes
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity, sharding
 from . import _messages
@@ -330,7 +330,7 @@ def _read_leaf(function: str, leaf: Any, spec: QuantSpec | None) -> Any:
         expected = f"a QuantSpec for floats (jax.lax.{function.split('.')[1]} moves them as they are)"
         checks.require(spec is not None, function, "spec", expected, "None")
         assert spec is not None
-        find_shapes(f"{function}: spec", spec, leaf.shape)  # raises unless the array has the axes of the spec
+        derive_shapes(f"{function}: spec", spec, leaf.shape)  # raises unless the array has the axes of the spec
     return leaf
 
 

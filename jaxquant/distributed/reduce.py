@@ -13,7 +13,7 @@ from jax import lax
 from .._arrays.quantized_array import dequantize_checked
 from .._arrays.spec import QuantSpec
 from .._core import checks
-from .._kernels import division
+from .._kernels import affine
 from . import _messages
 from ._messages import choose_gathered_type, move_array, read_axis_size
 
@@ -184,7 +184,7 @@ def _sum_arrays(reduction: Reduction, x: jax.Array, key: jax.Array | None) -> ja
     rows, _ = share_sums(reduction, total, key)
     if reduction.is_mean:
         # XLA turns a division by a constant into a product with its reciprocal, which is rounded twice.
-        rows = division.divide(rows, jnp.full_like(rows, reduction.size))
+        rows = affine.divide(rows, jnp.full_like(rows, reduction.size))
     return _messages.join_messages(rows, x)
 
 

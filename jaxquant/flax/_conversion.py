@@ -11,7 +11,7 @@ import numpy as np
 from .._arrays import quantize, scale_from_range
 from .._arrays.parts import StoredOrder, derive_permutation
 from .._arrays.quantized_array import QuantizedArray
-from .._core import checks, small_floats
+from .._core import checks, dtypes
 from .._training.range_sources import Dynamic, Learned, Static
 from . import _operand_ranges
 from ._operand_ranges import RangeState, quantize_operand
@@ -29,7 +29,7 @@ def check_kernel(weight: LayerOperand, kernel: QuantizedArray) -> None:
     dtype = kernel.stored_codes.dtype
     holds = kernel.codebook == spec.codebook and dtype == spec.carrier
     checks.require_type(holds, "flax", argument, expected, kernel.codebook or dtype)
-    shape = scale_from_range.find_shapes("flax", spec, kernel.shape)[0]
+    shape = scale_from_range.derive_shapes("flax", spec, kernel.shape)[0]
     expected = f"scales of shape {shape}, the shape for the layer's spec"
     checks.require(kernel.scale.shape == shape, "flax", argument, expected, f"shape {kernel.scale.shape}")
     block_size = scale_from_range.derive_stored_block_size("flax", spec, kernel.shape)
@@ -41,7 +41,7 @@ def check_servable(function: str, operand: LayerOperand, scale: jax.Array) -> No
     """Raise ContractValueError unless a known scale is finite and, if it was learned, positive."""
     if checks.is_traced(scale):
         return
-    values = np.asarray(small_floats.scale_as_float32(scale))
+    values = np.asarray(dtypes.scale_as_float32(scale))
     argument = f"scale of the {operand.role}"
     checks.require(bool(np.isfinite(values).all()), function, argument, "finite numbers", "NaN or an infinity")
     # `read_learned` replaces a scale of 0 by the least scale, so that is the value to look for.

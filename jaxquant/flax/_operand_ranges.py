@@ -19,7 +19,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._arrays import scale_from_range
-from .._arrays.quantize import find_parameters, quantize
+from .._arrays.quantize import compute_parameters, quantize
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks, sharding
@@ -103,7 +103,7 @@ def _compute_parameters(lo: jax.Array, hi: jax.Array, *, spec: QuantSpec, shape:
         return scale_from_range.compute_scale_and_zero_point(spec, lo, hi, lo.shape, lo.shape)
     # Only the shape counts here, because the range is known.
     like = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return find_parameters("quantize", like, spec, lo, hi)[:2]
+    return compute_parameters("quantize", like, spec, lo, hi)[:2]
 
 
 def has_data(batches: jax.Array | None) -> bool:
@@ -129,7 +129,7 @@ def calibrate_batch(operand: LayerOperand, x: jax.Array) -> Parameters:
     x = jax.lax.stop_gradient(x)
     calibrator = _make_calibrator(operand)
     lo, hi = calibrator.finalize(calibrator.update(calibrator.init(x), x), allow_zero=True)
-    return find_parameters("quantize", x, operand.spec, lo, hi)[:2]
+    return compute_parameters("quantize", x, operand.spec, lo, hi)[:2]
 
 
 def align_rank(operand: LayerOperand, part: _Part, rank: int) -> _Part:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from onnx import ModelProto, TensorProto, helper, inliner, numpy_helper
 
-from .._arrays.saturation import LARGEST_SUM
+from .._arrays.diagnostics import LARGEST_SUM
 from .._core import checks
 from .load.check_file import read_checked_model
 from .load.limits import Limits

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._arrays.codebook import Codebook
+from .._arrays.spec import Codebook
 
 _ONE = 127 << 23  # the bits of 1.0
 # The bits of the magnitudes of `dynamic` are twice the bits of the integers 1 to 128, less this number.

@@ -17,12 +17,11 @@ from jax.core import eval_jaxpr
 from jax.extend import core
 
 from .._arrays import scale_from_range
-from .._arrays.codebook import Codebook
 from .._arrays.quantized_array import QuantizedArray, check_lazy
-from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, sharding, small_floats
+from .._arrays.spec import Codebook, QuantSpec
+from .._core import checks, dtypes, sharding
 from .._core.granularity import Aligned, Blocked, PerTensor
-from .._kernels import barriers, rounding
+from .._kernels import affine, barriers
 from .._kernels.affine import divide_by_scale
 from .codebooks import dynamic, logarithmic, read_levels, round_to_levels
 
@@ -383,7 +382,7 @@ def quantize_leaf(x: jax.Array, key: jax.Array | None, *, function: str, spec: Q
         function: Static. The public function that errors name.
         spec: Static. A codebook with a level 0, and a granularity.
     """
-    scale_shape, _ = scale_from_range.find_shapes(function, spec, x.shape)
+    scale_shape, _ = scale_from_range.derive_shapes(function, spec, x.shape)
     block_size = scale_from_range.derive_stored_block_size(function, spec, x.shape)
     return _quantize_blocks(x, key, spec, scale_shape, block_size)
 
@@ -400,9 +399,9 @@ def quantize_like(x: jax.Array, key: jax.Array | None, old: QuantizedArray) -> Q
 def _dequantize_leaf(q: QuantizedArray) -> jax.Array:
     """Return what `q.dequantize` returns, for an array of a codebook."""
     assert q.codebook is not None
-    scale = small_floats.scale_as_float32(q.scale)
+    scale = dtypes.scale_as_float32(q.scale)
     product = read_levels(q.codebook, q.codes) * Aligned(q.block_size).expand(scale, q.codes)
-    return rounding.round_to_dtype(barriers.round_result(product), q.dtype).astype(q.dtype)
+    return affine.round_to_dtype(barriers.round_result(product), q.dtype).astype(q.dtype)
 
 
 def _quantize_blocks(

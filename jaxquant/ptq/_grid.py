@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._arrays import parts, scale_from_range
-from .._arrays.quantize import find_parameters
+from .._arrays.quantize import compute_parameters
 from .._arrays.quantized_array import QuantizedArray, check_array
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, granularity, small_floats
+from .._core import checks, dtypes, granularity
 from .._kernels import packed_codes
 from .._kernels.affine import dequantize_affine, divide_by_scale, quantize_affine
 
@@ -162,13 +162,13 @@ def check_grid(function: str, grid: Any, w: Any, spec: QuantSpec) -> None:
 
 def compute_scales(function: str, w: jax.Array, spec: QuantSpec, grid: Scales | None) -> Scales:
     """Return a weight's scale and zero point: from a grid, or else as `jq.quantize` computes them."""
-    return Scales(*find_parameters(function, w, spec, None, None)[:2]) if grid is None else grid
+    return Scales(*compute_parameters(function, w, spec, None, None)[:2]) if grid is None else grid
 
 
 def expand_scales(function: str, scales: Scales, spec: QuantSpec, like: jax.Array, layout: MatrixLayout) -> Grid:
     """Return the scale and the zero point of each element, arranged as a matrix."""
     aligned = granularity.Aligned(scale_from_range.check_one_block_size(function, spec))
-    scale = layout.arrange(aligned.expand(small_floats.scale_as_float32(scales.scale), like))
+    scale = layout.arrange(aligned.expand(dtypes.scale_as_float32(scales.scale), like))
     if scales.zero_point is None:
         return Grid(scale, None)
     return Grid(scale, layout.arrange(aligned.expand(scales.zero_point.astype(jnp.int32), like)))

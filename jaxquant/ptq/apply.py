@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks
 from .._program import jaxpr
+from .._program.analysis import Site
 from .._program.interpreter import Visit
 from .._program.jaxpr import Address, Body, Equation
 from .._program.replacing import ReplacingInterpreter
-from .._program.sites import Site
 from ..calibration import loop
 from ..transform import Prepared, QuantizedTree
 from ..transform.session import InspectMode, Ranges, Session, TracedCall, find_programs
@@ -423,7 +423,7 @@ class _LayerInterpreter(ReplacingInterpreter):
                 self._visit(site, operands)
             return self._run_each(equation, operands)
         is_moved = address in self.analysis.followed and self.can_move(equation, operands)
-        is_call = jaxpr.find_name(equation) in (*jaxpr.CALLS, jaxpr.REMAT) and address in self.analysis.entered
+        is_call = jaxpr.read_name(equation) in (*jaxpr.CALLS, jaxpr.REMAT) and address in self.analysis.entered
         # A dynamic slice that starts elsewhere in each batch gives each batch other elements of the parameter.
         if is_moved and not any(isinstance(x, _Each) for x in operands):
             return self.mode.move_elements(equation, operands)

@@ -15,8 +15,8 @@ from jax import lax
 
 from .._core import checks
 from .._program import jaxpr
+from .._program.analysis import Site
 from .._program.replacing import Records
-from .._program.sites import Site
 from ..calibration import loop
 from ..transform import Prepared
 from ..transform.session import InspectMode, ProgramPlan, Session, Signature, TracedCall

@@ -13,7 +13,7 @@ import numpy as np
 
 from .._core import checks
 from .._program import jaxpr
-from .._program.sites import Site
+from .._program.analysis import Site
 from ..calibration import loop
 from ..transform import Prepared, QuantizedTree
 from ..transform.session import (

@@ -16,7 +16,7 @@ from .._arrays.quantize import quantize
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, sharding
 from .._core.entry_point import compile_entry_point, convert_number
-from .._kernels.platforms import choose_on_cpu
+from .._kernels.barriers import choose_on_cpu
 from . import _grid
 from ._grid import Grid, check_weight
 from .search_range import Slices, keep_better, make_slices

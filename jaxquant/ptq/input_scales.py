@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._arrays.quantize import encode_array, find_parameters
+from .._arrays.quantize import compute_parameters, encode_array
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.scale_from_range import derive_stored_block_size
 from .._arrays.spec import QuantSpec
@@ -232,7 +232,7 @@ def _pool_channels(layout: MatrixLayout, values: jax.Array, channel: Any) -> jax
 
 def _round_nearest(w: jax.Array, spec: QuantSpec) -> jax.Array:
     """Return the values of the codes that `jq.quantize` finds."""
-    scale, zero_point, _ = find_parameters(_AWQ, w, spec, None, None)
+    scale, zero_point, _ = compute_parameters(_AWQ, w, spec, None, None)
     codes = encode_array(w, scale, zero_point, spec)
     block_size = derive_stored_block_size(_AWQ, spec, w.shape)
     q = QuantizedArray(codes, scale, zero_point, dtype=w.dtype, block_size=block_size, codebook=spec.codebook)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._program.sites import Site
+from .._program.analysis import Site
 from .._program.views import View
 from ..transform.session import TracedCall
 from .moments import Moments

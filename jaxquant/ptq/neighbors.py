@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from .._program import jaxpr, moves
+from .._program.analysis import Site
 from .._program.graph import EquationNode, ProgramGraph, make_graph
-from .._program.sites import Site
 from ..transform.session import TracedCall
 
 # Operations besides those that keep the order of elements that commute with a positive factor for each channel.
@@ -66,7 +66,7 @@ class CallGraph:
 def make_call_graph(call: TracedCall) -> CallGraph:
     """Return the graph of a traced call."""
     body = jaxpr.Body(call.trace.program, call.trace.constants)
-    program = make_graph(body, lambda equation, _: jaxpr.find_name(equation) in (*jaxpr.CALLS, jaxpr.REMAT))
+    program = make_graph(body, lambda equation, _: jaxpr.read_name(equation) in (*jaxpr.CALLS, jaxpr.REMAT))
     places = range(len(call.parameters.arrays))
     return CallGraph(call, program, dict(zip(program.inputs, places, strict=False)))
 
@@ -98,7 +98,7 @@ class Source(NamedTuple):
 def find_source(graph: CallGraph, value: int | None) -> Source:
     """Return what makes the channels of a value, its last dimension."""
     program, offsets = graph.program, list[int]()
-    size = () if value is None else program.find_shape(value)[-1:]
+    size = () if value is None else program.get_shape(value)[-1:]
     while value is not None and size:
         node = program.producers.get(value)
         if node is None:
@@ -106,7 +106,7 @@ def find_source(graph: CallGraph, value: int | None) -> Source:
         site = graph.call.analysis.sites.get(node.address)
         if site is not None and site.weight is not None:
             return Source(value, site, None, tuple(offsets))
-        if program.find_shape(value)[-1:] != size:
+        if program.get_shape(value)[-1:] != size:
             return Source(reason="channels that are reshaped")
         step = _step_back(graph, node, size[0])
         if isinstance(step, Source):
@@ -146,7 +146,7 @@ def find_bias(graph: CallGraph, site: Site, dimensions: Sequence[int]) -> int | 
         site: the contraction.
         dimensions: the dimensions of its result that are outputs.
     """
-    program, node = graph.program, graph.program.find_node(site.address)
+    program, node = graph.program, graph.program.get_node(site.address)
     if node is None:
         return None
     value = start = node.outputs[0]
@@ -158,15 +158,15 @@ def find_bias(graph: CallGraph, site: Site, dimensions: Sequence[int]) -> int | 
             # A bias that something else reads, too, would shift that as well.
             if len(other) != 1 or len(program.uses[other[0]]) != 1:
                 return None
-            shape = [n if place in dimensions else 1 for place, n in enumerate(program.find_shape(start))]
+            shape = [n if place in dimensions else 1 for place, n in enumerate(program.get_shape(start))]
             size = math.prod(shape)
             leaf = graph.find_leaf(other[0], size)
             if leaf is None:
                 return None
             # Each element must be added to the output with its index: the indices take the same moves.
-            outputs = np.broadcast_to(np.arange(size).reshape(shape), program.find_shape(start))
+            outputs = np.broadcast_to(np.arange(size).reshape(shape), program.get_shape(start))
             source = graph.find_value(leaf)
-            indices = np.arange(size).reshape(program.find_shape(source))
+            indices = np.arange(size).reshape(program.get_shape(source))
             sides = move_indices(graph, value, start, outputs), move_indices(graph, other[0], source, indices)
             is_same = sides[0] is not None and sides[1] is not None and sides[1].ndim == sides[0].ndim
             is_same = is_same and np.array_equal(sides[0], np.broadcast_to(sides[1], sides[0].shape))  # type: ignore[arg-type, union-attr]
@@ -182,19 +182,19 @@ def find_addend(graph: CallGraph, site: Site) -> int | None:
 
     In a residual network this is what goes around the contraction. A bias may be added first.
     """
-    program, node = graph.program, graph.program.find_node(site.address)
+    program, node = graph.program, graph.program.get_node(site.address)
     if node is None:
         return None
     value = node.outputs[0]
-    while (use := program.find_single_use(value)) is not None:
+    while (use := program.match_single_use(value)) is not None:
         reader, place = use
         if not moves.keeps_place(reader.name) and reader.name != "add":
             return None
-        if program.find_shape(reader.outputs[0]) != program.find_shape(value):
+        if program.get_shape(reader.outputs[0]) != program.get_shape(value):
             return None
         other = reader.inputs[1 - place] if reader.name == "add" else None
         is_addend = other is not None and other not in program.constants and graph.find_leaf(other, None) is None
-        if other is not None and is_addend and program.find_shape(other) == program.find_shape(value):
+        if other is not None and is_addend and program.get_shape(other) == program.get_shape(value):
             # The equations that write it have smaller addresses if they come first.
             addresses = [address for address, _ in program.list_writers(other)]
             return other if addresses and max(addresses) < node.address else None
@@ -235,14 +235,14 @@ def find_input(graph: CallGraph, site: Site) -> int | None:
 
     None for a contraction in a loop.
     """
-    program, node = graph.program, graph.program.find_node(site.address)
+    program, node = graph.program, graph.program.get_node(site.address)
     assert site.weight is not None
     if node is None:
         return None
     value = node.inputs[1 - site.weight]
     while (maker := program.producers.get(value)) is not None and moves.keeps_order(maker.name):
         before = maker.inputs[0]
-        if before in program.constants or program.find_shape(before)[-1:] != program.find_shape(value)[-1:]:
+        if before in program.constants or program.get_shape(before)[-1:] != program.get_shape(value)[-1:]:
             return value
         value = before
     return value

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._program import jaxpr, moves
+from .._program.analysis import Site
 from .._program.graph import EquationNode
-from .._program.sites import Site
 from ..calibration import loop
 from ..transform import Prepared
 from ..transform.session import Session
@@ -222,7 +222,7 @@ class _Paths(NamedTuple):
 
 def _follow_outputs(graph: CallGraph, site: Site) -> _Paths | str:
     """Return where the outputs of a contraction go, or why they cannot be mixed there."""
-    operation = graph.program.find_node(site.address)
+    operation = graph.program.get_node(site.address)
     if operation is None or site.lengths:
         return "a contraction in a loop"
     start = _locate_start(graph, site, operation)
@@ -254,7 +254,7 @@ def _locate_start(graph: CallGraph, site: Site, operation: EquationNode) -> tupl
     """Return the channels of a contraction's result, and the parameter and its axis that they are."""
     assert site.weight is not None
     (result,) = operation.outputs
-    shape, parameters = graph.program.find_shape(result), site.equation.params
+    shape, parameters = graph.program.get_shape(result), site.equation.params
     numbers = parameters["dimension_numbers"]
     if site.operation == "conv_general_dilated":
         if parameters["feature_group_count"] > 1 or parameters["batch_group_count"] > 1:
@@ -300,7 +300,7 @@ def _follow(graph: CallGraph, channels: _Channels, operation: EquationNode) -> l
     if len(operation.outputs) != 1 or operation.inputs.count(array) != 1:
         return f"{operation.name} reads its outputs"
     place, (result,) = operation.inputs.index(array), operation.outputs
-    shape, parameters = graph.program.find_shape(result), operation.equation.params
+    shape, parameters = graph.program.get_shape(result), operation.equation.params
     if moves.keeps_place(operation.name):
         return [_Channels(result, dimension, run)]
     if operation.name == "transpose":
@@ -310,7 +310,7 @@ def _follow(graph: CallGraph, channels: _Channels, operation: EquationNode) -> l
     if operation.name == "reduce_sum" and dimension not in parameters["axes"]:
         return [_Channels(result, dimension - sum(axis < dimension for axis in parameters["axes"]), run)]
     if moves.keeps_order(operation.name):
-        return _align(graph.program.find_shape(array), channels, result, shape)
+        return _align(graph.program.get_shape(array), channels, result, shape)
     if operation.name in ("mul", "div") and (place == 0 or operation.name == "mul"):
         if _is_constant(graph, operation, 1 - place, dimension):
             return [_Channels(result, dimension, run)]
@@ -361,11 +361,11 @@ def _list_runs(graph: CallGraph, offset: _Offset, run: int) -> np.ndarray | None
     None if they are not all of its elements, each in one run, or if something else reads the parameter.
     """
     source = graph.find_value(offset.leaf)
-    shape = graph.program.find_shape(source)
+    shape = graph.program.get_shape(source)
     indices = move_indices(graph, offset.array, source, np.arange(math.prod(shape)).reshape(shape))
     if indices is None or len(graph.program.uses[offset.array]) > 1:
         return None
-    indices = np.broadcast_to(indices, graph.program.find_shape(offset.channels.array))
+    indices = np.broadcast_to(indices, graph.program.get_shape(offset.channels.array))
     # What is added is broadcast, so that each run occurs once for every other index of the array.
     rows = np.unique(np.moveaxis(indices, offset.channels.dimension, -1).reshape(-1, run), axis=0)
     return rows if np.array_equal(np.sort(rows.ravel()), np.arange(math.prod(shape))) else None
@@ -387,7 +387,7 @@ def _contract(graph: CallGraph, channels: _Channels, operation: EquationNode, pl
         if site is None or site.weight != 1 - place:
             return "a product with other activations sums its outputs"
         return _read_with(graph, site, summed[1 - place][summed[place].index(channels.dimension)])
-    rank = len(graph.program.find_shape(channels.array))
+    rank = len(graph.program.get_shape(channels.array))
     free = [d for d in range(rank) if d not in (*summed[place], *batch[place])]
     others = len(jaxpr.read_shape(operation.equation.invars[0])) - len(summed[0]) - count if place == 1 else 0
     (result,) = operation.outputs

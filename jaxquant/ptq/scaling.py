@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core import checks
-from .._program.sites import Site
+from .._program.analysis import Site
 from ..calibration import loop
 from ..transform import Prepared
 from ..transform.session import Session, Signature, TracedCall

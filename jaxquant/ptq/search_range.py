@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, granularity, small_floats
+from .._core import checks, dtypes, granularity
 from .._core.entry_point import compile_entry_point, convert_number
 from .._kernels import affine, min_max
 from ..calibration import Range
@@ -119,7 +119,7 @@ class Slices(NamedTuple):
     @property
     def block_size(self) -> int | None:
         """The block size, or None."""
-        return scale_from_range.find_block_size(self.spec)
+        return scale_from_range.derive_block_size(self.spec)
 
     def expand(self, part: jax.Array) -> jax.Array:
         """Return numbers of the slices for each element."""
@@ -131,7 +131,7 @@ class Slices(NamedTuple):
 
     def compute_extremes(self) -> tuple[jax.Array, jax.Array]:
         """Return the least and the largest element of each slice, widened to include 0."""
-        low, high = min_max.find_extremes(self.w, self.shape, self.block_size)
+        low, high = min_max.compute_extremes(self.w, self.shape, self.block_size)
         # As `jq.quantize` widens ranges, so that 0 is a code.
         return jnp.minimum(low, 0), jnp.maximum(high, 0)
 
@@ -146,7 +146,7 @@ class Slices(NamedTuple):
     def compute_scales(self, low: jax.Array, high: jax.Array) -> Grid:
         """Return the scale, float32, and the zero point, int32 or None, of each slice, for a range of each slice."""
         scale, point = scale_from_range.compute_scale_and_zero_point(self.spec, low, high, self.shape, self.shape)
-        return Grid(small_floats.scale_as_float32(scale), None if point is None else point.astype(jnp.int32))
+        return Grid(dtypes.scale_as_float32(scale), None if point is None else point.astype(jnp.int32))
 
     def compute_grid(self, low: jax.Array, high: jax.Array) -> Grid:
         """Return the scale and the zero point of each element, for a range of each slice."""
@@ -161,7 +161,7 @@ class Slices(NamedTuple):
 
 def make_slices(function: str, w: jax.Array, spec: QuantSpec) -> Slices:
     """Return the slices of a weight; raise if the zero point has another granularity than the scale."""
-    scale, point = scale_from_range.find_shapes(function, spec, w.shape)
+    scale, point = scale_from_range.derive_shapes(function, spec, w.shape)
     # A range that is tried gives both a scale and a zero point, so that both belong to the same elements.
     expected = "the same granularity for the scale and the zero point"
     got = f"{spec.granularity} and {spec.zero_point_granularity}"

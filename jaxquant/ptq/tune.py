@@ -13,9 +13,9 @@ import numpy as np
 
 from .._arrays.quantize import encode_array
 from .._arrays.quantized_array import QuantizedArray
-from .._arrays.scale_from_range import find_shapes, read_least_scale
+from .._arrays.scale_from_range import derive_shapes, read_least_scale
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, granularity, small_floats
+from .._core import checks, dtypes, granularity
 from .._training.estimators import StraightThrough
 from .._training.fake_quantize import fake_quantize
 from ..calibration import loop
@@ -435,7 +435,7 @@ def _explain_fixed_codes(q: QuantizedArray, spec: QuantSpec) -> str:
     """Return why the codes of an array cannot be learned, or ""."""
     if spec.dtype in dtypes.SMALL_FLOATS:
         return "codes of floats, whose steps differ"
-    shape = find_shapes("ptq.tune", spec, q.shape)[1]
+    shape = derive_shapes("ptq.tune", spec, q.shape)[1]
     has_point = not spec.symmetric or bool(spec.fixed_zero_point)
     fits = q.codebook == spec.codebook and q.codes.dtype == spec.carrier and (q.zero_point is not None) == has_point
     fits = fits and (q.zero_point is None or all(n in (1, m) for n, m in zip(q.zero_point.shape, shape, strict=True)))
@@ -473,7 +473,7 @@ def _dequantize_change(q: QuantizedArray, spec: QuantSpec, change: jax.Array, sc
     """
     steps = _decode_steps(q) + _compute_unit(spec) * change
     rounded = _round_steps(q, spec, steps)
-    scale = small_floats.scale_as_float32(scale).reshape(scale.shape or (1,) * q.ndim)
+    scale = dtypes.scale_as_float32(scale).reshape(scale.shape or (1,) * q.ndim)
     return (rounded * granularity.Aligned(q.block_size).expand(scale, rounded)).astype(q.dtype)
 
 

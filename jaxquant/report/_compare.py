@@ -13,11 +13,11 @@ import numpy as np
 from jax import lax
 
 from .._arrays import parts
-from .._arrays.error_metrics import quantization_error
+from .._arrays.diagnostics import quantization_error
 from .._core import checks
 from .._program import jaxpr
+from .._program.analysis import Site
 from .._program.replacing import Records
-from .._program.sites import Site
 from ..calibration import loop
 from ..transform import Prepared, QuantizedTree
 from ..transform.session import (

@@ -7,12 +7,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .._arrays import saturation
+from .._arrays import diagnostics
 from .._arrays.spec import QuantSpec
 from .._core import checks
 from .._program import jaxpr
-from .._program.analysis import Analysis
-from .._program.sites import Site
+from .._program.analysis import Analysis, Site
 from ._plan import ProgramPlan, SitePlan, describe_site
 from ._regions.rounding_points import Regions
 
@@ -62,7 +61,7 @@ class Row(NamedTuple):
         if self.form != "integer" or (self.operation == "conv_general_dilated" and self.output is None):
             return False
         specs = [*self.activations, *([] if self.weight is None else [self.weight])]
-        return any(saturation.can_saturate(a, b) for a in specs for b in specs)
+        return any(diagnostics.can_saturate(a, b) for a in specs for b in specs)
 
 
 class Operation(NamedTuple):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._arrays.quantize import find_parameters
+from .._arrays.quantize import compute_parameters
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._training.estimators import LSQ, PACT, Estimator, LSQPlus, read_learned_scale, read_learned_zero_point
@@ -98,7 +98,7 @@ def _start_activation(entry: StaticRange, ends: Any, estimator: ScaleEstimator) 
 
     def find(lo: jax.Array, hi: jax.Array) -> LearnedScale:
         like = jax.ShapeDtypeStruct(entry.shape, jnp.float32)
-        scale, zero_point, _ = find_parameters(_NAME, like, spec, lo, hi)
+        scale, zero_point, _ = compute_parameters(_NAME, like, spec, lo, hi)
         wide = None if zero_point is None or not is_learned else zero_point.astype(jnp.float32)
         return LearnedScale(scale.astype(jnp.float32), wide)
 

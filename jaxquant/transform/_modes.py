@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._arrays.quantize import encode_array, find_parameters, quantize_kernel
+from .._arrays.quantize import compute_parameters, encode_array, quantize_kernel
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._codes.carrier import finish_training, replace_value
 from .._program import jaxpr
+from .._program.analysis import Address, Site
 from .._program.jaxpr import Equation
 from .._program.replacing import Records, Stores
-from .._program.sites import Address, Site
 from .._training.estimators import LSQ, Estimator, LSQPlus, StraightThrough
 from .._training.quantizer import Quantizer
 from .._training.rounding_vjp import RoundingConfig, make_array, quantize_and_dequantize
@@ -50,11 +50,11 @@ class _PlannedMode:
     def __init__(self, plan: ProgramPlan) -> None:
         self.plan = plan
 
-    def find_record(self, site: Site) -> tuple[str, tuple[Address, ...]]:
+    def locate_record(self, site: Site) -> tuple[str, tuple[Address, ...]]:
         """Return the name of a site's record, and the scans with an entry for each iteration."""
         return self.plan.sites[site.name].record, self.plan.sites[site.name].layers
 
-    def find_action(self, address: Address) -> Action | None:
+    def choose_action(self, address: Address) -> Action | None:
         """Return what becomes of an equation between contractions that runs on codes, or None."""
         return self.plan.regions.actions.get(address)
 
@@ -80,7 +80,7 @@ class ObserveMode(_PlannedMode):
             if operand.calibrator is not None and operand.place not in arrivals:
                 x = operands[operand.place]  # type: ignore[index]
                 records = _update_state(records, plan.record, operand, x)
-        action = self.find_action(site.address)
+        action = self.choose_action(site.address)
         if action is not None:
             (result,), records = self.run_action(action, operands, records)
             return result, records
@@ -163,7 +163,7 @@ class _CodesMode(_PlannedMode):
         point, graph = pending.point, self.plan.regions.graph
         assert graph is not None
         assert self.statics is not None
-        quantizer = self.make_quantizer(point, graph.find_shape(point.value), records[point.name][OUTPUT])
+        quantizer = self.make_quantizer(point, graph.get_shape(point.value), records[point.name][OUTPUT])
         if point.site is None:
             return RegionCodes(combine_codes(graph, point, pending.operands, quantizer))
         _, bias = find_factor_and_bias(self.statics, point)
@@ -171,7 +171,7 @@ class _CodesMode(_PlannedMode):
 
     def finish_contraction(self, site: Site, operands: Sequence[Any], records: Records) -> Any:
         """Return the codes of a contraction, or the operands if equations of its point follow."""
-        action = self.find_action(site.address)
+        action = self.choose_action(site.address)
         assert action is not None
         assert action.point is not None
         pending = PendingResult(action.point, operands)
@@ -348,7 +348,7 @@ class TrainMode(_CodesMode):
         """Return the results of an equation on both forms."""
         floats = jaxpr.evaluate(equation, [x.floats if isinstance(x, Twin) else x for x in operands])
         codes = moved_codes.move_elements(equation, [x.codes if isinstance(x, Twin) else x for x in operands])
-        if jaxpr.find_name(equation) == "optimization_barrier":
+        if jaxpr.read_name(equation) == "optimization_barrier":
             # It has a result for each operand, and some operands may be activations.
             return [c if isinstance(c, jax.Array) else Twin(f, c) for f, c in zip(floats, codes, strict=True)]
         return [Twin(*pair) for pair in zip(floats, codes, strict=True)]
@@ -388,7 +388,7 @@ def find_scale(spec: QuantSpec, x: Any, part: Any) -> tuple[jax.Array, jax.Array
     lo, hi = (None, None) if part is None else part
     # The gradient of a rounding is that at a fixed scale, also where the scale is found in x. A shape has only a rank.
     fixed = x if isinstance(x, jax.ShapeDtypeStruct) else lax.stop_gradient(x)
-    return find_parameters(_NAME, fixed, spec, lo, hi)[:2]
+    return compute_parameters(_NAME, fixed, spec, lo, hi)[:2]
 
 
 def make_finder(ranges: StaticRanges, records: Mapping[str, Any]) -> Callable[[str, str], Any]:

@@ -28,13 +28,13 @@ def move_elements(equation: Equation, operands: Sequence[Any]) -> list[Any]:
         operands: the quantized array, or several to be concatenated; after it the indices of a dynamic slice. Those of
             a barrier may be other arrays, too.
     """
-    name = jaxpr.find_name(equation)
+    name = jaxpr.read_name(equation)
     if name == moves.BARRIER:
         return list(lax.optimization_barrier(tuple(operands)))
     if name == moves.SELECTION:
         # All cases are the same elements of the same parameter, as the analysis has found.
         return [operands[1]]
-    join = moves.find_join(equation)
+    join = moves.match_join(equation)
     if join is not None:
         axis, is_new = join
         return [concatenate([_insert_dimension(q, axis) if is_new else q for q in operands], axis)]

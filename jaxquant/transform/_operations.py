@@ -15,7 +15,7 @@ from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._contractions.conv import plan_array_convolution
 from .._contractions.take import take
 from .._core import checks, sharding
-from .._program import jaxpr, sites
+from .._program import analysis, jaxpr
 from .._program.jaxpr import Equation
 from .._training.conv_general_dilated import ConvContraction
 from .._training.dot_general import DotContraction
@@ -41,7 +41,7 @@ class CodedContraction(Protocol):
 def make_operation(equation: Equation) -> CodedContraction:
     """Return the operation of a dot_general or of a convolution."""
     parameters, dtype = equation.params, jaxpr.read_dtype(equation.outvars[0])
-    if sites.OPERATIONS[jaxpr.find_name(equation)] == "dot_general":
+    if analysis.OPERATIONS[jaxpr.read_name(equation)] == "dot_general":
         out_sharding = parameters.get("out_sharding")
         return DotContraction(_NAME, parameters["dimension_numbers"], parameters["precision"], dtype, out_sharding)
     lhs, rhs = (jax.ShapeDtypeStruct(jaxpr.read_shape(v), jaxpr.read_dtype(v)) for v in equation.invars)
@@ -56,7 +56,7 @@ def make_operation(equation: Equation) -> CodedContraction:
 def look_up(equation: Equation, table: QuantizedArray, indices: jax.Array) -> jax.Array:
     """Return the entries of a quantized table that a gather selects."""
     numbers, mode, value = (equation.params[name] for name in ("dimension_numbers", "mode", "fill_value"))
-    axis = sites.find_lookup_axis(equation)
+    axis = analysis.match_lookup(equation)
     assert axis is not None
     # The last dimension holds an index for each of these axes; those of the other axes select all of them.
     indices = lax.index_in_dim(indices, numbers.start_index_map.index(axis), indices.ndim - 1, keepdims=False)

@@ -13,8 +13,7 @@ from .._core import checks, dtypes
 from .._core.dtypes import CONTRACTED as INTEGER_DTYPES
 from .._core.granularity import Blocked, PerAxis, PerTensor
 from .._program import jaxpr, views
-from .._program.analysis import UNUSED, Analysis
-from .._program.sites import Address, Site, find_contracted
+from .._program.analysis import UNUSED, Address, Analysis, Site, list_contracted
 from ..calibration.factory import Factory
 from ._regions.finder import find_regions
 from ._regions.folding import Fold, find_feature_axes
@@ -200,7 +199,7 @@ def _choose_weight(
     }
     expected = f"one Weight for all uses of {name}, or one that each of them can take"
     checks.require(bool(usable), _NAME, "rules", expected, text)
-    finest = usable[max(usable, key=lambda spec: (dtypes.find_width(spec.carrier), _count_scales(spec, shape)))]
+    finest = usable[max(usable, key=lambda spec: (dtypes.count_packed_bits(spec.carrier), _count_scales(spec, shape)))]
     which = "the finest that rules name" if len(usable) == len(named) else "the finest that all of them can take"
     return finest, f"all uses of {name} have {_describe_weight(finest)}, {which} ({text})"
 
@@ -372,7 +371,7 @@ def _explain_values(site: Site, leaves: Mapping[int, LeafPlan], names: Sequence[
 def _make_activation_spec(site: Site, place: int, activation: Activation) -> QuantSpec:
     """Return the spec of one operand of a contraction."""
     shape = jaxpr.read_shape(site.equation.invars[place])
-    summed = find_contracted(site.equation, place, len(shape))
+    summed = list_contracted(site.equation, place, len(shape))
     kept = tuple(axis for axis in range(len(shape)) if axis not in summed)
     # Groups of images are contracted with different features, so they share one zero point.
     is_image = site.operation == "conv_general_dilated" and site.equation.params["batch_group_count"] == 1

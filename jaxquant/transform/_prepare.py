@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 from .._arrays.quantized_array import QuantizedArray
-from .._arrays.scale_from_range import find_block_size
+from .._arrays.scale_from_range import derive_block_size
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._core.granularity import Blocked, PerAxis, PerTensor
-from .._program.sites import Site
+from .._program.analysis import Site
 from . import _coverage, _ranges
 from ._calls import Signature, TracedCall, TracedFunctions, is_quantized, trace_call
 from ._plan import can_contract_given, describe_site
@@ -168,7 +168,7 @@ def _check_specs(prepared: Prepared, params: Any, args: Any, kwargs: Any) -> Non
     # Codes with a scale per output, and those with one per row, can always be contracted, so they are not tried.
     specs = [plan.spec for plan in prepared.leaves.values()]
     has_blocks = any(rule.activation is not None and rule.activation.block is not None for rule in prepared.rules)
-    if not has_blocks and not any(spec.codebook is not None or find_block_size(spec) is not None for spec in specs):
+    if not has_blocks and not any(spec.codebook is not None or derive_block_size(spec) is not None for spec in specs):
         return
     signature, others = Signature(params), Signature((args, kwargs))
 

@@ -82,7 +82,7 @@ def _make_output(plan: ProgramPlan, point: RoundingPoint) -> StaticRange:
     assert plan.regions.graph is not None
     operand = OperandPlan(OUTPUT, *point.output)
     label = point.name if point.site is None else point.site.describe()
-    return StaticRange(operand, plan.regions.graph.find_shape(point.value), (), False, label)
+    return StaticRange(operand, plan.regions.graph.get_shape(point.value), (), False, label)
 
 
 def make_states(ranges: StaticRanges) -> dict[str, dict[str, Any]]:

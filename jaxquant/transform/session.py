@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from .._core import checks
+from .._program.analysis import Site
 from .._program.jaxpr import Address, Equation
 from .._program.replacing import Records, Stores
-from .._program.sites import Site
 from .._training.estimators import StraightThrough
 from .._training.rounding_vjp import RoundingConfig, make_array
 from . import _operations as operations
@@ -165,7 +165,7 @@ class InspectMode(TrainMode):
         self.wants = wants
         self.visit = visit
 
-    def find_action(self, address: Address) -> None:
+    def choose_action(self, address: Address) -> None:
         """Return None: between contractions there are floats."""
 
     def replaces(self, site: Site) -> bool:
@@ -177,7 +177,7 @@ class InspectMode(TrainMode):
         del stores
         return self.visit(site, operands, records)
 
-    def find_record(self, site: Site) -> tuple[str, tuple[Address, ...]]:
+    def locate_record(self, site: Site) -> tuple[str, tuple[Address, ...]]:
         """Return the name of a site, and the scans with an entry for each iteration."""
         return site.name, site.layers
 

@@ -17,7 +17,7 @@ from jax import export
 
 import jaxquant as jq
 from jaxquant import checkpoint
-from jaxquant._arrays import serialization
+from jaxquant._arrays import parts
 
 KEY = "quantized_array"
 F32 = np.float32
@@ -126,9 +126,9 @@ def test_descriptions(name: str) -> None:
 def test_descriptions_in_saved_programs() -> None:
     static = {"dtype": "float32", "block_size": 4, "codebook": {"name": "nf4", "levels": list(jq.nf4.levels)}}
     text = write(static)
-    assert serialization.decode_saved_program(text) == (np.dtype(F32), 4, jq.nf4, None)
+    assert parts.decode_saved_program(text) == (np.dtype(F32), 4, jq.nf4, None)
     for damaged in (*map(write, describe_damage(static)), *truncate(text)):
-        load("QuantizedArray", lambda damaged=damaged: serialization.decode_saved_program(damaged))
+        load("QuantizedArray", lambda damaged=damaged: parts.decode_saved_program(damaged))
     q = QUANTIZED["uint8"]
     saved = bytes(export.export(jax.jit(lambda q: q))(q).serialize())
     assert saved.count(b'"dtype": "float32"')

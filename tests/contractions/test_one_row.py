@@ -16,7 +16,7 @@ from jax import lax
 
 import jaxquant as jq
 from jaxquant import PerAxis, PerTensor, QuantizedArray, QuantSpec
-from jaxquant._kernels import scaled_rows
+from jaxquant._kernels import float_rows
 
 from ..support.hlo import Program
 from ..support.matrix import mark_others_full
@@ -138,7 +138,7 @@ def test_program(depth: int, columns: int) -> None:
 @pytest.mark.parametrize("kind", ["integers", "floats"])
 def test_constant_codes(kind: str, rng: np.random.Generator) -> None:
     """XLA must not convert codes that are constants to 32 bits while it compiles."""
-    if kind == "floats" and not scaled_rows.IS_VECTORIZED:
+    if kind == "floats" and not float_rows.IS_VECTORIZED:
         pytest.skip("the form is off; so few codes are dequantized at once, and XLA does that while it compiles")
     w = jq.quantize(rng.normal(size=(1024, 512)).astype(np.float32), QuantSpec("int8", PerAxis(1)), stored_last=0)
     dtype = jnp.int8 if kind == "integers" else jnp.float32

@@ -20,7 +20,7 @@ import jaxquant as jq
 from jaxquant import Blocked, PerAxis, PerTensor, QuantizedArray, QuantSpec
 from jaxquant._contractions.dot_integer import prepare_side
 from jaxquant._contractions.dot_weight_only import read_scaled_codes
-from jaxquant._kernels import digits, scaled_rows
+from jaxquant._kernels import float_rows
 from jaxquant._kernels.contraction import Role
 
 from ..support.hlo import Program
@@ -110,8 +110,8 @@ def contract_digits(x: Any, q: QuantizedArray) -> jax.Array:
     """x @ q by digits, whatever the size."""
     role = Role((), (1,), (0,))
     side = prepare_side(q, role)
-    y, is_exact = digits.contract_digits(x, side.codes, side.steps, side.scale, Role((), (0,), (1,)), role)
-    is_exact &= digits.has_moderate_scales(q.scale)
+    y, is_exact = float_rows.contract_digits(x, side.codes, side.center, side.scale, Role((), (0,), (1,)), role)
+    is_exact &= float_rows.has_moderate_scales(q.scale)
     return lax.cond(is_exact, lambda: y, lambda: jnp.matmul(x, q.dequantize(), precision="highest"))
 
 
@@ -120,9 +120,9 @@ def contract_rows(x: Any, q: QuantizedArray) -> jax.Array:
     """x @ q, row by row, whatever the size."""
     role = Role((), (1,), (0,))
     matrix = read_scaled_codes(q)
-    terms = scaled_rows.choose_terms(matrix, role)
+    terms = float_rows.choose_terms(matrix, role)
     assert terms is not None
-    return jnp.stack([scaled_rows.contract_row(row, matrix, role, terms)[0] for row in x])
+    return jnp.stack([float_rows.contract_row(row, matrix, role, terms)[0] for row in x])
 
 
 @jax.jit
@@ -130,9 +130,9 @@ def contract_lanes(x: Any, q: QuantizedArray) -> jax.Array:
     """x @ q, row by row, lane by lane, whatever the size."""
     role = Role((), (0,), (1,))
     matrix = read_scaled_codes(q.T)
-    terms = scaled_rows.choose_groups(matrix, role)
+    terms = float_rows.choose_groups(matrix, role)
     assert terms is not None
-    return jnp.stack([scaled_rows.contract_lanes(row, matrix, role, terms)[0] for row in x])
+    return jnp.stack([float_rows.contract_lanes(row, matrix, role, terms)[0] for row in x])
 
 
 @pytest.mark.parametrize("contract", [contract_digits, contract_rows, contract_lanes], ids=["digits", "rows", "lanes"])
@@ -206,24 +206,24 @@ def test_digits_at_their_bounds() -> None:
 def test_a_row_in_chunks(name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of equal length, or a shorter last one, which end where blocks end."""
     for constant in ("_CHUNK", "_BYTE_CHUNK"):
-        monkeypatch.setattr(scaled_rows, constant, 80_000)
+        monkeypatch.setattr(float_rows, constant, 80_000)
     q = jq.quantize(rng.normal(size=(576, 256)).astype(np.float32), SPECS[name])
     role = Role((), (1,), (0,))
-    terms = scaled_rows.choose_terms(read_scaled_codes(q), role)
+    terms = float_rows.choose_terms(read_scaled_codes(q), role)
     assert terms is not None
-    assert len(scaled_rows._cut_rows(read_scaled_codes(q), terms)) == 2
+    assert len(float_rows._cut_rows(read_scaled_codes(q), terms)) == 2
     x = rng.normal(size=(1, 576)).astype(np.float32)
-    y, is_exact = jax.jit(lambda x, q: scaled_rows.contract_row(x, read_scaled_codes(q), role, terms))(x[0], q)
+    y, is_exact = jax.jit(lambda x, q: float_rows.contract_row(x, read_scaled_codes(q), role, terms))(x[0], q)
     assert is_exact
     assert find_error(y[None], x, decode(q)) < LIMIT
 
 
-@pytest.mark.skipif(not scaled_rows.IS_VECTORIZED, reason="the form is off")
+@pytest.mark.skipif(not float_rows.IS_VECTORIZED, reason="the form is off")
 def test_chunks_of_a_row_share_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaled_rows, "_CHUNK", 2**18)
+    monkeypatch.setattr(float_rows, "_CHUNK", 2**18)
     q = QuantizedArray(jnp.ones((1024, 2048), jnp.int4), jnp.ones((1, 2048)))
     x = jax.ShapeDtypeStruct((1024,), jnp.float32)
-    contract = jax.jit(lambda x, q: scaled_rows.contract_row(x, read_scaled_codes(q), Role((), (1,), (0,)), 16)[0])
+    contract = jax.jit(lambda x, q: float_rows.contract_row(x, read_scaled_codes(q), Role((), (1,), (0,)), 16)[0])
     memory = contract.lower(x, q).compile().memory_analysis()
     assert memory is not None
     assert memory.temp_size_in_bytes < q.size // 4  # all bytes take q.size // 2

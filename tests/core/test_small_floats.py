@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxquant._core import small_floats
+from jaxquant._core import dtypes
 
 from ..oracles import onnx_text
 from ..support import transforms
@@ -19,10 +19,7 @@ def every(name: str) -> np.ndarray:
 @pytest.mark.parametrize("name", (*NAMES, "float8_e8m0fnu"))
 def test_decode_every_code(name: str) -> None:
     codes = every(name)
-    assert (
-        transforms.mismatches(np.asarray(jax.jit(small_floats.decode_small_float)(codes)), codes.astype(np.float32))
-        == 0
-    )
+    assert transforms.mismatches(np.asarray(jax.jit(dtypes.decode_small_float)(codes)), codes.astype(np.float32)) == 0
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -36,5 +33,5 @@ def test_encode_every_code_and_every_half_way(name: str, rng: np.random.Generato
     x = np.concatenate([values.astype(np.float32), middle, *sides, random, special])
     with np.errstate(all="ignore"):
         expected = x.astype(onnx_text.dtype(name))
-    actual = jax.jit(lambda x: small_floats.encode_small_float(x, onnx_text.dtype(name), saturate=False))(x)
+    actual = jax.jit(lambda x: dtypes.encode_small_float(x, onnx_text.dtype(name), saturate=False))(x)
     assert transforms.mismatches(np.asarray(actual), expected) == 0

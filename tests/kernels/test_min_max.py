@@ -80,7 +80,7 @@ def assert_same_bits(result: jax.Array, expected: np.ndarray) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_extremes_have_the_bits_of_numpys(name: str) -> None:
     shape, ranges, block = CASES[name]
-    functions = (min_max.find_extremes, min_max.compute_signed_extremes, min_max.compute_magnitudes)
+    functions = (min_max.compute_extremes, min_max.compute_signed_extremes, min_max.compute_magnitudes)
     find = jax.jit(lambda x: [function(x, ranges, block) for function in functions])
     for seed in range(3):
         x = spoil(shape, seed)
@@ -120,7 +120,7 @@ def test_one_special_value_among_many(special: float) -> None:
     for shape, ranges in (((3000,), (1,)), ((300, 8), (1, 8)), ((8, 300), (8, 1))):
         x = np.full(shape, np.float32(special))
         x.reshape(-1)[: math.prod(shape) // 2] = 0.0
-        for actual, expected in zip(jax.jit(min_max.find_extremes, static_argnums=(1, 2))(x, ranges, None),
+        for actual, expected in zip(jax.jit(min_max.compute_extremes, static_argnums=(1, 2))(x, ranges, None),
                              expect(x, ranges, None), strict=True):  # fmt: skip
             assert_same_bits(actual, expected)
 

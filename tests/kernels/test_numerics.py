@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxquant._kernels import barriers, division, rounding
+from jaxquant._kernels import affine, barriers
 
 from ..oracles import onnx_text
 from ..support import transforms
@@ -40,7 +40,7 @@ def test_quotient_by_a_scalar(operands: tuple[np.ndarray, np.ndarray]) -> None:
     scale = np.float32(0.037)
 
     def op(x: jax.Array, s: jax.Array) -> jax.Array:
-        return division.divide(x, jnp.broadcast_to(s, x.shape))
+        return affine.divide(x, jnp.broadcast_to(s, x.shape))
 
     args = x.reshape(4, -1), np.full(4, scale)
     want = x.reshape(4, -1) / scale
@@ -67,11 +67,11 @@ def test_quotients_of_broadcast_operands(name: str, operands: tuple[np.ndarray, 
     @jax.jit
     def repeat_and_divide(x: jax.Array, s: jax.Array) -> jax.Array:
         wide = BROADCASTS[name](x)
-        return jax.vmap(lambda s: division.divide(wide, jnp.broadcast_to(s, wide.shape)))(s)
+        return jax.vmap(lambda s: affine.divide(wide, jnp.broadcast_to(s, wide.shape)))(s)
 
     @jax.jit
     def divide_repeated(x: jax.Array, s: jax.Array) -> jax.Array:
-        return division.divide(BROADCASTS[name](x), BROADCASTS[name](s))
+        return affine.divide(BROADCASTS[name](x), BROADCASTS[name](s))
 
     want = np.asarray(BROADCASTS[name](x / s))
     same_bits(divide_repeated(x, s), want)
@@ -87,7 +87,7 @@ def test_quotients_while_constants_are_folded(name: str, operands: tuple[np.ndar
 
     def divide(x: jax.Array, scale: jax.Array) -> jax.Array:
         with jax.ensure_compile_time_eval():
-            return division.divide(x, jnp.broadcast_to(scale, x.shape))
+            return affine.divide(x, jnp.broadcast_to(scale, x.shape))
 
     functions = {
         "jit": lambda: jax.jit(divide)(x, scale),
@@ -102,10 +102,10 @@ def test_quotient_of_a_quotient(operands: tuple[np.ndarray, np.ndarray]) -> None
     """XLA reassociates (a / b) / s and a / (b / c); the operands are shielded from both sides."""
     x, s = operands
     b = np.roll(s, 1)
-    actual = jax.jit(lambda x, b, s: division.divide(x / b, s))(x, b, s)
-    inner = np.asarray(jax.jit(lambda x, b: division.divide(x, b))(x, b))
+    actual = jax.jit(lambda x, b, s: affine.divide(x / b, s))(x, b, s)
+    inner = np.asarray(jax.jit(lambda x, b: affine.divide(x, b))(x, b))
     np.testing.assert_array_equal(np.asarray(actual), inner / s)
-    scale = jax.jit(lambda x, m: division.divide(x, jnp.broadcast_to(m / jnp.float32(127), x.shape)))
+    scale = jax.jit(lambda x, m: affine.divide(x, jnp.broadcast_to(m / jnp.float32(127), x.shape)))
     m = np.float32(3.3)
     quotient = np.asarray(jax.jit(lambda m: m / jnp.float32(127))(m))
     np.testing.assert_array_equal(np.asarray(scale(x, m)), x / quotient)
@@ -118,7 +118,7 @@ def test_correction_restores_the_quotient(operands: tuple[np.ndarray, np.ndarray
     exact = x / s
     usable = np.abs(exact) > 1e-30
     approximate = np.where(usable, ulps(exact, error), exact)
-    actual = np.asarray(jax.jit(division.correct_quotient)(approximate, x, s))
+    actual = np.asarray(jax.jit(affine.correct_quotient)(approximate, x, s))
     np.testing.assert_array_equal(actual, exact)
 
 
@@ -129,7 +129,7 @@ def test_correction_around_powers_of_two(rng: np.random.Generator) -> None:
     x = ulps(s * power, rng.integers(-3, 4, s.shape))
     exact = x / s
     approximate = ulps(exact, rng.integers(-3, 4, s.shape))
-    actual = np.asarray(jax.jit(division.correct_quotient)(approximate, x, s))
+    actual = np.asarray(jax.jit(affine.correct_quotient)(approximate, x, s))
     np.testing.assert_array_equal(actual, exact)
 
 
@@ -138,13 +138,13 @@ def test_correction_leaves_the_rest_alone() -> None:
     s = np.array([0, 0, 2, 1, 5, np.inf, 1e-9, 3e38], np.float32)
     with np.errstate(all="ignore"):
         native = x / s
-    actual = np.asarray(jax.jit(division.correct_quotient)(native, x, s))
+    actual = np.asarray(jax.jit(affine.correct_quotient)(native, x, s))
     assert transforms.mismatches(actual, native) == 0
 
 
 def test_the_cpu_program_divides() -> None:
     """One true division in the compiled program, and no reciprocal."""
-    compiled = jax.jit(lambda x, s: division.divide(x, jnp.broadcast_to(s, x.shape)))
+    compiled = jax.jit(lambda x, s: affine.divide(x, jnp.broadcast_to(s, x.shape)))
     text = compiled.lower(jnp.ones(1024, jnp.float32), jnp.float32(3)).compile().as_text() or ""
     assert text.count(" divide(") == 1
     assert "f32[] divide(" not in text
@@ -188,7 +188,7 @@ def test_round_to_dtype_is_not_removed(name: str, rng: np.random.Generator) -> N
     x = np.concatenate([every, every * np.float32(1 + 2**-9), np.exp(rng.uniform(-16, 10, 50_000)).astype(np.float32)])
     with np.errstate(over="ignore"):
         want = x.astype(dtype).astype(np.float32)
-    np.testing.assert_array_equal(np.asarray(jax.jit(lambda x: rounding.round_to_dtype(x, dtype))(x)), want)
+    np.testing.assert_array_equal(np.asarray(jax.jit(lambda x: affine.round_to_dtype(x, dtype))(x)), want)
 
 
 def test_integer_quotient_is_exact(rng: np.random.Generator) -> None:
@@ -196,7 +196,7 @@ def test_integer_quotient_is_exact(rng: np.random.Generator) -> None:
     x, s = np.meshgrid(edge, edge)
     x = np.concatenate([x.ravel(), rng.integers(-(2**31), 2**31, 50_000), rng.integers(-999, 999, 50_000)])
     s = np.concatenate([s.ravel(), rng.integers(-(2**20), 2**20, 50_000), rng.integers(-20, 20, 50_000)])
-    actual = np.asarray(jax.jit(division.divide_integers)(x.astype(np.int32), s.astype(np.int32)))
+    actual = np.asarray(jax.jit(affine.divide_integers)(x.astype(np.int32), s.astype(np.int32)))
     with np.errstate(all="ignore"):
         expected = np.rint(x.astype(np.float64) / s)
     finite = np.isfinite(expected)
@@ -213,6 +213,6 @@ def test_encode_at_every_tie(name: str) -> None:
         below, above = (np.nextafter(middle, np.float32(side)) for side in (-np.inf, np.inf))
         x = np.concatenate([middle, below, above, np.array([np.nan, -np.nan, np.inf, -np.inf], np.float32)])
         z = jnp.full(x.shape, point, jnp.int32)
-        actual = jax.jit(lambda x, z: rounding.encode_steps(x, z, onnx_text.dtype(name)))(x, z)
+        actual = jax.jit(lambda x, z: affine.encode_steps(x, z, onnx_text.dtype(name)))(x, z)
         expected = onnx_text.codes(x.astype(np.float64), point, (low, high))
         np.testing.assert_array_equal(np.asarray(actual).astype(np.int64), expected)

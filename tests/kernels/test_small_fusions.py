@@ -12,7 +12,7 @@ import pytest
 from jax import export
 
 import jaxquant as jq
-from jaxquant._kernels import barriers, rounding
+from jaxquant._kernels import affine, barriers
 
 from ..oracles import onnx_text
 from ..support import transforms
@@ -200,7 +200,7 @@ def test_rounding_is_the_same_in_every_transform(transform: str, rng: np.random.
     x = rng.normal(size=(4, 3000)).astype(np.float32) * 50
     z = rng.integers(-128, 128, x.shape).astype(np.int32)
     want = np.clip(np.rint(x) + z, -128, 127)
-    codes = transforms.ALL[transform](lambda x, z: rounding.encode_steps(x, z, np.dtype(np.int8)), (x, z))
+    codes = transforms.ALL[transform](lambda x, z: affine.encode_steps(x, z, np.dtype(np.int8)), (x, z))
     np.testing.assert_array_equal(codes, want)
 
 
@@ -211,7 +211,7 @@ def test_extreme_zero_points_and_nan() -> None:
     for dtype in (np.int16, np.uint16):
         low, high = (int(b) for b in (np.iinfo(dtype).min, np.iinfo(dtype).max))
         for point in (low, high):
-            codes = rounding.encode_steps(jnp.asarray(x), jnp.full(x.shape, point, jnp.int32), np.dtype(dtype))
+            codes = affine.encode_steps(jnp.asarray(x), jnp.full(x.shape, point, jnp.int32), np.dtype(dtype))
             with np.errstate(invalid="ignore"):  # signaling NaNs
                 want = onnx_text.codes(x.astype(np.float64), point, (low, high))
             np.testing.assert_array_equal(np.asarray(codes).astype(np.int64), want)

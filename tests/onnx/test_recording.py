@@ -29,9 +29,9 @@ def list_marks(function, *arguments) -> list[str]:
     def walk(program) -> list[str]:
         names = []
         for equation in program.eqns:
-            if programs.find_name(equation) == "jaxquant_mark":
+            if programs.read_name(equation) == "jaxquant_mark":
                 names.append(equation.params["mark"].name)
-            for body in programs.find_bodies(equation):
+            for body in programs.list_bodies(equation):
                 names += walk(body.program)
         return names
 

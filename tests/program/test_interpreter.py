@@ -45,7 +45,7 @@ class Counting(Interpreter):
 
     def compute_equation(self, equation: Any, operands: Any, visit: Any) -> Any:
         """Count an equation and return its results."""
-        self.names[jaxpr.find_name(equation)] += 1
+        self.names[jaxpr.read_name(equation)] += 1
         return super().compute_equation(equation, operands, visit)
 
 
@@ -112,7 +112,7 @@ def test_a_row_moves_codes_as_it_moves_floats(name: str) -> None:
         assert followed is not None
         origins |= zip(equation.outvars, followed, strict=True)
         codes |= zip(equation.outvars, move_elements(equation, operands), strict=True)
-    assert name in {jaxpr.find_name(equation) for equation in trace.program.eqns}
+    assert name in {jaxpr.read_name(equation) for equation in trace.program.eqns}
     for variable, expected in zip(
         trace.program.outvars, jax.tree.leaves(FUNCTIONS[name](q.dequantize())), strict=True
     ):  # fmt: skip

@@ -144,7 +144,7 @@ def test_programs_are_found_in_tuples():
         return lax.custom_linear_solve(lambda v: W[0] @ v, x, lambda matvec, b: matvec(b), symmetric=True)
 
     equation = _find(solve, "custom_linear_solve", jnp.ones(8))
-    assert any(e.primitive.name == "dot_general" for body in jaxpr.find_bodies(equation) for e in body.program.eqns)
+    assert any(e.primitive.name == "dot_general" for body in jaxpr.list_bodies(equation) for e in body.program.eqns)
 
 
 def test_an_equation_keeps_its_derivative_rule():
@@ -177,7 +177,7 @@ def test_place_and_scope_of_an_equation():
             return x @ x.T
 
     equation = _find(function, "dot_general", X)
-    assert jaxpr.find_scope(equation) == "outer/inner"
+    assert jaxpr.read_scope(equation) == "outer/inner"
     assert "test_jaxpr.py:" in jaxpr.locate(equation)
 
 
@@ -192,8 +192,8 @@ def test_scope_inside_of_a_call_starts_anew():
             return inner(x)
 
     equation = _find(function, "jit", X)
-    assert jaxpr.find_scope(equation) == "outer"
-    assert jaxpr.find_scope(jaxpr.read_call(equation).program.eqns[1]) in ("inner", "outer/inner")
+    assert jaxpr.read_scope(equation) == "outer"
+    assert jaxpr.read_scope(jaxpr.read_call(equation).program.eqns[1]) in ("inner", "outer/inner")
 
 
 def test_literals_are_no_variables():
@@ -223,7 +223,7 @@ def test_parameters_of_a_lookup():
 
 
 def _list_inner(equation):
-    for body in jaxpr.find_bodies(equation):
+    for body in jaxpr.list_bodies(equation):
         for inner in body.program.eqns:
             yield inner
             yield from _list_inner(inner)

@@ -18,7 +18,7 @@ from flax.core import FrozenDict, meta
 from flax.linen import dtypes
 from jax.typing import DTypeLike
 
-from ..._arrays.quantize import find_parameters
+from ..._arrays.quantize import compute_parameters
 from ..._arrays.quantized_array import QuantizedArray
 from ..._arrays.spec import QuantSpec
 from ..._core import checks
@@ -224,7 +224,7 @@ class LinenContraction(nn.Module):
         checks.require(is_state, "flax", operand.role, expected, "the constants of a converted one")
         # `init` does not count as a batch: its x is quantized with its own range.
         if self.is_initializing():
-            return find_parameters("quantize", x, operand.spec, None, None)[:2]
+            return compute_parameters("quantize", x, operand.spec, None, None)[:2]
         if is_mutable:
             state.value = _operand_ranges.update_state(operand, state.value, x)
         expected = f'a range: call apply(..., mutable=["{RANGES}"]) with data, and use the "{RANGES}" that it returns'

@@ -48,19 +48,19 @@ def write_requantization(graph: ModelGraph, call: WriterCall) -> Value | None:
     if node is None or node.op_type not in ("ConvInteger", "MatMulInteger"):
         return None
     dtype = np.dtype(p["dtype"])
-    if graph.form == "qdq" and (graph.find_dtype(node.input[0]), dtype) != (_UINT8, _UINT8):
+    if graph.form == "qdq" and (graph.parse_dtype(node.input[0]), dtype) != (_UINT8, _UINT8):
         graph.warnings.append(
             f"{node.name}: expected uint8 inputs and outputs, because ONNX Runtime runs float kernels on int8 between "
             "DequantizeLinear and QuantizeLinear; written as integer operators"
         )
-    if graph.find_dtype(node.input[0]) != dtype:  # no kernel
+    if graph.parse_dtype(node.input[0]) != dtype:  # no kernel
         return None
     is_conv = node.op_type == "ConvInteger"
     axis = 1 if is_conv else len(acc.shape) - 1
-    bias, y_scale, y_steps = p["bias"], p["y_scale"], p["y_steps"]
+    bias, y_scale, y_center = p["bias"], p["y_scale"], p["y_center"]
     # QGemm takes matrices only. In the form "qdq", MatMul and Add stand for products of any rank.
     is_matrix = graph.form == "qdq" or len(acc.shape) == 2
-    if not all(_is_single(x) for x in (p["a_scale"], y_scale, y_steps)) or not (bias is None or is_conv or is_matrix):
+    if not all(_is_single(x) for x in (p["a_scale"], y_scale, y_center)) or not (bias is None or is_conv or is_matrix):
         return None
     rhs_scale = _store_vector(graph, p["b_scale"], axis)
     offset = None if bias is None else _store_bias(graph, bias, axis, acc.shape)
@@ -74,7 +74,7 @@ def write_requantization(graph: ModelGraph, call: WriterCall) -> Value | None:
         points[1] = _repeat_point(graph, node.input, count)
     scales = [_store_scalar(graph, p["a_scale"], _FLOAT32), rhs_scale, _store_scalar(graph, y_scale, _FLOAT32)]
     operands = [node.input[0], scales[0], points[0], node.input[1], scales[1], points[1]]
-    result = [scales[2], _store_scalar(graph, y_steps, dtype)]
+    result = [scales[2], _store_scalar(graph, y_center, dtype)]
     name = _write_contraction(graph, node, operands, offset, result, len(acc.shape))
     return Value(tuple(call.outputs[0].shape), dtype, name)
 
@@ -91,7 +91,7 @@ def _write_contraction(graph: ModelGraph, node: Any, operands: Any, offset: str 
         rank: the rank of the result.
     """
     attributes = {a.name: graph.read_attribute(a) for a in node.attribute}
-    if graph.form == "qdq" and graph.find_dtype(operands[0]) == _UINT8:
+    if graph.form == "qdq" and graph.parse_dtype(operands[0]) == _UINT8:
         return _write_qdq(graph, node, operands, offset, result, rank)
     if node.op_type == "ConvInteger":
         return graph.add("QLinearConv", [*operands, *result, *([] if offset is None else [offset])], **attributes)
@@ -113,7 +113,7 @@ def _read_point(graph: ModelGraph, inputs: Any, place: int) -> str:
     """Return the zero point of an operand, which the integer operators may leave out."""
     if len(inputs) > 2 + place and inputs[2 + place]:
         return inputs[2 + place]
-    return graph.add_constant(np.zeros((), graph.find_dtype(inputs[place]) or _UINT8))
+    return graph.add_constant(np.zeros((), graph.parse_dtype(inputs[place]) or _UINT8))
 
 
 def _repeat_point(graph: ModelGraph, inputs: Any, count: int) -> str:

@@ -91,7 +91,7 @@ def wrap(graph: ModelGraph, x: Value, dtype: Any) -> Value:
     container = values.find_container(dtype)
     if x.is_known:
         return values.make_known(np.asarray(x.array).astype(dtype).astype(container), x.hint)
-    low, high = dtypes.find_bounds(dtype)
+    low, high = dtypes.read_bounds(dtype)
     found = find_range(graph, x)
     if dtype == container or (low <= found.low and found.high <= high):
         return cast_value(graph, x, container)
@@ -104,7 +104,7 @@ def wrap(graph: ModelGraph, x: Value, dtype: Any) -> Value:
 
 def _saturate(graph: ModelGraph, x: Value, dtype: np.dtype) -> Value:
     """Return floats as the nearest integers towards 0 that a dtype holds."""
-    low, high = dtypes.find_bounds(dtype)
+    low, high = dtypes.read_bounds(dtype)
     container = values.find_container(dtype)
     if x.is_known:
         array = np.asarray(x.array).astype(np.float64)
@@ -188,7 +188,7 @@ def _find_dtype_range(dtype: Any) -> NumberRange:
     if np.dtype(dtype) == np.bool_:
         return NumberRange(0, 1, True)
     if np.dtype(dtype) in dtypes.INTEGERS or np.dtype(dtype).kind in "iu":
-        low, high = dtypes.find_bounds(dtype)
+        low, high = dtypes.read_bounds(dtype)
         return NumberRange(float(low), float(high), True)
     return _ANY
 
@@ -200,7 +200,7 @@ def _intersect(x: NumberRange, y: NumberRange) -> NumberRange:
 def _find_tensor_range(graph: ModelGraph, name: str, depth: int) -> NumberRange:
     if name in graph.arrays:
         return _find_array_range(graph.arrays[name])
-    dtype = graph.find_dtype(name)
+    dtype = graph.parse_dtype(name)
     known = _ANY if dtype is None else _find_dtype_range(dtype)
     node = graph.find_node(name) if depth else None
     return known if node is None else _intersect(known, _find_node_range(graph, node, depth - 1))

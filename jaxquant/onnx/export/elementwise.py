@@ -124,7 +124,7 @@ def _clip_codes(graph: ModelGraph, call: WriterCall) -> Value | None:
     if x.is_known or not bound.is_known or _find_stored_shape(bound) not in ((), (1,) * len(x.shape)):
         return None
     name, end = graph.store(x), np.asarray(bound.array).reshape(-1)[0]
-    low, high = dtypes.find_bounds(x.dtype)
+    low, high = dtypes.read_bounds(x.dtype)
     node = graph.find_node(name)
     if call.name == "max":
         ends = [graph.add_constant(np.asarray(n, x.dtype)) for n in (end, high)]

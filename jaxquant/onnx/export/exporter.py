@@ -88,8 +88,8 @@ class Exporter(program.ExportInterpreter):
 
     def write_equation(self, equation: Equation, operands: Sequence[Any], specs: Sequence[Spec]) -> Sequence[Any]:
         """Write an equation; one that ONNX lacks is noted, and its results are placeholders."""
-        name = jaxpr.find_name(equation)
-        self.graph.scope = jaxpr.find_scope(equation)
+        name = jaxpr.read_name(equation)
+        self.graph.scope = jaxpr.read_scope(equation)
         avals = [Spec(jaxpr.read_shape(atom), jaxpr.read_dtype(atom)) for atom in equation.invars]
         try:
             if name == program.MARK:

@@ -172,7 +172,7 @@ class ModelGraph:
         nodes = (node for part in (self.nodes, *self._outer[::-1]) for node in reversed(part))
         return next((node for node in nodes if name in node.output), None)
 
-    def find_dtype(self, name: str) -> np.dtype | None:
+    def parse_dtype(self, name: str) -> np.dtype | None:
         """Return the dtype of a tensor of codes, if it is known."""
         if name in self.arrays:
             return np.dtype(self.arrays[name].dtype)

@@ -35,7 +35,7 @@ def write_contraction(graph: ModelGraph, call: WriterCall) -> Value:
     output, left, right = call.outputs[0].shape, p["left"], p["right"]
     lhs = Matrix(_to_container(graph, p["lhs"]), lhs_shape, *left)
     rhs = Matrix(_to_container(graph, p["rhs"]), rhs_shape, *right)
-    points = p["lhs_steps"], p["rhs_steps"]
+    points = p["lhs_center"], p["rhs_center"]
     columns = _find_column_points(points[1], rhs)
     if columns is None:
         # A MatMul of int32 wraps around as MatMulInteger does, but takes many times as long.
@@ -177,10 +177,10 @@ def write_convolution(graph: ModelGraph, call: WriterCall) -> Value:
         {"window_strides": geometry.strides, "padding": geometry.padding, "rhs_dilation": geometry.rhs_dilation},
         geometry.groups,
     )  # fmt: skip
-    x, point = _to_unsigned(graph, _to_container(graph, p["x"]), p["x_steps"], x_shape)
+    x, point = _to_unsigned(graph, _to_container(graph, p["x"]), p["x_center"], x_shape)
     w = _to_container(graph, p["w"])
     name = graph.store_full(x, x_shape)
-    kernel, steps = graph.store_full(w, w_shape), p["w_steps"]
+    kernel, steps = graph.store_full(w, w_shape), p["w_center"]
     graph.note_dtype(name, x.dtype)
     graph.note_dtype(kernel, w.dtype)
     x_point = _store_point(graph, point, ())

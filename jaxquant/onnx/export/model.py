@@ -300,9 +300,9 @@ def _write(
 def _list_debug_calls(program: jaxpr.Program) -> list[str]:
     """Return the calls of `jax.debug` in a program and where they are."""
     return [
-        f"{jaxpr.find_name(equation)} at {locate([equation])}"
+        f"{jaxpr.read_name(equation)} at {locate([equation])}"
         for equation in jaxpr.list_equations(program)
-        if jaxpr.find_name(equation) in jaxpr.DEBUG_CALLS
+        if jaxpr.read_name(equation) in jaxpr.DEBUG_CALLS
     ]
 
 

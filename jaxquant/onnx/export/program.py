@@ -130,9 +130,9 @@ class ExportInterpreter(Interpreter):
     def has_effect(self, equation: Equation) -> bool:
         """Return whether a model without an equation would do less: not for what `jax.debug` shows."""
         # Nor is anything computed for its sake, which ONNX might not be able to express.
-        if not equation.effects or jaxpr.find_name(equation) in jaxpr.DEBUG_CALLS:
+        if not equation.effects or jaxpr.read_name(equation) in jaxpr.DEBUG_CALLS:
             return False
-        bodies = jaxpr.find_bodies(equation)
+        bodies = jaxpr.list_bodies(equation)
         return not bodies or any(self.has_effect(inner) for body in bodies for inner in body.program.eqns)
 
     def read_literal(self, literal: Any) -> Any:
@@ -145,7 +145,7 @@ class ExportInterpreter(Interpreter):
 
     def evaluate_equation(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:
         """Return the results of an equation: folded if its operands are known, opened if it has bodies, or written."""
-        name = jaxpr.find_name(equation)
+        name = jaxpr.read_name(equation)
         if name == "platform_index":
             return [self.make_known(np.int32(_find_default_platform(equation)))]
         if all(self.is_constant(x) for x in operands) and self._is_foldable(equation):
@@ -158,7 +158,7 @@ class ExportInterpreter(Interpreter):
 
     def _is_foldable(self, equation: Equation) -> bool:
         # The bodies of other equations are folded one equation at a time.
-        is_opened = self.can_enter(equation) and jaxpr.find_name(equation) != jaxpr.WHILE
+        is_opened = self.can_enter(equation) and jaxpr.read_name(equation) != jaxpr.WHILE
         return not is_opened and _is_foldable(equation, _read_specs(equation))
 
     def enter_scan(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:
@@ -215,7 +215,7 @@ def _find_default_platform(equation: Any) -> int:
 
 
 def _is_foldable(equation: Equation, specs: Sequence[Spec]) -> bool:
-    name = jaxpr.find_name(equation)
+    name = jaxpr.read_name(equation)
     # Without operands everything is known, but a symbolic dimension is known only when the model runs.
     if name == "dim_as_value" or equation.effects or not all(values.is_static(spec.shape) for spec in specs):
         return False
@@ -231,7 +231,7 @@ def _is_foldable(equation: Equation, specs: Sequence[Spec]) -> bool:
 
 
 def _fold(interpreter: ExportInterpreter, equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-    name, parameters, arrays = jaxpr.find_name(equation), equation.params, [interpreter.read_known(x) for x in operands]
+    name, parameters, arrays = jaxpr.read_name(equation), equation.params, [interpreter.read_known(x) for x in operands]
     if name == MARK:
         results = parameters["mark"].evaluate(*arrays)
         interpreter.skip_points(parameters["mark"], results)
@@ -281,7 +281,7 @@ class KnownElements(moves.Elements):
 
 def _move_known(equation: Equation, arrays: Sequence[Any]) -> list[np.ndarray] | None:
     """Return the results of an equation that moves elements as views of its operands, or None if it copies them."""
-    name = jaxpr.find_name(equation)
+    name = jaxpr.read_name(equation)
     if not all(isinstance(array, np.ndarray) for array in arrays):
         return None
     if name == moves.BARRIER:
@@ -320,7 +320,7 @@ class Tap(ExportInterpreter):
 
     def write_equation(self, equation: Equation, operands: Sequence[Any], specs: Sequence[Spec]) -> Sequence[Any]:
         """Return the results of an equation as JAX computes them."""
-        if jaxpr.find_name(equation) != MARK:
+        if jaxpr.read_name(equation) != MARK:
             return jaxpr.evaluate(equation, [jnp.asarray(x) for x in operands])
         mark = equation.params["mark"]
         results = mark.run_arithmetic(*(jnp.asarray(x) for x in operands))

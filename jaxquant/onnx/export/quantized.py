@@ -167,8 +167,8 @@ def _read_point(graph: ModelGraph, zero_point: Value | None, shape: Shape, conta
 
 def _saturate(graph: ModelGraph, codes: Value, dtype: np.dtype, bounds: Any) -> Value:
     """Return codes within the bounds, where these are narrower than those of their container."""
-    low, high = dtypes.find_bounds(dtype) if bounds is None else bounds
-    if (low, high) == dtypes.find_bounds(codes.dtype):
+    low, high = dtypes.read_bounds(dtype) if bounds is None else bounds
+    if (low, high) == dtypes.read_bounds(codes.dtype):
         return codes
     if codes.dtype in _INT8:
         ends = [graph.add_constant(np.asarray(end, codes.dtype)) for end in (low, high)]
@@ -221,7 +221,7 @@ def encode(graph: ModelGraph, value: Value, zero_point: Value | None, dtype: np.
             zero_point = values.make_known(np.asarray(zero_point.array).reshape(-1)[:1])
         layout = ScaleLayout((), None, 0)
         return _write_operator(graph, value, make_scalar(1, np.float32), zero_point, layout, dtype, bounds, value.shape)
-    low, high = dtypes.find_bounds(dtype) if bounds is None else bounds
+    low, high = dtypes.read_bounds(dtype) if bounds is None else bounds
     rounded = apply_operator(graph, "Round", [value])
     # Max and Min pass a NaN on, whose conversion to an integer is not defined. QuantizeLinear makes it the lowest code.
     nan = elementwise.write_operator(graph, "IsNaN", [value], np.bool_)

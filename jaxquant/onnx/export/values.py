@@ -63,7 +63,7 @@ def find_container(dtype: Any) -> np.dtype:
     """Return the dtype in which the graph holds an array of a dtype: 8 bits for codes of 2 or 4 bits."""
     dtype = np.dtype(dtype)
     if dtype in dtypes.INTEGERS and dtypes.count_bits(dtype) < 8:
-        return np.dtype(np.int8 if dtypes.find_bounds(dtype)[0] < 0 else np.uint8)
+        return np.dtype(np.int8 if dtypes.read_bounds(dtype)[0] < 0 else np.uint8)
     return dtype
 
 

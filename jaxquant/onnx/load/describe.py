@@ -143,6 +143,6 @@ def _count_bytes(value: Any) -> int:
     """Return the bytes of an array or QuantizedArray, with codes of 4 and 2 bits packed."""
     total = 0
     for x in jax.tree.leaves(value):
-        width = dtypes.find_width(np.dtype(x.dtype)) if x.dtype in _CODES else 8 * np.dtype(x.dtype).itemsize
+        width = dtypes.count_packed_bits(np.dtype(x.dtype)) if x.dtype in _CODES else 8 * np.dtype(x.dtype).itemsize
         total += -(-x.size * width // 8)
     return total

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from ..._core import recording
-from ..._kernels import division
+from ..._kernels import affine
 
 # An addition in Eigen has 4 lanes, and a loop adds two of them in turn. The kernel of Softmax for AVX-512 has 16.
 _PACKET, _LANES = 4, 16
@@ -108,7 +108,7 @@ def _sum_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 @jax.jit
 def divide(x: jax.Array, y: jax.Array) -> jax.Array:
     """Return a quotient of float32 arrays of the same shape: XLA would replace some by products with reciprocals."""
-    return division.divide(x, y)
+    return affine.divide(x, y)
 
 
 @divide.defjvp

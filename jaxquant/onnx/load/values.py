@@ -201,7 +201,7 @@ def count_elements(tensor: onnx.TensorProto) -> int:
 def count_stored_bytes(count: int, dtype: np.dtype) -> int:
     """Return the bytes of `count` elements in raw data, where elements of 2 and 4 bits are packed."""
     is_packed = dtype in dtypes.INTEGERS or dtype in dtypes.SMALL_FLOATS
-    width = dtypes.find_width(dtype) if is_packed else 8 * dtype.itemsize
+    width = dtypes.count_packed_bits(dtype) if is_packed else 8 * dtype.itemsize
     return -(-count * width // 8)
 
 

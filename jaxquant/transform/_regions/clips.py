@@ -103,7 +103,7 @@ def call_rule(graph: ProgramGraph, node: EquationNode, value: Any) -> Any:
     clip = find_clip(graph, node)
     assert clip is not None
     operands = [
-        value if v == clip.value else np.full(graph.find_shape(v), find_number(graph, v), graph.avals[v].dtype)
+        value if v == clip.value else np.full(graph.get_shape(v), find_number(graph, v), graph.avals[v].dtype)
         for v in node.inputs
     ]
     return jaxpr.evaluate(node.equation, operands)[0]
@@ -116,7 +116,7 @@ def _find_inner_clip(graph: ProgramGraph, node: EquationNode) -> Clip | None:
         return None
     place = numbers.index(None)
     # The body of `jax.nn.relu6` and others holds further calls, such as that of a jitted `jnp.minimum`.
-    inner = make_graph(jaxpr.read_call(node.equation), lambda equation, _: jaxpr.find_name(equation) in jaxpr.CALLS)
+    inner = make_graph(jaxpr.read_call(node.equation), lambda equation, _: jaxpr.read_name(equation) in jaxpr.CALLS)
     for value, number in zip(inner.inputs, numbers, strict=True):
         if number is not None:
             inner.constants[value] = np.float32(number)

@@ -10,11 +10,10 @@ from typing import Any
 
 from ..._core import dtypes
 from ..._program import jaxpr, moves
-from ..._program.analysis import Analysis
+from ..._program.analysis import Analysis, Site
 from ..._program.graph import EquationNode, ProgramGraph, make_graph
 from ..._program.jaxpr import Equation
 from ..._program.replacing import is_inlined
-from ..._program.sites import Site
 from . import clips, patterns
 from .folding import find_feature_axes
 from .rounding_points import Action, OutputPlan, PointStep, Regions, RoundingPoint, is_product
@@ -95,7 +94,7 @@ class Finder:
             return False
         place = places[0]
         # Another reader needs the codes as they are before this equation.
-        if self.graph.find_single_use(node.inputs[place]) != (node, place):
+        if self.graph.match_single_use(node.inputs[place]) != (node, place):
             return False
         followed = patterns.follow_labels(self.graph, node, place, value.labels)
         if followed is None:
@@ -213,7 +212,7 @@ class Finder:
             self.reasons[site.name] = reason
             return
         features = find_features(site)
-        rank = len(self.graph.find_shape(node.outputs[0]))
+        rank = len(self.graph.get_shape(node.outputs[0]))
         labels = tuple(features.index(axis) if axis in features else None for axis in range(rank))
         arrived = [self.values[node.inputs[place]].point for place in arrivals]
         point = RoundingPoint(site.operation, node, plan.output, site, features, source=arrived[0] if arrived else None)
@@ -360,7 +359,7 @@ def find_fold_obstacle(graph: ProgramGraph, point: RoundingPoint, parameters: Ma
         return "its weights are not a whole parameter"
     value = point.node.inputs[site.weight]
     while value not in parameters.values():
-        if graph.find_single_use(value) is None:
+        if graph.match_single_use(value) is None:
             return "its weights have another use"
         node = graph.producers.get(value)
         if node is None:
@@ -372,7 +371,7 @@ def find_fold_obstacle(graph: ProgramGraph, point: RoundingPoint, parameters: Ma
         if sum(output in graph.uses or output in graph.results for output in node.outputs) > 1:
             return "its weights are a part of a parameter"
         value = node.inputs[0]
-    return "" if graph.find_single_use(value) is not None else "its weights have another use"
+    return "" if graph.match_single_use(value) is not None else "its weights have another use"
 
 
 def find_regions(
@@ -393,7 +392,7 @@ def find_regions(
 
     def is_entered(equation: Equation, address: Any) -> bool:
         # Functions with a derivative rule of their own keep it: they clip, or they run on floats.
-        return jaxpr.find_name(equation) not in jaxpr.CUSTOM_RULES and is_inlined(analysis, equation, address)
+        return jaxpr.read_name(equation) not in jaxpr.CUSTOM_RULES and is_inlined(analysis, equation, address)
 
     graph = make_graph(jaxpr.Body(trace.program, trace.constants), is_entered)
     values = {place: graph.inputs[operand] for place, operand in parameters.items()}

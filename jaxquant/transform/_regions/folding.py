@@ -15,7 +15,7 @@ from jax import lax
 from ..._arrays.quantized_array import QuantizedArray
 from ..._codes.bias import compute_largest_sums, derive_free_steps, quantize_added_bias
 from ..._core import checks, dtypes
-from ..._kernels import barriers, division
+from ..._kernels import affine, barriers
 from ..._program import jaxpr, views
 from .rounding_points import PointStep, Regions, RoundingPoint
 from .statics import StaticValues, combine
@@ -65,7 +65,7 @@ def find_factor_and_bias(statics: StaticValues, point: RoundingPoint) -> tuple[j
     (y + a) * b + c is y * b + (a * b + c). Each operation is rounded once.
     """
     assert point.site is not None
-    shape = tuple(statics.graph.find_shape(point.node.outputs[0])[axis] for axis in point.features)
+    shape = tuple(statics.graph.get_shape(point.node.outputs[0])[axis] for axis in point.features)
     factor: jax.Array | None = None
     bias: jax.Array | None = None
     for step in point.steps:
@@ -193,7 +193,7 @@ def _find_ratio(
     by_feature = lax.transpose(scale, (*rest, *places)).reshape([scale.shape[axis] for axis in places])
     product = jnp.reshape(x_scale, ()) * by_feature
     # `division.divide` has the same bits in a jitted function, as `fake_apply` may be.
-    steps = division.divide(jnp.abs(bias), jnp.broadcast_to(product, bias.shape))
+    steps = affine.divide(jnp.abs(bias), jnp.broadcast_to(product, bias.shape))
     free = derive_free_steps(q, places)
     if free is not None:
         sums, most = steps, np.float32(float(free) / _MARGIN)
@@ -201,7 +201,7 @@ def _find_ratio(
         # A code that is rounded again may grow by half a step.
         terms = math.prod(q.shape[axis] for axis in rest)
         sums, most = steps + compute_largest_sums(q, places), np.float32((_MOST - terms * 128) / _MARGIN)
-    ratio = division.divide(sums, jnp.full_like(sums, most)) * np.float32(_MARGIN)
+    ratio = affine.divide(sums, jnp.full_like(sums, most)) * np.float32(_MARGIN)
     ratio = jnp.where(sums > most, ratio, np.float32(1))
     order = sorted(range(len(places)), key=lambda i: places[i])
     wide = lax.transpose(ratio, order).reshape([n if axis in places else 1 for axis, n in enumerate(q.shape)])

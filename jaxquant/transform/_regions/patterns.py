@@ -52,14 +52,14 @@ def is_unit_move(graph: ProgramGraph, node: EquationNode) -> bool:
         return False
     if node.name == "reshape" and node.parameters["dimensions"] is not None:
         return False
-    before, after = graph.find_shape(node.inputs[0]), graph.find_shape(node.outputs[0])
+    before, after = graph.get_shape(node.inputs[0]), graph.get_shape(node.outputs[0])
     return [n for n in before if n != 1] == [n for n in after if n != 1]
 
 
 def find_mean(graph: ProgramGraph, node: EquationNode) -> tuple[dict[str, Any], list[PointStep]] | None:
     """Return the static arguments of a mean that begins with this sum, and the equations up to its division."""
     value, steps = node.outputs[0], list[PointStep]()
-    while (use := graph.find_single_use(value)) is not None:
+    while (use := graph.match_single_use(value)) is not None:
         follower, place = use
         if is_unit_move(graph, follower):
             steps.append(PointStep(follower, "move", place))
@@ -76,9 +76,9 @@ def _match_division(
     graph: ProgramGraph, node: EquationNode, division: EquationNode, place: int
 ) -> dict[str, Any] | None:
     """Return the static arguments of a mean, or None if a sum is not divided by the number of its terms."""
-    if graph.find_shape(division.inputs[place]) != graph.find_shape(division.outputs[0]):
+    if graph.get_shape(division.inputs[place]) != graph.get_shape(division.outputs[0]):
         return None
-    shape, divisor = graph.find_shape(node.inputs[0]), division.inputs[1 - place]
+    shape, divisor = graph.get_shape(node.inputs[0]), division.inputs[1 - place]
     number = find_number(graph, divisor)
     if node.name == "reduce_sum":
         axes = tuple(node.parameters["axes"])
@@ -110,8 +110,8 @@ def _counts_windows(graph: ProgramGraph, divisor: int, node: EquationNode) -> bo
     if counter is None or counter.name != "reduce_window_sum" or find_number(graph, counter.inputs[0]) != 1:
         return False
     names = ("window_dimensions", "window_strides", "padding", "base_dilation", "window_dilation")
-    windows, shape = find_windows(node.parameters), graph.find_shape(node.inputs[0])
-    lengths = graph.find_shape(counter.inputs[0])
+    windows, shape = find_windows(node.parameters), graph.get_shape(node.inputs[0])
+    lengths = graph.get_shape(counter.inputs[0])
     is_alike = all(counter.parameters[name] == node.parameters[name] for name in names)
     return is_alike and windows is not None and all(lengths[axis] == shape[axis] for axis in windows.axes)
 
@@ -127,7 +127,7 @@ def follow_labels(
         place: the place of the result so far among its operands.
         labels: its feature dimensions.
     """
-    before, after = graph.find_shape(node.inputs[place]), graph.find_shape(node.outputs[0])
+    before, after = graph.get_shape(node.inputs[place]), graph.get_shape(node.outputs[0])
     # The bias that follows a stop_gradient has a gradient, and would lose it.
     is_kept = keeps_place(node.name) and is_move(graph, node) and node.name != "stop_gradient"
     if is_kept or node.name == BARRIER:

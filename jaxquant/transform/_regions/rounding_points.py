@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from ..._arrays.spec import QuantSpec
+from ..._program.analysis import Address, Site
 from ..._program.graph import EquationNode, ProgramGraph
-from ..._program.sites import Address, Site
 from ...calibration.factory import Factory
 
 # The key of the range of a result among the ranges of a contraction.

@@ -101,7 +101,7 @@ def _move(equation: Equation, array: Array) -> list[Array]:
 
 
 def _evaluate_move(equation: Equation, x: jax.Array, zero: jax.Array) -> list[jax.Array]:
-    name = jaxpr.find_name(equation)
+    name = jaxpr.read_name(equation)
     if name == "pad":
         return [lax.pad(x, zero, equation.params["padding_config"])]
     if name == "convert_element_type":  # to the dtype of the floats
@@ -272,7 +272,7 @@ def contract_to_codes(
         steps = quantize_added_bias(_NAME, lax.stop_gradient(bias), x.scale, weight, scale, places)
         if site.operation != "conv_general_dilated":
             # The bias of a convolution has one element for each feature; that of a product is broadcast to its result.
-            rank = len(graph.find_shape(point.node.outputs[0]))
+            rank = len(graph.get_shape(point.node.outputs[0]))
             shape = [1] * rank
             for place, axis in enumerate(point.features):
                 shape[axis] = bias.shape[place]

@@ -17,7 +17,7 @@ from jax import lax
 
 from ..._codes.carrier import replace_value
 from ..._core import checks
-from ..._kernels import barriers, division
+from ..._kernels import affine, barriers
 from ..._program import jaxpr, moves
 from ..._program.graph import EquationNode, ProgramGraph
 
@@ -50,7 +50,7 @@ def find_varying(graph: ProgramGraph, value: int) -> frozenset[int]:
 
 
 def _find_varying(graph: ProgramGraph, value: int) -> frozenset[int]:
-    shape, node = graph.find_shape(value), graph.producers.get(value)
+    shape, node = graph.get_shape(value), graph.producers.get(value)
     wide = frozenset(axis for axis, length in enumerate(shape) if length != 1)
     if find_number(graph, value) is not None:
         return frozenset()
@@ -90,7 +90,7 @@ class StaticValues:
     def read_entries(self, value: int) -> jax.Array:
         """Return a value with length 1 along the dimensions that repeat the same elements."""
         graph, node = self.graph, self.graph.producers.get(value)
-        shape, varying = graph.find_shape(value), find_varying(graph, value)
+        shape, varying = graph.get_shape(value), find_varying(graph, value)
         if node is not None and node.name == "broadcast_in_dim":
             # The small array, and not an index of a large one.
             entries, places = self.read_entries(node.inputs[0]), node.parameters["broadcast_dimensions"]
@@ -124,7 +124,7 @@ def combine(name: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _divide_exactly(x: jax.Array, y: jax.Array) -> jax.Array:
-    return division.divide(lax.stop_gradient(x), lax.stop_gradient(y))
+    return affine.divide(lax.stop_gradient(x), lax.stop_gradient(y))
 
 
 def _broadcast(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

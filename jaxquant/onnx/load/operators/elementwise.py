@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core, lax
 
-from ...._core import dtypes, small_floats
+from ...._core import dtypes
 from ...._kernels import barriers
 from .. import float_kernels
 from ..graph import ROUNDED_ONCE
@@ -254,7 +254,7 @@ def cast_to(x: Any, dtype: Any, saturate: bool = True) -> Any:
     if x.dtype in (*dtypes.SMALL_FLOATS, dtypes.E8M0):
         x = x.astype(jnp.float32)
     if dtype in dtypes.SMALL_FLOATS:
-        return small_floats.encode_small_float(x.astype(jnp.float32), dtype, saturate)
+        return dtypes.encode_small_float(x.astype(jnp.float32), dtype, saturate)
     if dtype == np.bool_:
         return x != 0
     if dtype in dtypes.INTEGERS and dtypes.count_bits(dtype) < 8:

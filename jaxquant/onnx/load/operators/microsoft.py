@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...._kernels import barriers, division
+from ...._kernels import affine, barriers
 from ...._onnx_ops.activations import qlinear_leaky_relu, qlinear_sigmoid, qlinear_softmax
 from ...._onnx_ops.arithmetic import qlinear_add, qlinear_mul
 from ...._onnx_ops.gather_block_quantized import gather_block_quantized
@@ -149,10 +149,10 @@ def _round_to_bytes(a: Any, size: int) -> Any:
     most = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
     full = jnp.full_like(most, 127)
     # A block of zeros has no inverse, and stays zeros.
-    inverse = jnp.where(most == 0, 0, division.divide(full, jnp.where(most == 0, 1, most)))
+    inverse = jnp.where(most == 0, 0, affine.divide(full, jnp.where(most == 0, 1, most)))
     # A product with the rounded inverse, as in the kernel: a division rounds differently next to ties.
     steps = jnp.rint(barriers.round_result(blocks * inverse))
-    rounded = barriers.round_result(steps * division.divide(most, full))
+    rounded = barriers.round_result(steps * affine.divide(most, full))
     return rounded.reshape(*a.shape[:-1], count * size)[..., : a.shape[-1]]
 
 

@@ -1,8 +1,13 @@
-"""The contraction of a single float row with a matrix of codes, as a sum of scaled rows of the matrix.
+"""The contraction of few float rows with a matrix of codes, without dequantizing the matrix in memory.
 
-If the matrix holds the contracted dimension last in memory, it is a sum over neighbors instead, lane by lane. Nothing
-is dequantized in memory: XLA:CPU reads the codes once, and vectorizes the conversion and the sum. The XLA of jax 0.10
-does not vectorize it; there the other forms of a weight-only contraction are faster.
+Digits: a CPU contracts int8 several times faster than float32, and reads a quarter of the bytes. A float32 row is
+therefore written as a sum of int8 rows, x = factor * sum over i of digits[i] * 2**(24 - 8 i), and each of them is
+contracted with the codes exactly. A row has 47 bits, counted from its largest magnitude: 23 more than a float32 number.
+
+Scaled rows: a single row is contracted as a sum of scaled rows of the matrix. If the matrix holds the contracted
+dimension last in memory, it is a sum over neighbors instead, lane by lane. XLA:CPU reads the codes once, and vectorizes
+the conversion and the sum. The XLA of jax 0.10 does not vectorize it; there the other forms of a weight-only
+contraction are faster.
 """
 
 from __future__ import annotations
@@ -17,10 +22,129 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core import dtypes, granularity, small_floats
-from . import barriers, digits, matrix_product, packed_codes
-from .contraction import Role
+from .._core import dtypes, granularity
+from . import barriers, contraction, packed_codes
+from .contraction import Role, contract_roles, spread_outward
 from .weight_chunks import Chunk
+
+# Digits.
+
+
+_DIGITS = 6
+# The largest number of products that int32 holds: a digit is at most 2**7 and a code minus its zero point below 2**8.
+LIMIT = (2**31 - 1) // (2**7 * (2**8 - 1))
+# See `has_moderate_scales`.
+_LEAST_SCALE = 2.0**-60
+# A row is scaled by a power of two so that its largest magnitude lies just below this, which four digits hold.
+_LARGEST = 127 * 2**24
+
+
+def contract_digits(
+    x: jax.Array, codes: jax.Array, center: jax.Array | None, scale: jax.Array, x_role: Role, role: Role
+) -> tuple[jax.Array, jax.Array]:
+    """Return the float32 contraction of a float array with scaled codes, x on the left, and whether it is exact enough.
+
+    The sum over digits and codes is exact. The result is rounded about as often as there are digits, and does not
+    depend on an order of summation. It is not exact enough if a row contains an infinity, a NaN, or numbers too small
+    for the digits of their row; nor if `has_moderate_scales` of the scales is False, which the caller asks.
+
+    Args:
+        x: float32.
+        codes: int8, or codes of 2 or 4 bits.
+        center: their int32 zero point, a scalar or of the rank of the codes, or None for 0.
+        scale: float32, of the rank of the codes. Like the zero point it does not vary along contracted dimensions.
+        x_role: the role of each dimension of x; there are no batch dimensions.
+        role: the role of each dimension of the codes.
+    """
+    digits, unit, is_exact = _split_digits(x, x_role.contracted)
+    free, contracted = (tuple(a + 1 for a in axes) for axes in (x_role.free, x_role.contracted))
+    acc = contract_roles(digits, codes, None, center, Role((), (0, *free), contracted), role)
+    unit = lax.transpose(unit, (*x_role.free, *x_role.contracted)).reshape(
+        *(x.shape[a] for a in x_role.free), *(1 for _ in role.free)
+    )
+    scale = spread_outward(scale, role, len(x_role.free), 0)
+    # The sum of the digits is below 2**56, so its product with a moderate scale is a normal number.
+    return (_add_digits(acc) * scale) * unit, is_exact
+
+
+def has_moderate_scales(scale: jax.Array) -> jax.Array:
+    """Return whether all scales lie between 2**-60 and 2**60, which excludes NaN and infinity.
+
+    With such scales no intermediate product overflows, or becomes a subnormal number, which XLA:CPU treats as 0.
+    """
+    return compute_least_scale(scale) > 0
+
+
+def compute_least_scale(scale: jax.Array) -> jax.Array:
+    """Return the least of the scales, a float32 scalar, or 0 if not all lie between 2**-60 and 2**60."""
+    wide = dtypes.scale_as_float32(scale)
+    is_moderate = (wide >= np.float32(_LEAST_SCALE)) & (wide <= np.float32(1 / _LEAST_SCALE))
+    # XLA:CPU reduces floats in one call of a library, but booleans, as in `jnp.all`, in several loops.
+    return jnp.min(jnp.where(is_moderate, wide, np.float32(0)))
+
+
+def _split_digits(x: jax.Array, contracted: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the digits of x, the unit of each row, and whether the digits are exact enough.
+
+    Returns:
+        int8 [6, ...] with the shape of x behind; float32, of length 1 along the contracted dimensions; a bool.
+    """
+    largest = jnp.max(jnp.abs(x), axis=contracted, keepdims=True)
+    factor, unit = compute_powers(largest, 30)
+    scaled = x * factor
+    # Both parts are exact: a difference to the nearest integer, and a difference to 1 of numbers close to it.
+    whole = lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN)
+    rest = scaled - whole
+    # Two digits from -128 to 127 hold -32896 to 32639, in units of 2**-16. A larger rest becomes negative.
+    carries = rest >= np.float32(32639.5 / 2**16)
+    whole, rest = whole + carries.astype(jnp.float32), rest - carries.astype(jnp.float32)
+    size = jnp.abs(scaled)
+    # The unit of the last digit is 2**-16, so a number of 4 or more has a relative error of at most 2**-19.
+    is_fine = (size <= np.float32(_LARGEST)) & ((size >= 4) | (x == 0))
+    is_exact = jnp.min(is_fine.astype(jnp.float32)) > 0
+    # Adding 0x80 to each byte turns bytes from 0 to 255 into digits from -128 to 127, with the carries between them.
+    high = lax.convert_element_type(whole, jnp.int32) + np.int32(0x80808080 - 2**32)
+    low = lax.convert_element_type(lax.round(rest * np.float32(2**16)), jnp.int32) + np.int32(0x8080)
+    # The barrier keeps XLA from computing both for each of the digits.
+    high, low = lax.optimization_barrier((high, low))
+    shifted = [lax.shift_right_logical(high, np.int32(shift)) for shift in (24, 16, 8)]
+    shifted += [high, lax.shift_right_logical(low, np.int32(8)), low]
+    digits = jnp.stack([lax.convert_element_type(part, jnp.int8) for part in shifted])
+    return digits ^ np.int8(-128), unit, is_exact
+
+
+def compute_powers(largest: jax.Array, exponent: int) -> tuple[jax.Array, jax.Array]:
+    """Return the power of two that scales a magnitude to just below 127 / 64 * 2**exponent, and its reciprocal.
+
+    Both are normal float32. A magnitude that is too small, too large or not finite is scaled as far as that allows.
+
+    Args:
+        largest: float32, not negative.
+        exponent: from 0 to 30.
+    """
+    # This is the biased exponent of the magnitude, plus 1 if its mantissa is at least 127 / 64.
+    bits = lax.bitcast_convert_type(largest, jnp.int32) + np.int32(0x20000)
+    biased = lax.clamp(np.int32(exponent + 1), lax.shift_right_logical(bits, np.int32(23)), np.int32(253))
+    return _make_power(np.int32(254 + exponent) - biased), _make_power(biased - np.int32(exponent))
+
+
+def _make_power(biased_exponent: jax.Array) -> jax.Array:
+    """Return the powers of two with these biased exponents, which are normal float32."""
+    return lax.bitcast_convert_type(lax.shift_left(biased_exponent, np.int32(23)), jnp.float32)
+
+
+def _add_digits(acc: jax.Array) -> jax.Array:
+    """Return the sum of the contractions of the digits, weighted by their powers of two, as float32."""
+    terms = lax.convert_element_type(acc, jnp.float32)
+    # The smallest terms come first, so that their sum is rounded at their own magnitude.
+    y = terms[_DIGITS - 1] * np.float32(2.0 ** (24 - 8 * (_DIGITS - 1)))
+    for i in reversed(range(_DIGITS - 1)):
+        y = y + terms[i] * np.float32(2.0 ** (24 - 8 * i))
+    return y
+
+
+# Scaled rows.
+
 
 # The number of rows that one loop adds up: enough to use the vector registers of a CPU, without spilling them.
 _TERMS = (32, 16, 8)
@@ -45,10 +169,10 @@ class ScaledCodes(NamedTuple):
 
     Attributes:
         codes: integers, of rank 2 or more, with static dimensions.
-        scale: of the rank of the codes; each dimension is that of the codes, 1, or the number of blocks.
+        scale: of the rank of the codes; each dimension is `codes.shape[i]`, 1, or the number of blocks.
         zero_point: in the dtype of the codes, of a shape that a scale may have; or None for 0.
         block_size: Static. The number of indices in a block, or None if all blocks are equally long.
-        decode: Static. A function from codes, and the place of a code's lowest bit, to the float32 levels of a
+        decode: Static. A function from codes, and the position of a code's lowest bit, to the float32 levels of a
             codebook; or None if the codes are steps.
         levels: Static. The levels of the codebook, or none.
     """
@@ -126,7 +250,7 @@ def contract_row(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tuple[
 def choose_groups(q: ScaledCodes, role: Role) -> int | None:
     """Return how many groups of lanes one loop of `contract_lanes` adds up, or None if it does not apply.
 
-    The codes must be integers of 8 bits whose last dimension, and only that, is contracted, with one scale and one zero
+    The codes must be integers of 8 bits, of which only the last dimension is contracted, with one scale and one zero
     point along it.
     """
     is_last = role.contracted == (q.codes.ndim - 1,) and not role.batch
@@ -134,11 +258,11 @@ def choose_groups(q: ScaledCodes, role: Role) -> int | None:
         return None
     if any(part is not None and part.shape[-1] != 1 for part in (q.scale, q.zero_point)):
         return None
-    return matrix_product.choose_lane_terms(q.codes.shape[-1])
+    return contraction.choose_lane_terms(q.codes.shape[-1])
 
 
 def contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tuple[jax.Array, jax.Array]:
-    """Return the same as `contract_row` of codes whose last dimension is contracted.
+    """Return the same as `contract_row`, for codes with the contracted dimension last.
 
     Args:
         x: float32 [K].
@@ -147,7 +271,7 @@ def contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tupl
         terms: what `choose_groups` returns.
     """
     scaled, unit, is_exact = _scale_row(x, q.scale)
-    lanes, shape = matrix_product.LANES, q.codes.shape
+    lanes, shape = contraction.LANES, q.codes.shape
     groups = shape[-1] // (terms * lanes)
     # The barrier keeps XLA from scaling the row again for each column.
     factors = lax.optimization_barrier(scaled).reshape(groups, terms, lanes)
@@ -157,15 +281,15 @@ def contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tupl
     def take(part: jax.Array) -> jax.Array:
         return jnp.broadcast_to(q.expand(part, role.free), (*shape[:-1], 1)).reshape(-1, 1, 1)
 
-    point = None if q.zero_point is None else take(q.zero_point.astype(jnp.int32))
+    zero_point = None if q.zero_point is None else take(q.zero_point.astype(jnp.int32))
     products = []
     for i in range(terms):
         steps = codes[:, :, i].astype(jnp.int32)
-        steps = steps if point is None else steps - point
+        steps = steps if zero_point is None else steps - zero_point
         products.append(factors[None, :, i] * steps.astype(jnp.float32))
     # The barrier keeps XLA from fusing this sum with the loop of products.
     y = jnp.sum(lax.optimization_barrier(functools.reduce(jnp.add, products)), axis=(1, 2))
-    scale = take(small_floats.scale_as_float32(q.scale)).reshape(-1)
+    scale = take(dtypes.scale_as_float32(q.scale)).reshape(-1)
     return (y * scale * unit).reshape(shape[:-1]), is_exact
 
 
@@ -174,22 +298,22 @@ def _scale_row(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array, ja
 
     A product with a code must not overflow before the scale reduces it.
     """
-    factor, unit = digits.compute_powers(jnp.max(jnp.abs(x)), 0)
+    factor, unit = compute_powers(jnp.max(jnp.abs(x)), 0)
     scaled = x * factor
     size = jnp.abs(scaled)
-    # The magnitude of an infinity or a NaN counts as 0 here, and that of a zero as one that is large enough.
+    # The magnitude of an infinity or a NaN counts as 0 here, and a zero counts as large enough.
     least = jnp.min(jnp.where(x == 0, np.float32(4), jnp.where(size <= 4, size, np.float32(0))))
-    least_product = least * digits.compute_least_scale(scale)
+    least_product = least * compute_least_scale(scale)
     return scaled, unit, (least >= np.float32(_SMALLEST)) & (least_product >= np.float32(_SMALLEST))
 
 
 def _cut_rows(q: ScaledCodes, terms: int) -> list[Chunk]:
-    """Return the chunks of rows whose bytes, and whose sums of `terms` rows, stay in the cache of a CPU.
+    """Return chunks of rows so small that their bytes and their sums of `terms` rows stay in the cache of a CPU.
 
     They also keep these arrays below the size from which malloc maps new pages in each call.
     """
     depth = q.codes.shape[0]
-    most = _CHUNK if dtypes.find_width(q.codes.dtype) < 8 else _BYTE_CHUNK
+    most = _CHUNK if dtypes.count_packed_bits(q.codes.dtype) < 8 else _BYTE_CHUNK
     runs = [depth // part.shape[0] for part in (q.scale, q.zero_point) if part is not None and part.shape[0] != 1]
     step = math.lcm(terms, *runs)
     count = min(-(-q.codes.size // most), _MOST_CHUNKS, depth // step)
@@ -209,23 +333,18 @@ def _take_rows(q: ScaledCodes, role: Role, chunk: Chunk) -> tuple[jax.Array, jax
         is_whole = flat.shape[0] == 1 or chunk.length == q.codes.shape[0]
         return flat if is_whole else chunk.take(flat, 0, q.codes.shape[0] // flat.shape[0])
 
-    # XLA:CPU cuts codes of which a byte holds several fast only at indices that it knows.
+    # XLA:CPU cuts codes of less than a byte fast only at indices that it knows.
     codes = lax.slice_in_dim(q.codes.reshape(-1, columns), chunk.start, chunk.start + chunk.length)
-    scale = take(small_floats.scale_as_float32(q.scale))
+    scale = take(dtypes.scale_as_float32(q.scale))
     return codes, scale, None if q.zero_point is None else take(q.zero_point.astype(jnp.int32))
 
 
-# A jit whose trace JAX keeps, because chunks of the same length have the same operations.
+# A jit, so that JAX keeps the trace: chunks of the same length have the same operations.
 @functools.partial(jax.jit, inline=True, static_argnames=("decode_levels", "terms"))
 def _contract_rows(
-    x: jax.Array,
-    codes: jax.Array,
-    scale: jax.Array,
-    point: Any,
-    done: Any,
-    decode_levels: Callable[..., jax.Array] | None,
-    terms: int,
-) -> jax.Array:
+    x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, done: jax.Array | None,
+    decode_levels: Callable[..., jax.Array] | None, terms: int,
+) -> jax.Array:  # fmt: skip
     """Return the contraction of the rows of a chunk, computed after `done`: [planes, columns / planes]."""
     groups, count, dtype = codes.shape[0] // terms, packed_codes.count_per_byte(codes), np.dtype(codes.dtype)
     words = packed_codes.read_words(codes) if terms >= _WORD_TERMS else None
@@ -234,21 +353,23 @@ def _contract_rows(
         stored = barriers.wait_for(stored, done)
     factors, rows = x.reshape(groups, terms), stored.reshape(groups, terms, -1)
     scale = _spread_entries(scale, groups)
-    point = None if point is None else _spread_entries(point, groups)
+    zero_point = None if zero_point is None else _spread_entries(zero_point, groups)
     if words is not None:
-        return _contract_words(factors, rows, scale, point, dtype, decode_levels)
+        return _contract_words(factors, rows, scale, zero_point, dtype, decode_levels)
     sums = []
-    for place in range(count):
-        plane_point = None if point is None else _take_plane(point, place, count)
+    for position in range(count):
+        plane_zero_point = None if zero_point is None else _take_plane(zero_point, position, count)
 
-        def decode(row: jax.Array, place: int = place, point: Any = plane_point) -> jax.Array:
+        def decode(
+            row: jax.Array, position: int = position, zero_point: jax.Array | None = plane_zero_point
+        ) -> jax.Array:
             if decode_levels is not None:
-                return decode_levels(row, place * 8 // count)
-            steps = packed_codes.read_plane(row, dtype, place, count)
-            return (steps if point is None else steps - point).astype(jnp.float32)
+                return decode_levels(row, position * 8 // count)
+            steps = packed_codes.read_plane(row, dtype, position, count)
+            return (steps if zero_point is None else steps - zero_point).astype(jnp.float32)
 
         products = [factors[:, i, None] * decode(rows[:, i]) for i in range(terms)]
-        sums.append(_sum_groups(functools.reduce(jnp.add, products) * _take_plane(scale, place, count)))
+        sums.append(_sum_groups(functools.reduce(jnp.add, products) * _take_plane(scale, position, count)))
     return jnp.stack(sums)
 
 
@@ -256,7 +377,7 @@ def _contract_words(
     factors: jax.Array,
     rows: jax.Array,
     scale: jax.Array,
-    point: Any,
+    zero_point: jax.Array | None,
     dtype: np.dtype,
     decode_levels: Callable[..., jax.Array] | None,
 ) -> jax.Array:
@@ -269,7 +390,7 @@ def _contract_words(
         factors: float32 [groups, terms].
         rows: uint32 [groups, terms, words].
         scale: float32 [groups, columns or 1].
-        point: the zero point, int32 [groups, columns or 1], or None.
+        zero_point: the zero point, int32 [groups, columns or 1], or None.
         dtype: the dtype of the codes.
         decode_levels: as `ScaledCodes.decode`.
     """
@@ -287,7 +408,7 @@ def _contract_words(
             weights = decode_levels(row, first_bit)
         else:
             steps = packed_codes.read_lane(row, dtype, first_bit)
-            weights = (steps if point is None else steps - spread(point)).astype(jnp.float32)
+            weights = (steps if zero_point is None else steps - spread(zero_point)).astype(jnp.float32)
         products.append(factors[:, i, None, None] * weights)
     return _sum_groups((functools.reduce(jnp.add, products) * spread(scale)).reshape(groups, -1))[None]
 
@@ -303,6 +424,6 @@ def _spread_entries(part: jax.Array, groups: int) -> jax.Array:
     return jnp.broadcast_to(part[:, None], (entries, groups // entries, columns)).reshape(groups, columns)
 
 
-def _take_plane(part: jax.Array, place: int, count: int) -> jax.Array:
-    """Return the columns of a scale or zero point that belong to one place of the codes in their bytes."""
-    return part if part.shape[1] == 1 else part[:, place::count]
+def _take_plane(part: jax.Array, position: int, count: int) -> jax.Array:
+    """Return the columns of a scale or zero point that belong to one position of the codes in their bytes."""
+    return part if part.shape[1] == 1 else part[:, position::count]

@@ -1,9 +1,12 @@
-"""oneDNN's quantization: int8, uint8 and float8, static and dynamic."""
+"""oneDNN Graph's four quantization operators, with oneDNN's arithmetic.
+
+oneDNN multiplies by the reciprocal of the scale and adds the zero point before rounding. The integers therefore differ
+from those of the ONNX operators.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +14,17 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import checks, dtypes, entry_point, small_floats
-from .._core.entry_point import compile_entry_point
-from .._core.granularity import Granularity, Groups, PerAxis, PerTensor
-from .._core.scale_arguments import convert_float32_scale, fit_number
-from .._kernels import barriers, division, rounding
+from ._core import checks, dtypes, entry_point
+from ._core.entry_point import compile_entry_point, convert_float32_scale, fit_number
+from ._core.granularity import Granularity, Groups, PerAxis, PerTensor
+from ._kernels import affine, barriers
+
+__all__ = ["dequantize", "dynamic_dequantize", "dynamic_quantize", "quantize"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 # The arithmetic of oneDNN's kernels and the granularity of oneDNN Graph, shared by the four operators.
 
@@ -84,17 +93,17 @@ def quantize_by_reciprocal(
     # The codes have no gradient, but without this JAX would trace the derivative of the division.
     src, scales = lax.stop_gradient((src, scales))
     # oneDNN rounds the reciprocal and multiplies; a true division gives other codes next to ties.
-    inverse = division.divide(jnp.ones_like(scales), scales)
+    inverse = affine.divide(jnp.ones_like(scales), scales)
     # oneDNN rounds this product before it adds the zero point; XLA would contract the two operations.
     value = barriers.round_result(src * granularity.expand(inverse, src))
     if dtype in dtypes.FLOAT8:
         # oneDNN does not saturate float8: e4m3 overflows to NaN, e5m2 to infinity.
-        return small_floats.encode_small_float(value, dtype, saturate=False)
+        return dtypes.encode_small_float(value, dtype, saturate=False)
     if zps is not None:
         # Without this XLA would combine the zero point with the constant that encode_steps adds next, and round once.
         value = barriers.round_result(value + granularity.expand(zps.astype(jnp.float32), src))
     # The zero point is in the value already: unlike ONNX, oneDNN rounds the sum with it.
-    return rounding.encode_steps(value, None, dtype)
+    return affine.encode_steps(value, None, dtype)
 
 
 def dequantize_codes(
@@ -108,7 +117,7 @@ def dequantize_codes(
     dst = (src - zps) * scales
     """
     is_float = src.dtype in FLOAT8
-    steps = small_floats.decode_small_float(src) if is_float else src.astype(jnp.float32)
+    steps = dtypes.decode_small_float(src) if is_float else src.astype(jnp.float32)
     if zps is not None:
         # Subtract in float32, as oneDNN does: a large int32 zero point is rounded before the subtraction.
         steps = steps - granularity.expand(zps.astype(jnp.float32), src)
@@ -117,7 +126,7 @@ def dequantize_codes(
         steps = barriers.split_small_fusion(steps)
     # In float32 also for scales of 16 bits, and rounded to their dtype once, as oneDNN's kernels do.
     product = barriers.round_result(steps * granularity.expand(scales.astype(jnp.float32), src))
-    return rounding.round_to_dtype(product, scales.dtype).astype(scales.dtype)
+    return affine.round_to_dtype(product, scales.dtype).astype(scales.dtype)
 
 
 # oneDNN Graph Quantize-1.
@@ -167,7 +176,7 @@ def quantize(
         >>> jq.onednn.quantize(x, 1.0, 1)  # quantize_linear gives [0, 1, 1, 3, 255]
         Array([  0,   0,   2,   2, 255], dtype=uint8)
 
-    Source: oneDNN Graph Quantize-1; the arithmetic is that of oneDNN's CPU kernels.
+    Source: oneDNN Graph Quantize-1; the arithmetic follows oneDNN's CPU kernels.
     """
     scales = convert_float32_scale(_QUANTIZE, "scales", scales)
     zps = fit_number(_QUANTIZE, "zps", zps, dtypes.INT32)
@@ -176,7 +185,7 @@ def quantize(
 
 @compile_entry_point(_QUANTIZE)
 def _quantize(
-    src: jax.Array, scales: jax.Array, zps: jax.Array | None, *, qtype: str, axis: int, dtype: Any
+    src: jax.Array, scales: jax.Array, zps: jax.Array | None, *, qtype: str, axis: int, dtype: DTypeLike
 ) -> jax.Array:
     dtype = checks.check_dtype(_QUANTIZE, "dtype", dtype, (*EIGHT_BIT, *FLOAT8))
     check_float8_zero_point(_QUANTIZE, dtype, zps)
@@ -227,7 +236,7 @@ def dequantize(
         >>> jq.onednn.dequantize(jnp.array([0, 10, 255], jnp.uint8), 0.5, 10)
         Array([ -5. ,   0. , 122.5], dtype=float32)
 
-    Source: oneDNN Graph Dequantize-1; the arithmetic is that of oneDNN's CPU kernels.
+    Source: oneDNN Graph Dequantize-1; the arithmetic follows oneDNN's CPU kernels.
 
     Cotangent of scales: the sum of g * (src - zps) over the elements that share a scale. Of a float8 src: g * scales.
     Integers have no cotangent.
@@ -296,7 +305,7 @@ def dynamic_quantize(
         Array([[  8,   0],
                [ 12, 255]], dtype=uint8)
 
-    Source: oneDNN Graph DynamicQuantize-1; the arithmetic is that of oneDNN's CPU kernels. oneDNN itself refuses
+    Source: oneDNN Graph DynamicQuantize-1; the arithmetic follows oneDNN's CPU kernels. oneDNN itself refuses
     zero points per channel and is wrong for negative axes; there this function follows the specification.
     """
     scales = convert_float32_scale(_DYNAMIC_QUANTIZE, "scales", scales)
@@ -306,7 +315,7 @@ def dynamic_quantize(
 
 @compile_entry_point(_DYNAMIC_QUANTIZE)
 def _dynamic_quantize(
-    src: jax.Array, scales: jax.Array, zps: jax.Array | None, *, qtype: str, axis: int, dtype: Any
+    src: jax.Array, scales: jax.Array, zps: jax.Array | None, *, qtype: str, axis: int, dtype: DTypeLike
 ) -> jax.Array:
     dtype = checks.check_dtype(_DYNAMIC_QUANTIZE, "dtype", dtype, EIGHT_BIT)
     granularity = check_quantize(_DYNAMIC_QUANTIZE, src, scales, zps, qtype, axis)
@@ -338,8 +347,8 @@ def dynamic_dequantize(
     Args:
         src: codes of any shape: uint8, int8, uint4 or int4.
         scales: value per step, float32, float16 or bfloat16: per tensor, a scalar or one element; per channel, one for
-            each index of `axis`; per group, an array of src's rank, whose dimensions are those of src divided by those
-            of group_shape. A Python number becomes float32.
+            each index of `axis`; per group, an array of src's rank, with dimensions `src.shape[i] / group_shape[i]`.
+            A Python number becomes float32.
         zps: in steps, of scales' shape: uint4, int4, uint8, int8 or int32; an int becomes int32, and None means 0.
         qtype: Static. "per_tensor", "per_channel" or "per_group".
         axis: Static. The channel axis; a negative one counts from the back. It is ignored unless per channel.
@@ -362,7 +371,7 @@ def dynamic_dequantize(
         Array([[-4.5, -1. , 16. , 30. ]], dtype=float16)
 
     Source: oneDNN Graph DynamicDequantize-1, with the groups and 4-bit types of oneDNN 3.7 and later; the
-    arithmetic is that of oneDNN's CPU kernels. Where oneDNN refuses (groups outside the last two dimensions,
+    arithmetic follows oneDNN's CPU kernels. Where oneDNN refuses (groups outside the last two dimensions,
     4 bits per tensor, zero points per channel) or is wrong (negative axes), this function follows the specification.
 
     Cotangent of scales: the sum of g * (src - zps) over the elements that share a scale. Integers have no cotangent.
