@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._core import checks, scale_arguments
+from .._core import checks, entry_point
 from .._program import jaxpr
 from .._program.replacing import Mode, ReplacingInterpreter
 from .._training.estimators import StraightThrough
@@ -517,7 +517,7 @@ def read_quantized(function: str, q: Any) -> QuantizedTree:
 
 def _check_known_range(function: str, name: str, lo: Any, hi: Any) -> None:
     """Raise if a range is not finite or its ends are swapped; skip the check if they are traced."""
-    ends = [scale_arguments.find_known(end, is_awaited=True) for end in (lo, hi)]
+    ends = [entry_point.read_elements(end, is_awaited=True) for end in (lo, hi)]
     if any(end is None for end in ends):
         return
     low, high = (np.asarray(end, np.float32) for end in ends)
