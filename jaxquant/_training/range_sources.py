@@ -103,7 +103,8 @@ class Learned:
 
     y = fake_quantize(x, spec, scale, zero_point, gradient)
 
-    Layers take it. The scales of a prepared function are trained with `Prepared.learned`, whatever its rules say.
+    Layers take it. `Prepared.trainable` with an estimator trains the scales of a prepared function, whatever its rules
+    say.
 
     The scale and the zero point are in the collection "scales", or for NNX in `Scale` variables. They are not in
     "params", so that float checkpoints still fit. In Linen, a call with "scales" mutable initializes those that are

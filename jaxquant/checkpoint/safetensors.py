@@ -128,8 +128,11 @@ def list_children(node: object) -> list[tuple[Any, Any]] | None:
     """
     if node is None or jax.tree_util.all_leaves([node]):
         return None
-    # JAX cannot sort keys of several types.
-    return list(node.items()) if isinstance(node, Mapping) else _flatten_once(node)[0]
+    if isinstance(node, dict):
+        return list(node.items())  # JAX cannot sort keys of several types
+    children = _flatten_once(node)[0]
+    # A mapping that has no children as a pytree, such as ranges that training must not change, is stored empty.
+    return list(node.items()) if isinstance(node, Mapping) and children else children
 
 
 def _flatten_once(node: object) -> tuple[list[tuple[str, Any]], Any]:

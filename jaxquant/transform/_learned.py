@@ -134,8 +134,10 @@ def read_part(function: str, argument: str, name: str, record: Any, entry: Stati
         part = Range(part["lo"], part["hi"])
     if isinstance(part, Mapping) and set(part) == {"scale", "zero_point"}:
         return LearnedScale(part["scale"], part["zero_point"])
-    expected = f"{{{entry.place!r}: Range(lo, hi)}} at {name}"
+    expected = f"{{{entry.place!r}: Range(lo, hi)}} of float arrays at {name}"
     # The state of a calibrator is a named tuple, too.
-    holds = (isinstance(part, Range) or type(part) is tuple) and len(part) == 2
+    ends = part if (isinstance(part, Range) or type(part) is tuple) and len(part) == 2 else (None,)
+    # A missing end would make the range a dynamic one.
+    holds = all(checks.has_dtype(end, dtypes.FLOATS) for end in ends)
     checks.require_type(holds, function, argument, expected, checks.describe_value(record))
     return part

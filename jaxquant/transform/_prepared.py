@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from .._core import checks
+from .._core import checks, entry_point
 from .._program import jaxpr
 from .._program.replacing import Mode, ReplacingInterpreter
 from .._training.estimators import StraightThrough
@@ -18,7 +19,7 @@ from ..calibration import Range, loop
 from ..calibration.calibrator import is_finite_state
 from . import _coverage, _modes, _ranges
 from ._calls import Signature, TracedCall, TracedFunctions, check_leaves, check_names, is_quantized, trace_call
-from ._learned import LearnedScales, ScaleEstimator, make_scales, read_part
+from ._learned import LearnedScale, LearnedScales, ScaleEstimator, make_scales, read_part
 from ._modes import make_larger_twin, make_weight_twin, quantize_weight, quantize_with_scale
 from ._plan import LeafPlan
 from ._regions.folding import check_biases, enlarge_scales
@@ -217,10 +218,11 @@ class Prepared:
             expected = "None with a TrainableTree, which holds the ranges"
             checks.require(ranges is None, "Prepared.convert", "ranges", expected, _describe_tree(ranges))
             records, learned = self._read_scales("convert", params.scales)
-            params = params.params
+            signature = self._read_parameters("convert", params.params)
         else:
+            # The parameters first: where both are wrong, they are in the wrong order, or a tree of another method.
+            signature = self._read_parameters("convert", params)
             records, learned = self._read_ranges("convert", ranges), _NONE_LEARNED
-        signature = self._read_parameters("convert", params)
         can_delete = not (delete and any(checks.is_traced(x) for x in signature.arrays))
         expected = "False inside of jax.jit, where no array can be deleted"
         checks.require(can_delete, "Prepared.convert", "delete", expected, delete)
@@ -266,16 +268,18 @@ class Prepared:
                 zero point keeps its value. None keeps the ranges.
 
         Returns:
-            A pytree, for `fake_apply`, `convert` and an optimizer. Fixed ranges are no leaves of it, so that no
-            optimizer moves them. Learned scales are float32; weight decay on them would shrink the ranges.
+            A pytree, for `fake_apply`, `convert` and an optimizer. Fixed ranges are not among its leaves, so no
+            optimizer moves them, and a traced function cannot return them: call `trainable` outside `jax.jit`, or use
+            its result in the same traced function. Learned scales are float32; weight decay on them would shrink the
+            ranges.
 
         Raises:
             TypeError: estimator is not one of these rules, or ranges are none.
             ValueError: as for `convert`; or, with the name of the weight or contraction in front, a spec has scales
                 that are powers of two, or the estimator keeps the zero point at 0 and the values are not all positive.
         """
-        records = self._read_ranges("trainable", ranges)
         signature = self._read_parameters("trainable", params)
+        records = self._read_ranges("trainable", ranges)
         if estimator is None:
             return TrainableTree(params, FixedRanges(records))
         parameters = {
@@ -421,9 +425,9 @@ class Prepared:
     def _read_scales(self, method: str, scales: Any) -> tuple[Mapping[str, Any], LearnedScales]:
         """Return the ranges or scales of the activations, and the scales that are trained, of a `TrainableTree`."""
         function, argument = f"Prepared.{method}", "t.scales"
-        expected = "the scales of the tree that trainable returned"
+        expected = "the scales of the tree that trainable returned; load a saved tree with like="
         holds = isinstance(scales, LearnedScales | FixedRanges)
-        checks.require_type(holds, function, argument, expected, checks.describe_value(scales))
+        checks.require_type(holds, function, argument, expected, _describe_tree(scales))
         if not isinstance(scales, LearnedScales):
             return self._read_records(method, argument, scales), _NONE_LEARNED
         # PACT trains no scales of weights.
@@ -465,13 +469,18 @@ class Prepared:
         got = f"those of {', '.join(map(str, list(ranges)[:4]))}" if isinstance(ranges, Mapping) else str(type(ranges))
         expected = "None, because no activation has a static range"
         checks.require(bool(self.static_ranges) or not ranges, f"Prepared.{method}", "ranges", expected, got)
-        return self._read_records(method, "ranges", {} if ranges is None else ranges)
+        records = self._read_records(method, "ranges", {} if ranges is None else ranges)
+        for name, places in records.items():
+            for record in places.values():
+                if not isinstance(record, LearnedScale):
+                    _check_known_range(f"Prepared.{method}", name, *record)
+        return records
 
     def _read_records(self, method: str, argument: str, records: Any) -> Mapping[str, Any]:
         """Return the ranges or scales of the activations by name."""
         function = f"Prepared.{method}"
-        expected, got = "ranges as Prepared.calibrate returns them", checks.describe_value(records)
-        checks.require_type(isinstance(records, Mapping), function, argument, expected, got)
+        expected = "ranges as Prepared.calibrate returns them"
+        checks.require_type(isinstance(records, Mapping), function, argument, expected, _describe_tree(records))
         missing = sorted(set(self.static_ranges) - set(records))
         expected = f"a range for each of the {len(self.static_ranges)} static activations, as Prepared.calibrate "
         expected += "returns them"
@@ -504,6 +513,19 @@ def read_quantized(function: str, q: Any) -> QuantizedTree:
     checks.require_type(isinstance(q, QuantizedTree), function, "q", expected, got)
     assert isinstance(q, QuantizedTree)
     return q
+
+
+def _check_known_range(function: str, name: str, lo: Any, hi: Any) -> None:
+    """Raise if a range is not finite or its ends are swapped; skip the check if they are traced."""
+    ends = [entry_point.read_elements(end, is_awaited=True) for end in (lo, hi)]
+    if any(end is None for end in ends):
+        return
+    low, high = (np.asarray(end, np.float32) for end in ends)
+    is_finite = bool(np.isfinite(low).all() and np.isfinite(high).all())
+    checks.require(is_finite, function, "ranges", f"finite numbers at {name}", "NaN or an infinity")
+    if low.shape == high.shape or low.size == 1 or high.size == 1:
+        is_ordered = bool((low <= high).all())
+        checks.require(is_ordered, function, "ranges", f"Range(lo, hi) with lo at most hi at {name}", "more")
 
 
 def _describe_tree(tree: Any) -> str:

@@ -69,7 +69,8 @@ class QuantizedTree:
         """Return the numbers of arrays and ranges, and the bytes."""
         leaves = jax.tree.leaves(self.params, is_leaf=_is_quantized)
         quantized = sum(map(_is_quantized, leaves))
-        ranges = sum(len(places) for places in self.ranges.values())
+        # Also in trees of other values, such as `in_axes`.
+        ranges = len(jax.tree.leaves(self.ranges, is_leaf=lambda node: isinstance(node, Range | LearnedScale)))
         text = f"{_count(quantized, 'quantized array')}, {len(leaves) - quantized} other, {_count(ranges, 'range')}"
         return f"QuantizedTree({text}, nbytes={self.nbytes})"
 
@@ -131,6 +132,7 @@ class TrainableTree:
     """Everything that `Prepared.fake_apply` needs besides the function's own arguments; made by `Prepared.trainable`.
 
     It is a pytree of floats, for `jax.grad` and an optimizer. `Prepared.convert` makes a `QuantizedTree` of it.
+    Parameters that had codes in `prepare` stay codes: differentiate with respect to others, in `t.replace(params=...)`.
 
     Attributes:
         params: the parameters of the function, in floats.

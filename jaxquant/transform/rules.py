@@ -113,7 +113,7 @@ def _check_range(source: object) -> None:
     """Raise unless a prepared function can find a range in this way."""
     expected = "Dynamic(), or Static(calibrator) such as Static(jq.calibration.minmax)"
     if isinstance(source, Learned):
-        expected += " (Prepared.learned trains the scales of weights and of static ranges)"
+        expected += " (Prepared.trainable with an estimator trains the scales of weights and of static ranges)"
     is_known = isinstance(source, Dynamic | Static)
     checks.require_type(is_known, "Activation", "range", expected, checks.describe_value(source))
     expected = "no freeze_after, no gradient, and no calibrator of Dynamic(), which only layers take"

@@ -105,6 +105,10 @@ def test_wrong_numbers_of_arguments_are_named() -> None:
         (lambda: export(lambda x: x, x), "export: inputs: expected a list or a tuple, got an array of"),
         (lambda: export(lambda p, x: x, [x], {}), "export: inputs: expected a list or a tuple, got"),
         (lambda: export(3, [x]), "export: function: expected a function, got 3"),
+        (
+            lambda: jax.jit(lambda q: export(prepared, q, [x]))(q),
+            "export: q: expected arrays whose values are known.* got traced arrays",
+        ),
         (lambda: verify(model, prepared, [x]), "verify: arguments: expected model, prepared, q, batches"),
         (lambda: verify(model, prepared, q, x), "verify: batches: expected a list or a tuple"),
         (lambda: verify(model, prepared.apply), "verify: arguments: expected model, function, batches or model, fun"),

@@ -270,3 +270,17 @@ def test_blocks_with_optional_packages_run(page: str, package: str) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
     process = subprocess.run([sys.executable, "-W", "error", "-c", "\n".join(blocks)], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
+
+
+def test_the_methods_of_prepared_that_texts_name_exist() -> None:
+    """In the docs, docstrings and messages; "before" in the tables of the changes names old ones."""
+    names = {*dir(jq.Prepared), *(field.name for field in dataclasses.fields(jq.Prepared))}
+    sources = [path for folder in ("jaxquant", "examples") for path in (ROOT / folder).rglob("*.py")]
+    unknown = set()
+    for path in (README, *PAGES, *sources):
+        for line in path.read_text().splitlines():
+            is_row = path.name == "changes.md" and line.startswith("| ")
+            text = line.split(" | ", 1)[1] if is_row else line
+            found = re.findall(r"\b[Pp]repared\.(\w+)", text)
+            unknown |= {f"{path.relative_to(ROOT)}: {name}" for name in found if name not in names}
+    assert not unknown

@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 
 import jaxquant as jq
+from jaxquant.calibration import Range
 from jaxquant.transform import LearnedScales
 
 X = jnp.ones((2, 4))
 PARAMS = {"w": jnp.linspace(-1, 1, 12, dtype=jnp.float32).reshape(4, 3), "v": jnp.ones((3, 3))}
 RULES = jq.recipes.w8a8_static()
 PLACE = r"\(dot_general at .*test_prepare_errors\.py:\d+.*\)"
+ONE = jnp.ones((1, 1))
+NO_ENDS: Any = (None, None)
+NO_RANGE = Range(*NO_ENDS)
 UNTYPED: Any = jq  # a type checker would refuse some arguments, too
 
 
@@ -111,9 +115,9 @@ FOUR_BITS = jq.prepare(apply, PARAMS, X, rules=jq.recipes.w4a8())
         (lambda: PREPARED.apply(CONVERTED.replace(params=FOUR_BITS.convert(PARAMS).params), X), ValueError, r"apply: q.params: .* got int4 codes for"),
         (lambda: PREPARED.apply(jq.QuantizedTree(CODES), X), ValueError, r"q.ranges: expected a range for each of the 2 .* got none for v, w"),
         (lambda: PREPARED.apply(CONVERTED.replace(ranges={"w": RANGES["w"]}), X), ValueError, r"got none for v$"),
-        (lambda: PREPARED.apply(CONVERTED.replace(ranges={**RANGES, "v": X}), X), TypeError, r"apply: q.ranges: expected {'0': Range\(lo, hi\)} at v"),
+        (lambda: PREPARED.apply(CONVERTED.replace(ranges={**RANGES, "v": X}), X), TypeError, r"apply: q.ranges: expected {'0': Range\(lo, hi\)} of float arrays at v"),
         (lambda: PREPARED.apply(CONVERTED.replace(ranges=X), X), TypeError, r"apply: q.ranges: expected ranges as Prepared.calibrate returns them"),
-        (lambda: PREPARED.apply(CONVERTED.replace(ranges=PREPARED.init()), X), TypeError, r"apply: q.ranges: expected {'0': Range\(lo, hi\)} at w"),
+        (lambda: PREPARED.apply(CONVERTED.replace(ranges=PREPARED.init()), X), TypeError, r"apply: q.ranges: expected {'0': Range\(lo, hi\)} of float arrays at w"),
         (lambda: PREPARED.apply(CONVERTED.replace(params={**CODES, "u": X}), X), ValueError, r"apply: params: expected .* got with u$"),
         (lambda: PREPARED.apply(CONVERTED.replace(params={"w": CODES["w"]}), X), ValueError, r"apply: params: expected .* got without v$"),
         (lambda: PREPARED.apply(CONVERTED.replace(params={**CODES, "v": CODES["w"]}), X), ValueError, r"apply: params: expected the shape \(3, 3\) at v"),
@@ -128,6 +132,15 @@ FOUR_BITS = jq.prepare(apply, PARAMS, X, rules=jq.recipes.w4a8())
         (lambda: PREPARED.convert(PARAMS), ValueError, r"convert: ranges: expected a range for each of the 2 .*, as Prepared.calibrate returns them, got none for v, w"),
         (lambda: DYNAMIC.convert(PARAMS, RANGES), ValueError, r"convert: ranges: expected None, because no activation has a static range, got those of w, v"),
         (lambda: PREPARED.convert(CONVERTED, RANGES), TypeError, r"convert: params: expected the parameters .* in floats, got a QuantizedTree"),
+        (lambda: PREPARED.convert(CONVERTED), TypeError, r"convert: params: expected the parameters .* got a QuantizedTree"),
+        (lambda: PREPARED.convert(RANGES, PARAMS), ValueError, r"convert: params: expected the arrays of the parameters that prepare saw, got"),
+        (lambda: PREPARED.trainable(TRAINABLE), TypeError, r"trainable: params: expected .* such as t.params, got a TrainableTree"),
+        (lambda: PREPARED.convert(PARAMS, {**RANGES, "v": {"0": NO_RANGE}}), TypeError, r"convert: ranges: expected {'0': Range\(lo, hi\)} of float arrays at v"),
+        (lambda: PREPARED.apply(CONVERTED.replace(ranges={**RANGES, "v": {"0": NO_RANGE}}), X), TypeError, r"apply: q.ranges: .* of float arrays at v"),
+        (lambda: PREPARED.convert(PARAMS, {**RANGES, "v": {"0": Range(ONE, -ONE)}}), ValueError, r"convert: ranges: expected Range\(lo, hi\) with lo at most hi at v"),
+        (lambda: PREPARED.trainable(PARAMS, {**RANGES, "v": {"0": Range(ONE * jnp.nan, ONE)}}), ValueError, r"trainable: ranges: expected finite numbers at v"),
+        (lambda: PREPARED.fake_apply(TRAINABLE.replace(scales={"weights": {}}), X), TypeError, r"t.scales: .* load a saved tree with like=, got a dict$"),
+        (lambda: PREPARED.convert(PARAMS, SCALES), TypeError, r"convert: ranges: expected ranges as .*, got a LearnedScales$"),
         (lambda: PREPARED.convert(CODES, RANGES), ValueError, r"convert: params: expected floats at w, got a quantized array"),
         (lambda: PREPARED.convert({"w": X}, RANGES), ValueError, r"convert: params: expected .*, got without v$"),
         (lambda: PREPARED.convert(PARAMS, "ranges"), TypeError, r"convert: ranges: expected ranges as Prepared.calibrate returns them"),

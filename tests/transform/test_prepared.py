@@ -445,6 +445,20 @@ def test_ranges_that_are_traced(params: Any, batches: Any) -> None:
     assert t.scales != other.scales
     assert hash(t.scales) == hash(prepared.trainable(params, ranges).scales)
     assert repr(t) == "TrainableTree(3 arrays, FixedRanges(first/kernel, second/kernel))"
+    # A value for all leaves, such as an axis of `jax.vmap`.
+    axes: Any = (0, None)
+    assert repr(jq.QuantizedTree(*axes)) == "QuantizedTree(0 quantized arrays, 1 other, 0 ranges, nbytes=0)"
+
+
+@pytest.mark.parametrize("estimator", [None, jq.LSQ()])
+def test_a_trainable_tree_is_saved_and_loaded_with_like(estimator: Any, tmp_path: pathlib.Path) -> None:
+    params, x = {"w": jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)}, jnp.linspace(-1.0, 2.0, 8).reshape(2, 4)
+    prepared = jq.prepare(lambda params, x: x @ params["w"], params, x, rules=jq.recipes.w8a8_static())
+    t = prepared.trainable(params, prepared.calibrate(params, [x]), estimator=estimator)
+    jq.checkpoint.save_safetensors(tmp_path / "t", t)
+    loaded = jq.checkpoint.load_safetensors(tmp_path / "t", like=jax.eval_shape(lambda: t))
+    assert equal(loaded, t)
+    assert (prepared.fake_apply(loaded, x) == prepared.fake_apply(t, x)).all()
 
 
 # Modules and closures.

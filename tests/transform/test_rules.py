@@ -217,7 +217,7 @@ def raise_static() -> jq.Activation:
         (lambda: UNTYPED.Activation("int8", range="minmax"), TypeError, r"range: expected Dynamic\(\), or Static\(calibrator\) .*, got 'minmax'"),
         (lambda: UNTYPED.Activation("int8", range=jq.calibration.minmax), TypeError, r"range: expected Dynamic\(\), or Static\(calibrator\)"),
         (lambda: UNTYPED.Activation("int8", range=None), TypeError, r"range: expected Dynamic\(\), .*, got None"),
-        (lambda: UNTYPED.Activation("int8", range=jq.Learned()), TypeError, r"range: .*\(Prepared.learned trains"),
+        (lambda: UNTYPED.Activation("int8", range=jq.Learned()), TypeError, r"range: .*\(Prepared.trainable with an estimator trains"),
         (lambda: UNTYPED.Activation("int8", range=jq.Dynamic(jq.calibration.mse)), ValueError, r"range: expected no freeze_after"),
         (lambda: UNTYPED.Activation("int8", range=jq.Static(jq.calibration.minmax, freeze_after=2)), ValueError, r"range: expected no freeze_after"),
         (lambda: UNTYPED.Activation("int8", range=UNTYPED.Static(jq.calibration.percentile)), TypeError, r"functools.partial\(percentile, q=...\)"),

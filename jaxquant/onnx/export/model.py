@@ -179,6 +179,9 @@ def read_call(
     params, inputs = tuple(arguments[:-1]), arguments[-1]
     if is_prepared:
         read_quantized(name, params[0])
+    is_known = not any(map(checks.is_traced, jax.tree.leaves(params)))
+    expected = "arrays whose values are known; call it outside of jax.jit and the like"
+    checks.require_type(is_known, name, "q" if is_prepared else "params", expected, "traced arrays")
     # An array would be taken for its rows, and a dict for its keys.
     is_list = isinstance(inputs, Iterable) and not isinstance(inputs, str | bytes | Mapping | jax.Array | np.ndarray)
     checks.require_type(is_list, name, last, "a list or a tuple", checks.describe_value(inputs))
