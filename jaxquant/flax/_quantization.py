@@ -100,6 +100,9 @@ def check_layer(layer: str, quantization: Quantization) -> Operands:
     _check_types(layer, quantization)
     weight = LayerOperand(quantization.weight_spec, quantization.weight_range, "weight")
     if quantization.activation_spec is None:
+        expected = "Dynamic(), the default, because activation_spec is None and the activations stay floats"
+        is_unused = quantization.activation_range == Dynamic()
+        checks.require(is_unused, layer, "activation_range", expected, quantization.activation_range)
         _check_source(layer, weight)
         return weight, None
     activation = LayerOperand(quantization.activation_spec, quantization.activation_range, "activation")

@@ -428,3 +428,13 @@ def test_an_empty_batch_is_not_counted() -> None:
         variables = {**variables, **updates}
     assert int(variables["ranges"]["DotGeneral_0"]["activation"]["batches"]) == 1
     assert jnp.isfinite(jnp.asarray(layer.apply(variables, x))).all()
+
+
+@pytest.mark.parametrize("source", [AVERAGE, Learned()])
+def test_a_range_without_a_spec_is_refused(source: Any) -> None:
+    """The activations stay floats, so a range of theirs would be ignored."""
+    layer = qnn.Dense(3, weight_spec=W, activation_range=source)
+    with pytest.raises(
+        ValueError, match=r"activation_range: expected Dynamic\(\), the default, because activation_spec"
+    ):
+        layer.init(jax.random.key(0), X)
