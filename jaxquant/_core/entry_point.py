@@ -54,7 +54,8 @@ def compile_entry_point(
                     arguments = _narrow_integers(function, arrays, arguments)
                     break
             try:
-                if jax.config.jax_disable_jit:  # then the operator gets what the caller passed
+                # Then the operator gets what the caller passed. The types of jax 0.10 lack the flag.
+                if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
                     arguments = convert_numpy(*arguments)
                 return compiled(*arguments, **options)
             except (TypeError, ValueError, OverflowError):

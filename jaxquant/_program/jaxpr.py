@@ -265,7 +265,11 @@ def evaluate(equation: Equation, operands: Sequence[Any]) -> list[Any]:
 
     A result that the program drops is None.
     """
-    values = {atom: operand for atom, operand in zip(equation.invars, operands, strict=True) if not is_literal(atom)}
+    values: dict[core.Var, Any] = {
+        atom: operand
+        for atom, operand in zip(equation.invars, operands, strict=True)
+        if not isinstance(atom, core.Literal)
+    }
     # A program cannot return a variable that stands for a dropped result.
     outvars = [variable for variable in equation.outvars if not is_unused(variable)]
     program = core.Jaxpr([], list(values), outvars, [equation], equation.effects, _NO_DEBUG_INFO)
