@@ -52,3 +52,10 @@ def test_named_files_exist(page: str) -> None:
     missing = [path for path in paths if not any((ROOT / start / path).exists() for start in STARTS)]
     assert all("NAME" in path and (ROOT / path).parent.is_dir() for path in missing), missing
     assert paths
+
+
+def test_the_tests_that_the_integration_runs_exist() -> None:
+    """Some of its stages run a list of tests; a test that was moved must not stop them."""
+    paths = re.findall(r"(?<=[\s(])tests/[\w/]+(?:\.py)?(?=[\s)])", (ROOT / ".ci" / "run").read_text())
+    assert paths
+    assert not [path for path in paths if not (ROOT / path).exists()]
