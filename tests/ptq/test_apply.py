@@ -430,7 +430,7 @@ def test_refits_never_raise_the_error(rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(size=(64, 16)) @ rng.normal(size=(16, 16)), F32)
     prepared = jq.prepare(lambda params, x: x @ params["w"], params, x, rules=[jq.Rule(weight=jq.Weight("int2"))])
     runs = [ptq.apply(prepared, params, [x], ptq.GPTQ(range="whole", refits=refits)) for refits in (0, 1, 3)]
-    errors = [float(jnp.sum((x @ (params["w"] - q["w"].dequantize())) ** 2)) for q, _ in runs]
+    errors = [float(jnp.sum((x @ (params["w"] - q.params["w"].dequantize())) ** 2)) for q, _ in runs]
     assert errors[0] > errors[1] * (1 - 1e-5)
     assert errors[1] > errors[2] * (1 - 1e-5)
     assert errors[0] > errors[2] * 1.02

@@ -88,7 +88,7 @@ def test_programs_with_other_contractions(rng: np.random.Generator) -> None:
         ),
         (
             lambda: jq.report.compare(part, params, part.convert(params), [long]),
-            r"Prepared\.compare: args: expected arguments at which head is quantized",
+            r"report\.compare: args: expected arguments at which head is quantized",
         ),
     ]
     for call, text in cases:
