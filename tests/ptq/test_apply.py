@@ -343,7 +343,7 @@ def test_layers_that_match_floats(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(
         actual.params["second"].dequantize(), target, atol=float(actual.params["second"].scale.max()) * 0.51
     )
-    errors = [np.sum((y @ np.asarray(q["second"].dequantize()) - z @ w) ** 2) for q in (plain, actual)]
+    errors = [np.sum((y @ np.asarray(q.params["second"].dequantize()) - z @ w) ** 2) for q in (plain, actual)]
     assert errors[1] < errors[0]
     assert notes["second"].after < notes["second"].before  # type: ignore[operator]
     with pytest.raises(
