@@ -189,7 +189,7 @@ DYNAMIC = {
     "per tensor": (A, Dynamic(), W, Dynamic()),
     "for each row": (jq.QuantSpec("uint8", jq.PerAxis(0)), Dynamic(), W, Dynamic(jq.calibration.mse)),
     "blocks": (A, Dynamic(jq.calibration.minmax), jq.QuantSpec("int4", jq.Blocked(0, 4)), Dynamic()),
-    "weights alone": (None, Static(jq.calibration.moving_average), jq.QuantSpec(jq.nf4, jq.Blocked(0, 4)), Dynamic()),
+    "weights alone": (None, Dynamic(), jq.QuantSpec(jq.nf4, jq.Blocked(0, 4)), Dynamic()),
 }
 
 
