@@ -26,6 +26,7 @@ def weight_only_int4(block: int = 32) -> tuple[Rule, ...]:
     """
     return (
         Rule(operation="dot_general", weight=Weight("int4", block=block)),
+        Rule(operation="ragged_dot", weight=Weight("int4", block=block)),
         Rule(weight=Weight("int8")),
     )
 
