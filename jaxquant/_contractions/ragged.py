@@ -214,6 +214,8 @@ def contract_ragged(
     preferred: Any, out_sharding: Any,
 ) -> jax.Array:  # fmt: skip
     """Return the ragged contraction of checked operands, with errors that name `function`."""
+    # JAX's rule for `jax.vmap` writes numpy's integers into the numbers.
+    numbers, ragged, group = jax.tree.map(int, (numbers, ragged, group))
     left, right = match_roles(function, lhs, rhs, numbers)
     before = [axis for axis in left.free if axis < ragged]
     prefix = (*left.batch, *before)
@@ -224,6 +226,9 @@ def contract_ragged(
     fits = is_single or group_sizes.shape == shape
     checks.require(fits, function, "group_sizes", expected, f"shape {group_sizes.shape}")
     _check_placement(function, lhs, rhs)
+    for argument, x in (("lhs", lhs), ("rhs", rhs)):
+        if isinstance(x, QuantizedArray):
+            quantized_array.check_form(function, argument, x)
     if isinstance(lhs, QuantizedArray) and isinstance(rhs, QuantizedArray):
         for argument, q in (("lhs", lhs), ("rhs", rhs)):
             dot_integer.check_integer_array(function, argument, q)

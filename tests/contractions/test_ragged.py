@@ -98,8 +98,8 @@ def test_integers(name: str, rows: tuple[int, int], tokens: QuantSpec, rng: np.r
     np.testing.assert_array_equal(jq.ragged_dot(lhs, rhs, sizes), want)
     np.testing.assert_array_equal(jax.jit(jq.ragged_dot)(lhs, rhs, sizes), want)
     # With scales of 1 the results are the sums themselves; those of one block are below 2**24, and so exact.
-    plain = [q.replace(scale=jnp.ones(q.scale.shape, q.scale.dtype)) for q in (lhs, rhs)]
-    np.testing.assert_array_equal(jq.ragged_dot(*plain, sizes), multiply(center(lhs), center(rhs), sizes))
+    plain: Any = [q.replace(scale=jnp.ones(q.scale.shape, q.scale.dtype)) for q in (lhs, rhs)]
+    np.testing.assert_array_equal(jq.ragged_dot(plain[0], plain[1], sizes), multiply(center(lhs), center(rhs), sizes))
 
 
 def test_either_side_may_be_quantized(rng: np.random.Generator) -> None:
@@ -271,6 +271,8 @@ def test_errors() -> None:
     codes, per_input = jq.quantize(x, QuantSpec(jnp.int8)), jq.quantize(q.dequantize(), QuantSpec(jnp.int8, PerAxis(1)))
     with pytest.raises(ValueError, match=r"ragged_dot: rhs: expected one scale along the contracted dimension 1"):
         jq.ragged_dot(codes, per_input, sizes)
+    with pytest.raises(ValueError, match=r"jaxquant.ragged_dot: rhs.offset: expected None"):
+        jq.ragged_dot(x, q.replace(offset=jnp.ones((2, 1, 1))), sizes)
     general = "jaxquant.ragged_dot_general: ragged_dot_dimension_numbers: expected "
     with pytest.raises(TypeError, match=f"{general}a jax.lax.RaggedDotDimensionNumbers"):
         jq.ragged_dot_general(x, q, sizes, (((1,), (1,)), ((), ())))  # type: ignore[arg-type]

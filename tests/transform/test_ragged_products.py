@@ -132,18 +132,20 @@ def test_stacked_layers_in_a_scan(case: Any) -> None:
     assert find_sqnr(jax.jit(prepared.apply)(q, x, sizes), apply(square, x, sizes)) > 30
 
 
-def test_vmap_over_inputs_with_groups_of_their_own(case: Any) -> None:
-    """jax.vmap of the float function gives one equation with sizes for each example."""
+def test_vmap_over_experts_and_inputs(case: Any) -> None:
+    """jax.vmap of the float function gives one equation, with sizes of their own for each example."""
     params, x, _ = case
+    stacked = {"up": jnp.stack([params["up"], -params["up"]])}
 
     def apply(params: Tree, x: jax.Array, sizes: jax.Array) -> jax.Array:
-        return jax.vmap(lambda x, sizes: lax.ragged_dot(x, params["up"], sizes))(x, sizes)
+        return jax.vmap(lax.ragged_dot)(x, params["up"], sizes)
 
     xs, sizes = jnp.stack([x, -x]), jnp.array([[3, 0, 5, 1], [0, 2, 2, 6]])
-    prepared = jq.prepare(apply, params, xs, sizes, rules=jq.recipes.weight_only_int8())
+    prepared = jq.prepare(apply, stacked, xs, sizes, rules=jq.recipes.weight_only_int8())
     assert [(row.operation, row.form) for row in prepared.coverage] == [("ragged_dot", "weight-only")]
-    y = prepared.apply(prepared.convert(params), xs, sizes)
-    assert find_sqnr(y, apply(params, xs, sizes)) > 35
+    q = prepared.convert(stacked)
+    assert q.params["up"].scale.shape == (2, EXPERTS, 1, 64)
+    assert find_sqnr(prepared.apply(q, xs, sizes), apply(stacked, xs, sizes)) > 35
 
 
 def test_algorithms_round_to_nearest_and_say_why(case: Any) -> None:
@@ -155,7 +157,7 @@ def test_algorithms_round_to_nearest_and_say_why(case: Any) -> None:
     for name in params:
         assert find_sqnr(outcome.tree.params[name].dequantize(), params[name]) > 15
     assert all("ragged product" in note.reason for note in outcome.notes)
-    assert all("ragged product" in note.reason for note in ptq.rotate(prepared, params, *inputs).notes)
+    assert all("ragged product" in note.reason for note in ptq.rotate(prepared, params, tuple(inputs)).notes)
 
 
 @pytest.mark.parametrize("recipe", ["weight_only_int8", "w8a8_dynamic"])
@@ -174,6 +176,6 @@ def test_exported_models_have_the_same_numbers(recipe: str, case: Any) -> None:
     q = prepared.convert(params)
     model = jq.onnx.export(prepared, q, [x])
     (y,) = jq.onnx.make_session(model).run(None, {model.graph.input[0].name: np.asarray(x)})
-    np.testing.assert_allclose(y, prepared.apply(q, x), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(y), prepared.apply(q, x), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="ragged_dot_general"):
         jq.onnx.export(lambda x: apply(params, x), [x])
