@@ -9,6 +9,7 @@ dequantized in a copy of all matrices, and the product of a tile is `dot_general
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +30,7 @@ from .dot import Operand, check_numbers, check_operands, check_options, contract
 from .dot_integer import Axes
 
 _NAME, _GENERAL = "ragged_dot", "ragged_dot_general"
+_Array = QuantizedArray | jax.Array
 # The largest tile. Larger ones would gain nothing: the weights of one group are dequantized or converted once for it.
 _LARGEST_TILE = 256
 _SMALLEST_TILE = 8
@@ -155,7 +157,7 @@ def ragged_dot_general(
     return _contract_groups(_GENERAL, a, b, group_sizes, numbers, ragged, group, *options)
 
 
-def _read_numbers(function: str, lhs: Any, rhs: Any, numbers: Any) -> tuple[DotDimensionNumbers, int, int]:
+def _read_numbers(function: str, lhs: _Array, rhs: _Array, numbers: Any) -> tuple[DotDimensionNumbers, int, int]:
     """Return the dimension numbers of the contraction, the ragged dimension and the group dimension."""
     name = "ragged_dot_dimension_numbers"
     is_known = isinstance(numbers, lax.RaggedDotDimensionNumbers)
@@ -176,8 +178,8 @@ def _read_numbers(function: str, lhs: Any, rhs: Any, numbers: Any) -> tuple[DotD
 
 
 def _contract_groups(
-    function: str, lhs: Any, rhs: Any, group_sizes: ArrayLike, numbers: DotDimensionNumbers, ragged: int, group: int,
-    precision: lax.PrecisionLike, preferred: DTypeLike | None, group_offset: object,
+    function: str, lhs: _Array, rhs: _Array, group_sizes: ArrayLike, numbers: DotDimensionNumbers, ragged: int,
+    group: int, precision: lax.PrecisionLike, preferred: DTypeLike | None, group_offset: object,
     out_sharding: NamedSharding | PartitionSpec | None,
 ) -> jax.Array:  # fmt: skip
     """Return the ragged contraction of checked operands, after the checks of everything else."""
@@ -210,8 +212,8 @@ def _read_sizes(function: str, sizes: Any) -> jax.Array:
     jax.jit, static_argnames=("function", "numbers", "ragged", "group", "precision", "preferred", "out_sharding")
 )
 def contract_ragged(
-    lhs: Any, rhs: Any, group_sizes: jax.Array, *, function: str, numbers: Any, ragged: int, group: int, precision: Any,
-    preferred: Any, out_sharding: Any,
+    lhs: _Array, rhs: _Array, group_sizes: jax.Array, *, function: str, numbers: Any, ragged: int, group: int,
+    precision: Any, preferred: Any, out_sharding: Any,
 ) -> jax.Array:  # fmt: skip
     """Return the ragged contraction of checked operands, with errors that name `function`."""
     # JAX's rule for `jax.vmap` writes numpy's integers into the numbers.
@@ -245,7 +247,7 @@ def contract_ragged(
     return y if out_sharding is None else reshard(y, out_sharding)
 
 
-def _check_placement(function: str, lhs: Any, rhs: Any) -> None:
+def _check_placement(function: str, lhs: _Array, rhs: _Array) -> None:
     """Raise if an operand is sharded on a mesh with explicit axes: the loop cuts it where its groups end."""
     for argument, x in (("lhs", lhs), ("rhs", rhs)):
         for part in jax.tree.leaves(x):
@@ -254,7 +256,7 @@ def _check_placement(function: str, lhs: Any, rhs: Any) -> None:
             checks.require(is_whole, function, argument, expected, sharding.describe_placement(part))
 
 
-def _move_first(rhs: Any, group: int) -> tuple[Any, Any]:
+def _move_first(rhs: _Array, group: int) -> tuple[_Array, Callable[[tuple[int, ...]], tuple[int, ...]]]:
     """Return rhs with the group dimension first, and a function from its dimensions to those of a single group."""
 
     def drop(axes: tuple[int, ...]) -> tuple[int, ...]:
@@ -288,14 +290,14 @@ class _RaggedProduct(NamedTuple):
     dtype: np.dtype
     caller_axes: Axes
 
-    def contract(self, lhs: Any, rhs: Any) -> jax.Array:
+    def contract(self, lhs: _Array, rhs: _Array) -> jax.Array:
         """Return the contraction of some rows with one group of rhs."""
         return contract_dimensions(
             lhs, rhs, None, function=self.function, numbers=self.numbers, precision=self.precision,
             preferred=self.dtype, out_sharding=None, caller_axes=self.caller_axes,
         )  # fmt: skip
 
-    def derive_shape(self, lhs: Any, rhs: Any) -> tuple[Any, ...]:
+    def derive_shape(self, lhs: _Array, rhs: _Array) -> tuple[Any, ...]:
         """Return the shape of the result."""
         (contracted, right_contracted), (batch, right_batch) = self.numbers
         free = (axis for axis in range(lhs.ndim) if axis not in (*contracted, *batch))
@@ -305,7 +307,7 @@ class _RaggedProduct(NamedTuple):
 
 
 def _map_prefix(
-    product: _RaggedProduct, lhs: Any, rhs: Any, sizes: jax.Array, prefix: tuple[int, ...]
+    product: _RaggedProduct, lhs: _Array, rhs: _Array, sizes: jax.Array, prefix: tuple[int, ...]
 ) -> jax.Array:  # fmt: skip
     """Return the contraction with group sizes of their own at each index of some dimensions of lhs."""
     if not prefix:
@@ -315,7 +317,7 @@ def _map_prefix(
     place = batch[0].index(axis) if axis in batch[0] else None
     other = None if place is None else batch[1][place]
 
-    def drop(axes: tuple[int, ...], dropped: int | None) -> tuple[int, ...]:
+    def drop(axes: Sequence[int], dropped: int | None) -> tuple[int, ...]:
         return tuple(a - (dropped is not None and a > dropped) for a in axes if a != dropped)
 
     numbers = (
@@ -332,7 +334,7 @@ def _map_prefix(
 # The contraction and its derivative.
 
 
-def _contract_rows(product: _RaggedProduct, lhs: Any, rhs: Any, sizes: jax.Array) -> jax.Array:
+def _contract_rows(product: _RaggedProduct, lhs: _Array, rhs: _Array, sizes: jax.Array) -> jax.Array:
     """Return the contraction of all rows."""
     shape = product.derive_shape(lhs, rhs)
     if any(isinstance(n, int) and n == 0 for n in (*shape, rhs.shape[0])):
@@ -371,19 +373,20 @@ def _contract_leaves_jvp(
         for number, variable in zip(numbers, variables, strict=True):
             values[number] = variable
         *arrays, ends = values
-        return _sum_over_groups(product, *jax.tree.unflatten(structure, arrays), ends)
+        lhs, rhs = jax.tree.unflatten(structure, arrays)
+        return _sum_over_groups(product, lhs, rhs, ends)
 
     _, tangent = jax.jvp(contract, [leaves[n] for n in numbers], [directions[n] for n in numbers])
     return _contract_leaves(product, structure, leaves), tangent
 
 
-def _sum_over_groups(product: _RaggedProduct, lhs: Any, rhs: Any, ends: jax.Array) -> jax.Array:
+def _sum_over_groups(product: _RaggedProduct, lhs: _Array, rhs: _Array, ends: jax.Array) -> jax.Array:
     """Return the contraction as a sum over the groups of the products of all rows: what is differentiated."""
     rows = jnp.arange(lhs.shape[product.ragged], dtype=jnp.int32)
 
     # Nothing of a group is kept for the backward pass, neither its dequantized weights nor its products.
     @jax.checkpoint
-    def contract_group(lhs: Any, part: Any, mask: jax.Array) -> jax.Array:
+    def contract_group(lhs: _Array, part: _Array, mask: jax.Array) -> jax.Array:
         if not isinstance(lhs, QuantizedArray):
             # Rows of other groups may hold NaN, which would reach the gradients of these weights.
             lhs = jnp.where(_spread_mask(mask, lhs.shape, product.ragged), lhs, jnp.zeros((), lhs.dtype))
@@ -428,7 +431,7 @@ def _make_loop(product: _RaggedProduct, structure: Any) -> Any:
     return sequential_vmap(contract)
 
 
-def _loop_over_tiles(product: _RaggedProduct, lhs: Any, rhs: Any, ends: jax.Array) -> jax.Array:
+def _loop_over_tiles(product: _RaggedProduct, lhs: _Array, rhs: _Array, ends: jax.Array) -> jax.Array:
     """Return the contraction, of a tile of rows of one group after the other."""
     count, groups, axis = lhs.shape[product.ragged], rhs.shape[0], product.axis
     shape = product.derive_shape(lhs, rhs)

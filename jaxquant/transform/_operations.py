@@ -66,7 +66,7 @@ class RaggedContraction(NamedTuple):
     preferred: Any
     out_sharding: Any
 
-    def contract_quantized(self, *operands: Any, epilogue: Any = None) -> jax.Array:
+    def contract_quantized(self, *operands: Any, epilogue: None = None) -> jax.Array:
         """Return the contraction of two operands, at least one of them quantized, with the sizes of the groups."""
         assert epilogue is None
         lhs, rhs, group_sizes = operands
@@ -78,8 +78,10 @@ class RaggedContraction(NamedTuple):
 
     def contract_floats(self, *operands: jax.Array) -> jax.Array:
         """Return the contraction of floats with the sizes of the groups."""
-        options: Any = {"precision": self.precision, "out_sharding": self.out_sharding}
-        return lax.ragged_dot_general(*operands, self.numbers, **options)
+        lhs, rhs, group_sizes = operands
+        return lax.ragged_dot_general(
+            lhs, rhs, group_sizes, self.numbers, precision=self.precision, out_sharding=self.out_sharding
+        )
 
 
 def look_up(equation: Equation, table: QuantizedArray, indices: jax.Array) -> jax.Array:
