@@ -24,6 +24,7 @@ from ._codes.arrangement import concatenate
 from ._contractions.conv import conv_general_dilated
 from ._contractions.dot import dot_general, matmul
 from ._contractions.einsum import einsum
+from ._contractions.ragged import ragged_dot, ragged_dot_general
 from ._contractions.take import take
 from ._core.granularity import Blocked, PerAxis, PerFeature, PerTensor, PerToken
 from ._onnx_ops.convolutions import conv_integer, qlinear_conv
@@ -73,6 +74,8 @@ __all__ = [  # noqa: RUF022 as grouped
     "matmul",
     "dot_general",
     "einsum",
+    "ragged_dot",
+    "ragged_dot_general",
     "conv_general_dilated",
     "onnx_view",
     "from_onnx",

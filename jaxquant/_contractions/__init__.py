@@ -1,1 +1,1 @@
-"""JAX's functions for quantized arrays: dot_general, matmul, einsum, conv_general_dilated and take."""
+"""JAX's functions for quantized arrays: dot_general, matmul, einsum, ragged_dot, conv_general_dilated and take."""

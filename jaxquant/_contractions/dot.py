@@ -127,14 +127,14 @@ def contract_checked(
 ) -> Any:  # fmt: skip
     """Return the `dot_general` of checked operands and dimension numbers, with errors that name `function`."""
     sharding.check_out_sharding(function, out_sharding)
-    preferred = _check_options(function, precision, preferred)
+    preferred = check_options(function, precision, preferred)
     return contract_dimensions(
         lhs, rhs, epilogue, function=function, numbers=numbers, precision=precision, preferred=preferred,
         out_sharding=out_sharding, caller_axes=caller_axes,
     )  # fmt: skip
 
 
-def _check_options(function: str, precision: lax.PrecisionLike, preferred: DTypeLike | None) -> np.dtype | None:
+def check_options(function: str, precision: lax.PrecisionLike, preferred: DTypeLike | None) -> np.dtype | None:
     """Return the dtype that the caller asked for, or None; raise for a wrong one, or for a wrong precision."""
     checks.check_precision(function, precision)
     if preferred is None:
@@ -277,7 +277,7 @@ def matmul(
         expected = () if b.ndim == 1 else (b.shape[-1],)
         checks.check_shape("matmul", "bias", epilogue.bias, expected, "one for each column of rhs")
     partition = _match_partition("matmul", a, b, shapes, out_sharding)
-    preferred = _check_options("matmul", precision, preferred_element_type)
+    preferred = check_options("matmul", precision, preferred_element_type)
     # The operands may be reshaped below, but an error must name the dimensions of the caller's arrays.
     caller_axes = ((a.ndim - 1, max(b.ndim - 2, 0)),)
     batch: tuple[int, ...] = ()

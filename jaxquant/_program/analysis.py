@@ -24,10 +24,14 @@ from .views import Constant, Data, Joined, Origin, View
 _FLOATS = ("float32", "bfloat16", "float16")
 
 # The operations that can run on codes, and the names they have in coverage and rules.
-OPERATIONS = {"dot_general": "dot_general", "conv_general_dilated": "conv_general_dilated", "gather": "take"}
+OPERATIONS = {
+    "dot_general": "dot_general", "ragged_dot_general": "ragged_dot", "conv_general_dilated": "conv_general_dilated",
+    "gather": "take",
+}  # fmt: skip
+# Those with the dimension numbers of `jax.lax.dot_general`.
+PRODUCTS = ("dot_general", "ragged_dot")
 # Further contractions, which stay in floats.
-FLOAT_OPERATIONS = ("ragged_dot_general", "ragged_dot", "scaled_dot", "triangular_solve", "cholesky")
-_FLOAT_ADVICE = {"ragged_dot_general": "; products in a loop over the groups have one"}
+FLOAT_OPERATIONS = ("scaled_dot", "triangular_solve", "cholesky")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,13 +94,19 @@ class Site:
         return list_contracted(self.equation, self.weight, len(shape))
 
 
+def read_product_numbers(equation: Equation) -> Any:
+    """Return the dimension numbers of a product of matrices, also of a ragged one: those of `jax.lax.dot_general`."""
+    ragged = equation.params.get("ragged_dot_dimension_numbers")
+    return equation.params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
+
+
 def list_contracted(equation: Equation, operand: int, rank: int) -> tuple[int, ...]:
     """Return the dimensions of an operand that an operation sums over."""
-    numbers = equation.params["dimension_numbers"]
     operation = OPERATIONS[jaxpr.read_name(equation)]
-    if operation == "dot_general":
-        return tuple(numbers[0][operand])
+    if operation in PRODUCTS:
+        return tuple(read_product_numbers(equation)[0][operand])
     if operation == "conv_general_dilated":
+        numbers = equation.params["dimension_numbers"]
         kept = (numbers.lhs_spec[0], numbers.rhs_spec[0])[operand]
         return tuple(axis for axis in range(rank) if axis != kept)
     axis = match_lookup(equation)
@@ -106,7 +116,7 @@ def list_contracted(equation: Equation, operand: int, rank: int) -> tuple[int, .
 def explain_floats(equation: Equation, origins: Sequence[Origin]) -> str:
     """Return why a contraction with these operands cannot run on codes, or "" if it can."""
     if jaxpr.read_name(equation) not in OPERATIONS:
-        return f"{jaxpr.read_name(equation)} has no form on codes{_FLOAT_ADVICE.get(jaxpr.read_name(equation), '')}"
+        return f"{jaxpr.read_name(equation)} has no form on codes"
     dtypes = [str(jaxpr.read_dtype(variable)) for variable in equation.invars[:2]]
     if OPERATIONS[jaxpr.read_name(equation)] != "take" and any(dtype not in _FLOATS for dtype in dtypes):
         return "integers already" if all("int" in dtype for dtype in dtypes) else f"operands are {' and '.join(dtypes)}"
@@ -115,6 +125,8 @@ def explain_floats(equation: Equation, origins: Sequence[Origin]) -> str:
         and len(jaxpr.read_shape(equation.invars[0])) < 3
     ):
         return "a convolution without spatial dimensions: write it as a product"
+    if OPERATIONS[jaxpr.read_name(equation)] == "ragged_dot" and not _has_groups(equation):
+        return "a ragged product whose ragged dimension is summed or a batch dimension"
     lost = [origin for origin in origins if isinstance(origin, views.Lost)]
     if lost:
         return lost[0].reason
@@ -136,6 +148,11 @@ def explain_floats(equation: Equation, origins: Sequence[Origin]) -> str:
             if origin.axis in list_contracted(equation, operand, rank):
                 return "parameters are concatenated along an axis that is summed"
     return ""
+
+
+def _has_groups(equation: Equation) -> bool:
+    """Return whether a ragged product has a matrix for each group, JAX's first mode."""
+    return len(equation.params["ragged_dot_dimension_numbers"].rhs_group_dimensions) == 1
 
 
 def is_listed_lookup(equation: Equation, origins: Sequence[Origin]) -> bool:
@@ -317,8 +334,9 @@ def _walk_equation(equation: Equation, origins: list[Origin], around: _Nesting, 
         if any(views.list_views(origin) for origin in moved):
             findings.followed.add(around.address)
         return [views.locate_selection(origin, where) for origin in moved]
-    if name in ("dot_general", "conv_general_dilated", *FLOAT_OPERATIONS):
-        origins = views.resolve_selections(origins)
+    if name in (*OPERATIONS, *FLOAT_OPERATIONS) and name != "gather":
+        # The sizes of the groups of a ragged product are not an operand that could be quantized.
+        origins = views.resolve_selections(origins[:2] if name == "ragged_dot_general" else origins)
         _add_site(equation, origins, around, findings)
     elif is_listed_lookup(equation, origins):
         _add_site(equation, origins[:1], around, findings)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._program.analysis import Site
+from .._program.analysis import Site, read_product_numbers
 from .._program.views import View
 from ..transform.session import TracedCall
 from .moments import Moments
@@ -45,6 +45,8 @@ def describe_use(site: Site, view: View, shape: Sequence[int]) -> Uses:
         view: the view of the parameter that it contracts.
         shape: the shape of the parameter.
     """
+    if site.operation == "ragged_dot":
+        return Uses(site.name, reason="a ragged product, the rows of which belong to different matrices")
     batch, summed = _split_dimensions(site)
     layers = tuple(range(len(site.lengths)))
     if any(step[0] == "rev" for step in view.history if isinstance(step, tuple)):
@@ -89,10 +91,9 @@ def _split_dimensions(site: Site) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def list_output_dimensions(site: Site) -> tuple[int, ...]:
     """Return the dimensions of a contraction's result that are outputs of the parameter, groups included."""
     assert site.weight is not None
-    numbers = site.equation.params["dimension_numbers"]
     if site.operation == "conv_general_dilated":
-        return (numbers.out_spec[1],)
-    summed, batch = numbers
+        return (site.equation.params["dimension_numbers"].out_spec[1],)
+    summed, batch = read_product_numbers(site.equation)
     count, rank = len(batch[0]), len(site.equation.outvars[0].aval.shape)
     free = len(site.equation.invars[site.weight].aval.shape) - count - len(summed[site.weight])
     # The batch dimensions come first, then the dimensions of the first operand, then of the second one.
@@ -131,7 +132,7 @@ def read_vectors(site: Site, x: jax.Array) -> jax.Array:
     if site.operation == "conv_general_dilated":
         return _read_windows(site, x)
     assert site.weight is not None
-    numbers = site.equation.params["dimension_numbers"]
+    numbers = read_product_numbers(site.equation)
     place = 1 - site.weight
     batch, summed = tuple(numbers[1][place]), tuple(numbers[0][place])
     free = tuple(axis for axis in range(x.ndim) if axis not in (*batch, *summed))
@@ -150,7 +151,7 @@ def read_outputs(site: Site, y: jax.Array) -> jax.Array:
         spec = site.equation.params["dimension_numbers"].out_spec
         others, groups = [spec[0], *spec[2:]], _count_groups(site)
     else:
-        groups = math.prod(y.shape[: len(site.equation.params["dimension_numbers"][1][0])])
+        groups = math.prod(y.shape[: len(read_product_numbers(site.equation)[1][0])])
     count = math.prod(y.shape[axis] for axis in outputs)
     return y.transpose(*others, *outputs).reshape(-1, groups, count // groups)
 

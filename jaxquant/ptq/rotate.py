@@ -254,6 +254,8 @@ def _follow_outputs(graph: CallGraph, site: Site) -> _Paths | str:
 def _locate_start(graph: CallGraph, site: Site, operation: EquationNode) -> tuple[_Channels, int, int] | str:
     """Return the channels of a contraction's result, and the parameter and its axis that they are."""
     assert site.weight is not None
+    if site.operation == "ragged_dot":
+        return "a ragged product, the rows of which belong to different matrices"
     (result,) = operation.outputs
     shape, parameters = graph.program.get_shape(result), site.equation.params
     numbers = parameters["dimension_numbers"]

@@ -23,7 +23,8 @@ class Row(NamedTuple):
         name: the path of its parameter and the number of its use, as "dense/kernel#1"; without a parameter the name of
             the operation and its name scope.
         paths: the paths of its parameters.
-        operation: "dot_general", "conv_general_dilated", "take", or the name of another primitive that contracts.
+        operation: "dot_general", "ragged_dot", "conv_general_dilated", "take", or the name of another primitive that
+            contracts.
         shapes: the shapes of its operands.
         form: "integer" (codes times codes), "weight-only" (floats times codes), "lookup" (entries of codes) or "float".
         weight: the spec of its parameter, or None.

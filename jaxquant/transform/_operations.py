@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax import lax
 
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._contractions.conv import plan_array_convolution
+from .._contractions.ragged import contract_ragged
 from .._contractions.take import take
 from .._core import checks, sharding
 from .._program import analysis, jaxpr
@@ -39,10 +40,14 @@ class CodedContraction(Protocol):
 
 
 def make_operation(equation: Equation) -> CodedContraction:
-    """Return the operation of a dot_general or of a convolution."""
+    """Return the operation of a product of matrices, ragged or not, or of a convolution."""
     parameters, dtype = equation.params, jaxpr.read_dtype(equation.outvars[0])
-    if analysis.OPERATIONS[jaxpr.read_name(equation)] == "dot_general":
-        out_sharding = parameters.get("out_sharding")
+    operation, out_sharding = analysis.OPERATIONS[jaxpr.read_name(equation)], parameters.get("out_sharding")
+    if operation == "ragged_dot":
+        return RaggedContraction(
+            parameters["ragged_dot_dimension_numbers"], parameters["precision"], dtype, out_sharding
+        )
+    if operation == "dot_general":
         return DotContraction(_NAME, parameters["dimension_numbers"], parameters["precision"], dtype, out_sharding)
     lhs, rhs = (jax.ShapeDtypeStruct(jaxpr.read_shape(v), jaxpr.read_dtype(v)) for v in equation.invars)
     plan = plan_array_convolution(
@@ -51,6 +56,32 @@ def make_operation(equation: Equation) -> CodedContraction:
         parameters["batch_group_count"],
     )  # fmt: skip
     return ConvContraction(plan, parameters["precision"], dtype)
+
+
+class RaggedContraction(NamedTuple):
+    """A `ragged_dot_general` with its static attributes."""
+
+    numbers: lax.RaggedDotDimensionNumbers
+    precision: Any
+    preferred: Any
+    out_sharding: Any
+
+    def contract_quantized(self, *operands: Any, epilogue: None = None) -> jax.Array:
+        """Return the contraction of two operands, at least one of them quantized, with the sizes of the groups."""
+        assert epilogue is None
+        lhs, rhs, group_sizes = operands
+        (ragged,), (group,) = self.numbers.lhs_ragged_dimensions, self.numbers.rhs_group_dimensions
+        return contract_ragged(
+            lhs, rhs, group_sizes, function=_NAME, numbers=self.numbers.dot_dimension_numbers, ragged=ragged,
+            group=group, precision=self.precision, preferred=self.preferred, out_sharding=self.out_sharding,
+        )  # fmt: skip
+
+    def contract_floats(self, *operands: jax.Array) -> jax.Array:
+        """Return the contraction of floats with the sizes of the groups."""
+        lhs, rhs, group_sizes = operands
+        return lax.ragged_dot_general(
+            lhs, rhs, group_sizes, self.numbers, precision=self.precision, out_sharding=self.out_sharding
+        )
 
 
 def look_up(equation: Equation, table: QuantizedArray, indices: jax.Array) -> jax.Array:
@@ -104,8 +135,18 @@ def _contract_with_gradient_bwd(operation: Any, codes: Sequence[Any], g: jax.Arr
     # The barrier makes XLA dequantize again in the backward pass, and keep no floats for it.
     codes, g = lax.optimization_barrier((codes, g))
     operands = [dequantize_checked(x) if isinstance(x, QuantizedArray) else x for x in codes]
-    _, pull = jax.vjp(operation.contract_floats, *(x.astype(g.dtype) for x in operands))
-    return tuple(d.astype(x.dtype) for d, x in zip(pull(g), operands, strict=True)), None
+    # The sizes of the groups of a ragged product are integers, and have no gradient.
+    places = [place for place, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def contract(*arrays: jax.Array) -> jax.Array:
+        values = dict(zip(places, arrays, strict=True))
+        return operation.contract_floats(*(values.get(place, x) for place, x in enumerate(operands)))
+
+    _, pull = jax.vjp(contract, *(operands[place].astype(g.dtype) for place in places))
+    cotangents = dict(zip(places, pull(g), strict=True))
+    return tuple(
+        cotangents[place].astype(x.dtype) if place in places else None for place, x in enumerate(operands)
+    ), None
 
 
 contract_with_gradient.defvjp(_contract_with_gradient_fwd, _contract_with_gradient_bwd)

@@ -13,7 +13,7 @@ from .._core import checks, dtypes
 from .._core.dtypes import CONTRACTED as INTEGER_DTYPES
 from .._core.granularity import Blocked, PerAxis, PerTensor
 from .._program import jaxpr, views
-from .._program.analysis import UNUSED, Address, Analysis, Site, list_contracted
+from .._program.analysis import PRODUCTS, UNUSED, Address, Analysis, Site, list_contracted
 from ..calibration.calibrator import Factory
 from ._regions.finder import find_regions
 from ._regions.folding import Fold, find_feature_axes
@@ -212,7 +212,7 @@ def _takes_weight(site: Site, rule: Rule, weight: Weight) -> bool:
     if is_integer and QuantSpec(weight.dtype).dtype not in INTEGER_DTYPES:
         return False
     # Convolutions have no form for blocks; a result in codes has one scale.
-    return weight.block is None or (site.operation == "dot_general" and rule.output is None)
+    return weight.block is None or (site.operation in PRODUCTS and rule.output is None)
 
 
 def _count_scales(spec: QuantSpec, shape: Sequence[int]) -> int:
@@ -240,7 +240,7 @@ def _describe_weight(weight: Weight) -> str:
 def _find_stored_axes(site: Site, view: views.View, rule: Rule) -> tuple[int, ...]:
     """Return the axes of a parameter that a use reads fastest if they are last in memory."""
     # Float contractions and convolutions have kernels for the logical order.
-    if site.operation != "dot_general" or rule.activation is None:
+    if site.operation not in PRODUCTS or rule.activation is None:
         return ()
     # Axes that the program has merged cannot be moved apart from each other.
     is_whole = all(len(dimension) <= 1 for dimension in view.dimensions)
@@ -327,7 +327,7 @@ def can_contract_given(site: Site, rule: Rule | None, leaf: int, spec: QuantSpec
     summed = {axis for view in site.views if view.leaf == leaf for axis in view.list_axes(site.contracted)}
     granularity = spec.granularity
     if isinstance(granularity, Blocked):
-        return site.operation == "dot_general" and granularity.axis in summed
+        return site.operation in PRODUCTS and granularity.axis in summed
     # A scale that varies along an axis that is summed cannot be taken out of the sum.
     return not (isinstance(granularity, PerAxis) and summed.intersection(np.atleast_1d(granularity.axis).tolist()))
 

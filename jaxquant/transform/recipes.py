@@ -27,8 +27,10 @@ def weight_only_int4(block: int = 32) -> tuple[Rule, ...]:
     Args:
         block: the number of inputs that share a scale.
     """
+    weight = Weight("int4", block=block, options={"symmetric": False})
     return (
-        Rule(operation="dot_general", weight=Weight("int4", block=block, options={"symmetric": False})),
+        Rule(operation="dot_general", weight=weight),
+        Rule(operation="ragged_dot", weight=weight),
         Rule(weight=Weight("int8")),
     )
 

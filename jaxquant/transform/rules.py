@@ -141,7 +141,7 @@ class SiteView(NamedTuple):
     Attributes:
         name: the name of the site, as in `coverage`.
         paths: the paths of its parameters.
-        operation: "dot_general", "conv_general_dilated" or "take".
+        operation: "dot_general", "ragged_dot", "conv_general_dilated" or "take".
         shapes: the shapes of its operands.
         dtypes: the dtypes of its operands.
         scope: the name scopes around it.
@@ -165,7 +165,7 @@ class Rule:
         path: matches the path of a parameter of the contraction: a pattern with `*`, `?` and `[...]` as in a shell,
             such as "*/Dense_?/kernel", or a compiled regular expression, which is searched. None matches every path.
             A contraction of activations has no parameter, and its name is matched instead.
-        operation: "dot_general", "conv_general_dilated" or "take". None matches each.
+        operation: "dot_general", "ragged_dot", "conv_general_dilated" or "take". None matches each.
         where: a function from a `SiteView` to a bool. None matches each.
         weight: how parameters are quantized. None leaves them in floats. A parameter gets the finest of the Weights
             that the rules of its uses name: the one with more bits, or with as many bits and more scales.
@@ -203,7 +203,7 @@ class Rule:
         expected = "a pattern, a compiled regular expression or None"
         checks.require_type(is_path, "Rule", "path", expected, checks.describe_value(self.path))
         if self.operation is not None:
-            operations = ("dot_general", "conv_general_dilated", "take")
+            operations = ("dot_general", "ragged_dot", "conv_general_dilated", "take")
             checks.check_option("Rule", "operation", self.operation, operations)
         checks.require_type(
             self.where is None or callable(self.where), "Rule", "where", "a function or None",

@@ -473,6 +473,6 @@ def weight_as_images(params, x):
     return lax.conv_general_dilated(params["w"], x, (1, 1), "SAME", dimension_numbers=_IMAGES)
 
 
-@example({"w": (16, 3, 24)}, (12, 16), Ids((3,), 4), forms="f")
+@example({"w": (16, 3, 24)}, (12, 16), Ids((3,), 4), forms="i")
 def ragged_product(params, x, sizes):
     return lax.ragged_dot(x, params["w"].transpose(1, 0, 2), sizes)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import jaxquant as jq
 from jaxquant import checkpoint
@@ -67,6 +68,7 @@ X, CODES = ones(F, 4, 6), ones(I8, 4, 6)
 A, B = ones(U8, 4, 6), ones(I8, 6, 5)
 IMAGES, KERNEL = ones(U8, 2, 4, 7, 9), ones(I8, 6, 4, 3, 3)
 DOT = (((1,), (0,)), ((), ()))
+RAGGED = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 
 
 def elementwise() -> list[Call]:
@@ -174,6 +176,11 @@ def over_arrays() -> list[Call]:
         Call("take", jq.take, {"q": left, "indices": ones(I32, 3)}, ("q", "indices")),
         Call("matmul", jq.matmul, {"lhs": left, "rhs": right}, both, (), preferred),
         Call("dot_general", jq.dot_general, {"lhs": left, "rhs": right, "dimension_numbers": DOT}, both, (), preferred),
+        Call("ragged_dot", jq.ragged_dot, {"lhs": left, "rhs": quantized(I8, 3, 6, 5), "group_sizes": ones(I32, 3)},
+             (*both, "group_sizes"), (), preferred),
+        Call("ragged_dot_general", jq.ragged_dot_general,
+             {"lhs": left, "rhs": quantized(I8, 3, 6, 5), "group_sizes": ones(I32, 3),
+              "ragged_dot_dimension_numbers": RAGGED}, (*both, "group_sizes"), (), preferred),
         Call("einsum", einsum, {"operands_0": left, "operands_1": right}, ("operands_0", "operands_1"), (), preferred),
         Call("conv_general_dilated", jq.conv_general_dilated, {"lhs": images, "rhs": kernel, **windows}, both, (),
              preferred),

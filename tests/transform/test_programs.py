@@ -117,8 +117,7 @@ def test_eager_equals_jit(name, rng):
     same_trees(prepared.apply(qparams, *inputs), jax.jit(prepared.apply)(qparams, *inputs))
 
 
-# JAX cannot vectorize ragged products along other dimensions than the first.
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "ragged_product"])
+@pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.sample(1)
 def test_vmap_over_inputs(name, rng):
     example, params, inputs, prepared = _prepare(name, "w8a8_static", rng)
@@ -173,7 +172,6 @@ REASONS = {
     "contraction_in_condition": [("in the condition of a loop", {"w"})],
     "lookup_of_windows": [("a gather of something else than whole entries", {"table"})],
     "lookup_in_a_computed_table": [("computed by mul at", {"table"})],
-    "ragged_product": [("ragged_dot_general has no form on codes", {"w"})],
     "attention": [("a product of activations", set())] * 2,
 }
 # A rule does not want these in integers, or nothing is lost by floats.

@@ -336,6 +336,8 @@ def find_site_obstacle(site: Site, plan: Any) -> str:
     kinds = {str(jaxpr.read_dtype(variable)) for variable in variables}
     if kinds != {str(dtypes.FLOAT32)}:
         return f"its dtypes are {', '.join(sorted(kinds))}, and integer kernels scale in float32"
+    if site.operation == "ragged_dot":
+        return "the product of groups of rows returns floats"
     if site.weight is None:
         return "it has no parameter"
     shape = jaxpr.read_shape(site.equation.invars[site.weight])
