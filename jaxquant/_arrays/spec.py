@@ -244,6 +244,12 @@ class QuantSpec:
         reduce_range: True for codes of 7 bits in an int8 or uint8: -64 to 64, or 0 to 127, as with `reduce_range` of
             ONNX Runtime's quantizer. Products of such weights with uint8 activations are exact in ONNX Runtime on every
             processor; with 8 bits their sums saturate on x86-64 without VNNI.
+        offset: True for a real offset in place of a zero point: x = codes * scale + offset. The dtype is unsigned. The
+            offset has the granularity and the dtype of the scale (float32 for float8_e8m0fnu).
+        scale_spec: how the scales, and the offsets, are quantized themselves, or None. Its granularity counts the
+            dimensions of the scale: `Blocked(-1, 8)` are eight blocks of x. The codes are computed with the scales that
+            result. Its dtype is one of integers or small floats. Unsigned integers hold the offsets negated, so that a
+            range then includes 0 or what is below it. The other attributes of the scale are those of `scale_spec`.
 
     Raises:
         TypeError: an attribute has a wrong type or names an unsupported dtype.
@@ -268,6 +274,8 @@ class QuantSpec:
     power_of_two: bool = False
     zero_point_granularity: Choice | None = None
     reduce_range: bool = False
+    offset: bool = False
+    scale_spec: QuantSpec | None = None
 
     def __post_init__(self) -> None:
         """Fill in the defaults and check that the attributes do not contradict each other."""
@@ -304,6 +312,40 @@ class QuantSpec:
         # The dataclass is frozen, so its own assignment is refused here too.
         for name, value in attributes.items():
             object.__setattr__(self, name, value)
+        if self.offset:
+            self._check_offset()
+        if self.scale_spec is not None:
+            self._check_scale_spec()
+
+    def _check_offset(self) -> None:
+        is_unsigned = self.codebook is None and not _is_signed(self.dtype)
+        expected = f"False, because only unsigned integers have an offset, and not {self.dtype}"
+        checks.require(is_unsigned, _SPEC, "offset", expected, True)
+        reason = "because an offset takes the place of the zero point"
+        checks.require(not self.symmetric, _SPEC, "symmetric", f"False, {reason}", True)
+        expected = f"None or the granularity of the scale, {reason}"
+        is_same = self.zero_point_granularity == self.granularity
+        checks.require(is_same, _SPEC, "zero_point_granularity", expected, self.zero_point_granularity)
+        for name in ("narrow_range", "reduce_range"):
+            checks.require(not getattr(self, name), _SPEC, name, "False, because offset=True uses all codes", True)
+
+    def _check_scale_spec(self) -> None:
+        name, inner = "scale_spec", self.scale_spec
+        checks.require_type(
+            isinstance(inner, QuantSpec), _SPEC, name, "a QuantSpec or None", checks.describe_value(inner)
+        )
+        assert inner is not None
+        checks.require(inner.scale_spec is None, _SPEC, name, "a spec without a scale_spec: there is one level", inner)
+        checks.require(not inner.offset, _SPEC, name, "a spec without an offset, so that scales stay positive", inner)
+        checks.require(inner.codebook is None, _SPEC, name, "a spec of integers or small floats", inner)
+        is_centered = inner.fixed_zero_point == 0 or (inner.bounds[0] == 0 and not inner.symmetric)
+        checks.require(is_centered, _SPEC, name, "a symmetric spec of signed codes, or unsigned codes", inner)
+        has_fixed = self.offset or self.fixed_zero_point is not None
+        expected = "None, because the zero point depends on the scale (offset=True, or symmetric=True)"
+        checks.require(has_fixed, _SPEC, name, expected, inner)
+        is_default = self.scale_dtype == dtypes.FLOAT32 and not self.power_of_two
+        expected = "float32 without power_of_two, because the scales are rounded to scale_spec"
+        checks.require(is_default, _SPEC, "scale_dtype", expected, self.scale_dtype)
 
     def _check_flags(self, symmetric: object, narrow: object) -> None:
         for argument, value in (
@@ -311,11 +353,12 @@ class QuantSpec:
             ("narrow_range", narrow),
             ("power_of_two", self.power_of_two),
             ("reduce_range", self.reduce_range),
+            ("offset", self.offset),
         ):
             checks.check_flag(_SPEC, argument, value)
 
     def __repr__(self) -> str:
-        """Return the attributes; the last three only if they differ from their defaults."""
+        """Return the attributes; the last ones only if they differ from their defaults."""
         texts = [
             str(self.dtype),
             repr(self.granularity),
@@ -328,6 +371,10 @@ class QuantSpec:
             texts.append(f"zero_point_granularity={self.zero_point_granularity!r}")
         if self.reduce_range:
             texts.append("reduce_range=True")
+        if self.offset:
+            texts.append("offset=True")
+        if self.scale_spec is not None:
+            texts.append(f"scale_spec={self.scale_spec!r}")
         return f"{_SPEC}({', '.join(texts)})"
 
     @property
