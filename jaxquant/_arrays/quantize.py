@@ -256,7 +256,7 @@ def encode_array(x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, s
         return spec.codebook.encode(divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32))
     # Float codes have no integer bounds: they saturate at the largest value of their dtype.
     bounds = None if spec.dtype in dtypes.SMALL_FLOATS else (int(spec.bounds[0]), int(spec.bounds[1]))
-    return quantize_affine(x, scale, zero_point, aligned, spec.dtype, dtypes.FLOAT32, bounds=bounds)
+    return quantize_affine(x, scale, zero_point, aligned, spec.carrier, dtypes.FLOAT32, bounds=bounds)
 
 
 # Quantization of kernels of many shapes by few compiled programs, for the conversion of networks.

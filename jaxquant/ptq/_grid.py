@@ -119,7 +119,7 @@ def check_spec(function: str, spec: object) -> None:
 def check_integer_spec(function: str, spec: QuantSpec) -> None:
     """Raise unless spec is a QuantSpec with integer codes."""
     check_spec(function, spec)
-    is_integer = spec.codebook is None and spec.dtype in dtypes.INTEGERS
+    is_integer = spec.codebook is None and dtypes.is_integer(spec.dtype)
     checks.require(is_integer, function, "spec", "codes of an integer dtype", spec.dtype)
 
 
