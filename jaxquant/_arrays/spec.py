@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -197,8 +198,20 @@ nf4 = Codebook(
 
 
 def read_carrier(dtype: Format) -> np.dtype:
-    """Return the dtype of the codes: a dtype itself, or the dtype that holds narrow integers or indices of a codebook."""
+    """Return the dtype of the codes: a dtype itself, or the one of narrow integers or of a codebook's indices."""
     return dtype.carrier if isinstance(dtype, Codebook | NarrowInteger) else dtype
+
+
+def read_format(
+    function: str, argument: str, value: object, allowed: Sequence[np.dtype | NarrowInteger]
+) -> np.dtype | NarrowInteger:
+    """Return the dtype or the narrow integer that a value names; raise TypeError unless it is one of the allowed."""
+    narrow = dtypes.NARROW_BY_NAME.get(value) if isinstance(value, str) else value
+    if isinstance(narrow, NarrowInteger) and narrow in allowed:
+        return narrow
+    known = [dtype for dtype in allowed if isinstance(dtype, np.dtype)]
+    expected = f"dtype {dtypes.list_names(tuple(allowed))}"
+    return checks.check_dtype(function, argument, value, known, expected=expected)
 
 
 # The dtype or the codebook, the granularity and the properties of the scale.
@@ -212,12 +225,9 @@ _SCALES = (*dtypes.FLOATS, dtypes.E8M0)
 
 def _read_dtype(dtype: object) -> Any:
     """Return a codebook unchanged, and anything else as the dtype or the narrow integer that it names."""
-    if isinstance(dtype, Codebook) or (isinstance(dtype, NarrowInteger) and dtype in dtypes.NARROW):
+    if isinstance(dtype, Codebook):
         return dtype
-    if isinstance(dtype, str) and dtype in dtypes.NARROW_BY_NAME:
-        return dtypes.NARROW_BY_NAME[dtype]
-    expected = f"dtype {dtypes.list_names((*dtypes.QUANTIZED, *dtypes.NARROW))}"
-    return checks.check_dtype(_SPEC, "dtype", dtype, dtypes.QUANTIZED, expected=expected)
+    return read_format(_SPEC, "dtype", dtype, (*dtypes.QUANTIZED, *dtypes.NARROW))
 
 
 def _is_signed(dtype: Format) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._arrays import scale_from_range
+from .._arrays import parts, scale_from_range
 from .._arrays.quantize import encode_array
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import Codebook, QuantSpec
@@ -300,7 +300,8 @@ def make_array(
     is_cut = any(n not in (1, m) for part in (scale, steps) if part is not None
                  for n, m in zip(part.shape, x.shape, strict=True))  # fmt: skip
     size = scale_from_range.derive_block_size(spec) if is_cut else None
-    return QuantizedArray(codes, scale, point, dtype=x.dtype, block_size=size, codebook=spec.codebook)
+    packing = parts.derive_packing(spec.dtype, x.shape, None)
+    return QuantizedArray(codes, scale, point, dtype=x.dtype, block_size=size, codebook=spec.codebook, packing=packing)
 
 
 def round_zero_point(spec: QuantSpec | LinearCodes, zero_point: jax.Array | None) -> jax.Array | None:
