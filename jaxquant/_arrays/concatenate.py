@@ -16,8 +16,9 @@ from .._core.dtypes import count_packed_bits
 from . import quantized_array
 from .parts import StoredOrder, match_dimensions
 from .quantized_array import QuantizedArray
+from .spec import read_carrier
 
-_NAME = "concatenate"
+_NAME, _SUPPORTS = "concatenate", ("packing",)
 
 
 def concatenate(arrays: Sequence[QuantizedArray], axis: int = 0) -> QuantizedArray:
@@ -29,7 +30,7 @@ def concatenate(arrays: Sequence[QuantizedArray], axis: int = 0) -> QuantizedArr
     if len(nonempty) == 1:
         return nonempty[0]
     # A jitted function would transpose the codes of a lazy transpose, so it gets the order in memory.
-    stored = [quantized_array.check_array(_NAME, "arrays", q) for q in nonempty]
+    stored = [quantized_array.check_array(_NAME, "arrays", q, supports=_SUPPORTS) for q in nonempty]
     joined = _join_arrays(_add_zero_points(stored), axis=axis)
     is_lazy = any(q._is_lazy for q in nonempty)
     return joined._with_stored(joined.stored_codes, joined.stored_order, is_lazy=is_lazy)
@@ -40,7 +41,7 @@ def check_arrays(arrays: Any, axis: int) -> list[QuantizedArray]:
     is_sequence = isinstance(arrays, list | tuple)
     checks.require_type(is_sequence, _NAME, "arrays", "a list or tuple of QuantizedArrays", type(arrays).__name__)
     checks.require(len(arrays) > 0, _NAME, "arrays", "one or more arrays", "none")
-    checked = [quantized_array.check_lazy(_NAME, f"arrays[{i}]", q) for i, q in enumerate(arrays)]
+    checked = [quantized_array.check_lazy(_NAME, f"arrays[{i}]", q, supports=_SUPPORTS) for i, q in enumerate(arrays)]
     dimension = checks.check_axis(_NAME, axis, checked[0].ndim)
     for i, q in enumerate(checked[1:], 1):
         _check_match(f"arrays[{i}]", q, checked[0], dimension)
@@ -51,10 +52,10 @@ def _check_match(argument: str, q: QuantizedArray, first: QuantizedArray, axis: 
     """Check that an array can be joined to the first one."""
     # These must match exactly, because joining must not convert codes or scales.
     properties = (
-        ("codes", q.codes.dtype, first.codes.dtype),
+        ("codebook", q.codebook, first.codebook),
+        ("codes", q.format, first.format),
         ("scale", q.scale.dtype, first.scale.dtype),
         ("dtype", q.dtype, first.dtype),
-        ("codebook", q.codebook, first.codebook),
     )
     for name, got, expected in properties:
         if got != expected:
@@ -70,7 +71,8 @@ def _add_zero_points(arrays: list[QuantizedArray]) -> list[QuantizedArray]:
     if all(q.zero_point is None for q in arrays):
         return arrays
     return [
-        q.replace(zero_point=jnp.zeros((1,) * q.ndim, q.codes.dtype)) if q.zero_point is None else q for q in arrays
+        q.replace(zero_point=jnp.zeros((1,) * q.ndim, read_carrier(q.format))) if q.zero_point is None else q
+        for q in arrays
     ]
 
 
@@ -108,6 +110,11 @@ class _Part:
 @functools.partial(jax.jit, inline=True, static_argnames=("axis",))
 def _join_arrays(arrays: list[QuantizedArray], *, axis: int) -> QuantizedArray:
     """Return two or more checked arrays joined along an axis."""
+    packings = [q.packing for q in arrays]
+    if not _has_rows_of_words(arrays, axis):
+        joined = _join_arrays([quantized_array.unpack_checked(q) for q in arrays], axis=axis)
+        packing = packings[0] if all(packings) else None
+        return joined if packing is None else quantized_array.pack_checked(joined, packing.format)
     names = [name for name in ("scale", "zero_point") if getattr(arrays[0], name) is not None]
     parts = {name: [_read_part(q, getattr(q, name)) for q in arrays] for name in names}
     codes, order = _concatenate_codes(arrays, axis)
@@ -119,6 +126,15 @@ def _join_arrays(arrays: list[QuantizedArray], *, axis: int) -> QuantizedArray:
         name: _concatenate_parts([part.cut_blocks(sizes[name]) for part in each], axis) for name, each in parts.items()
     }
     return arrays[0].replace(block_size=block_size, **joined)._with_stored(codes, order)
+
+
+def _has_rows_of_words(arrays: list[QuantizedArray], axis: int) -> bool:
+    """Return whether the stored codes of arrays can be joined as they are: no words, or rows of words."""
+    if all(q.packing is None for q in arrays):
+        return True
+    order = arrays[0].stored_order
+    is_same = all(q.packing is not None and q.stored_order == order for q in arrays)
+    return is_same and match_dimensions(order, arrays[0].ndim)[axis] != arrays[0].ndim - 1
 
 
 def cut_for_join(q: QuantizedArray, axis: int, count: int) -> QuantizedArray:

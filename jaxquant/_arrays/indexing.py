@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._core import checks, entry_point, granularity, sharding
-from .parts import StoredOrder, derive_transposed_order
+from .parts import Packing, StoredOrder, derive_permutation, derive_transposed_order, pack_codes
 
 if TYPE_CHECKING:
     from .quantized_array import QuantizedArray
@@ -48,26 +48,46 @@ def index_array(
     # may be short.
     sizes = {_derive_run_lengths(q, p)[a] for p in parts for a in _list_block_dims(p, q.shape)}
     block_size = q.block_size or (sizes.pop() if len(sizes) == 1 else None)
-    codes, order = _index_codes(q, items, out_sharding)
+    codes, order, packing = _index_codes(q, items, out_sharding)
     replicated = None if out_sharding is None else sharding.set_partition(out_sharding, ())
     scale, zero_point = (
         None if p is None else _index_entries(q, p, items, block_size, replicated) for p in (q.scale, q.zero_point)
     )
-    new = q.replace(scale=scale, zero_point=zero_point)._with_stored(codes, order, is_lazy=q._is_lazy)
+    new = q.replace(scale=scale, zero_point=zero_point)
+    new = new._with_stored(codes, order, is_lazy=q._is_lazy, packing=packing)
     has_blocks = any(_list_block_dims(p, new.shape) for p in (scale, zero_point) if p is not None)
     return new.replace(block_size=block_size if has_blocks else q.block_size)
 
 
 def _index_codes(
     q: QuantizedArray, items: list[Any], out_sharding: NamedSharding | PartitionSpec | None
-) -> tuple[jax.Array, StoredOrder]:
-    """Return the stored codes that an index selects, and their order."""
+) -> tuple[jax.Array, StoredOrder, Packing | None]:
+    """Return the stored codes that an index selects, their order and their packing."""
     moved = q._order or ()
     start = len(items) - len(moved)
+    # The words of a row are selected as a whole.
+    last = moved[-1] if moved else -1
+    is_whole = q.packing is None or (isinstance(items[last], slice) and items[last].indices(q.shape[last]) == (
+        0, q.shape[last], 1,
+    ))  # fmt: skip
+    words = items if q.packing is None else [*items]
+    if q.packing is not None and is_whole:
+        words[last] = slice(None)
     # Slices keep all the axes that the order moves; after any other index into them the codes are in logical order.
-    if moved and out_sharding is None and all(isinstance(item, slice) for item in items[start:]):
-        return _index_part(q._stored, [*items[:start], *(items[axis] for axis in moved)], None), moved
-    return _index_part(q.codes, items, out_sharding), None
+    if moved and out_sharding is None and all(isinstance(item, slice) for item in items[start:]) and is_whole:
+        return _index_part(q._stored, [*words[:start], *(words[axis] for axis in moved)], None), moved, q.packing
+    if q.packing is None or (is_whole and not moved):
+        stored = q.codes if q.packing is None else q._stored
+        return _index_part(stored, words, out_sharding), None, q.packing
+    return _pack_again(q, _index_part(q.codes, items, out_sharding))
+
+
+def _pack_again(q: QuantizedArray, codes: jax.Array) -> tuple[jax.Array, None, Packing | None]:
+    """Return codes in the logical order as they are stored, packed as those of q are; a single code is not packed."""
+    if q.packing is None or not codes.ndim:
+        return codes, None, None
+    packing = Packing(q.packing.format, codes.shape[-1])
+    return pack_codes(codes, packing), None, packing
 
 
 def _index_part(part: jax.Array, items: Sequence[Any], out_sharding: NamedSharding | PartitionSpec | None) -> jax.Array:
@@ -204,7 +224,7 @@ def _index_entries(
 
 def per_index(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
     """Return q with one entry for each index of the given axes; q has been checked."""
-    parts = {}
+    parts: dict[str, Any] = {}
     for name in ("scale", "zero_point"):
         part = getattr(q, name)
         if part is not None:
@@ -215,8 +235,12 @@ def per_index(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
                     part = granularity.expand_blocks(part, axis, size, length)
             parts[name] = part
     # The axes are about to be mapped, in the stored codes as in the scale, so they must not have moved.
-    is_moved = any(axis % q.ndim - q.ndim in (q._order or ()) for axis in axes)
-    return q.replace(**parts, **({"stored_order": None} if is_moved else {}))
+    mapped = [axis % q.ndim for axis in axes]
+    is_moved = any(axis - q.ndim in (q._order or ()) for axis in mapped)
+    new = q.replace(**parts, **({"stored_order": None} if is_moved else {}))
+    # Nor can the words of an axis be mapped.
+    packed = derive_permutation(new._order, q.ndim)[-1] if new.packing is not None else None
+    return new.unpack() if packed in mapped else new
 
 
 def _select_shared_entry(item: Any) -> Any:
@@ -246,7 +270,8 @@ def transpose_array(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
     scale, zero_point = (None if p is None else jnp.transpose(p, order) for p in (q.scale, q.zero_point))
     new = q.replace(scale=scale, zero_point=zero_point)
     # The codes stay in memory as they are. Others see the order that the user has chosen, or else the logical one.
-    is_lazy = q._is_lazy or q._order is None
+    # Words cannot be transposed later, because the packed axis would not be the last one.
+    is_lazy = (q._is_lazy or q._order is None) and q.packing is None
     return new._with_stored(q._stored, derive_transposed_order(q._order, order), is_lazy=is_lazy)
 
 
@@ -273,12 +298,13 @@ def reshape_array(q: QuantizedArray, shape: tuple[Any, ...]) -> QuantizedArray:
     # With blocks of two sizes no size is stored, because the shapes tell both.
     block_size = sizes.pop() if len(sizes) == 1 else None
     result = q.replace(block_size=block_size, **reshaped)
-    moved = len(q._order or ())
-    # The stored order remains if only the dimensions in front of it change.
+    moved = max(len(q._order or ()), q.packing is not None)
+    # The stored order and the words remain if only the dimensions in front of them change.
     if len(new) >= moved and new[len(new) - moved :] == q.shape[q.ndim - moved :]:
         stored = q._stored.reshape((*new[: len(new) - moved], *q._stored.shape[q.ndim - moved :]))
         return result._with_stored(stored, q._order, is_lazy=q._is_lazy)
-    return result._with_stored(q.codes.reshape(new), None)
+    codes, order, packing = _pack_again(q, q.codes.reshape(new))
+    return result._with_stored(codes, order, packing=packing)
 
 
 def _resolve_shape(q: QuantizedArray, shape: tuple[Any, ...]) -> tuple[int, ...]:

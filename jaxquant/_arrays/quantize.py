@@ -203,8 +203,9 @@ def _quantize(
     codes = encode_array(x, scale, zero_point, spec)
     block_size = scale_from_range.derive_stored_block_size(_NAME, spec, x.shape)
     return QuantizedArray(
-        codes, scale, zero_point, dtype=x.dtype, block_size=block_size, codebook=spec.codebook, stored_order=order
-    )
+        codes, scale, zero_point, dtype=x.dtype, block_size=block_size, codebook=spec.codebook, stored_order=order,
+        packing=parts.derive_packing(spec.dtype, x.shape, order),
+    )  # fmt: skip
 
 
 # Offsets, and scales that are quantized themselves.
@@ -350,7 +351,7 @@ def encode_array(x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, s
         return spec.codebook.encode(divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32))
     # Float codes have no integer bounds: they saturate at the largest value of their dtype.
     bounds = None if spec.dtype in dtypes.SMALL_FLOATS else (int(spec.bounds[0]), int(spec.bounds[1]))
-    return quantize_affine(x, scale, zero_point, aligned, spec.dtype, dtypes.FLOAT32, bounds=bounds)
+    return quantize_affine(x, scale, zero_point, aligned, spec.carrier, dtypes.FLOAT32, bounds=bounds)
 
 
 # Quantization of kernels of many shapes by few compiled programs, for the conversion of networks.
@@ -385,13 +386,17 @@ def quantize_kernel(kernel: jax.Array, spec: QuantSpec, stored_axes: Sequence[in
 
     order = parts.move_axes_last("quantize", "stored_last", stored_axes, values.ndim)
 
-    def trim(part: jax.Array, row_count: int, shape: tuple[int, ...], order: parts.StoredOrder = None) -> jax.Array:
+    def trim(
+        part: jax.Array, row_count: int, shape: tuple[int, ...], order: parts.StoredOrder = None,
+        packing: parts.Packing | None = None,
+    ) -> jax.Array:  # fmt: skip
         host = np.asarray(part)[:row_count, : columns if part.shape[1] > 1 else 1].reshape(shape)
-        return jax.device_put(np.array(parts.store_codes(host, order), order="C"))
+        return jax.device_put(np.array(parts.store_codes(host, order, packing), order="C"))
 
     zero_point = None if q.zero_point is None else trim(q.zero_point, 1, zero_point_shape)
-    stored, scale = trim(q.codes, rows, values.shape, order), trim(q.scale, 1, scale_shape)
-    static = q.tree_flatten()[1]._replace(block_size=None, stored_order=order)
+    packing = parts.derive_packing(spec.dtype, values.shape, order)
+    stored, scale = trim(q.codes, rows, values.shape, order, packing), trim(q.scale, 1, scale_shape)
+    static = q.tree_flatten()[1]._replace(block_size=None, stored_order=order, packing=packing)
     return QuantizedArray.tree_unflatten(static, (stored, scale, zero_point))
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from .._core import checks, dtypes, sharding
+from .._core.dtypes import NarrowInteger
 from .._core.granularity import Choice, PerTensor
 from .._kernels.affine import encode_order
 
@@ -181,7 +183,7 @@ def _look_up(table: np.ndarray, index: jax.Array) -> jax.Array:
     return jnp.asarray(table).at[index].get(mode="promise_in_bounds", **options)
 
 
-Format = np.dtype | Codebook
+Format = np.dtype | NarrowInteger | Codebook
 
 nf4 = Codebook(
     "nf4",
@@ -196,8 +198,20 @@ nf4 = Codebook(
 
 
 def read_carrier(dtype: Format) -> np.dtype:
-    """Return the dtype of the codes: a dtype itself, or the dtype of the indices into a codebook."""
-    return dtype.carrier if isinstance(dtype, Codebook) else dtype
+    """Return the dtype of the codes: a dtype itself, or the one of narrow integers or of a codebook's indices."""
+    return dtype.carrier if isinstance(dtype, Codebook | NarrowInteger) else dtype
+
+
+def read_format(
+    function: str, argument: str, value: object, allowed: Sequence[np.dtype | NarrowInteger]
+) -> np.dtype | NarrowInteger:
+    """Return the dtype or the narrow integer that a value names; raise TypeError unless it is one of the allowed."""
+    narrow = dtypes.NARROW_BY_NAME.get(value) if isinstance(value, str) else value
+    if isinstance(narrow, NarrowInteger) and narrow in allowed:
+        return narrow
+    known = [dtype for dtype in allowed if isinstance(dtype, np.dtype)]
+    expected = f"dtype {dtypes.list_names(tuple(allowed))}"
+    return checks.check_dtype(function, argument, value, known, expected=expected)
 
 
 # The dtype or the codebook, the granularity and the properties of the scale.
@@ -210,13 +224,15 @@ _SCALES = (*dtypes.FLOATS, dtypes.E8M0)
 
 
 def _read_dtype(dtype: object) -> Any:
-    """Return a codebook unchanged, and anything else as the dtype that it names."""
-    return dtype if isinstance(dtype, Codebook) else checks.check_dtype(_SPEC, "dtype", dtype, dtypes.QUANTIZED)
+    """Return a codebook unchanged, and anything else as the dtype or the narrow integer that it names."""
+    if isinstance(dtype, Codebook):
+        return dtype
+    return read_format(_SPEC, "dtype", dtype, (*dtypes.QUANTIZED, *dtypes.NARROW))
 
 
 def _is_signed(dtype: Format) -> bool:
     """Return whether a dtype is signed. Float dtypes and codebooks are: their range is symmetric."""
-    return dtype not in dtypes.INTEGERS or dtypes.read_bounds(dtype)[0] < 0
+    return isinstance(dtype, Codebook) or dtype in dtypes.SMALL_FLOATS or dtypes.read_bounds(dtype)[0] < 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +244,8 @@ class QuantSpec:
 
     Attributes:
         dtype: the dtype of the codes: int2, uint2, int4, uint4, int8, uint8, int16, uint16, a float8 or
-            float4_e2m1fn; or a `Codebook` such as `nf4`.
+            float4_e2m1fn; the name of a narrow integer: "int3", "uint3", "int5", "uint5", "int6" or "uint6"; or a
+            `Codebook` such as `nf4`.
         granularity: which elements share a scale: `PerTensor()`, `PerToken()`, `PerFeature()`, `PerAxis(axis or axes)`
             or `Blocked(axis, size)`. By default `PerTensor()`.
         symmetric: True if the zero point is fixed to 0, or to the middle code of an unsigned dtype (128 of uint8). By
@@ -280,7 +297,7 @@ class QuantSpec:
     def __post_init__(self) -> None:
         """Fill in the defaults and check that the attributes do not contradict each other."""
         dtype = _read_dtype(self.dtype)
-        is_integer = dtype in dtypes.INTEGERS
+        is_integer = dtypes.is_integer(dtype)
         symmetric = _is_signed(dtype) if self.symmetric is None else self.symmetric
         narrow = (is_integer and bool(symmetric)) if self.narrow_range is None else self.narrow_range
         self._check_flags(symmetric, narrow)
@@ -379,13 +396,19 @@ class QuantSpec:
 
     @property
     def carrier(self) -> np.dtype:
-        """The dtype of the codes: `dtype`, or the dtype of the indices into the codebook."""
+        """The dtype of the codes: `dtype`, int8 or uint8 for narrow integers, or the dtype of a codebook's indices."""
         return read_carrier(self.dtype)
 
     @property
     def codebook(self) -> Codebook | None:
-        """The codebook, or None if `dtype` is a dtype."""
+        """The codebook, or None if `dtype` is not one."""
         return self.dtype if isinstance(self.dtype, Codebook) else None
+
+    @property
+    def bits(self) -> int:
+        """The number of bits of a code, with `reduce_range` the number that is used."""
+        stored = self.dtype if isinstance(self.dtype, NarrowInteger) else self.carrier
+        return dtypes.count_packed_bits(stored) - int(self.reduce_range)
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -406,4 +429,4 @@ class QuantSpec:
             return None
         if _is_signed(self.dtype):
             return 0
-        return 2 ** (dtypes.count_bits(self.dtype) - (2 if self.reduce_range else 1))
+        return 2 ** (self.bits - 1)

@@ -119,7 +119,7 @@ def check_spec(function: str, spec: object) -> None:
 def check_integer_spec(function: str, spec: QuantSpec) -> None:
     """Raise unless spec is a QuantSpec with integer codes."""
     check_spec(function, spec)
-    is_integer = spec.codebook is None and spec.dtype in dtypes.INTEGERS
+    is_integer = spec.codebook is None and dtypes.is_integer(spec.dtype)
     checks.require(is_integer, function, "spec", "codes of an integer dtype", spec.dtype)
 
 
@@ -155,11 +155,10 @@ def check_grid(function: str, grid: QuantizedArray | None, w: jax.Array, spec: Q
     """Raise unless a grid is None or a quantized array with the shape of w and the codes of the spec."""
     if grid is None:
         return
-    q = check_array(function, "grid", grid)
+    q = check_array(function, "grid", grid, supports=("packing",))
     checks.check_shape(function, "grid", q, tuple(w.shape), "the shape of w")
-    is_same = q.codebook == spec.codebook and q.codes.dtype == spec.carrier
-    name = q.codebook or q.codes.dtype
-    checks.require(is_same, function, "grid", f"codes of {spec.dtype}, as the spec has", name)
+    is_same = q.format == spec.dtype
+    checks.require(is_same, function, "grid", f"codes of {spec.dtype}, as the spec has", q.format)
 
 
 def compute_scales(function: str, w: jax.Array, spec: QuantSpec, grid: Scales | None) -> Scales:
@@ -217,8 +216,9 @@ def build_array(
     order = None if stored_last is None else parts.move_axes_last(function, "stored_last", axes, codes.ndim)
     block_size = scale_from_range.derive_stored_block_size(function, spec, layout.shape)
     return QuantizedArray(
-        codes, *scales, dtype=dtype, block_size=block_size, codebook=spec.codebook, stored_order=order
-    )
+        codes, *scales, dtype=dtype, block_size=block_size, codebook=spec.codebook, stored_order=order,
+        packing=parts.derive_packing(spec.dtype, codes.shape, order),
+    )  # fmt: skip
 
 
 def spoil_scale(scale: jax.Array, is_valid: jax.Array) -> jax.Array:

@@ -45,7 +45,7 @@ def move_elements(equation: Equation, operands: Sequence[Any]) -> list[Any]:
 
 def can_concatenate(arrays: Sequence[QuantizedArray]) -> bool:
     """Return whether the codes of quantized arrays can stand in one array."""
-    return len({(q.codes.dtype, q.scale.dtype, q.dtype, q.codebook) for q in arrays}) == 1
+    return len({(q.format, q.scale.dtype, q.dtype) for q in arrays}) == 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
