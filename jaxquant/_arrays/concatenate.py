@@ -13,12 +13,13 @@ import jax.numpy as jnp
 
 from .._core import checks, granularity
 from .._core.dtypes import count_packed_bits
-from . import quantized_array
+from . import indexing, quantized_array
 from .parts import StoredOrder, match_dimensions
 from .quantized_array import QuantizedArray
 from .spec import read_carrier
 
-_NAME, _SUPPORTS = "concatenate", ("packing",)
+# Nothing tells whether two permutations are the same.
+_NAME, _SUPPORTS = "concatenate", tuple(form for form in quantized_array.FORMS if form != "permutation")
 
 
 def concatenate(arrays: Sequence[QuantizedArray], axis: int = 0) -> QuantizedArray:
@@ -60,6 +61,20 @@ def _check_match(argument: str, q: QuantizedArray, first: QuantizedArray, axis: 
     for name, got, expected in properties:
         if got != expected:
             checks.refuse_type(_NAME, f"{argument}.{name}", f"{expected}, as in arrays[0]", got)
+    expected = f"{first.signed_scale}, as in arrays[0]"
+    is_same = q.signed_scale == first.signed_scale
+    checks.require(is_same, _NAME, f"{argument}.signed_scale", expected, q.signed_scale)
+    for name in ("scale", "offset"):
+        part, other = getattr(q, name), getattr(first, name)
+        kinds = [None if p is None else type(p) if isinstance(p, QuantizedArray) else jax.Array for p in (part, other)]
+        expected = f"{checks.describe_value(other)}, as in arrays[0]"
+        checks.require(kinds[0] == kinds[1], _NAME, f"{argument}.{name}", expected, checks.describe_value(part))
+        if isinstance(part, QuantizedArray):
+            inner = (part.format, part.scale.dtype, part.signed_scale, part.offset is None)
+            needed = (other.format, other.scale.dtype, other.signed_scale, other.offset is None)
+            checks.require(inner == needed, _NAME, f"{argument}.{name}", expected, checks.describe_value(part))
+        elif name == "offset" and part is not None:
+            checks.require_type(part.dtype == other.dtype, _NAME, f"{argument}.{name}", expected, part.dtype)
     lengths = tuple(n for a, n in enumerate(q.shape) if a != axis)
     if q.ndim != first.ndim or lengths != tuple(n for a, n in enumerate(first.shape) if a != axis):
         expected = f"the shape of arrays[0], {first.shape}, except along axis {axis}"
@@ -78,15 +93,15 @@ def _add_zero_points(arrays: list[QuantizedArray]) -> list[QuantizedArray]:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """The scale or the zero point of an array.
+    """The scale, the zero point or the offset of an array.
 
     Attributes:
-        entries: the elements of the scale or the zero point.
+        entries: its elements, an array or a QuantizedArray.
         sizes: the number of indices that share an entry, for each dimension.
         lengths: the shape of the codes.
     """
 
-    entries: jax.Array
+    entries: Any
     sizes: tuple[int, ...]
     lengths: tuple[int, ...]
 
@@ -94,7 +109,7 @@ class _Part:
         """Return whether all indices of a dimension share one entry."""
         return self.entries.shape[dim] == 1
 
-    def cut_blocks(self, sizes: tuple[int, ...]) -> jax.Array:
+    def cut_blocks(self, sizes: tuple[int, ...]) -> Any:
         """Return the entries repeated for blocks of the given sizes; a size of 0 keeps a dimension shared."""
         entries = self.entries
         for dim, size in enumerate(sizes):
@@ -102,7 +117,7 @@ class _Part:
             if entries.shape[dim] != count:
                 # A shared entry is repeated for every block; a longer block is divided into several shorter ones.
                 repeats = count if self.is_shared(dim) else self.sizes[dim] // size
-                entries = granularity.expand_blocks(entries, dim, repeats, count)
+                entries = indexing.expand_part(entries, dim, repeats, count)
         return entries
 
 
@@ -115,7 +130,7 @@ def _join_arrays(arrays: list[QuantizedArray], *, axis: int) -> QuantizedArray:
         joined = _join_arrays([quantized_array.unpack_checked(q) for q in arrays], axis=axis)
         packing = packings[0] if all(packings) else None
         return joined if packing is None else quantized_array.pack_checked(joined, packing.format)
-    names = [name for name in ("scale", "zero_point") if getattr(arrays[0], name) is not None]
+    names = list(indexing.list_entries(arrays[0]))
     parts = {name: [_read_part(q, getattr(q, name)) for q in arrays] for name in names}
     codes, order = _concatenate_codes(arrays, axis)
     # The scale and the zero point may need different block sizes, but an array stores only one.
@@ -123,7 +138,7 @@ def _join_arrays(arrays: list[QuantizedArray], *, axis: int) -> QuantizedArray:
     length = sum(q.shape[axis] for q in arrays)
     sizes, block_size = _unify_sizes(sizes, (*arrays[0].shape[:axis], length, *arrays[0].shape[axis + 1 :]))
     joined = {
-        name: _concatenate_parts([part.cut_blocks(sizes[name]) for part in each], axis) for name, each in parts.items()
+        name: _join_entries([part.cut_blocks(sizes[name]) for part in each], axis) for name, each in parts.items()
     }
     return arrays[0].replace(block_size=block_size, **joined)._with_stored(codes, order)
 
@@ -145,7 +160,7 @@ def cut_for_join(q: QuantizedArray, axis: int, count: int) -> QuantizedArray:
     """
     if not q.shape[axis]:
         return q
-    parts = {name: _read_part(q, getattr(q, name)) for name in ("scale", "zero_point") if getattr(q, name) is not None}
+    parts = {name: _read_part(q, part) for name, part in indexing.list_entries(q).items()}
     sizes = {name: _match_block_sizes([part] * count, axis) for name, part in parts.items()}
     joined = (*q.shape[:axis], q.shape[axis] * count, *q.shape[axis + 1 :])
     sizes, block_size = _unify_sizes(sizes, joined)
@@ -162,6 +177,13 @@ def _concatenate_codes(arrays: list[QuantizedArray], axis: int) -> tuple[jax.Arr
     return _concatenate_parts([q.stored_codes for q in arrays], dimension), order
 
 
+def _join_entries(entries: list[Any], axis: int) -> Any:
+    """Return scales, zero points or offsets joined along an axis."""
+    if isinstance(entries[0], QuantizedArray):
+        return _join_arrays(_add_zero_points(entries), axis=axis)
+    return _concatenate_parts(entries, axis)
+
+
 def _concatenate_parts(parts: list[jax.Array], axis: int) -> jax.Array:
     """Return arrays joined along an axis."""
     dtype = parts[0].dtype
@@ -171,8 +193,8 @@ def _concatenate_parts(parts: list[jax.Array], axis: int) -> jax.Array:
     return jnp.concatenate([part.astype(jnp.int8) for part in parts], axis).astype(dtype)
 
 
-def _read_part(q: QuantizedArray, entries: jax.Array) -> _Part:
-    """Return a scale or zero point of q with the sizes of its blocks."""
+def _read_part(q: QuantizedArray, entries: Any) -> _Part:
+    """Return a scale, zero point or offset of q with the sizes of its blocks."""
     sizes = granularity.Aligned(q.block_size).sizes(entries.shape, q.shape)
     assert sizes is not None
     return _Part(entries, sizes, q.shape)

@@ -257,7 +257,7 @@ def _build_array(
     block_size = scale_from_range.derive_stored_block_size(_NAME, plain, x.shape)
     return QuantizedArray(
         codes, scale, zero_point, offset, dtype=x.dtype, block_size=block_size, codebook=spec.codebook,
-        stored_order=order, signed_scale=signed_scale,
+        stored_order=order, signed_scale=signed_scale, packing=parts.derive_packing(spec.dtype, x.shape, order),
     )  # fmt: skip
 
 

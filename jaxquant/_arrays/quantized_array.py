@@ -534,7 +534,7 @@ class QuantizedArray(RefusedOperators):
             ValueError: the index has too many dimensions, or int32 does not hold one of its numbers.
             IndexError: an int is out of range, or a mask has the wrong shape.
         """
-        return indexing.index_array(check_lazy("QuantizedArray.__getitem__", "self", self, supports=_PACKING), index)
+        return indexing.index_array(check_lazy("QuantizedArray.__getitem__", "self", self, supports=FORMS), index)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: object, **keywords: object) -> Any:
         """Compute numpy's `@`; raise TypeError for every other numpy function."""
@@ -629,7 +629,7 @@ class QuantizedArray(RefusedOperators):
             TypeError: a dimension is not an int.
             ValueError: the size differs, or no scale or zero point of the new rank can be shared by the same elements.
         """
-        return indexing.reshape_array(check_lazy(f"{_NAME}.reshape", "self", self, supports=_PACKING), shape)
+        return indexing.reshape_array(check_lazy(f"{_NAME}.reshape", "self", self, supports=FORMS), shape)
 
     def per_index(self, *axes: int) -> QuantizedArray:
         """Return the same array with one entry of scale and zero point for each index of the given axes.
@@ -640,7 +640,7 @@ class QuantizedArray(RefusedOperators):
             TypeError: an axis is not an int.
             ValueError: an axis is out of range.
         """
-        return indexing.per_index(check_lazy(f"{_NAME}.per_index", "self", self, supports=_PACKING), axes)
+        return indexing.per_index(check_lazy(f"{_NAME}.per_index", "self", self, supports=FORMS), axes)
 
     def transpose(self, *axes: Any) -> QuantizedArray:
         """Return the array with its dimensions in the given order, by default reversed.
@@ -653,7 +653,7 @@ class QuantizedArray(RefusedOperators):
             TypeError: an axis is not an int.
             ValueError: the axes are not a permutation of the dimensions.
         """
-        return indexing.transpose_array(check_lazy(f"{_NAME}.transpose", "self", self, supports=_PACKING), axes)
+        return indexing.transpose_array(check_lazy(f"{_NAME}.transpose", "self", self, supports=FORMS), axes)
 
     def swapaxes(self, axis1: int, axis2: int) -> QuantizedArray:
         """Return the array with two dimensions exchanged; see `transpose`.
@@ -724,7 +724,6 @@ _FORMS = {
     "packing": ("packing", "None", "no packed codes"),
 }
 FORMS = tuple(_FORMS)
-_PACKING = ("packing",)
 
 
 def list_forms(q: QuantizedArray) -> list[str]:
