@@ -197,7 +197,8 @@ def test_files_and_copies(rng: np.random.Generator, name: str, tmp_path: Path) -
     tree = {"w": packed, "t": packed.store_last(0)}
     checkpoint.save_safetensors(tmp_path / "a.safetensors", tree)
     loaded = checkpoint.load_safetensors(tmp_path / "a.safetensors")
-    for restored in (loaded["w"], loaded["t"], copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
+    plain = checkpoint.from_arrays(checkpoint.to_arrays(tree))
+    for restored in (loaded["w"], loaded["t"], plain["w"], copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
         assert restored.format == packed.format
         assert_same(restored, q)
     np.testing.assert_array_equal(loaded["w"].stored_codes, packed.stored_codes)
