@@ -153,7 +153,8 @@ def _is_saturated(x: jax.Array, q: QuantizedArray) -> jax.Array:
 
 def _measure_used_codes(q: QuantizedArray) -> jax.Array:
     """Return the fraction of the codes of q's format that occur in q."""
-    codes, dtype = q.codes, q.codes.dtype if q.codebook is not None else q.format
+    codes = q.codes
+    dtype: Any = codes.dtype if q.codebook is not None else q.format
     count = 2 ** dtypes.count_packed_bits(dtype)
     # Number the codes of every format from 0.
     if dtype in dtypes.FLOAT8:

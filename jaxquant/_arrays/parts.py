@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._core import checks, dtypes, entry_point, granularity
+from .._core import checks, dtypes, entry_point, granularity, sharding
 from .._core.dtypes import NarrowInteger
 from .._kernels import affine, barriers, packed_codes, words
 from .._kernels.affine import Use, dequantize_affine
@@ -404,13 +404,15 @@ def unpack_codes(stored: Any, packing: Packing) -> Any:
 def _pack(codes: jax.Array, *, packing: Packing) -> jax.Array:
     if codes.dtype in dtypes.FLOAT4:
         codes = lax.bitcast_convert_type(codes, jnp.uint4)
+    # A device must have all codes of a row, because the codes of a word are not neighbors.
+    codes = sharding.gather_axes(codes, (codes.ndim - 1,))
     wide = jnp.int8 if dtypes.is_integer(codes.dtype) and dtypes.read_bounds(codes.dtype)[0] < 0 else jnp.uint8
     return words.pack_words(codes.astype(wide), packing.bits)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames="packing")
 def _unpack(stored: jax.Array, *, packing: Packing) -> jax.Array:
-    held = packing.format
+    held, stored = packing.format, sharding.gather_axes(stored, (stored.ndim - 1,))
     if isinstance(held, NarrowInteger):
         return words.unpack_words(stored, packing.bits, packing.length, signed=held.signed)
     is_float = held in dtypes.FLOAT4

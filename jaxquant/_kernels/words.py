@@ -25,6 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._core import sharding
+
 
 class _Layout(NamedTuple):
     """How codes of a width are stored.
@@ -121,12 +123,12 @@ def read_lane(planes: tuple[jax.Array, ...], bits: int, lane: int | jax.Array, *
     """
     layout = _LAYOUTS[bits]
     shape = jnp.broadcast_shapes(*(plane.shape for plane in planes), np.shape(lane))
-    lane = jnp.broadcast_to(np.int32(lane) if isinstance(lane, int) else lane, shape)
     low, *high = (jnp.broadcast_to(plane.astype(jnp.int32), shape) for plane in planes)
+    lane = sharding.place_like(jnp.broadcast_to(np.int32(lane) if isinstance(lane, int) else lane, shape), low)
     # A shift to the left and back removes the other bits and extends the sign.
     code = _raise_lane(low, layout.low, lane)
     if layout.high:
-        part = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 2)
+        part = sharding.place_like(lax.broadcasted_iota(jnp.int32, shape, len(shape) - 2), low)
         raised = _raise_lane(high[0], layout.high, lane, part * np.int32(layout.unit))
         # The high bits of the code are the highest bits of the word, and the low ones follow.
         mask = np.int32(-(2 ** (32 - layout.high)))

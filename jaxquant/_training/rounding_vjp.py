@@ -32,7 +32,12 @@ class _CodeFormat(Protocol):
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the codes, or a codebook."""
+        """The dtype of the codes, a narrow integer or a codebook."""
+        ...
+
+    @property
+    def carrier(self) -> np.dtype:
+        """The dtype in which the codes are held."""
         ...
 
     @property

@@ -42,3 +42,27 @@ def write(codes: np.ndarray, bits: int) -> np.ndarray:
 def list_codes(bits: int, signed: bool) -> range:
     """Return all codes of a format."""
     return range(-(2 ** (bits - 1)), 2 ** (bits - 1)) if signed else range(2**bits)
+
+
+def quantize_blocks(
+    x: np.ndarray, bits: int, signed: bool, block: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return the codes, scales and zero points of blocks of the last axis, by the docstring of `quantize`, in float32.
+
+    Signed formats are symmetric without their lowest code, and unsigned ones are asymmetric.
+    """
+    one = np.float32
+    cut = x.reshape(*x.shape[:-1], -1, block)
+    low, high = cut.min(-1, keepdims=True, initial=one(0)), cut.max(-1, keepdims=True, initial=one(0))
+    most = 2 ** (bits - 1) - 1 if signed else 2**bits - 1
+    width = np.maximum(-low, high) if signed else high - low
+    scale = np.where(width == 0, one(1), width / one(most))
+    steps = np.rint(cut / scale)
+    if signed:
+        return np.clip(steps, -most, most).astype(np.int8).reshape(x.shape), scale[..., 0], None
+    point = np.rint(np.clip(-low / scale, one(0), one(most)))
+    return (
+        np.clip(steps + point, 0, most).astype(np.uint8).reshape(x.shape),
+        scale[..., 0],
+        point[..., 0].astype(np.uint8),
+    )
