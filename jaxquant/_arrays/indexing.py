@@ -97,6 +97,7 @@ def index_array(
     own, has_arrays = list_block_sizes(q), not all(item is None or isinstance(item, int | slice) for item in items)
     lengths = {size for size in own if size != 1}
     stored: list[int | None]
+    block_size: Any
     is_single = len(lengths) < 2 and not isinstance(q.block_size, tuple)
     if is_single:
         block_size = q.block_size or (lengths.pop() if lengths else None)

@@ -16,7 +16,7 @@ import pytest
 import jaxquant as jq
 from jaxquant import QuantizedArray
 
-from .test_forms import NAMES, check_values, make_array
+from ..cases.array_forms import NAMES, check_values, make_array
 
 INDICES: dict[str, Any] = {
     "int": 2, "ints": (1, -3), "int last": (..., 5), "whole blocks": (slice(None), slice(4, 12)),

@@ -5,7 +5,7 @@ The oracles are the formulas of `jq.quantize` in numpy, in float32.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -138,7 +138,7 @@ REFUSALS = {
     "signed": (lambda: QuantSpec("int4", offset=True), "offset: expected False, because only unsigned integers"),
     "codebook": (lambda: QuantSpec(jq.nf4, offset=True), "offset: expected False, because only unsigned integers"),
     "symmetric": (lambda: QuantSpec("uint4", offset=True, symmetric=True), "symmetric: expected False"),
-    "flag": (lambda: QuantSpec("uint4", offset="yes"), "offset: expected"),
+    "flag": (lambda: QuantSpec("uint4", offset=cast(Any, "yes")), "offset: expected"),
     "two levels": (lambda: QuantSpec("int4", scale_spec=NESTED["NVFP4"]), "scale_spec: expected a spec without"),
     "scale of a codebook": (lambda: QuantSpec("int4", scale_spec=QuantSpec(jq.nf4)), "scale_spec: expected a spec of"),
     "zero points": (lambda: QuantSpec("uint4", scale_spec=QuantSpec("uint4")), "scale_spec: expected None, because"),
