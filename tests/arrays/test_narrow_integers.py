@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import onnxruntime
 import pytest
+from onnx import TensorProto
 
 import jaxquant as jq
 from jaxquant import Blocked, PerAxis, QuantSpec, Rule, Weight
@@ -131,3 +133,19 @@ def test_ptq_algorithms(rng: np.random.Generator, name: str, method: Any) -> Non
     assert str(q.format) == name
     assert q.shape == w.shape
     assert np.abs(np.asarray(q.dequantize()) - w).max() < np.abs(w).max() * 2.0 ** (2 - parse(name)[0])
+
+
+@pytest.mark.parametrize("block", [None, 32])
+@pytest.mark.parametrize("name", ["int5", "uint6"])
+def test_models_have_the_codes_as_bytes(rng: np.random.Generator, name: str, block: int | None) -> None:
+    params, x = {"w": rng.normal(size=(64, 24)).astype(np.float32)}, rng.normal(size=(4, 64)).astype(np.float32)
+    activation = jq.Activation("uint8") if block is None else None
+    rules = [Rule(weight=Weight(name, block=block), activation=activation)]
+    prepared = jq.prepare(lambda params, x: x @ params["w"], params, x, rules=rules)
+    q = prepared.convert(params)
+    model = jq.onnx.export(lambda x: prepared.apply(q, x), [x])
+    # ONNX has no integers of 3, 5 or 6 bits.
+    assert {i.data_type for i in model.graph.initializer} >= {TensorProto.INT8 if name == "int5" else TensorProto.UINT8}
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (y,) = session.run(None, {session.get_inputs()[0].name: x})
+    np.testing.assert_allclose(y, prepared.apply(q, x), rtol=1e-5, atol=1e-5)
