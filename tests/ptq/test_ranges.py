@@ -70,7 +70,8 @@ def test_searched_range_is_the_best_of_all(rng: np.random.Generator, spec: Any) 
     importance = rng.uniform(0.1, 3, (36, 1)).astype(F32)
     lo, hi = ptq.search_range(w, spec, importance, least=0.4, steps=7)
     whole = jq.quantize(w, spec)
-    block = spec.granularity.size if isinstance(spec.granularity, jq.Blocked) else None
+    block = spec.granularity.size if isinstance(spec.granularity, jq.Blocked) else 0
+    assert isinstance(block, int)
 
     def sum_slices(values: np.ndarray) -> np.ndarray:
         """Return the sums of the elements that share a scale."""
