@@ -59,7 +59,7 @@ class Packing:
         return self.format
 
 
-class Parts(NamedTuple):
+class ArrayParts(NamedTuple):
     """The children of a quantized array as a pytree.
 
     x = (codes - zero_point) * scale + offset
@@ -80,7 +80,7 @@ class Parts(NamedTuple):
     permutation: Any = None
 
 
-class Static(NamedTuple):
+class ArrayStatic(NamedTuple):
     """The static attributes of a quantized array; see `QuantizedArray`."""
 
     dtype: Any
@@ -99,7 +99,9 @@ class Nested(NamedTuple):
     shape: tuple[int, ...]
 
 
-def check_parts(function: str, argument: str, parts: Parts, static: Static, *, is_awaited: bool) -> Parts:
+def check_parts(
+    function: str, argument: str, parts: ArrayParts, static: ArrayStatic, *, is_awaited: bool
+) -> ArrayParts:
     """Check that the children of an array fit each other, and return them as JAX arrays.
 
     Args:
@@ -120,20 +122,20 @@ def check_parts(function: str, argument: str, parts: Parts, static: Static, *, i
     # Pass dtypes and shapes instead of arrays: arrays are not hashable, and the cache would keep them alive.
     shape = derive_logical_shape(function, argument, codes.shape, static)
     types = tuple(None if part is None else Nested(part.dtype, part.shape) for part in parts)
-    _check_types(function, argument, Parts(*types), shape, static)
+    _check_types(function, argument, ArrayParts(*types), shape, static)
     if not static.signed_scale:
         # Accept NaN and infinity: `quantize` gives such a scale to data that contain one, and it shows in each result.
         name = f"{argument}.scale"
         entry_point.check_positive_scale(function, name, scale, allow_overflow=True, is_awaited=is_awaited)
     if permutation is not None:
         _check_permutation(function, f"{argument}.permutation", permutation, is_awaited=is_awaited)
-    return Parts(codes, scale, zero_point, offset, permutation)
+    return ArrayParts(codes, scale, zero_point, offset, permutation)
 
 
-_PLAIN = Static(None)[1:]
+_PLAIN = ArrayStatic(None)[1:]
 
 
-def _check_static(function: str, argument: str, static: Static) -> None:
+def _check_static(function: str, argument: str, static: ArrayStatic) -> None:
     sizes = static.block_size if isinstance(static.block_size, tuple) else (static.block_size,)
     for size in sizes if static.block_size is not None else ():
         checks.check_integer(function, f"{argument}.block_size", size)
@@ -149,10 +151,10 @@ def _check_static(function: str, argument: str, static: Static) -> None:
         checks.check_integer(function, f"{argument}.permuted_axis", static.permuted_axis)
 
 
-_NAMES = Parts._fields
+_NAMES = ArrayParts._fields
 
 
-def _convert_parts(function: str, argument: str, parts: Parts) -> Parts:
+def _convert_parts(function: str, argument: str, parts: ArrayParts) -> ArrayParts:
     """Return numpy arrays as JAX arrays; raise an error that names the first part that is not an array."""
     given = {f"{argument}.{name}": part for name, part in zip(_NAMES, parts, strict=True)}
     for name, part in given.items():
@@ -164,13 +166,13 @@ def _convert_parts(function: str, argument: str, parts: Parts) -> Parts:
         is_missing = part is None and field not in ("codes", "scale")
         if not is_missing and not isinstance(part, jax.Array | Nested):
             checks.check_array(function, name, part, ())
-    return Parts(*given.values())
+    return ArrayParts(*given.values())
 
 
 # The check depends on static values only, and eager calls repeat it with the same values. A call that raises is not
 # cached, so its error is raised each time.
 @functools.lru_cache(maxsize=4096)
-def _check_types(function: str, argument: str, types: Parts, shape: tuple[int, ...], static: Static) -> None:
+def _check_types(function: str, argument: str, types: ArrayParts, shape: tuple[int, ...], static: ArrayStatic) -> None:
     """Check the dtypes and the shapes of the parts; the static values other than `dtype` have been checked.
 
     Args:
@@ -223,7 +225,7 @@ def _check_types(function: str, argument: str, types: Parts, shape: tuple[int, .
     checks.require(fits, function, name, expected, f"shape {permutation.shape}")
 
 
-def _check_packing(function: str, argument: str, codes: Nested, static: Static) -> np.dtype:
+def _check_packing(function: str, argument: str, codes: Nested, static: ArrayStatic) -> np.dtype:
     """Return the dtype of the codes, unpacked; raise unless words hold as many codes as they shall."""
     packing = static.packing
     if packing is None:
@@ -315,7 +317,7 @@ def derive_transposed_order(order: StoredOrder, axes: Sequence[int]) -> StoredOr
     return _shorten_order([tuple(axes).index(axis) - rank for axis in derive_permutation(order, rank)])
 
 
-def derive_logical_shape(function: str, argument: str, shape: tuple[int, ...], static: Static) -> tuple[int, ...]:
+def derive_logical_shape(function: str, argument: str, shape: tuple[int, ...], static: ArrayStatic) -> tuple[int, ...]:
     """Return the logical shape of stored codes; raise if they have lost a dimension of the order or of the packing."""
     order, packing = static.stored_order, static.packing
     if order is None and packing is None:
@@ -336,7 +338,7 @@ def store_codes(codes: Any, order: StoredOrder, packing: Packing | None = None) 
     """Return codes as they are stored, and an object that is not an array unchanged."""
     if not hasattr(codes, "ndim") or (order is None and packing is None):
         return codes
-    static = Static(None, stored_order=order)
+    static = ArrayStatic(None, stored_order=order)
     derive_logical_shape("QuantizedArray", "self", tuple(codes.shape), static)  # raises if the rank is too low
     stored = codes if order is None else _transpose_any(codes, derive_permutation(order, codes.ndim))
     return stored if packing is None else pack_codes(stored, packing)
@@ -346,7 +348,7 @@ def restore_codes(stored: Any, order: StoredOrder, packing: Packing | None = Non
     """Return stored codes unpacked and in the logical order; the inverse of `store_codes`."""
     if not hasattr(stored, "ndim") or (order is None and packing is None):
         return stored
-    static = Static(None, stored_order=order, packing=packing)
+    static = ArrayStatic(None, stored_order=order, packing=packing)
     derive_logical_shape("QuantizedArray", "self", tuple(stored.shape), static)
     codes = stored if packing is None else unpack_codes(stored, packing)
     return codes if order is None else _transpose_any(codes, match_dimensions(order, codes.ndim))
@@ -372,7 +374,7 @@ def _transpose_any(codes: Any, axes: tuple[int, ...]) -> Any:
 # Text, sizes and dequantization.
 
 
-def describe_array(parts: Parts, static: Static, children: Parts) -> str:
+def describe_array(parts: ArrayParts, static: ArrayStatic, children: ArrayParts) -> str:
     """Return the dtypes and shapes of an array, without numbers; the children themselves if they are not arrays.
 
     Args:
@@ -425,13 +427,13 @@ def read_dtype(function: str, dtype: DTypeLike) -> np.dtype:
         return checks.check_dtype(function, "dtype", dtype, dtypes.FLOATS)  # raises, and lists the allowed dtypes
 
 
-def count_all_bytes(parts: Parts) -> int:
+def count_all_bytes(parts: ArrayParts) -> int:
     """Return the number of bytes of all arrays among the parts."""
     return sum(count_stored_bytes(leaf) for leaf in jax.tree.leaves(parts))
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("static", "use"))
-def dequantize_parts(parts: Parts, *, static: Static, use: Use = "any") -> jax.Array:
+def dequantize_parts(parts: ArrayParts, *, static: ArrayStatic, use: Use = "any") -> jax.Array:
     """Return (codes - zero_point) * scale + offset in `static.dtype`, of the logical shape, for checked parts.
 
     The product is rounded to float32, the sum is rounded to float32, and the result to the dtype. `use` is as in
@@ -439,8 +441,8 @@ def dequantize_parts(parts: Parts, *, static: Static, use: Use = "any") -> jax.A
 
     Args:
         parts: the children, with arrays of floats in place of a scale and an offset that are quantized themselves.
-        static: Static. The attributes of the array.
-        use: Static. What reads the values.
+        static: ArrayStatic. The attributes of the array.
+        use: ArrayStatic. What reads the values.
     """
     stored, scale, zero_point, offset, permutation = parts
     aligned, dtype = granularity.Aligned(static.block_size), static.dtype
@@ -470,7 +472,7 @@ def restore_permuted(values: jax.Array, permutation: jax.Array, axis: int) -> ja
     Args:
         values: an array.
         permutation: int32, [K], or [..., K] with some of the first dimensions of the values.
-        axis: Static. The permuted axis, negative.
+        axis: ArrayStatic. The permuted axis, negative.
     """
     positions = jnp.argsort(permutation, axis=-1)
     if positions.ndim == 1:
@@ -491,7 +493,7 @@ _SAVED = "QuantizedArray"
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def encode_static(static: Static) -> str:
+def encode_static(static: ArrayStatic) -> str:
     """Return the static attributes as JSON."""
     dtype, block_size, codebook, order, packing, signed_scale, permuted_axis = static
     fields = {
@@ -509,7 +511,7 @@ def encode_static(static: Static) -> str:
     return json.dumps(fields | {name: value for name, value in later.items() if value is not None})
 
 
-def decode_saved_program(text: str | bytes | bytearray) -> Static:
+def decode_saved_program(text: str | bytes | bytearray) -> ArrayStatic:
     """Return the static attributes in a program that `jax.export` saved, as `encode_static` encoded them."""
     argument = "the description in a saved program"
     return decode_static(_SAVED, argument, parse_json(_SAVED, argument, text))
@@ -544,7 +546,7 @@ def get_field(function: str, argument: str, fields: object, name: str) -> Any:
     return fields[name]
 
 
-def decode_static(function: str, argument: str, fields: Any) -> Static:
+def decode_static(function: str, argument: str, fields: Any) -> ArrayStatic:
     """Return the valid static attributes that a JSON object describes."""
     dtype = get_field(function, argument, fields, "dtype")
     block_size = get_field(function, argument, fields, "block_size")
@@ -560,7 +562,7 @@ def decode_static(function: str, argument: str, fields: Any) -> Static:
         checks.refuse(function, f"{argument}['signed_scale']", "true or false", _shorten_json(signed_scale))
     if axis is not None and not (type(axis) is int and axis < 0):
         checks.refuse(function, f"{argument}['permuted_axis']", "null or a negative integer", _shorten_json(axis))
-    return Static(
+    return ArrayStatic(
         None if dtype is None else decode_dtype(function, f"{argument}['dtype']", dtype, dtypes.FLOATS),
         granularity.shorten_block_size(tuple(block_size) if isinstance(block_size, list) else block_size),
         _decode_codebook(function, f"{argument}['codebook']", get_field(function, argument, fields, "codebook")),

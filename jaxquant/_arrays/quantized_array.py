@@ -244,7 +244,7 @@ class QuantizedArray(RefusedOperators):
     offset: Any
     permutation: Any
     _stored: Any
-    _static: parts.Static
+    _static: parts.ArrayStatic
     _is_lazy: bool
     _is_checked: bool
     _restored: Any
@@ -274,11 +274,11 @@ class QuantizedArray(RefusedOperators):
         sizes: Any = block_size
         if isinstance(sizes, list | tuple):
             sizes = granularity.shorten_block_size(tuple(sizes))
-        static = parts.Static(output_dtype, sizes, codebook, order, packing, signed_scale, permuted_axis)
+        static = parts.ArrayStatic(output_dtype, sizes, codebook, order, packing, signed_scale, permuted_axis)
         stored = parts.store_codes(codes, order, packing)
-        self._fill(parts.Parts(stored, scale, zero_point, offset, permutation), static)
+        self._fill(parts.ArrayParts(stored, scale, zero_point, offset, permutation), static)
 
-    def _fill(self, children: parts.Parts, static: parts.Static) -> None:
+    def _fill(self, children: parts.ArrayParts, static: parts.ArrayStatic) -> None:
         """Set the attributes, which `__setattr__` refuses to do."""
         # One statement for each, because a loop would make every unflatten slower.
         set_attribute = object.__setattr__
@@ -294,17 +294,17 @@ class QuantizedArray(RefusedOperators):
 
     # A pytree.
 
-    def tree_flatten(self) -> tuple[parts.Parts, parts.Static]:
+    def tree_flatten(self) -> tuple[parts.ArrayParts, parts.ArrayStatic]:
         """Return the arrays, with the codes as they are stored, and the static attributes."""
         static = self._static
         if self._is_lazy:
             static = static._replace(stored_order=None)
-        return parts.Parts(self.stored_codes, self.scale, self.zero_point, self.offset, self.permutation), static
+        return parts.ArrayParts(self.stored_codes, self.scale, self.zero_point, self.offset, self.permutation), static
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], parts.Static]:
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], parts.ArrayStatic]:
         """Return the arrays with their names, and the static attributes."""
         children, static = self.tree_flatten()
-        keys = (jax.tree_util.GetAttrKey(name) for name in parts.Parts._fields)
+        keys = (jax.tree_util.GetAttrKey(name) for name in parts.ArrayParts._fields)
         return tuple(zip(keys, children, strict=True)), static
 
     @classmethod
@@ -315,8 +315,8 @@ class QuantizedArray(RefusedOperators):
         were pickled by an earlier version have three of each.
         """
         new = object.__new__(cls)
-        filled = children if len(children) == len(parts.Parts._fields) else parts.Parts(*children)
-        new._fill(filled, static if isinstance(static, parts.Static) else parts.Static(*static))  # type: ignore
+        filled = children if len(children) == len(parts.ArrayParts._fields) else parts.ArrayParts(*children)
+        new._fill(filled, static if isinstance(static, parts.ArrayStatic) else parts.ArrayStatic(*static))  # type: ignore
         return new
 
     def __reduce__(self) -> Any:
@@ -333,12 +333,12 @@ class QuantizedArray(RefusedOperators):
         Raises:
             ValueError: there is no such attribute.
         """
-        known = (*parts.Parts._fields, *parts.Static._fields)
+        known = (*parts.ArrayParts._fields, *parts.ArrayStatic._fields)
         for name in changes:
             if name not in known:
                 checks.refuse(f"{_NAME}.replace", name, f"one of {', '.join(known)}", "another name")
-        children = {name: changes.get(name, getattr(self, name)) for name in parts.Parts._fields[1:]}
-        static = {name: changes.get(name, getattr(self, name)) for name in parts.Static._fields}
+        children = {name: changes.get(name, getattr(self, name)) for name in parts.ArrayParts._fields[1:]}
+        static = {name: changes.get(name, getattr(self, name)) for name in parts.ArrayStatic._fields}
         if changes.keys() & {"codes", "stored_order", "packing"}:
             codes = changes.get("codes")
             codes = self.codes if codes is None else codes
@@ -361,9 +361,9 @@ class QuantizedArray(RefusedOperators):
         return dataclasses.replace(packing, length=codes.shape[last])
 
     @property
-    def _parts(self) -> parts.Parts:
+    def _parts(self) -> parts.ArrayParts:
         """The children, with the codes as they are in memory, also those of a lazy transpose."""
-        return parts.Parts(self._stored, self.scale, self.zero_point, self.offset, self.permutation)
+        return parts.ArrayParts(self._stored, self.scale, self.zero_point, self.offset, self.permutation)
 
     @property
     def _order(self) -> parts.StoredOrder:

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 
 from .._arrays import quantized_array
 from .._arrays.packing import pack, unpack
-from .._arrays.parts import Parts, decode_dtype, decode_shape, decode_static, encode_static, get_field, parse_json
+from .._arrays.parts import ArrayParts, decode_dtype, decode_shape, decode_static, encode_static, get_field, parse_json
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes
 
@@ -31,7 +31,7 @@ KEY = "quantized_array"  # the key of the description, next to the keys of the p
 # Arrays are written in the earliest version that describes them.
 FORMAT, _VERSION = "jaxquant.QuantizedArray", 3
 _TEXT = "static_text"  # the key of a stored StaticText
-_PARTS = Parts._fields
+_PARTS = ArrayParts._fields
 _NESTED = ("scale", "offset")  # the parts that may be quantized themselves
 
 
@@ -167,11 +167,11 @@ def _restore_quantized(function: str, argument: str, node: Mapping[str, Any]) ->
         dtype, shape = read_type(function, f"{label}['parts']['{name}']", part)
         arrays[name] = restore_part(function, f"{argument}['{name}']", node[name], dtype, shape)
     for name, fields in nested.items():
-        inner = Parts(*(arrays.pop(f"{name}.{field}", None) for field in _PARTS))
+        inner = ArrayParts(*(arrays.pop(f"{name}.{field}", None) for field in _PARTS))
         static = decode_static(function, f"{label}['nested']['{name}']", fields)
         arrays[name] = QuantizedArray.tree_unflatten(static, inner)
     static = decode_static(function, f"{label}['static']", get_field(function, label, description, "static"))
-    q = QuantizedArray.tree_unflatten(static, Parts(**arrays))
+    q = QuantizedArray.tree_unflatten(static, ArrayParts(**arrays))
     if static.dtype is None:
         q = q.replace(dtype=None)
     return quantized_array.check_array(function, argument, q, supports=quantized_array.FORMS, is_awaited=True)
