@@ -119,7 +119,7 @@ FP4 = tuple(value / 12 for value in (0, 0.0625, 8, 12, 4, 6, 2, 3, -0.0, -0.0625
 
 
 def draw_book(rng: np.random.Generator, count: int) -> jq.Codebook:
-    levels = rng.integers(-40, 40, count) / rng.choice([1, 3])
+    levels = rng.integers(-40, 40, count) / rng.choice([1, 4])  # the midpoints are float32 numbers
     levels[rng.integers(count)] = -0.0
     levels[:2] = -7, 5  # two of them differ
     return jq.Codebook("any order", tuple(rng.permutation(levels)))

@@ -57,9 +57,8 @@ def test_transforms(rng: np.random.Generator, name: str) -> None:
     row = FORMATS[name]
     every = [draw(rng, name) for _ in range(2)]
     dtype = row.dtypes[-1]
-    arrays = [cases.build_array(parts, dtype) for parts in every]
     # Whether a scale is signed is static, and the draws may differ in it.
-    arrays = [q.replace(signed_scale=any(q.signed_scale for q in arrays)) for q in arrays]
+    arrays = [cases.build_array(parts, dtype, signed=True) for parts in every]
     expected = np.stack([compute_expected(parts, dtype) for parts in every])
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *arrays)
 

@@ -16,11 +16,12 @@ from ..oracles.file_formats import BF16, E2M1, E4M3, F16, F32, FORMATS, Parts, c
 _INTEGERS = {1: "int2", 2: "int2", 4: "int4"}
 
 
-def build_array(parts: Parts, dtype: np.dtype = F32) -> jq.QuantizedArray:
+def build_array(parts: Parts, dtype: np.dtype = F32, *, signed: bool = False) -> jq.QuantizedArray:
     """Return the quantized array with the codes, the scales and the offsets of a file.
 
     Two formulas have another form here, and differ from the file's by roundings. A scale to divide by is replaced by
-    its reciprocal, and a float zero point z (HQQ) by the offset -z * scale, in float32.
+    its reciprocal, and a float zero point z (HQQ) by the offset -z * scale, in float32. With `signed`, all scales are
+    taken to be signed, whatever their numbers.
     """
     scale, offset, zero_point = parts.scale, parts.offset, parts.zero_point
     if zero_point is not None and zero_point.dtype in (F16, BF16, F32):
@@ -36,11 +37,11 @@ def build_array(parts: Parts, dtype: np.dtype = F32) -> jq.QuantizedArray:
         options["block_size"] = parts.sizes
     return jq.QuantizedArray(
         codes,
-        build_array(scale) if isinstance(scale, Parts) else jnp.asarray(scale),
+        build_array(scale, signed=signed) if isinstance(scale, Parts) else jnp.asarray(scale),
         None if zero_point is None else _convert_codes(zero_point, parts.bits, None),
-        _build_part(offset),
+        _build_part(offset, signed=signed),
         None if parts.permutation is None else jnp.asarray(parts.permutation),
-        signed_scale=has_signed_scale(scale),
+        signed_scale=signed or has_signed_scale(scale),
         **options,
     )
 
@@ -50,10 +51,10 @@ def has_signed_scale(scale: np.ndarray | Parts) -> bool:
     return isinstance(scale, Parts) or not bool((scale.astype(F32) > 0).all())
 
 
-def _build_part(part: np.ndarray | Parts | None) -> Any:
+def _build_part(part: np.ndarray | Parts | None, *, signed: bool) -> Any:
     if part is None:
         return None
-    return build_array(part) if isinstance(part, Parts) else jnp.asarray(part)
+    return build_array(part, signed=signed) if isinstance(part, Parts) else jnp.asarray(part)
 
 
 def _convert_codes(codes: np.ndarray, bits: int, codebook: jq.Codebook | None) -> Any:
