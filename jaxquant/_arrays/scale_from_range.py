@@ -473,7 +473,7 @@ def _list_sides(spec: QuantSpec) -> list[tuple[np.ndarray, np.ndarray]]:
     fixed = spec.fixed_zero_point
     assert fixed is not None
     if spec.codebook is not None:
-        levels = np.asarray(spec.codebook.levels, np.float64)
+        levels = np.asarray(spec.codebook.ascending, np.float64)
         below, above = np.append(0, -levels[levels < 0][::-1]), np.append(0, levels[levels > 0])
         # A tie takes the lower level.
         return [(below, np.ones(below.size, bool)), (above, np.zeros(above.size, bool))]

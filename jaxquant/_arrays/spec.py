@@ -22,27 +22,30 @@ from .._kernels.affine import encode_order
 # Codebooks: codes are indices into a table of levels, such as nf4 or one that a user defines.
 
 
-# With these lengths every code of the dtype has an entry.
-_CARRIERS = {4: np.dtype(jnp.uint2), 16: np.dtype(jnp.uint4), 256: np.dtype(jnp.uint8)}
+# With these lengths every code of the dtype has an entry, except of 8: there the fourth bit of a code is ignored.
+_CARRIERS = {4: np.dtype(jnp.uint2), 8: np.dtype(jnp.uint4), 16: np.dtype(jnp.uint4), 256: np.dtype(jnp.uint8)}
 _COMPARED = 16  # up to this length a comparison with each midpoint is faster than two lookups
 _MOST_BUCKETS = 2**16
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Codebook:
-    """A table of values in ascending order; the codes of a quantized array are indices into it.
+    """A table of values; the codes of a quantized array are indices into it.
 
-    A value is rounded to the nearest entry, and to the lower one if it is halfway between two. NaN becomes the first
-    entry.
+    The values may be in any order, as in the fp4 of bitsandbytes, and may occur more than once. A value is rounded to
+    the nearest level, and to the lower one if it is halfway between two. Of codes with the same level the first is
+    used; 0.0 and -0.0 count as the same level. NaN becomes the lowest level.
+
+    Decoding keeps the sign of -0.0. Two codebooks are equal if their names and the bits of their levels are.
 
     Attributes:
         name: the name that `repr` prints for an array or a spec with this codebook.
-        levels: 4, 16 or 256 numbers in ascending order; their codes are uint2, uint4 or uint8, respectively. They are
-            rounded to float32.
+        levels: 4, 8, 16 or 256 numbers, at least two of which differ; their codes are uint2, uint4, uint4 or uint8,
+            respectively. They are rounded to float32. Of the codes of 8 levels only the last three bits count.
 
     Raises:
         TypeError: `name` is not a string, or `levels` is not a sequence of numbers.
-        ValueError: there are not 4, 16 or 256 levels, or they are not finite or not ascending in float32.
+        ValueError: there are not 4, 8, 16 or 256 levels, they are not finite in float32, or all are equal.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -50,6 +53,9 @@ class Codebook:
         >>> q = jq.quantize(jnp.array([-2.0, 0.5, 0.6, 9.0]), jq.QuantSpec(ternary), range=(-2.0, 2.0))  # 0.5 is a tie
         >>> q.codes, q.dequantize()
         (Array([0, 1, 2, 3], dtype=uint2), Array([-2.,  0.,  1.,  2.], dtype=float32))
+        >>> signed = jq.Codebook("sign and magnitude", (0.0, 1.0, -0.0, -1.0))
+        >>> jq.quantize(jnp.array([-1.0, -0.5, 0.0, 0.5]), jq.QuantSpec(signed)).codes  # both halves are ties
+        Array([3, 3, 0, 0], dtype=uint2)
     """
 
     name: str
@@ -64,16 +70,45 @@ class Codebook:
         checks.require_type(is_sequence, "Codebook", "levels", expected, checks.describe_value(self.levels))
         for level in self.levels:
             checks.check_real("Codebook", "levels", level)
-        # Round first: two levels that differ only in float64 are not ascending in float32.
+        # Round first: two levels that differ only in float64 are the same in float32.
         levels = tuple(float(np.float32(level)) for level in self.levels)
-        checks.require(len(levels) in _CARRIERS, "Codebook", "levels", "4, 16 or 256 numbers", len(levels))
-        is_ascending = all(a < b for a, b in itertools.pairwise(levels))
-        checks.require(is_ascending, "Codebook", "levels", "ascending numbers", self.levels)
+        checks.require(len(levels) in _CARRIERS, "Codebook", "levels", "4, 8, 16 or 256 numbers", len(levels))
+        checks.require(len(set(levels)) > 1, "Codebook", "levels", "at least two different numbers", self.levels)
         object.__setattr__(self, "levels", levels)
 
     def __repr__(self) -> str:
         """Return the name, because a table may have 256 numbers."""
         return self.name
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the names and the bits of the levels are equal."""
+        # A comparison of floats would take -0.0 for 0.0, and JAX would then reuse a program of the other table.
+        if not isinstance(other, Codebook):
+            return NotImplemented
+        return self.name == other.name and self.levels == other.levels and self._signs == other._signs
+
+    def __hash__(self) -> int:
+        """Return a hash of the name and the levels."""
+        return hash((self.name, self.levels))
+
+    @functools.cached_property
+    def _signs(self) -> tuple[bool, ...]:
+        return tuple(math.copysign(1, level) < 0 for level in self.levels)
+
+    @functools.cached_property
+    def ascending(self) -> tuple[float, ...]:
+        """The different levels in ascending order."""
+        return tuple(sorted(set(self.levels)))
+
+    @functools.cached_property
+    def is_ascending(self) -> bool:
+        """Whether each level is larger than the one before it, so that codes are ordered as their levels are."""
+        return self.levels == self.ascending
+
+    @functools.cached_property
+    def _first_codes(self) -> tuple[int, ...]:
+        """The first code of each level of `ascending`."""
+        return tuple(self.levels.index(level) for level in self.ascending)
 
     @property
     def carrier(self) -> np.dtype:
@@ -87,13 +122,17 @@ class Codebook:
 
     def encode(self, value: jax.Array) -> jax.Array:
         """Return the code of the nearest level for each float32 value."""
-        buckets = _build_buckets(self.levels) if len(self.levels) > _COMPARED else None
+        levels, codes = self.ascending, self._first_codes
+        buckets = _build_buckets(levels) if len(levels) > _COMPARED else None
         if buckets is not None:
-            return _encode_by_lookup(value, buckets).astype(self.carrier)
-        # A code is the number of midpoints below the value.
-        code = jnp.zeros(value.shape, jnp.int32)
-        for middle in _compute_midpoints(self.levels):
-            code = code + (value > middle).astype(jnp.int32)
+            rank = _encode_by_lookup(value, buckets)
+            return (rank if self.is_ascending else _look_up(np.asarray(codes, np.uint8), rank)).astype(self.carrier)
+        # The rank of a level is the number of midpoints below the value. A step from one level to the next one changes
+        # the code by 1 if the levels are in order.
+        code = jnp.full(value.shape, codes[0], jnp.int32)
+        for middle, (low, high) in zip(_compute_midpoints(levels), itertools.pairwise(codes), strict=True):
+            is_above = (value > middle).astype(jnp.int32)
+            code = code + (is_above if high - low == 1 else is_above * np.int32(high - low))
         return code.astype(self.carrier)
 
     def decode(self, codes: jax.Array, first_bit: int | jax.Array = 0) -> jax.Array:
@@ -414,7 +453,7 @@ class QuantSpec:
     def bounds(self) -> tuple[float, float]:
         """The lowest and the highest code of an integer dtype, or the extreme values of a float dtype or a codebook."""
         if self.codebook:
-            return self.codebook.levels[0], self.codebook.levels[-1]
+            return self.codebook.ascending[0], self.codebook.ascending[-1]
         if self.dtype in dtypes.SMALL_FLOATS:
             return -dtypes.read_largest(self.dtype), dtypes.read_largest(self.dtype)
         low, high = dtypes.derive_reduced_bounds(self.dtype) if self.reduce_range else dtypes.read_bounds(self.dtype)
