@@ -21,6 +21,7 @@ from .._kernels.affine import divide_by_scale, quantize_affine
 from . import parts, scale_from_range
 from .parts import move_axes_last
 from .quantized_array import QuantizedArray
+from .scale_rules import encode_ties_toward_zero
 from .spec import QuantSpec
 
 _NAME = "quantize"
@@ -254,6 +255,8 @@ def encode_array(x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, s
     aligned = granularity.Aligned(scale_from_range.check_one_block_size(_NAME, spec))
     if spec.codebook is not None:
         return spec.codebook.encode(divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32))
+    if spec.ties != "even":
+        return encode_ties_toward_zero(divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32))
     # Float codes have no integer bounds: they saturate at the largest value of their dtype.
     bounds = None if spec.dtype in dtypes.SMALL_FLOATS else (int(spec.bounds[0]), int(spec.bounds[1]))
     return quantize_affine(x, scale, zero_point, aligned, spec.dtype, dtypes.FLOAT32, bounds=bounds)
