@@ -208,11 +208,17 @@ def _takes_weight(site: Site, rule: Rule, weight: Weight) -> bool:
     """Return whether a use can take a Weight that the rule of another use names."""
     if weight == rule.weight or site.operation == "take":
         return True
-    is_integer = rule.activation is not None
-    if is_integer and QuantSpec(weight.dtype).dtype not in INTEGER_DTYPES:
+    if rule.activation is not None and not _can_contract(rule.activation, QuantSpec(weight.dtype), site):
         return False
     # Convolutions have no form for blocks; a result in codes has one scale.
     return weight.block is None or (site.operation == "dot_general" and rule.output is None)
+
+
+def _can_contract(activation: Activation, weight: QuantSpec, site: Site) -> bool:
+    """Return whether a contraction of codes takes activations and weights of these dtypes."""
+    if QuantSpec(activation.dtype).dtype in dtypes.SMALL_FLOATS:
+        return weight.dtype in dtypes.SMALL_FLOATS and site.operation == "dot_general"
+    return weight.dtype in INTEGER_DTYPES
 
 
 def _count_scales(spec: QuantSpec, shape: Sequence[int]) -> int:
@@ -322,7 +328,7 @@ def can_contract_given(site: Site, rule: Rule | None, leaf: int, spec: QuantSpec
         return False
     if site.operation == "take":
         return True
-    if rule.activation is not None and spec.dtype not in INTEGER_DTYPES:
+    if rule.activation is not None and not _can_contract(rule.activation, spec, site):
         return False
     summed = {axis for view in site.views if view.leaf == leaf for axis in view.list_axes(site.contracted)}
     granularity = spec.granularity

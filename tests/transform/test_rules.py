@@ -99,6 +99,10 @@ SPECS = {
     "w8a8_dynamic": ("int8 PerAxis(axis=1)", "PerAxis(axis=(0, 1))"),
     "w8a8_static": ("int8 PerAxis(axis=1)", "uint8 PerTensor()"),
     "w4a8": ("int4 PerAxis(axis=1)", "PerAxis(axis=(0, 1))"),
+    "weight_only_fp8": ("float8_e4m3fn PerAxis(axis=1)", ""),
+    "fp8_dynamic": ("float8_e4m3fn PerAxis(axis=1)", "float8_e4m3fn PerAxis(axis=(0, 1))"),
+    "mxfp8": ("float8_e4m3fn Blocked(axis=0, size=32)", "float8_e4m3fn Blocked(axis=2, size=32)"),
+    "mxfp4": ("float4_e2m1fn Blocked(axis=0, size=32)", ""),
     "onednn": ("int8 PerAxis(axis=1)", "uint8 PerTensor()"),
     "onnx_runtime": ("int8 PerAxis(axis=1)", "uint8 PerTensor()"),
 }
