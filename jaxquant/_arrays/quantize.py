@@ -18,7 +18,7 @@ from .._core.entry_point import compile_entry_point
 from .._core.granularity import PerAxis, PerTensor
 from .._kernels import min_max
 from .._kernels.affine import divide_by_scale, quantize_affine
-from . import parts, scale_from_range
+from . import nested_scales, parts, scale_from_range
 from .parts import move_axes_last
 from .quantized_array import QuantizedArray
 from .scale_rules import encode_ties_toward_zero
@@ -192,9 +192,14 @@ def _quantize(
     order = None if stored_last is None else move_axes_last(_NAME, "stored_last", stored_last, x.ndim)
     # Without this the scale would have a gradient and the codes would not, so their product would have a wrong one.
     x, lo, hi = jax.lax.stop_gradient((x, lo, hi))
+    outer, spec = spec, dataclasses.replace(spec, scale_spec=None, scale_rule=None) if spec.scale_spec else spec
+    block_size = scale_from_range.derive_stored_block_size(_NAME, spec, x.shape)
+    if outer.scale_spec is not None:
+        scale, values = nested_scales.compute_nested_scale(outer, *_find_ends(_NAME, x, spec, lo, hi))
+        codes = encode_array(x, values, None, spec)
+        return QuantizedArray(codes, scale, dtype=x.dtype, block_size=block_size, stored_order=order)
     scale, zero_point, _ = compute_parameters(_NAME, x, spec, lo, hi)
     codes = encode_array(x, scale, zero_point, spec)
-    block_size = scale_from_range.derive_stored_block_size(_NAME, spec, x.shape)
     return QuantizedArray(
         codes, scale, zero_point, dtype=x.dtype, block_size=block_size, codebook=spec.codebook, stored_order=order
     )
@@ -212,13 +217,21 @@ def compute_parameters(
         is_symmetric = scale_from_range.has_equal_reach(spec) and not recording.is_recording()
         if spec.fixed_zero_point is None or is_symmetric:
             return *_compute_own_parameters(x, spec, shape, block_size, scale_shape, zero_point_shape), shape
-        low, high = min_max.compute_extremes(x, shape, block_size)
-    else:
-        low, high = (
-            _broadcast_end(function, argument, end, shape) for argument, end in zip(_ENDS, (lo, hi), strict=True)
-        )
+    low, high = _find_ends(function, x, spec, lo, hi)
     found = scale_from_range.compute_scale_and_zero_point(spec, low, high, scale_shape, zero_point_shape, x.dtype)
     return *found, shape
+
+
+def _find_ends(
+    function: str, x: Any, spec: QuantSpec, lo: jax.Array | None, hi: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return the ends of the ranges in float32: the given ones, or the extremes of x."""
+    shape = scale_from_range.derive_range_shape(function, spec, x.shape)
+    if lo is None or hi is None:
+        low, high = min_max.compute_extremes(x, shape, scale_from_range.check_one_block_size(function, spec))
+        return low, high
+    low, high = (_broadcast_end(function, name, end, shape) for name, end in zip(_ENDS, (lo, hi), strict=True))
+    return low, high
 
 
 def _list_parameters(
@@ -279,7 +292,7 @@ def quantize_kernel(kernel: jax.Array, spec: QuantSpec, stored_axes: Sequence[in
     matrix with sides that are powers of two. Every range is widened to include 0, so the zeros change no scale. The
     programs of a network are compiled one after another, and a network has many shapes of kernels.
     """
-    table = _match_table(kernel, spec)
+    table = None if spec.scale_spec else _match_table(kernel, spec)
     if table is None:
         return quantize(kernel, spec, stored_last=tuple(stored_axes) or None)
     rows, columns = table

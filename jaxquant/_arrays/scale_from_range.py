@@ -23,7 +23,12 @@ _TINY_BITS, _INFINITY_BITS = _TINY.view(np.int32), _INFINITY.view(np.int32)
 
 
 def derive_shapes(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of the scale and of the zero point of an x of this shape; both have x's rank."""
+    """Return the shapes of the scale and of the zero point of an x of this shape; both have x's rank.
+
+    Only `jq.quantize` computes scales that are quantized themselves; all other functions ask here first.
+    """
+    expected = "None, because only jq.quantize rounds with scales that are quantized themselves"
+    checks.require(spec.scale_spec is None, function, "spec.scale_spec", expected, spec.scale_spec)
     zero_point_granularity = spec.zero_point_granularity
     assert zero_point_granularity is not None
     return (

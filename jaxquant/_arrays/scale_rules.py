@@ -19,9 +19,11 @@ from jax import lax
 
 from .._core import dtypes
 
-ScaleRule = Literal["rceil", "floor", "ceil", "even", "nearest", "compressed_tensors"]
+ScaleRule = Literal["rceil", "floor", "ceil", "even", "nearest", "compressed_tensors", "modelopt"]
 Ties = Literal["even", "toward_zero"]
-RULES: tuple[str, ...] = get_args(ScaleRule)
+# The rules of powers of two, and those of scales that are quantized themselves.
+RULES: tuple[str, ...] = get_args(ScaleRule)[:-1]
+NESTED_RULES: tuple[str, ...] = ("modelopt", "compressed_tensors")
 TIES: tuple[str, ...] = get_args(Ties)
 
 _ONE_BITS = 1 << 23  # the lowest bit of a float32's exponent

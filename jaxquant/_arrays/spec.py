@@ -254,6 +254,11 @@ class QuantSpec:
             - "compressed_tensors": as "even", but always with the digits of float4_e2m1fn (compressed-tensors).
 
             The other rules need a float8 or float4 dtype, or a symmetric signed integer dtype with narrow_range.
+            With a scale_spec it says in which order the two scales are divided and rounded: "modelopt", the default, or
+            "compressed_tensors".
+        scale_spec: how the scales are quantized themselves, as in NVFP4: a spec of a float8 dtype with one scale, such
+            as `QuantSpec("float8_e4m3fn")`. Each scale is rounded to the nearest one, so that the largest values of a
+            block may saturate. Codes of such a spec are float8 or float4.
         ties: what a value halfway between two codes becomes: "even", the code with an even last digit; or
             "toward_zero", the code of the smaller magnitude, as ModelOpt, GGUF and MLX on a CPU round MXFP4. Only
             float4 takes the latter.
@@ -287,6 +292,7 @@ class QuantSpec:
     reduce_range: bool = False
     scale_rule: ScaleRule | None = None
     ties: Ties = "even"
+    scale_spec: QuantSpec | None = None
 
     def __post_init__(self) -> None:
         """Fill in the defaults and check that the attributes do not contradict each other."""
@@ -315,7 +321,10 @@ class QuantSpec:
         expected = "None or the granularity of the scale, because a symmetric zero point is the same everywhere"
         is_same = not symmetric or point_granularity == self.granularity
         checks.require(is_same, _SPEC, "zero_point_granularity", expected, point_granularity)
-        is_power = bool(self.power_of_two) or scale_dtype == dtypes.E8M0 or self.scale_rule is not None
+        is_power = bool(self.power_of_two) or scale_dtype == dtypes.E8M0
+        is_power = is_power or (self.scale_rule is not None and self.scale_spec is None)
+        if self.scale_spec is not None:
+            self._check_scale_spec(dtype, scale_dtype, is_power)
         attributes = {
             "dtype": dtype, "symmetric": bool(symmetric), "narrow_range": bool(narrow), "scale_dtype": scale_dtype,
             "power_of_two": is_power, "zero_point_granularity": point_granularity,
@@ -333,6 +342,9 @@ class QuantSpec:
         checks.require(self.ties == "even" or dtype in dtypes.FLOAT4, _SPEC, "ties", expected, repr(self.ties))
         if self.scale_rule is None:
             return None
+        if self.scale_spec is not None:
+            checks.check_option(_SPEC, "scale_rule", self.scale_rule, scale_rules.NESTED_RULES)
+            return None if self.scale_rule == "modelopt" else self.scale_rule
         checks.check_option(_SPEC, "scale_rule", self.scale_rule, scale_rules.RULES)
         if self.scale_rule == "rceil":
             return None
@@ -346,6 +358,22 @@ class QuantSpec:
         )
         checks.require(is_float or is_integer, _SPEC, "scale_rule", expected, f"{self.scale_rule!r} with {dtype}")
         return self.scale_rule
+
+    def _check_scale_spec(self, dtype: Format, scale_dtype: np.dtype, is_power: bool) -> None:
+        """Raise unless scales can be quantized in this way."""
+        inner = self.scale_spec
+        expected = 'None or a QuantSpec of a float8 dtype, such as QuantSpec("float8_e4m3fn")'
+        is_spec = isinstance(inner, QuantSpec) and inner.dtype in dtypes.FLOAT8
+        checks.require_type(is_spec, _SPEC, "scale_spec", expected, inner)
+        assert inner is not None
+        expected = "a spec with one float32 scale and without a scale_spec or powers of two"
+        is_plain = inner == QuantSpec(inner.dtype)
+        checks.require(is_plain, _SPEC, "scale_spec", expected, inner)
+        expected = f"None with codes of {dtype}; only those of float8 and float4 have quantized scales"
+        checks.require(dtype in dtypes.SMALL_FLOATS, _SPEC, "scale_spec", expected, inner)
+        expected = "float32 without powers of two, because scale_spec says how the scales are stored"
+        is_float32 = scale_dtype == dtypes.FLOAT32 and not is_power
+        checks.require(is_float32, _SPEC, "scale_dtype, power_of_two", expected, f"{scale_dtype}, {is_power}")
 
     def _check_flags(self, symmetric: object, narrow: object) -> None:
         for argument, value in (
@@ -374,6 +402,8 @@ class QuantSpec:
             texts.append(f"scale_rule={self.scale_rule!r}")
         if self.ties != "even":
             texts.append(f"ties={self.ties!r}")
+        if self.scale_spec is not None:
+            texts.append(f"scale_spec={self.scale_spec!r}")
         return f"{_SPEC}({', '.join(texts)})"
 
     @property

@@ -11,6 +11,7 @@ with the sum of a block exact.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._arrays.quantized_array import QuantizedArray, dequantize_checked
+from .._arrays.quantized_array import QuantizedArray, check_form, dequantize_checked, read_entries
 from .._core import dtypes, granularity, recording, sharding
 from .._kernels import accumulator, affine, barriers, small_float_products
 from .._kernels.contraction import Role, spread_outward
@@ -66,11 +67,14 @@ def contract_small_floats(
     """
     dtype = preferred or dtypes.choose_wider(lhs.dtype, rhs.dtype)
     product = _FloatProduct(left, right, precision, out_sharding)
+    for argument, q in (("lhs", lhs), ("rhs", rhs)):
+        check_form(function, argument, q, ("nested",))
     lhs, rhs = (dot_integer.fill_empty_entries(q.astype(jnp.float32), r) for q, r in ((lhs, left), (rhs, right)))
+    nested, (lhs, rhs) = (lhs, rhs), (q.replace(scale=read_entries(q.scale)) for q in (lhs, rhs))
     if recording.is_recording():  # an exporter writes the dequantizations
         y = _contract_dequantized(product, lhs, rhs)
     elif all(q.codes.dtype in dtypes.FLOAT4 for q in (lhs, rhs)) and _has_common_blocks(lhs, rhs, left, right):
-        y = _contract_doubled(function, product, lhs, rhs, caller_axes)
+        y = _contract_doubled(function, product, lhs, rhs, nested, caller_axes)
     else:
         y = _contract(product, lhs, rhs)
     return affine.round_to_dtype(y, dtype).astype(dtype)
@@ -114,18 +118,29 @@ def _contract_in_pieces(product: _FloatProduct, lhs: QuantizedArray, rhs: Quanti
 
 def _contract_in_blocks(product: _FloatProduct, lhs: QuantizedArray, rhs: QuantizedArray) -> jax.Array:
     """Return the float32 contraction of operands of which a scale varies along a contracted dimension."""
-    is_placed = product.out_sharding is not None or sharding.is_placed(lhs.codes) or sharding.is_placed(rhs.codes)
-    wide = [_expand_kept(q, role) for q, role in ((lhs, product.left), (rhs, product.right))]
-    pairs = zip((lhs, rhs), wide, product[:2], strict=True)
-    if is_placed or not all(small_float_products.is_mx(q.codes, scale, role) for q, scale, role in pairs):
-        return _contract_in_pieces(product, lhs, rhs)
+    return _contract_by_kernel(product, lhs, rhs, functools.partial(_contract_in_pieces, product, lhs, rhs))
 
-    def contract_decoded(*_: jax.Array) -> jax.Array:
-        return _contract_in_pieces(product, lhs, rhs)
 
-    return small_float_products.contract_mx_blocks(
-        (lhs.codes, wide[0]), (rhs.codes, wide[1]), product.left, product.right, contract_decoded
-    )
+def _contract_by_kernel(
+    product: _FloatProduct, lhs: QuantizedArray, rhs: QuantizedArray, contract_decoded: Callable[[], jax.Array]
+) -> jax.Array:
+    """Return the float32 contraction in the kernels that backends have for blocks, or else as the caller does it."""
+    if product.out_sharding is not None or sharding.is_placed(lhs.codes) or sharding.is_placed(rhs.codes):
+        return contract_decoded()
+    operands, factors = [], []
+    for q, role in ((lhs, product.left), (rhs, product.right)):
+        scale = q.scale
+        if isinstance(scale, QuantizedArray):
+            if scale.scale.size != 1:
+                return contract_decoded()
+            factors.append(scale.scale.reshape(()))
+            scale = scale.codes
+        wide = granularity.expand_along(scale, q.shape, q.block_size, (*role.batch, *role.free))
+        if not small_float_products.has_kernel(q.codes, wide, role):
+            return contract_decoded()
+        operands.append((q.codes, wide))
+    factor = functools.reduce(lax.mul, factors) if factors else None
+    return small_float_products.contract_blocks(*operands, product.left, product.right, factor, contract_decoded)
 
 
 def _expand_kept(q: QuantizedArray, role: Role) -> jax.Array:
@@ -147,25 +162,23 @@ def _scale_sum(acc: jax.Array, sides: tuple[tuple[QuantizedArray, Role], tuple[Q
 
 
 def _contract_doubled(
-    function: str, product: _FloatProduct, lhs: QuantizedArray, rhs: QuantizedArray, caller_axes: Axes | None
-) -> jax.Array:
-    """Return the float32 contraction of two float4 operands, from the integers that are twice their codes."""
+    function: str, product: _FloatProduct, lhs: QuantizedArray, rhs: QuantizedArray,
+    nested: tuple[QuantizedArray, QuantizedArray], caller_axes: Axes | None,
+) -> jax.Array:  # fmt: skip
+    """Return the float32 contraction of two float4 operands, from the integers that are twice their codes.
+
+    `nested` are the same operands, with scales that may be quantized.
+    """
     left, right, _, out_sharding = product
 
-    def multiply(*_: jax.Array) -> jax.Array:
+    def multiply() -> jax.Array:
         doubled = [q.replace(codes=_double_codes(q.codes)) for q in (lhs, rhs)]
         plan = dot_integer.plan_contraction(function, *doubled, left, right, out_sharding, caller_axes)
         y = dot_integer.multiply_codes(*doubled, plan, dtypes.FLOAT32)
         # A power of two, so that nothing is rounded again.
         return barriers.round_result(y * np.float32(0.25))
 
-    wide = [_expand_kept(q, role) for q, role in ((lhs, left), (rhs, right))]
-    is_placed = out_sharding is not None or sharding.is_placed(lhs.codes) or sharding.is_placed(rhs.codes)
-    pairs = zip((lhs, rhs), wide, (left, right), strict=True)
-    if is_placed or not all(small_float_products.is_mx(q.codes, scale, role) for q, scale, role in pairs):
-        return multiply()
-    blocks = ((lhs.codes, wide[0]), (rhs.codes, wide[1]))
-    return small_float_products.contract_mx_blocks(*blocks, left, right, multiply)
+    return _contract_by_kernel(product, *nested, multiply)
 
 
 def _double_codes(codes: jax.Array) -> jax.Array:

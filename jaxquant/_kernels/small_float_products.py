@@ -2,9 +2,10 @@
 
 CUDA and TPU multiply float8_e4m3fn and float8_e5m2 as they are: the product of two codes is exact in float32, and only
 the order and the width of the sums differ from those of float32 operands. With CUDA, `jax.nn.scaled_matmul` takes
-blocks of 32 codes with a float8_e8m0fnu scale (MXFP8, MXFP4). cuDNN runs it on processors that have such products, and
-XLA multiplies the scales out on others. `jax.export` for CUDA needs a `DisabledSafetyCheck` for this call, as its error
-says. All other backends, and all other dtypes, take the form of the caller, which decodes the codes first.
+blocks of 32 codes with a float8_e8m0fnu scale (MXFP8, MXFP4), and of 16 float4 codes with a float8_e4m3fn scale
+(NVFP4). cuDNN runs it on processors that have such products, and XLA multiplies the scales out on others. `jax.export`
+for CUDA needs a `DisabledSafetyCheck` for this call, as its error says. All other backends, and all other dtypes, take
+the form of the caller, which decodes the codes first.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from .contraction import Role
 
 _NATIVE = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
 _BLOCKED = (*_NATIVE, *dtypes.FLOAT4)
-# The block of the MX formats, which is the only one for which there are kernels.
-MX_BLOCK = 32
+# The blocks for which there are kernels, by the dtype of their scales: those of the MX formats, and of NVFP4.
+_BLOCKS = {dtypes.E8M0: 32, np.dtype(jnp.float8_e4m3fn): 16}
 
 
 def contract_codes(
@@ -53,18 +54,19 @@ def contract_codes(
     return lax.platform_dependent(lhs, rhs, cuda=native, tpu=native, default=contract_decoded)
 
 
-def contract_mx_blocks(
+def contract_blocks(
     lhs: tuple[jax.Array, jax.Array], rhs: tuple[jax.Array, jax.Array], left: Role, right: Role,
-    contract_decoded: Callable[..., jax.Array],
+    factor: jax.Array | None, contract_decoded: Callable[[], jax.Array],
 ) -> jax.Array:  # fmt: skip
-    """Return the float32 contraction of two arrays of codes with a scale for each block of 32 along one dimension.
+    """Return the float32 contraction of two arrays of codes with a scale for each block along one dimension.
 
     Args:
-        lhs: codes, and their float8_e8m0fnu scale with an entry for each block and for each index of the others.
+        lhs: codes, and their scale with an entry for each block and for each index of the others; see `has_kernel`.
         rhs: the same.
         left: the role of each dimension of lhs; one is contracted.
         right: the role of each dimension of rhs.
-        contract_decoded: the contraction of the same four arrays for all other backends.
+        factor: float32, a scalar by which the result is multiplied, or None.
+        contract_decoded: the whole contraction for all other backends.
     """
 
     def multiply_blocks(a: jax.Array, a_scale: jax.Array, b: jax.Array, b_scale: jax.Array) -> jax.Array:
@@ -73,18 +75,21 @@ def contract_mx_blocks(
         ]
         y = jax.nn.scaled_matmul(*stacks, preferred_element_type=jnp.float32)
         kept = [a.shape[axis] for axis in (*left.batch, *left.free)] + [b.shape[axis] for axis in right.free]
-        return y.reshape(kept)
+        y = y.reshape(kept)
+        return y if factor is None else y * factor
 
-    return lax.platform_dependent(*lhs, *rhs, cuda=multiply_blocks, default=contract_decoded)
+    return lax.platform_dependent(*lhs, *rhs, cuda=multiply_blocks, default=lambda *_: contract_decoded())
 
 
-def is_mx(codes: jax.Array, scale: jax.Array, role: Role) -> bool:
-    """Return whether an array has the form that `contract_mx_blocks` takes."""
-    if codes.dtype not in _BLOCKED or scale.dtype != dtypes.E8M0 or len(role.contracted) != 1:
+def has_kernel(codes: jax.Array, scale: jax.Array, role: Role) -> bool:
+    """Return whether an array has the form that `contract_blocks` takes."""
+    block = _BLOCKS.get(scale.dtype)
+    is_known = codes.dtype in (_BLOCKED if scale.dtype == dtypes.E8M0 else dtypes.FLOAT4)
+    if block is None or not is_known or len(role.contracted) != 1:
         return False
     (axis,) = role.contracted
-    lengths = [codes.shape[a] // MX_BLOCK if a == axis else codes.shape[a] for a in range(codes.ndim)]
-    return codes.shape[axis] % MX_BLOCK == 0 and 0 not in codes.shape and tuple(lengths) == scale.shape
+    lengths = [codes.shape[a] // block if a == axis else codes.shape[a] for a in range(codes.ndim)]
+    return codes.shape[axis] % block == 0 and 0 not in codes.shape and tuple(lengths) == scale.shape
 
 
 def _stack_matrices(part: jax.Array, role: Role) -> jax.Array:

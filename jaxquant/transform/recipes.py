@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from .._arrays.scale_rules import ScaleRule
+from .._arrays.spec import QuantSpec
 from .._training.range_sources import Static
 from ..calibration import minmax
 from ..calibration.calibrator import Factory
 from .rules import Activation, Rule, Weight
 
 __all__ = [
-    "fp8_dynamic", "mxfp4", "mxfp8", "onednn", "onnx_runtime", "w4a8", "w8a8_dynamic", "w8a8_static", "weight_only_fp8",
-    "weight_only_int4", "weight_only_int8",
+    "fp8_dynamic", "mxfp4", "mxfp8", "nvfp4", "onednn", "onnx_runtime", "w4a8", "w8a8_dynamic", "w8a8_static",
+    "weight_only_fp8", "weight_only_int4", "weight_only_int8",
 ]  # fmt: skip
 
 
@@ -183,6 +184,22 @@ def onnx_runtime(calibrator: Factory = minmax, *, reduce_range: bool = True) -> 
     return (
         Rule(operation="take", keep="float"),
         Rule(weight=_make_weight(reduce_range), activation=activation, output=activation),
+    )
+
+
+def nvfp4(*, scale_rule: ScaleRule = "modelopt") -> tuple[Rule, ...]:
+    """Return rules for NVFP4 weights: float4_e2m1fn in blocks of 16 inputs, with activations in floats.
+
+    The scale of a block is float8_e4m3fn, times one float32 for the whole weight. Convolutions and lookups, whose
+    weights have no blocks, have float8_e4m3fn weights.
+
+    Args:
+        scale_rule: in which order the scales are rounded, as in `QuantSpec`: "modelopt" or "compressed_tensors".
+    """
+    options = {"scale_spec": QuantSpec("float8_e4m3fn"), "scale_rule": scale_rule}
+    return (
+        Rule(operation="dot_general", weight=Weight("float4_e2m1fn", block=16, options=options)),
+        Rule(weight=Weight("float8_e4m3fn")),
     )
 
 
