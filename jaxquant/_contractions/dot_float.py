@@ -140,7 +140,8 @@ def _contract_by_kernel(
             return contract_decoded()
         operands.append((q.codes, wide))
     factor = functools.reduce(lax.mul, factors) if factors else None
-    return small_float_products.contract_blocks(*operands, product.left, product.right, factor, contract_decoded)
+    a, b = operands
+    return small_float_products.contract_blocks(a, b, product.left, product.right, factor, contract_decoded)
 
 
 def _expand_kept(q: QuantizedArray, role: Role) -> jax.Array:
@@ -172,9 +173,9 @@ def _contract_doubled(
     left, right, _, out_sharding = product
 
     def multiply() -> jax.Array:
-        doubled = [q.replace(codes=_double_codes(q.codes)) for q in (lhs, rhs)]
-        plan = dot_integer.plan_contraction(function, *doubled, left, right, out_sharding, caller_axes)
-        y = dot_integer.multiply_codes(*doubled, plan, dtypes.FLOAT32)
+        a, b = (q.replace(codes=_double_codes(q.codes)) for q in (lhs, rhs))
+        plan = dot_integer.plan_contraction(function, a, b, left, right, out_sharding, caller_axes)
+        y = dot_integer.multiply_codes(a, b, plan, dtypes.FLOAT32)
         # A power of two, so that nothing is rounded again.
         return barriers.round_result(y * np.float32(0.25))
 
