@@ -18,6 +18,8 @@ from .._core import checks, dtypes, sharding
 from .._core.dtypes import NarrowInteger
 from .._core.granularity import Choice, PerTensor
 from .._kernels.affine import encode_order
+from . import scale_rules
+from .scale_rules import ScaleRule, Ties
 
 # Codebooks: codes are indices into a table of levels, such as nf4 or one that a user defines.
 
@@ -296,6 +298,23 @@ class QuantSpec:
             up, so that no value in the range saturates. A scale above 65504 is no float16: `quantize` raises an error,
             or makes it infinite if it is traced.
         power_of_two: True to round scales up to powers of two. float8_e8m0fnu represents only these.
+        scale_rule: how such a power is chosen, which implies power_of_two. amax is the largest magnitude of a range,
+            `largest` the largest code, and emax = floor(log2(largest)):
+
+            - "rceil": 2**ceil(log2(amax / largest)), so that nothing saturates (torchao's `RCEIL`, ModelOpt,
+              MLX). It is the default of such scales, and stored as None;
+            - "floor": 2**(floor(log2(amax)) - emax), the rule of the OCP MX specification (torchao's `FLOOR`, GGUF);
+            - "ceil": 2**(ceil(log2(amax)) - emax) (torchao's `CEIL`);
+            - "even": as "floor", after amax was rounded to the digits of the codes, half up (torchao's `EVEN`);
+            - "nearest": 2**round(log2(amax / largest)) (early versions of MLX);
+            - "compressed_tensors": as "even", but always with the digits of float4_e2m1fn (compressed-tensors).
+
+            The other rules need a float8 or float4 dtype, or a symmetric signed integer dtype with narrow_range.
+            For float8 and float4 codes with float8 scales in `scale_spec` it says in which order the two scales are
+            divided and rounded: "modelopt", the default, or "compressed_tensors".
+        ties: what a value halfway between two codes becomes: "even", the code with an even last digit; or
+            "toward_zero", the code of the smaller magnitude, as ModelOpt, GGUF and MLX on a CPU round MXFP4. Only
+            float4 takes the latter.
         zero_point_granularity: which elements share a zero point. By default those that share a scale.
         reduce_range: True for codes of 7 bits in an int8 or uint8: -64 to 64, or 0 to 127, as with `reduce_range` of
             ONNX Runtime's quantizer. Products of such weights with uint8 activations are exact in ONNX Runtime on every
@@ -306,6 +325,8 @@ class QuantSpec:
             dimensions of the scale: `Blocked(-1, 8)` are eight blocks of x. The codes are computed with the scales that
             result. Its dtype is one of integers or small floats. Unsigned integers hold the offsets negated, so that a
             range then includes 0 or what is below it. The other attributes of the scale are those of `scale_spec`.
+            Each scale is rounded to the nearest one, so that the largest values of a block may saturate.
+            NVFP4 is float4 with `QuantSpec("float8_e4m3fn")`: float8 scales times one float32 scale.
 
     Raises:
         TypeError: an attribute has a wrong type or names an unsupported dtype.
@@ -331,6 +352,8 @@ class QuantSpec:
     zero_point_granularity: Choice | None = None
     reduce_range: bool = False
     offset: bool = False
+    scale_rule: ScaleRule | None = None
+    ties: Ties = "even"
     scale_spec: QuantSpec | None = None
 
     def __post_init__(self) -> None:
@@ -360,10 +383,13 @@ class QuantSpec:
         expected = "None or the granularity of the scale, because a symmetric zero point is the same everywhere"
         is_same = not symmetric or point_granularity == self.granularity
         checks.require(is_same, _SPEC, "zero_point_granularity", expected, point_granularity)
+        is_power = bool(self.power_of_two) or scale_dtype == dtypes.E8M0
+        is_power = is_power or (self.scale_rule is not None and self.scale_spec is None)
         attributes = {
             "dtype": dtype, "symmetric": bool(symmetric), "narrow_range": bool(narrow), "scale_dtype": scale_dtype,
-            "power_of_two": bool(self.power_of_two) or scale_dtype == dtypes.E8M0,
-            "zero_point_granularity": point_granularity, "reduce_range": bool(self.reduce_range),
+            "power_of_two": is_power, "zero_point_granularity": point_granularity,
+            "reduce_range": bool(self.reduce_range),
+            "scale_rule": self._read_scale_rule(dtype, bool(symmetric), bool(narrow)),
         }  # fmt: skip
         # The dataclass is frozen, so its own assignment is refused here too.
         for name, value in attributes.items():
@@ -403,6 +429,32 @@ class QuantSpec:
         expected = "float32 without power_of_two, because the scales are rounded to scale_spec"
         checks.require(is_default, _SPEC, "scale_dtype", expected, self.scale_dtype)
 
+    def _read_scale_rule(self, dtype: Format, symmetric: bool, narrow: bool) -> str | None:
+        """Return the rule of the scales, None for the default; raise if the codes cannot have it."""
+        checks.check_option(_SPEC, "ties", self.ties, scale_rules.TIES)
+        expected = f'"even" for {dtype}; only float4_e2m1fn has ties="toward_zero"'
+        checks.require(self.ties == "even" or dtype in dtypes.FLOAT4, _SPEC, "ties", expected, repr(self.ties))
+        if self.scale_rule is None:
+            return None
+        if self.scale_spec is not None:
+            expected = "None, because only float8 and float4 codes with scales in float8 have rules for both scales"
+            checks.require(self.has_float8_scales, _SPEC, "scale_rule", expected, repr(self.scale_rule))
+            checks.check_option(_SPEC, "scale_rule", self.scale_rule, scale_rules.NESTED_RULES)
+            return None if self.scale_rule == "modelopt" else self.scale_rule
+        checks.check_option(_SPEC, "scale_rule", self.scale_rule, scale_rules.RULES)
+        if self.scale_rule == "rceil":
+            return None
+        is_float = dtype in dtypes.SMALL_FLOATS
+        is_even_integer = not is_float and self.scale_rule in ("even", "compressed_tensors")
+        expected = f'"rceil", "floor", "ceil" or "nearest" for {dtype}, because integers have no digits to round to'
+        checks.require(not is_even_integer, _SPEC, "scale_rule", expected, repr(self.scale_rule))
+        is_integer = dtypes.is_integer(dtype) and _is_signed(dtype) and symmetric and narrow and not self.reduce_range
+        expected = (
+            '"rceil", unless codes reach equally far on both sides of 0: float8, float4, or signed with narrow_range'
+        )
+        checks.require(is_float or is_integer, _SPEC, "scale_rule", expected, f"{self.scale_rule!r} with {dtype}")
+        return self.scale_rule
+
     def _check_flags(self, symmetric: object, narrow: object) -> None:
         for argument, value in (
             ("symmetric", symmetric),
@@ -429,6 +481,10 @@ class QuantSpec:
             texts.append("reduce_range=True")
         if self.offset:
             texts.append("offset=True")
+        if self.scale_rule is not None:
+            texts.append(f"scale_rule={self.scale_rule!r}")
+        if self.ties != "even":
+            texts.append(f"ties={self.ties!r}")
         if self.scale_spec is not None:
             texts.append(f"scale_spec={self.scale_spec!r}")
         return f"{_SPEC}({', '.join(texts)})"
@@ -448,6 +504,13 @@ class QuantSpec:
         """The number of bits of a code, with `reduce_range` the number that is used."""
         stored = self.dtype if isinstance(self.dtype, NarrowInteger) else self.carrier
         return dtypes.count_packed_bits(stored) - int(self.reduce_range)
+
+    @property
+    def has_float8_scales(self) -> bool:
+        """Whether codes of float8 or float4 have scales of float8, times one float32 for all, as in NVFP4."""
+        inner, dtype = self.scale_spec, _read_dtype(self.dtype)
+        is_inner = isinstance(inner, QuantSpec) and inner.dtype in dtypes.FLOAT8 and inner == QuantSpec(inner.dtype)
+        return is_inner and dtype in dtypes.SMALL_FLOATS
 
     @property
     def bounds(self) -> tuple[float, float]:

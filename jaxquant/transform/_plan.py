@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._arrays.spec import QuantSpec
-from .._core import checks
+from .._core import checks, dtypes
 from .._core.dtypes import CONTRACTED as INTEGER_DTYPES
 from .._core.granularity import Blocked, PerAxis, PerTensor
 from .._program import jaxpr, views
@@ -208,11 +208,17 @@ def _takes_weight(site: Site, rule: Rule, weight: Weight) -> bool:
     """Return whether a use can take a Weight that the rule of another use names."""
     if weight == rule.weight or site.operation == "take":
         return True
-    is_integer = rule.activation is not None
-    if is_integer and not _has_integers(QuantSpec(weight.dtype)):
+    if rule.activation is not None and not _can_contract(rule.activation, QuantSpec(weight.dtype), site):
         return False
     # Convolutions have no form for blocks; a result in codes has one scale.
     return weight.block is None or (site.operation in PRODUCTS and rule.output is None)
+
+
+def _can_contract(activation: Activation, weight: QuantSpec, site: Site) -> bool:
+    """Return whether a contraction of codes takes activations and weights of these dtypes."""
+    if QuantSpec(activation.dtype).dtype in dtypes.SMALL_FLOATS:
+        return weight.dtype in dtypes.SMALL_FLOATS and site.operation == "dot_general"
+    return _has_integers(weight)
 
 
 def _count_scales(spec: QuantSpec, shape: Sequence[int]) -> int:
@@ -327,7 +333,7 @@ def can_contract_given(site: Site, rule: Rule | None, leaf: int, spec: QuantSpec
         return False
     if site.operation == "take":
         return True
-    if rule.activation is not None and not _has_integers(spec):
+    if rule.activation is not None and not _can_contract(rule.activation, spec, site):
         return False
     summed = {axis for view in site.views if view.leaf == leaf for axis in view.list_axes(site.contracted)}
     granularity = spec.granularity

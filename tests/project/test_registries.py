@@ -41,7 +41,8 @@ def test_every_mark_has_a_writer() -> None:
 
 
 def test_every_recipe_is_applied_to_the_shared_programs() -> None:
-    assert set(jq.recipes.__all__) <= set(prepared.RECIPES)
+    # Weights of nvfp4 cannot be trained, which the shared programs are: tests/arrays/test_nested_scales.py has its own.
+    assert set(jq.recipes.__all__) - {"nvfp4"} <= set(prepared.RECIPES)
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "tests/README.md"])
