@@ -269,9 +269,8 @@ class Prepared:
 
         Returns:
             A pytree, for `fake_apply`, `convert` and an optimizer. Fixed ranges are not among its leaves, so no
-            optimizer moves them, and a traced function cannot return them: call `trainable` outside `jax.jit`, or use
-            its result in the same traced function. Learned scales are float32; weight decay on them would shrink the
-            ranges.
+            optimizer moves them. Inside a traced function that computes the ranges they are leaves with the gradient
+            0. Learned scales are float32. Weight decay on either would shrink the ranges.
 
         Raises:
             TypeError: estimator is not one of these rules, or ranges are none.
