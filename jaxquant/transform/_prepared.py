@@ -14,7 +14,7 @@ import numpy as np
 from .._core import checks, entry_point
 from .._program import jaxpr
 from .._program.replacing import Mode, ReplacingInterpreter
-from .._training.estimators import StraightThrough
+from .._training.estimators import PACT, StraightThrough
 from ..calibration import Range, loop
 from ..calibration.calibrator import is_finite_state
 from . import _coverage, _modes, _ranges
@@ -429,9 +429,9 @@ class Prepared:
         checks.require_type(holds, function, argument, expected, _describe_tree(scales))
         if not isinstance(scales, LearnedScales):
             return self._read_records(method, argument, scales), _NONE_LEARNED
-        # PACT trains no scales of weights.
         names = {self.names[place] for place in self._list_floats()}
-        differing = sorted(names ^ set(scales.weights)) if scales.weights else []
+        # PACT trains no scales of weights.
+        differing = sorted((set() if isinstance(scales.estimator, PACT) else names) ^ set(scales.weights))
         expected = "scales of the weights of this prepared function"
         checks.require(not differing, function, argument, expected, f"others at {', '.join(differing[:4])}")
         return self._read_records(method, argument, scales.activations), scales
@@ -484,6 +484,12 @@ class Prepared:
         expected = f"a range for each of the {len(self.static_ranges)} static activations, as Prepared.calibrate "
         expected += "returns them"
         checks.require(not missing, function, argument, expected, f"none for {', '.join(missing[:4])}")
+        unknown = sorted(set(records) - set(self.static_ranges))
+        for name, entries in self.static_ranges.items():
+            places = records[name] if isinstance(records[name], Mapping) else ()
+            unknown += sorted(f"{name}/{place}" for place in set(places) - {entry.place for entry in entries})
+        expected = "ranges of this prepared function, in which no other activation is static"
+        checks.require(not unknown, function, argument, expected, f"others at {', '.join(unknown[:4])}")
         return {
             name: {entry.place: read_part(function, argument, name, records[name], entry) for entry in entries}
             for name, entries in self.static_ranges.items()

@@ -98,8 +98,10 @@ TRAINABLE = PREPARED.trainable(PARAMS, RANGES, estimator=jq.LSQ())
 SCALES: Any = TRAINABLE.scales
 MIXED_SCALES = LearnedScales({"u": SCALES.weights["w"], "v": SCALES.weights["v"]}, SCALES.activations, SCALES.estimator)
 MIXED = TRAINABLE.replace(scales=MIXED_SCALES)
+WITHOUT_WEIGHTS = LearnedScales({}, SCALES.activations, SCALES.estimator)
 DYNAMIC = jq.prepare(apply, PARAMS, X, rules=jq.recipes.w8a8_dynamic())
 FOUR_BITS = jq.prepare(apply, PARAMS, X, rules=jq.recipes.w4a8())
+WEIGHT_ONLY = jq.prepare(apply, PARAMS, X, rules=jq.recipes.weight_only_int8())
 
 
 @pytest.mark.parametrize(
@@ -143,6 +145,15 @@ FOUR_BITS = jq.prepare(apply, PARAMS, X, rules=jq.recipes.w4a8())
         (lambda: PREPARED.convert(PARAMS, SCALES), TypeError, r"convert: ranges: expected ranges as .*, got a LearnedScales$"),
         (lambda: PREPARED.convert(CODES, RANGES), ValueError, r"convert: params: expected floats at w, got a quantized array"),
         (lambda: PREPARED.convert({"w": X}, RANGES), ValueError, r"convert: params: expected .*, got without v$"),
+        (lambda: PREPARED.convert(PARAMS, {**RANGES, "u": RANGES["v"]}), ValueError, r"convert: ranges: expected ranges of this prepared .*, got others at u$"),
+        (lambda: PREPARED.trainable(PARAMS, {**RANGES, "u": RANGES["v"]}), ValueError, r"trainable: ranges: .* got others at u$"),
+        (lambda: PREPARED.apply(CONVERTED.replace(ranges={**RANGES, "u": RANGES["v"]}), X), ValueError, r"apply: q.ranges: .* got others at u$"),
+        (lambda: PREPARED.convert(PARAMS, {**RANGES, "v": {**RANGES["v"], "1": RANGES["v"]["0"]}}), ValueError, r"convert: ranges: .* got others at v/1$"),
+        (lambda: DYNAMIC.apply(CONVERTED, X), ValueError, r"apply: q.ranges: expected .*, in which no other activation is static, got others at v, w$"),
+        (lambda: DYNAMIC.fake_apply(PREPARED.trainable(PARAMS, RANGES), X), ValueError, r"fake_apply: t.scales: .* got others at v, w$"),
+        (lambda: WEIGHT_ONLY.fake_apply(TRAINABLE, X), ValueError, r"fake_apply: t.scales: .* got others at v, w$"),
+        (lambda: WEIGHT_ONLY.convert(TRAINABLE), ValueError, r"convert: t.scales: .* got others at v, w$"),
+        (lambda: PREPARED.convert(TRAINABLE.replace(scales=WITHOUT_WEIGHTS)), ValueError, r"convert: t.scales: .* weights .*, got others at v, w$"),
         (lambda: PREPARED.convert(PARAMS, "ranges"), TypeError, r"convert: ranges: expected ranges as Prepared.calibrate returns them"),
         (lambda: PREPARED.convert(TRAINABLE, RANGES), ValueError, r"convert: ranges: expected None with a TrainableTree, .*, got a dict"),
         (lambda: PREPARED.convert(MIXED), ValueError, r"convert: t.scales: expected .*, got others at u, w$"),
