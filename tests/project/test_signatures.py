@@ -29,10 +29,7 @@ ARRAYS = ("a", "b", "x", "y", "q", "lhs", "rhs", "operand", "operands", "array",
 # collectives have the name of the axis there.
 POSITIONAL = ("spec", "second_spec", "axis_name")
 # Functions with static arguments that are positional, because another library's function has them there.
-POSITIONAL_IN = (
-    *("codes.max_pool", "codes.average_pool"),  # flax.linen.max_pool and avg_pool
-    *("checkpoint.unpack", "distributed.find_shardings"),  # numpy.zeros and the like; jax.sharding's order
-)
+POSITIONAL_IN = ("checkpoint.unpack", "distributed.find_shardings")  # numpy.zeros and the like; jax.sharding's order
 # An annotation of a parameter that takes arrays, or what holds arrays.
 ARRAY = re.compile(r"\b(Array|ArrayLike|QuantizedArray|Quantizer|Operand|Output|KVCache|Tree)\b")
 LIMIT = 5

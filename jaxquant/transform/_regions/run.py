@@ -174,8 +174,8 @@ def _concatenate(arrays: Sequence[Array], attributes: dict[str, Any], output: An
 def _average(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
     windows = attributes["windows"]
     return pooling.average_pool(
-        arrays[0], windows.lengths, windows.strides, windows.padding, attributes["counts_padding"],
-        attributes["channels_last"], output=output,
+        arrays[0], window_shape=windows.lengths, strides=windows.strides, padding=windows.padding,
+        count_include_pad=attributes["counts_padding"], channels_last=attributes["channels_last"], output=output,
     )  # fmt: skip
 
 
