@@ -16,7 +16,7 @@ from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._training.estimators import LSQ, PACT, Estimator, LSQPlus, read_learned_scale, read_learned_zero_point
 from .._training.fake_quantize import read_parts
-from ..calibration import Range
+from ..calibration.calibrator import Range
 from ._plan import LeafPlan
 from ._ranges import StaticRange, StaticRanges
 

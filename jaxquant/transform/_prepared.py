@@ -15,8 +15,8 @@ from .._core import checks, entry_point
 from .._program import jaxpr
 from .._program.replacing import Mode, ReplacingInterpreter
 from .._training.estimators import PACT, StraightThrough
-from ..calibration import Range, loop
-from ..calibration.calibrator import is_finite_state
+from ..calibration import loop
+from ..calibration.calibrator import Range, is_finite_state
 from . import _coverage, _modes, _ranges
 from ._calls import Signature, TracedCall, TracedFunctions, check_leaves, check_names, is_quantized, trace_call
 from ._learned import LearnedScale, LearnedScales, ScaleEstimator, make_scales, read_part

@@ -16,7 +16,7 @@ from jax import export
 from .._arrays import parts
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks
-from ..calibration import Range
+from ..calibration.calibrator import Range
 from ._learned import LearnedScale, LearnedScales, ScaleEstimator
 
 Ranges = Mapping[str, Mapping[str, Range | LearnedScale]]

@@ -470,7 +470,9 @@ def test_a_traced_function_returns_fixed_ranges(params: Any, batches: Any) -> No
     assert not np.any([end for places in gradient.scales.values() for pair in places.values() for end in pair])
     np.testing.assert_array_equal(prepared.fake_apply(returned, x), prepared.fake_apply(t, x))
     assert equal(prepared.convert(jax.jit(prepared.trainable)(params, ranges)).ranges, ranges)
-    stacked: Any = jax.vmap(lambda ranges: prepared.trainable(params, ranges))(jax.tree.map(lambda end: end[None], ranges))
+    stacked: Any = jax.vmap(lambda ranges: prepared.trainable(params, ranges))(
+        jax.tree.map(lambda end: end[None], ranges)
+    )
     assert stacked.scales["first/kernel"]["0"].lo.shape == (1, 1, 1)
 
 
