@@ -144,6 +144,10 @@ class _CodesMode(_PlannedMode):
         super().__init__(plan)
         self.statics = statics
 
+    def replaces(self, site: Site) -> bool:
+        """Return whether the contraction runs on codes."""
+        return self.plan.sites[site.name].is_replaced
+
     def run_action(self, action: Action, operands: Sequence[Any], records: Records) -> tuple[list[Any], Records]:
         """Return the results of an equation on codes."""
         graph = self.plan.regions.graph
@@ -192,10 +196,6 @@ class _CodesMode(_PlannedMode):
 
 class IntegerMode(_CodesMode):
     """The program on codes."""
-
-    def replaces(self, site: Site) -> bool:
-        """Return whether the contraction runs on codes."""
-        return self.plan.sites[site.name].is_replaced
 
     def contract(self, site: Site, operands: Sequence[Any], records: Records, stores: Stores) -> tuple[Any, Records]:
         """Return the result of the contraction of codes."""
@@ -282,10 +282,6 @@ class TrainMode(_CodesMode):
     def __init__(self, plan: ProgramPlan, statics: StaticValues | None, estimator: Estimator) -> None:
         super().__init__(plan, statics)
         self.estimator = estimator
-
-    def replaces(self, site: Site) -> bool:
-        """Return whether the contraction runs on codes."""
-        return self.plan.sites[site.name].is_replaced
 
     def contract(self, site: Site, operands: Sequence[Any], records: Records, stores: Stores) -> tuple[Any, Records]:
         """Return the result of the contraction of codes, with its gradient."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -155,45 +154,14 @@ def _clip_codes(array: Array, low: float | None, high: float | None) -> Array:
 
 def combine_codes(graph: ProgramGraph, point: RoundingPoint, arrays: Sequence[Array], output: Any) -> Array:
     """Return the result of an operation that is no contraction."""
-    operation = functools.partial(_OPERATIONS[point.operation], arrays, point.attributes, output)
-    return finish_steps(graph, point, operation())
-
-
-def _add(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
-    return elementwise.add(arrays[0], arrays[1], output=output)
-
-
-def _multiply(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
-    return elementwise.multiply(arrays[0], arrays[1], output=output)
-
-
-def _concatenate(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
-    return arrangement.concatenate(list(arrays), attributes["axis"], output=output)
-
-
-def _average(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
-    windows = attributes["windows"]
-    return pooling.average_pool(
-        arrays[0], window_shape=windows.lengths, strides=windows.strides, padding=windows.padding,
-        count_include_pad=attributes["counts_padding"], channels_last=attributes["channels_last"], output=output,
-    )  # fmt: skip
-
-
-def _find_mean(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
-    return pooling.mean(arrays[0], attributes["axes"], output=output)
-
-
-def _leak(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
-    return elementwise.leaky_relu(arrays[0], attributes["slope"], output=output)
-
-
-def _find_logistic(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
-    return elementwise.sigmoid(arrays[0], output=output)
+    operands = [arrays] if point.operation == "concatenate" else arrays
+    return finish_steps(graph, point, _OPERATIONS[point.operation](*operands, **point.attributes, output=output))
 
 
 _OPERATIONS = {
-    "add": _add, "multiply": _multiply, "concatenate": _concatenate, "average_pool": _average, "mean": _find_mean,
-    "leaky_relu": _leak, "sigmoid": _find_logistic,
+    "add": elementwise.add, "multiply": elementwise.multiply, "concatenate": arrangement.concatenate,
+    "average_pool": pooling.average_pool, "mean": pooling.mean, "leaky_relu": elementwise.leaky_relu,
+    "sigmoid": elementwise.sigmoid,
 }  # fmt: skip
 
 
