@@ -55,7 +55,7 @@ class LearnedScales:
 def make_scales(
     parameters: Mapping[str, tuple[Any, LeafPlan]], entries: StaticRanges, ranges: Mapping[str, Any], estimator: Any
 ) -> LearnedScales:
-    """Return the initial scales: those of the parameters as the estimator finds them, the others from the ranges.
+    """Return the initial scales: for parameters as the estimator finds them, for activations from the ranges.
 
     Args:
         parameters: each parameter that is quantized, with its plan, by its path.
@@ -109,7 +109,7 @@ def _start_activation(entry: StaticRange, ends: Any, estimator: ScaleEstimator) 
 
 
 def _check_scale_dtype(spec: QuantSpec) -> None:
-    expected = "a spec whose scale_dtype is float32, bfloat16 or float16, because a power of two has no gradient"
+    expected = "a spec with scale_dtype float32, bfloat16 or float16, because a power of two has no gradient"
     checks.require(spec.scale_dtype in dtypes.FLOATS, _NAME, "estimator", expected, spec.scale_dtype)
 
 

@@ -207,7 +207,7 @@ class IntegerMode(_CodesMode):
         for operand in [entry for entry in plan.activations if not isinstance(operands[int(entry.place)], RegionCodes)]:
             place = int(operand.place)
             part = None if operand.calibrator is None else records[plan.record][str(place)]
-            # A dynamic range is that of the value, whichever contraction reads it.
+            # A dynamic range belongs to the value, whichever contraction reads it.
             store = stores[place] if part is None else {}
             if operand.spec not in store:
                 x = operations.refuse_gradient(operands[place])
@@ -323,7 +323,7 @@ class TrainMode(_CodesMode):
     def contract_to_codes(
         self, point: RoundingPoint, operands: Sequence[Any], bias: jax.Array | None, quantizer: Quantizer
     ) -> Any:
-        """Return the codes of a contraction as floats with a gradient: that of the contraction with a float bias."""
+        """Return the codes of a contraction as floats with the gradient of the contraction with a float bias."""
         graph, operation = self.plan.regions.graph, operations.make_operation(point.node.equation)
         assert graph is not None
         floats, codes = zip(*operands, strict=True)
@@ -428,7 +428,7 @@ def quantize_weight(w: Any, plan: LeafPlan, part: LearnedScale | None) -> Any:
 
 
 def quantize_with_scale(w: Any, plan: LeafPlan, q: QuantizedArray, scale: jax.Array) -> QuantizedArray:
-    """Return a parameter with other scales than those of its codes, and with their zero points."""
+    """Return a parameter quantized again, with other scales and the same zero points."""
     codes = encode_array(jnp.asarray(w), scale, q.zero_point, plan.spec)
     result = QuantizedArray(codes, scale, q.zero_point, dtype=q.dtype, block_size=q.block_size, codebook=q.codebook)
     return result.store_last(*plan.stored_last) if plan.stored_last else result
@@ -454,7 +454,7 @@ def make_larger_twin(
         part: the scale that is trained, or None.
         rule: the estimator of that scale.
         codes: the parameter as codes, with the scale that it has otherwise.
-        scale: the larger scales; the others are those of `codes`. They have no gradient.
+        scale: the larger scales; the others are in `codes`. They have no gradient.
     """
     zero_point = None if codes.zero_point is None else codes.zero_point.astype(jnp.float32)
     if part is None:

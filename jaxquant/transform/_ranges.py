@@ -37,7 +37,7 @@ class StaticRange(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The key of this activation among those of its contraction."""
+        """The key of this activation: its place among the operands of its contraction."""
         return str(self.operand.place)
 
     @property

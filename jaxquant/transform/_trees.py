@@ -58,7 +58,7 @@ class QuantizedTree:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all arrays, those of codes of less than 8 bits as they are stored in files."""
+        """The bytes of all arrays; codes of less than 8 bits count as they are stored in files."""
         leaves = [leaf for leaf in jax.tree.leaves(self) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
         return sum(parts.count_stored_bytes(leaf) for leaf in leaves)
 

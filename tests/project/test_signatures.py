@@ -22,7 +22,7 @@ DESCRIBED = [name for name in PUBLIC if name not in ("save_codes", "onnx.probe_s
 
 # oneDNN Graph's operations have no description that a program can read.
 ONEDNN_INPUTS = ("src", "scales", "zps")
-# JAX's own word for the first array of a function of one array is `a`, `x`, `operand` or `array`, and that of two is
+# JAX's own word for the first array of a function of one array is `a`, `x`, `operand` or `array`, and for two arrays
 # `a, b` or `x, y`. Where it is a QuantizedArray, it is `q`.
 ARRAYS = ("a", "b", "x", "y", "q", "lhs", "rhs", "operand", "operands", "array", "arrays", "args")
 # Static, and positional for other reasons: a spec is the second argument wherever an array is quantized, and JAX's
@@ -132,7 +132,7 @@ def test_operators_have_the_inputs_of_their_standard(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_have_the_attributes_of_their_standard(name: str) -> None:
-    """The attributes are keyword-only: those of ONNX all, and those that ONNX Runtime requires."""
+    """The attributes are keyword-only: all of ONNX's, and the ones that ONNX Runtime requires."""
     names = {parameter.name for parameter in list_parameters(PUBLIC[name], positional=False)}
     assert set(OPERATORS[name].attributes) <= names
 

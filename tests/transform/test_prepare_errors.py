@@ -132,7 +132,7 @@ WEIGHT_ONLY = jq.prepare(apply, PARAMS, X, rules=jq.recipes.weight_only_int8())
         (lambda: PREPARED.fake_apply(TRAINABLE.replace(scales=RANGES), X), TypeError, r"fake_apply: t.scales: expected the scales of the tree"),
         (lambda: PREPARED.fake_apply(MIXED, X), ValueError, r"fake_apply: t.scales: expected .*, got others at u, w$"),
         (lambda: PREPARED.convert(PARAMS), ValueError, r"convert: ranges: expected a range for each of the 2 .*, as Prepared.calibrate returns them, got none for v, w"),
-        (lambda: DYNAMIC.convert(PARAMS, RANGES), ValueError, r"convert: ranges: expected None, because no activation has a static range, got those of w, v"),
+        (lambda: DYNAMIC.convert(PARAMS, RANGES), ValueError, r"convert: ranges: expected None, because no activation has a static range, got ranges of w, v"),
         (lambda: PREPARED.convert(CONVERTED, RANGES), TypeError, r"convert: params: expected the parameters .* in floats, got a QuantizedTree"),
         (lambda: PREPARED.convert(CONVERTED), TypeError, r"convert: params: expected the parameters .* got a QuantizedTree"),
         (lambda: PREPARED.convert(RANGES, PARAMS), ValueError, r"convert: params: expected the arrays of the parameters that prepare saw, got"),
@@ -225,5 +225,7 @@ def test_arguments_that_need_other_specs_are_refused() -> None:
 
     params = {"v": PARAMS["v"]}
     prepared = jq.prepare(turn, params, jnp.ones((2, 3)), rules=jq.recipes.w8a8_dynamic())
-    with pytest.raises(ValueError, match=r"args: expected arguments at which v is quantized as at those of prepare"):
+    with pytest.raises(
+        ValueError, match=r"args: expected arguments at which v is quantized as at the arguments of prepare"
+    ):
         prepared.apply(prepared.convert(params), jnp.ones((2, 3)), turned=True)

@@ -175,7 +175,7 @@ def read_call(
     if is_prepared:
         read_quantized(name, params[0])
     is_known = not any(map(checks.is_traced, jax.tree.leaves(params)))
-    expected = "arrays whose values are known; call it outside of jax.jit and the like"
+    expected = "arrays with known values; call it outside of jax.jit and the like"
     checks.require_type(is_known, name, "q" if is_prepared else "params", expected, "traced arrays")
     # An array would be taken for its rows, and a dict for its keys.
     is_list = isinstance(inputs, Iterable) and not isinstance(inputs, str | bytes | Mapping | jax.Array | np.ndarray)

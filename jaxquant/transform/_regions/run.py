@@ -124,7 +124,7 @@ def _clip(graph: ProgramGraph, node: EquationNode, array: Array) -> Array:
 
 
 def _clip_codes(array: Array, low: float | None, high: float | None) -> Array:
-    """Return codes clipped to those of numbers."""
+    """Return codes clipped to the codes of two numbers."""
     if low == 0:
         # Nothing is left of it if the zero point is the lowest code, as it is after a range of positive values.
         array, low = elementwise.relu(array), None
@@ -239,7 +239,7 @@ def contract_to_codes(
         scale = scale if scale.size == 1 else jnp.broadcast_to(scale, bias.shape)
         steps = quantize_added_bias(_NAME, lax.stop_gradient(bias), x.scale, weight, scale, places)
         if site.operation != "conv_general_dilated":
-            # The bias of a convolution has one element for each feature; that of a product is broadcast to its result.
+            # The bias of a convolution has one element for each feature; one of a product is broadcast to its result.
             rank = len(graph.get_shape(point.node.outputs[0]))
             shape = [1] * rank
             for place, axis in enumerate(point.features):
