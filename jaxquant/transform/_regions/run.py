@@ -154,7 +154,8 @@ def _clip_codes(array: Array, low: float | None, high: float | None) -> Array:
 
 def combine_codes(graph: ProgramGraph, point: RoundingPoint, arrays: Sequence[Array], output: Any) -> Array:
     """Return the result of an operation that is no contraction."""
-    operands = [arrays] if point.operation == "concatenate" else arrays
+    # The equation of a leaky ReLU reads its operand several times.
+    operands = {"concatenate": [arrays], "add": arrays, "multiply": arrays}.get(point.operation, arrays[:1])
     return finish_steps(graph, point, _OPERATIONS[point.operation](*operands, **point.attributes, output=output))
 
 
