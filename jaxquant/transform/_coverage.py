@@ -30,8 +30,8 @@ class Row(NamedTuple):
             codes), "lookup" (entries of codes) or "float".
         weight: the spec of its parameter, or None.
         activations: the specs of its activations; empty if they stay in floats.
-        reason: why it stays in floats; or why its weight is not that of its rule: the parameter has another use, for
-            which a rule names a finer one; or "".
+        reason: why it stays in floats; or why its weight is quantized otherwise than its rule says: the parameter has
+            another use, for which a rule names a finer one; or "".
         where: its file, line and function.
         scope: the name scopes around it.
         is_wanted: whether a rule asked for codes.
@@ -57,8 +57,8 @@ class Row(NamedTuple):
     def can_saturate(self) -> bool:
         """Whether sums of such codes can saturate in an exported model, in ONNX Runtime on x86-64 without VNNI.
 
-        The specs tell whether the codes can be large enough; `jq.count_saturating_pairs` tells whether those of given
-        weights are. The kernel of a convolution whose result is floats, ConvInteger, is exact.
+        The specs tell whether the codes can be large enough; `jq.count_saturating_pairs` tells whether the codes
+        of given weights are. The kernel of a convolution whose result is floats, ConvInteger, is exact.
         """
         if self.form != "integer" or (self.operation == "conv_general_dilated" and self.output is None):
             return False
