@@ -201,7 +201,8 @@ def _contract_by_size(
     rows = math.prod(x.shape[axis] for axis in x_role.free)
 
     def contract_swapped() -> jax.Array:
-        y = contract_dequantized()
+        # Compiled for every contraction, and taken hardly ever.
+        y = weight_chunks.contract_in_loop(config, x, codes, scale, zero_point)
         columns = len(role.free)
         return y if config.quantized == 1 else lax.transpose(y, (*range(columns, y.ndim), *range(columns)))
 
@@ -252,7 +253,7 @@ def read_scaled_codes(q: QuantizedArray) -> float_rows.ScaledCodes:
     """Return the parts of an array in the form of the kernel."""
     book = q.codebook
     decode, levels = (None, ()) if book is None else (book.decode, book.levels)
-    return float_rows.ScaledCodes(q.codes, q.scale, q.zero_point, q.block_size, decode, levels)
+    return float_rows.ScaledCodes(q.codes, q.scale, q.zero_point, None, q.block_size, decode, levels)
 
 
 def _has_digits(q: QuantizedArray, role: Role) -> bool:
