@@ -78,21 +78,15 @@ def quantization_error(x: ArrayLike, q: QuantizedArray) -> QuantizationError:
     Source: Widrow and Kollar, Quantization Noise (Cambridge University Press, 2008).
     """
     # The sums run in the order of memory, so codes in another order are moved before the program, which is the same.
-    q = quantized_array.check_array(_ERROR, "q", q).store_last()
-    measures = _quantization_error(
-        entry_point.convert_number(x), q.stored_codes, q.scale, q.zero_point, static=q.tree_flatten()[1]
-    )  # fmt: skip
-    return QuantizationError(*measures)
+    q = quantized_array.check_array(_ERROR, "q", q, supports=("block_sizes",)).store_last()
+    return QuantizationError(*_quantization_error(entry_point.convert_number(x), q))
 
 
 @compile_entry_point(_ERROR)
-def _quantization_error(
-    x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *,
-    static: Any,
-) -> tuple[jax.Array, ...]:  # fmt: skip
+def _quantization_error(x: jax.Array, q: QuantizedArray) -> tuple[jax.Array, ...]:
     checks.check_array(_ERROR, "x", x, dtypes.FLOATS)
-    x, scale = lax.stop_gradient((x, scale))
-    q = QuantizedArray.tree_unflatten(static, (codes, scale, zero_point))
+    x, scale = lax.stop_gradient((x, q.scale))
+    q = q.replace(scale=scale)
     checks.check_shape(_ERROR, "x", x, q.shape, "that of q")
     x, y = x.astype(jnp.float32), quantized_array.dequantize_checked(q).astype(jnp.float32)
     largest = _compute_largest(x - y)

@@ -1,18 +1,20 @@
-"""The codes, the scale, the zero point and the static attributes of a quantized array.
+"""The children and the static attributes of a quantized array.
 
-Their checks, their stored order, their text, their form as JSON, and the dequantization.
+Their checks, their order and their packing in memory, their text, their form as JSON, and the dequantization.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
@@ -22,98 +24,235 @@ from .._kernels import affine, barriers
 from .._kernels.affine import Use, dequantize_affine
 from .spec import Codebook
 
-Parts = tuple[jax.Array, jax.Array, jax.Array | None]
 # The logical axes, counted from the back, in the order in which the last dimensions of the stored codes hold them; None
 # if the codes are stored in their logical order.
 StoredOrder = tuple[int, ...] | None
-Static = tuple[Any, int | None, Codebook | None, StoredOrder]
 _SCALES = (*dtypes.FLOATS, dtypes.E8M0)
+_WORD = np.dtype(np.uint32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """How codes are stored in uint32 words.
+
+    The words are along the last dimension of the stored codes, and each row of codes begins with a new word.
+
+    Attributes:
+        format: the dtype of the codes, of 2 or 4 bits, or a narrow integer, such as int3.
+        length: the number of codes in a row, which the number of words does not imply.
+    """
+
+    format: Any
+    length: int
+
+    def count_words(self) -> int:
+        """Return the least number of words that hold a row of codes."""
+        return -(-self.length * self.bits // 32)
+
+    @property
+    def bits(self) -> int:
+        """The number of bits of a code."""
+        return dtypes.count_packed_bits(self.format)
+
+    @property
+    def carrier(self) -> np.dtype:
+        """The dtype of the codes when they are unpacked."""
+        return self.format
+
+
+class ArrayParts(NamedTuple):
+    """The children of a quantized array as a pytree.
+
+    x = (codes - zero_point) * scale + offset
+
+    Attributes:
+        codes: the codes as they are stored.
+        scale: an array of floats, or a quantized array itself.
+        zero_point: None, or an array in the dtype of the codes.
+        offset: None, an array of floats, or a quantized array itself.
+        permutation: None, or an int32 array.
+    """
+
+    # JAX also builds pytrees of objects that are not arrays.
+    codes: Any
+    scale: Any
+    zero_point: Any = None
+    offset: Any = None
+    permutation: Any = None
+
+
+class ArrayStatic(NamedTuple):
+    """The static attributes of a quantized array; see `QuantizedArray`."""
+
+    dtype: Any
+    block_size: granularity.BlockSize = None
+    codebook: Codebook | None = None
+    stored_order: StoredOrder = None
+    packing: Packing | None = None
+    signed_scale: bool = False
+    permuted_axis: int | None = None
+
+
+class Nested(NamedTuple):
+    """The dtype and the shape of a scale or an offset that is a quantized array, and that has been checked."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
 
 
 def check_parts(
-    function: str, argument: str, parts: tuple[Any, Any, Any], static: Static, *, is_awaited: bool
-) -> Parts:
-    """Check that stored codes, scale and zero point fit each other, and return them as JAX arrays.
+    function: str, argument: str, parts: ArrayParts, static: ArrayStatic, *, is_awaited: bool
+) -> ArrayParts:
+    """Check that the children of an array fit each other, and return them as JAX arrays.
 
     Args:
         function: the public function that errors name.
         argument: the argument that errors name.
-        parts: the stored codes, the scale and the zero point, which may be None.
-        static: the dtype, the block size, the codebook and the stored order of the array.
+        parts: the children, with `Nested` in place of those that are quantized themselves.
+        static: the static attributes of the array.
         is_awaited: whether to wait for the elements of a scale that is on an accelerator.
     """
-    dtype, block_size, codebook, order = static
-    if block_size is not None or codebook is not None:
-        _check_static(function, argument, block_size, codebook)
-    codes, scale, zero_point = parts
-    is_converted = isinstance(codes, jax.Array) and isinstance(scale, jax.Array)
-    if not is_converted or not (zero_point is None or isinstance(zero_point, jax.Array)):
-        codes, scale, zero_point = _convert_parts(function, argument, parts)
+    if static[1:] != _PLAIN:
+        _check_static(function, argument, static)
+    if not all(part is None or isinstance(part, jax.Array | Nested) for part in parts):
+        parts = _convert_parts(function, argument, parts)
+    codes, scale, zero_point, offset, permutation = parts
+    if codes is None or scale is None:  # raises
+        codes, scale, zero_point, offset, permutation = _convert_parts(function, argument, parts)
+    assert codes is not None
     # Pass dtypes and shapes instead of arrays: arrays are not hashable, and the cache would keep them alive.
-    zero_point_dtype, zero_point_shape = (None, None) if zero_point is None else (zero_point.dtype, zero_point.shape)
-    shape = codes.shape if order is None else derive_logical_shape(function, argument, codes.shape, order)
-    _check_types(
-        function, argument, codes.dtype, shape, scale.dtype, scale.shape, zero_point_dtype, zero_point_shape, dtype,
-        block_size, codebook,
-    )  # fmt: skip
-    # Accept NaN and infinity: `quantize` gives such a scale to data that contain one, and it shows in every result.
-    entry_point.check_positive_scale(function, f"{argument}.scale", scale, allow_overflow=True, is_awaited=is_awaited)
-    return codes, scale, zero_point
+    shape = derive_logical_shape(function, argument, codes.shape, static)
+    types = tuple(None if part is None else Nested(part.dtype, part.shape) for part in parts)
+    _check_types(function, argument, ArrayParts(*types), shape, static)
+    if not static.signed_scale:
+        # Accept NaN and infinity: `quantize` gives such a scale to data that contain one, and it shows in each result.
+        name = f"{argument}.scale"
+        entry_point.check_positive_scale(function, name, scale, allow_overflow=True, is_awaited=is_awaited)
+    if permutation is not None:
+        _check_permutation(function, f"{argument}.permutation", permutation, is_awaited=is_awaited)
+    return ArrayParts(codes, scale, zero_point, offset, permutation)
 
 
-def _check_static(function: str, argument: str, block_size: Any, codebook: object) -> None:
-    if block_size is not None:
-        checks.check_integer(function, f"{argument}.block_size", block_size)
-        checks.require(block_size > 0, function, f"{argument}.block_size", "a positive int", block_size)
-    is_book = codebook is None or isinstance(codebook, Codebook)
-    checks.require_type(is_book, function, f"{argument}.codebook", "a Codebook or None", codebook)
+_PLAIN = ArrayStatic(None)[1:]
 
 
-def _convert_parts(function: str, argument: str, parts: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+def _check_static(function: str, argument: str, static: ArrayStatic) -> None:
+    sizes = static.block_size if isinstance(static.block_size, tuple) else (static.block_size,)
+    for size in sizes if static.block_size is not None else ():
+        checks.check_integer(function, f"{argument}.block_size", size)
+        checks.require(size > 0, function, f"{argument}.block_size", "a positive int", size)  # pyright: ignore
+    book = static.codebook
+    is_book = book is None or isinstance(book, Codebook)
+    checks.require_type(is_book, function, f"{argument}.codebook", "a Codebook or None", book)
+    packing = static.packing
+    is_packing = packing is None or isinstance(packing, Packing)
+    checks.require_type(is_packing, function, f"{argument}.packing", "a Packing or None", packing)
+    checks.check_flag(function, f"{argument}.signed_scale", static.signed_scale)
+    if static.permuted_axis is not None:
+        checks.check_integer(function, f"{argument}.permuted_axis", static.permuted_axis)
+
+
+_NAMES = ArrayParts._fields
+
+
+def _convert_parts(function: str, argument: str, parts: ArrayParts) -> ArrayParts:
     """Return numpy arrays as JAX arrays; raise an error that names the first part that is not an array."""
-    names = (f"{argument}.codes", f"{argument}.scale", f"{argument}.zero_point")
-    for name, part in zip(names, parts, strict=True):
+    given = {f"{argument}.{name}": part for name, part in zip(_NAMES, parts, strict=True)}
+    for name, part in given.items():
         if isinstance(part, float):  # jnp.asarray would accept it, but it has no shape to compare
             checks.check_array(function, name, part, ())
-    codes, scale, zero_point = entry_point.convert_arrays(function, dict(zip(names, parts, strict=True)))
-    for name, part in zip(names, (codes, scale, zero_point), strict=True):
-        is_missing = part is None and name == names[2]
-        if not is_missing and not isinstance(part, jax.Array):
+    arrays = {name: part for name, part in given.items() if not isinstance(part, Nested)}
+    given |= dict(zip(arrays, entry_point.convert_arrays(function, arrays), strict=True))
+    for (name, part), field in zip(given.items(), _NAMES, strict=True):
+        is_missing = part is None and field not in ("codes", "scale")
+        if not is_missing and not isinstance(part, jax.Array | Nested):
             checks.check_array(function, name, part, ())
-    return codes, scale, zero_point
+    return ArrayParts(*given.values())
 
 
 # The check depends on static values only, and eager calls repeat it with the same values. A call that raises is not
 # cached, so its error is raised each time.
 @functools.lru_cache(maxsize=4096)
-def _check_types(
-    function: str, argument: str, codes_dtype: np.dtype, codes_shape: tuple[int, ...], scale_dtype: np.dtype,
-    scale_shape: tuple[int, ...], zero_point_dtype: np.dtype | None, zero_point_shape: tuple[int, ...] | None,
-    dtype: np.dtype, block_size: int | None, codebook: Codebook | None,
-) -> None:  # fmt: skip
-    """Check the dtypes and the shapes of the parts; the static values other than `dtype` have been checked."""
+def _check_types(function: str, argument: str, types: ArrayParts, shape: tuple[int, ...], static: ArrayStatic) -> None:
+    """Check the dtypes and the shapes of the parts; the static values other than `dtype` have been checked.
+
+    Args:
+        function: the public function that errors name.
+        argument: the argument that errors name.
+        types: the dtype and the shape of each child, or None.
+        shape: the logical shape of the codes.
+        static: the static attributes.
+    """
+    codes, scale, zero_point, offset, permutation = types
+    codes_dtype = _check_packing(function, argument, codes, static)
+    codebook, block_size = static.codebook, static.block_size
     allowed = dtypes.QUANTIZED if codebook is None else (codebook.carrier,)
     expected = f"dtype {dtypes.list_names(tuple(allowed))}"
     checks.require_type(codes_dtype in allowed, function, f"{argument}.codes", expected, codes_dtype)
     expected = f"dtype {dtypes.list_names(_SCALES)}"
-    checks.require_type(scale_dtype in _SCALES, function, f"{argument}.scale", expected, scale_dtype)
-    checks.check_dtype(function, f"{argument}.dtype", dtype, dtypes.FLOATS)
-    _check_aligned(function, f"{argument}.scale", scale_shape, codes_shape, block_size)
-    if zero_point_shape is None:
-        return
-    name = f"{argument}.zero_point"
+    checks.require_type(scale.dtype in _SCALES, function, f"{argument}.scale", expected, scale.dtype)
+    checks.check_dtype(function, f"{argument}.dtype", static.dtype, dtypes.FLOATS)
+    _check_aligned(function, f"{argument}.scale", scale.shape, shape, block_size)
     has_zero_point = codes_dtype in dtypes.INTEGERS and codebook is None
-    expected = f"None, because {codebook or codes_dtype} has no zero point"
-    checks.require(has_zero_point, function, name, expected, f"an array of {zero_point_dtype}{list(zero_point_shape)}")
-    expected = f"dtype {codes_dtype}, that of the codes"
-    checks.require_type(zero_point_dtype == codes_dtype, function, name, expected, zero_point_dtype)
-    _check_aligned(function, name, zero_point_shape, codes_shape, block_size)
+    if zero_point is not None:
+        name = f"{argument}.zero_point"
+        expected = f"None, because {codebook or codes_dtype} has no zero point"
+        checks.require(has_zero_point, function, name, expected, f"an array of {describe_part(zero_point)}")
+        expected = f"dtype {codes_dtype}, that of the codes"
+        checks.require_type(zero_point.dtype == codes_dtype, function, name, expected, zero_point.dtype)
+        _check_aligned(function, name, zero_point.shape, shape, block_size)
+    if offset is not None:
+        name = f"{argument}.offset"
+        expected = "None, because the array has a zero point"
+        checks.require(zero_point is None, function, name, expected, f"an array of {describe_part(offset)}")
+        expected = f"None, because {codes_dtype} has no offset"
+        is_float = codes_dtype in dtypes.SMALL_FLOATS
+        checks.require(not is_float, function, name, expected, f"an array of {describe_part(offset)}")
+        expected = f"dtype {dtypes.list_names(dtypes.FLOATS)}"
+        checks.require_type(offset.dtype in dtypes.FLOATS, function, name, expected, offset.dtype)
+        _check_aligned(function, name, offset.shape, shape, block_size)
+    axis, name = static.permuted_axis, f"{argument}.permutation"
+    if axis is None or permutation is None:
+        expected = "an array, because there is a permuted_axis" if axis is not None else "None without a permuted_axis"
+        checks.require(axis is None and permutation is None, function, name, expected, permutation)
+        return
+    expected = f"an axis from -1 to -{len(shape)}"
+    checks.require(-len(shape) <= axis < 0, function, f"{argument}.permuted_axis", expected, axis)
+    checks.require_type(permutation.dtype == np.int32, function, name, "dtype int32", permutation.dtype)
+    batch, place = permutation.shape[:-1], len(shape) + axis
+    fits = permutation.shape[-1:] == (shape[axis],) and len(batch) <= place
+    fits = fits and all(n in (1, length) for n, length in zip(batch, shape, strict=False))
+    expected = f"shape ({shape[axis]},), or in front of it some of the dimensions {shape[:place]}"
+    checks.require(fits, function, name, expected, f"shape {permutation.shape}")
+
+
+def _check_packing(function: str, argument: str, codes: Nested, static: ArrayStatic) -> np.dtype:
+    """Return the dtype of the codes, unpacked; raise unless words hold as many codes as they shall."""
+    packing = static.packing
+    if packing is None:
+        return codes.dtype
+    name = f"{argument}.stored_codes"
+    checks.require_type(codes.dtype == _WORD, function, name, "dtype uint32, because the codes are packed", codes.dtype)
+    words = packing.count_words()
+    expected = f"rows of at least {words} words, which {packing.length} codes of {packing.format} take"
+    checks.require(codes.shape[-1] >= words, function, name, expected, f"shape {codes.shape}")
+    return packing.carrier
+
+
+def _check_permutation(function: str, argument: str, permutation: object, *, is_awaited: bool) -> None:
+    """Raise if a known permutation does not hold each index once."""
+    known = entry_point.read_elements(permutation, is_awaited=is_awaited)
+    if known is None:
+        return
+    is_permutation = bool((np.sort(known, axis=-1) == np.arange(known.shape[-1])).all())
+    expected = f"each of the indices 0 to {known.shape[-1] - 1} once"
+    checks.require(is_permutation, function, argument, expected, "others")
 
 
 def _check_aligned(
-    function: str, argument: str, shape: tuple[int, ...], codes: tuple[int, ...], block_size: int | None
+    function: str, argument: str, shape: tuple[int, ...], codes: tuple[int, ...], block_size: granularity.BlockSize
 ) -> None:
-    """Check that a scale or a zero point of this shape has an entry for each of the codes."""
+    """Check that a scale, a zero point or an offset of this shape has an entry for each of the codes."""
     if granularity.Aligned(block_size).sizes(shape, codes) is None:
         blocks = "blocks that divide it evenly" if block_size is None else f"its blocks of {block_size}"
         expected = f"the rank of the codes, {codes}, and each dimension 1, that of the codes, or the number of {blocks}"
@@ -179,31 +318,51 @@ def derive_transposed_order(order: StoredOrder, axes: Sequence[int]) -> StoredOr
     return _shorten_order([tuple(axes).index(axis) - rank for axis in derive_permutation(order, rank)])
 
 
-def derive_logical_shape(function: str, argument: str, shape: tuple[int, ...], order: StoredOrder) -> tuple[int, ...]:
-    """Return the logical shape of stored codes; raise if they have lost a dimension of the order."""
-    moved = order or ()
+def derive_logical_shape(function: str, argument: str, shape: tuple[int, ...], static: ArrayStatic) -> tuple[int, ...]:
+    """Return the logical shape of stored codes; raise if they have lost a dimension of the order or of the packing."""
+    order, packing = static.stored_order, static.packing
+    if order is None and packing is None:
+        return shape
+    moved = max(len(order or ()), 1)
+    reason = f"stored_order={order}" if order else f"packing={packing}"
     expected = (
-        f"rank {len(moved)} or more for stored_order={order} (before jax.vmap or jax.lax.scan maps one of these axes, "
+        f"rank {moved} or more for {reason} (before jax.vmap or jax.lax.scan maps one of these axes, "
         "call q.store_last(), which returns the logical order)"
     )
-    checks.require(len(shape) >= len(moved), function, f"{argument}.stored_codes", expected, f"shape {shape}")
+    checks.require(len(shape) >= moved, function, f"{argument}.stored_codes", expected, f"shape {shape}")
+    if packing is not None:
+        shape = (*shape[:-1], packing.length)
     return tuple(shape[dimension] for dimension in match_dimensions(order, len(shape)))
 
 
-def store_codes(codes: Any, order: StoredOrder) -> Any:
-    """Return codes with their dimensions in the stored order, and an object that is not an array unchanged."""
-    if order is None or not hasattr(codes, "ndim"):
+def store_codes(codes: Any, order: StoredOrder, packing: Packing | None = None) -> Any:
+    """Return codes as they are stored, and an object that is not an array unchanged."""
+    if not hasattr(codes, "ndim") or (order is None and packing is None):
         return codes
-    derive_logical_shape("QuantizedArray", "self", tuple(codes.shape), order)  # raises if the rank is too low
-    return _transpose_any(codes, derive_permutation(order, codes.ndim))
+    static = ArrayStatic(None, stored_order=order)
+    derive_logical_shape("QuantizedArray", "self", tuple(codes.shape), static)  # raises if the rank is too low
+    stored = codes if order is None else _transpose_any(codes, derive_permutation(order, codes.ndim))
+    return stored if packing is None else pack_codes(stored, packing)
 
 
-def restore_codes(stored: Any, order: StoredOrder) -> Any:
-    """Return stored codes with their dimensions in the logical order; the inverse of `store_codes`."""
-    if order is None or not hasattr(stored, "ndim"):
+def restore_codes(stored: Any, order: StoredOrder, packing: Packing | None = None) -> Any:
+    """Return stored codes unpacked and in the logical order; the inverse of `store_codes`."""
+    if not hasattr(stored, "ndim") or (order is None and packing is None):
         return stored
-    derive_logical_shape("QuantizedArray", "self", tuple(stored.shape), order)
-    return _transpose_any(stored, match_dimensions(order, stored.ndim))
+    static = ArrayStatic(None, stored_order=order, packing=packing)
+    derive_logical_shape("QuantizedArray", "self", tuple(stored.shape), static)
+    codes = stored if packing is None else unpack_codes(stored, packing)
+    return codes if order is None else _transpose_any(codes, match_dimensions(order, codes.ndim))
+
+
+def pack_codes(codes: Any, packing: Packing) -> Any:
+    """Return the words that hold codes along their last dimension."""
+    checks.refuse("QuantizedArray", "packing", "None, because words are not supported yet", packing)
+
+
+def unpack_codes(words: Any, packing: Packing) -> Any:
+    """Return the codes that words hold along their last dimension."""
+    checks.refuse("QuantizedArray", "packing", "None, because words are not supported yet", packing)
 
 
 def _transpose_any(codes: Any, axes: tuple[int, ...]) -> Any:
@@ -216,25 +375,41 @@ def _transpose_any(codes: Any, axes: tuple[int, ...]) -> Any:
 # Text, sizes and dequantization.
 
 
-def describe_array(codes: Any, scale: Any, zero_point: Any, static: Static) -> str:
-    """Return the dtypes and shapes of an array, without numbers; the children themselves if they are not arrays."""
-    dtype, block_size, codebook, order = static
+def describe_array(parts: ArrayParts, static: ArrayStatic, children: ArrayParts) -> str:
+    """Return the dtypes and shapes of an array, without numbers; the children themselves if they are not arrays.
+
+    Args:
+        parts: the children, with `Nested` in place of those that are quantized themselves.
+        static: the static attributes.
+        children: the children, whose bytes are counted.
+    """
+    codes, scale, zero_point, offset, permutation = parts
+    order = static.stored_order
     stored = "" if order is None else f", stored_order={order}"
     # JAX prints trees of shapes, strings or None in errors, so repr must not fail on them.
     has_shapes = hasattr(codes, "dtype") and hasattr(scale, "dtype")
-    has_shapes = has_shapes and (zero_point is None or hasattr(zero_point, "dtype"))
-    if not has_shapes or len(codes.shape) < len(order or ()):
-        name = "codes" if order is None else "stored_codes"
-        return f"QuantizedArray({name}={codes!r}, scale={scale!r}, zero_point={zero_point!r}{stored})"
-    shape = derive_logical_shape("QuantizedArray", "self", codes.shape, order)
-    name = codes.dtype if codebook is None else codebook.name
+    has_shapes = has_shapes and all(part is None or hasattr(part, "dtype") for part in parts)
+    least_rank = max(len(order or ()), static.packing is not None)
+    if not has_shapes or len(codes.shape) < least_rank:
+        name = "codes" if order is None and static.packing is None else "stored_codes"
+        more = {"offset": offset, "permutation": permutation}
+        rest = "".join(f", {field}={part!r}" for field, part in more.items() if part is not None)
+        return f"QuantizedArray({name}={codes!r}, scale={scale!r}, zero_point={zero_point!r}{rest}{stored})"
+    shape = derive_logical_shape("QuantizedArray", "self", codes.shape, static)
+    name = static.codebook.name if static.codebook else static.packing.format if static.packing else codes.dtype
     described = "None" if zero_point is None else describe_part(zero_point)
-    blocks = f", block_size={block_size}" if block_size else ""
+    blocks = f", block_size={static.block_size}" if static.block_size else ""
     text = f"{name}[{','.join(map(str, shape))}], scale={describe_part(scale)}, zero_point={described}{blocks}{stored}"
-    return f"QuantizedArray({text}, dtype={dtype}, nbytes={count_all_bytes(codes, scale, zero_point)})"
+    if offset is not None:
+        text += f", offset={describe_part(offset)}"
+    if permutation is not None:
+        text += f", permutation={describe_part(permutation)}, permuted_axis={static.permuted_axis}"
+    text += ", packed" if static.packing else ""
+    text += ", signed_scale=True" if static.signed_scale else ""
+    return f"QuantizedArray({text}, dtype={static.dtype}, nbytes={count_all_bytes(children)})"
 
 
-def describe_part(part: jax.Array | jax.ShapeDtypeStruct) -> str:
+def describe_part(part: jax.Array | jax.ShapeDtypeStruct | Nested) -> str:
     """Return the dtype and the shape of an array, as in "int8[4,6]"."""
     return f"{part.dtype}[{','.join(map(str, part.shape))}]"
 
@@ -253,28 +428,59 @@ def read_dtype(function: str, dtype: DTypeLike) -> np.dtype:
         return checks.check_dtype(function, "dtype", dtype, dtypes.FLOATS)  # raises, and lists the allowed dtypes
 
 
-def count_all_bytes(codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None) -> int:
-    """Return the number of bytes of the parts of an array; None has none."""
-    return sum(count_stored_bytes(part) for part in (codes, scale, zero_point) if part is not None)
+def count_all_bytes(parts: ArrayParts) -> int:
+    """Return the number of bytes of all arrays among the parts."""
+    return sum(count_stored_bytes(leaf) for leaf in jax.tree.leaves(parts))
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("dtype", "block_size", "codebook", "order", "use"))
-def dequantize_parts(
-    codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *, dtype: np.dtype, block_size: int | None,
-    codebook: Codebook | None, order: StoredOrder, use: Use = "any",
-) -> jax.Array:  # fmt: skip
-    """Return (codes - zero_point) * scale in `dtype`, of the logical shape; the parts have been checked.
+@functools.partial(jax.jit, inline=True, static_argnames=("static", "use"))
+def dequantize_parts(parts: ArrayParts, *, static: ArrayStatic, use: Use = "any") -> jax.Array:
+    """Return (codes - zero_point) * scale + offset in `static.dtype`, of the logical shape, for checked parts.
 
-    `use` is as in `affine.dequantize_affine`.
+    The product is rounded to float32, the sum is rounded to float32, and the result to the dtype. `use` is as in
+    `affine.dequantize_affine`.
+
+    Args:
+        parts: the children, with arrays of floats in place of a scale and an offset that are quantized themselves.
+        static: ArrayStatic. The attributes of the array.
+        use: ArrayStatic. What reads the values.
     """
-    aligned = granularity.Aligned(block_size)
-    codes = restore_codes(codes, order)
-    if codebook is None:
-        return dequantize_affine(codes, scale, zero_point, aligned, dtype, use)
-    wide = dtypes.scale_as_float32(scale)
-    product = codebook.decode(codes) * aligned.expand(wide, codes)
-    product = product if use == "operand" else barriers.round_result(product)
-    return affine.round_to_dtype(product, dtype).astype(dtype)
+    stored, scale, zero_point, offset, permutation = parts
+    aligned, dtype = granularity.Aligned(static.block_size), static.dtype
+    codes = restore_codes(stored, static.stored_order, static.packing)
+    # The product that an offset is added to must be rounded before, whatever reads the sum.
+    use_of_product, product_dtype = (use, dtype) if offset is None else ("any", dtypes.FLOAT32)
+    if static.codebook is None:
+        values = dequantize_affine(codes, scale, zero_point, aligned, product_dtype, use_of_product)
+    else:
+        wide = dtypes.scale_as_float32(scale)
+        product = static.codebook.decode(codes) * aligned.expand(wide, codes)
+        product = product if use_of_product == "operand" else barriers.round_result(product)
+        values = affine.round_to_dtype(product, product_dtype).astype(product_dtype)
+    if offset is not None:
+        total = values + aligned.expand(dtypes.scale_as_float32(offset), codes)
+        total = total if use == "operand" else barriers.round_result(total)
+        values = affine.round_to_dtype(total, dtype).astype(dtype)
+    if permutation is None:
+        return values
+    assert static.permuted_axis is not None
+    return restore_permuted(values, permutation, static.permuted_axis)
+
+
+def restore_permuted(values: jax.Array, permutation: jax.Array, axis: int) -> jax.Array:
+    """Return values with those at the index j of an axis moved to the index permutation[j].
+
+    Args:
+        values: an array.
+        permutation: int32, [K], or [..., K] with some of the first dimensions of the values.
+        axis: ArrayStatic. The permuted axis, negative.
+    """
+    positions = jnp.argsort(permutation, axis=-1)
+    if positions.ndim == 1:
+        return jnp.take(values, positions, axis, mode="clip")
+    between = values.ndim + axis - (positions.ndim - 1)
+    shape = (*positions.shape[:-1], *(1,) * between, positions.shape[-1], *(1,) * (-axis - 1))
+    return jnp.take_along_axis(values, positions.reshape(shape), axis)
 
 
 # The static attributes of a quantized array as JSON, for checkpoints and exported programs.
@@ -288,19 +494,25 @@ _SAVED = "QuantizedArray"
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def encode_static(static: Static) -> str:
-    """Return a dtype, a block size, a codebook and a stored order as JSON."""
-    dtype, block_size, codebook, order = static
+def encode_static(static: ArrayStatic) -> str:
+    """Return the static attributes as JSON."""
+    dtype, block_size, codebook, order, packing, signed_scale, permuted_axis = static
     fields = {
         "dtype": None if dtype is None else np.dtype(dtype).name,
         "block_size": block_size,
         "codebook": None if codebook is None else {"name": codebook.name, "levels": codebook.levels},
     }
-    # The text of an array in its logical order is the same as before there were stored orders.
-    return json.dumps(fields if order is None else {**fields, "stored_order": order})
+    # The text of an array without one of these is the same as before they existed.
+    later: dict[str, Any] = {
+        "stored_order": order,
+        "packing": None if packing is None else {"format": packing.format.name, "length": packing.length},
+        "signed_scale": signed_scale or None,
+        "permuted_axis": permuted_axis,
+    }
+    return json.dumps(fields | {name: value for name, value in later.items() if value is not None})
 
 
-def decode_saved_program(text: str | bytes | bytearray) -> Static:
+def decode_saved_program(text: str | bytes | bytearray) -> ArrayStatic:
     """Return the static attributes in a program that `jax.export` saved, as `encode_static` encoded them."""
     argument = "the description in a saved program"
     return decode_static(_SAVED, argument, parse_json(_SAVED, argument, text))
@@ -335,21 +547,44 @@ def get_field(function: str, argument: str, fields: object, name: str) -> Any:
     return fields[name]
 
 
-def decode_static(function: str, argument: str, fields: Any) -> Static:
-    """Return the valid dtype, block size, codebook and stored order that a JSON object describes."""
+def decode_static(function: str, argument: str, fields: Any) -> ArrayStatic:
+    """Return the valid static attributes that a JSON object describes."""
     dtype = get_field(function, argument, fields, "dtype")
     block_size = get_field(function, argument, fields, "block_size")
+    sizes = block_size if isinstance(block_size, list) and block_size else [block_size]
     # `type`, because True is an int for isinstance.
-    is_size = block_size is None or (type(block_size) is int and block_size > 0)
+    is_size = block_size is None or all(type(size) is int and size > 0 for size in sizes)
     if not is_size:
         got = _shorten_json(block_size)
-        checks.refuse(function, f"{argument}['block_size']", "null or a positive integer", got)
-    return (
+        expected = "null, a positive integer, or a list of them"
+        checks.refuse(function, f"{argument}['block_size']", expected, got)
+    signed_scale, axis = fields.get("signed_scale", False), fields.get("permuted_axis")
+    if type(signed_scale) is not bool:
+        checks.refuse(function, f"{argument}['signed_scale']", "true or false", _shorten_json(signed_scale))
+    if axis is not None and not (type(axis) is int and axis < 0):
+        checks.refuse(function, f"{argument}['permuted_axis']", "null or a negative integer", _shorten_json(axis))
+    return ArrayStatic(
         None if dtype is None else decode_dtype(function, f"{argument}['dtype']", dtype, dtypes.FLOATS),
-        block_size,
+        granularity.shorten_block_size(tuple(block_size) if isinstance(block_size, list) else block_size),
         _decode_codebook(function, f"{argument}['codebook']", get_field(function, argument, fields, "codebook")),
         _decode_stored_order(function, f"{argument}['stored_order']", fields.get("stored_order")),
+        _decode_packing(function, f"{argument}['packing']", fields.get("packing")),
+        signed_scale,
+        axis,
     )
+
+
+_PACKED = tuple(dtype for dtype in dtypes.QUANTIZED if dtypes.count_packed_bits(dtype) < 8)
+
+
+def _decode_packing(function: str, argument: str, fields: object) -> Packing | None:
+    """Return the valid packing that a JSON value describes, or None for null."""
+    if fields is None:
+        return None
+    name, length = (get_field(function, argument, fields, field) for field in ("format", "length"))
+    if not (type(length) is int and 0 <= length < 2**31):
+        checks.refuse(function, f"{argument}['length']", "a length", _shorten_json(length))
+    return Packing(decode_dtype(function, f"{argument}['format']", name, _PACKED), length)
 
 
 def decode_dtype(function: str, argument: str, name: object, allowed: Sequence[np.dtype]) -> np.dtype:

@@ -297,7 +297,8 @@ def quantize_kernel(kernel: jax.Array, spec: QuantSpec, stored_axes: Sequence[in
 
     zero_point = None if q.zero_point is None else trim(q.zero_point, 1, zero_point_shape)
     stored, scale = trim(q.codes, rows, values.shape, order), trim(q.scale, 1, scale_shape)
-    return QuantizedArray.tree_unflatten((q.dtype, None, q.codebook, order), (stored, scale, zero_point))
+    static = q.tree_flatten()[1]._replace(block_size=None, stored_order=order)
+    return QuantizedArray.tree_unflatten(static, (stored, scale, zero_point))
 
 
 def _match_table(kernel: jax.Array, spec: QuantSpec) -> tuple[int, int] | None:

@@ -1,7 +1,8 @@
-"""The quantized array type: integer codes with their scale and zero point, registered as a JAX pytree."""
+"""The quantized array type: codes with their scale and zero point or offset, registered as a JAX pytree."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from jax import export
 from jax.typing import DTypeLike
 
-from .._core import checks, dtypes, entry_point
+from .._core import checks, dtypes, entry_point, granularity
 from .._kernels.affine import Use
 from . import indexing, parts
 from .spec import Codebook
@@ -166,18 +167,17 @@ def register_matmul(matmul: Callable[..., Any]) -> Callable[..., Any]:
 
 @jax.tree_util.register_pytree_with_keys_class
 class QuantizedArray(RefusedOperators):
-    """An array of codes with the scale and zero point that turn them into real numbers.
+    """An array of codes with the scale and the zero point or offset that turn them into real numbers.
 
-    x = (codes - zero_point) * scale, which `dequantize` computes.
+    x = (codes - zero_point) * scale + offset, which `dequantize` computes.
 
-    It is immutable and a pytree of up to three arrays, so it can be an argument, a result or a part of a larger tree
+    It is immutable and a pytree of up to five arrays, so it can be an argument, a result or a part of a larger tree
     wherever JAX takes arrays. It is not a `jax.Array`: an operation that needs floats must be given `q.dequantize()`,
     which is never called implicitly.
 
     No granularity is stored, because the shapes imply it, and still do after `jax.vmap`, a slice or a transpose.
-    `scale` and `zero_point` have the rank of `codes`. Each of their dimensions is 1 (all indices share an entry), as
-    long as `codes.shape[i]` (one entry per index), or the number of blocks. `scale` and `zero_point` may have different
-    shapes.
+    `scale`, `zero_point` and `offset` have the rank of `codes`. Each of their dimensions is 1 (all indices share an
+    entry), as long as `codes.shape[i]` (one entry per index), or the number of blocks. Their shapes may differ.
 
     `jax.vmap` and `jax.lax.scan` map each of the arrays, so the scale must have an entry for each index of the mapped
     axis: keep that axis with `PerAxis`, or call `per_index(axis)` first. To join arrays use `jq.concatenate`. Do not
@@ -185,25 +185,38 @@ class QuantizedArray(RefusedOperators):
     differ in length, the numbers are wrong, and no check can detect it.
 
     The constructor checks only that `dtype` is a dtype, because JAX also builds pytrees of objects that are not arrays.
-    Every method and function that takes a QuantizedArray checks it. The elements of a scale must be positive; they are
-    checked if they are known, that is, not traced and not on an accelerator. NaN and infinity are accepted, because
-    `quantize` returns such scales for data that contain them; they then show in every result.
+    Every method and function that takes a QuantizedArray checks it. Unless `signed_scale` is set, the elements of a
+    scale must be positive; they are checked if they are known, that is, not traced and not on an accelerator. NaN and
+    infinity are accepted, because `quantize` returns such scales for data that contain them; they then show in every
+    result. A function that cannot compute with an offset, a nested scale, signed scales, a permutation or packed codes
+    refuses the array by name.
 
     Attributes:
         codes: the quantized values, int2 to uint16, float8 or float4_e2m1fn. With a codebook: indices into it.
-        scale: the real value of one step, float32, float16, bfloat16 or float8_e8m0fnu.
+        scale: the real value of one step, float32, float16, bfloat16 or float8_e8m0fnu. Or a QuantizedArray without a
+            nested scale of its own, which stands for the floats that it has in float32: a nested scale.
         zero_point: the code of 0.0, in steps and in the dtype of `codes`, or None for 0.
+        offset: the real value of the code 0, float32, float16 or bfloat16, or a QuantizedArray; None for 0. An array
+            has a zero point or an offset, not both. Codes of float8 and float4 have neither.
+        permutation: int32 of length `codes.shape[permuted_axis]`, or None. `codes`, `scale`, `zero_point` and
+            `offset` hold this axis in the order of their blocks: the index j of them is the index permutation[j] of the
+            array. The first dimensions of the array may stand in front of its length, as after `jax.vmap`.
         dtype: Static. The dtype that `dequantize` returns: float32, float16 or bfloat16. By default the dtype of the
             scale.
-        block_size: Static. The number of indices that share an entry in a dimension divided into blocks. None if there
-            are no blocks, or if they divide the dimension evenly. It is stored because the shapes do not imply the
-            block size if the last block is shorter.
+        block_size: Static. The number of indices that share an entry in a dimension divided into blocks, or a tuple of
+            one number for each of the last dimensions, 1 for those without blocks. None if there are no blocks, or if
+            they divide the dimension evenly. It is stored because the shapes do not imply the block size if the last
+            block is shorter.
         codebook: Static. The `Codebook` that the codes index, or None.
         stored_order: Static. The axes, counted from the back, in the order in which the last dimensions of the codes in
             memory hold them: (-1, -2) if a matrix is stored transposed. None, the default, if they are in order. Only
             memory differs, and with it speed: `codes`, `shape`, the scale and all functions have the logical order.
             `stored_codes` is the array in memory and, as a leaf of the pytree, what `jax.vmap`, `jax.device_put` and
             `jax.tree.map` see. `store_last` chooses the order.
+        packing: Static. How the codes are packed in uint32 words, or None. `codes` are unpacked; `stored_codes` are
+            the words.
+        signed_scale: Static. Whether elements of the scale may be zero or negative.
+        permuted_axis: Static. The axis that `permutation` permutes, a negative int, or None.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -221,25 +234,36 @@ class QuantizedArray(RefusedOperators):
     """
 
     # The codes and the static attributes are private: they are read through properties and set only by `_fill`.
-    # `_is_lazy`: `_order` comes from a transpose that nothing has needed yet, and is hidden from others.
+    # `_is_lazy`: the stored order comes from a transpose that nothing has needed yet, and is hidden from others.
     __slots__ = (
-        "_block_size", "_codebook", "_dtype", "_is_checked", "_is_lazy", "_order", "_restored", "_stored", "scale",
-        "zero_point",
+        "_is_checked", "_is_lazy", "_restored", "_static", "_stored", "offset", "permutation", "scale", "zero_point",
     )  # fmt: skip
 
     scale: Any
     zero_point: Any
+    offset: Any
+    permutation: Any
+    _stored: Any
+    _static: parts.ArrayStatic
+    _is_lazy: bool
+    _is_checked: bool
+    _restored: Any
 
     def __init__(
         self,
         codes: Any,
         scale: Any,
         zero_point: Any = None,
+        offset: Any = None,
+        permutation: Any = None,
         *,
         dtype: DTypeLike | None = None,
-        block_size: int | None = None,
+        block_size: int | Sequence[int] | None = None,
         codebook: Codebook | None = None,
         stored_order: Sequence[int] | None = None,
+        packing: parts.Packing | None = None,
+        signed_scale: bool = False,
+        permuted_axis: int | None = None,
     ) -> None:
         output_dtype: Any = getattr(scale, "dtype", None)
         if dtype is not None:
@@ -247,45 +271,52 @@ class QuantizedArray(RefusedOperators):
         elif output_dtype in (dtypes.E8M0, np.dtype(np.float64)):  # JAX converts numpy's float64 to float32
             output_dtype = dtypes.FLOAT32
         order = parts.read_stored_order(_NAME, stored_order)
-        self._fill(parts.store_codes(codes, order), scale, zero_point, output_dtype, block_size, codebook, order)
+        sizes: Any = block_size
+        if isinstance(sizes, list | tuple):
+            sizes = granularity.shorten_block_size(tuple(sizes))
+        static = parts.ArrayStatic(output_dtype, sizes, codebook, order, packing, signed_scale, permuted_axis)
+        stored = parts.store_codes(codes, order, packing)
+        self._fill(parts.ArrayParts(stored, scale, zero_point, offset, permutation), static)
 
-    def _fill(
-        self, stored: Any, scale: Any, zero_point: Any, dtype: np.dtype | None, block_size: int | None,
-        codebook: Codebook | None, order: parts.StoredOrder = None,
-    ) -> None:  # fmt: skip
+    def _fill(self, children: parts.ArrayParts, static: parts.ArrayStatic) -> None:
         """Set the attributes, which `__setattr__` refuses to do."""
-        # One statement for each, because a loop would make every unflatten slower. Arrays that were pickled before
-        # there were stored orders have none.
+        # One statement for each, because a loop would make every unflatten slower.
         set_attribute = object.__setattr__
-        set_attribute(self, "_stored", stored)
-        set_attribute(self, "scale", scale)
-        set_attribute(self, "zero_point", zero_point)
-        set_attribute(self, "_dtype", dtype)
-        set_attribute(self, "_block_size", block_size)
-        set_attribute(self, "_codebook", codebook)
-        set_attribute(self, "_order", order)
+        set_attribute(self, "_stored", children[0])
+        set_attribute(self, "scale", children[1])
+        set_attribute(self, "zero_point", children[2])
+        set_attribute(self, "offset", children[3])
+        set_attribute(self, "permutation", children[4])
+        set_attribute(self, "_static", static)
         set_attribute(self, "_is_lazy", False)
         set_attribute(self, "_restored", None)
         set_attribute(self, "_is_checked", False)
 
     # A pytree.
 
-    def tree_flatten(self) -> tuple[tuple[Any, Any, Any], parts.Static]:
+    def tree_flatten(self) -> tuple[parts.ArrayParts, parts.ArrayStatic]:
         """Return the arrays, with the codes as they are stored, and the static attributes."""
-        static = (self._dtype, self._block_size, self._codebook, self.stored_order)
-        return (self.stored_codes, self.scale, self.zero_point), static
+        static = self._static
+        if self._is_lazy:
+            static = static._replace(stored_order=None)
+        return parts.ArrayParts(self.stored_codes, self.scale, self.zero_point, self.offset, self.permutation), static
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], parts.Static]:
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], parts.ArrayStatic]:
         """Return the arrays with their names, and the static attributes."""
         children, static = self.tree_flatten()
-        keys = (jax.tree_util.GetAttrKey(name) for name in ("codes", "scale", "zero_point"))
+        keys = (jax.tree_util.GetAttrKey(name) for name in parts.ArrayParts._fields)
         return tuple(zip(keys, children, strict=True)), static
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], children: tuple[Any, ...]) -> QuantizedArray:
-        """Return an array with the given children, which JAX may have replaced with any objects."""
+        """Return an array with the given children, which JAX may have replaced with any objects.
+
+        Children that are left out are None, and static attributes that are left out have their defaults: arrays that
+        were pickled by an earlier version have three of each.
+        """
         new = object.__new__(cls)
-        new._fill(*children, *static)
+        filled = children if len(children) == len(parts.ArrayParts._fields) else parts.ArrayParts(*children)
+        new._fill(filled, static if isinstance(static, parts.ArrayStatic) else parts.ArrayStatic(*static))  # type: ignore
         return new
 
     def __reduce__(self) -> Any:
@@ -294,22 +325,50 @@ class QuantizedArray(RefusedOperators):
         return _rebuild_array, (static, children)
 
     def replace(self, **changes: Any) -> QuantizedArray:
-        """Return a copy with new `codes`, `scale`, `zero_point`, `dtype`, `block_size`, `codebook` or `stored_order`.
+        """Return a copy with other attributes, such as a new `scale`, `dtype` or `stored_order`.
 
-        New codes have the logical shape; they are stored in the stored order.
+        New codes have the logical shape and are not packed; they are stored in the stored order, and packed if the
+        array is.
+
+        Raises:
+            ValueError: there is no such attribute.
         """
-        static = {"dtype": self._dtype, "block_size": self._block_size, "codebook": self._codebook}
-        attributes = {"scale": self.scale, "zero_point": self.zero_point, **static}
+        known = (*parts.ArrayParts._fields, *parts.ArrayStatic._fields)
         for name in changes:
-            if name not in (*attributes, "codes", "stored_order"):
-                expected = f"one of codes, {', '.join(attributes)}, stored_order"
-                checks.refuse(f"{_NAME}.replace", name, expected, "another name")
-        if "codes" in changes or "stored_order" in changes:
-            codes = changes.pop("codes") if "codes" in changes else self.codes
-            return QuantizedArray(codes, **{**attributes, "stored_order": self.stored_order, **changes})
-        # Codes that stay are not transposed twice.
-        new = QuantizedArray(self._stored, **{**attributes, **changes})
-        return new._with_stored(self._stored, self._order, is_lazy=self._is_lazy)
+            if name not in known:
+                checks.refuse(f"{_NAME}.replace", name, f"one of {', '.join(known)}", "another name")
+        children = {name: changes.get(name, getattr(self, name)) for name in parts.ArrayParts._fields[1:]}
+        static = {name: changes.get(name, getattr(self, name)) for name in parts.ArrayStatic._fields}
+        if changes.keys() & {"codes", "stored_order", "packing"}:
+            codes = changes.get("codes")
+            codes = self.codes if codes is None else codes
+            if "packing" not in changes and self.packing is not None:
+                static["packing"] = self._measure_packing(codes, static["stored_order"])
+            return QuantizedArray(codes, **children, **static)
+        # Codes that stay are neither transposed nor packed twice.
+        new = QuantizedArray(None, **children, **{**static, "stored_order": None, "packing": None})
+        children, static = new._parts._replace(codes=self._stored), new._static._replace(packing=self.packing)
+        return QuantizedArray.tree_unflatten(static, children)._with_stored(
+            self._stored, self._order, is_lazy=self._is_lazy
+        )
+
+    def _measure_packing(self, codes: Any, order: Any) -> parts.Packing | None:
+        """Return the packing of other codes in an order."""
+        packing, rank = self.packing, getattr(codes, "ndim", 0)
+        if packing is None or rank == 0:
+            return packing
+        last = parts.derive_permutation(parts.read_stored_order(_NAME, order), rank)[-1]
+        return dataclasses.replace(packing, length=codes.shape[last])
+
+    @property
+    def _parts(self) -> parts.ArrayParts:
+        """The children, with the codes as they are in memory, also those of a lazy transpose."""
+        return parts.ArrayParts(self._stored, self.scale, self.zero_point, self.offset, self.permutation)
+
+    @property
+    def _order(self) -> parts.StoredOrder:
+        """The order of the codes in memory, also that of a lazy transpose."""
+        return self._static.stored_order
 
     def _with_stored(self, stored: Any, order: parts.StoredOrder, *, is_lazy: bool = False) -> QuantizedArray:
         """Return a copy with other stored codes, in the stored order `order`.
@@ -318,8 +377,8 @@ class QuantizedArray(RefusedOperators):
         package then read the codes as they are stored, and where the array is taken apart as a pytree, or its
         `stored_codes` are read, the codes are transposed, so that `jax.vmap` and shardings see the logical order.
         """
-        static = (self._dtype, self._block_size, self._codebook, order)
-        new = QuantizedArray.tree_unflatten(static, (stored, self.scale, self.zero_point))
+        static = self._static._replace(stored_order=order)
+        new = QuantizedArray.tree_unflatten(static, self._parts._replace(codes=stored))
         object.__setattr__(new, "_is_lazy", is_lazy and order is not None)
         return new
 
@@ -328,17 +387,17 @@ class QuantizedArray(RefusedOperators):
     @property
     def dtype(self) -> Any:
         """The dtype that `dequantize` returns."""
-        return self._dtype
+        return self._static.dtype
 
     @property
-    def block_size(self) -> int | None:
-        """The number of indices that share an entry in a dimension divided into blocks, or None."""
-        return self._block_size
+    def block_size(self) -> Any:
+        """The number of indices that share an entry in a dimension divided into blocks, one for each, or None."""
+        return self._static.block_size
 
     @property
     def codebook(self) -> Codebook | None:
         """The codebook that the codes index, or None."""
-        return self._codebook
+        return self._static.codebook
 
     @property
     def stored_order(self) -> tuple[int, ...] | None:
@@ -346,13 +405,29 @@ class QuantizedArray(RefusedOperators):
         return None if self._is_lazy else self._order
 
     @property
+    def packing(self) -> parts.Packing | None:
+        """How the codes are packed in uint32 words, or None."""
+        return self._static.packing
+
+    @property
+    def signed_scale(self) -> bool:
+        """Whether elements of the scale may be zero or negative."""
+        return self._static.signed_scale
+
+    @property
+    def permuted_axis(self) -> int | None:
+        """The axis that the permutation permutes, counted from the back, or None."""
+        return self._static.permuted_axis
+
+    @property
     def codes(self) -> Any:
-        """The quantized values, or the indices into the codebook."""
-        if self._order is None:
+        """The quantized values, or the indices into the codebook, unpacked and in the logical order."""
+        order, packing = self._order, self._static.packing
+        if order is None and packing is None:
             return self._stored
         if self._restored is not None:
             return self._restored
-        codes = parts.restore_codes(self._stored, self._order)
+        codes = parts.restore_codes(self._stored, order, packing)
         # A lazy transpose is carried out once. A tracer is not kept: it belongs to the trace that asks for it.
         if self._is_lazy and not checks.is_traced(codes):
             object.__setattr__(self, "_restored", codes)
@@ -365,7 +440,7 @@ class QuantizedArray(RefusedOperators):
 
     @property
     def stored_codes(self) -> Any:
-        """The codes as they are in memory: `codes` with its dimensions in the stored order."""
+        """The codes as they are in memory: `codes` in the stored order, or the words that hold them."""
         return self.codes if self._is_lazy else self._stored
 
     @property
@@ -373,7 +448,7 @@ class QuantizedArray(RefusedOperators):
         """The shape of `codes`."""
         stored = getattr(self._stored, "shape", None)  # each eager call asks several times, and `jnp.shape` is slow
         stored = tuple(jnp.shape(self._stored)) if stored is None else tuple(stored)
-        return stored if self._order is None else parts.derive_logical_shape(_NAME, "self", stored, self._order)
+        return parts.derive_logical_shape(_NAME, "self", stored, self._static)
 
     @property
     def ndim(self) -> int:
@@ -387,12 +462,12 @@ class QuantizedArray(RefusedOperators):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of codes, scale and zero point as they are stored.
+        """The bytes of all arrays as they are stored.
 
         A 4-bit code takes half a byte and a 2-bit code a quarter. In jax 0.10 a running CPU program holds each of
         these codes in a whole byte.
         """
-        return parts.count_all_bytes(self._stored, self.scale, self.zero_point)
+        return parts.count_all_bytes(self._parts)
 
     def __len__(self) -> int:
         """Return the length of the first dimension."""
@@ -401,17 +476,18 @@ class QuantizedArray(RefusedOperators):
 
     def __iter__(self) -> Iterator[QuantizedArray]:
         """Yield the slices along the first dimension."""
-        q = check_lazy(f"{_NAME}.__iter__", "self", self)
+        q = check_lazy(f"{_NAME}.__iter__", "self", self, supports=FORMS)
         return (indexing.index_array(q, i) for i in range(len(q)))
 
     def __repr__(self) -> str:
         """Return the dtypes and shapes, without numbers; the children themselves if they are not arrays."""
+        children, static = self._parts, self._static
         if self._is_lazy:  # the text needs no transpose
-            static = (self._dtype, self._block_size, self._codebook, None)
             codes = jax.ShapeDtypeStruct(self.shape, self._stored.dtype)
-            return parts.describe_array(codes, self.scale, self.zero_point, static)
-        children, static = self.tree_flatten()
-        return parts.describe_array(*children, static)
+            children, static = children._replace(codes=codes), static._replace(stored_order=None)
+        nested = {name: getattr(self, name) for name in ("scale", "offset")}
+        nested = {name: _describe_nested(part) for name, part in nested.items() if isinstance(part, QuantizedArray)}
+        return parts.describe_array(children._replace(**nested), static, children)
 
     # Conversions.
 
@@ -421,11 +497,14 @@ class QuantizedArray(RefusedOperators):
         y = (codes - zero_point) * scale, bit for bit the result of `dequantize_linear`: the product is computed in
         float32 and rounded once to `dtype`. With a codebook, y = codebook[codes] * scale.
 
+        With an offset, the product is rounded to float32, the sum of both is rounded to float32, and the result to
+        `dtype`. A scale or an offset that is quantized itself is dequantized to float32 first.
+
         Raises:
             TypeError: a part is not an array or has an unsupported dtype.
             ValueError: the shapes of the parts do not fit each other, or a known scale is 0 or negative.
         """
-        return dequantize_checked(check_array("QuantizedArray.dequantize", "self", self))
+        return dequantize_checked(check_array("QuantizedArray.dequantize", "self", self, supports=FORMS))
 
     def astype(self, dtype: DTypeLike) -> QuantizedArray:
         """Return the same array with a new `dtype` for `dequantize` to return: float32, float16 or bfloat16."""
@@ -474,7 +553,7 @@ class QuantizedArray(RefusedOperators):
             TypeError: an axis is not an int.
             ValueError: an axis is out of range or occurs twice.
         """
-        q = check_array(f"{_NAME}.store_last", "self", self)
+        q = check_array(f"{_NAME}.store_last", "self", self, supports=FORMS)
         order = parts.move_axes_last(f"{_NAME}.store_last", "axes", axes, q.ndim)
         return q if order == q._order else q.replace(stored_order=order)
 
@@ -552,14 +631,66 @@ def _rebuild_array(static: tuple[Any, ...], children: tuple[Any, ...]) -> Quanti
     return QuantizedArray.tree_unflatten(static, children)
 
 
-def check_array(function: str, argument: str, q: object, *, is_awaited: bool = False) -> QuantizedArray:
+# What an array may have beside codes, a scale and a zero point. A function refuses those that it does not support.
+_FORMS = {
+    "offset": ("offset", "None", "no offset"),
+    "nested": ("scale", "an array of floats", "no scale or offset that is quantized itself"),
+    "signed_scale": ("signed_scale", "False", "no scale that may be zero or negative"),
+    "block_sizes": ("block_size", "an int or None", "no block sizes that differ by axis"),
+    "permutation": ("permutation", "None", "no permutation"),
+    "packing": ("packing", "None", "no packed codes"),
+}
+FORMS = tuple(_FORMS)
+
+
+def list_forms(q: QuantizedArray) -> list[str]:
+    """Return which of `FORMS` an array has."""
+    static, forms = q._static, []
+    if q.offset is not None:
+        forms.append("offset")
+    if isinstance(q.scale, QuantizedArray) or isinstance(q.offset, QuantizedArray):
+        forms.append("nested")
+    if static.signed_scale:
+        forms.append("signed_scale")
+    if isinstance(static.block_size, tuple):
+        forms.append("block_sizes")
+    if q.permutation is not None or static.permuted_axis is not None:
+        forms.append("permutation")
+    if static.packing is not None:
+        forms.append("packing")
+    return forms
+
+
+def check_form(function: str, argument: str, q: QuantizedArray, supports: Sequence[str] = ()) -> None:
+    """Raise if an array has a form that a function does not support.
+
+    Args:
+        function: the public function that errors name.
+        argument: the argument that errors name.
+        q: the array.
+        supports: those of `FORMS` that the function supports.
+    """
+    for form in list_forms(q):
+        if form not in supports:
+            name, expected, reason = _FORMS[form]
+            if form == "nested" and not isinstance(q.scale, QuantizedArray):
+                name, expected = "offset", "None or an array of floats"
+            expected = f"{expected}, because it supports {reason}, or {argument}.dequantize()"
+            checks.refuse(function, f"{argument}.{name}", expected, repr(q))
+
+
+def check_array(
+    function: str, argument: str, q: object, *, supports: Sequence[str] = (), is_awaited: bool = False
+) -> QuantizedArray:
     """Check that q is a QuantizedArray and that its parts are arrays that fit each other; return it with JAX arrays.
 
     The elements of the scale are checked if they are known. Those on an accelerator count as known only if `is_awaited`
     is True, because reading them means to wait for it. The result has the stored order of its codes in memory, also
     where it comes from a transpose that nothing has needed yet.
+
+    An array with a form that is not among `supports` is refused: see `check_form`.
     """
-    q = check_lazy(function, argument, q, is_awaited=is_awaited)
+    q = check_lazy(function, argument, q, supports=supports, is_awaited=is_awaited)
     if not q._is_lazy:
         return q
     q = q._with_stored(q._stored, q._order)
@@ -567,28 +698,78 @@ def check_array(function: str, argument: str, q: object, *, is_awaited: bool = F
     return q
 
 
-def check_lazy(function: str, argument: str, q: object, *, is_awaited: bool = False) -> QuantizedArray:
+def check_lazy(
+    function: str, argument: str, q: object, *, supports: Sequence[str] = (), is_awaited: bool = False
+) -> QuantizedArray:
     """Return what `check_array` returns, but with a transpose that nothing has needed yet still as such."""
     if not isinstance(q, QuantizedArray):
         q = entry_point.unwrap_array(q)  # a flax.nnx.Param, for example
         if not isinstance(q, QuantizedArray):
             checks.refuse_type(function, argument, "a QuantizedArray", checks.describe_value(q))
     # Nothing in it can change, so the weights of a model are not checked again in each eager call.
-    if q._is_checked and not is_awaited:
-        return q
-    children, static = (q._stored, q.scale, q.zero_point), (q._dtype, q._block_size, q._codebook, q._order)
-    checked = parts.check_parts(function, argument, children, static, is_awaited=is_awaited)
+    if not q._is_checked or is_awaited:
+        q = _check_children(function, argument, q, is_awaited=is_awaited)
+    check_form(function, argument, q, supports)
+    return q
+
+
+def _check_children(function: str, argument: str, q: QuantizedArray, *, is_awaited: bool) -> QuantizedArray:
+    children, static = q._parts, q._static
+    nested: dict[str, QuantizedArray] = {}
+    for name in ("scale", "offset"):
+        part = getattr(q, name)
+        if isinstance(part, QuantizedArray):
+            nested[name] = _check_nested(function, f"{argument}.{name}", part, is_awaited=is_awaited)
+    types = {name: parts.Nested(dtypes.FLOAT32, part.shape) for name, part in nested.items()}
+    checked = parts.check_parts(function, argument, children._replace(**types), static, is_awaited=is_awaited)
+    checked = checked._replace(**nested)
+    if "scale" in nested and not static.signed_scale:
+        _check_nested_scale(function, f"{argument}.scale", nested["scale"], is_awaited=is_awaited)
     # In the usual case nothing was converted: return the same object.
-    if checked[0] is not children[0] or checked[1] is not children[1] or checked[2] is not children[2]:
+    if any(new is not old for new, old in zip(checked, children, strict=True)):
         is_lazy, q = q._is_lazy, QuantizedArray.tree_unflatten(static, checked)
         object.__setattr__(q, "_is_lazy", is_lazy)
     object.__setattr__(q, "_is_checked", True)
     return q
 
 
+def _check_nested(function: str, argument: str, q: QuantizedArray, *, is_awaited: bool) -> QuantizedArray:
+    """Check a scale or an offset that is quantized itself; return it with JAX arrays."""
+    supports = ("offset", "signed_scale", "block_sizes", "packing")
+    return check_array(function, argument, q, supports=supports, is_awaited=is_awaited)
+
+
+def _check_nested_scale(function: str, argument: str, q: QuantizedArray, *, is_awaited: bool) -> None:
+    """Raise if a known element of a scale that is quantized itself is not positive."""
+    leaves = jax.tree.leaves(q)
+    # Like any scale, it is not read if it is long or traced, or on an accelerator.
+    if any(entry_point.read_elements(leaf, is_awaited=is_awaited) is None for leaf in leaves):
+        return
+    with jax.ensure_compile_time_eval():
+        scale = dequantize_checked(q.astype(dtypes.FLOAT32))
+    entry_point.check_positive_scale(function, argument, scale, allow_overflow=True, is_awaited=is_awaited)
+
+
+def _describe_nested(q: QuantizedArray) -> parts.Nested:
+    """Return the shape of a nested scale, and a name for its dtype: that of the codes times that of their scale."""
+    try:
+        static = q._static
+        name = static.codebook or (static.packing.format if static.packing else q._stored.dtype)
+        return parts.Nested(f"{name}*{q.scale.dtype}", q.shape)  # type: ignore
+    except AttributeError:  # JAX prints trees of objects that are not arrays
+        return q  # type: ignore
+
+
+def read_entries(part: Any) -> Any:
+    """Return a scale or an offset as an array of floats, or None for None; one that is quantized in float32."""
+    if not isinstance(part, QuantizedArray):
+        return part
+    return dequantize_checked(part if part.dtype == dtypes.FLOAT32 else part.replace(dtype=dtypes.FLOAT32))
+
+
 def dequantize_checked(q: QuantizedArray, use: Use = "any") -> jax.Array:
     """Return the floats that q represents; q has been checked. `use` is as in `dequantize_affine`."""
-    return parts.dequantize_parts(
-        q._stored, q.scale, q.zero_point, dtype=q.dtype, block_size=q.block_size, codebook=q.codebook, order=q._order,
-        use=use,
-    )  # fmt: skip
+    children = q._parts
+    if isinstance(q.scale, QuantizedArray) or isinstance(q.offset, QuantizedArray):
+        children = children._replace(scale=read_entries(q.scale), offset=read_entries(q.offset))
+    return parts.dequantize_parts(children, static=q._static, use=use)

@@ -82,7 +82,11 @@ def derive_stored_block_size(function: str, spec: QuantSpec, shape: tuple[int, .
 def _list_block_sizes(spec: QuantSpec) -> list[int]:
     """Return the block sizes of the scale and of the zero point, in this order, if they have blocks."""
     pair = (spec.granularity, spec.zero_point_granularity)
-    return [granularity.size for granularity in pair if isinstance(granularity, granularities.Blocked)]
+    sizes = [granularity.size for granularity in pair if isinstance(granularity, granularities.Blocked)]
+    for size in sizes:
+        if isinstance(size, tuple):
+            checks.refuse("QuantSpec", "granularity", "blocks with the same size along each axis", size)
+    return [size for size in sizes if isinstance(size, int)]
 
 
 def compute_scale_and_zero_point(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -177,6 +178,8 @@ def _read_as_stored(x: QuantizedArray | jax.Array, role: Role) -> tuple[Any, Rol
     """
     if not isinstance(x, QuantizedArray) or x.stored_order is None:
         return x, role
+    if quantized_array.list_forms(x):
+        return x.replace(stored_order=None), role
     dimensions = parts.match_dimensions(x.stored_order, x.ndim)
     batch, free, contracted = (tuple(dimensions[axis] for axis in axes) for axes in role)
     # `jax.lax.dot_general` returns the free dimensions in the order of its operand.
@@ -197,13 +200,16 @@ def check_operands(function: str, lhs: object, rhs: object) -> tuple[Any, Any]:
     return lhs, rhs
 
 
-def check_operand(function: str, argument: str, x: Any) -> Any:
-    """Check that an operand is a QuantizedArray or a float array, and return it."""
+def check_operand(function: str, argument: str, x: Any, supports: Sequence[str] = quantized_array.FORMS) -> Any:
+    """Check that an operand is a QuantizedArray or a float array, and return it.
+
+    A QuantizedArray with one of the `FORMS` that are not among `supports` is refused.
+    """
     # A flax.nnx.Param may hold a QuantizedArray, which JAX could not convert.
     if not isinstance(x, QuantizedArray) and not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):
         x = x.__jax_array__()
     if isinstance(x, QuantizedArray):
-        return quantized_array.check_array(function, argument, x)
+        return quantized_array.check_array(function, argument, x, supports=supports)
     (x,) = entry_point.convert_arrays(function, {argument: x})
     checks.check_array(function, argument, x, dtypes.FLOATS)
     return x

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._arrays.quantized_array import QuantizedArray
+from .._arrays.quantized_array import QuantizedArray, check_form
 from .._core import checks, dtypes, granularity, sharding
 from .._kernels import accumulator, affine, barriers, signed_codes
 from .._kernels.accumulator import sum_over_blocks
@@ -22,6 +22,7 @@ from .output import Epilogue
 
 def check_integer_array(function: str, argument: str, q: QuantizedArray) -> None:
     """Check that the codes of a quantized array can be contracted as integers."""
+    check_form(function, argument, q)
     dtype = q.stored_codes.dtype
     if q.codebook is None and dtype in dtypes.CONTRACTED:
         return

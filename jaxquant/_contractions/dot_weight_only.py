@@ -175,7 +175,16 @@ def choose_contraction(
     x: Any = (lhs, rhs)[1 - quantized]
     # Convert both sides to one dtype, because JAX refuses to mix dtypes if the user has chosen strict promotion.
     wide = dtypes.choose_wider(q.dtype, x.dtype)
-    leaves, static = q.astype(wide).tree_flatten()
+    if quantized_array.list_forms(q):
+        # No kernel below reads these forms.
+        weights, x = quantized_array.dequantize_checked(q.astype(wide)), x.astype(wide)
+        dimensions = ((left.contracted, right.contracted), (left.batch, right.batch))
+        contract = functools.partial(
+            lax.dot_general, dimension_numbers=dimensions, precision=precision, preferred_element_type=jnp.float32,
+            out_sharding=out_sharding,
+        )  # fmt: skip
+        return contract, ((weights, x) if quantized == 0 else (x, weights)), wide
+    (*leaves, _, _), static = q.astype(wide).tree_flatten()
     product = _WeightOnlyProduct(left, right, quantized, static, precision, out_sharding)
     # Reshapes and slices of an array with its sharding in its type may not be possible.
     is_placed = out_sharding is not None or sharding.is_placed(x) or sharding.is_placed(q.codes)

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec, reshard
 from jax.typing import ArrayLike, DTypeLike
 from opt_einsum.parser import parse_einsum_input
 
-from .._arrays.quantized_array import QuantizedArray, dequantize_checked
+from .._arrays.quantized_array import QuantizedArray, check_form, dequantize_checked, list_forms
 from .._core import checks, sharding
 from .._core.dtypes import FLOAT32, FLOATS
 from .._kernels import affine
@@ -125,6 +125,7 @@ def contract_operands(
 ) -> jax.Array:
     """Return the `einsum` of checked operands, with errors that name `function`."""
     dtypes = {x.dtype for x in operands}
+    operands = _dequantize_forms(function, operands)
     dtype = preferred or (dtypes.pop() if len(dtypes) == 1 else FLOAT32)
     labels_of_operands, out = parse_subscripts(function, subscripts, [x.ndim for x in operands])
     sharding.read_out_partition(function, out_sharding, len(out))
@@ -144,6 +145,16 @@ def contract_operands(
     if len(terms) == 1 and out_sharding is not None:
         y = reshard(y, out_sharding)
     return y if y.dtype == dtype else affine.round_to_dtype(y.astype(jnp.float32), dtype).astype(dtype)
+
+
+def _dequantize_forms(function: str, operands: Sequence[Any]) -> Sequence[Any]:
+    """Return operands with floats for arrays that no contraction of codes reads, such as one with an offset."""
+    if len(operands) == 1:
+        return operands
+    quantized = [i for i, x in enumerate(operands) if isinstance(x, QuantizedArray)]
+    for i in quantized if len(quantized) > 1 else ():
+        check_form(function, f"operands[{i}]", operands[i])
+    return [dequantize_checked(x) if i in quantized and list_forms(x) else x for i, x in enumerate(operands)]
 
 
 # An eager call then finds its program by the subscripts and the shapes, and does not parse them again.

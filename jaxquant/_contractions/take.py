@@ -72,17 +72,14 @@ def take(
     Cotangent of q.scale: as in `dequantize_linear`, summed over the entries taken. Of an array of floats: g of each
     entry, summed over the indices that take it. Integers have no cotangent.
     """
-    table: Any = check_operand(_NAME, "q", q)
+    table: Any = check_operand(_NAME, "q", q, ())
     axis = checks.check_axis(_NAME, axis, table.ndim)
     mode = "fill" if mode is None else mode
     checks.check_option(_NAME, "mode", mode, _MODES)
     sharding.check_out_sharding(_NAME, out_sharding)
     if not isinstance(table, QuantizedArray):
         return _take_floats(table, _read_index(indices), axis=axis, mode=mode, out_sharding=out_sharding)
-    return _take(
-        table.stored_codes, table.scale, table.zero_point, _read_index(indices), axis=axis, mode=mode,
-        static=table.tree_flatten()[1], out_sharding=out_sharding,
-    )  # fmt: skip
+    return _take(table, _read_index(indices), axis=axis, mode=mode, out_sharding=out_sharding)
 
 
 def _read_index(indices: object) -> Any:
@@ -108,10 +105,8 @@ def _take_floats(
 
 @compile_entry_point(_NAME)
 def _take(
-    codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, indices: jax.Array, *,
-    axis: int, mode: str, static: Any, out_sharding: NamedSharding | PartitionSpec | None,
-) -> jax.Array:  # fmt: skip
-    q = QuantizedArray.tree_unflatten(static, (codes, scale, zero_point))
+    q: QuantizedArray, indices: jax.Array, *, axis: int, mode: str, out_sharding: NamedSharding | PartitionSpec | None
+) -> jax.Array:
     length = _check_index(q, indices, axis)
     index, is_inside = _normalize_index(indices, length, mode)
     _check_placement(q, q.codes, indices, axis, out_sharding)

@@ -55,28 +55,43 @@ class Blocked:
     """One scale per run of `size` indices along the axis and per index of all other axes; the last run may be short.
 
     Attributes:
-        axis: an int, or a tuple of several, each cut into runs of the same size; a negative one counts from
-            the back.
-        size: the number of indices in a run.
+        axis: an int, or a tuple of several, each cut into runs; a negative one counts from the back.
+        size: the number of indices in a run, or a tuple with a number for each axis. Equal numbers become one.
 
     Raises:
-        TypeError: an axis or the size is not an int.
-        ValueError: the size is not positive; the tuple of axes is empty, or names an axis twice.
+        TypeError: an axis or a size is not an int.
+        ValueError: a size is not positive; the tuple of axes is empty, or names an axis twice; there are not as many
+            sizes as axes.
     """
 
     axis: int | tuple[int, ...]
-    size: int
+    size: int | tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Check the axes and the size, and store a list as a tuple."""
-        object.__setattr__(self, "axis", _check_static_axes("Blocked", self.axis))
-        checks.check_integer("Blocked", "size", self.size)
-        checks.require(self.size > 0, "Blocked", "size", "a positive int", self.size)
+        """Check the axes and the sizes, and store lists as tuples."""
+        given: Any = self.size
+        axis = _check_static_axes("Blocked", self.axis)
+        object.__setattr__(self, "axis", axis)
+        sizes = tuple(given) if isinstance(given, list | tuple) else (given,)
+        for size in sizes:
+            checks.check_integer("Blocked", "size", size)
+            checks.require(size > 0, "Blocked", "size", "a positive int", size)
+        if isinstance(given, list | tuple):
+            count = len(_list_axes(axis))
+            checks.require(len(sizes) == count, "Blocked", "size", f"an int, or {count} of them", given)
+        size = int(sizes[0]) if len(set(sizes)) == 1 else tuple(int(size) for size in sizes)
+        object.__setattr__(self, "size", size)
+
+    def list_sizes(self, rank: int) -> tuple[int, ...]:
+        """Return the number of indices in a run for each dimension of an array of a rank."""
+        axes = _list_axes(self.axis)
+        sizes = self.size if isinstance(self.size, tuple) else (self.size,) * len(axes)
+        of_axis = {axis % rank: size for axis, size in zip(axes, sizes, strict=True)} if rank else {}
+        return tuple(of_axis.get(axis, 1) for axis in range(rank))
 
     def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
         """Return `scale` with each entry along the axis repeated `size` times, in the shape of `like`."""
-        axes = _list_axes(self.axis)
-        return Groups(tuple(self.size if axis in axes else 1 for axis in range(like.ndim))).expand(scale, like)
+        return Groups(self.list_sizes(like.ndim)).expand(scale, like)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +121,23 @@ class PerFeature:
     """
 
 
+# The length of the runs of indices that share an entry of a scale, which its shape does not imply if the last run is
+# shorter than the others: one length for all dimensions that are cut into runs, or one for each of the last dimensions,
+# 1 for a dimension with runs that the shape implies. None if the shape implies all of them.
+BlockSize = int | tuple[int, ...] | None
+
+
+def shorten_block_size(sizes: BlockSize) -> BlockSize:
+    """Return a block size in its shortest form, so that equal ones compare equal."""
+    if not isinstance(sizes, tuple):
+        return sizes
+    used = {size for size in sizes if size != 1}
+    if len(used) < 2:
+        return used.pop() if used else None
+    first = next(i for i, size in enumerate(sizes) if size != 1)
+    return sizes[first:]
+
+
 @dataclasses.dataclass(frozen=True)
 class Aligned:
     """The granularity of a scale of x's rank, read from its shape.
@@ -114,24 +146,34 @@ class Aligned:
     other length is the number of runs of indices that share a scale.
 
     Attributes:
-        block_size: the length of a run. If it is None, all runs have the same length.
+        block_size: the length of a run, or one for each of the last dimensions. If it is None, or 1 for a dimension,
+            all runs have the same length.
     """
 
-    block_size: int | None = None
+    block_size: BlockSize = None
+
+    def get_size(self, axis: int, rank: int) -> int | None:
+        """Return the stored length of the runs of a dimension, or None."""
+        if not isinstance(self.block_size, tuple):
+            return self.block_size
+        place = len(self.block_size) - rank + axis
+        size = self.block_size[place] if place >= 0 else 1
+        return None if size == 1 else size
 
     def sizes(self, scale: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return how many indices of each dimension share an entry, or None if the shapes do not fit."""
         if len(scale) != len(shape):
             return None
         sizes = []
-        for entries, length in zip(scale, shape, strict=True):
+        for axis, (entries, length) in enumerate(zip(scale, shape, strict=True)):
+            size = self.get_size(axis, len(shape))
             if entries == 1:
                 sizes.append(length)
             elif entries == length:
                 sizes.append(1)
-            elif self.block_size is not None and -(-length // self.block_size) == entries:
-                sizes.append(self.block_size)
-            elif self.block_size is None and entries and length % entries == 0:
+            elif size is not None and -(-length // size) == entries:
+                sizes.append(size)
+            elif size is None and entries and length % entries == 0:
                 sizes.append(length // entries)
             else:
                 return None
@@ -190,7 +232,8 @@ def derive_scale_shape(function: str, granularity: Choice, shape: tuple[int, ...
     if isinstance(granularity, PerAxis):
         return tuple(n if a in axes else 1 for a, n in enumerate(shape))
     # Rounded up, because the last run may be short.
-    return tuple(-(-n // granularity.size) if a in axes else n for a, n in enumerate(shape))
+    sizes = granularity.list_sizes(len(shape))
+    return tuple(-(-n // size) for n, size in zip(shape, sizes, strict=True))
 
 
 def resolve_onnx(
@@ -283,7 +326,7 @@ def expand_blocks(part: jax.Array, axis: int, size: int, length: int) -> jax.Arr
     return lax.slice_in_dim(repeated, 0, length, axis=axis)
 
 
-def expand_along(part: jax.Array, shape: tuple[int, ...], block_size: int | None, axes: Sequence[int]) -> jax.Array:
+def expand_along(part: jax.Array, shape: tuple[int, ...], block_size: BlockSize, axes: Sequence[int]) -> jax.Array:
     """Return a scale or zero point of codes of a shape with its blocks along `axes` expanded to one entry per index."""
     sizes = Aligned(block_size).sizes(part.shape, shape)
     assert sizes is not None

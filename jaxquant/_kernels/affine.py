@@ -306,9 +306,7 @@ def _match_batched_scale(
         axes = granularity.axis if isinstance(granularity.axis, tuple) else (granularity.axis,)
         return scale, zero_point, PerAxis(tuple(axis + 1 for axis in axes))
     if isinstance(granularity, Blocked):
-        axes = granularity.axis if isinstance(granularity.axis, tuple) else (granularity.axis,)
-        sizes = (granularity.size if axis in axes else 1 for axis in range(x.ndim - 1))
-        granularity = Groups((x.shape[0], *sizes))
+        granularity = Groups((x.shape[0], *granularity.list_sizes(x.ndim - 1)))
     elif isinstance(granularity, Groups):
         granularity = Groups((x.shape[0], *granularity.sizes))
     assert isinstance(granularity, Groups | Aligned)

@@ -20,16 +20,19 @@ from jax.typing import ArrayLike
 
 from .._arrays import quantized_array
 from .._arrays.packing import pack, unpack
-from .._arrays.parts import decode_dtype, decode_shape, decode_static, encode_static, get_field, parse_json
+from .._arrays.parts import ArrayParts, decode_dtype, decode_shape, decode_static, encode_static, get_field, parse_json
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes
 
-_DTYPES = (*dtypes.QUANTIZED, *dtypes.FLOATS, dtypes.E8M0)  # the dtypes of the parts
+# The dtypes of the parts; packed codes are uint32, and permutations int32.
+_DTYPES = (*dtypes.QUANTIZED, *dtypes.FLOATS, dtypes.E8M0, np.dtype(np.uint32), np.dtype(np.int32))
 KEY = "quantized_array"  # the key of the description, next to the keys of the parts
-# Version 2 may have a stored order, which the readers of version 1 would ignore. Other arrays are still written as 1.
-FORMAT, _VERSION = "jaxquant.QuantizedArray", 2
+# Version 2 may have a stored order, and version 3 what `FORMS` lists, which earlier readers would ignore or refuse.
+# Arrays are written in the earliest version that describes them.
+FORMAT, _VERSION = "jaxquant.QuantizedArray", 3
 _TEXT = "static_text"  # the key of a stored StaticText
-_PARTS = ("codes", "scale", "zero_point")
+_PARTS = ArrayParts._fields
+_NESTED = ("scale", "offset")  # the parts that may be quantized themselves
 
 
 @jax.tree_util.register_pytree_node_class
@@ -107,10 +110,19 @@ def restore_part(
 
 
 def list_parts(q: QuantizedArray) -> dict[str, Any]:
-    """Return the arrays of a QuantizedArray by name, with the codes in their stored order."""
+    """Return the arrays of a QuantizedArray by name, with the codes as they are stored.
+
+    The parts of a scale that is quantized itself are "scale.codes", "scale.scale" and so on.
+    """
     children, _ = q.tree_flatten()
-    # A missing zero point is left out, because None is not an array that a library can save.
-    return {name: part for name, part in zip(_PARTS, children, strict=True) if part is not None}
+    arrays = {}
+    for name, part in children._asdict().items():
+        if isinstance(part, QuantizedArray):
+            arrays |= {f"{name}.{inner}": array for inner, array in list_parts(part).items()}
+        # A missing part is left out, because None is not an array that a library can save.
+        elif part is not None:
+            arrays[name] = part
+    return arrays
 
 
 def write_description(q: QuantizedArray) -> np.ndarray:
@@ -120,8 +132,12 @@ def write_description(q: QuantizedArray) -> np.ndarray:
         parts[name] = {"dtype": np.dtype(part.dtype).name, "shape": list(part.shape)}
     # `encode_static` returns text; parse it so that the description is one JSON object.
     static = json.loads(encode_static(q.tree_flatten()[1]))
-    version = 1 if q.stored_order is None else 2
-    text = json.dumps({"format": FORMAT, "version": version, "parts": parts, "static": static})
+    version = 3 if quantized_array.list_forms(q) else 1 if q.stored_order is None else 2
+    fields = {"format": FORMAT, "version": version, "parts": parts, "static": static}
+    nested = {name: getattr(q, name) for name in _NESTED if isinstance(getattr(q, name), QuantizedArray)}
+    if nested:
+        fields["nested"] = {name: json.loads(encode_static(part.tree_flatten()[1])) for name, part in nested.items()}
+    text = json.dumps(fields)
     return np.frombuffer(text.encode(), np.uint8)
 
 
@@ -130,10 +146,18 @@ def _restore_quantized(function: str, argument: str, node: Mapping[str, Any]) ->
     label = f"{argument}['{KEY}']"
     description = _read_description(function, label, node[KEY])
     parts = get_field(function, label, description, "parts")
-    required = ("codes", "scale")
-    if not isinstance(parts, dict) or not set(required) <= set(parts) <= set(_PARTS):
+    nested = description.get("nested", {})
+    if not isinstance(nested, dict) or not set(nested) <= set(_NESTED):
+        checks.refuse(function, f"{label}['nested']", "an object with the keys scale or offset", type(nested).__name__)
+    required = {"codes", "scale"}
+    known = set(_PARTS)
+    for name in nested:
+        known = known - {name} | {f"{name}.{inner}" for inner in _PARTS}
+        required = required - {name} | {f"{name}.codes", f"{name}.scale"}
+    if not isinstance(parts, dict) or not required <= set(parts) <= known:
         got = ", ".join(map(repr, parts)) if isinstance(parts, dict) else type(parts).__name__
-        checks.refuse(function, f"{label}['parts']", "codes, scale and optionally zero_point", got)
+        optional = ", ".join(sorted(known - required))
+        checks.refuse(function, f"{label}['parts']", f"{', '.join(sorted(required))} and optionally {optional}", got)
     # A missing or unknown array means that the description belongs to another array.
     if set(node) != {*parts, KEY}:
         expected = f"the arrays {', '.join((*parts, KEY))}"
@@ -142,11 +166,15 @@ def _restore_quantized(function: str, argument: str, node: Mapping[str, Any]) ->
     for name, part in parts.items():
         dtype, shape = read_type(function, f"{label}['parts']['{name}']", part)
         arrays[name] = restore_part(function, f"{argument}['{name}']", node[name], dtype, shape)
-    static = get_field(function, label, description, "static")
-    dtype, block_size, codebook, order = decode_static(function, f"{label}['static']", static)
-    q = QuantizedArray(**arrays, dtype=dtype, block_size=block_size, codebook=codebook)
-    q = q._with_stored(arrays["codes"], order)
-    return quantized_array.check_array(function, argument, q, is_awaited=True)
+    for name, fields in nested.items():
+        inner = ArrayParts(*(arrays.pop(f"{name}.{field}", None) for field in _PARTS))
+        static = decode_static(function, f"{label}['nested']['{name}']", fields)
+        arrays[name] = QuantizedArray.tree_unflatten(static, inner)
+    static = decode_static(function, f"{label}['static']", get_field(function, label, description, "static"))
+    q = QuantizedArray.tree_unflatten(static, ArrayParts(**arrays))
+    if static.dtype is None:
+        q = q.replace(dtype=None)
+    return quantized_array.check_array(function, argument, q, supports=quantized_array.FORMS, is_awaited=True)
 
 
 def store_text(node: StaticText) -> dict[str, np.ndarray]:
@@ -229,7 +257,7 @@ def to_arrays(tree: object) -> Any:
             return store_text(leaf)
         if not isinstance(leaf, QuantizedArray):
             return leaf
-        q = quantized_array.check_lazy("checkpoint.to_arrays", "tree", leaf)
+        q = quantized_array.check_lazy("checkpoint.to_arrays", "tree", leaf, supports=quantized_array.FORMS)
         return {**{name: store_part(part) for name, part in list_parts(q).items()}, KEY: write_description(q)}
 
     return jax.tree.map(store_leaf, tree, is_leaf=is_stored_apart)

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, get_abstract_mesh
 from .._arrays.packing import pack, unpack
 from .._arrays.parts import derive_permutation, match_dimensions, move_axes_last
 from .._arrays.quantize import compute_parameters, quantize
-from .._arrays.quantized_array import QuantizedArray
+from .._arrays.quantized_array import QuantizedArray, check_form
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._core.granularity import Blocked, PerTensor, PerToken
@@ -218,7 +218,8 @@ def join_stack(stack: QuantizedArray, axis: int, *, is_tiled: bool) -> Quantized
         axis: Static. The dimension of the result along which they are joined, not negative.
         is_tiled: Static. Whether they are joined along an existing dimension; otherwise the dimension is new.
     """
-    stored, scale, zero_point = stack.tree_flatten()[0]
+    check_form("distributed", "x", stack)
+    (stored, scale, zero_point, *_), static = stack.tree_flatten()
     order, rank = stack.stored_order, scale.ndim - 1
     if is_tiled:
         stored_axis, moved = match_dimensions(order, rank)[axis], order
@@ -235,8 +236,7 @@ def join_stack(stack: QuantizedArray, axis: int, *, is_tiled: bool) -> Quantized
     )
     scale, zero_point = (None if part is None else place_part(part) for part in (scale, zero_point))
     # Not the constructor: it would take codes in their logical order.
-    static = (stack.dtype, stack.block_size, stack.codebook, moved)
-    return QuantizedArray.tree_unflatten(static, (stored, scale, zero_point))
+    return QuantizedArray.tree_unflatten(static._replace(stored_order=moved), (stored, scale, zero_point))
 
 
 def _merge_first(part: jax.Array, axis: int) -> jax.Array:

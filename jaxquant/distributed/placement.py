@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._arrays.parts import derive_permutation
-from .._arrays.quantized_array import QuantizedArray
+from .._arrays.quantized_array import QuantizedArray, check_form
 from .._core import checks
 from .._core.granularity import Aligned
 
@@ -106,6 +106,8 @@ def _cut_leaf(mesh: Mesh | AbstractMesh, whole_blocks: bool, partition: Any, pat
     if not isinstance(leaf, QuantizedArray):
         return NamedSharding(mesh, partition)
 
+    check_form(_NAME, f"tree at {path!r}", leaf, ("offset", "signed_scale", "block_sizes"))
+
     def cut_part(part: jax.Array | None) -> NamedSharding | None:
         if part is None:
             return None
@@ -120,10 +122,10 @@ def _cut_leaf(mesh: Mesh | AbstractMesh, whole_blocks: bool, partition: Any, pat
             entries.append(axis if is_whole and stored > 1 else None)
         return NamedSharding(mesh, PartitionSpec(*entries))
 
-    (_, scale, zero_point), static = leaf.tree_flatten()
+    (_, scale, zero_point, offset, _), static = leaf.tree_flatten()
     # JAX places the codes as they are stored, and a partition describes the logical shape.
     order = PartitionSpec(*(axes[axis] for axis in derive_permutation(leaf.stored_order, len(shape))))
-    children = (NamedSharding(mesh, order), cut_part(scale), cut_part(zero_point))
+    children = (NamedSharding(mesh, order), cut_part(scale), cut_part(zero_point), cut_part(offset))
     return QuantizedArray.tree_unflatten(static, children)
 
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.core import eval_jaxpr
 from jax.extend import core
 
-from .._arrays import parts, scale_from_range
+from .._arrays import scale_from_range
 from .._arrays.quantized_array import QuantizedArray, check_lazy
 from .._arrays.spec import Codebook, QuantSpec
 from .._core import checks, dtypes, sharding
@@ -715,7 +715,7 @@ def _describe_leaf(path: tuple[Any, ...], leaf: Any) -> LeafRow:
         return LeafRow(name, shape, dtype, str(dtype), float_nbytes, float_nbytes)
     block = "x".join(map(str, _derive_block(leaf)))
     stored = f"{leaf.codebook or leaf.codes.dtype}, {block}"
-    nbytes = parts.count_all_bytes(leaf.stored_codes, leaf.scale, leaf.zero_point)
+    nbytes = leaf.nbytes
     return LeafRow(name, shape, dtype, stored, nbytes, float_nbytes)
 
 

@@ -390,7 +390,7 @@ def test_bad_parts_are_refused_while_tracing_and_without_chex(
 
 MORE: list[tuple[str, Any, type[Exception], str]] = [
     ("len", P(len, A(V[0, 0], S[0, 0])), TypeError, r"__len__: self: expected rank 1 or more, got rank 0"),
-    ("replace", P(Q.replace, scales=S), ValueError, r"replace: scales: expected one of codes, scale, zero_point, dtype"),
+    ("replace", P(Q.replace, scales=S), ValueError, r"replace: scales: expected one of codes, scale, zero_point, offset"),
     ("astype int8", P(Q.astype, jnp.int8), TypeError,
      r"astype: dtype: expected dtype float32, float16 or bfloat16, got int8"),
     ("astype None", P(Q.astype, None), TypeError,

@@ -223,7 +223,8 @@ def test_what_has_no_range(name: str, fault: str) -> None:
     state = feed(cal, x)
     slices, first = (6, r"\(0, 0, 0\)") if fault == "no data" else (1, r"\(1, 0, 0\)")
     text = (
-        rf"jaxquant\.{name}\.finalize: state: expected finite .*, got {fault} in {slices} of 6 slices, first in {first}"
+        rf"jaxquant\.calibration\.{name}\.finalize: state: expected finite .*, "
+        rf"got {fault} in {slices} of 6 slices, first in {first}"
     )
     with pytest.raises(ValueError, match=text):
         cal.finalize(state)

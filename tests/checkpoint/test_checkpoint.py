@@ -441,7 +441,7 @@ ROWS: list[tuple[str, Any, type[Exception], str]] = [
     ("another text", P(FROM, {**STORED,
      "quantized_array": described(format="x")}), ValueError, r"expected a description of a"),
     ("a later format", P(FROM, {**STORED,
-     "quantized_array": described(version=3)}), ValueError, r"expected version 1.*, got ver"),
+     "quantized_array": described(version=4)}), ValueError, r"expected version 1.*, got ver"),
     ("floats for text", P(FROM, {**STORED,
      "quantized_array": np.ones(3)}), TypeError, r"expected an array of uint8.*, got an arr"),
     ("a traced text", P(jax.jit(FROM), STORED), TypeError,

@@ -126,7 +126,7 @@ def test_descriptions(name: str) -> None:
 def test_descriptions_in_saved_programs() -> None:
     static = {"dtype": "float32", "block_size": 4, "codebook": {"name": "nf4", "levels": list(jq.nf4.levels)}}
     text = write(static)
-    assert parts.decode_saved_program(text) == (np.dtype(F32), 4, jq.nf4, None)
+    assert parts.decode_saved_program(text) == parts.ArrayStatic(np.dtype(F32), 4, jq.nf4)
     for damaged in (*map(write, describe_damage(static)), *truncate(text)):
         load("QuantizedArray", lambda damaged=damaged: parts.decode_saved_program(damaged))
     q = QUANTIZED["uint8"]

@@ -336,7 +336,7 @@ def test_variables_of_another_spec() -> None:
     others: list[tuple[str, Any]] = [
         ("weight_spec", {"weight_spec": whole}), ("weight_spec", {"weight_spec": narrow}), ("weight_spec", {"weight_range": Dynamic(jq.calibration.mse)}),
         ("activation_spec", {"activation_spec": jq.QuantSpec("int8")}), ("activation_spec", {"activation_range": Static(jq.calibration.minmax)}),
-        ("activation_spec", {"activation_spec": None}), ("activation_spec", {"activation_range": Dynamic()}),
+        ("activation_spec", {"activation_spec": None, "activation_range": Dynamic()}), ("activation_spec", {"activation_range": Dynamic()}),
     ]  # fmt: skip
     for name, way in others:
         other = Net(dense(**{"weight_spec": W, "activation_spec": A, "activation_range": AVERAGE, **way}))

@@ -190,7 +190,8 @@ def test_converted_variables_belong_to_their_specs(tmp_path: Any) -> None:
     others: list[tuple[str, dict[str, Any]]] = [
         ("activation_spec", {"activation_spec": jq.QuantSpec("int4")}),
         ("activation_spec", {"activation_spec": jq.QuantSpec("int8", narrow_range=False)}),
-        ("activation_spec", {"activation_range": Dynamic()}), ("activation_spec", {"activation_spec": None}),
+        ("activation_spec", {"activation_range": Dynamic()}),
+        ("activation_spec", {"activation_spec": None, "activation_range": Dynamic()}),
         ("weight_spec", {"weight_spec": jq.QuantSpec("int8", jq.PerFeature(), narrow_range=False)}),
     ]  # fmt: skip
     checkpoint.save_safetensors(tmp_path / "a", serving)

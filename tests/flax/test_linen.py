@@ -94,9 +94,8 @@ def test_a_layer_is_flax_s_on_what_the_codes_stand_for(fixed_rng: np.random.Gene
     layer, arguments, shape = CASES[case]
     x = draw_inputs(fixed_rng, layer, shape)
     plain = getattr(nn, layer)(**arguments)
-    module = getattr(qnn, layer)(
-        **arguments, weight_spec=W, activation_spec=None if layer == "Embed" else A, activation_range=AVERAGE
-    )
+    activations = {} if layer == "Embed" else {"activation_spec": A, "activation_range": AVERAGE}
+    module = getattr(qnn, layer)(**arguments, weight_spec=W, **activations)
 
     @jax.jit
     def trained(key: Any, x: Any) -> Any:

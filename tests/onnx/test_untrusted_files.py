@@ -128,7 +128,15 @@ ATTACKS: dict[str, tuple[Callable[[], Any], str]] = {
     "negative shape": (lambda: make_shape("ConstantOfShape", [-5], data=False), "node 0"),
     "reshape": (lambda: make_shape("Reshape", [3, -1]), "node 0"),
     "axis": (lambda: make_model([node("Softmax", ["x"], ["y"], axis=7)]), "node 0"),
+    "axis of a scale": (lambda: make_dequantized_weight(axis=7), "node 0"),
 }
+
+
+def make_dequantized_weight(**attributes: Any) -> onnx.ModelProto:
+    """Return a model that multiplies with codes that it dequantizes."""
+    dequantize = node("DequantizeLinear", ["codes", "scale"], ["w"], **attributes)
+    constants = {"codes": np.ones((2, 2), np.int8), "scale": np.ones(2, np.float32)}
+    return make_model([dequantize, node("MatMul", ["x", "w"], ["y"])], constants)
 
 
 def _with_opset(version: int) -> bytes:

@@ -10,7 +10,7 @@ import pytest
 from tests.project import structure
 
 MODULES = 230
-CODE_LINES = 33_300
+CODE_LINES = 36_000
 CLOSURE = (17, 90)  # median and 90th percentile
 CLOSURE_AT_IMPORT = (17, 90)
 PRIVATE_IMPORTS = 0

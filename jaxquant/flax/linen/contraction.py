@@ -136,7 +136,7 @@ def join_path(path: VariablePath) -> str:
 
 def _get_array_state(q: QuantizedArray) -> dict[str, Any]:
     """Return the arrays of a QuantizedArray as a state dict."""
-    parts = {"codes": q.stored_codes, "scale": q.scale, "zero_point": q.zero_point}
+    parts = q.tree_flatten()[0]._asdict()
     state = {name: serialization.to_state_dict(part) for name, part in parts.items() if part is not None}
     # A state dict has no static attributes. Without the order, codes could be restored in another one.
     return state if q.stored_order is None else {**state, "stored_order": np.asarray(q.stored_order, np.int8)}
@@ -146,12 +146,12 @@ def _restore_array(q: QuantizedArray, state: dict[str, Any]) -> QuantizedArray:
     """Return a QuantizedArray with the arrays of a state dict."""
     children, static = q.tree_flatten()
     restored = []
-    for name, part in zip(("codes", "scale", "zero_point"), children, strict=True):
+    for name, part in children._asdict().items():
         restored.append(None if part is None else serialization.from_state_dict(part, state[name], name=name))
     # States that were saved before there were stored orders have none: their codes are in the logical order.
     saved = state.get("stored_order")
     order = None if saved is None else tuple(int(axis) for axis in saved)
-    new = QuantizedArray.tree_unflatten((*static[:3], order), tuple(restored))
+    new = QuantizedArray.tree_unflatten(static._replace(stored_order=order), tuple(restored))
     return new if order == q.stored_order else new.replace(stored_order=q.stored_order)
 
 

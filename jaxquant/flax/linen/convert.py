@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax import traverse_util
 from flax.core import FrozenDict, meta, unfreeze
 
-from ..._arrays.quantized_array import QuantizedArray
+from ..._arrays.quantized_array import QuantizedArray, check_form
 from ..._core import checks
 from ..._training.range_sources import Dynamic, Static
 from ...checkpoint.arrays import StaticText
@@ -158,6 +158,7 @@ def _quantize_kernel(
     def box_part(part: jax.Array, part_names: tuple[MeshAxes, ...]) -> Any:
         return meta.replace_boxed(boxed, part).replace(names=part_names)  # type: ignore[attr-defined]
 
+    check_form(_NAME, argument, q, ("offset", "signed_scale", "block_sizes"))
     (codes, *parameters), static = q.tree_flatten()
     boxes = [None if p is None else box_part(p, _conversion.match_part_names(names, p.shape)) for p in parameters]
     codes = box_part(codes, _conversion.match_part_names(names, codes.shape, order=q.stored_order))

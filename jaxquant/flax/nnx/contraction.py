@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec, reshard
 from jax.typing import DTypeLike
 
 from ..._arrays.parts import StoredOrder
-from ..._arrays.quantized_array import QuantizedArray
+from ..._arrays.quantized_array import QuantizedArray, check_form
 from ..._arrays.spec import QuantSpec
 from ..._core import checks, sharding
 from ..._core.granularity import PerFeature
@@ -94,7 +94,8 @@ class PartitionedCodes(nnx.Pytree):
     """
 
     def __init__(self, q: QuantizedArray, box: Callable[[jax.Array, StoredOrder], nnx.Variable]) -> None:
-        (codes, scale, zero_point), self.static = q.tree_flatten()
+        check_form("convert", "a partitioned kernel", q, ("signed_scale", "block_sizes"))
+        (codes, scale, zero_point, *_), self.static = q.tree_flatten()
         self.codes, self.scale = box(codes, q.stored_order), box(scale, None)
         # `nnx.data` marks None as a missing variable and not as a static value.
         self.zero_point = nnx.data(None if zero_point is None else box(zero_point, None))

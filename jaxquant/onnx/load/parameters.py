@@ -11,7 +11,8 @@ import numpy as np
 
 from ..._arrays.onnx_view import from_onnx
 from ..._arrays.quantized_array import QuantizedArray
-from ..._core import dtypes
+from ..._core import checks, dtypes
+from ..limits import ModelError
 from .graph import Graph, Node, list_small_powers, look_up_operator
 from .interpret import list_static_names
 from .values import convert_to_jax
@@ -221,4 +222,7 @@ def _make_weight(graph: Graph, name: str, weight: QuantizedParameter, readers: A
     if scale.size == 1:
         scale, point = scale.reshape(()), None if point is None else point.reshape(())
     axis, block = node.attributes.get("axis", 1), node.attributes.get("block_size", 0)
-    return from_onnx(codes, scale, point, axis=axis, block_size=block)
+    try:
+        return from_onnx(codes, scale, point, axis=axis, block_size=block)
+    except (checks.ContractTypeError, checks.ContractValueError) as error:
+        raise ModelError(f"{node.label}: {error}") from error
