@@ -166,7 +166,9 @@ _LEAST_SCALE_OF_LEVELS, _SMALLEST_LEVEL = 2.0**-40, 2.0**-20
 # The codes that one vector of `contract_blocks` holds: eight words of eight codes, or 16 bytes.
 _WORD_SPAN, _BYTE_SPAN = 64, LANES
 # The numbers of vectors that one loop of it adds up.
-_WORD_VECTORS, _BYTE_VECTORS = (4, 5, 3, 6, 2, 7, 1), tuple(range(32, 1, -1))
+_WORD_VECTORS, _BYTE_VECTORS = (2, 3, 4, 5, 1), tuple(range(32, 1, -1))
+# From this number of codes on, longer loops are worth the time that it takes to compile them.
+_WORD_VECTORS_OF_MANY, _MANY_WORDS = (4, 5, 3, 6, 2, 7, 1), 2**22
 # Whether XLA:CPU vectorizes the loop. Measured with jax 0.10 (it does not) and 0.12.
 IS_VECTORIZED = jax.__version_info__ >= (0, 12)
 
@@ -266,7 +268,7 @@ def contract_row(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tuple[
     for chunk in _cut_rows(q, terms):
         piece = _take_rows(q, role, chunk)
         factors = scaled if chunk.length == depth else chunk.take(scaled, 0)
-        parts.append(_contract_rows(factors, *piece, parts[-1] if parts else None, q.decode, terms))
+        parts.append(_contract_rows(factors, *piece, parts[-1] if parts else scaled, q.decode, terms))
     return _finish(functools.reduce(jnp.add, parts).T.reshape(kept), unit)
 
 
@@ -296,8 +298,7 @@ def contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tupl
     scaled, unit = _scale_row(x)
     lanes, shape = LANES, q.codes.shape
     groups = shape[-1] // (terms * lanes)
-    # The barrier keeps XLA from scaling the row again for each column.
-    factors = lax.optimization_barrier(scaled).reshape(groups, terms, lanes)
+    factors = scaled.reshape(groups, terms, lanes)
     # This barrier keeps XLA from converting codes that are constants while it compiles.
     codes = lax.optimization_barrier(q.codes).reshape(-1, groups, terms, lanes)
 
@@ -328,7 +329,7 @@ def choose_vectors(q: ScaledCodes, role: Role) -> int | None:
     if bits == 4:
         if packed_codes.count_per_byte(q.codes) != 2:
             return None
-        span, choices = _WORD_SPAN, _WORD_VECTORS
+        span, choices = _WORD_SPAN, _WORD_VECTORS_OF_MANY if q.codes.size >= _MANY_WORDS else _WORD_VECTORS
     elif q.decode is None and q.codes.dtype in dtypes.EIGHT_BITS:
         span, choices = _BYTE_SPAN, _BYTE_VECTORS
     else:
@@ -379,7 +380,7 @@ def contract_blocks(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tup
         piece = lax.slice_in_dim(codes, start, start + chunk.length)
         scale, zero_point, offset = (e if e is None or is_whole else chunk.take(e, 0) for e in entries)
         matrix = ScaledCodes(piece, scale, zero_point, offset, q.block_size)
-        done = parts[-1] if parts else None
+        done = parts[-1] if parts else scaled
         parts.append(_contract_vectors(factors, *matrix[:4], done, q.decode, q.levels))
     return _finish(jnp.concatenate(parts).reshape(shape[:-1]), unit)
 
@@ -388,7 +389,7 @@ def contract_blocks(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tup
 @functools.partial(jax.jit, inline=True, static_argnames=("decode_levels", "levels"))
 def _contract_vectors(
     factors: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, offset: jax.Array | None,
-    done: jax.Array | None, decode_levels: Callable[..., jax.Array] | None, levels: tuple[float, ...],
+    done: jax.Array, decode_levels: Callable[..., jax.Array] | None, levels: tuple[float, ...],
 ) -> jax.Array:  # fmt: skip
     """Return the contraction of the columns of a chunk, computed after `done`: [columns].
 
@@ -398,7 +399,7 @@ def _contract_vectors(
         scale: [columns, entries].
         zero_point: [columns, entries], or None.
         offset: [columns, entries], or None.
-        done: an array to wait for, or None.
+        done: an array to wait for: without it XLA:CPU would read all words of a program before the first product.
         decode_levels: as `ScaledCodes.decode`.
         levels: as `ScaledCodes.levels`.
     """
@@ -407,9 +408,8 @@ def _contract_vectors(
     stored = codes
     if count > 1:
         stored = lax.bitcast_convert_type(codes.reshape(columns, -1, count), jnp.uint32)
-        stored = stored if done is None else barriers.wait_for(stored, done)
-        # The barrier keeps XLA from reading words bit by bit in the loop.
-        stored = lax.optimization_barrier(stored)
+        # The barrier keeps XLA from reading words code by code in the loop.
+        stored = lax.optimization_barrier(barriers.wait_for(stored, done))
     stored = stored.reshape(columns, groups, terms, lanes)
     guard = ScaledCodes(codes, scale, zero_point, levels=levels).guard
     lane = lax.broadcasted_iota(jnp.int32, (1, 1, lanes), 2)
@@ -457,7 +457,9 @@ def _contract_vectors(
 def _scale_row(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return a row scaled to magnitudes of about 2**50, with NaN for numbers that are too small, and its unit."""
     factor, unit = compute_powers(jnp.max(jnp.abs(x)), _LARGEST_EXPONENT)
-    return jnp.where(_is_tiny(x, 0), np.float32(np.nan), _replace_tiny(x * factor, _LEAST_ELEMENT)), unit
+    scaled = jnp.where(_is_tiny(x, 0), np.float32(np.nan), _replace_tiny(x * factor, _LEAST_ELEMENT))
+    # The barrier keeps XLA from scaling the row again for each column.
+    return lax.optimization_barrier(scaled), unit
 
 
 def _replace_tiny(value: jax.Array, least: float) -> jax.Array:
@@ -513,13 +515,13 @@ def _take_rows(q: ScaledCodes, role: Role, chunk: Chunk) -> tuple[jax.Array, jax
 @functools.partial(jax.jit, inline=True, static_argnames=("decode_levels", "terms"))
 def _contract_rows(
     x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, offset: jax.Array | None,
-    done: jax.Array | None, decode_levels: Callable[..., jax.Array] | None, terms: int,
+    done: jax.Array, decode_levels: Callable[..., jax.Array] | None, terms: int,
 ) -> jax.Array:  # fmt: skip
     """Return the contraction of the rows of a chunk, computed after `done`: [planes, columns / planes]."""
     groups, count, dtype = codes.shape[0] // terms, packed_codes.count_per_byte(codes), np.dtype(codes.dtype)
     words = packed_codes.read_words(codes) if terms >= _WORD_TERMS else None
     stored = packed_codes.read_bytes(codes) if words is None else words
-    if done is not None:
+    if stored is not codes:  # a copy, which is made when it is needed
         stored = barriers.wait_for(stored, done)
     factors, rows = x.reshape(groups, terms), stored.reshape(groups, terms, -1)
     scale = _spread_entries(scale, groups)

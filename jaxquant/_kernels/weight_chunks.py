@@ -52,19 +52,14 @@ class Cut(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A chunk of the weights of a contraction: the indices from `start` on along the dimension that is cut.
+    """A chunk of the weights of a contraction: the indices from `start` on along the dimension that is cut."""
 
-    `start` is an int32 scalar in a loop over chunks.
-    """
-
-    start: int | jax.Array
+    start: int
     length: int
 
     def take(self, part: jax.Array, axis: int, size: int = 1) -> jax.Array:
         """Return the part of an array that belongs to the chunk, where each entry belongs to `size` indices."""
         first, count = self.start // size, -(-self.length // size)
-        if not isinstance(first, int):
-            return lax.dynamic_slice_in_dim(part, first, count, axis)
         if axis == part.ndim - 1 and dtypes.count_packed_bits(part.dtype) < 8:  # a byte holds several of these codes
             return lax.slice_in_dim(part, first, first + count, axis=axis)
         # The barrier hides the index from XLA, so that the loops over chunks of the same length are the same program,
@@ -166,40 +161,6 @@ def contract_in_chunks(
             part = products.pop() + part
         products.append(part)
     return products[0] if axis is None else jnp.concatenate(products, axis=axis)
-
-
-def contract_in_loop(
-    config: WeightOnly, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None
-) -> jax.Array:
-    """Return the same as `contract_in_chunks`, computed by a loop: slower on a CPU, but a small program.
-
-    It is for branches that a program hardly ever takes.
-    """
-    cut = config.plan_cut(codes, scale, zero_point)
-    length = _choose_loop_length(cut)
-    if length == cut.length:
-        return contract_at_once(config, x, codes, scale, zero_point)
-    operand = config.arrange_operand(x)
-
-    def contract_chunk(index: jax.Array) -> jax.Array:
-        chunk = Chunk(index * np.int32(length), length)
-        weights = config.dequantize_chunk(codes, scale, zero_point, chunk, lambda scale: scale)
-        return config.contract_chunk(config.select_operand(operand, chunk), weights)
-
-    indices = jnp.arange(cut.length // length, dtype=jnp.int32)
-    if cut.axis is None:
-        shape = jax.eval_shape(contract_chunk, indices[0])
-        start = jnp.zeros(shape.shape, shape.dtype)
-        return lax.scan(lambda total, index: (total + contract_chunk(index), None), start, indices)[0]
-    parts = jnp.moveaxis(lax.map(contract_chunk, indices), 0, cut.axis)
-    return parts.reshape(*parts.shape[: cut.axis], cut.length, *parts.shape[cut.axis + 2 :])
-
-
-def _choose_loop_length(cut: Cut) -> int:
-    """Return the length of equal chunks that end where blocks end, of at most `WHOLE` weights if there are such."""
-    step = cut.divisor if cut.length % cut.divisor == 0 else cut.length
-    lengths = [n for n in range(step, cut.length + 1, step) if cut.length % n == 0]
-    return max((n for n in lengths if n * cut.width <= WHOLE), default=lengths[0])
 
 
 def _choose_chunk_length(cut: Cut, x_size: int) -> int:
