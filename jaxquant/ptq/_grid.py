@@ -11,13 +11,16 @@ import numpy as np
 
 from .._arrays import parts, scale_from_range
 from .._arrays.quantize import compute_parameters
-from .._arrays.quantized_array import QuantizedArray, check_array
+from .._arrays.quantized_array import QuantizedArray, check_array, read_entries
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity
 from .._kernels import packed_codes
 from .._kernels.affine import dequantize_affine, divide_by_scale, quantize_affine
 
 _EACH = granularity.Aligned()
+# What a grid may have, besides a scale and a zero point. A permutation of the inputs would have to be followed by the
+# second moments.
+_FORMS = ("offset", "nested", "signed_scale", "block_sizes")
 
 Axis = int | tuple[int, ...]
 
@@ -94,10 +97,21 @@ def read_hessian(function: str, w: jax.Array, hessian: jax.Array, axis: Axis) ->
 
 
 class Scales(NamedTuple):
-    """A scale and a zero point, in the shapes in which a `QuantizedArray` stores them."""
+    """What turns codes into values, in the shapes in which a `QuantizedArray` stores it.
 
-    scale: jax.Array
+    Attributes:
+        scale: an array of floats, or a quantized array itself.
+        zero_point: None, or an array in the dtype of the codes.
+        offset: None, an array of floats, or a quantized array itself.
+        block_size: the block size.
+        is_signed: whether the scale may be zero or negative.
+    """
+
+    scale: jax.Array | QuantizedArray
     zero_point: jax.Array | None
+    offset: jax.Array | QuantizedArray | None
+    block_size: granularity.BlockSize
+    is_signed: bool
 
 
 class Grid(NamedTuple):
@@ -144,18 +158,18 @@ def _is_finite(x: jax.Array) -> jax.Array:
 
 
 def read_grid(function: str, grid: QuantizedArray | None) -> Scales | None:
-    """Return the scale and the zero point of the array that a caller passed as a grid, or None."""
+    """Return what turns the codes of the array that a caller passed as a grid into values, or None."""
     if grid is None:
         return None
-    q = check_array(function, "grid", grid)
-    return Scales(q.scale, q.zero_point)
+    q = check_array(function, "grid", grid, supports=_FORMS)
+    return Scales(q.scale, q.zero_point, q.offset, q.block_size, q.signed_scale)
 
 
 def check_grid(function: str, grid: QuantizedArray | None, w: jax.Array, spec: QuantSpec) -> None:
     """Raise unless a grid is None or a quantized array with the shape of w and the codes of the spec."""
     if grid is None:
         return
-    q = check_array(function, "grid", grid)
+    q = check_array(function, "grid", grid, supports=_FORMS)
     checks.check_shape(function, "grid", q, tuple(w.shape), "the shape of w")
     is_same = q.codebook == spec.codebook and q.codes.dtype == spec.carrier
     name = q.codebook or q.codes.dtype
@@ -164,13 +178,26 @@ def check_grid(function: str, grid: QuantizedArray | None, w: jax.Array, spec: Q
 
 def compute_scales(function: str, w: jax.Array, spec: QuantSpec, grid: Scales | None) -> Scales:
     """Return a weight's scale and zero point: from a grid, or else as `jq.quantize` computes them."""
-    return Scales(*compute_parameters(function, w, spec, None, None)[:2]) if grid is None else grid
+    if grid is not None:
+        return grid
+    scale, zero_point, _ = compute_parameters(function, w, spec, None, None)
+    block_size = scale_from_range.derive_stored_block_size(function, spec, w.shape)
+    return Scales(scale, zero_point, None, block_size, is_signed=False)
 
 
-def expand_scales(function: str, scales: Scales, spec: QuantSpec, like: jax.Array, layout: MatrixLayout) -> Grid:
+def subtract_offset(w: jax.Array, scales: Scales) -> jax.Array:
+    """Return a weight in float32 without the offset of its grid: what the products of codes and scale have to match."""
+    wide = w.astype(jnp.float32)
+    if scales.offset is None:
+        return wide
+    offset = read_entries(scales.offset).astype(jnp.float32)
+    return wide - granularity.Aligned(scales.block_size).expand(offset, wide)
+
+
+def expand_scales(scales: Scales, like: jax.Array, layout: MatrixLayout) -> Grid:
     """Return the scale and the zero point of each element, arranged as a matrix."""
-    aligned = granularity.Aligned(scale_from_range.check_one_block_size(function, spec))
-    scale = layout.arrange(aligned.expand(dtypes.scale_as_float32(scales.scale), like))
+    aligned = granularity.Aligned(scales.block_size)
+    scale = layout.arrange(aligned.expand(dtypes.scale_as_float32(read_entries(scales.scale)), like))
     if scales.zero_point is None:
         return Grid(scale, None)
     return Grid(scale, layout.arrange(aligned.expand(scales.zero_point.astype(jnp.int32), like)))
@@ -205,7 +232,7 @@ def build_array(
         function: the public function that errors name.
         codes: [groups, inputs, outputs], as `encode_values` returns them.
         layout: the layout of the weight.
-        scales: the scale and the zero point.
+        scales: what turns the codes into values.
         spec: the spec.
         dtype: the dtype of the weight.
         stored_last: the axes that the codes hold last in memory, or None.
@@ -215,10 +242,18 @@ def build_array(
         codes = packed_codes.narrow_codes(codes, spec.carrier)
     axes = stored_last if isinstance(stored_last, tuple | list) else (stored_last,)
     order = None if stored_last is None else parts.move_axes_last(function, "stored_last", axes, codes.ndim)
-    block_size = scale_from_range.derive_stored_block_size(function, spec, layout.shape)
     return QuantizedArray(
-        codes, *scales, dtype=dtype, block_size=block_size, codebook=spec.codebook, stored_order=order
-    )
+        codes, scales.scale, scales.zero_point, offset=scales.offset, dtype=dtype, block_size=scales.block_size,
+        codebook=spec.codebook, stored_order=order, signed_scale=scales.is_signed,
+    )  # fmt: skip
+
+
+def spoil_scales(scales: Scales, is_valid: jax.Array) -> Scales:
+    """Return scales unchanged, or NaN if the data are not valid; see `spoil_scale`."""
+    scale = scales.scale
+    if isinstance(scale, QuantizedArray):
+        return scales._replace(scale=scale.replace(scale=spoil_scale(jnp.asarray(scale.scale), is_valid)))
+    return scales._replace(scale=spoil_scale(scale, is_valid))
 
 
 def spoil_scale(scale: jax.Array, is_valid: jax.Array) -> jax.Array:

@@ -68,8 +68,8 @@ def adaround(
         w: the weight, float32, float16 or bfloat16, of any shape.
         hessian: the second moments of the inputs of each output, as for `gptq`.
         spec: Static. How to quantize: an integer dtype, with any granularity.
-        grid: an array with the same shape and dtype of codes, for its scale and zero point. None finds them in the
-            range of w.
+        grid: an array with the same shape and dtype of codes, for its scale and its zero point or offset, which may be
+            quantized themselves. None finds them in the range of w.
         axis: Static. The axis or axes of w that the contraction keeps: the output features.
         steps: Static. The number of steps of Adam. Each takes a product of H with a matrix of w's size.
         rate: Static. The learning rate.
@@ -122,12 +122,12 @@ def _adaround(
     _grid.check_grid(_NAME, grid, w, spec)
     w, hessian, grid = lax.stop_gradient((w, hessian, grid))
     scales = _grid.compute_scales(_NAME, w, spec, _grid.read_grid(_NAME, grid))
-    wide = w.astype(jnp.float32)
-    each = _grid.expand_scales(_NAME, scales, spec, wide, layout)
+    wide = _grid.subtract_offset(w, scales)
+    each = _grid.expand_scales(scales, wide, layout)
     learn = functools.partial(_learn_group, spec=spec, steps=steps, rate=rate, penalty=penalty, sweeps=sweeps)
     codes = map_groups(learn, layout.arrange(wide), hessian, each)
     is_valid = jnp.isfinite(hessian).all() & jnp.isfinite(wide).all()
-    scales = scales._replace(scale=_grid.spoil_scale(scales.scale, is_valid))
+    scales = _grid.spoil_scales(scales, is_valid)
     return _grid.build_array(_NAME, codes, layout, scales, spec, w.dtype, stored_last)
 
 
@@ -140,7 +140,8 @@ def _learn_group(
     zero_point = jnp.zeros_like(w) if grid.zero_point is None else grid.zero_point.astype(jnp.float32)
     # A plain division will do: if the quotient of an exact code is rounded to the wrong side, that code is still one of
     # the two candidates.
-    position = w / grid.scale + zero_point
+    # With a scale of 0, which signed scales may be, all codes have the same value.
+    position = w / jnp.where(grid.scale == 0, 1, grid.scale) + zero_point
     low = jnp.floor(position)
     # A code beyond the bounds has no choice.
     lowest, highest = jnp.clip(low, *bounds), jnp.clip(low + 1, *bounds)

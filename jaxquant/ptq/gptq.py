@@ -101,8 +101,8 @@ def gptq(
             the outputs are cut into as many runs of equal length, and each run has inputs of its own, as in grouped
             convolutions or batches of matrices.
         spec: Static. How to quantize, with any dtype and granularity.
-        grid: an array with the same shape and dtype of codes, for its scale and zero point; its codes do not
-            matter. None finds them in the range of w.
+        grid: an array with the same shape and dtype of codes, for its scale and its zero point or offset, which may be
+            quantized themselves; its codes do not matter. None finds them in the range of w.
         axis: Static. The axis or axes of w that the contraction keeps: the output features. It sums over all others.
         activation_order: Static. Whether to round the inputs in the order of their mean squares, the largest first. The
             errors of these matter most, and the inputs that come first have all others left to make up for them.
@@ -166,13 +166,13 @@ def _gptq(
     # The codes have no gradient. Without this `jax.grad` of a caller would fail at the while loop of `factor_hessian`.
     w, hessian, grid = lax.stop_gradient((w, hessian, grid))
     scales = _grid.compute_scales(_NAME, w, spec, _grid.read_grid(_NAME, grid))
-    wide = w.astype(jnp.float32)
-    each = _grid.expand_scales(_NAME, scales, spec, wide, layout)
+    wide = _grid.subtract_offset(w, scales)
+    each = _grid.expand_scales(scales, wide, layout)
     factors = _factor_groups(hessian, damping, activation_order)
     step = functools.partial(quantize_group, spec=spec, sweeps=sweeps)
     codes, report = map_groups(step, layout.arrange(wide), hessian, each, factors)
     is_valid = jnp.isfinite(hessian).all() & jnp.isfinite(wide).all()
-    scales = scales._replace(scale=_grid.spoil_scale(scales.scale, is_valid))
+    scales = _grid.spoil_scales(scales, is_valid)
     return _grid.build_array(_NAME, codes, layout, scales, spec, w.dtype, stored_last), report
 
 
@@ -217,8 +217,8 @@ def round_on_grid(
     """
     layout = make_layout(_NAME, w.shape, axis, hessian.shape[0])
     scales = _grid.compute_scales(_NAME, w, spec, _grid.read_grid(_NAME, grid))
-    wide = w.astype(jnp.float32)
-    each = _grid.expand_scales(_NAME, scales, spec, wide, layout)
+    wide = _grid.subtract_offset(w, scales)
+    each = _grid.expand_scales(scales, wide, layout)
     step = functools.partial(quantize_group, spec=spec, sweeps=sweeps)
     codes, _ = map_groups(step, layout.arrange(wide), hessian, each, factors)
     return _grid.build_array(_NAME, codes, layout, scales, spec, w.dtype, None)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .._arrays.quantize import quantize
-from .._arrays.quantized_array import QuantizedArray
+from .._arrays.quantized_array import QuantizedArray, read_entries
 from .._arrays.spec import QuantSpec
-from .._core import checks
+from .._core import checks, granularity
 from . import _grid
 from ._grid import Axis, MatrixLayout, make_layout
 from .adaround import adaround
@@ -22,6 +22,7 @@ from .gptq import factor_groups, round_on_grid
 from .hqq import hqq
 from .search_range import search_range
 
+_FIELDS = ("codes", "scale", "zero_point", "offset")
 _RANGES = ("whole", "searched", "tried", "hqq")
 # The parts of the whole range that "tried" tries. A weight of a normal distribution needs about 0.85 of it at 4 bits,
 # and half of it at 2; outputs with a few large weights need less.
@@ -192,7 +193,7 @@ def pick_best(w: jax.Array, hessian: jax.Array, axis: Axis, candidates: Iterable
             best, least = q, costs
             continue
         # Outputs that share a scale have the candidate that is the best for all of them.
-        is_own = all(q.scale.shape[a] == w.shape[a] for a in layout.kept)
+        is_own = _has_own_scales(layout, q)
         is_better = costs < least if is_own else jnp.broadcast_to(jnp.sum(costs) < jnp.sum(least), costs.shape)
         best, least = _choose_outputs(layout, is_better, q, best), jnp.where(is_better, costs, least)
     assert best is not None
@@ -204,10 +205,12 @@ def refit_scale(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Axis)
 
     The values of a block are proportional to its scale, so that the factors f of the scales of an output solve a system
     of linear equations: A f = b, with A_ij = v_i^T H v_j, b_i = v_i^T H w and the values v_i of a block, 0 elsewhere.
-    None if several outputs share a scale.
+    None if several outputs share a scale, or if the scale is quantized itself. An offset stays, and w is the weight
+    without it.
     """
     layout = make_layout("ptq.apply", w.shape, axis, hessian.shape[0])
-    if any(q.scale.shape[a] != w.shape[a] for a in layout.kept):
+    # The factors of scales that are quantized themselves would have to be codes.
+    if isinstance(q.scale, QuantizedArray) or not _has_own_scales(layout, q):
         return None
     return q.replace(scale=_refit_scale(w, q, hessian, axis))
 
@@ -215,18 +218,19 @@ def refit_scale(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Axis)
 @functools.partial(jax.jit, static_argnames=("axis",))
 def _refit_scale(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Axis) -> jax.Array:
     layout = make_layout("ptq.apply", w.shape, axis, hessian.shape[0])
-    # The inputs in the order of the blocks, which have the same length.
     blocks = [q.scale.shape[a] for a in layout.summed]
-    indices = np.arange(math.prod(blocks)).reshape(blocks)
-    for dimension, a in enumerate(layout.summed):
-        indices = np.repeat(indices, w.shape[a] // q.scale.shape[a], dimension)
-    order, count = np.argsort(indices.ravel(), kind="stable"), math.prod(blocks)
+    order = _list_block_inputs(layout, q)
 
     def cut(x: jax.Array) -> jax.Array:
         """Return [groups, inputs, outputs] as [blocks, groups, inputs of a block, outputs]."""
-        return jnp.moveaxis(x[:, order].reshape(x.shape[0], count, -1, x.shape[2]), 1, 0)
+        padded = jnp.pad(x, ((0, 0), (0, 1), (0, 0)))
+        return jnp.moveaxis(padded[:, order], 1, 0)
 
-    values, target = (layout.arrange(x.astype(jnp.float32)) for x in (q.dequantize(), w))
+    wide = w.astype(jnp.float32)
+    if q.offset is not None:
+        offset = granularity.Aligned(q.block_size).expand(read_entries(q.offset).astype(jnp.float32), wide)
+        q, wide = q.replace(offset=None), wide - offset
+    values, target = (layout.arrange(x.astype(jnp.float32)) for x in (q.dequantize(), wide))
     parts = cut(values)
 
     def multiply(rows: jax.Array) -> jax.Array:
@@ -248,6 +252,20 @@ def _refit_scale(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Axis
     return (q.scale.astype(jnp.float32) * wide).astype(q.scale.dtype)
 
 
+def _list_block_inputs(layout: MatrixLayout, q: QuantizedArray) -> np.ndarray:
+    """Return the inputs of each block, [blocks, longest block]; an input after the last one fills shorter blocks."""
+    sizes = granularity.Aligned(q.block_size).sizes(q.scale.shape, layout.shape)
+    assert sizes is not None
+    blocks, count = np.zeros((), np.int64), 1
+    for a in layout.summed:
+        blocks = blocks[..., None] * q.scale.shape[a] + np.arange(layout.shape[a]) // max(sizes[a], 1)
+        count *= q.scale.shape[a]
+    counts = np.bincount(blocks.ravel(), minlength=count)
+    order = np.full((len(counts), counts.max(initial=0)), layout.inputs)
+    order[np.arange(order.shape[1]) < counts[:, None]] = np.argsort(blocks.ravel(), kind="stable")
+    return order
+
+
 def _solve_factors(matrix: jax.Array, product: jax.Array) -> jax.Array:
     """Return the factors f with A f = b, near 1 where the values determine none; [groups, outputs, blocks]."""
     diagonal = jnp.diagonal(matrix, axis1=2, axis2=3)
@@ -263,16 +281,24 @@ def _choose_outputs(layout: MatrixLayout, mask: jax.Array, q: QuantizedArray, ot
     """Return the outputs of one array where the mask [groups, outputs] is True, and another array's elsewhere."""
     wide, outputs = _spread_outputs(layout, mask)
 
-    def choose(x: jax.Array, y: jax.Array, chosen: jax.Array) -> jax.Array:
+    def choose(x: Any, y: Any, chosen: jax.Array) -> Any:
+        if x is None:
+            return None
+        if isinstance(x, QuantizedArray):
+            return x.replace(**{name: choose(getattr(x, name), getattr(y, name), chosen) for name in _FIELDS})
         # A scale that several outputs share is taken as a whole; the mask is then the same for all of them.
         fits = all(a in (1, b) for a, b in zip(chosen.shape, x.shape, strict=True))
         chosen = chosen if fits else chosen.ravel()[0].reshape((1,) * x.ndim)
         return jnp.where(jnp.broadcast_to(chosen, x.shape), x, y)
 
-    zero_point = None if q.zero_point is None else choose(q.zero_point, other.zero_point, outputs)
-    return q.replace(
-        codes=choose(q.codes, other.codes, wide), scale=choose(q.scale, other.scale, outputs), zero_point=zero_point
-    )
+    chosen = {name: choose(getattr(q, name), getattr(other, name), outputs) for name in _FIELDS[1:]}
+    return q.replace(codes=choose(q.codes, other.codes, wide), **chosen)
+
+
+def _has_own_scales(layout: MatrixLayout, q: QuantizedArray) -> bool:
+    """Return whether no two outputs share a scale, nor the scale of their scales."""
+    parts = [q.scale, *(part.scale for part in (q.scale, q.offset) if isinstance(part, QuantizedArray))]
+    return all(part.shape[a] == layout.shape[a] for part in parts for a in layout.kept)
 
 
 def _spread_outputs(layout: MatrixLayout, values: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._arrays.quantize import encode_array
-from .._arrays.quantized_array import QuantizedArray
+from .._arrays.quantized_array import QuantizedArray, read_entries
 from .._arrays.scale_from_range import derive_shapes, read_least_scale
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity
@@ -209,9 +209,11 @@ def _choose(prepared: Prepared, leaf: int, x: Any, codes: bool) -> _Choice:
         return _Choice(False, False, "a lookup: a batch reads few of its rows")
     spec = prepared.leaves[leaf].spec
     obstacle = _explain_fixed_codes(x, spec) if codes else ""
+    is_nested = isinstance(x.scale, QuantizedArray)
     reasons = ["scales that are powers of two"] if spec.power_of_two else []
+    reasons += ["scales that are quantized themselves"] if is_nested else []
     reasons += [obstacle] if obstacle else []
-    return _Choice(not spec.power_of_two, codes and not obstacle, "; ".join(reasons))
+    return _Choice(not (spec.power_of_two or is_nested), codes and not obstacle, "; ".join(reasons))
 
 
 def make_function(session: Session, arguments: dict[str, Any]) -> Callable[[Sequence[Any], Signature], list[jax.Array]]:
@@ -448,7 +450,7 @@ def _explain_fixed_codes(q: QuantizedArray, spec: QuantSpec) -> str:
     if spec.dtype in dtypes.SMALL_FLOATS:
         return "codes of floats, which are not evenly spaced"
     shape = derive_shapes("ptq.tune", spec, q.shape)[1]
-    has_zero_point = not spec.symmetric or bool(spec.fixed_zero_point)
+    has_zero_point = q.offset is None and (not spec.symmetric or bool(spec.fixed_zero_point))
     fits = q.codebook == spec.codebook and q.codes.dtype == spec.carrier
     fits = fits and (q.zero_point is not None) == has_zero_point
     fits = fits and (q.zero_point is None or all(n in (1, m) for n, m in zip(q.zero_point.shape, shape, strict=True)))
@@ -486,8 +488,12 @@ def _dequantize_change(q: QuantizedArray, spec: QuantSpec, change: jax.Array, sc
     """
     steps = _decode_steps(q) + _compute_unit(spec) * change
     rounded = _round_steps(q, spec, steps)
-    scale = dtypes.scale_as_float32(scale).reshape(scale.shape or (1,) * q.ndim)
-    return (rounded * granularity.Aligned(q.block_size).expand(scale, rounded)).astype(q.dtype)
+    aligned = granularity.Aligned(q.block_size)
+    scale = dtypes.scale_as_float32(read_entries(scale)).reshape(scale.shape or (1,) * q.ndim)
+    values = rounded * aligned.expand(scale, rounded)
+    if q.offset is not None:
+        values = values + aligned.expand(read_entries(q.offset).astype(jnp.float32), rounded)
+    return values.astype(q.dtype)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -507,7 +513,7 @@ def _round_steps(q: QuantizedArray, spec: QuantSpec, steps: jax.Array) -> jax.Ar
 
 def _decode_steps(q: QuantizedArray) -> jax.Array:
     """Return the values in steps, float32: codes without the zero point, or the levels of a codebook."""
-    return q.replace(scale=jnp.ones((1,) * q.ndim), dtype=np.float32).dequantize()
+    return q.replace(scale=jnp.ones((1,) * q.ndim), offset=None, signed_scale=False, dtype=np.float32).dequantize()
 
 
 def _compute_unit(spec: QuantSpec) -> Any:

@@ -16,7 +16,10 @@ def weight_only_int8() -> tuple[Rule, ...]:
 
 
 def weight_only_int4(block: int = 32) -> tuple[Rule, ...]:
-    """Return rules for int4 weights with a scale for each block of inputs, and activations in floats.
+    """Return rules for int4 weights with a scale and a zero point for each block of inputs, and activations in floats.
+
+    A zero point lets the 16 codes of a block end at its least and its largest weight. Without one the codes have to be
+    as far from 0 on both sides, and one of the 16 stays unused. A zero point takes 4 bits for each block.
 
     Convolutions and lookups have int8 weights: their inputs are too few for blocks, and their weights are small. So
     have tables that are looked up and also multiply the output.
@@ -25,7 +28,7 @@ def weight_only_int4(block: int = 32) -> tuple[Rule, ...]:
         block: the number of inputs that share a scale.
     """
     return (
-        Rule(operation="dot_general", weight=Weight("int4", block=block)),
+        Rule(operation="dot_general", weight=Weight("int4", block=block, options={"symmetric": False})),
         Rule(weight=Weight("int8")),
     )
 

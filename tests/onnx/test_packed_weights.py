@@ -61,16 +61,46 @@ def test_weight_only_products(name: str, rng: np.random.Generator) -> None:
     assert len(list_products(jqonnx.export(loaded, params, [x], batch="N"))) == 2
 
 
-def test_blocks_without_a_kernel_are_floats(rng: np.random.Generator) -> None:
-    w = jq.quantize(jnp.asarray(rng.normal(0, 0.2, (12, 5)), jnp.float32), jq.QuantSpec(jnp.int4, jq.Blocked(0, 4)))
+@pytest.mark.parametrize("length", [64, 96, 80])
+def test_codes_of_the_recipe(length: int, rng: np.random.Generator) -> None:
+    """The model holds the codes and the zero points of the recipe, 8 more for unsigned ones, two in a byte."""
+    params = {"w": jnp.asarray(rng.normal(0.1, 0.2, (length, 24)), jnp.float32)}
+    x = jnp.asarray(rng.normal(0, 1, (2, length)), jnp.float32)
+    prepared = jq.prepare(lambda p, x: x @ p["w"], params, x, rules=jq.recipes.weight_only_int4(), strict=True)
+    q = prepared.convert(params)
+    model = jqonnx.export(prepared, q, [x])
+    assert jqonnx.verify(model, prepared, q, [x], tolerance=1e-5).is_exact
+    arrays = {array.name: numpy_helper.to_array(array) for array in model.graph.initializer}
+    (node,) = list_products(model)
+    codes, scale, points = (arrays[name] for name in node.input[1:])
+
+    def unpack(packed: np.ndarray, count: int) -> np.ndarray:
+        pairs = np.stack([packed & 15, packed >> 4], -1)
+        return pairs.reshape(len(packed), -1)[:, :count].T.astype(np.int8) - 8
+
+    w = q.params["w"]
+    np.testing.assert_array_equal(unpack(codes, length), w.codes.astype(jnp.int8))
+    np.testing.assert_array_equal(unpack(points, len(w.scale)), w.zero_point.astype(jnp.int8))
+    np.testing.assert_array_equal(scale.reshape(24, -1).T, w.scale)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+def test_blocks_without_a_kernel_are_floats(dtype: str, rng: np.random.Generator) -> None:
+    """With zero points, the model holds a byte for each code, too: the code minus its zero point."""
+    w = jq.quantize(jnp.asarray(rng.normal(0, 0.2, (12, 5)), jnp.float32), jq.QuantSpec(dtype, jq.Blocked(0, 4)))
     x = jnp.asarray(rng.normal(0, 1, (2, 12)), jnp.float32)
 
-    def function(x: jax.Array) -> jax.Array:
+    def function(w: jq.QuantizedArray, x: jax.Array) -> jax.Array:
         return jq.matmul(x, w)
 
-    model = jqonnx.export(function, [x])
+    model = jqonnx.export(function, w, [x])
     assert not list_products(model)
-    assert jqonnx.verify(model, function, [x], tolerance=1e-5).is_exact
+    assert jqonnx.verify(model, function, w, [x], tolerance=1e-5).is_exact
+    arrays = [numpy_helper.to_array(array) for array in model.graph.initializer]
+    (codes,) = [array for array in arrays if array.dtype == np.int8]
+    point = 0 if w.zero_point is None else jnp.repeat(w.zero_point.astype(jnp.int8), 4, 0)
+    np.testing.assert_array_equal(codes, w.codes.astype(jnp.int8) - point)
+    assert sum(array.nbytes for array in arrays) <= 12 * 5 * (1 + 4)
 
 
 @pytest.mark.sample(1)

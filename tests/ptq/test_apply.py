@@ -443,13 +443,16 @@ def test_refits_never_raise_the_error(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "axis", "granularity"),
-    [((8, 16), 0, jq.PerAxis(0)), ((8, 16), 0, jq.Blocked(1, 4)), ((3, 8, 4), 2, jq.Blocked(1, 4))],
+    [
+        ((8, 16), 0, jq.PerAxis(0)), ((8, 16), 0, jq.Blocked(1, 4)), ((3, 8, 4), 2, jq.Blocked(1, 4)),
+        ((8, 14), 0, jq.Blocked(1, 4)),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_refitted_scales_have_the_least_error(
     rng: np.random.Generator, shape: tuple[int, ...], axis: int, granularity: Any
 ) -> None:
-    """The factors of least squares in float64, for one scale of an output and for several."""
+    """The factors of least squares in float64, for one scale of an output and for several, and with an offset."""
     w = jnp.asarray(rng.normal(size=shape), F32)
     count = w.size // shape[axis]
     x = rng.normal(size=(4 * count, count))
@@ -457,12 +460,18 @@ def test_refitted_scales_have_the_least_error(
     q = jq.quantize(w, jq.QuantSpec("int4", granularity))
     refitted = refit_scale(w, q, hessian, axis)
     assert refitted is not None
+    # With an offset, the codes and the scale are those of what is left of the weight without it.
+    offset = jnp.asarray(rng.normal(size=q.scale.shape), F32)
+    wide = jnp.repeat(offset, 4, 1)[:, : shape[1]] if q.scale.shape[1] > 1 else offset
+    moved = refit_scale(w + wide, q.replace(offset=offset), hessian, axis)
+    assert moved is not None
+    np.testing.assert_allclose(moved.scale, refitted.scale, rtol=1e-3)
 
     def list_outputs(array: Any) -> np.ndarray:
         """Return an array with one row for each output; blocks are repeated."""
         array = np.asarray(array, np.float64)
         for a, length in enumerate(shape):
-            array = np.repeat(array, length // array.shape[a], a)
+            array = np.repeat(array, -(-length // array.shape[a]), a).take(np.arange(length), a)
         return np.moveaxis(array, axis, 0).reshape(shape[axis], -1)
 
     blocks = list_outputs(np.arange(q.scale.size).reshape(q.scale.shape))

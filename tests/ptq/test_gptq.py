@@ -185,6 +185,66 @@ def test_grid_of_another_array(rng: np.random.Generator) -> None:
     check_against_oracle(q, w, hessian, "dense", spec, order=True)
 
 
+def make_grid(kind: str, w: np.ndarray, rng: np.random.Generator) -> tuple[jq.QuantSpec, jq.QuantizedArray]:
+    """Return a spec and an array with the scale that a format has, for blocks of 8 inputs."""
+    blocks = w.reshape(-1, 8, w.shape[1])
+    low, high = blocks.min(1), blocks.max(1)
+    codes = np.zeros(w.shape, F32)
+    if kind == "nested":  # as NVFP4: float8 scales times one float32
+        scale = jq.quantize(jnp.asarray(np.abs(blocks).max(1) / 6), jq.QuantSpec("float8_e4m3fn"))
+        spec = jq.QuantSpec("float4_e2m1fn", jq.Blocked(0, 8))
+        return spec, jq.QuantizedArray(jnp.asarray(codes, spec.carrier), scale)
+    if kind == "signed":  # as Q4_0: the element of the largest magnitude has the code -8
+        index = np.abs(blocks).argmax(1)[:, None]
+        scale = np.take_along_axis(blocks, index, 1)[:, 0] / -8
+        spec = jq.QuantSpec("int4", jq.Blocked(0, 8), narrow_range=False)
+        return spec, jq.QuantizedArray(jnp.asarray(codes, spec.carrier), jnp.asarray(scale), signed_scale=True)
+    spec = jq.QuantSpec("uint4", jq.Blocked(0, 8))
+    scale, offset = jnp.asarray((high - low) / 15), jnp.asarray(low)
+    if kind == "nested offset":  # as Q4_K: integers of 6 bits times a float16, and a minimum
+        scale = jq.quantize(scale, jq.QuantSpec("uint8", symmetric=False, scale_dtype="float16"))
+        offset = jq.quantize(offset, jq.QuantSpec("int8", scale_dtype="float16"))
+    return spec, jq.QuantizedArray(jnp.asarray(codes, spec.carrier), scale, offset=offset)
+
+
+@pytest.mark.parametrize("kind", ["offset", "nested offset", "signed", "nested"])
+def test_grids_of_formats(kind: str, rng: np.random.Generator) -> None:
+    """The scale, its parts and the offset stay; codes are in bounds, and leave less error than rounding to nearest."""
+    w, hessian, _ = make_problem(rng, "dense")
+    w = w + F32(0.5)
+    spec, grid = make_grid(kind, w, rng)
+    runs = [lambda w, h: ptq.gptq(w, h, spec, grid, sweeps=1)]
+    if kind != "nested":  # float codes have no two neighbors between which to learn
+        runs.append(lambda w, h: ptq.adaround(w, h, spec, grid, steps=40))
+    nearest = ptq.gptq(w, np.eye(len(w), dtype=F32), spec, grid)
+    for run in runs:
+        for q in (run(w, hessian), jax.jit(run)(w, hessian)):
+            assert jax.tree.structure(q) == jax.tree.structure(grid)
+            for part, expected in zip(jax.tree.leaves(q)[1:], jax.tree.leaves(grid)[1:], strict=True):
+                check_equal(part, expected)
+            codes = np.asarray(q.codes).astype(F32)
+            assert spec.bounds[0] <= codes.min()
+            assert codes.max() <= spec.bounds[1]
+            costs = [ptq_text.find_objective((w - np.asarray(x.dequantize())).T, hessian) for x in (q, nearest)]
+            assert costs[0] < 0.9 * costs[1]
+    # Without correlations each code is the nearest one.
+    steps = np.abs(w - np.asarray(nearest.dequantize()))
+    for move in (-1, 1):
+        codes = np.clip(np.asarray(nearest.codes).astype(F32) + move, *spec.bounds)
+        if kind != "nested":
+            other = nearest.replace(codes=jnp.asarray(codes, spec.carrier))
+            assert (steps <= np.abs(w - np.asarray(other.dequantize())) * (1 + 1e-5) + 1e-6).all()
+
+
+def test_a_grid_with_a_permutation_is_refused(rng: np.random.Generator) -> None:
+    w, hessian, _ = make_problem(rng, "dense")
+    spec = jq.QuantSpec("uint4", jq.Blocked(0, 8))
+    grid = jq.quantize(w, spec).replace(permutation=jnp.arange(len(w), dtype=jnp.int32), permuted_axis=-2)
+    for name, run in (("gptq", ptq.gptq), ("adaround", ptq.adaround)):
+        with pytest.raises(ValueError, match=rf"^jaxquant\.ptq\.{name}: grid\.permutation: expected None"):
+            run(w, hessian, spec, grid)
+
+
 @pytest.mark.slow
 def test_singular_hessian_and_dead_inputs(rng: np.random.Generator) -> None:
     w = rng.normal(size=(24, 8)).astype(F32)

@@ -121,6 +121,19 @@ def test_recipe(name: str) -> None:
     np.testing.assert_array_equal(y, jax.jit(prepared.fake_apply)(prepared.trainable(PARAMS, ranges), TOKENS))
 
 
+def test_int4_weights_have_zero_points(rng: np.random.Generator) -> None:
+    """The codes of a block end at its least and its largest weight, also where all of its weights are on one side of 0."""
+    w = jnp.asarray(rng.uniform(0.2, 1, (64, 8)) * np.where(np.arange(64) < 32, 1, -1)[:, None], jnp.float32)
+    x = jnp.ones((2, 64))
+    prepared = jq.prepare(lambda w, x: x @ w, w, x, rules=jq.recipes.weight_only_int4(), strict=True)
+    q = prepared.convert(w).params
+    assert (q.codes.dtype, q.block_size) == (jnp.int4, 32)
+    np.testing.assert_array_equal(q.zero_point.astype(jnp.int8), np.repeat([[-8], [7]], 8, 1))
+    # A scale that reaches from 0 to 1 in 15 steps, half of one of the 7 steps that a symmetric code has.
+    assert float(jnp.max(jnp.abs(q.dequantize() - w))) <= 0.5 / 15 * 1.001
+    assert float(jnp.max(q.scale)) <= 1.001 / 15
+
+
 def test_recipes_are_all_tested() -> None:
     assert sorted(SPECS) == sorted(jq.recipes.__all__)
 

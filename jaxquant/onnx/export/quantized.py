@@ -249,17 +249,28 @@ def write_dequantize(graph: ModelGraph, call: WriterCall) -> Value:
     p = call.parameters
     codes, scale, zero_point, shape = p["x"], p["scale"], p["zero_point"], call.outputs[0].shape
     point = None
-    if zero_point is None or codes.dtype in dtypes.SMALL_FLOATS:
-        steps = cast_value(graph, _hold(graph, codes), np.float32)
-    else:
+    if zero_point is not None and codes.dtype not in dtypes.SMALL_FLOATS:
         point = expand_scale(graph, cast_value(graph, zero_point, np.int32), p["granularity"], shape)
-        steps = apply_operator(graph, "Sub", [cast_value(graph, _hold(graph, codes), np.int32), point])
-        steps = cast_value(graph, steps, np.float32)
+    steps = _write_steps(graph, codes, point)
     factor = cast_value(graph, expand_scale(graph, scale, p["granularity"], shape), np.float32)
     result = cast_value(graph, apply_operator(graph, "Mul", [steps, factor]), np.dtype(p["dtype"]))
     sizes = derive_sizes(p["granularity"], scale.shape, shape)
     packed_weights.note_weights(graph, result, codes, (factor, point), sizes)
     return result
+
+
+def _write_steps(graph: ModelGraph, codes: Value, point: Value | None) -> Value:
+    """Return codes minus their zero points, int32 in the shape of the codes or None, as float32."""
+    if point is None:
+        return cast_value(graph, _hold(graph, codes), np.float32)
+    if codes.is_known and point.is_known and dtypes.count_packed_bits(np.dtype(codes.dtype)) <= 4:
+        # The difference of constants fits into the byte of a code. The zero points of blocks would take four bytes more
+        # for each code, and a loaded model would not keep such a sum as codes.
+        difference = np.asarray(codes.array).astype(np.int8) - np.asarray(point.array).astype(np.int8)
+        known = values.make_known(difference, codes.hint and f"{codes.hint}.centered")
+        return cast_value(graph, _hold(graph, known), np.float32)
+    steps = apply_operator(graph, "Sub", [cast_value(graph, _hold(graph, codes), np.int32), point])
+    return cast_value(graph, steps, np.float32)
 
 
 def _hold(graph: ModelGraph, codes: Value) -> Value:
