@@ -244,8 +244,8 @@ def _contract_term_by_term(row: jax.Array, q: QuantizedArray, axis: int) -> jax.
     """
     shape, depth = q.shape, q.shape[axis]
     products = lax.broadcast_in_dim(row, shape, (axis,)) * quantized_array.dequantize_checked(q, use="operand")
-    # Two sums, because an error grows with the number of terms. XLA would cut a sum of more than 32 terms by itself, and
-    # write the products to memory for that.
+    # Two sums, because an error grows with the number of terms. XLA would cut a sum of more than 32 terms by itself,
+    # and write the products to memory for that.
     length = next(n for n in (16, 8, 4, 2, 1) if depth % n == 0)
     products = products.reshape(*shape[:axis], depth // length, length, *shape[axis + 1 :])
     return jnp.sum(lax.reduce(products, np.float32(0), _add, (axis + 1,)), axis=axis)
@@ -253,7 +253,7 @@ def _contract_term_by_term(row: jax.Array, q: QuantizedArray, axis: int) -> jax.
 
 def _add(x: jax.Array, y: jax.Array) -> jax.Array:
     """Return x + y. XLA does not see that, and so does not hand the sum to a library that reads it from memory."""
-    return jnp.where(x == x, x + y, x)  # noqa: PLR0124 NaN differs from itself
+    return jnp.where(x == x, x + y, x)
 
 
 def _contract_planes(

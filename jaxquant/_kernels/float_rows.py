@@ -379,9 +379,9 @@ def contract_blocks(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tup
         # XLA:CPU cuts codes of less than a byte fast only at indices that it knows.
         piece = lax.slice_in_dim(codes, start, start + chunk.length)
         scale, zero_point, offset = (e if e is None or is_whole else chunk.take(e, 0) for e in entries)
-        matrix = ScaledCodes(piece, scale, zero_point, offset, q.block_size)
+        assert scale is not None
         done = parts[-1] if parts else scaled
-        parts.append(_contract_vectors(factors, *matrix[:4], done, q.decode, q.levels))
+        parts.append(_contract_vectors(factors, piece, scale, zero_point, offset, done, q.decode, q.levels))
     return _finish(jnp.concatenate(parts).reshape(shape[:-1]), unit)
 
 

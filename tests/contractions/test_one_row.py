@@ -246,6 +246,7 @@ def test_memory_of_blocks(name: str, stored_last: int | None) -> None:
         return x
 
     program = Program(contract, jax.ShapeDtypeStruct((1, 2048), jnp.float32), [q] * 8)
-    # The weights of one product take 4 * w.size bytes as float32, its codes of 4 bits w.size // 2.
-    assert program.memory.temp_size_in_bytes < 1.5 * w.size
+    # The weights of one product take 4 * w.size bytes as float32, its scales in blocks of 32 an eighth of w.size. XLA
+    # transposes the scales of all products first.
+    assert program.memory.temp_size_in_bytes < 2 * w.size
     assert program.widest() <= w.size // 2
