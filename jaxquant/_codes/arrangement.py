@@ -109,7 +109,7 @@ def reshape(q: Codes, shape: int | Sequence[int]) -> Any:
     """
     if isinstance(q, FakeQuantizedArray):
         return q.replace_values(jnp.reshape(q.values, shape))
-    return quantized_array.check_lazy("codes.reshape", "q", q).reshape(shape)
+    return quantized_array.check_lazy("codes.reshape", "q", q, supports=quantized_array.FORMS).reshape(shape)
 
 
 def transpose(q: Codes, axes: Sequence[int] | None = None) -> Any:
@@ -135,7 +135,7 @@ def transpose(q: Codes, axes: Sequence[int] | None = None) -> Any:
     """
     if isinstance(q, FakeQuantizedArray):
         return q.replace_values(jnp.transpose(q.values, axes))
-    return quantized_array.check_lazy("codes.transpose", "q", q).transpose(axes)
+    return quantized_array.check_lazy("codes.transpose", "q", q, supports=quantized_array.FORMS).transpose(axes)
 
 
 def pad(q: Codes, pad_width: int | Sequence[int] | Sequence[Sequence[int]]) -> Any:
@@ -163,7 +163,7 @@ def pad(q: Codes, pad_width: int | Sequence[int] | Sequence[Sequence[int]]) -> A
     """
     if isinstance(q, FakeQuantizedArray):
         return q.replace_values(jnp.pad(q.values, pad_width))
-    q = quantized_array.check_lazy("codes.pad", "q", q)
+    q = quantized_array.check_lazy("codes.pad", "q", q, supports=("signed_scale",))
     is_integer = q.codebook is None and q.codes.dtype in dtypes.INTEGERS
     checks.require_type(is_integer, "codes.pad", "q", "codes of an integer dtype", q.codebook or q.codes.dtype)
     widths = _read_widths(checks.check_integers("codes.pad", "pad_width", pad_width), q.ndim)
