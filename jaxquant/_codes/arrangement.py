@@ -78,6 +78,8 @@ def concatenate(arrays: Sequence[Any], axis: int = 0, *, output: Output | None =
     result = read_output("concatenate", output)
     inputs: list[Any] = []
     for i, q in enumerate(checked):
+        # The kernel has no offsets and no negative scales, which joined arrays with scales of their own may have.
+        q = quantized_array.check_lazy("concatenate", f"arrays[{i}]", q)
         affine = read_affine("concatenate", f"arrays[{i}]", q)
         expected = f"codes of {affine.dtype}, as arrays[{i}] has"
         checks.require_type(affine.dtype == result.dtype, "concatenate", "output", expected, result.dtype)

@@ -133,7 +133,7 @@ DAMAGES: dict[str, tuple[str, Change, str]] = {
     "nesting of text": ("nested scale", nest({"scale": "uint8"}), r"\['nested'\]\['scale'\]: expected an object"),
     "two levels": ("nested scale", move("scale.scale", "scale.scale.scale"), r"\['parts'\]: expected"),
     "nested permutation": ("nested scale", set_static("permuted_axis", -1, "scale"), "permutation: expected an array"),
-    "nested block size": ("nested scale", set_static("block_size", 5, "scale"), "scale: expected the rank"),
+    "nested block size": ("nested scale", set_static("block_size", 2, "scale"), "scale: expected the rank"),
     "flag": ("signed", set_static("signed_scale", 1), r"\['signed_scale'\]: expected true or false"),
     "sign": ("signed", set_static("signed_scale", False), "scale: expected positive"),
     "block sizes": ("block sizes", set_static("block_size", [4, 0]), r"\['block_size'\]: expected null, a positive"),

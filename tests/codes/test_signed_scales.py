@@ -109,3 +109,14 @@ def test_refusals(rng: np.random.Generator) -> None:
         for run in (call, jax.jit(call)):
             with pytest.raises(ValueError, match=rf"jaxquant\.{function}: .*signed_scale: expected False"):
                 run(q)
+
+
+def test_joined_arrays_with_an_offset_refuse(rng: np.random.Generator) -> None:
+    """With an output: without one they keep their offsets."""
+    q = draw(rng, "int8", (3, 4), np.ones((1, 1)), None).replace(signed_scale=False)
+    shifted = q.replace(offset=jnp.ones((1, 1)))
+    for run in (jq.concatenate, jax.jit(lambda arrays, output: jq.concatenate(arrays, output=output))):
+        with pytest.raises(ValueError, match=r"jaxquant\.concatenate: arrays\[0\]\.offset: expected None"):
+            run([shifted, shifted], output=q)
+    joined = jq.concatenate([shifted, shifted])
+    np.testing.assert_array_equal(joined.dequantize(), np.concatenate([shifted.dequantize()] * 2))
