@@ -13,11 +13,13 @@ import jax.numpy as jnp
 
 from .._core import checks, granularity
 from .._core.dtypes import count_packed_bits
-from . import quantized_array
+from . import indexing, quantized_array
 from .parts import StoredOrder, match_dimensions
 from .quantized_array import QuantizedArray
+from .spec import read_carrier
 
-_NAME = "concatenate"
+# Nothing tells whether two permutations are the same.
+_NAME, _SUPPORTS = "concatenate", tuple(form for form in quantized_array.FORMS if form != "permutation")
 
 
 def concatenate(arrays: Sequence[QuantizedArray], axis: int = 0) -> QuantizedArray:
@@ -29,7 +31,7 @@ def concatenate(arrays: Sequence[QuantizedArray], axis: int = 0) -> QuantizedArr
     if len(nonempty) == 1:
         return nonempty[0]
     # A jitted function would transpose the codes of a lazy transpose, so it gets the order in memory.
-    stored = [quantized_array.check_array(_NAME, "arrays", q) for q in nonempty]
+    stored = [quantized_array.check_array(_NAME, "arrays", q, supports=_SUPPORTS) for q in nonempty]
     joined = _join_arrays(_add_zero_points(stored), axis=axis)
     is_lazy = any(q._is_lazy for q in nonempty)
     return joined._with_stored(joined.stored_codes, joined.stored_order, is_lazy=is_lazy)
@@ -40,7 +42,7 @@ def check_arrays(arrays: Any, axis: int) -> list[QuantizedArray]:
     is_sequence = isinstance(arrays, list | tuple)
     checks.require_type(is_sequence, _NAME, "arrays", "a list or tuple of QuantizedArrays", type(arrays).__name__)
     checks.require(len(arrays) > 0, _NAME, "arrays", "one or more arrays", "none")
-    checked = [quantized_array.check_lazy(_NAME, f"arrays[{i}]", q) for i, q in enumerate(arrays)]
+    checked = [quantized_array.check_lazy(_NAME, f"arrays[{i}]", q, supports=_SUPPORTS) for i, q in enumerate(arrays)]
     dimension = checks.check_axis(_NAME, axis, checked[0].ndim)
     for i, q in enumerate(checked[1:], 1):
         _check_match(f"arrays[{i}]", q, checked[0], dimension)
@@ -51,14 +53,28 @@ def _check_match(argument: str, q: QuantizedArray, first: QuantizedArray, axis: 
     """Check that an array can be joined to the first one."""
     # These must match exactly, because joining must not convert codes or scales.
     properties = (
-        ("codes", q.codes.dtype, first.codes.dtype),
+        ("codebook", q.codebook, first.codebook),
+        ("codes", q.format, first.format),
         ("scale", q.scale.dtype, first.scale.dtype),
         ("dtype", q.dtype, first.dtype),
-        ("codebook", q.codebook, first.codebook),
     )
     for name, got, expected in properties:
         if got != expected:
             checks.refuse_type(_NAME, f"{argument}.{name}", f"{expected}, as in arrays[0]", got)
+    expected = f"{first.signed_scale}, as in arrays[0]"
+    is_same = q.signed_scale == first.signed_scale
+    checks.require(is_same, _NAME, f"{argument}.signed_scale", expected, q.signed_scale)
+    for name in ("scale", "offset"):
+        part, other = getattr(q, name), getattr(first, name)
+        kinds = [None if p is None else type(p) if isinstance(p, QuantizedArray) else jax.Array for p in (part, other)]
+        expected = f"{checks.describe_value(other)}, as in arrays[0]"
+        checks.require(kinds[0] == kinds[1], _NAME, f"{argument}.{name}", expected, checks.describe_value(part))
+        if isinstance(part, QuantizedArray):
+            inner = (part.format, part.scale.dtype, part.signed_scale, part.offset is None)
+            needed = (other.format, other.scale.dtype, other.signed_scale, other.offset is None)
+            checks.require(inner == needed, _NAME, f"{argument}.{name}", expected, checks.describe_value(part))
+        elif name == "offset" and part is not None:
+            checks.require_type(part.dtype == other.dtype, _NAME, f"{argument}.{name}", expected, part.dtype)
     lengths = tuple(n for a, n in enumerate(q.shape) if a != axis)
     if q.ndim != first.ndim or lengths != tuple(n for a, n in enumerate(first.shape) if a != axis):
         expected = f"the shape of arrays[0], {first.shape}, except along axis {axis}"
@@ -70,21 +86,22 @@ def _add_zero_points(arrays: list[QuantizedArray]) -> list[QuantizedArray]:
     if all(q.zero_point is None for q in arrays):
         return arrays
     return [
-        q.replace(zero_point=jnp.zeros((1,) * q.ndim, q.codes.dtype)) if q.zero_point is None else q for q in arrays
+        q.replace(zero_point=jnp.zeros((1,) * q.ndim, read_carrier(q.format))) if q.zero_point is None else q
+        for q in arrays
     ]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """The scale or the zero point of an array.
+    """The scale, the zero point or the offset of an array.
 
     Attributes:
-        entries: the elements of the scale or the zero point.
+        entries: its elements, an array or a QuantizedArray.
         sizes: the number of indices that share an entry, for each dimension.
         lengths: the shape of the codes.
     """
 
-    entries: jax.Array
+    entries: Any
     sizes: tuple[int, ...]
     lengths: tuple[int, ...]
 
@@ -92,7 +109,7 @@ class _Part:
         """Return whether all indices of a dimension share one entry."""
         return self.entries.shape[dim] == 1
 
-    def cut_blocks(self, sizes: tuple[int, ...]) -> jax.Array:
+    def cut_blocks(self, sizes: tuple[int, ...]) -> Any:
         """Return the entries repeated for blocks of the given sizes; a size of 0 keeps a dimension shared."""
         entries = self.entries
         for dim, size in enumerate(sizes):
@@ -100,7 +117,7 @@ class _Part:
             if entries.shape[dim] != count:
                 # A shared entry is repeated for every block; a longer block is divided into several shorter ones.
                 repeats = count if self.is_shared(dim) else self.sizes[dim] // size
-                entries = granularity.expand_blocks(entries, dim, repeats, count)
+                entries = indexing.expand_part(entries, dim, repeats, count)
         return entries
 
 
@@ -108,7 +125,12 @@ class _Part:
 @functools.partial(jax.jit, inline=True, static_argnames=("axis",))
 def _join_arrays(arrays: list[QuantizedArray], *, axis: int) -> QuantizedArray:
     """Return two or more checked arrays joined along an axis."""
-    names = [name for name in ("scale", "zero_point") if getattr(arrays[0], name) is not None]
+    packings = [q.packing for q in arrays]
+    if not _has_rows_of_words(arrays, axis):
+        joined = _join_arrays([quantized_array.unpack_checked(q) for q in arrays], axis=axis)
+        packing = packings[0] if all(packings) else None
+        return joined if packing is None else quantized_array.pack_checked(joined, packing.format)
+    names = list(indexing.list_entries(arrays[0]))
     parts = {name: [_read_part(q, getattr(q, name)) for q in arrays] for name in names}
     codes, order = _concatenate_codes(arrays, axis)
     # The scale and the zero point may need different block sizes, but an array stores only one.
@@ -116,9 +138,18 @@ def _join_arrays(arrays: list[QuantizedArray], *, axis: int) -> QuantizedArray:
     length = sum(q.shape[axis] for q in arrays)
     sizes, block_size = _unify_sizes(sizes, (*arrays[0].shape[:axis], length, *arrays[0].shape[axis + 1 :]))
     joined = {
-        name: _concatenate_parts([part.cut_blocks(sizes[name]) for part in each], axis) for name, each in parts.items()
+        name: _join_entries([part.cut_blocks(sizes[name]) for part in each], axis) for name, each in parts.items()
     }
     return arrays[0].replace(block_size=block_size, **joined)._with_stored(codes, order)
+
+
+def _has_rows_of_words(arrays: list[QuantizedArray], axis: int) -> bool:
+    """Return whether the stored codes of arrays can be joined as they are: no words, or rows of words."""
+    if all(q.packing is None for q in arrays):
+        return True
+    order = arrays[0].stored_order
+    is_same = all(q.packing is not None and q.stored_order == order for q in arrays)
+    return is_same and match_dimensions(order, arrays[0].ndim)[axis] != arrays[0].ndim - 1
 
 
 def cut_for_join(q: QuantizedArray, axis: int, count: int) -> QuantizedArray:
@@ -129,7 +160,7 @@ def cut_for_join(q: QuantizedArray, axis: int, count: int) -> QuantizedArray:
     """
     if not q.shape[axis]:
         return q
-    parts = {name: _read_part(q, getattr(q, name)) for name in ("scale", "zero_point") if getattr(q, name) is not None}
+    parts = {name: _read_part(q, part) for name, part in indexing.list_entries(q).items()}
     sizes = {name: _match_block_sizes([part] * count, axis) for name, part in parts.items()}
     joined = (*q.shape[:axis], q.shape[axis] * count, *q.shape[axis + 1 :])
     sizes, block_size = _unify_sizes(sizes, joined)
@@ -146,6 +177,13 @@ def _concatenate_codes(arrays: list[QuantizedArray], axis: int) -> tuple[jax.Arr
     return _concatenate_parts([q.stored_codes for q in arrays], dimension), order
 
 
+def _join_entries(entries: list[Any], axis: int) -> Any:
+    """Return scales, zero points or offsets joined along an axis."""
+    if isinstance(entries[0], QuantizedArray):
+        return _join_arrays(_add_zero_points(entries), axis=axis)
+    return _concatenate_parts(entries, axis)
+
+
 def _concatenate_parts(parts: list[jax.Array], axis: int) -> jax.Array:
     """Return arrays joined along an axis."""
     dtype = parts[0].dtype
@@ -155,8 +193,8 @@ def _concatenate_parts(parts: list[jax.Array], axis: int) -> jax.Array:
     return jnp.concatenate([part.astype(jnp.int8) for part in parts], axis).astype(dtype)
 
 
-def _read_part(q: QuantizedArray, entries: jax.Array) -> _Part:
-    """Return a scale or zero point of q with the sizes of its blocks."""
+def _read_part(q: QuantizedArray, entries: Any) -> _Part:
+    """Return a scale, zero point or offset of q with the sizes of its blocks."""
     sizes = granularity.Aligned(q.block_size).sizes(entries.shape, q.shape)
     assert sizes is not None
     return _Part(entries, sizes, q.shape)

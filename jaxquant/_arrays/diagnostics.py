@@ -78,7 +78,7 @@ def quantization_error(x: ArrayLike, q: QuantizedArray) -> QuantizationError:
     Source: Widrow and Kollar, Quantization Noise (Cambridge University Press, 2008).
     """
     # The sums run in the order of memory, so codes in another order are moved before the program, which is the same.
-    q = quantized_array.check_array(_ERROR, "q", q, supports=("block_sizes",)).store_last()
+    q = quantized_array.check_array(_ERROR, "q", q, supports=("block_sizes", "packing")).store_last()
     return QuantizationError(*_quantization_error(entry_point.convert_number(x), q))
 
 
@@ -134,13 +134,14 @@ def _is_saturated(x: jax.Array, q: QuantizedArray) -> jax.Array:
         # The scale and `value` are both rounded quotients, so the extremes of x may miss the outer levels by a few ulp.
         slack = q.codebook.largest * 2.0**-22
         return (value < np.float32(first - slack)) | (value > np.float32(last + slack))
-    if q.codes.dtype in dtypes.SMALL_FLOATS:
+    if q.format in dtypes.SMALL_FLOATS:
         return dtypes.mark_overflow(value, q.codes.dtype)
-    low, high = dtypes.read_bounds(q.codes.dtype)
+    stored: Any = q.format
+    low, high = dtypes.read_bounds(stored)
     codes = q.codes.astype(jnp.int32)
-    if dtypes.count_bits(q.codes.dtype) == 8:
+    if dtypes.count_bits(stored) == 8:
         # An array does not store its spec: if all codes lie in the reduced range, it was quantized with `reduce_range`.
-        least, most = dtypes.derive_reduced_bounds(q.codes.dtype)
+        least, most = dtypes.derive_reduced_bounds(stored)
         is_reduced = jnp.all((codes >= least) & (codes <= most))
         low, high = jnp.where(is_reduced, least, low), jnp.where(is_reduced, most, high)
     zero_point = None if q.zero_point is None else aligned.expand(q.zero_point.astype(jnp.int32), x)
@@ -152,7 +153,8 @@ def _is_saturated(x: jax.Array, q: QuantizedArray) -> jax.Array:
 
 def _measure_used_codes(q: QuantizedArray) -> jax.Array:
     """Return the fraction of the codes of q's format that occur in q."""
-    codes, dtype = q.codes, q.codes.dtype
+    codes = q.codes
+    dtype: Any = codes.dtype if q.codebook is not None else q.format
     count = 2 ** dtypes.count_packed_bits(dtype)
     # Number the codes of every format from 0.
     if dtype in dtypes.FLOAT8:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._core import checks, entry_point, granularity, sharding
-from .parts import StoredOrder, derive_transposed_order
+from .parts import Packing, StoredOrder, derive_permutation, derive_transposed_order, pack_codes
 
 if TYPE_CHECKING:
     from .quantized_array import QuantizedArray
@@ -23,14 +23,60 @@ _PER_INDEX = "QuantizedArray.per_index"
 _TRANSPOSE = "QuantizedArray.transpose"
 
 
-def _derive_run_lengths(q: QuantizedArray, part: jax.Array) -> tuple[int, ...]:
+# A scale or an offset, which may be quantized itself, or a zero point.
+Part = Any
+_ENTRIES = ("scale", "zero_point", "offset")
+
+
+def list_entries(q: QuantizedArray) -> dict[str, Part]:
+    """Return the parts of an array that have entries for its codes, by name: the scale, and others that it has."""
+    return {name: getattr(q, name) for name in _ENTRIES if getattr(q, name) is not None}
+
+
+def _is_nested(part: Part) -> bool:
+    return not isinstance(part, jax.Array)
+
+
+def list_block_sizes(q: QuantizedArray) -> list[int]:
+    """Return the length of the blocks of each dimension; 1 without blocks, or where parts have blocks of two lengths.
+
+    The latter divide the dimension evenly, so that their length need not be stored.
+    """
+    sizes: list[set[int]] = [set() for _ in q.shape]
+    for part in list_entries(q).values():
+        for axis in _list_block_dims(part, q.shape):
+            sizes[axis].add(_derive_run_lengths(q, part)[axis])
+    return [next(iter(each)) if len(each) == 1 else 1 for each in sizes]
+
+
+def expand_part(part: Part, axis: int, size: int, length: int) -> Part:
+    """Return a part with one entry per index of an axis on which each entry covers `size` indices.
+
+    The entries of a part that is quantized itself are repeated as codes, and their blocks become longer.
+    """
+    if not _is_nested(part):
+        return granularity.expand_blocks(part, axis, size, length)
+    sizes, inner = list_block_sizes(part), list_entries(part)
+    runs = {name: _derive_run_lengths(part, p)[axis] for name, p in inner.items() if p.shape[axis] != 1}
+    codes = granularity.expand_blocks(part.codes, axis, size, length)
+    if len(set(runs.values())) > 1:  # blocks of two lengths, which may not both divide the new length
+        for name, run in runs.items():
+            inner[name] = granularity.expand_blocks(inner[name], axis, run * size, length)
+        sizes[axis] = 1
+    elif runs:
+        sizes[axis] = size * next(iter(runs.values()))
+    block_size = granularity.shorten_block_size(tuple(sizes))
+    return part.replace(codes=codes, block_size=block_size, stored_order=None, **inner)
+
+
+def _derive_run_lengths(q: QuantizedArray, part: Part) -> tuple[int, ...]:
     """Return how many indices of each dimension share an entry of a scale or zero point."""
     sizes = granularity.Aligned(q.block_size).sizes(part.shape, q.shape)
     assert sizes is not None
     return sizes
 
 
-def _list_block_dims(part: jax.Array, shape: tuple[int, ...]) -> list[int]:
+def _list_block_dims(part: Part, shape: tuple[int, ...]) -> list[int]:
     """Return the dimensions in which a scale or zero point has one entry per block."""
     return [a for a, (n, length) in enumerate(zip(part.shape, shape, strict=True)) if n not in (1, length)]
 
@@ -43,31 +89,121 @@ def index_array(
     An out_sharding applies to the selected codes; the scale and the zero point are then replicated.
     """
     items = _read_items(q.shape, index)
-    parts = [p for p in (q.scale, q.zero_point) if p is not None]
+    if q.permutation is not None:
+        return _index_permuted(q, items, out_sharding)
+    parts = list_entries(q)
     # If the blocks divide their dimension evenly, q stores no block size. The result needs one, because its last block
     # may be short.
-    sizes = {_derive_run_lengths(q, p)[a] for p in parts for a in _list_block_dims(p, q.shape)}
-    block_size = q.block_size or (sizes.pop() if len(sizes) == 1 else None)
-    codes, order = _index_codes(q, items, out_sharding)
+    own, has_arrays = list_block_sizes(q), not all(item is None or isinstance(item, int | slice) for item in items)
+    lengths = {size for size in own if size != 1}
+    stored: list[int | None]
+    block_size: Any
+    is_single = len(lengths) < 2 and not isinstance(q.block_size, tuple)
+    if is_single:
+        block_size = q.block_size or (lengths.pop() if lengths else None)
+        stored = [block_size] * q.ndim
+    else:
+        # Behind arrays of indices a dimension may have another place. Then only whole blocks are kept.
+        stored = [None if has_arrays or size == 1 else size for size in own]
+        block_size = None if has_arrays else _select_block_sizes(stored, items)
+    codes, order, packing = _index_codes(q, items, out_sharding)
     replicated = None if out_sharding is None else sharding.set_partition(out_sharding, ())
-    scale, zero_point = (
-        None if p is None else _index_entries(q, p, items, block_size, replicated) for p in (q.scale, q.zero_point)
-    )
-    new = q.replace(scale=scale, zero_point=zero_point)._with_stored(codes, order, is_lazy=q._is_lazy)
-    has_blocks = any(_list_block_dims(p, new.shape) for p in (scale, zero_point) if p is not None)
-    return new.replace(block_size=block_size if has_blocks else q.block_size)
+    entries = {name: _index_entries(q, part, items, stored, replicated) for name, part in parts.items()}
+    new = q.replace(**entries)._with_stored(codes, order, is_lazy=q._is_lazy, packing=packing)
+    has_blocks = any(_list_block_dims(p, new.shape) for p in entries.values())
+    return new.replace(block_size=block_size if has_blocks else q.block_size if is_single else None)
+
+
+def _select_block_sizes(sizes: Sequence[int | None], items: list[Any]) -> granularity.BlockSize:
+    """Return the block sizes of the dimensions that slices and new dimensions leave."""
+    rest, kept = iter(sizes), []
+    for item in items:
+        if item is None:
+            kept.append(1)
+        elif (size := next(rest)) is not None and isinstance(item, slice):
+            kept.append(size)
+        elif isinstance(item, slice):
+            kept.append(1)
+    return granularity.shorten_block_size(tuple(kept))
+
+
+def _index_permuted(
+    q: QuantizedArray, items: list[Any], out_sharding: NamedSharding | PartitionSpec | None
+) -> QuantizedArray:
+    """Return the elements that an index selects of an array with a permutation."""
+    assert q.permuted_axis is not None
+    place, permutation = q.ndim + q.permuted_axis, q.permutation
+    of_axis = [i for i, item in enumerate(items) if item is not None]
+    item = items[of_axis[place]]
+    is_whole = isinstance(item, slice) and item.indices(q.shape[place]) == (0, q.shape[place], 1)
+    plain = q.replace(permutation=None, permuted_axis=None)
+    before = [items[i] for i in of_axis[:place]]
+    if permutation.ndim > 1:
+        # One permutation for each index of the first axes, which must be selected together with the codes.
+        count = permutation.ndim - 1
+        is_simple = all(isinstance(other, int | slice) for other in items)
+        expected = "ints and slices, and all of the permuted axis, because the array has several permutations"
+        checks.require(is_whole and is_simple, _ITEM, "index", expected, checks.describe_value(items))
+        rows = []
+        for n, other in zip(permutation.shape[:count], before, strict=False):
+            shared = slice(None) if isinstance(other, slice) else 0
+            rows.append(shared if n == 1 else other)
+        permutation = permutation[tuple(rows)]
+    elif not is_whole:
+        # The elements are selected by their stored positions, and are then in the order of the index.
+        positions, front, behind = jnp.argsort(permutation), items[: of_axis[place]], items[of_axis[place] + 1 :]
+        if isinstance(item, slice):
+            # On its own, because an array of indices would be matched with other arrays among the items.
+            plain = index_array(plain, (*(slice(None),) * place, positions[item]))
+            return index_array(plain, (*front, slice(None), *behind), out_sharding)
+        selected = positions[item if isinstance(item, int) else _wrap_negative(item, q.shape[place])]
+        return index_array(plain, (*front, selected, *behind), out_sharding)
+    new = index_array(plain, tuple(items), out_sharding)
+    is_simple = all(other is None or isinstance(other, int | slice) for other in items)
+    later = items[of_axis[place] + 1 :]
+    if not is_simple:
+        # Arrays of indices in front of the axis, or behind it, leave its dimension where it is counted from one end.
+        arrays = [i for i, other in enumerate(items) if not (other is None or isinstance(other, int | slice))]
+        is_apart = arrays[-1] < of_axis[place] or arrays[0] > of_axis[place]
+        is_joined = all(not (items[i] is None or isinstance(items[i], slice)) for i in range(arrays[0], arrays[-1] + 1))
+        expected = "arrays of indices on one side of the permuted axis, side by side"
+        checks.require(is_apart and is_joined, _ITEM, "index", expected, checks.describe_value(items))
+        if arrays[0] > of_axis[place]:
+            behind = new.ndim - sum(other is None or isinstance(other, slice) for other in items[: of_axis[place]]) - 1
+            return new.replace(permutation=permutation, permuted_axis=-behind - 1)
+    behind = sum(other is None or isinstance(other, slice) for other in later)
+    return new.replace(permutation=permutation, permuted_axis=-behind - 1)
 
 
 def _index_codes(
     q: QuantizedArray, items: list[Any], out_sharding: NamedSharding | PartitionSpec | None
-) -> tuple[jax.Array, StoredOrder]:
-    """Return the stored codes that an index selects, and their order."""
+) -> tuple[jax.Array, StoredOrder, Packing | None]:
+    """Return the stored codes that an index selects, their order and their packing."""
     moved = q._order or ()
     start = len(items) - len(moved)
+    # The words of a row are selected as a whole.
+    last = moved[-1] if moved else -1
+    is_whole = q.packing is None or (isinstance(items[last], slice) and items[last].indices(q.shape[last]) == (
+        0, q.shape[last], 1,
+    ))  # fmt: skip
+    words = items if q.packing is None else [*items]
+    if q.packing is not None and is_whole:
+        words[last] = slice(None)
     # Slices keep all the axes that the order moves; after any other index into them the codes are in logical order.
-    if moved and out_sharding is None and all(isinstance(item, slice) for item in items[start:]):
-        return _index_part(q._stored, [*items[:start], *(items[axis] for axis in moved)], None), moved
-    return _index_part(q.codes, items, out_sharding), None
+    if moved and out_sharding is None and all(isinstance(item, slice) for item in items[start:]) and is_whole:
+        return _index_part(q._stored, [*words[:start], *(words[axis] for axis in moved)], None), moved, q.packing
+    if q.packing is None or (is_whole and not moved):
+        stored = q.codes if q.packing is None else q._stored
+        return _index_part(stored, words, out_sharding), None, q.packing
+    return _pack_again(q, _index_part(q.codes, items, out_sharding))
+
+
+def _pack_again(q: QuantizedArray, codes: jax.Array) -> tuple[jax.Array, None, Packing | None]:
+    """Return codes in the logical order as they are stored, packed as those of q are; a single code is not packed."""
+    if q.packing is None or not codes.ndim:
+        return codes, None, None
+    packing = Packing(q.packing.format, codes.shape[-1])
+    return pack_codes(codes, packing), None, packing
 
 
 def _index_part(part: jax.Array, items: Sequence[Any], out_sharding: NamedSharding | PartitionSpec | None) -> jax.Array:
@@ -169,7 +305,7 @@ def _convert_index(item: Any) -> Any:
 
 
 def _index_entries(
-    q: QuantizedArray, part: jax.Array, items: list[Any], block_size: int | None,
+    q: QuantizedArray, part: Part, items: list[Any], stored: Sequence[int | None],
     out_sharding: NamedSharding | PartitionSpec | None,
 ) -> Any:  # fmt: skip
     """Return the entries of a scale or zero point that belong to the codes an index selects."""
@@ -189,34 +325,51 @@ def _index_entries(
             start, stop, step = item.indices(length)
             stop = max(start, stop)
             # A slice of whole blocks keeps them. It may end inside the last block only if the size can be stored.
-            if step == 1 and start % size == 0 and ((stop - start) % size == 0 or size == block_size):
+            if step == 1 and start % size == 0 and ((stop - start) % size == 0 or size == stored[axis]):
                 part_items.append(slice(start // size, -(-stop // size)))
             else:  # the slice cuts through blocks
-                part = granularity.expand_blocks(part, axis, size, length)
+                part = expand_part(part, axis, size, length)
                 part_items.append(item)
         else:
             # The entry of an index is the entry of its block. A negative index must be counted from the front before
             # it is divided by the block size.
             part_items.append((item % length if isinstance(item, int) else _wrap_negative(item, length)) // size)
         axis += 1
+    if _is_nested(part):
+        return index_array(part, tuple(part_items), out_sharding)
     return _index_part(part, part_items, out_sharding)
 
 
 def per_index(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
     """Return q with one entry for each index of the given axes; q has been checked."""
-    parts = {}
-    for name in ("scale", "zero_point"):
-        part = getattr(q, name)
-        if part is not None:
-            for axis in axes:
-                axis = checks.check_axis(_PER_INDEX, axis, q.ndim)
-                size, length = _derive_run_lengths(q, part)[axis], q.shape[axis]
-                if part.shape[axis] != length:
-                    part = granularity.expand_blocks(part, axis, size, length)
-            parts[name] = part
+    parts: dict[str, Any] = list_entries(q)
+    places = [checks.check_axis(_PER_INDEX, axis, q.ndim) for axis in axes]
+    for name, part in parts.items():
+        for axis in places:
+            size, length = _derive_run_lengths(q, part)[axis], q.shape[axis]
+            if part.shape[axis] != length:
+                part = expand_part(part, axis, size, length)
+        parts[name] = part
+    # Nested parts are mapped as well.
+    for name, part in parts.items():
+        if _is_nested(part):
+            parts[name] = per_index(part, tuple(places))
+    if q.permutation is not None and places:
+        place = q.ndim + q.permuted_axis  # type: ignore
+        expected = f"axes in front of the permuted one, {q.permuted_axis}, because its elements are in another order"
+        checks.require(max(places) < place, _PER_INDEX, "axis", expected, axes)
+        count = max(max(places) + 1, q.permutation.ndim - 1)
+        permutation = q.permutation.reshape(
+            (*q.permutation.shape[:-1], *(1,) * (count + 1 - q.permutation.ndim), q.shape[place])
+        )
+        parts["permutation"] = jnp.broadcast_to(permutation, (*q.shape[:count], q.shape[place]))
     # The axes are about to be mapped, in the stored codes as in the scale, so they must not have moved.
-    is_moved = any(axis % q.ndim - q.ndim in (q._order or ()) for axis in axes)
-    return q.replace(**parts, **({"stored_order": None} if is_moved else {}))
+    mapped = [axis % q.ndim for axis in axes]
+    is_moved = any(axis - q.ndim in (q._order or ()) for axis in mapped)
+    new = q.replace(**parts, **({"stored_order": None} if is_moved else {}))
+    # Nor can the words of an axis be mapped.
+    packed = derive_permutation(new._order, q.ndim)[-1] if new.packing is not None else None
+    return new.unpack() if packed in mapped else new
 
 
 def _select_shared_entry(item: Any) -> Any:
@@ -243,42 +396,77 @@ def transpose_array(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
     is_in_range = all(-q.ndim <= a < q.ndim for a in order)
     order = tuple(a % q.ndim for a in order) if is_in_range else order
     checks.require(sorted(order) == list(range(q.ndim)), _TRANSPOSE, "axes", expected, order)
-    scale, zero_point = (None if p is None else jnp.transpose(p, order) for p in (q.scale, q.zero_point))
-    new = q.replace(scale=scale, zero_point=zero_point)
+    new = q.replace(**transpose_entries(q, order))
     # The codes stay in memory as they are. Others see the order that the user has chosen, or else the logical one.
-    is_lazy = q._is_lazy or q._order is None
+    # Words cannot be transposed later, because the packed axis would not be the last one.
+    is_lazy = (q._is_lazy or q._order is None) and q.packing is None
     return new._with_stored(q._stored, derive_transposed_order(q._order, order), is_lazy=is_lazy)
+
+
+def transpose_entries(q: QuantizedArray, order: Sequence[int]) -> dict[str, Any]:
+    """Return the attributes of an array that a transpose changes, other than the codes."""
+    changes: dict[str, Any] = {}
+    for name, part in list_entries(q).items():
+        changes[name] = transpose_array(part, tuple(order)) if _is_nested(part) else jnp.transpose(part, order)
+    if isinstance(q.block_size, tuple):
+        sizes = (*(1,) * (q.ndim - len(q.block_size)), *q.block_size)
+        changes["block_size"] = granularity.shorten_block_size(tuple(sizes[axis] for axis in order))
+    if q.permutation is not None:
+        changes["permuted_axis"] = list(order).index(q.ndim + q.permuted_axis) - q.ndim  # type: ignore
+        count = q.permutation.ndim - 1
+        expected = f"an order that begins with {tuple(range(count))}, the axes of the permutations"
+        checks.require(tuple(order[:count]) == tuple(range(count)), _TRANSPOSE, "axes", expected, tuple(order))
+    return changes
 
 
 def reshape_array(q: QuantizedArray, shape: tuple[Any, ...]) -> QuantizedArray:
     """Return q in another shape; q has been checked."""
     new = _resolve_shape(q, shape)
-    reshaped: dict[str, jax.Array | None] = {"scale": None, "zero_point": None}
-    sizes: set[int] = set()  # the block sizes of the result
+    reshaped: dict[str, Any] = {}
+    sizes: list[set[int]] = [set() for _ in new]  # the block sizes of each dimension of the result
     is_short = False  # whether a last block of the result is shorter than the others
-    for name in reshaped:
-        part = getattr(q, name)
-        if part is None:
-            continue
+    expected = "a shape in which elements that share an entry stay adjacent, or q.dequantize().reshape"
+    for name, part in list_entries(q).items():
         plan = _plan_reshape(part.shape, _derive_run_lengths(q, part), q.shape, new)
-        expected = "a shape in which elements that share an entry stay adjacent, or q.dequantize().reshape"
         got = f"{new} for a {name} of shape {part.shape} and codes of shape {q.shape}"
         checks.require(plan is not None, _RESHAPE, "shape", expected, got)
         assert plan is not None
-        sizes |= {size for (entries, size), n in zip(plan, new, strict=True) if entries not in (1, n)}
-        is_short |= any(n % size for (entries, size), n in zip(plan, new, strict=True) if entries not in (1, n))
-        # Only one block size can be stored, so blocks of two sizes must divide their dimensions evenly.
-        checks.require(len(sizes) < 2 or not is_short, _RESHAPE, "shape", expected, got)
-        reshaped[name] = part.reshape(tuple(entries for entries, _ in plan))
-    # With blocks of two sizes no size is stored, because the shapes tell both.
-    block_size = sizes.pop() if len(sizes) == 1 else None
+        for of_axis, (entries, size), n in zip(sizes, plan, new, strict=True):
+            if entries not in (1, n):
+                of_axis.add(size)
+                is_short |= n % size != 0
+        # Only one block size can be stored for a dimension, so blocks of two sizes must divide it evenly.
+        checks.require(max(map(len, sizes), default=0) < 2 or not is_short, _RESHAPE, "shape", expected, got)
+        shape_of_part = tuple(entries for entries, _ in plan)
+        reshaped[name] = reshape_array(part, (shape_of_part,)) if _is_nested(part) else part.reshape(shape_of_part)
+    lengths = set().union(*sizes)
+    # With blocks of two sizes that divide their dimensions no size is stored, because the shapes tell both.
+    block_size: Any = lengths.pop() if len(lengths) == 1 else None
+    if is_short and lengths and block_size is None:
+        block_size = granularity.shorten_block_size(tuple(size.pop() if size else 1 for size in sizes))
+    reshaped["permuted_axis"] = _move_permuted_axis(q, new)
     result = q.replace(block_size=block_size, **reshaped)
-    moved = len(q._order or ())
-    # The stored order remains if only the dimensions in front of it change.
+    moved = max(len(q._order or ()), q.packing is not None)
+    # The stored order and the words remain if only the dimensions in front of them change.
     if len(new) >= moved and new[len(new) - moved :] == q.shape[q.ndim - moved :]:
         stored = q._stored.reshape((*new[: len(new) - moved], *q._stored.shape[q.ndim - moved :]))
         return result._with_stored(stored, q._order, is_lazy=q._is_lazy)
-    return result._with_stored(q.codes.reshape(new), None)
+    codes, order, packing = _pack_again(q, q.codes.reshape(new))
+    return result._with_stored(codes, order, packing=packing)
+
+
+def _move_permuted_axis(q: QuantizedArray, new: tuple[int, ...]) -> int | None:
+    """Return the place of the permuted axis in another shape; raise if the axis is merged or divided."""
+    axis = q.permuted_axis
+    if axis is None:
+        return None
+    before, length, count = math.prod(q.shape[:axis]), q.shape[axis], q.permutation.ndim - 1
+    # The axis has as many elements in front of it, and the same length.
+    places = [place for place, n in enumerate(new) if n == length and math.prod(new[:place]) == before]
+    is_kept = bool(places) and new[:count] == q.shape[:count] and (0 not in q.shape or new == q.shape)
+    expected = f"a shape that keeps the permuted axis, {axis}, of length {length}"
+    checks.require(is_kept, _RESHAPE, "shape", expected, new)
+    return (q.ndim + axis if new == q.shape else places[-1]) - len(new)
 
 
 def _resolve_shape(q: QuantizedArray, shape: tuple[Any, ...]) -> tuple[int, ...]:

@@ -19,8 +19,9 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._core import checks, dtypes, entry_point, granularity
-from .._kernels import affine, barriers
+from .._core import checks, dtypes, entry_point, granularity, sharding
+from .._core.dtypes import NarrowInteger
+from .._kernels import affine, barriers, packed_codes, words
 from .._kernels.affine import Use, dequantize_affine
 from .spec import Codebook
 
@@ -42,12 +43,12 @@ class Packing:
         length: the number of codes in a row, which the number of words does not imply.
     """
 
-    format: Any
+    format: np.dtype | NarrowInteger
     length: int
 
     def count_words(self) -> int:
-        """Return the least number of words that hold a row of codes."""
-        return -(-self.length * self.bits // 32)
+        """Return the number of words that hold a row of codes."""
+        return words.count_words(self.length, self.bits)
 
     @property
     def bits(self) -> int:
@@ -56,8 +57,25 @@ class Packing:
 
     @property
     def carrier(self) -> np.dtype:
-        """The dtype of the codes when they are unpacked."""
-        return self.format
+        """The dtype of the codes when they are unpacked: int8 or uint8 for narrow integers."""
+        return self.format.carrier if isinstance(self.format, NarrowInteger) else self.format
+
+
+# The formats of codes that words can hold.
+PACKED = (*(dtype for dtype in dtypes.QUANTIZED if dtypes.count_packed_bits(dtype) < 8), *dtypes.NARROW)
+
+
+def derive_packing(held: object, shape: Sequence[int], order: StoredOrder) -> Packing | None:
+    """Return how codes of a narrow integer are packed, or None for other codes, which are not packed by themselves.
+
+    Args:
+        held: the dtype, the narrow integer or the codebook of the codes.
+        shape: their logical shape. Codes of rank 0 are not packed, because there is no dimension to pack along.
+        order: their stored order.
+    """
+    if not isinstance(held, NarrowInteger) or not shape:
+        return None
+    return Packing(held, shape[derive_permutation(order, len(shape))[-1]])
 
 
 class ArrayParts(NamedTuple):
@@ -145,11 +163,20 @@ def _check_static(function: str, argument: str, static: ArrayStatic) -> None:
     is_book = book is None or isinstance(book, Codebook)
     checks.require_type(is_book, function, f"{argument}.codebook", "a Codebook or None", book)
     packing = static.packing
-    is_packing = packing is None or isinstance(packing, Packing)
-    checks.require_type(is_packing, function, f"{argument}.packing", "a Packing or None", packing)
+    if packing is not None:
+        _check_packing_types(function, f"{argument}.packing", packing)
     checks.check_flag(function, f"{argument}.signed_scale", static.signed_scale)
     if static.permuted_axis is not None:
         checks.check_integer(function, f"{argument}.permuted_axis", static.permuted_axis)
+
+
+def _check_packing_types(function: str, argument: str, packing: object) -> None:
+    if not isinstance(packing, Packing):
+        checks.refuse_type(function, argument, "a Packing or None", checks.describe_value(packing))
+    expected = dtypes.list_names(PACKED)
+    checks.require_type(packing.format in PACKED, function, f"{argument}.format", expected, packing.format)
+    checks.check_integer(function, f"{argument}.length", packing.length)
+    checks.require(packing.length >= 0, function, f"{argument}.length", "a length of 0 or more", packing.length)
 
 
 _NAMES = ArrayParts._fields
@@ -233,9 +260,8 @@ def _check_packing(function: str, argument: str, codes: Nested, static: ArraySta
         return codes.dtype
     name = f"{argument}.stored_codes"
     checks.require_type(codes.dtype == _WORD, function, name, "dtype uint32, because the codes are packed", codes.dtype)
-    words = packing.count_words()
-    expected = f"rows of at least {words} words, which {packing.length} codes of {packing.format} take"
-    checks.require(codes.shape[-1] >= words, function, name, expected, f"shape {codes.shape}")
+    expected = f"rows of {packing.count_words()} words, which {packing.length} codes of {packing.format} take"
+    checks.require(codes.shape[-1] == packing.count_words(), function, name, expected, f"shape {codes.shape}")
     return packing.carrier
 
 
@@ -356,13 +382,44 @@ def restore_codes(stored: Any, order: StoredOrder, packing: Packing | None = Non
 
 
 def pack_codes(codes: Any, packing: Packing) -> Any:
-    """Return the words that hold codes along their last dimension."""
-    checks.refuse("QuantizedArray", "packing", "None, because words are not supported yet", packing)
+    """Return the words that hold codes along their last dimension; of an array, or of a `jax.ShapeDtypeStruct`."""
+    _check_packing_types("QuantizedArray", "packing", packing)
+    expected = f"{packing.length} codes along the stored dimension that comes last"
+    checks.require(codes.shape[-1] == packing.length, "QuantizedArray", "packing", expected, f"shape {codes.shape}")
+    expected = f"dtype {packing.carrier}, which holds {packing.format}"
+    checks.require_type(codes.dtype == packing.carrier, "QuantizedArray", "codes", expected, codes.dtype)
+    if isinstance(codes, jax.ShapeDtypeStruct):
+        return jax.eval_shape(functools.partial(_pack, packing=packing), codes)
+    return _pack(jnp.asarray(codes), packing=packing)
 
 
-def unpack_codes(words: Any, packing: Packing) -> Any:
+def unpack_codes(stored: Any, packing: Packing) -> Any:
     """Return the codes that words hold along their last dimension."""
-    checks.refuse("QuantizedArray", "packing", "None, because words are not supported yet", packing)
+    if isinstance(stored, jax.ShapeDtypeStruct):
+        return jax.eval_shape(functools.partial(_unpack, packing=packing), stored)
+    return _unpack(jnp.asarray(stored), packing=packing)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames="packing")
+def _pack(codes: jax.Array, *, packing: Packing) -> jax.Array:
+    if codes.dtype in dtypes.FLOAT4:
+        codes = lax.bitcast_convert_type(codes, jnp.uint4)
+    # A device must have all codes of a row, because the codes of a word are not neighbors.
+    codes = sharding.gather_axes(codes, (codes.ndim - 1,))
+    wide = jnp.int8 if dtypes.is_integer(codes.dtype) and dtypes.read_bounds(codes.dtype)[0] < 0 else jnp.uint8
+    return words.pack_words(codes.astype(wide), packing.bits)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames="packing")
+def _unpack(stored: jax.Array, *, packing: Packing) -> jax.Array:
+    held, stored = packing.format, sharding.gather_axes(stored, (stored.ndim - 1,))
+    if isinstance(held, NarrowInteger):
+        return words.unpack_words(stored, packing.bits, packing.length, signed=held.signed)
+    is_float = held in dtypes.FLOAT4
+    # The bits are the same in int8, which `narrow_codes` takes.
+    codes = words.unpack_words(stored, packing.bits, packing.length, signed=not is_float)
+    narrow = packed_codes.narrow_codes(codes.astype(jnp.int8), np.dtype(jnp.uint4) if is_float else held)
+    return lax.bitcast_convert_type(narrow, held) if is_float else narrow
 
 
 def _transpose_any(codes: Any, axes: tuple[int, ...]) -> Any:
@@ -574,9 +631,6 @@ def decode_static(function: str, argument: str, fields: Any) -> ArrayStatic:
     )
 
 
-_PACKED = tuple(dtype for dtype in dtypes.QUANTIZED if dtypes.count_packed_bits(dtype) < 8)
-
-
 def _decode_packing(function: str, argument: str, fields: object) -> Packing | None:
     """Return the valid packing that a JSON value describes, or None for null."""
     if fields is None:
@@ -584,11 +638,11 @@ def _decode_packing(function: str, argument: str, fields: object) -> Packing | N
     name, length = (get_field(function, argument, fields, field) for field in ("format", "length"))
     if not (type(length) is int and 0 <= length < 2**31):
         checks.refuse(function, f"{argument}['length']", "a length", _shorten_json(length))
-    return Packing(decode_dtype(function, f"{argument}['format']", name, _PACKED), length)
+    return Packing(decode_dtype(function, f"{argument}['format']", name, PACKED), length)
 
 
-def decode_dtype(function: str, argument: str, name: object, allowed: Sequence[np.dtype]) -> np.dtype:
-    """Return the allowed dtype with this name; `np.dtype(name)` would not know the names of ml_dtypes."""
+def decode_dtype(function: str, argument: str, name: object, allowed: Sequence[Any]) -> Any:
+    """Return the allowed dtype, or narrow integer, with this name; `np.dtype` does not know those of ml_dtypes."""
     for dtype in allowed:
         if dtype.name == name:
             return dtype

@@ -18,7 +18,7 @@ from .._core.entry_point import compile_entry_point
 from .._core.granularity import PerAxis, PerTensor
 from .._kernels import min_max
 from .._kernels.affine import divide_by_scale, quantize_affine
-from . import parts, scale_from_range
+from . import parts, quantized_array, scale_from_range
 from .parts import move_axes_last
 from .quantized_array import QuantizedArray
 from .spec import QuantSpec
@@ -45,7 +45,13 @@ def quantize(
     - symmetric: scale = max(lo / (qmin - z), hi / (qmax - z)), so that no value in the range saturates;
     - asymmetric: scale = (hi - lo) / (qmax - qmin) and zero_point = round(saturate(qmin - lo / scale)). For uint8 per
       tensor these are the integers of ONNX's DynamicQuantizeLinear;
-    - float dtypes and codebooks: scale = max(-lo, hi) / their largest value.
+    - float dtypes and codebooks: scale = max(-lo, hi) / their largest value;
+    - offset=True: offset = lo, rounded to its dtype, and scale = (hi - offset) / qmax. The range is not widened, and
+      code = saturate(round_half_even((x - offset) / scale)). A range wider than the largest float32 saturates.
+
+    With a scale_spec, the offsets and then the scales are quantized, the scales to the nearest number but never to 0,
+    and the codes are computed with the results. The ends of a range then saturate by up to half a step of the scales'
+    codes times qmax.
 
     The codes equal `quantize_linear` with precision float32, and therefore ONNX Runtime's. With a codebook they
     are the indices of the nearest entries. If the scale is already known, use `quantize_linear` and pass its result
@@ -191,12 +197,101 @@ def _quantize(
     order = None if stored_last is None else move_axes_last(_NAME, "stored_last", stored_last, x.ndim)
     # Without this the scale would have a gradient and the codes would not, so their product would have a wrong one.
     x, lo, hi = jax.lax.stop_gradient((x, lo, hi))
+    if spec.offset or spec.scale_spec is not None:
+        return _quantize_forms(x, lo, hi, spec, order)
     scale, zero_point, _ = compute_parameters(_NAME, x, spec, lo, hi)
     codes = encode_array(x, scale, zero_point, spec)
     block_size = scale_from_range.derive_stored_block_size(_NAME, spec, x.shape)
     return QuantizedArray(
-        codes, scale, zero_point, dtype=x.dtype, block_size=block_size, codebook=spec.codebook, stored_order=order
-    )
+        codes, scale, zero_point, dtype=x.dtype, block_size=block_size, codebook=spec.codebook, stored_order=order,
+        packing=parts.derive_packing(spec.dtype, x.shape, order),
+    )  # fmt: skip
+
+
+# Offsets, and scales that are quantized themselves.
+
+
+def _quantize_forms(
+    x: jax.Array, lo: jax.Array | None, hi: jax.Array | None, spec: QuantSpec, order: parts.StoredOrder
+) -> QuantizedArray:
+    """Return the array of a spec with an offset or a scale_spec."""
+    plain = dataclasses.replace(spec, offset=False, scale_spec=None)
+    shape = scale_from_range.derive_range_shape(_NAME, plain, x.shape)
+    block_size = scale_from_range.check_one_block_size(_NAME, plain)
+    aligned = granularity.Aligned(block_size)
+    if lo is None or hi is None:
+        low, high = min_max.compute_extremes(x, shape, block_size)
+    else:
+        low, high = (_broadcast_end(_NAME, name, end, shape) for name, end in zip(_ENDS, (lo, hi), strict=True))
+    zero_point = None
+    if spec.offset:
+        offset = scale_from_range.compute_offset(spec, low)
+        if spec.scale_spec is not None:
+            offset = _quantize_entries(offset, spec.scale_spec, is_offset=True)
+        offset_values = dtypes.scale_as_float32(quantized_array.read_entries(offset))
+        scale, is_unused = scale_from_range.compute_scale_above(spec, offset_values, high, x.dtype)
+    else:
+        offset = offset_values = None
+        scale, zero_point, _ = compute_parameters(_NAME, x, plain, lo, hi)
+        is_unused = scale_from_range.is_empty(low, high) | (low > high)
+    if spec.scale_spec is not None:
+        # The scale 1 of an empty range must not count among the others.
+        scale = _quantize_entries(jnp.where(is_unused, np.float32(0), scale), spec.scale_spec, is_offset=False)
+    scale_values = dtypes.scale_as_float32(quantized_array.read_entries(scale))
+    if offset_values is None:
+        codes = encode_array(x, scale_values, zero_point, plain)
+    else:
+        # The difference may overflow where the offset is large. Its half cannot, and is exact.
+        factor = scale_from_range.choose_factor(offset_values)
+        above = x.astype(jnp.float32) * aligned.expand(factor, x) - aligned.expand(offset_values * factor, x)
+        codes = encode_array(above, scale_values * factor, None, plain)
+    return _build_array(codes, scale, zero_point, offset, spec, x, order)
+
+
+def _build_array(
+    codes: jax.Array, scale: Any, zero_point: jax.Array | None, offset: Any, spec: QuantSpec, x: jax.Array,
+    order: parts.StoredOrder = None, *, signed_scale: bool = False,
+) -> QuantizedArray:  # fmt: skip
+    """Return the array of codes that a spec gives x, with any of the parts that it may have."""
+    plain = dataclasses.replace(spec, offset=False, scale_spec=None)
+    block_size = scale_from_range.derive_stored_block_size(_NAME, plain, x.shape)
+    return QuantizedArray(
+        codes, scale, zero_point, offset, dtype=x.dtype, block_size=block_size, codebook=spec.codebook,
+        stored_order=order, signed_scale=signed_scale, packing=parts.derive_packing(spec.dtype, x.shape, order),
+    )  # fmt: skip
+
+
+def _quantize_entries(values: jax.Array, spec: QuantSpec, *, is_offset: bool) -> QuantizedArray:
+    """Return scales or offsets as a quantized array.
+
+    Args:
+        values: float32, positive scales or 0 for those that do not matter, or offsets of any sign.
+        spec: Static. How they are quantized.
+        is_offset: Static. Whether they are offsets. A scale is at least the least positive number of the codes.
+    """
+    values = values.astype(jnp.float32)
+    is_unsigned = spec.fixed_zero_point is None
+    # The offsets that unsigned codes hold are not positive, and their scales are negative.
+    is_negated = is_offset and is_unsigned
+    magnitudes = -values if is_negated else values
+    # The range of unsigned codes begins at 0, so their zero point is 0.
+    scale, _, _ = compute_parameters(_NAME, magnitudes, spec, None, None)
+    codes = encode_array(magnitudes, scale, None, spec)
+    if not is_offset:
+        codes = _raise_to_positive(codes)
+    scale = -scale if is_negated else scale
+    return _build_array(codes, scale, None, None, spec, values, signed_scale=is_negated)
+
+
+def _raise_to_positive(codes: jax.Array) -> jax.Array:
+    """Return codes that are not negative with those of 0 replaced by the least positive one."""
+    if codes.dtype in dtypes.FLOAT4:
+        bits = jax.lax.bitcast_convert_type(codes, jnp.uint4).astype(jnp.int32)
+        return jax.lax.bitcast_convert_type(jnp.maximum(bits, 1).astype(jnp.uint4), codes.dtype)
+    if codes.dtype in dtypes.FLOAT8:
+        bits = jax.lax.bitcast_convert_type(codes, jnp.uint8)
+        return jax.lax.bitcast_convert_type(jnp.maximum(bits, np.uint8(1)), codes.dtype)
+    return jnp.maximum(codes.astype(jnp.int32), 1).astype(codes.dtype)
 
 
 def compute_parameters(
@@ -256,7 +351,7 @@ def encode_array(x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, s
         return spec.codebook.encode(divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32))
     # Float codes have no integer bounds: they saturate at the largest value of their dtype.
     bounds = None if spec.dtype in dtypes.SMALL_FLOATS else (int(spec.bounds[0]), int(spec.bounds[1]))
-    return quantize_affine(x, scale, zero_point, aligned, spec.dtype, dtypes.FLOAT32, bounds=bounds)
+    return quantize_affine(x, scale, zero_point, aligned, spec.carrier, dtypes.FLOAT32, bounds=bounds)
 
 
 # Quantization of kernels of many shapes by few compiled programs, for the conversion of networks.
@@ -291,19 +386,25 @@ def quantize_kernel(kernel: jax.Array, spec: QuantSpec, stored_axes: Sequence[in
 
     order = parts.move_axes_last("quantize", "stored_last", stored_axes, values.ndim)
 
-    def trim(part: jax.Array, row_count: int, shape: tuple[int, ...], order: parts.StoredOrder = None) -> jax.Array:
+    def trim(
+        part: jax.Array, row_count: int, shape: tuple[int, ...], order: parts.StoredOrder = None,
+        packing: parts.Packing | None = None,
+    ) -> jax.Array:  # fmt: skip
         host = np.asarray(part)[:row_count, : columns if part.shape[1] > 1 else 1].reshape(shape)
-        return jax.device_put(np.array(parts.store_codes(host, order), order="C"))
+        return jax.device_put(np.array(parts.store_codes(host, order, packing), order="C"))
 
     zero_point = None if q.zero_point is None else trim(q.zero_point, 1, zero_point_shape)
-    stored, scale = trim(q.codes, rows, values.shape, order), trim(q.scale, 1, scale_shape)
-    static = q.tree_flatten()[1]._replace(block_size=None, stored_order=order)
+    packing = parts.derive_packing(spec.dtype, values.shape, order)
+    stored, scale = trim(q.codes, rows, values.shape, order, packing), trim(q.scale, 1, scale_shape)
+    static = q.tree_flatten()[1]._replace(block_size=None, stored_order=order, packing=packing)
     return QuantizedArray.tree_unflatten(static, (stored, scale, zero_point))
 
 
 def _match_table(kernel: jax.Array, spec: QuantSpec) -> tuple[int, int] | None:
     """Return the rows and the columns of a kernel that `quantize_kernel` can pad; None for any other kernel."""
     granularity = spec.granularity
+    if spec.offset or spec.scale_spec is not None:
+        return None
     if spec.zero_point_granularity != granularity or not isinstance(granularity, PerTensor | PerAxis):
         return None
     if not _is_on_cpu(kernel) or kernel.dtype not in dtypes.FLOATS or kernel.size == 0 or kernel.ndim == 0:

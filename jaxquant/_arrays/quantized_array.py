@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from .._core import checks, dtypes, entry_point, granularity
 from .._kernels.affine import Use
 from . import indexing, parts
-from .spec import Codebook
+from .spec import Codebook, Format, read_format
 
 # Errors for Python operators and JAX functions that do not accept quantized arrays; they say what to call instead.
 
@@ -370,14 +370,16 @@ class QuantizedArray(RefusedOperators):
         """The order of the codes in memory, also that of a lazy transpose."""
         return self._static.stored_order
 
-    def _with_stored(self, stored: Any, order: parts.StoredOrder, *, is_lazy: bool = False) -> QuantizedArray:
-        """Return a copy with other stored codes, in the stored order `order`.
+    def _with_stored(
+        self, stored: Any, order: parts.StoredOrder, *, is_lazy: bool = False, packing: Any = ...
+    ) -> QuantizedArray:
+        """Return a copy with other stored codes, in the stored order `order`, and in another packing if one is given.
 
         With `is_lazy`, the order is not one that the user has chosen: it comes from a transpose. The functions of this
         package then read the codes as they are stored, and where the array is taken apart as a pytree, or its
         `stored_codes` are read, the codes are transposed, so that `jax.vmap` and shardings see the logical order.
         """
-        static = self._static._replace(stored_order=order)
+        static = self._static._replace(stored_order=order, packing=self.packing if packing is ... else packing)
         new = QuantizedArray.tree_unflatten(static, self._parts._replace(codes=stored))
         object.__setattr__(new, "_is_lazy", is_lazy and order is not None)
         return new
@@ -408,6 +410,16 @@ class QuantizedArray(RefusedOperators):
     def packing(self) -> parts.Packing | None:
         """How the codes are packed in uint32 words, or None."""
         return self._static.packing
+
+    @property
+    def format(self) -> Format:
+        """What a spec calls the dtype: the codebook, or else the dtype or the narrow integer that the codes are.
+
+        Codes of a narrow integer that are not packed count as int8 or uint8.
+        """
+        if self.codebook is not None:
+            return self.codebook
+        return self._stored.dtype if self.packing is None else self.packing.format
 
     @property
     def signed_scale(self) -> bool:
@@ -522,7 +534,7 @@ class QuantizedArray(RefusedOperators):
             ValueError: the index has too many dimensions, or int32 does not hold one of its numbers.
             IndexError: an int is out of range, or a mask has the wrong shape.
         """
-        return indexing.index_array(check_lazy("QuantizedArray.__getitem__", "self", self), index)
+        return indexing.index_array(check_lazy("QuantizedArray.__getitem__", "self", self, supports=FORMS), index)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: object, **keywords: object) -> Any:
         """Compute numpy's `@`; raise TypeError for every other numpy function."""
@@ -557,6 +569,59 @@ class QuantizedArray(RefusedOperators):
         order = parts.move_axes_last(f"{_NAME}.store_last", "axes", axes, q.ndim)
         return q if order == q._order else q.replace(stored_order=order)
 
+    def pack(self, dtype: Any = None) -> QuantizedArray:
+        """Return the same array with its codes in uint32 words, in which codes of 2 to 6 bits take as many bits.
+
+        They are packed along the last dimension of the stored codes; `store_last` chooses another axis. `codes` returns
+        them unpacked, as before. int4 and other dtypes of less than a byte have a byte for each code on some backends,
+        words do not. `quantize` packs codes of 3, 5 and 6 bits by itself.
+
+        Args:
+            dtype: Static. The format of the codes: "int3", "uint3", "int5", "uint5", "int6" or "uint6" for codes in
+                int8 or uint8, which the format must hold. If they are traced, and it does not hold one of them, the
+                scale becomes NaN. By default the dtype of the codes, which is int2, uint2, int4, uint4 or
+                float4_e2m1fn, or of the indices into the codebook.
+
+        Raises:
+            TypeError: codes of this dtype cannot be packed as `dtype`.
+            ValueError: the array has rank 0, or `dtype` does not hold all codes.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxquant as jq
+            >>> q = jq.quantize(jnp.linspace(-8.0, 7.0, 64), jq.QuantSpec("int4")).pack()
+            >>> q.packing, q.stored_codes.shape, q.codes.dtype
+            (Packing(format=dtype(int4), length=64), (8,), dtype(int4))
+        """
+        function = f"{_NAME}.pack"
+        q = check_array(function, "self", self, supports=FORMS)
+        checks.require(q.ndim > 0, function, "self", "rank 1 or more", "rank 0")
+        if q.packing is not None:
+            is_same = dtype is None or read_format(function, "dtype", dtype, parts.PACKED) == q.packing.format
+            checks.require(is_same, function, "dtype", f"{q.packing.format}, as the codes are packed", dtype)
+            return q
+        own = np.dtype(q._stored.dtype)
+        held: Any = own if dtype is None else read_format(function, "dtype", dtype, parts.PACKED)
+        if dtype is None:
+            allowed = tuple(d for d in parts.PACKED if isinstance(d, np.dtype))
+            expected = f"codes of {dtypes.list_names(allowed)}, or dtype='int5', for example"
+            checks.require_type(own in allowed, function, "self", expected, own)
+        carrier = held.carrier if isinstance(held, dtypes.NarrowInteger) else held
+        expected = f"a format of codes in {own}"
+        is_held = carrier == own and (q.codebook is None or held == own)
+        checks.require_type(is_held, function, "dtype", expected, held)
+        if isinstance(held, dtypes.NarrowInteger):
+            q = _check_bounds(function, q, held)
+        return pack_checked(q, held)
+
+    def unpack(self) -> QuantizedArray:
+        """Return the same array with its codes in a dtype of their own, not in words; narrow integers in int8 or uint8.
+
+        Raises:
+            TypeError: a part is not an array or has an unsupported dtype.
+            ValueError: the shapes of the parts do not fit each other.
+        """
+        return unpack_checked(check_array(f"{_NAME}.unpack", "self", self, supports=FORMS))
+
     def reshape(self, *shape: Any) -> QuantizedArray:
         """Return the same elements in another shape, in which elements that share an entry must still be neighbors.
 
@@ -564,7 +629,7 @@ class QuantizedArray(RefusedOperators):
             TypeError: a dimension is not an int.
             ValueError: the size differs, or no scale or zero point of the new rank can be shared by the same elements.
         """
-        return indexing.reshape_array(check_lazy(f"{_NAME}.reshape", "self", self), shape)
+        return indexing.reshape_array(check_lazy(f"{_NAME}.reshape", "self", self, supports=FORMS), shape)
 
     def per_index(self, *axes: int) -> QuantizedArray:
         """Return the same array with one entry of scale and zero point for each index of the given axes.
@@ -575,7 +640,7 @@ class QuantizedArray(RefusedOperators):
             TypeError: an axis is not an int.
             ValueError: an axis is out of range.
         """
-        return indexing.per_index(check_lazy(f"{_NAME}.per_index", "self", self), axes)
+        return indexing.per_index(check_lazy(f"{_NAME}.per_index", "self", self, supports=FORMS), axes)
 
     def transpose(self, *axes: Any) -> QuantizedArray:
         """Return the array with its dimensions in the given order, by default reversed.
@@ -588,7 +653,7 @@ class QuantizedArray(RefusedOperators):
             TypeError: an axis is not an int.
             ValueError: the axes are not a permutation of the dimensions.
         """
-        return indexing.transpose_array(check_lazy(f"{_NAME}.transpose", "self", self), axes)
+        return indexing.transpose_array(check_lazy(f"{_NAME}.transpose", "self", self, supports=FORMS), axes)
 
     def swapaxes(self, axis1: int, axis2: int) -> QuantizedArray:
         """Return the array with two dimensions exchanged; see `transpose`.
@@ -624,6 +689,24 @@ export.register_pytree_node_serialization(
     serialize_auxdata=lambda static: parts.encode_static(static).encode(),
     deserialize_auxdata=parts.decode_saved_program,
 )
+
+
+def _check_bounds(function: str, q: QuantizedArray, held: dtypes.NarrowInteger) -> QuantizedArray:
+    """Raise if known codes are outside of the bounds of a format; if they are traced, make the scale NaN instead."""
+    low, high = held.bounds
+    is_outside = jnp.any((q._stored < low) | (q._stored > high))
+    if not checks.is_traced(is_outside):
+        expected = f"codes from {low} to {high}, which {held} holds"
+        checks.require(not bool(is_outside), function, "self", expected, "others")
+        return q
+    return _mark_scale(q, is_outside)
+
+
+def _mark_scale(q: QuantizedArray, is_wrong: jax.Array) -> QuantizedArray:
+    """Return an array with a scale of NaN if `is_wrong`; all dtypes of a scale have a NaN."""
+    if isinstance(q.scale, QuantizedArray):
+        return q.replace(scale=_mark_scale(q.scale, is_wrong))
+    return q.replace(scale=jnp.where(is_wrong, jnp.full_like(q.scale, np.nan), q.scale))
 
 
 def _rebuild_array(static: tuple[Any, ...], children: tuple[Any, ...]) -> QuantizedArray:
@@ -675,7 +758,8 @@ def check_form(function: str, argument: str, q: QuantizedArray, supports: Sequen
             name, expected, reason = _FORMS[form]
             if form == "nested" and not isinstance(q.scale, QuantizedArray):
                 name, expected = "offset", "None or an array of floats"
-            expected = f"{expected}, because it supports {reason}, or {argument}.dequantize()"
+            advice = "unpack" if form == "packing" else "dequantize"
+            expected = f"{expected}, because it supports {reason}, or {argument}.{advice}()"
             checks.refuse(function, f"{argument}.{name}", expected, repr(q))
 
 
@@ -688,7 +772,8 @@ def check_array(
     is True, because reading them means to wait for it. The result has the stored order of its codes in memory, also
     where it comes from a transpose that nothing has needed yet.
 
-    An array with a form that is not among `supports` is refused: see `check_form`.
+    Codes are unpacked if "packing" is not among `supports`. An array with another form that is not is refused: see
+    `check_form`.
     """
     q = check_lazy(function, argument, q, supports=supports, is_awaited=is_awaited)
     if not q._is_lazy:
@@ -709,8 +794,29 @@ def check_lazy(
     # Nothing in it can change, so the weights of a model are not checked again in each eager call.
     if not q._is_checked or is_awaited:
         q = _check_children(function, argument, q, is_awaited=is_awaited)
+    if q.packing is not None and "packing" not in supports:
+        q = unpack_checked(q)
     check_form(function, argument, q, supports)
     return q
+
+
+def unpack_checked(q: QuantizedArray) -> QuantizedArray:
+    """Return an array with its codes unpacked; it has been checked."""
+    if q.packing is None:
+        return q
+    codes = parts.unpack_codes(q._stored, q.packing)
+    new = QuantizedArray.tree_unflatten(q._static._replace(packing=None), q._parts._replace(codes=codes))
+    object.__setattr__(new, "_is_checked", True)
+    return new
+
+
+def pack_checked(q: QuantizedArray, held: np.dtype | dtypes.NarrowInteger) -> QuantizedArray:
+    """Return an array with its codes packed as those of a format, which holds all of them; it has been checked."""
+    packing = parts.Packing(held, q._stored.shape[-1])
+    stored = parts.pack_codes(q._stored, packing)
+    new = QuantizedArray.tree_unflatten(q._static._replace(packing=packing), q._parts._replace(codes=stored))
+    object.__setattr__(new, "_is_checked", True)
+    return new
 
 
 def _check_children(function: str, argument: str, q: QuantizedArray, *, is_awaited: bool) -> QuantizedArray:

@@ -22,7 +22,13 @@ _TINY_BITS, _INFINITY_BITS = _TINY.view(np.int32), _INFINITY.view(np.int32)
 
 
 def derive_shapes(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of the scale and of the zero point of an x of this shape; both have x's rank."""
+    """Return the shapes of the scale and of the zero point of an x of this shape; both have x's rank.
+
+    Every function that finds scales for a spec asks for them. So specs that only `quantize` supports are refused here.
+    """
+    checks.require(not spec.offset, function, "spec.offset", "False, because only jq.quantize finds offsets", True)
+    expected = "None, because only jq.quantize quantizes scales"
+    checks.require(spec.scale_spec is None, function, "spec.scale_spec", expected, spec.scale_spec)
     zero_point_granularity = spec.zero_point_granularity
     assert zero_point_granularity is not None
     return (
@@ -195,6 +201,54 @@ def compute_own_scale_and_zero_point(
     parts = _keep_finite(spec, scale, zero_point, low, high, own, x.dtype)
     scale, zero_point = barriers.compute_once(parts)
     return scale.reshape(shape), zero_point.reshape(shape)
+
+
+# Ranges that begin at an offset.
+
+
+def compute_offset(spec: QuantSpec, low: jax.Array) -> jax.Array:
+    """Return the offsets of float32 ranges: their lower ends, in the dtype of the scale.
+
+    Without elements, a range has the offset 0. A range with offsets in unsigned codes begins at 0 or below.
+    """
+    low = lax.select(lax.eq(low, _INFINITY), lax.full_like(low, 0), low)
+    if spec.scale_spec is not None:
+        return _widen_to_zero(low, -1) if spec.scale_spec.fixed_zero_point is None else low
+    dtype = dtypes.FLOAT32 if spec.scale_dtype == dtypes.E8M0 else spec.scale_dtype
+    return affine.round_to_dtype(low, dtype).astype(dtype)
+
+
+def choose_factor(offset: jax.Array) -> jax.Array:
+    """Return 1/2 where the difference of a number from a float32 offset may overflow, and 1 elsewhere."""
+    return jnp.where(lax.ge(lax.abs(offset), np.float32(2.0**125)), np.float32(0.5), _ONE)
+
+
+def compute_scale_above(
+    spec: QuantSpec, offset: jax.Array, high: jax.Array, dtype: np.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """Return the scale with which codes from 0 reach from an offset to the upper end, and a mask of empty ranges.
+
+    Args:
+        spec: Static. A spec with offsets.
+        offset: the offsets as they are stored, in float32.
+        high: the upper ends, float32.
+        dtype: Static. The dtype of the dequantized values, which must be finite for a finite range.
+    """
+    factor, steps = choose_factor(offset), float(spec.bounds[1])
+    span = lax.sub(lax.mul(high, factor), lax.mul(offset, factor))
+    # An offset that was rounded up may be above all of its range.
+    span = lax.select(lax.lt(span, _ZERO), lax.full_like(span, 0), span)
+    own = lax.div(_divide_by_number(span, steps), factor)
+    # A product of a scale and a code must not overflow float32, though its sum with the offset would not.
+    most = np.float32(_compute_largest_product(dtypes.FLOAT32) / np.float32(steps))
+    own = lax.select(lax.lt(high, _INFINITY), lax.min(own, most), own)
+    own = _guard_scale(own, lax.full_like(span, 0), span)
+    scale = _round_scale_up(spec, own)
+    top = lax.add(barriers.round_result(lax.mul(dtypes.scale_as_float32(scale), np.float32(steps))), offset)
+    overflows = lax.bitwise_and(lax.ge(top, _compute_least_overflow(dtype)), lax.lt(high, _INFINITY))
+    overflows = lax.bitwise_and(overflows, lax.lt(own, _INFINITY))
+    lower = _encode_scale(spec, _round_down(spec, lax.mul(own, np.float32(1 - 2.0**-22))))
+    return jnp.where(overflows, lower, scale), lax.lt(span, _TINY)
 
 
 def has_equal_reach(spec: QuantSpec) -> bool:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from .._core import checks, dtypes, sharding
+from .._core.dtypes import NarrowInteger
 from .._core.granularity import Choice, PerTensor
 from .._kernels.affine import encode_order
 
@@ -181,7 +183,7 @@ def _look_up(table: np.ndarray, index: jax.Array) -> jax.Array:
     return jnp.asarray(table).at[index].get(mode="promise_in_bounds", **options)
 
 
-Format = np.dtype | Codebook
+Format = np.dtype | NarrowInteger | Codebook
 
 nf4 = Codebook(
     "nf4",
@@ -196,8 +198,20 @@ nf4 = Codebook(
 
 
 def read_carrier(dtype: Format) -> np.dtype:
-    """Return the dtype of the codes: a dtype itself, or the dtype of the indices into a codebook."""
-    return dtype.carrier if isinstance(dtype, Codebook) else dtype
+    """Return the dtype of the codes: a dtype itself, or the one of narrow integers or of a codebook's indices."""
+    return dtype.carrier if isinstance(dtype, Codebook | NarrowInteger) else dtype
+
+
+def read_format(
+    function: str, argument: str, value: object, allowed: Sequence[np.dtype | NarrowInteger]
+) -> np.dtype | NarrowInteger:
+    """Return the dtype or the narrow integer that a value names; raise TypeError unless it is one of the allowed."""
+    narrow = dtypes.NARROW_BY_NAME.get(value) if isinstance(value, str) else value
+    if isinstance(narrow, NarrowInteger) and narrow in allowed:
+        return narrow
+    known = [dtype for dtype in allowed if isinstance(dtype, np.dtype)]
+    expected = f"dtype {dtypes.list_names(tuple(allowed))}"
+    return checks.check_dtype(function, argument, value, known, expected=expected)
 
 
 # The dtype or the codebook, the granularity and the properties of the scale.
@@ -210,13 +224,15 @@ _SCALES = (*dtypes.FLOATS, dtypes.E8M0)
 
 
 def _read_dtype(dtype: object) -> Any:
-    """Return a codebook unchanged, and anything else as the dtype that it names."""
-    return dtype if isinstance(dtype, Codebook) else checks.check_dtype(_SPEC, "dtype", dtype, dtypes.QUANTIZED)
+    """Return a codebook unchanged, and anything else as the dtype or the narrow integer that it names."""
+    if isinstance(dtype, Codebook):
+        return dtype
+    return read_format(_SPEC, "dtype", dtype, (*dtypes.QUANTIZED, *dtypes.NARROW))
 
 
 def _is_signed(dtype: Format) -> bool:
     """Return whether a dtype is signed. Float dtypes and codebooks are: their range is symmetric."""
-    return dtype not in dtypes.INTEGERS or dtypes.read_bounds(dtype)[0] < 0
+    return isinstance(dtype, Codebook) or dtype in dtypes.SMALL_FLOATS or dtypes.read_bounds(dtype)[0] < 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +244,8 @@ class QuantSpec:
 
     Attributes:
         dtype: the dtype of the codes: int2, uint2, int4, uint4, int8, uint8, int16, uint16, a float8 or
-            float4_e2m1fn; or a `Codebook` such as `nf4`.
+            float4_e2m1fn; the name of a narrow integer: "int3", "uint3", "int5", "uint5", "int6" or "uint6"; or a
+            `Codebook` such as `nf4`.
         granularity: which elements share a scale: `PerTensor()`, `PerToken()`, `PerFeature()`, `PerAxis(axis or axes)`
             or `Blocked(axis, size)`. By default `PerTensor()`.
         symmetric: True if the zero point is fixed to 0, or to the middle code of an unsigned dtype (128 of uint8). By
@@ -244,6 +261,12 @@ class QuantSpec:
         reduce_range: True for codes of 7 bits in an int8 or uint8: -64 to 64, or 0 to 127, as with `reduce_range` of
             ONNX Runtime's quantizer. Products of such weights with uint8 activations are exact in ONNX Runtime on every
             processor; with 8 bits their sums saturate on x86-64 without VNNI.
+        offset: True for a real offset in place of a zero point: x = codes * scale + offset. The dtype is unsigned. The
+            offset has the granularity and the dtype of the scale (float32 for float8_e8m0fnu).
+        scale_spec: how the scales, and the offsets, are quantized themselves, or None. Its granularity counts the
+            dimensions of the scale: `Blocked(-1, 8)` are eight blocks of x. The codes are computed with the scales that
+            result. Its dtype is one of integers or small floats. Unsigned integers hold the offsets negated, so that a
+            range then includes 0 or what is below it. The other attributes of the scale are those of `scale_spec`.
 
     Raises:
         TypeError: an attribute has a wrong type or names an unsupported dtype.
@@ -268,11 +291,13 @@ class QuantSpec:
     power_of_two: bool = False
     zero_point_granularity: Choice | None = None
     reduce_range: bool = False
+    offset: bool = False
+    scale_spec: QuantSpec | None = None
 
     def __post_init__(self) -> None:
         """Fill in the defaults and check that the attributes do not contradict each other."""
         dtype = _read_dtype(self.dtype)
-        is_integer = dtype in dtypes.INTEGERS
+        is_integer = dtypes.is_integer(dtype)
         symmetric = _is_signed(dtype) if self.symmetric is None else self.symmetric
         narrow = (is_integer and bool(symmetric)) if self.narrow_range is None else self.narrow_range
         self._check_flags(symmetric, narrow)
@@ -304,6 +329,40 @@ class QuantSpec:
         # The dataclass is frozen, so its own assignment is refused here too.
         for name, value in attributes.items():
             object.__setattr__(self, name, value)
+        if self.offset:
+            self._check_offset()
+        if self.scale_spec is not None:
+            self._check_scale_spec()
+
+    def _check_offset(self) -> None:
+        is_unsigned = self.codebook is None and not _is_signed(self.dtype)
+        expected = f"False, because only unsigned integers have an offset, and not {self.dtype}"
+        checks.require(is_unsigned, _SPEC, "offset", expected, True)
+        reason = "because an offset takes the place of the zero point"
+        checks.require(not self.symmetric, _SPEC, "symmetric", f"False, {reason}", True)
+        expected = f"None or the granularity of the scale, {reason}"
+        is_same = self.zero_point_granularity == self.granularity
+        checks.require(is_same, _SPEC, "zero_point_granularity", expected, self.zero_point_granularity)
+        for name in ("narrow_range", "reduce_range"):
+            checks.require(not getattr(self, name), _SPEC, name, "False, because offset=True uses all codes", True)
+
+    def _check_scale_spec(self) -> None:
+        name, inner = "scale_spec", self.scale_spec
+        checks.require_type(
+            isinstance(inner, QuantSpec), _SPEC, name, "a QuantSpec or None", checks.describe_value(inner)
+        )
+        assert inner is not None
+        checks.require(inner.scale_spec is None, _SPEC, name, "a spec without a scale_spec: there is one level", inner)
+        checks.require(not inner.offset, _SPEC, name, "a spec without an offset, so that scales stay positive", inner)
+        checks.require(inner.codebook is None, _SPEC, name, "a spec of integers or small floats", inner)
+        is_centered = inner.fixed_zero_point == 0 or (inner.bounds[0] == 0 and not inner.symmetric)
+        checks.require(is_centered, _SPEC, name, "a symmetric spec of signed codes, or unsigned codes", inner)
+        has_fixed = self.offset or self.fixed_zero_point is not None
+        expected = "None, because the zero point depends on the scale (offset=True, or symmetric=True)"
+        checks.require(has_fixed, _SPEC, name, expected, inner)
+        is_default = self.scale_dtype == dtypes.FLOAT32 and not self.power_of_two
+        expected = "float32 without power_of_two, because the scales are rounded to scale_spec"
+        checks.require(is_default, _SPEC, "scale_dtype", expected, self.scale_dtype)
 
     def _check_flags(self, symmetric: object, narrow: object) -> None:
         for argument, value in (
@@ -311,11 +370,12 @@ class QuantSpec:
             ("narrow_range", narrow),
             ("power_of_two", self.power_of_two),
             ("reduce_range", self.reduce_range),
+            ("offset", self.offset),
         ):
             checks.check_flag(_SPEC, argument, value)
 
     def __repr__(self) -> str:
-        """Return the attributes; the last three only if they differ from their defaults."""
+        """Return the attributes; the last ones only if they differ from their defaults."""
         texts = [
             str(self.dtype),
             repr(self.granularity),
@@ -328,17 +388,27 @@ class QuantSpec:
             texts.append(f"zero_point_granularity={self.zero_point_granularity!r}")
         if self.reduce_range:
             texts.append("reduce_range=True")
+        if self.offset:
+            texts.append("offset=True")
+        if self.scale_spec is not None:
+            texts.append(f"scale_spec={self.scale_spec!r}")
         return f"{_SPEC}({', '.join(texts)})"
 
     @property
     def carrier(self) -> np.dtype:
-        """The dtype of the codes: `dtype`, or the dtype of the indices into the codebook."""
+        """The dtype of the codes: `dtype`, int8 or uint8 for narrow integers, or the dtype of a codebook's indices."""
         return read_carrier(self.dtype)
 
     @property
     def codebook(self) -> Codebook | None:
-        """The codebook, or None if `dtype` is a dtype."""
+        """The codebook, or None if `dtype` is not one."""
         return self.dtype if isinstance(self.dtype, Codebook) else None
+
+    @property
+    def bits(self) -> int:
+        """The number of bits of a code, with `reduce_range` the number that is used."""
+        stored = self.dtype if isinstance(self.dtype, NarrowInteger) else self.carrier
+        return dtypes.count_packed_bits(stored) - int(self.reduce_range)
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -359,4 +429,4 @@ class QuantSpec:
             return None
         if _is_signed(self.dtype):
             return 0
-        return 2 ** (dtypes.count_bits(self.dtype) - (2 if self.reduce_range else 1))
+        return 2 ** (self.bits - 1)

@@ -43,7 +43,7 @@ _BIASES = (*dtypes.FLOATS, *(np.dtype(name) for name in ("int32", "int16", "int8
 def check_query_spec(function: str, argument: str, spec: QuantSpec) -> None:
     """Check that the codes of a spec can be contracted as integers."""
     checks.require_type(isinstance(spec, QuantSpec), function, argument, "a QuantSpec", checks.describe_value(spec))
-    is_short = spec.dtype in dtypes.INTEGERS and dtypes.count_packed_bits(spec.dtype) <= 8
+    is_short = dtypes.is_integer(spec.dtype) and dtypes.count_packed_bits(spec.dtype) <= 8
     checks.require_type(is_short, function, argument, "an integer dtype of 8 bits or fewer", spec.dtype)
 
 

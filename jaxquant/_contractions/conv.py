@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from .._arrays.quantized_array import QuantizedArray, dequantize_checked
+from .._arrays.quantized_array import QuantizedArray, dequantize_checked, unpack_checked
 from .._core import checks, dtypes, granularity, recording, sharding
 from .._kernels import accumulator, affine, barriers, contraction, signed_codes
 from .._kernels.convolution import ConvolutionPlan, arrange_layout
@@ -158,6 +158,7 @@ def convolve_checked(
         got = f"{checks.describe_value(x)} and {checks.describe_value(w)}"
         checks.refuse_type(function, "lhs, rhs", "a QuantizedArray on at least one side", got)
     dtype = preferred or dtypes.choose_wider(x.dtype, w.dtype)
+    x, w = (unpack_checked(v) if isinstance(v, QuantizedArray) else v for v in (x, w))
     if not all(quantized):
         return _convolve_weight_only(x, w, plan=plan, precision=precision, dtype=dtype)
     _check_integers(function, x, w, plan)

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from .._arrays import parts, quantized_array
-from .._arrays.quantized_array import QuantizedArray
+from .._arrays.quantized_array import QuantizedArray, unpack_checked
 from .._core import checks, dtypes, entry_point, sharding
 from .._kernels import affine
 from .._kernels.contraction import Role
@@ -151,6 +151,8 @@ def contract_dimensions(
     lhs: Any, rhs: Any, epilogue: Epilogue | None, *, function: str, numbers: Any, precision: Any, preferred: Any,
     out_sharding: Any, caller_axes: Axes | None,
 ) -> Any:  # fmt: skip
+    # No kernel reads words yet.
+    lhs, rhs = (unpack_checked(x) if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
     left, right = match_roles(function, lhs, rhs, numbers)
     a, b = (x.codes if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
     check_placement(function, a, b, left, right, out_sharding)

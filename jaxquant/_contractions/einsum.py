@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec, reshard
 from jax.typing import ArrayLike, DTypeLike
 from opt_einsum.parser import parse_einsum_input
 
-from .._arrays.quantized_array import QuantizedArray, check_form, dequantize_checked, list_forms
+from .._arrays.quantized_array import QuantizedArray, check_form, dequantize_checked, list_forms, unpack_checked
 from .._core import checks, sharding
 from .._core.dtypes import FLOAT32, FLOATS
 from .._kernels import affine
@@ -125,6 +125,7 @@ def contract_operands(
 ) -> jax.Array:
     """Return the `einsum` of checked operands, with errors that name `function`."""
     dtypes = {x.dtype for x in operands}
+    operands = [unpack_checked(x) if isinstance(x, QuantizedArray) else x for x in operands]
     operands = _dequantize_forms(function, operands)
     dtype = preferred or (dtypes.pop() if len(dtypes) == 1 else FLOAT32)
     labels_of_operands, out = parse_subscripts(function, subscripts, [x.ndim for x in operands])

@@ -72,7 +72,7 @@ def take(
     Cotangent of q.scale: as in `dequantize_linear`, summed over the entries taken. Of an array of floats: g of each
     entry, summed over the indices that take it. Integers have no cotangent.
     """
-    table: Any = check_operand(_NAME, "q", q, ())
+    table: Any = check_operand(_NAME, "q", q)
     axis = checks.check_axis(_NAME, axis, table.ndim)
     mode = "fill" if mode is None else mode
     checks.check_option(_NAME, "mode", mode, _MODES)

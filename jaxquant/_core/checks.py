@@ -221,14 +221,19 @@ def check_name(function: str, value: object) -> None:
     require_type(holds, function, "name", "None or a non-empty string", describe_value(value))
 
 
-def check_dtype(function: str, argument: str, value: object, allowed: Sequence[np.dtype]) -> np.dtype:
-    """Return the dtype that `value` names; raise ContractTypeError unless it is one of the allowed dtypes."""
+def check_dtype(
+    function: str, argument: str, value: object, allowed: Sequence[np.dtype], *, expected: str | None = None
+) -> np.dtype:
+    """Return the dtype that `value` names; raise ContractTypeError unless it is one of the allowed dtypes.
+
+    The error lists the allowed dtypes, or says what is `expected`.
+    """
     try:
         dtype = parse_dtype(value)
     except (TypeError, ValueError):  # numpy reads a tuple or a dict as fields, and raises ValueError for invalid ones
         dtype = None
     if dtype is None or dtype not in allowed:
-        expected = f"dtype {list_names(tuple(allowed))}"
+        expected = expected or f"dtype {list_names(tuple(allowed))}"
         if dtype is not None and is_float6(dtype):
             expected += " (float6 is in ONNX 28, but the installed jaxlib cannot carry it)"
         got = describe_value(value) if dtype is None else dtype

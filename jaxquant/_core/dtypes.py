@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -39,6 +40,44 @@ EIGHT_BITS = CONTRACTED[:2]
 LARGEST_PAIR = 128
 
 
+@dataclasses.dataclass(frozen=True)
+class NarrowInteger:
+    """An integer format of 3, 5 or 6 bits, for which numpy and JAX have no dtype.
+
+    Attributes:
+        bits: the number of bits of a code.
+        signed: whether codes are in two's complement, from -2**(bits - 1) on, or from 0 on.
+    """
+
+    bits: int
+    signed: bool
+
+    def __repr__(self) -> str:
+        """Return the name, as a dtype prints it."""
+        return self.name
+
+    @property
+    def name(self) -> str:
+        """The name, such as int5 or uint3."""
+        return f"{'' if self.signed else 'u'}int{self.bits}"
+
+    @property
+    def carrier(self) -> np.dtype:
+        """The dtype in which codes are computed: int8 or uint8."""
+        return np.dtype(np.int8 if self.signed else np.uint8)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The lowest and the highest code."""
+        low = -(2 ** (self.bits - 1)) if self.signed else 0
+        return low, low + 2**self.bits - 1
+
+
+NARROW = tuple(NarrowInteger(bits, signed) for bits in (3, 5, 6) for signed in (True, False))
+# The formats that a spec may name in place of a dtype, by name.
+NARROW_BY_NAME = {narrow.name: narrow for narrow in NARROW}
+
+
 def parse_dtype(dtype: Any) -> np.dtype:
     """Return the numpy dtype that `dtype` names; raise TypeError if it does not name one."""
     if dtype is None:
@@ -56,20 +95,27 @@ def is_known(dtype: np.dtype) -> bool:
     return dtype in (*QUANTIZED, *FLOATS, E8M0, INT32)
 
 
-def list_names(dtypes: tuple[np.dtype, ...]) -> str:
+def is_integer(dtype: object) -> bool:
+    """Return whether codes of a dtype, a narrow integer or a codebook are integers one step apart."""
+    return isinstance(dtype, NarrowInteger) or dtype in INTEGERS
+
+
+def list_names(dtypes: tuple[np.dtype | NarrowInteger, ...]) -> str:
     """Return the names of dtypes as a list for an error message: 'int8, uint8 or int16'."""
     names = [dtype.name for dtype in dtypes]
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
 
 
-def count_bits(dtype: np.dtype) -> int:
-    """Return the number of bits of an integer dtype: 2, 4, 8, 16 or 32."""
-    return jnp.iinfo(dtype).bits
+def count_bits(dtype: np.dtype | NarrowInteger) -> int:
+    """Return the number of bits of an integer dtype or a narrow integer."""
+    return dtype.bits if isinstance(dtype, NarrowInteger) else jnp.iinfo(dtype).bits
 
 
 @functools.cache
-def read_bounds(dtype: np.dtype) -> tuple[int, int]:
-    """Return (qmin, qmax) of an integer dtype: its lowest and its highest value."""
+def read_bounds(dtype: np.dtype | NarrowInteger) -> tuple[int, int]:
+    """Return (qmin, qmax) of an integer dtype or a narrow integer: its lowest and its highest value."""
+    if isinstance(dtype, NarrowInteger):
+        return dtype.bounds
     info = jnp.iinfo(dtype)
     return int(info.min), int(info.max)
 
@@ -93,8 +139,10 @@ def read_largest(dtype: np.dtype) -> float:
     return float(jnp.finfo(dtype).max)
 
 
-def count_packed_bits(dtype: np.dtype) -> int:
+def count_packed_bits(dtype: np.dtype | NarrowInteger) -> int:
     """Return the number of bits of a packed element."""
+    if isinstance(dtype, NarrowInteger):
+        return dtype.bits
     if dtype in FLOAT4:
         return 4
     return count_bits(dtype) if dtype in INTEGERS else 8 * dtype.itemsize

@@ -317,11 +317,11 @@ def _never_saturates(side: OperandRounding) -> bool:
     assert side.config is not None
     assert isinstance(side.config.spec, QuantSpec)
     spec, rule = side.config.spec, side.config.rule
-    is_own = side.is_dynamic and spec.symmetric and spec.dtype in dtypes.INTEGERS
+    is_own = side.is_dynamic and spec.symmetric and dtypes.is_integer(spec.dtype)
     if not is_own or not isinstance(rule, estimators.StraightThrough):
         return False
     # With two bits the scale is the largest |x|, and a float32 has no power of two above 2**127.
-    return spec.scale_dtype != dtypes.FLOAT16 and not (spec.power_of_two and dtypes.count_bits(spec.carrier) == 2)
+    return spec.scale_dtype != dtypes.FLOAT16 and not (spec.power_of_two and spec.bits == 2)
 
 
 def _compute_operand_cotangents(

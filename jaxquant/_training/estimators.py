@@ -201,8 +201,7 @@ class LSQPlus:
             scale, point = scale_from_range.compute_scale_and_zero_point(spec, low, high, scale_shape, point_shape)
             assert point is not None
             return scale.astype(jnp.float32), point.astype(jnp.float32)
-        bits = dtypes.count_packed_bits(spec.carrier) - int(spec.reduce_range)
-        steps = 2.0 ** (bits - 1) if spec.dtype in dtypes.INTEGERS else spec.bounds[1]
+        steps = 2.0 ** (spec.bits - 1) if dtypes.is_integer(spec.dtype) else spec.bounds[1]
 
         def compute_scale(values: jax.Array) -> tuple[jax.Array, jax.Array]:
             mean, square = _compute_means(spec, scale_shape, values, values * values)
@@ -316,7 +315,7 @@ def check_estimator(function: str, argument: str, rule: object, spec: QuantSpec,
         checks.require_type(is_key, function, f"{argument}.key", "one key of jax.random", got)
         checks.check_flag(function, f"{argument}.clip", rule.clip)
         expected = f"another rule, because the codes of {spec.dtype} are not one step apart"
-        checks.require_type(spec.dtype in dtypes.INTEGERS, function, argument, expected, "StochasticRounding")
+        checks.require_type(dtypes.is_integer(spec.dtype), function, argument, expected, "StochasticRounding")
     if isinstance(rule, PACT) and isinstance(zero_point, jax.Array | np.ndarray | np.generic):
         fixed, point = spec.fixed_zero_point or 0, argument.replace("gradient", "zero_point")
         expected = f"{fixed} in {spec.carrier}, because PACT() does not learn a zero point (LSQPlus() does)"

@@ -125,7 +125,7 @@ def check_parts(
         if not hasattr(part, "__jax_array__"):
             checks.check_readable(function, argument, part)
     entry_point.check_positive_scale(function, names[0], scale)
-    if zero_point is not None and spec.dtype in dtypes.INTEGERS:
+    if zero_point is not None and dtypes.is_integer(spec.dtype):
         low, high = spec.bounds
         entry_point.check_rounded_zero_point(function, names[1], zero_point, (int(low), int(high)))
     return scale, zero_point
@@ -136,7 +136,7 @@ def convert_zero_point_number(function: str, argument: str, value: ArrayLike | N
     if not isinstance(value, int | np.integer) or checks.has_dtype(value, dtypes.QUANTIZED):
         return entry_point.convert_number(value)
     checks.check_integer(function, argument, value)
-    low, high = spec.bounds if spec.dtype in dtypes.INTEGERS else (0, 0)
+    low, high = spec.bounds if dtypes.is_integer(spec.dtype) else (0, 0)
     if not low <= value <= high:
         expected = f"an int in [{low}, {high}], the codes of the spec"
         checks.refuse(function, argument, expected, value)
@@ -165,7 +165,7 @@ def read_parts(
         # None represents 0 without an array that has to be subtracted.
         fixed = spec.fixed_zero_point
         return x, scale, jnp.full((1,) * x.ndim, fixed, spec.carrier) if fixed else None
-    if spec.dtype not in dtypes.INTEGERS:
+    if not dtypes.is_integer(spec.dtype):
         checks.refuse(function, names[2], f"None, because {spec.dtype} has no zero point", "an array")
     checks.check_array(function, names[2], zero_point, (spec.carrier, dtypes.FLOAT32))
     return x, scale, _expand_rank(function, names[2], zero_point, shapes[1])

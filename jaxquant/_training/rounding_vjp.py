@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._arrays import scale_from_range
+from .._arrays import parts, scale_from_range
 from .._arrays.quantize import encode_array
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import Codebook, QuantSpec
@@ -32,7 +32,12 @@ class _CodeFormat(Protocol):
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the codes, or a codebook."""
+        """The dtype of the codes, a narrow integer or a codebook."""
+        ...
+
+    @property
+    def carrier(self) -> np.dtype:
+        """The dtype in which the codes are held."""
         ...
 
     @property
@@ -81,7 +86,7 @@ def compute_mask(rule: Estimator, spec: _CodeFormat, u: jax.Array, steps: jax.Ar
         if spec.codebook is not None:
             return (u >= low) & (u <= high)
         bounds = None if spec.dtype in dtypes.SMALL_FLOATS else (int(low), int(high))
-        return affine.mark_in_range(u, steps, spec.dtype, bounds)
+        return affine.mark_in_range(u, steps, spec.carrier, bounds)
     # u + z would be rounded. Subtracting z from the bounds is exact, because they are whole numbers.
     least, most = (bound if steps is None else bound - steps.astype(jnp.float32) for bound in (low, high))
     if isinstance(rule, StochasticRounding):
@@ -300,12 +305,13 @@ def make_array(
     is_cut = any(n not in (1, m) for part in (scale, steps) if part is not None
                  for n, m in zip(part.shape, x.shape, strict=True))  # fmt: skip
     size = scale_from_range.derive_block_size(spec) if is_cut else None
-    return QuantizedArray(codes, scale, point, dtype=x.dtype, block_size=size, codebook=spec.codebook)
+    packing = parts.derive_packing(spec.dtype, x.shape, None)
+    return QuantizedArray(codes, scale, point, dtype=x.dtype, block_size=size, codebook=spec.codebook, packing=packing)
 
 
 def round_zero_point(spec: QuantSpec | LinearCodes, zero_point: jax.Array | None) -> jax.Array | None:
     """Return the zero point in whole steps, int32, or None."""
-    if zero_point is None or spec.dtype not in dtypes.INTEGERS:
+    if zero_point is None or not dtypes.is_integer(spec.dtype):
         return None
     zero_point = jnp.asarray(zero_point)
     if zero_point.dtype == dtypes.FLOAT32:

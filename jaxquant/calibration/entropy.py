@@ -79,12 +79,11 @@ def entropy(spec: QuantSpec, *, bins: int = 2048, every: int = 1) -> Calibrator:
     Source: Migacz, 8-bit Inference with TensorRT, GTC 2017; ONNX Runtime's EntropyCalibrater.
     """
     calibrator.check_spec(_NAME, spec)
-    narrow = [d for d in dtypes.INTEGERS if dtypes.count_bits(d) <= 8]
-    checks.require_type(spec.dtype in narrow, _NAME, "spec.dtype", dtypes.list_names(tuple(narrow)), spec.dtype)
+    allowed = (*(d for d in dtypes.INTEGERS if dtypes.count_bits(d) <= 8), *dtypes.NARROW)
+    checks.require_type(spec.dtype in allowed, _NAME, "spec.dtype", dtypes.list_names(allowed), spec.dtype)
     symmetric, (least, most) = bool(spec.symmetric), spec.bounds
     # A symmetric spec is measured on |x|, so only the codes of one sign count.
-    bits = dtypes.count_bits(spec.dtype) - int(spec.reduce_range)
-    levels = 2 ** (bits - 1) if symmetric else int(most - least) + 1
+    levels = 2 ** (spec.bits - 1) if symmetric else int(most - least) + 1
     checks.check_integer(_NAME, "bins", bins)
     expected = f"a power of two in [{4 * levels}, {_MAX_BINS}], because there are {levels} levels"
     checks.require(4 * levels <= bins <= _MAX_BINS, _NAME, "bins", expected, bins)

@@ -183,7 +183,7 @@ def _compute_error(
 
 def _round_to_levels(spec: QuantSpec, steps: jax.Array, zero_point: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the rounding error of steps, and the sum of gap**3 / 12 over the codes from 0 to the nearest one."""
-    if spec.dtype in dtypes.INTEGERS:
+    if dtypes.is_integer(spec.dtype):
         least, most = (np.float32(bound) for bound in spec.bounds)
         code = lax.clamp(
             jnp.broadcast_to(least - zero_point, steps.shape),

@@ -74,7 +74,7 @@ def check_spec(function: str, spec: Any, key: jax.Array | None = None, argument:
     got = checks.describe_value(key)
     checks.require_type(checks.is_key(key), function, "key", "None or one key of jax.random", got)
     expected = f"None, because the codes of {spec.dtype} are not one step apart"
-    checks.require(spec.dtype in dtypes.INTEGERS, function, "key", expected, "a key")
+    checks.require(dtypes.is_integer(spec.dtype), function, "key", expected, "a key")
     # A rounded zero point puts an end of the range up to half a step past the last code, which would not be unbiased.
     expected = "None, because the codes of an asymmetric spec clip the ends of a range"
     checks.require(spec.symmetric, function, "key", expected, "a key")

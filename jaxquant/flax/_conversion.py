@@ -25,10 +25,7 @@ def check_kernel(weight: LayerOperand, kernel: QuantizedArray) -> None:
     """Check that a converted kernel has the codes, the scales and the blocks of the layer's weight_spec."""
     spec, argument = weight.spec, weight.argument
     expected = f"codes of {spec.dtype}, the dtype of the layer's spec"
-    # The carrier alone is not enough: two codebooks can have the same one.
-    dtype = kernel.stored_codes.dtype
-    holds = kernel.codebook == spec.codebook and dtype == spec.carrier
-    checks.require_type(holds, "flax", argument, expected, kernel.codebook or dtype)
+    checks.require_type(kernel.format == spec.dtype, "flax", argument, expected, kernel.format)
     shape = scale_from_range.derive_shapes("flax", spec, kernel.shape)[0]
     expected = f"scales of shape {shape}, the shape for the layer's spec"
     checks.require(kernel.scale.shape == shape, "flax", argument, expected, f"shape {kernel.scale.shape}")

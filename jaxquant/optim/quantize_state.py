@@ -714,7 +714,7 @@ def _describe_leaf(path: tuple[Any, ...], leaf: Any) -> LeafRow:
     if not isinstance(leaf, QuantizedArray):
         return LeafRow(name, shape, dtype, str(dtype), float_nbytes, float_nbytes)
     block = "x".join(map(str, _derive_block(leaf)))
-    stored = f"{leaf.codebook or leaf.codes.dtype}, {block}"
+    stored = f"{leaf.format}, {block}"
     nbytes = leaf.nbytes
     return LeafRow(name, shape, dtype, stored, nbytes, float_nbytes)
 

@@ -133,7 +133,7 @@ def check_spec(function: str, spec: object) -> None:
 def check_integer_spec(function: str, spec: QuantSpec) -> None:
     """Raise unless spec is a QuantSpec with integer codes."""
     check_spec(function, spec)
-    is_integer = spec.codebook is None and spec.dtype in dtypes.INTEGERS
+    is_integer = spec.codebook is None and dtypes.is_integer(spec.dtype)
     checks.require(is_integer, function, "spec", "codes of an integer dtype", spec.dtype)
 
 
@@ -169,11 +169,10 @@ def check_grid(function: str, grid: QuantizedArray | None, w: jax.Array, spec: Q
     """Raise unless a grid is None or a quantized array with the shape of w and the codes of the spec."""
     if grid is None:
         return
-    q = check_array(function, "grid", grid, supports=_FORMS)
+    q = check_array(function, "grid", grid, supports=(*_FORMS, "packing"))
     checks.check_shape(function, "grid", q, tuple(w.shape), "the shape of w")
-    is_same = q.codebook == spec.codebook and q.codes.dtype == spec.carrier
-    name = q.codebook or q.codes.dtype
-    checks.require(is_same, function, "grid", f"codes of {spec.dtype}, as the spec has", name)
+    is_same = q.format == spec.dtype
+    checks.require(is_same, function, "grid", f"codes of {spec.dtype}, as the spec has", q.format)
 
 
 def compute_scales(function: str, w: jax.Array, spec: QuantSpec, grid: Scales | None) -> Scales:
@@ -245,6 +244,7 @@ def build_array(
     return QuantizedArray(
         codes, scales.scale, scales.zero_point, offset=scales.offset, dtype=dtype, block_size=scales.block_size,
         codebook=spec.codebook, stored_order=order, signed_scale=scales.is_signed,
+        packing=parts.derive_packing(spec.dtype, codes.shape, order),
     )  # fmt: skip
 
 

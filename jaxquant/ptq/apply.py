@@ -169,9 +169,9 @@ def _read_state(prepared: Prepared, state: Mapping[str, Any] | None) -> Mapping[
         expected = f"weights that the rules quantize: {', '.join(list(plans)[:4])}"
         checks.require(path in plans, _NAME, "state", expected, path)
         plan = plans[path]
-        fits = isinstance(q, QuantizedArray) and q.shape == plan.shape and q.codes.dtype == plan.spec.carrier
-        got = f"{q.codes.dtype}{list(q.shape)}" if isinstance(q, QuantizedArray) else type(q).__name__
-        checks.require(fits, _NAME, "state", f"{plan.spec.carrier}{list(plan.shape)} codes at {path}", got)
+        fits = isinstance(q, QuantizedArray) and q.shape == plan.shape and q.format == plan.spec.dtype
+        got = f"{q.format}{list(q.shape)}" if isinstance(q, QuantizedArray) else type(q).__name__
+        checks.require(fits, _NAME, "state", f"{plan.spec.dtype}{list(plan.shape)} codes at {path}", got)
     # A state that was loaded from a file may hold arrays of numpy.
     return {path: jax.tree.map(jnp.asarray, q) for path, q in known.items()}
 

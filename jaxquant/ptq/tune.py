@@ -451,7 +451,7 @@ def _explain_fixed_codes(q: QuantizedArray, spec: QuantSpec) -> str:
         return "codes of floats, which are not evenly spaced"
     shape = derive_shapes("ptq.tune", spec, q.shape)[1]
     has_zero_point = q.offset is None and (not spec.symmetric or bool(spec.fixed_zero_point))
-    fits = q.codebook == spec.codebook and q.codes.dtype == spec.carrier
+    fits = q.format == spec.dtype
     fits = fits and (q.zero_point is not None) == has_zero_point
     fits = fits and (q.zero_point is None or all(n in (1, m) for n, m in zip(q.zero_point.shape, shape, strict=True)))
     return "" if fits else "codes of another spec than in the rules"

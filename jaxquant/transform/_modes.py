@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._arrays.parts import derive_packing
 from .._arrays.quantize import compute_parameters, encode_array, quantize_kernel
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
@@ -434,7 +435,10 @@ def quantize_weight(w: Any, plan: LeafPlan, part: LearnedScale | None) -> Any:
 def quantize_with_scale(w: Any, plan: LeafPlan, q: QuantizedArray, scale: jax.Array) -> QuantizedArray:
     """Return a parameter with other scales than those of its codes, and with their zero points."""
     codes = encode_array(jnp.asarray(w), scale, q.zero_point, plan.spec)
-    result = QuantizedArray(codes, scale, q.zero_point, dtype=q.dtype, block_size=q.block_size, codebook=q.codebook)
+    result = QuantizedArray(
+        codes, scale, q.zero_point, dtype=q.dtype, block_size=q.block_size, codebook=q.codebook,
+        packing=derive_packing(plan.spec.dtype, codes.shape, None),
+    )  # fmt: skip
     return result.store_last(*plan.stored_last) if plan.stored_last else result
 
 

@@ -14,7 +14,7 @@ from jax import lax
 
 from .._arrays import indexing
 from .._arrays.concatenate import concatenate
-from .._arrays.quantized_array import QuantizedArray
+from .._arrays.quantized_array import QuantizedArray, check_form
 from .._core import granularity
 from .._program import jaxpr, moves
 from .._program.jaxpr import Equation
@@ -45,7 +45,7 @@ def move_elements(equation: Equation, operands: Sequence[Any]) -> list[Any]:
 
 def can_concatenate(arrays: Sequence[QuantizedArray]) -> bool:
     """Return whether the codes of quantized arrays can stand in one array."""
-    return len({(q.codes.dtype, q.scale.dtype, q.dtype, q.codebook) for q in arrays}) == 1
+    return len({(q.format, q.scale.dtype, q.dtype) for q in arrays}) == 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,8 +71,7 @@ class MovedCodes(moves.Elements):
         """Return the codes with their dimensions in another order."""
         # The codes stay in memory as they are: transposing them would cost more than the contraction saves.
         q = self.array
-        scale, zero_point = (None if part is None else jnp.transpose(part, order) for part in (q.scale, q.zero_point))
-        new = q.replace(scale=scale, zero_point=zero_point)
+        new = q.replace(**indexing.transpose_entries(q, order))
         return MovedCodes(new._with_stored(q.stored_codes, indexing.derive_transposed_order(q.stored_order, order)))
 
     def reshape(self, shape: Sequence[int]) -> MovedCodes:
@@ -91,6 +90,7 @@ class MovedCodes(moves.Elements):
     def broadcast(self, places: Sequence[int], shape: Sequence[int]) -> MovedCodes:
         """Return the codes repeated along new dimensions; repeated elements share their scale."""
         places, shape, q = tuple(places), tuple(shape), self.array
+        check_form("prepare", "a parameter", q, ("signed_scale", "packing"))
 
         def broadcast_part(part: jax.Array | None, is_scale: bool) -> jax.Array | None:
             if part is None:
@@ -125,6 +125,7 @@ class MovedCodes(moves.Elements):
     def cut_dynamically(self, starts: Sequence[jax.Array], shape: Sequence[int]) -> MovedCodes:
         """Return a part of the codes along each dimension, from starts that the program computes."""
         q, sizes = self.array, tuple(shape)
+        check_form("prepare", "a parameter", q, ("signed_scale", "packing"))
         # One entry for each index of the axes that are cut, unless all indices share one.
         cut = [axis for axis, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if size != n]
         parts = []
@@ -178,5 +179,7 @@ def _expand(q: QuantizedArray, part: jax.Array, axis: int) -> jax.Array:
     length = q.shape[axis]
     if part.shape[axis] == length:
         return part
-    size = length if part.shape[axis] == 1 else q.block_size or length // part.shape[axis]
+    sizes = granularity.Aligned(q.block_size).sizes(part.shape, q.shape)
+    assert sizes is not None
+    size = sizes[axis]
     return granularity.expand_blocks(part, axis, size, length)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes
+from .._core import checks
 from .._core.dtypes import CONTRACTED as INTEGER_DTYPES
 from .._core.granularity import Blocked, PerAxis, PerTensor
 from .._program import jaxpr, views
@@ -199,7 +199,7 @@ def _choose_weight(
     }
     expected = f"one Weight for all uses of {name}, or one that each of them can take"
     checks.require(bool(usable), _NAME, "rules", expected, text)
-    finest = usable[max(usable, key=lambda spec: (dtypes.count_packed_bits(spec.carrier), _count_scales(spec, shape)))]
+    finest = usable[max(usable, key=lambda spec: (spec.bits, _count_scales(spec, shape)))]
     which = "the finest that rules name" if len(usable) == len(named) else "the finest that all of them can take"
     return finest, f"all uses of {name} have {_describe_weight(finest)}, {which} ({text})"
 
@@ -209,7 +209,7 @@ def _takes_weight(site: Site, rule: Rule, weight: Weight) -> bool:
     if weight == rule.weight or site.operation == "take":
         return True
     is_integer = rule.activation is not None
-    if is_integer and QuantSpec(weight.dtype).dtype not in INTEGER_DTYPES:
+    if is_integer and not _has_integers(QuantSpec(weight.dtype)):
         return False
     # Convolutions have no form for blocks; a result in codes has one scale.
     return weight.block is None or (site.operation in PRODUCTS and rule.output is None)
@@ -316,13 +316,18 @@ def _plan_site(
     return SitePlan(True, weight, tuple(activations), record, layers, "; ".join(conflicts), True, output)
 
 
+def _has_integers(spec: QuantSpec) -> bool:
+    """Return whether the codes of a spec can be contracted in integers."""
+    return spec.codebook is None and spec.carrier in INTEGER_DTYPES
+
+
 def can_contract_given(site: Site, rule: Rule | None, leaf: int, spec: QuantSpec) -> bool:
     """Return whether a rule can have a contraction run on the codes that a parameter had already."""
     if rule is None or rule.keep is not None or site.reason:
         return False
     if site.operation == "take":
         return True
-    if rule.activation is not None and spec.dtype not in INTEGER_DTYPES:
+    if rule.activation is not None and not _has_integers(spec):
         return False
     summed = {axis for view in site.views if view.leaf == leaf for axis in view.list_axes(site.contracted)}
     granularity = spec.granularity

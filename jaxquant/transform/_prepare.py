@@ -143,7 +143,7 @@ def _read_spec(q: QuantizedArray) -> QuantSpec:
         cut = [axis for axis, length in enumerate(q.scale.shape) if length != q.shape[axis]]
         blocked = [axis for axis in cut if q.scale.shape[axis] == -(-q.shape[axis] // q.block_size)]
         granularity = Blocked((blocked or cut or [q.ndim - 1])[-1], q.block_size)
-    return QuantSpec(q.codebook or q.codes.dtype, granularity, symmetric=q.zero_point is None, narrow_range=False)
+    return QuantSpec(q.format, granularity, symmetric=q.zero_point is None, narrow_range=False)
 
 
 def _refuse_unmatched(rule: Rule, call: TracedCall) -> None:

@@ -460,8 +460,8 @@ class Prepared:
         for place, plan in self.leaves.items():
             x, name = call.parameters.arrays[place], self.names[place]
             expected = f"a quantized array at {name}, as convert returns it"
-            got = "floats" if not is_quantized(x) else f"{x.codes.dtype} codes for {plan.spec}"
-            holds = is_quantized(x) and x.codes.dtype == plan.spec.carrier and x.codebook == plan.spec.codebook
+            got = "floats" if not is_quantized(x) else f"{x.format} codes for {plan.spec}"
+            holds = is_quantized(x) and x.format == plan.spec.dtype
             checks.require(holds, "Prepared.apply", "q.params", expected, got)
 
     def _read_ranges(self, method: str, ranges: Any) -> Mapping[str, Any]:

@@ -1,0 +1,201 @@
+"""Codes of 2 to 6 bits in uint32 words: the layout, and the functions that write and read it.
+
+The words hold codes along the last dimension. A row of n codes has one or two planes, one after the other: 2 and 4 bits
+have one plane; 3 bits are 2 low bits and 1 high bit, 5 are 4 and 1, 6 are 4 and 2.
+
+The first plane has w = ceil(n / lanes) words: of 16 lanes of 2 bits, or of 8 lanes of 4 bits, from the lowest bits on.
+Lane l of word j belongs to code l * w + j. In the second plane, a unit of 8 or 16 bits belongs to each word of the
+first one, and holds the high bits of the same codes in the same order. It has v = ceil(w * unit / 32) words, and unit
+j is the one from bit unit * (j // v) on of word j % v. All unused bits are 0.
+
+The reason is speed: what is read in a vector is next to each other in memory, with one shift for the whole vector.
+Codes of a lane are neighbors, so neither they nor what they are multiplied with must be moved: a row of floats, a row
+of scales, or the sum over rows is cut into lanes as it is. If the codes of a word were neighbors, as they are in most
+files, the sum over the last dimension would need a scale of a block for a few words only; if the units of a word
+belonged to neighboring words of the first plane, each unit would have to be moved to its place.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._core import sharding
+
+
+class _Layout(NamedTuple):
+    """How codes of a width are stored.
+
+    Attributes:
+        low: the number of bits of a code in the first plane.
+        high: the number of bits of a code in the second plane, or 0 if there is none.
+    """
+
+    low: int
+    high: int
+
+    @property
+    def lanes(self) -> int:
+        """The number of codes that share a word of the first plane."""
+        return 32 // self.low
+
+    @property
+    def unit(self) -> int:
+        """The number of bits in the second plane that belong to a word of the first one."""
+        return self.high * self.lanes
+
+    @property
+    def parts(self) -> int:
+        """The number of units in a word of the second plane, or 1."""
+        return 32 // self.unit if self.high else 1
+
+
+_LAYOUTS = {2: _Layout(2, 0), 3: _Layout(2, 1), 4: _Layout(4, 0), 5: _Layout(4, 1), 6: _Layout(4, 2)}
+WIDTHS = tuple(_LAYOUTS)
+
+
+def count_lanes(bits: int) -> int:
+    """Return the number of codes that share a word of the first plane: 16 of 2 and 3 bits, 8 of 4, 5 and 6 bits."""
+    return _LAYOUTS[bits].lanes
+
+
+def count_parts(bits: int) -> int:
+    """Return the number of words of the first plane that share a word of the second one; 1 if there is none."""
+    return _LAYOUTS[bits].parts
+
+
+def count_words(length: int, bits: int) -> int:
+    """Return the number of words that hold a row of `length` codes."""
+    first, second = _count_plane_words(length, bits)
+    return first + second
+
+
+def _count_plane_words(length: int, bits: int) -> tuple[int, int]:
+    layout = _LAYOUTS[bits]
+    first = -(-length // layout.lanes)
+    return first, -(-first * layout.unit // 32)
+
+
+def is_even(length: int, bits: int) -> bool:
+    """Return whether the planes of rows of `length` codes have no unused bits, as for all multiples of 32."""
+    return length % (count_lanes(bits) * count_parts(bits)) == 0
+
+
+def split_words(words: jax.Array, bits: int, length: int) -> tuple[jax.Array, ...]:
+    """Return the planes of rows of words, in shapes that broadcast to each other.
+
+    Args:
+        words: uint32 [..., count_words(length, bits)].
+        bits: the number of bits of a code.
+        length: the number of codes in a row.
+
+    Returns:
+        The first plane, uint32 [..., parts, v], with v = w / parts; for 3, 5 and 6 bits also the second one, uint32
+        [..., 1, v]. If the planes are not even, zeros are added to the first one.
+    """
+    layout, (first, second) = _LAYOUTS[bits], _count_plane_words(length, bits)
+    lead = words.shape[:-1]
+    if not layout.high:
+        return (words.reshape(*lead, 1, first),)
+    low = _pad_last(lax.slice_in_dim(words, 0, first, axis=-1), layout.parts * second)
+    high = lax.slice_in_dim(words, first, first + second, axis=-1)
+    return low.reshape(*lead, layout.parts, second), high.reshape(*lead, 1, second)
+
+
+def read_lane(planes: tuple[jax.Array, ...], bits: int, lane: int | jax.Array, *, signed: bool) -> jax.Array:
+    """Return, as int32, the codes of one lane of rows of words, in their order.
+
+    They are the codes `lane * w` to `lane * w + w - 1`, or 0 beyond the end of a row.
+
+    Args:
+        planes: what `split_words` returns, or the same rows and words of both planes.
+        bits: the number of bits of a code.
+        lane: an int, or int32 of a shape that broadcasts with the planes, for several lanes at once.
+        signed: whether the codes are in two's complement.
+
+    Returns:
+        int32 of the common shape, [..., parts, v].
+    """
+    layout = _LAYOUTS[bits]
+    shape = jnp.broadcast_shapes(*(plane.shape for plane in planes), np.shape(lane))
+    low, *high = (jnp.broadcast_to(plane.astype(jnp.int32), shape) for plane in planes)
+    lane = sharding.place_like(jnp.broadcast_to(np.int32(lane) if isinstance(lane, int) else lane, shape), low)
+    # A shift to the left and back removes the other bits and extends the sign.
+    code = _raise_lane(low, layout.low, lane)
+    if layout.high:
+        part = sharding.place_like(lax.broadcasted_iota(jnp.int32, shape, len(shape) - 2), low)
+        raised = _raise_lane(high[0], layout.high, lane, part * np.int32(layout.unit))
+        # The high bits of the code are the highest bits of the word, and the low ones follow.
+        mask = np.int32(-(2 ** (32 - layout.high)))
+        code = lax.bitwise_or(raised & mask, lax.shift_right_logical(code, np.int32(layout.high)))
+    return (lax.shift_right_arithmetic if signed else lax.shift_right_logical)(code, np.int32(32 - bits))
+
+
+def _raise_lane(plane: jax.Array, width: int, lane: jax.Array, first_bit: jax.Array | None = None) -> jax.Array:
+    """Return a plane, shifted to the left until the bits of a lane are the highest ones."""
+    shift = np.int32(32 - width) - lane * np.int32(width)
+    return lax.shift_left(plane, shift if first_bit is None else shift - first_bit)
+
+
+def unpack_words(words: jax.Array, bits: int, length: int, *, signed: bool) -> jax.Array:
+    """Return the codes that `pack_words` packed.
+
+    Args:
+        words: uint32 [..., count_words(length, bits)].
+        bits: the number of bits of a code, from 2 to 6.
+        length: the number of codes in a row.
+        signed: whether the codes are in two's complement.
+
+    Returns:
+        int8 or uint8 [..., length].
+    """
+    planes, lanes, (width, _) = split_words(words, bits, length), count_lanes(bits), _count_plane_words(length, bits)
+    lead = words.shape[:-1]
+    shape = (*lead, lanes, *planes[0].shape[-2:])
+    planes = tuple(jnp.expand_dims(plane, -3) for plane in planes)
+    codes = read_lane(planes, bits, lax.broadcasted_iota(jnp.int32, shape, len(lead)), signed=signed)
+    # The barrier keeps XLA from finding the lane and the word of each code by divisions.
+    codes = lax.optimization_barrier(codes.astype(jnp.int8 if signed else jnp.uint8))
+    codes = lax.slice_in_dim(codes.reshape(*lead, lanes, shape[-2] * shape[-1]), 0, width, axis=-1)
+    return lax.slice_in_dim(codes.reshape(*lead, lanes * width), 0, length, axis=-1)
+
+
+def pack_words(codes: jax.Array, bits: int) -> jax.Array:
+    """Return integers in words.
+
+    Args:
+        codes: integers of any dtype [..., length], of which the lowest `bits` bits are kept.
+        bits: the number of bits of a code, from 2 to 6.
+
+    Returns:
+        uint32 [..., count_words(length, bits)].
+    """
+    layout, (first, second), lead = _LAYOUTS[bits], _count_plane_words(codes.shape[-1], bits), codes.shape[:-1]
+    lanes = _pad_last(codes, layout.lanes * first).reshape(*lead, layout.lanes, first)
+    low = _join_lanes(lanes, layout.low, 0)
+    if not layout.high:
+        return low
+    units = _pad_last(_join_lanes(lanes, layout.high, layout.low), layout.parts * second)
+    units = units.reshape(*lead, layout.parts, second)
+    return lax.concatenate([low, _join_lanes(units, layout.unit, 0)], len(lead))
+
+
+def _join_lanes(lanes: jax.Array, width: int, first_bit: int) -> jax.Array:
+    """Return `width` bits of each lane, [..., lanes, words], next to each other: uint32 [..., words]."""
+    mask, parts = np.uint32(2**width - 1), []
+    for i in range(lanes.shape[-2]):
+        lane = lanes[..., i, :].astype(jnp.uint32)
+        parts.append(lax.shift_left(lax.shift_right_logical(lane, np.uint32(first_bit)) & mask, np.uint32(width * i)))
+    return functools.reduce(lax.bitwise_or, parts)
+
+
+def _pad_last(x: jax.Array, length: int) -> jax.Array:
+    """Return x with zeros at the end of its last dimension."""
+    if x.shape[-1] == length:
+        return x
+    return lax.pad(x, np.zeros((), x.dtype), [*((0, 0, 0) for _ in x.shape[:-1]), (0, length - x.shape[-1], 0)])
