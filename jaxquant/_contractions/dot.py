@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from .._arrays import parts, quantized_array
+from .._arrays import indexing, parts, quantized_array
 from .._arrays.quantized_array import QuantizedArray, unpack_checked
 from .._core import checks, dtypes, entry_point, sharding
 from .._kernels import affine
@@ -158,13 +158,16 @@ def contract_dimensions(
     check_placement(function, a, b, left, right, out_sharding)
     if caller_axes is None:
         caller_axes = tuple(zip(left.contracted, right.contracted, strict=True))
-    (lhs, left), (rhs, right) = _read_as_stored(lhs, left), _read_as_stored(rhs, right)
-    if not all(isinstance(x, QuantizedArray) for x in (lhs, rhs)):
+    is_integer = isinstance(lhs, QuantizedArray) and isinstance(rhs, QuantizedArray)
+    if is_integer:
+        for argument, q in (("lhs", lhs), ("rhs", rhs)):
+            dot_integer.check_integer_array(function, argument, q, dot_integer.DOT_FORMS)
+        lhs, rhs = dot_integer.read_nested(lhs), dot_integer.read_nested(rhs)
+    (lhs, left), (rhs, right) = (_read_as_stored(*side, is_integer=is_integer) for side in ((lhs, left), (rhs, right)))
+    if not is_integer:
         contract, operands, dtype = choose_contraction(lhs, rhs, left, right, precision, out_sharding)
         dtype = preferred or dtype
         return affine.round_to_dtype(contract(*operands), dtype).astype(dtype)
-    for argument, q in (("lhs", lhs), ("rhs", rhs)):
-        dot_integer.check_integer_array(function, argument, q)
     lhs, rhs = dot_integer.fill_empty_entries(lhs, left), dot_integer.fill_empty_entries(rhs, right)
     plan = dot_integer.plan_contraction(function, lhs, rhs, left, right, out_sharding, caller_axes)
     if epilogue is None:
@@ -172,7 +175,7 @@ def contract_dimensions(
     return dot_integer.multiply_to_codes(function, lhs, rhs, plan, preferred, epilogue)
 
 
-def _read_as_stored(x: QuantizedArray | jax.Array, role: Role) -> tuple[Any, Role]:
+def _read_as_stored(x: QuantizedArray | jax.Array, role: Role, *, is_integer: bool) -> tuple[Any, Role]:
     """Return an operand without a stored order, with its dimensions as they are in memory, and their roles.
 
     The contractions then see how the codes lie in memory. Each role lists the dimensions in the order of the logical
@@ -180,7 +183,7 @@ def _read_as_stored(x: QuantizedArray | jax.Array, role: Role) -> tuple[Any, Rol
     """
     if not isinstance(x, QuantizedArray) or x.stored_order is None:
         return x, role
-    if quantized_array.list_forms(x):
+    if quantized_array.list_forms(x) and not is_integer:
         return x.replace(stored_order=None), role
     dimensions = parts.match_dimensions(x.stored_order, x.ndim)
     batch, free, contracted = (tuple(dimensions[axis] for axis in axes) for axes in role)
@@ -188,8 +191,8 @@ def _read_as_stored(x: QuantizedArray | jax.Array, role: Role) -> tuple[Any, Rol
     if free != tuple(sorted(free)):
         return x.replace(stored_order=None), role
     permutation = parts.derive_permutation(x.stored_order, x.ndim)
-    scale, zero_point = (None if p is None else jnp.transpose(p, permutation) for p in (x.scale, x.zero_point))
-    stored = x.replace(scale=scale, zero_point=zero_point)._with_stored(x.stored_codes, None)
+    entries = indexing.transpose_entries(x, permutation)
+    stored = x.replace(**entries)._with_stored(x.stored_codes, None)
     return stored, Role(batch, free, contracted)
 
 
