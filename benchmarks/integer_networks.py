@@ -128,10 +128,11 @@ class _Network:
         def pool(xs: Sequence[Any]) -> Any:
             return lax.reduce_window(xs[0], -np.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
 
+        def pool_codes(xs: Sequence[Any], _: Any) -> Any:
+            return jq.codes.max_pool(xs[0], window_shape=(2, 2), strides=(2, 2))
+
         attributes = {"kernel_shape": [2, 2], "strides": [2, 2]}
-        return self._combine(
-            (source,), lambda xs, _: jq.codes.max_pool(xs[0], (2, 2), (2, 2)), pool, "MaxPool", attributes
-        )
+        return self._combine((source,), pool_codes, pool, "MaxPool", attributes)
 
     def _combine(
         self, sources: tuple[int, ...], run: Callable[..., Any], run_floats: Callable[..., Any], operator: str,

@@ -35,7 +35,8 @@ from ._onnx_ops.quantization import (
     dynamic_quantize_linear,
     quantize_linear,
 )
-from ._training.backward import FloatBackward, Int8Backward
+from ._training.amax_history import AmaxHistory
+from ._training.backward import Float8Backward, FloatBackward, Int8Backward
 from ._training.contraction_vjp import save_codes
 from ._training.conv_general_dilated import quantized_conv_general_dilated
 from ._training.dot_general import quantized_dot_general
@@ -103,6 +104,8 @@ __all__ = [  # noqa: RUF022 as grouped
     "quantized_conv_general_dilated",
     "FloatBackward",
     "Int8Backward",
+    "Float8Backward",
+    "AmaxHistory",
     "save_codes",
     # Attention, and the keys and values of a decoder.
     "KVCache",

@@ -130,7 +130,7 @@ def _is_saturated(x: jax.Array, q: QuantizedArray) -> jax.Array:
     aligned = granularity.Aligned(q.block_size)
     value = divide_by_scale(x, aligned.expand(q.scale, x), dtypes.FLOAT32)
     if q.codebook is not None:
-        first, last = q.codebook.levels[0], q.codebook.levels[-1]
+        first, last = q.codebook.ascending[0], q.codebook.ascending[-1]
         # The scale and `value` are both rounded quotients, so the extremes of x may miss the outer levels by a few ulp.
         slack = q.codebook.largest * 2.0**-22
         return (value < np.float32(first - slack)) | (value > np.float32(last + slack))
@@ -155,7 +155,7 @@ def _measure_used_codes(q: QuantizedArray) -> jax.Array:
     """Return the fraction of the codes of q's format that occur in q."""
     codes = q.codes
     dtype: Any = codes.dtype if q.codebook is not None else q.format
-    count = 2 ** dtypes.count_packed_bits(dtype)
+    count = 2 ** dtypes.count_packed_bits(dtype) if q.codebook is None else len(q.codebook.levels)
     # Number the codes of every format from 0.
     if dtype in dtypes.FLOAT8:
         index = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.int32)
@@ -163,7 +163,8 @@ def _measure_used_codes(q: QuantizedArray) -> jax.Array:
         wide = dtypes.decode_small_float(codes)
         index = dtypes.encode_magnitude(wide, dtype) + jnp.where(jnp.signbit(wide), count // 2, 0)
     else:
-        index = codes.astype(jnp.int32) - dtypes.read_bounds(dtype)[0]
+        # A code may have more bits than the table needs, of which the codebook takes the last ones.
+        index = (codes.astype(jnp.int32) - dtypes.read_bounds(dtype)[0]) & np.int32(count - 1)
     # Under explicit sharding a scatter would need an out_sharding, so the codes are gathered first.
     index = sharding.place_whole(index)
     is_used = jnp.zeros(count, jnp.bool_).at[index].set(True, mode="promise_in_bounds")

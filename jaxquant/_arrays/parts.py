@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -669,14 +668,14 @@ def _decode_codebook(function: str, argument: str, fields: object) -> Codebook |
         checks.refuse(function, f"{argument}['name']", "a string", _shorten_json(name))
     # The constructor of Codebook is less strict, and its errors would not name the key in the file. The types are
     # compared first, because abs of a string would raise a plain TypeError.
-    is_table = isinstance(levels, list) and len(levels) in (4, 16, 256)
+    is_table = isinstance(levels, list) and len(levels) in (4, 8, 16, 256)
     is_table = is_table and all(type(level) in (int, float) and abs(level) <= _LARGEST for level in levels)
-    if not is_table or any(low >= high for low, high in itertools.pairwise(levels)):
-        expected = "4, 16 or 256 ascending float32 numbers"
+    if not is_table:
+        expected = "4, 8, 16 or 256 float32 numbers"
         checks.refuse(function, f"{argument}['levels']", expected, _shorten_json(levels))
     try:
         return Codebook(name, tuple(levels))
-    except checks.ContractValueError as error:  # two levels are equal in float32
+    except checks.ContractValueError as error:  # all levels are equal in float32
         raise checks.ContractValueError(checks.format_message(function, argument, "a codebook", error)) from error
 
 

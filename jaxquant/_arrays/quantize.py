@@ -18,9 +18,10 @@ from .._core.entry_point import compile_entry_point
 from .._core.granularity import PerAxis, PerTensor
 from .._kernels import min_max
 from .._kernels.affine import divide_by_scale, quantize_affine
-from . import parts, quantized_array, scale_from_range
+from . import nested_scales, parts, quantized_array, scale_from_range
 from .parts import move_axes_last
 from .quantized_array import QuantizedArray
+from .scale_rules import encode_ties_toward_zero
 from .spec import QuantSpec
 
 _NAME = "quantize"
@@ -197,15 +198,15 @@ def _quantize(
     order = None if stored_last is None else move_axes_last(_NAME, "stored_last", stored_last, x.ndim)
     # Without this the scale would have a gradient and the codes would not, so their product would have a wrong one.
     x, lo, hi = jax.lax.stop_gradient((x, lo, hi))
+    if spec.has_float8_scales:
+        plain = dataclasses.replace(spec, scale_spec=None, scale_rule=None)
+        scale, values = nested_scales.compute_nested_scale(spec, *_find_ends(_NAME, x, plain, lo, hi))
+        return _build_array(encode_array(x, values, None, plain), scale, None, None, plain, x, order)
     if spec.offset or spec.scale_spec is not None:
         return _quantize_forms(x, lo, hi, spec, order)
     scale, zero_point, _ = compute_parameters(_NAME, x, spec, lo, hi)
     codes = encode_array(x, scale, zero_point, spec)
-    block_size = scale_from_range.derive_stored_block_size(_NAME, spec, x.shape)
-    return QuantizedArray(
-        codes, scale, zero_point, dtype=x.dtype, block_size=block_size, codebook=spec.codebook, stored_order=order,
-        packing=parts.derive_packing(spec.dtype, x.shape, order),
-    )  # fmt: skip
+    return _build_array(codes, scale, zero_point, None, spec, x, order)
 
 
 # Offsets, and scales that are quantized themselves.
@@ -306,13 +307,21 @@ def compute_parameters(
         is_symmetric = scale_from_range.has_equal_reach(spec) and not recording.is_recording()
         if spec.fixed_zero_point is None or is_symmetric:
             return *_compute_own_parameters(x, spec, shape, block_size, scale_shape, zero_point_shape), shape
-        low, high = min_max.compute_extremes(x, shape, block_size)
-    else:
-        low, high = (
-            _broadcast_end(function, argument, end, shape) for argument, end in zip(_ENDS, (lo, hi), strict=True)
-        )
+    low, high = _find_ends(function, x, spec, lo, hi)
     found = scale_from_range.compute_scale_and_zero_point(spec, low, high, scale_shape, zero_point_shape, x.dtype)
     return *found, shape
+
+
+def _find_ends(
+    function: str, x: Any, spec: QuantSpec, lo: jax.Array | None, hi: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return the ends of the ranges in float32: the given ones, or the extremes of x."""
+    shape = scale_from_range.derive_range_shape(function, spec, x.shape)
+    if lo is None or hi is None:
+        low, high = min_max.compute_extremes(x, shape, scale_from_range.check_one_block_size(function, spec))
+        return low, high
+    low, high = (_broadcast_end(function, name, end, shape) for name, end in zip(_ENDS, (lo, hi), strict=True))
+    return low, high
 
 
 def _list_parameters(
@@ -349,6 +358,8 @@ def encode_array(x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, s
     aligned = granularity.Aligned(scale_from_range.check_one_block_size(_NAME, spec))
     if spec.codebook is not None:
         return spec.codebook.encode(divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32))
+    if spec.ties != "even":
+        return encode_ties_toward_zero(divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32))
     # Float codes have no integer bounds: they saturate at the largest value of their dtype.
     bounds = None if spec.dtype in dtypes.SMALL_FLOATS else (int(spec.bounds[0]), int(spec.bounds[1]))
     return quantize_affine(x, scale, zero_point, aligned, spec.carrier, dtypes.FLOAT32, bounds=bounds)
@@ -371,7 +382,7 @@ def quantize_kernel(kernel: jax.Array, spec: QuantSpec, stored_axes: Sequence[in
     matrix with sides that are powers of two. Every range is widened to include 0, so the zeros change no scale. The
     programs of a network are compiled one after another, and a network has many shapes of kernels.
     """
-    table = _match_table(kernel, spec)
+    table = None if spec.scale_spec else _match_table(kernel, spec)
     if table is None:
         return quantize(kernel, spec, stored_last=tuple(stored_axes) or None)
     rows, columns = table

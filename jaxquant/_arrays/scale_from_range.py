@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from .._core import checks, dtypes, recording, sharding
 from .._core import granularity as granularities
 from .._kernels import affine, barriers, min_max
+from . import scale_rules
 from .spec import QuantSpec
 
 _ZERO, _ONE, _INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
@@ -187,8 +188,8 @@ def compute_own_scale_and_zero_point(
     if is_symmetric:
         bits = min_max.compute_magnitudes(x, shape, block_size)
         largest = lax.bitcast_convert_type(bits, jnp.float32)
-        scale = _limit_scale(spec, _divide_by_number(largest, _compute_reach(spec)), largest, largest, x.dtype)
-        scale = _guard_scale_by_bits(scale, bits)
+        scale = _divide_by_number(largest, _compute_reach(spec))
+        scale = _guard_scale_by_bits(_choose_scale(spec, scale, largest, (largest, largest), x.dtype), bits)
         scale = barriers.compute_once(_round_scale_up(spec, scale)).reshape(shape)
         return scale, _fill_zero_point(spec, zero_point_shape, scale)
     low, high, bits = min_max.compute_signed_extremes(x, shape, block_size)
@@ -316,7 +317,24 @@ def _compute_symmetric_scale(
     else:
         scale = lax.max(_divide_by_number(low, spec.bounds[0] - fixed), _divide_by_number(high, reach))
     ends = (largest, largest) if has_equal_reach(spec) else (lax.neg(low), high)
-    return _guard_scale(_limit_scale(spec, scale, *ends, dtype), low, high)
+    return _guard_scale(_choose_scale(spec, scale, largest, ends, dtype), low, high)
+
+
+def _choose_scale(
+    spec: QuantSpec, scale: jax.Array, largest: jax.Array, ends: tuple[jax.Array, jax.Array], dtype: np.dtype
+) -> jax.Array:
+    """Return the float32 scale of a spec with a fixed zero point, before it is guarded and rounded to its dtype.
+
+    Args:
+        spec: Static. A spec with a fixed zero point.
+        scale: the scale at which the ends of the range have the outermost codes.
+        largest: the larger magnitude of the ends.
+        ends: the magnitudes of the lower and of the upper end.
+        dtype: Static. The dtype of the dequantized values.
+    """
+    if spec.scale_rule is None:
+        return _limit_scale(spec, scale, *ends, dtype)
+    return scale_rules.compute_power(spec.scale_rule, largest, scale, spec.dtype, dtype)
 
 
 # Scales with which no code stands for an infinity.
@@ -473,7 +491,7 @@ def _list_sides(spec: QuantSpec) -> list[tuple[np.ndarray, np.ndarray]]:
     fixed = spec.fixed_zero_point
     assert fixed is not None
     if spec.codebook is not None:
-        levels = np.asarray(spec.codebook.levels, np.float64)
+        levels = np.asarray(spec.codebook.ascending, np.float64)
         below, above = np.append(0, -levels[levels < 0][::-1]), np.append(0, levels[levels > 0])
         # A tie takes the lower level.
         return [(below, np.ones(below.size, bool)), (above, np.zeros(above.size, bool))]

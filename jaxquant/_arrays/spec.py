@@ -18,31 +18,36 @@ from .._core import checks, dtypes, sharding
 from .._core.dtypes import NarrowInteger
 from .._core.granularity import Choice, PerTensor
 from .._kernels.affine import encode_order
+from . import scale_rules
+from .scale_rules import ScaleRule, Ties
 
 # Codebooks: codes are indices into a table of levels, such as nf4 or one that a user defines.
 
 
-# With these lengths every code of the dtype has an entry.
-_CARRIERS = {4: np.dtype(jnp.uint2), 16: np.dtype(jnp.uint4), 256: np.dtype(jnp.uint8)}
+# With these lengths every code of the dtype has an entry, except of 8: there the fourth bit of a code is ignored.
+_CARRIERS = {4: np.dtype(jnp.uint2), 8: np.dtype(jnp.uint4), 16: np.dtype(jnp.uint4), 256: np.dtype(jnp.uint8)}
 _COMPARED = 16  # up to this length a comparison with each midpoint is faster than two lookups
 _MOST_BUCKETS = 2**16
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Codebook:
-    """A table of values in ascending order; the codes of a quantized array are indices into it.
+    """A table of values; the codes of a quantized array are indices into it.
 
-    A value is rounded to the nearest entry, and to the lower one if it is halfway between two. NaN becomes the first
-    entry.
+    The values may be in any order, as in the fp4 of bitsandbytes, and may occur more than once. A value is rounded to
+    the nearest level, and to the lower one if it is halfway between two. Of codes with the same level the first is
+    used; 0.0 and -0.0 count as the same level. NaN becomes the lowest level.
+
+    Decoding keeps the sign of -0.0. Two codebooks are equal if their names and the bits of their levels are.
 
     Attributes:
         name: the name that `repr` prints for an array or a spec with this codebook.
-        levels: 4, 16 or 256 numbers in ascending order; their codes are uint2, uint4 or uint8, respectively. They are
-            rounded to float32.
+        levels: 4, 8, 16 or 256 numbers, at least two of which differ; their codes are uint2, uint4, uint4 or uint8,
+            respectively. They are rounded to float32. Of the codes of 8 levels only the last three bits count.
 
     Raises:
         TypeError: `name` is not a string, or `levels` is not a sequence of numbers.
-        ValueError: there are not 4, 16 or 256 levels, or they are not finite or not ascending in float32.
+        ValueError: there are not 4, 8, 16 or 256 levels, they are not finite in float32, or all are equal.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -50,6 +55,9 @@ class Codebook:
         >>> q = jq.quantize(jnp.array([-2.0, 0.5, 0.6, 9.0]), jq.QuantSpec(ternary), range=(-2.0, 2.0))  # 0.5 is a tie
         >>> q.codes, q.dequantize()
         (Array([0, 1, 2, 3], dtype=uint2), Array([-2.,  0.,  1.,  2.], dtype=float32))
+        >>> signed = jq.Codebook("sign and magnitude", (0.0, 1.0, -0.0, -1.0))
+        >>> jq.quantize(jnp.array([-1.0, -0.5, 0.0, 0.5]), jq.QuantSpec(signed)).codes  # both halves are ties
+        Array([3, 3, 0, 0], dtype=uint2)
     """
 
     name: str
@@ -64,16 +72,45 @@ class Codebook:
         checks.require_type(is_sequence, "Codebook", "levels", expected, checks.describe_value(self.levels))
         for level in self.levels:
             checks.check_real("Codebook", "levels", level)
-        # Round first: two levels that differ only in float64 are not ascending in float32.
+        # Round first: two levels that differ only in float64 are the same in float32.
         levels = tuple(float(np.float32(level)) for level in self.levels)
-        checks.require(len(levels) in _CARRIERS, "Codebook", "levels", "4, 16 or 256 numbers", len(levels))
-        is_ascending = all(a < b for a, b in itertools.pairwise(levels))
-        checks.require(is_ascending, "Codebook", "levels", "ascending numbers", self.levels)
+        checks.require(len(levels) in _CARRIERS, "Codebook", "levels", "4, 8, 16 or 256 numbers", len(levels))
+        checks.require(len(set(levels)) > 1, "Codebook", "levels", "at least two different numbers", self.levels)
         object.__setattr__(self, "levels", levels)
 
     def __repr__(self) -> str:
         """Return the name, because a table may have 256 numbers."""
         return self.name
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the names and the bits of the levels are equal."""
+        # A comparison of floats would take -0.0 for 0.0, and JAX would then reuse a program of the other table.
+        if not isinstance(other, Codebook):
+            return NotImplemented
+        return self.name == other.name and self.levels == other.levels and self._signs == other._signs
+
+    def __hash__(self) -> int:
+        """Return a hash of the name and the levels."""
+        return hash((self.name, self.levels))
+
+    @functools.cached_property
+    def _signs(self) -> tuple[bool, ...]:
+        return tuple(math.copysign(1, level) < 0 for level in self.levels)
+
+    @functools.cached_property
+    def ascending(self) -> tuple[float, ...]:
+        """The different levels in ascending order."""
+        return tuple(sorted(set(self.levels)))
+
+    @functools.cached_property
+    def is_ascending(self) -> bool:
+        """Whether each level is larger than the one before it, so that codes are ordered as their levels are."""
+        return self.levels == self.ascending
+
+    @functools.cached_property
+    def _first_codes(self) -> tuple[int, ...]:
+        """The first code of each level of `ascending`."""
+        return tuple(self.levels.index(level) for level in self.ascending)
 
     @property
     def carrier(self) -> np.dtype:
@@ -87,13 +124,17 @@ class Codebook:
 
     def encode(self, value: jax.Array) -> jax.Array:
         """Return the code of the nearest level for each float32 value."""
-        buckets = _build_buckets(self.levels) if len(self.levels) > _COMPARED else None
+        levels, codes = self.ascending, self._first_codes
+        buckets = _build_buckets(levels) if len(levels) > _COMPARED else None
         if buckets is not None:
-            return _encode_by_lookup(value, buckets).astype(self.carrier)
-        # A code is the number of midpoints below the value.
-        code = jnp.zeros(value.shape, jnp.int32)
-        for middle in _compute_midpoints(self.levels):
-            code = code + (value > middle).astype(jnp.int32)
+            rank = _encode_by_lookup(value, buckets)
+            return (rank if self.is_ascending else _look_up(np.asarray(codes, np.uint8), rank)).astype(self.carrier)
+        # The rank of a level is the number of midpoints below the value. A step from one level to the next one changes
+        # the code by 1 if the levels are in order.
+        code = jnp.full(value.shape, codes[0], jnp.int32)
+        for middle, (low, high) in zip(_compute_midpoints(levels), itertools.pairwise(codes), strict=True):
+            is_above = (value > middle).astype(jnp.int32)
+            code = code + (is_above if high - low == 1 else is_above * np.int32(high - low))
         return code.astype(self.carrier)
 
     def decode(self, codes: jax.Array, first_bit: int | jax.Array = 0) -> jax.Array:
@@ -257,6 +298,23 @@ class QuantSpec:
             up, so that no value in the range saturates. A scale above 65504 is no float16: `quantize` raises an error,
             or makes it infinite if it is traced.
         power_of_two: True to round scales up to powers of two. float8_e8m0fnu represents only these.
+        scale_rule: how such a power is chosen, which implies power_of_two. amax is the largest magnitude of a range,
+            `largest` the largest code, and emax = floor(log2(largest)):
+
+            - "rceil": 2**ceil(log2(amax / largest)), so that nothing saturates (torchao's `RCEIL`, ModelOpt,
+              MLX). It is the default of such scales, and stored as None;
+            - "floor": 2**(floor(log2(amax)) - emax), the rule of the OCP MX specification (torchao's `FLOOR`, GGUF);
+            - "ceil": 2**(ceil(log2(amax)) - emax) (torchao's `CEIL`);
+            - "even": as "floor", after amax was rounded to the digits of the codes, half up (torchao's `EVEN`);
+            - "nearest": 2**round(log2(amax / largest)) (early versions of MLX);
+            - "compressed_tensors": as "even", but always with the digits of float4_e2m1fn (compressed-tensors).
+
+            The other rules need a float8 or float4 dtype, or a symmetric signed integer dtype with narrow_range.
+            For float8 and float4 codes with float8 scales in `scale_spec` it says in which order the two scales are
+            divided and rounded: "modelopt", the default, or "compressed_tensors".
+        ties: what a value halfway between two codes becomes: "even", the code with an even last digit; or
+            "toward_zero", the code of the smaller magnitude, as ModelOpt, GGUF and MLX on a CPU round MXFP4. Only
+            float4 takes the latter.
         zero_point_granularity: which elements share a zero point. By default those that share a scale.
         reduce_range: True for codes of 7 bits in an int8 or uint8: -64 to 64, or 0 to 127, as with `reduce_range` of
             ONNX Runtime's quantizer. Products of such weights with uint8 activations are exact in ONNX Runtime on every
@@ -267,6 +325,8 @@ class QuantSpec:
             dimensions of the scale: `Blocked(-1, 8)` are eight blocks of x. The codes are computed with the scales that
             result. Its dtype is one of integers or small floats. Unsigned integers hold the offsets negated, so that a
             range then includes 0 or what is below it. The other attributes of the scale are those of `scale_spec`.
+            Each scale is rounded to the nearest one, so that the largest values of a block may saturate.
+            NVFP4 is float4 with `QuantSpec("float8_e4m3fn")`: float8 scales times one float32 scale.
 
     Raises:
         TypeError: an attribute has a wrong type or names an unsupported dtype.
@@ -292,6 +352,8 @@ class QuantSpec:
     zero_point_granularity: Choice | None = None
     reduce_range: bool = False
     offset: bool = False
+    scale_rule: ScaleRule | None = None
+    ties: Ties = "even"
     scale_spec: QuantSpec | None = None
 
     def __post_init__(self) -> None:
@@ -321,10 +383,13 @@ class QuantSpec:
         expected = "None or the granularity of the scale, because a symmetric zero point is the same everywhere"
         is_same = not symmetric or point_granularity == self.granularity
         checks.require(is_same, _SPEC, "zero_point_granularity", expected, point_granularity)
+        is_power = bool(self.power_of_two) or scale_dtype == dtypes.E8M0
+        is_power = is_power or (self.scale_rule is not None and self.scale_spec is None)
         attributes = {
             "dtype": dtype, "symmetric": bool(symmetric), "narrow_range": bool(narrow), "scale_dtype": scale_dtype,
-            "power_of_two": bool(self.power_of_two) or scale_dtype == dtypes.E8M0,
-            "zero_point_granularity": point_granularity, "reduce_range": bool(self.reduce_range),
+            "power_of_two": is_power, "zero_point_granularity": point_granularity,
+            "reduce_range": bool(self.reduce_range),
+            "scale_rule": self._read_scale_rule(dtype, bool(symmetric), bool(narrow)),
         }  # fmt: skip
         # The dataclass is frozen, so its own assignment is refused here too.
         for name, value in attributes.items():
@@ -364,6 +429,32 @@ class QuantSpec:
         expected = "float32 without power_of_two, because the scales are rounded to scale_spec"
         checks.require(is_default, _SPEC, "scale_dtype", expected, self.scale_dtype)
 
+    def _read_scale_rule(self, dtype: Format, symmetric: bool, narrow: bool) -> str | None:
+        """Return the rule of the scales, None for the default; raise if the codes cannot have it."""
+        checks.check_option(_SPEC, "ties", self.ties, scale_rules.TIES)
+        expected = f'"even" for {dtype}; only float4_e2m1fn has ties="toward_zero"'
+        checks.require(self.ties == "even" or dtype in dtypes.FLOAT4, _SPEC, "ties", expected, repr(self.ties))
+        if self.scale_rule is None:
+            return None
+        if self.scale_spec is not None:
+            expected = "None, because only float8 and float4 codes with scales in float8 have rules for both scales"
+            checks.require(self.has_float8_scales, _SPEC, "scale_rule", expected, repr(self.scale_rule))
+            checks.check_option(_SPEC, "scale_rule", self.scale_rule, scale_rules.NESTED_RULES)
+            return None if self.scale_rule == "modelopt" else self.scale_rule
+        checks.check_option(_SPEC, "scale_rule", self.scale_rule, scale_rules.RULES)
+        if self.scale_rule == "rceil":
+            return None
+        is_float = dtype in dtypes.SMALL_FLOATS
+        is_even_integer = not is_float and self.scale_rule in ("even", "compressed_tensors")
+        expected = f'"rceil", "floor", "ceil" or "nearest" for {dtype}, because integers have no digits to round to'
+        checks.require(not is_even_integer, _SPEC, "scale_rule", expected, repr(self.scale_rule))
+        is_integer = dtypes.is_integer(dtype) and _is_signed(dtype) and symmetric and narrow and not self.reduce_range
+        expected = (
+            '"rceil", unless codes reach equally far on both sides of 0: float8, float4, or signed with narrow_range'
+        )
+        checks.require(is_float or is_integer, _SPEC, "scale_rule", expected, f"{self.scale_rule!r} with {dtype}")
+        return self.scale_rule
+
     def _check_flags(self, symmetric: object, narrow: object) -> None:
         for argument, value in (
             ("symmetric", symmetric),
@@ -390,6 +481,10 @@ class QuantSpec:
             texts.append("reduce_range=True")
         if self.offset:
             texts.append("offset=True")
+        if self.scale_rule is not None:
+            texts.append(f"scale_rule={self.scale_rule!r}")
+        if self.ties != "even":
+            texts.append(f"ties={self.ties!r}")
         if self.scale_spec is not None:
             texts.append(f"scale_spec={self.scale_spec!r}")
         return f"{_SPEC}({', '.join(texts)})"
@@ -411,10 +506,17 @@ class QuantSpec:
         return dtypes.count_packed_bits(stored) - int(self.reduce_range)
 
     @property
+    def has_float8_scales(self) -> bool:
+        """Whether codes of float8 or float4 have scales of float8, times one float32 for all, as in NVFP4."""
+        inner, dtype = self.scale_spec, _read_dtype(self.dtype)
+        is_inner = isinstance(inner, QuantSpec) and inner.dtype in dtypes.FLOAT8 and inner == QuantSpec(inner.dtype)
+        return is_inner and dtype in dtypes.SMALL_FLOATS
+
+    @property
     def bounds(self) -> tuple[float, float]:
         """The lowest and the highest code of an integer dtype, or the extreme values of a float dtype or a codebook."""
         if self.codebook:
-            return self.codebook.levels[0], self.codebook.levels[-1]
+            return self.codebook.ascending[0], self.codebook.ascending[-1]
         if self.dtype in dtypes.SMALL_FLOATS:
             return -dtypes.read_largest(self.dtype), dtypes.read_largest(self.dtype)
         low, high = dtypes.derive_reduced_bounds(self.dtype) if self.reduce_range else dtypes.read_bounds(self.dtype)

@@ -77,7 +77,7 @@ def attention(
             cache. `cache.positions` has the positions of the tokens in the slots.
         bias: float, or int8, int16 or int32, of such a shape, added to the scores after their scaling.
         query_positions: the positions of the queries, int32 [batch, queries] or [1, queries]. None stands for the
-            newest ones, in order. Pass them for rows of different lengths, or for a query whose token is not the
+            newest ones, in order. Pass them for rows of different lengths, or for a query with a token that is not the
             newest. A ring has only the newest tokens: an older query sees what is left of its window.
         spec: Static. How the queries are quantized: a dtype of 8 bits or fewer, with one scale for all features of a
             query and head, or one for each block of them.

@@ -219,7 +219,7 @@ class KVCache:
         index = jnp.reshape(self.index, (-1, 1))
         if self.window is None:
             return jnp.where(slots < index, slots, np.int32(-1))
-        # The newest token before `index` whose position leaves the remainder `slots`. The remainder is never negative.
+        # The newest position before `index` that is the slot modulo the length. The remainder is never negative.
         newest = index - np.int32(1)
         return jnp.maximum(newest - (newest - slots) % np.int32(max(self.length, 1)), np.int32(-1))
 

@@ -109,7 +109,7 @@ def _combine(function: str, a: Codes, b: Codes, output: Output) -> Any:
 def relu(q: Codes) -> Any:
     """Replace negative values by 0, which changes codes below the zero point to the zero point.
 
-    No code changes if the zero point is the lowest code, as in an output whose range begins at 0. Then q is returned
+    No code changes if the zero point is the lowest code, as in an output with a range from 0. Then q is returned
     as it is, if that is known when the function is called or traced.
 
     Args:

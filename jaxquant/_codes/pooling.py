@@ -30,6 +30,7 @@ class CodeWindows(NamedTuple):
 
 def max_pool(
     q: Codes,
+    *,
     window_shape: Sequence[int],
     strides: Sequence[int] | None = None,
     padding: str | Sequence[tuple[int, int]] = "VALID",
@@ -55,7 +56,7 @@ def max_pool(
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> q = jq.quantize(jnp.array([[[-1.0], [0.5], [1.55]]]), jq.QuantSpec(jnp.uint8))
-        >>> jq.codes.max_pool(q, (2,)).codes.tolist()
+        >>> jq.codes.max_pool(q, window_shape=(2,)).codes.tolist()
         [[[150], [255]]]
 
     Source: `flax.linen.max_pool`.
@@ -71,12 +72,12 @@ def max_pool(
 
 def average_pool(
     q: Codes,
+    *,
     window_shape: Sequence[int],
     strides: Sequence[int] | None = None,
     padding: str | Sequence[tuple[int, int]] = "VALID",
     count_include_pad: bool = True,
     channels_last: bool = True,
-    *,
     output: Output,
 ) -> Any:
     """Return the mean of each window, as ONNX Runtime's QLinearAveragePool does.
@@ -103,7 +104,7 @@ def average_pool(
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> q = jq.quantize(jnp.array([[[-1.0], [0.5], [1.55]]]), jq.QuantSpec(jnp.uint8))  # scale 0.01
-        >>> jq.codes.average_pool(q, (2,), output=q).codes.tolist()
+        >>> jq.codes.average_pool(q, window_shape=(2,), output=q).codes.tolist()
         [[[75], [202]]]
 
     Source: ONNX Runtime's com.microsoft QLinearAveragePool-1; `flax.linen.avg_pool`.
@@ -114,13 +115,12 @@ def average_pool(
     )  # fmt: skip
     checks.check_flag("codes.average_pool", "count_include_pad", count_include_pad)
     if isinstance(q, FakeQuantizedArray):
-
-        def compute(codes: QuantizedArray, output: Output) -> Any:
-            statics = (window_shape, strides, padding, count_include_pad, channels_last)
-            return average_pool(codes, *statics, output=output)
-
+        compute = functools.partial(
+            average_pool, window_shape=window_shape, strides=strides, padding=padding,
+            count_include_pad=count_include_pad, channels_last=channels_last,
+        )  # fmt: skip
         differentiate = functools.partial(_average_floats, windows=windows(q), counts_padding=count_include_pad)
-        return train_codes(compute, differentiate, (q,), output)
+        return train_codes(lambda q, y: compute(q, output=y), differentiate, (q,), output)
     q, affine, result = read_operand("codes.average_pool", q, output)
     windows = windows(q)
     lows, highs = zip(*windows.padding, strict=True)

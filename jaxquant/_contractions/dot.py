@@ -20,7 +20,7 @@ from .._core import checks, dtypes, entry_point, sharding
 from .._kernels import affine
 from .._kernels.contraction import Role
 from ..integer import DotDimensionNumbers, MatrixShapes, check_placement, match_matrices, match_roles
-from . import dot_integer
+from . import dot_float, dot_integer
 from .dot_integer import Axes
 from .dot_weight_only import choose_contraction
 from .output import Epilogue, ScaledSpec, read_epilogue
@@ -56,6 +56,11 @@ def dot_general(
     saturate(round_half_even(float32(acc + bias) * (lhs.scale * rhs.scale / scale)) + zero_point), as in ONNX
     Runtime's QGemm and QLinearMatMul. acc + bias wraps around. Neither is possible with blocks.
 
+    If both operands are float8 or float4, the products of codes are summed in float32 and scaled as above, with an
+    error of at most 2e-6 of the sum of magnitudes. Scales that vary along a contracted dimension are multiplied in
+    before. Two float4 operands have exact sums, for each block. Neither takes a bias of integers or an output. CUDA and
+    TPU contract float8 as it is, with the sums of their own kernels.
+
     If one operand is a float array (weight-only), out is the float product with the other operand dequantized, with an
     error of at most 2e-6 of the sum of magnitudes sum |lhs| * |rhs|. On a CPU, a few rows are contracted as integers:
     each float32 row becomes six rows of int8 digits with exact sums. With more rows, a large quantized operand is
@@ -81,8 +86,8 @@ def dot_general(
         floats, or with `output` a QuantizedArray.
 
     Raises:
-        TypeError: neither operand is quantized, or an operand has an unsupported dtype. int16, float8, float4 and
-            codebooks cannot be contracted in integers.
+        TypeError: neither operand is quantized, or an operand has an unsupported dtype. int16 and codebooks cannot be
+            contracted in integers, nor can float8 or float4 with integers.
         ValueError: dimension numbers or an out_sharding do not fit the operands; a scale or zero point varies from
             index to index of a contracted dimension; the blocks of the two operands do not end at the same indices; or
             out_sharding is missing and the operands do not determine it.
@@ -158,16 +163,24 @@ def contract_dimensions(
     check_placement(function, a, b, left, right, out_sharding)
     if caller_axes is None:
         caller_axes = tuple(zip(left.contracted, right.contracted, strict=True))
-    is_integer = isinstance(lhs, QuantizedArray) and isinstance(rhs, QuantizedArray)
+    is_quantized = isinstance(lhs, QuantizedArray) and isinstance(rhs, QuantizedArray)
+    is_integer = is_quantized and not (dot_float.has_float_codes(lhs) and dot_float.has_float_codes(rhs))
     if is_integer:
         for argument, q in (("lhs", lhs), ("rhs", rhs)):
             dot_integer.check_integer_array(function, argument, q, dot_integer.DOT_FORMS)
         lhs, rhs = dot_integer.read_nested(lhs), dot_integer.read_nested(rhs)
     (lhs, left), (rhs, right) = (_read_as_stored(*side, is_integer=is_integer) for side in ((lhs, left), (rhs, right)))
-    if not is_integer:
+    if not is_quantized:
         contract, operands, dtype = choose_contraction(lhs, rhs, left, right, precision, out_sharding)
         dtype = preferred or dtype
         return affine.round_to_dtype(contract(*operands), dtype).astype(dtype)
+    if not is_integer:
+        for argument, given in () if epilogue is None else (("bias", epilogue.bias), ("output", epilogue.output)):
+            text = f"None with codes of {lhs.codes.dtype}, whose sums are floats"
+            checks.require(given is None, function, argument, text, checks.describe_value(given))
+        return dot_float.contract_small_floats(
+            function, lhs, rhs, left, right, precision, preferred, out_sharding, caller_axes
+        )
     lhs, rhs = dot_integer.fill_empty_entries(lhs, left), dot_integer.fill_empty_entries(rhs, right)
     plan = dot_integer.plan_contraction(function, lhs, rhs, left, right, out_sharding, caller_axes)
     if epilogue is None:

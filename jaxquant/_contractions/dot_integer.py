@@ -19,7 +19,6 @@ from .._kernels.accumulator import sum_over_blocks
 from .._kernels.contraction import Role, contract_roles, spread_outward
 from .output import Epilogue
 
-
 # The forms that a dot product of integers supports. A permutation is none of them: the other operand would have to be
 # permuted, and its blocks with it.
 DOT_FORMS = ("offset", "nested", "signed_scale", "block_sizes", "packing")
@@ -189,10 +188,7 @@ def multiply_codes(
     if plan.axes is not None:
         lhs, rhs = (_gather_dimension(q, axis) for q, axis in zip((lhs, rhs), plan.axes, strict=True))
     sides = [prepare_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
-    if plan.axes is None:
-        y = _contract_sides(sides, plan.out_sharding)
-    else:
-        y = _contract_in_blocks(sides, plan)
+    y = _contract_sides(sides, plan.out_sharding) if plan.axes is None else _contract_in_blocks(sides, plan)
     return affine.round_to_dtype(y, dtype).astype(dtype)
 
 
@@ -206,7 +202,8 @@ def multiply_to_codes(
     expected += "the bias" if epilogue.output is None else "the output"
     checks.require(plan.axes is None, function, "lhs, rhs", expected, got)
     for argument, q in (("lhs", lhs), ("rhs", rhs)):
-        expected = f"None, because of the {'bias' if epilogue.output is None else 'output'}: the sums have no common scale"
+        reason = "bias" if epilogue.output is None else "output"
+        expected = f"None, because of the {reason}: the sums of an array with an offset have no common scale"
         checks.require(q.offset is None, function, f"{argument}.offset", expected, repr(q))
     sides = [prepare_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
     acc = contract_roles(*_list_operands(sides), plan.out_sharding)
@@ -282,7 +279,7 @@ def _contract_sides(sides: Sequence[_Side], out_sharding: Any) -> jax.Array:
     lhs, rhs = sides
     if lhs.offset is None and rhs.offset is None:
         return y
-    # Of (s a + p) (t b + q), for values s a + p of lhs and t b + q of rhs, the sum is s t (sum a b) + u q + p t (sum b),
+    # With the values s a + p of lhs and t b + q of rhs, the sum of their products is s t (sum a b) + u q + p t (sum b),
     # where u = s (sum a) + K p is the sum of the values of lhs.
     left, right = (0, len(rhs.role.free)), (len(lhs.role.free), 0)
     if rhs.offset is not None:

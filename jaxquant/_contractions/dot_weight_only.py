@@ -215,13 +215,16 @@ def _contract_by_size(
         return y if config.quantized == 1 else lax.transpose(y, (*range(columns, y.ndim), *range(columns)))
 
     if rows == 1 and codes.size >= _FEWEST_FOR_ROW and float_rows.IS_VECTORIZED:
-        matrix = read_scaled_codes(q)
+        # A scale that was transposed is written to memory once, for both branches below.
+        scale = barriers.pin_layout(scale)
+        matrix = read_scaled_codes(config.unflatten(codes, scale, zero_point))
         contract_row = float_rows.choose_form(matrix, role)
         if contract_row is not None:
             y, is_exact = contract_row(x.reshape(-1), matrix, role)
+            q = config.unflatten(codes, scale, zero_point)
+            y = lax.cond(is_exact, lambda: y, lambda: _contract_term_by_term(x.reshape(-1), q, role.contracted[0]))
             shape = (*(x.shape[axis] for axis in x_role.free), *(codes.shape[axis] for axis in role.free))
-            y = y.reshape(shape)
-            return config.swap_sides(lax.cond(is_exact, lambda: y, contract_swapped))
+            return config.swap_sides(y.reshape(shape))
     few_rows = _choose_few_rows(q, role) if few_rows is None else few_rows
     # To cut the codes into planes costs a second contraction, which is of less use the more rows there are.
     if packed_codes.count_column_planes(codes, scale, zero_point) > 1 and not config.has_many_rows(x, codes):
@@ -232,6 +235,25 @@ def _contract_by_size(
         is_exact &= float_rows.has_moderate_scales(q.scale)
         return config.swap_sides(lax.cond(is_exact, lambda: y, contract_swapped))
     return contract_dequantized()
+
+
+def _contract_term_by_term(row: jax.Array, q: QuantizedArray, axis: int) -> jax.Array:
+    """Return the float32 contraction of a row with one dimension of q: a slow loop, but hardly any code.
+
+    It is for a branch that is compiled for every contraction of a row, and is hardly ever taken.
+    """
+    shape, depth = q.shape, q.shape[axis]
+    products = lax.broadcast_in_dim(row, shape, (axis,)) * quantized_array.dequantize_checked(q, use="operand")
+    # Two sums, because an error grows with the number of terms. XLA would cut a sum of more than 32 terms by itself,
+    # and write the products to memory for that.
+    length = next(n for n in (16, 8, 4, 2, 1) if depth % n == 0)
+    products = products.reshape(*shape[:axis], depth // length, length, *shape[axis + 1 :])
+    return jnp.sum(lax.reduce(products, np.float32(0), _add, (axis + 1,)), axis=axis)
+
+
+def _add(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return x + y. XLA does not see that, and so does not hand the sum to a library that reads it from memory."""
+    return jnp.where(x == x, x + y, x)
 
 
 def _contract_planes(
@@ -261,7 +283,7 @@ def read_scaled_codes(q: QuantizedArray) -> float_rows.ScaledCodes:
     """Return the parts of an array in the form of the kernel."""
     book = q.codebook
     decode, levels = (None, ()) if book is None else (book.decode, book.levels)
-    return float_rows.ScaledCodes(q.codes, q.scale, q.zero_point, q.block_size, decode, levels)
+    return float_rows.ScaledCodes(q.codes, q.scale, q.zero_point, None, q.block_size, decode, levels)
 
 
 def _has_digits(q: QuantizedArray, role: Role) -> bool:

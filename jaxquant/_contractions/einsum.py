@@ -161,7 +161,7 @@ def _read_forms(function: str, operands: Sequence[Any]) -> Sequence[Any]:
         return [dequantize_checked(x) if i in quantized and list_forms(x) else x for i, x in enumerate(operands)]
     for i in quantized:
         check_form(function, f"operands[{i}]", operands[i], DOT_FORMS)
-    return [read_nested(x) if i in quantized else x for i, x in enumerate(operands)]
+    return operands
 
 
 # An eager call then finds its program by the subscripts and the shapes, and does not parse them again.
@@ -298,7 +298,7 @@ def _remove_repeats(
     if not broadcast:
         return _Term(x, labels, tuple(range(len(labels))))
     if isinstance(x, QuantizedArray):
-        x = x.store_last()  # its leaves are squeezed alike
+        x = read_nested(x.store_last())  # its leaves are squeezed alike
         if isinstance(x.block_size, tuple):  # it has a size for each of the last dimensions
             sizes = (*(1,) * (x.ndim - len(x.block_size)), *x.block_size)
             x = x.replace(block_size=tuple(size for axis, size in enumerate(sizes) if axis not in broadcast))

@@ -25,7 +25,7 @@ from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes, entry_point, recording, sharding
 from ..integer import DotDimensionNumbers, match_roles
-from . import dot_integer
+from . import dot_float, dot_integer
 from .dot import Operand, check_numbers, check_operands, check_options, contract_dimensions
 from .dot_integer import Axes
 
@@ -228,7 +228,11 @@ def contract_ragged(
     fits = is_single or group_sizes.shape == shape
     checks.require(fits, function, "group_sizes", expected, f"shape {group_sizes.shape}")
     _check_placement(function, lhs, rhs)
-    if isinstance(lhs, QuantizedArray) and isinstance(rhs, QuantizedArray):
+    if (
+        isinstance(lhs, QuantizedArray)
+        and isinstance(rhs, QuantizedArray)
+        and not (dot_float.has_float_codes(lhs) and dot_float.has_float_codes(rhs))
+    ):
         for argument, q in (("lhs", lhs), ("rhs", rhs)):
             dot_integer.check_integer_array(function, argument, q, dot_integer.DOT_FORMS)
     for argument, q in (("lhs", lhs), ("rhs", rhs)):

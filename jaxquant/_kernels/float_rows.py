@@ -24,7 +24,7 @@ from jax import lax
 
 from .._core import dtypes, granularity
 from . import barriers, contraction, packed_codes
-from .contraction import Role, contract_roles, spread_outward
+from .contraction import LANES, Role, contract_roles, spread_outward
 from .weight_chunks import Chunk
 
 # Digits.
@@ -155,11 +155,20 @@ _MANY_TERMS, _MANY = (16, 8), 2**18
 # operations, and then does not vectorize it, which takes four times as long with 8 rows.
 _WORD_TERMS = 16
 # The numbers of codes that are handled together, of less than 8 bits and of 8 bits, and the largest number of chunks,
-# which is limited because the program contains the operations of every chunk.
-_CHUNK, _BYTE_CHUNK, _MOST_CHUNKS = 2**24, 2**26, 16
-# If the products of the elements of a row and the scales are at least this large or 0, and so are the elements, then
-# their products with levels of a codebook of at least _SMALLEST_LEVEL are normal float32 numbers.
-_SMALLEST, _SMALLEST_LEVEL = 2.0**-100, 2.0**-20
+# which is limited because the program contains the operations of every chunk. XLA:CPU copies codes of less than 8 bits
+# to read them as words; the copy of a chunk stays in the second-level caches.
+_CHUNK, _BYTE_CHUNK, _MOST_CHUNKS = 2**22, 2**26, 16
+# The largest magnitude of a row is scaled to about 2**_LARGEST_EXPONENT. Then magnitudes down to _LEAST_ELEMENT, and
+# scales and offsets down to _LEAST_SCALE, or down to _LEAST_SCALE_OF_LEVELS for levels of a codebook of at least
+# _SMALLEST_LEVEL, have products that are normal float32 numbers.
+_LARGEST_EXPONENT, _LEAST_ELEMENT = 50, 2.0**-60
+_LEAST_SCALE_OF_LEVELS, _SMALLEST_LEVEL = 2.0**-40, 2.0**-20
+# The codes that one vector of `contract_blocks` holds: eight words of eight codes, or 16 bytes.
+_WORD_SPAN, _BYTE_SPAN = 64, LANES
+# The numbers of vectors that one loop of it adds up.
+_WORD_VECTORS, _BYTE_VECTORS = (2, 3, 4, 5, 1), tuple(range(32, 1, -1))
+# From this number of codes on, longer loops are worth the time that it takes to compile them.
+_WORD_VECTORS_OF_MANY, _MANY_WORDS = (4, 5, 3, 6, 2, 7, 1), 2**22
 # Whether XLA:CPU vectorizes the loop. Measured with jax 0.10 (it does not) and 0.12.
 IS_VECTORIZED = jax.__version_info__ >= (0, 12)
 
@@ -171,6 +180,7 @@ class ScaledCodes(NamedTuple):
         codes: integers, of rank 2 or more, with static dimensions.
         scale: of the rank of the codes; each dimension is `codes.shape[i]`, 1, or the number of blocks.
         zero_point: in the dtype of the codes, of a shape that a scale may have; or None for 0.
+        offset: a float array of a shape that a scale may have, which is added to the scaled codes; or None for 0.
         block_size: Static. The number of indices in a block, or None if all blocks are equally long.
         decode: Static. A function from codes, and the position of a code's lowest bit, to the float32 levels of a
             codebook; or None if the codes are steps.
@@ -180,18 +190,39 @@ class ScaledCodes(NamedTuple):
     codes: jax.Array
     scale: jax.Array
     zero_point: jax.Array | None
+    offset: jax.Array | None = None
     block_size: int | None = None
     decode: Callable[..., jax.Array] | None = None
     levels: tuple[float, ...] = ()
 
     def expand(self, part: jax.Array, axes: Sequence[int]) -> jax.Array:
-        """Return a scale or zero point with an entry for each index of some axes on which it varies."""
+        """Return a scale, zero point or offset with an entry for each index of some axes on which it varies."""
         return granularity.expand_along(part, self.codes.shape, self.block_size, axes)
+
+    def list_runs(self, axis: int) -> list[int]:
+        """Return how many indices of an axis share an entry, for the scale, the zero point and the offset."""
+        runs = []
+        for part in (self.scale, self.zero_point, self.offset):
+            if part is not None:
+                sizes = granularity.Aligned(self.block_size).sizes(part.shape, self.codes.shape)
+                assert sizes is not None
+                runs.append(sizes[axis])
+        return runs
+
+    def has_usual_levels(self) -> bool:
+        """Return whether products with the levels of the codebook neither overflow nor underflow."""
+        return all(level == 0 or _SMALLEST_LEVEL <= abs(level) <= 1 / _SMALLEST_LEVEL for level in self.levels)
+
+    def guard(self, part: jax.Array) -> jax.Array:
+        """Return a scale or an offset as float32, with NaN for numbers that are too small."""
+        return _replace_tiny(dtypes.scale_as_float32(part), _LEAST_SCALE_OF_LEVELS if self.levels else _LEAST_SCALE)
 
 
 def choose_form(q: ScaledCodes, role: Role) -> Callable[..., tuple[jax.Array, jax.Array]] | None:
-    """Return the function of a row, q and role that contracts them, `contract_row` or `contract_lanes`, or None."""
-    for choose, contract in ((choose_terms, contract_row), (choose_groups, contract_lanes)):
+    """Return the function of a row, q and role that contracts them, or None: one of the functions below."""
+    for choose, contract in (
+        (choose_terms, contract_row), (choose_groups, contract_lanes), (choose_vectors, contract_blocks)
+    ):  # fmt: skip
         terms = choose(q, role)
         if terms is not None:
             return functools.partial(contract, terms=terms)
@@ -206,15 +237,8 @@ def choose_terms(q: ScaledCodes, role: Role) -> int | None:
     depth, is_integer = q.codes.shape[0], q.decode is not None or q.codes.dtype in dtypes.INTEGERS
     if role.contracted != (0,) or role.batch or not is_integer:
         return None
-    runs = [depth]
-    for part in (q.scale, q.zero_point):
-        if part is not None:
-            sizes = granularity.Aligned(q.block_size).sizes(part.shape, q.codes.shape)
-            assert sizes is not None
-            runs.append(sizes[0])
-    if any(depth % run for run in runs):
-        return None
-    if not all(level == 0 or _SMALLEST_LEVEL <= abs(level) <= 1 / _SMALLEST_LEVEL for level in q.levels):
+    runs = [depth, *q.list_runs(0)]
+    if any(depth % run for run in runs) or not q.has_usual_levels():
         return None
     terms = _MANY_TERMS if q.decode is not None or q.codes.size >= _MANY else _TERMS
     return next((n for n in terms if all(run % n == 0 for run in runs)), None)
@@ -224,7 +248,8 @@ def contract_row(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tuple[
     """Return the float32 contraction of a row with the first dimension of scaled codes, and whether it is exact.
 
     It is not if the row or a scale has an infinity, a NaN, or numbers so far from 1 that a product could overflow, or
-    be lost as a subnormal number.
+    be lost as a subnormal number. Numbers that are too small are replaced by NaN, so all of these give a result that
+    is not finite, and the results alone tell.
 
     Args:
         x: float32 [K].
@@ -236,15 +261,15 @@ def contract_row(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tuple[
         float32 [...]; a bool.
     """
     depth, kept = q.codes.shape[0], q.codes.shape[1:]
-    scaled, unit, is_exact = _scale_row(x, q.scale)
+    scaled, unit = _scale_row(x)
     # The barrier keeps XLA from converting codes that are constants while it compiles.
     q = q._replace(codes=lax.optimization_barrier(q.codes))
     parts: list[jax.Array] = []
     for chunk in _cut_rows(q, terms):
         piece = _take_rows(q, role, chunk)
         factors = scaled if chunk.length == depth else chunk.take(scaled, 0)
-        parts.append(_contract_rows(factors, *piece, parts[-1] if parts else None, q.decode, terms))
-    return functools.reduce(jnp.add, parts).T.reshape(kept) * unit, is_exact
+        parts.append(_contract_rows(factors, *piece, parts[-1] if parts else scaled, q.decode, terms))
+    return _finish(functools.reduce(jnp.add, parts).T.reshape(kept), unit)
 
 
 def choose_groups(q: ScaledCodes, role: Role) -> int | None:
@@ -256,7 +281,7 @@ def choose_groups(q: ScaledCodes, role: Role) -> int | None:
     is_last = role.contracted == (q.codes.ndim - 1,) and not role.batch
     if not is_last or q.decode is not None or q.codes.dtype not in dtypes.EIGHT_BITS:
         return None
-    if any(part is not None and part.shape[-1] != 1 for part in (q.scale, q.zero_point)):
+    if q.offset is not None or any(run != q.codes.shape[-1] for run in q.list_runs(-1)):
         return None
     return contraction.choose_lane_terms(q.codes.shape[-1])
 
@@ -270,11 +295,10 @@ def contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tupl
         role: the role of each dimension of the codes.
         terms: what `choose_groups` returns.
     """
-    scaled, unit, is_exact = _scale_row(x, q.scale)
-    lanes, shape = contraction.LANES, q.codes.shape
+    scaled, unit = _scale_row(x)
+    lanes, shape = LANES, q.codes.shape
     groups = shape[-1] // (terms * lanes)
-    # The barrier keeps XLA from scaling the row again for each column.
-    factors = lax.optimization_barrier(scaled).reshape(groups, terms, lanes)
+    factors = scaled.reshape(groups, terms, lanes)
     # This barrier keeps XLA from converting codes that are constants while it compiles.
     codes = lax.optimization_barrier(q.codes).reshape(-1, groups, terms, lanes)
 
@@ -289,22 +313,171 @@ def contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tupl
         products.append(factors[None, :, i] * steps.astype(jnp.float32))
     # The barrier keeps XLA from fusing this sum with the loop of products.
     y = jnp.sum(lax.optimization_barrier(functools.reduce(jnp.add, products)), axis=(1, 2))
-    scale = take(dtypes.scale_as_float32(q.scale)).reshape(-1)
-    return (y * scale * unit).reshape(shape[:-1]), is_exact
+    return _finish((y * take(q.guard(q.scale)).reshape(-1)).reshape(shape[:-1]), unit)
 
 
-def _scale_row(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return a row scaled to magnitudes of about 1, its unit, and whether its products with scales are exact enough.
+def choose_vectors(q: ScaledCodes, role: Role) -> int | None:
+    """Return how many vectors of codes one loop of `contract_blocks` adds up, or None if it does not apply.
 
-    A product with a code must not overflow before the scale reduces it.
+    The codes must be integers or indices of 4 bits, or integers of 8 bits, of which only the last dimension is
+    contracted, and blocks must begin where vectors do, or a vector must hold whole blocks.
     """
-    factor, unit = compute_powers(jnp.max(jnp.abs(x)), 0)
-    scaled = x * factor
-    size = jnp.abs(scaled)
-    # The magnitude of an infinity or a NaN counts as 0 here, and a zero counts as large enough.
-    least = jnp.min(jnp.where(x == 0, np.float32(4), jnp.where(size <= 4, size, np.float32(0))))
-    least_product = least * compute_least_scale(scale)
-    return scaled, unit, (least >= np.float32(_SMALLEST)) & (least_product >= np.float32(_SMALLEST))
+    depth, bits = q.codes.shape[-1], dtypes.count_packed_bits(q.codes.dtype)
+    is_last = role.contracted == (q.codes.ndim - 1,) and not role.batch
+    if not is_last or not q.has_usual_levels():
+        return None
+    if bits == 4:
+        if packed_codes.count_per_byte(q.codes) != 2:
+            return None
+        span, choices = _WORD_SPAN, _WORD_VECTORS_OF_MANY if q.codes.size >= _MANY_WORDS else _WORD_VECTORS
+    elif q.decode is None and q.codes.dtype in dtypes.EIGHT_BITS:
+        span, choices = _BYTE_SPAN, _BYTE_VECTORS
+    else:
+        return None
+    runs = q.list_runs(-1)
+    # A word belongs to one block. In vectors of bytes all codes do.
+    least = 8 if bits == 4 else span
+    if depth % span or any(depth % run or (run % span and span % run) or run % least for run in runs):
+        return None
+    fits = [n for n in choices if depth % (n * span) == 0]
+    return next((n for n in fits if all(run % (n * span) == 0 or (n * span) % run == 0 for run in runs)), None)
+
+
+def contract_blocks(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tuple[jax.Array, jax.Array]:
+    """Return the same as `contract_row`, for codes with the contracted dimension last and scaled in blocks.
+
+    Args:
+        x: float32 [K].
+        q: codes [..., K].
+        role: the role of each dimension of the codes.
+        terms: what `choose_vectors` returns.
+    """
+    scaled, unit = _scale_row(x)
+    shape, depth = q.codes.shape, q.codes.shape[-1]
+    is_packed = dtypes.count_packed_bits(q.codes.dtype) == 4
+    # The element of a lane comes from one position of each word: [positions, groups, terms, lanes].
+    lanes, count = (_WORD_SPAN // 8, 8) if is_packed else (_BYTE_SPAN, 1)
+    arranged = scaled.reshape(depth // (terms * lanes * count), terms, lanes, count)
+    factors = barriers.pin_layout(lax.transpose(arranged, (3, 0, 1, 2)))
+    # The barrier keeps XLA from converting codes that are constants while it compiles.
+    codes = lax.optimization_barrier(q.codes).reshape(-1, depth)
+
+    def take(part: jax.Array | None) -> jax.Array | None:
+        if part is None:
+            return None
+        expanded = q.expand(part, role.free)
+        return jnp.broadcast_to(expanded, (*shape[:-1], expanded.shape[-1])).reshape(codes.shape[0], -1)
+
+    entries = (take(q.scale), take(q.zero_point), take(q.offset))
+    size = _CHUNK if is_packed else q.codes.size
+    pieces = min(-(-q.codes.size // size), _MOST_CHUNKS, codes.shape[0])
+    length = -(-codes.shape[0] // pieces)
+    parts: list[jax.Array] = []
+    for start in range(0, codes.shape[0], length):
+        chunk = Chunk(start, min(length, codes.shape[0] - start))
+        is_whole = chunk.length == codes.shape[0]
+        # XLA:CPU cuts codes of less than a byte fast only at indices that it knows.
+        piece = lax.slice_in_dim(codes, start, start + chunk.length)
+        scale, zero_point, offset = (e if e is None or is_whole else chunk.take(e, 0) for e in entries)
+        assert scale is not None
+        done = parts[-1] if parts else scaled
+        parts.append(_contract_vectors(factors, piece, scale, zero_point, offset, done, q.decode, q.levels))
+    return _finish(jnp.concatenate(parts).reshape(shape[:-1]), unit)
+
+
+# A jit, so that JAX keeps the trace: matrices of the same shape have the same operations.
+@functools.partial(jax.jit, inline=True, static_argnames=("decode_levels", "levels"))
+def _contract_vectors(
+    factors: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, offset: jax.Array | None,
+    done: jax.Array, decode_levels: Callable[..., jax.Array] | None, levels: tuple[float, ...],
+) -> jax.Array:  # fmt: skip
+    """Return the contraction of the columns of a chunk, computed after `done`: [columns].
+
+    Args:
+        factors: float32 [positions, groups, vectors, lanes].
+        codes: [columns, K].
+        scale: [columns, entries].
+        zero_point: [columns, entries], or None.
+        offset: [columns, entries], or None.
+        done: an array to wait for: without it XLA:CPU would read all words of a program before the first product.
+        decode_levels: as `ScaledCodes.decode`.
+        levels: as `ScaledCodes.levels`.
+    """
+    count, groups, terms, lanes = factors.shape
+    columns, span, dtype = codes.shape[0], lanes * count, np.dtype(codes.dtype)
+    stored = codes
+    if count > 1:
+        stored = lax.bitcast_convert_type(codes.reshape(columns, -1, count), jnp.uint32)
+        # The barrier keeps XLA from reading words code by code in the loop.
+        stored = lax.optimization_barrier(barriers.wait_for(stored, done))
+    stored = stored.reshape(columns, groups, terms, lanes)
+    guard = ScaledCodes(codes, scale, zero_point, levels=levels).guard
+    lane = lax.broadcasted_iota(jnp.int32, (1, 1, lanes), 2)
+
+    def take(part: jax.Array, vector: int, convert: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Return the entries of a vector: [columns, groups, lanes or 1]."""
+        run = terms * groups * span // part.shape[1]
+        if run >= terms * span:  # one entry for several groups
+            each = part[:, :, None]
+            each = jnp.broadcast_to(each, (columns, part.shape[1], groups // part.shape[1]))
+            return convert(each.reshape(columns, groups))[:, :, None]
+        each = part.reshape(columns, groups, -1)
+        first, several = vector * span // run, max(span // run, 1)
+        entries = [convert(each[:, :, first + i])[:, :, None] for i in range(several)]
+        value = entries[0]
+        for i in range(1, several):
+            value = jnp.where(lane < i * (lanes // several), value, entries[i])
+        return value
+
+    products = []
+    for vector in range(terms):
+        # A slice is converted, not the whole, which XLA:CPU would write to memory.
+        part = stored[:, :, vector]
+        part = lax.bitcast_convert_type(part, jnp.int32) if count > 1 else part.astype(jnp.int32)
+        point = None if zero_point is None else take(zero_point, vector, lambda each: each.astype(jnp.int32))
+        total = None
+        for position in range(count):
+            if decode_levels is not None:
+                weights = decode_levels(part, jnp.full(part.shape, 4 * position, jnp.int32))
+            else:
+                steps = part if count == 1 else packed_codes.read_nibble(part, dtype, 4 * position)
+                weights = (steps if point is None else steps - point).astype(jnp.float32)
+            product = factors[position][None, :, vector] * weights
+            total = product if total is None else total + product
+        assert total is not None
+        total = total * take(scale, vector, guard)
+        if offset is not None:
+            sums = functools.reduce(jnp.add, [factors[i][None, :, vector] for i in range(count)])
+            total = total + sums * take(offset, vector, guard)
+        products.append(total)
+    # The barrier keeps XLA from fusing this sum with the loop of products.
+    return jnp.sum(lax.optimization_barrier(functools.reduce(jnp.add, products)), axis=(1, 2))
+
+
+def _scale_row(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return a row scaled to magnitudes of about 2**50, with NaN for numbers that are too small, and its unit."""
+    factor, unit = compute_powers(jnp.max(jnp.abs(x)), _LARGEST_EXPONENT)
+    scaled = jnp.where(_is_tiny(x, 0), np.float32(np.nan), _replace_tiny(x * factor, _LEAST_ELEMENT))
+    # The barrier keeps XLA from scaling the row again for each column.
+    return lax.optimization_barrier(scaled), unit
+
+
+def _replace_tiny(value: jax.Array, least: float) -> jax.Array:
+    """Return float32 numbers with NaN for magnitudes below `least` other than 0."""
+    return jnp.where(_is_tiny(value, least), np.float32(np.nan), value)
+
+
+def _is_tiny(value: jax.Array, least: float) -> jax.Array:
+    """Return which magnitudes are below `least` but not 0; subnormal numbers count as below any number."""
+    # As integers, because XLA:CPU compares subnormal floats as 0. Zero becomes the largest integer.
+    bits = lax.bitcast_convert_type(value, jnp.uint32) & np.uint32(0x7FFFFFFF)
+    bound = np.float32(max(least, 2.0**-126)).view(np.uint32)
+    return bits - np.uint32(1) < bound - np.uint32(1)
+
+
+def _finish(y: jax.Array, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return results in the unit of a row, and whether all of them are finite numbers."""
+    return y * unit, jnp.isfinite(jnp.sum(y))
 
 
 def _cut_rows(q: ScaledCodes, terms: int) -> list[Chunk]:
@@ -314,15 +487,14 @@ def _cut_rows(q: ScaledCodes, terms: int) -> list[Chunk]:
     """
     depth = q.codes.shape[0]
     most = _CHUNK if dtypes.count_packed_bits(q.codes.dtype) < 8 else _BYTE_CHUNK
-    runs = [depth // part.shape[0] for part in (q.scale, q.zero_point) if part is not None and part.shape[0] != 1]
-    step = math.lcm(terms, *runs)
+    step = math.lcm(terms, *(run for run in q.list_runs(0) if run != depth))
     count = min(-(-q.codes.size // most), _MOST_CHUNKS, depth // step)
     length = -(-depth // (step * count)) * step
     return [Chunk(start, min(length, depth - start)) for start in range(0, depth, length)]
 
 
-def _take_rows(q: ScaledCodes, role: Role, chunk: Chunk) -> tuple[jax.Array, jax.Array, Any]:
-    """Return the codes of a chunk, [K, columns], their scale and zero point, [entries, 1] or [entries, columns]."""
+def _take_rows(q: ScaledCodes, role: Role, chunk: Chunk) -> tuple[jax.Array, jax.Array, Any, Any]:
+    """Return the codes of a chunk, [K, columns], their scale, zero point and offset, [entries, 1 or columns]."""
     columns = math.prod(q.codes.shape[1:])
 
     def take(part: jax.Array) -> jax.Array:
@@ -335,27 +507,28 @@ def _take_rows(q: ScaledCodes, role: Role, chunk: Chunk) -> tuple[jax.Array, jax
 
     # XLA:CPU cuts codes of less than a byte fast only at indices that it knows.
     codes = lax.slice_in_dim(q.codes.reshape(-1, columns), chunk.start, chunk.start + chunk.length)
-    scale = take(dtypes.scale_as_float32(q.scale))
-    return codes, scale, None if q.zero_point is None else take(q.zero_point.astype(jnp.int32))
+    zero_point = None if q.zero_point is None else take(q.zero_point.astype(jnp.int32))
+    return codes, take(q.guard(q.scale)), zero_point, None if q.offset is None else take(q.guard(q.offset))
 
 
 # A jit, so that JAX keeps the trace: chunks of the same length have the same operations.
 @functools.partial(jax.jit, inline=True, static_argnames=("decode_levels", "terms"))
 def _contract_rows(
-    x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, done: jax.Array | None,
-    decode_levels: Callable[..., jax.Array] | None, terms: int,
+    x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, offset: jax.Array | None,
+    done: jax.Array, decode_levels: Callable[..., jax.Array] | None, terms: int,
 ) -> jax.Array:  # fmt: skip
     """Return the contraction of the rows of a chunk, computed after `done`: [planes, columns / planes]."""
     groups, count, dtype = codes.shape[0] // terms, packed_codes.count_per_byte(codes), np.dtype(codes.dtype)
     words = packed_codes.read_words(codes) if terms >= _WORD_TERMS else None
     stored = packed_codes.read_bytes(codes) if words is None else words
-    if done is not None:
+    if stored is not codes:  # a copy, which is made when it is needed
         stored = barriers.wait_for(stored, done)
     factors, rows = x.reshape(groups, terms), stored.reshape(groups, terms, -1)
     scale = _spread_entries(scale, groups)
     zero_point = None if zero_point is None else _spread_entries(zero_point, groups)
+    offset = None if offset is None else _spread_entries(offset, groups) * jnp.sum(factors, axis=1, keepdims=True)
     if words is not None:
-        return _contract_words(factors, rows, scale, zero_point, dtype, decode_levels)
+        return _contract_words(factors, rows, scale, zero_point, offset, dtype, decode_levels)
     sums = []
     for position in range(count):
         plane_zero_point = None if zero_point is None else _take_plane(zero_point, position, count)
@@ -369,7 +542,8 @@ def _contract_rows(
             return (steps if zero_point is None else steps - zero_point).astype(jnp.float32)
 
         products = [factors[:, i, None] * decode(rows[:, i]) for i in range(terms)]
-        sums.append(_sum_groups(functools.reduce(jnp.add, products) * _take_plane(scale, position, count)))
+        total = functools.reduce(jnp.add, products) * _take_plane(scale, position, count)
+        sums.append(_sum_groups(total if offset is None else total + _take_plane(offset, position, count)))
     return jnp.stack(sums)
 
 
@@ -378,6 +552,7 @@ def _contract_words(
     rows: jax.Array,
     scale: jax.Array,
     zero_point: jax.Array | None,
+    offset: jax.Array | None,
     dtype: np.dtype,
     decode_levels: Callable[..., jax.Array] | None,
 ) -> jax.Array:
@@ -391,6 +566,7 @@ def _contract_words(
         rows: uint32 [groups, terms, words].
         scale: float32 [groups, columns or 1].
         zero_point: the zero point, int32 [groups, columns or 1], or None.
+        offset: the offset times the sum of the factors, float32 [groups, columns or 1], or None.
         dtype: the dtype of the codes.
         decode_levels: as `ScaledCodes.decode`.
     """
@@ -410,7 +586,9 @@ def _contract_words(
             steps = packed_codes.read_lane(row, dtype, first_bit)
             weights = (steps if zero_point is None else steps - spread(zero_point)).astype(jnp.float32)
         products.append(factors[:, i, None, None] * weights)
-    return _sum_groups((functools.reduce(jnp.add, products) * spread(scale)).reshape(groups, -1))[None]
+    total = functools.reduce(jnp.add, products) * spread(scale)
+    total = total if offset is None else total + spread(offset)
+    return _sum_groups(total.reshape(groups, -1))[None]
 
 
 def _sum_groups(products: jax.Array) -> jax.Array:

@@ -95,6 +95,14 @@ def read_lane(words: jax.Array, dtype: np.dtype, first_bit: jax.Array) -> jax.Ar
     return (lax.shift_right_arithmetic if is_signed else lax.shift_right_logical)(raised, np.int32(32 - width))
 
 
+def read_nibble(words: jax.Array, dtype: np.dtype, first_bit: int) -> jax.Array:
+    """Return, as int32, the codes of 4 bits that begin at one bit of each int32 word."""
+    if dtypes.read_bounds(dtype)[0] < 0:
+        return lax.shift_right_arithmetic(lax.shift_left(words, np.int32(28 - first_bit)), np.int32(28))
+    shifted = lax.shift_right_logical(words, np.int32(first_bit)) if first_bit else words
+    return shifted & np.int32(15)
+
+
 def narrow_codes(codes: jax.Array, dtype: np.dtype) -> jax.Array:
     """Return int8 codes, which are within the bounds of a dtype of 2 or 4 bits, in that dtype."""
     if not isinstance(codes.size, int) or codes.size < _LARGE or count_per_byte(codes, dtype) == 1:

@@ -80,23 +80,67 @@ class Int8Backward:
             checks.check_flag("Int8Backward", field, getattr(self, field))
 
 
-Backward = FloatBackward | Int8Backward
+@dataclasses.dataclass(frozen=True)
+class Float8Backward:
+    """The gradients of a contraction of float8 codes, computed from float8 gradients.
+
+    dlhs = q(g) contracted with the codes of rhs, and drhs = the codes of lhs contracted with q(g), times the scales.
+
+    q quantizes g with one scale, found from g itself (current scaling). The products of codes are exact in float32.
+    CUDA and TPU contract them as float8 where no scale varies along the dimensions that are summed.
+
+    Attributes:
+        dtype: the float8 dtype of g. float8_e5m2 has the range of float16, which gradients need more than digits.
+
+    Raises:
+        TypeError: dtype is not a float8 dtype.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq
+        >>> spec, w = jq.QuantSpec("float8_e4m3fn"), jnp.array([[448.0], [17.0]])  # 17 is a tie
+        >>> dense = lambda x: jq.quantized_einsum("bi,io->bo", x, w, specs=(spec, spec), backward=jq.Float8Backward())
+        >>> jax.grad(lambda x: dense(x).sum())(jnp.array([[0.1, -0.2]])).round(2)
+        Array([[448.,  16.]], dtype=float32)
+
+    Source: Micikevicius et al., arXiv 2209.05433, sections 3 and 4.
+    """
+
+    dtype: Any = "float8_e5m2"
+
+    def __post_init__(self) -> None:
+        """Check the dtype."""
+        object.__setattr__(self, "dtype", checks.check_dtype("Float8Backward", "dtype", self.dtype, dtypes.FLOAT8))
+
+    def quantize_gradient(self, g: jax.Array) -> QuantizedArray:
+        """Return g in float8 with one scale."""
+        return quantize(g.astype(jnp.float32), QuantSpec(self.dtype))
+
+
+Backward = FloatBackward | Int8Backward | Float8Backward
 
 
 def check_backward(function: str, backward: object, key: jax.Array | None, specs: Sequence[Any]) -> None:
-    """Check `backward`, its key, and, for Int8Backward, that two operands are quantized.
+    """Check `backward`, its key, and, unless it is FloatBackward, that two operands are quantized as it needs them.
 
     This comes before the call is compiled, because `backward` is static in the compiled program.
     """
     is_backward = isinstance(backward, Backward)
-    expected = "FloatBackward() or Int8Backward()"
+    expected = "FloatBackward(), Int8Backward() or Float8Backward()"
     checks.require_type(is_backward, function, "backward", expected, checks.describe_value(backward))
     is_key = key is None or checks.is_key(key)
     checks.require_type(is_key, function, "key", "None or one key of jax.random", checks.describe_value(key))
     if isinstance(backward, FloatBackward):
         return
-    expected = "FloatBackward(), because Int8Backward() needs two quantized operands"
-    checks.require(len(specs) == 2 and None not in specs, function, "backward", expected, "Int8Backward()")
+    name = type(backward).__name__
+    expected = f"FloatBackward(), because {name}() needs two quantized operands"
+    checks.require(len(specs) == 2 and None not in specs, function, "backward", expected, f"{name}()")
+    is_float8 = isinstance(backward, Float8Backward)
+    for quantizer in specs:
+        dtype = quantizer.spec.dtype
+        needed = "operands in float8 or float4" if is_float8 else "operands in integers"
+        expected = f"FloatBackward(), because {name}() needs {needed}"
+        fits = (dtype in dtypes.SMALL_FLOATS) == is_float8 or (not is_float8 and quantizer.spec.codebook is not None)
+        checks.require(fits, function, "backward", expected, f"{name}() with {dtype}")
 
 
 def quantize_gradient(g: jax.Array, axes: tuple[int, ...], key: jax.Array | None) -> QuantizedArray:
@@ -151,10 +195,10 @@ def compute_operand_cotangent(
     terms: Sequence[Labels],
     out: Labels,
     qs: Sequence[QuantizedArray],
-    g: jax.Array,
+    g: jax.Array | QuantizedArray,
     key: jax.Array | None,
 ) -> jax.Array:
-    """Return the float32 cotangent of one of the two operands of an einsum, computed by an integer contraction.
+    """Return the float32 cotangent of one of the two operands of an einsum, computed by a contraction of codes.
 
     Args:
         function: the name of the public function, for errors.
@@ -162,14 +206,15 @@ def compute_operand_cotangent(
         terms: the labels of the dimensions of both operands.
         out: the labels of the dimensions of the result.
         qs: the quantized operands.
-        g: the cotangent of the result.
+        g: the cotangent of the result, or its codes in float8.
         key: the key of the stochastic rounding, or None.
     """
     labels, partner_labels = terms[index], terms[1 - index]
     operand, partner = qs[index], qs[1 - index]
     summed = [a for a, label in enumerate(partner_labels) if label not in labels]
     dimensions = [out.index(label) if label in out else None for label in partner_labels]
-    partner, g = fold_scale_into_gradient(function, partner, summed, g.astype(jnp.float32), dimensions)
+    if not isinstance(g, QuantizedArray):
+        partner, g = fold_scale_into_gradient(function, partner, summed, g.astype(jnp.float32), dimensions)
     # These dimensions of g survive the contraction, so each of their indices can have its own scale.
     scaled_axes = tuple(a for a, label in enumerate(out) if label in labels)
     # Labels are strings of any length; einsum takes one letter for each.
@@ -177,7 +222,7 @@ def compute_operand_cotangent(
     # An index that only this operand has, and that the result lacks, was summed: its cotangent is broadcast below.
     contracted = tuple(label for label in labels if label in out or label in partner_labels)
     texts = ["".join(letters[label] for label in term) for term in (out, partner_labels, contracted)]
-    pair = (quantize_gradient(g, scaled_axes, key), partner)
+    pair = (g if isinstance(g, QuantizedArray) else quantize_gradient(g, scaled_axes, key), partner)
     out_sharding = None
     if sharding.is_placed(operand.codes):  # a cotangent is sharded like its operand
         partition = sharding.read_partition(operand.codes)

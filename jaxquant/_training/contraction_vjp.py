@@ -27,7 +27,7 @@ from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point, granularity, sharding
 from .._kernels.affine import divide_by_scale
 from . import estimators
-from .backward import Backward, Int8Backward, check_backward, split_keys
+from .backward import Backward, Float8Backward, Int8Backward, check_backward, split_keys
 from .fake_quantize import Quantizer, read_parts, read_quantizer, split_quantizer
 from .rounding_vjp import RoundingConfig, compute_cotangents, compute_mask, make_array, round_zero_point
 
@@ -80,9 +80,9 @@ class LinearContraction(Protocol):
         ...
 
     def compute_integer_cotangent(
-        self, index: int, qs: Sequence[QuantizedArray], g: jax.Array, key: jax.Array | None
+        self, index: int, qs: Sequence[QuantizedArray], g: jax.Array | QuantizedArray, key: jax.Array | None
     ) -> jax.Array:
-        """Return the float32 cotangent of the operand `index`, 0 or 1, computed by an integer contraction."""
+        """Return the float32 cotangent of the operand `index`, 0 or 1, computed by a contraction of codes."""
         ...
 
 
@@ -333,6 +333,9 @@ def _compute_operand_cotangents(
     # Operands of different dtypes are contracted in the dtype of the result: weights may be stored in a wider dtype
     # than the one the network computes in.
     dtype = operation.preferred or functools.reduce(dtypes.choose_wider, (f.dtype for f in floats))
+    if isinstance(backward, Float8Backward):
+        codes = backward.quantize_gradient(g)
+        return [operation.compute_integer_cotangent(i, values, codes, None) for i in range(2)]
     is_integer = [isinstance(backward, Int8Backward) and getattr(backward, n) for n in ("lhs", "rhs")]
     cotangents: list[Any] = [None] * len(values)
     if not all(is_integer) or len(values) != 2:

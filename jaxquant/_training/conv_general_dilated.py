@@ -142,9 +142,10 @@ class ConvContraction(NamedTuple):
         return convolve_floats(lhs, rhs, self.plan, self.precision)
 
     def compute_integer_cotangent(
-        self, index: int, qs: Sequence[QuantizedArray], g: jax.Array, key: jax.Array | None
+        self, index: int, qs: Sequence[QuantizedArray], g: jax.Array | QuantizedArray, key: jax.Array | None
     ) -> jax.Array:
         """Return the float32 cotangent of the operand `index`, computed by integer contractions."""
+        assert not isinstance(g, QuantizedArray)  # convolutions have no form for float8
         return (_compute_image_cotangent, _compute_kernel_cotangent)[index](
             self.plan, qs[0], qs[1], g.astype(jnp.float32), key
         )

@@ -36,14 +36,14 @@ def quantized_dot_general(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
-    """Contract two float arrays in integers, with a gradient.
+    """Contract two float arrays in integers or in float8, with a gradient.
 
     out = dot_general(quantize(lhs, lhs_spec), quantize(rhs, rhs_spec))
 
-    The forward pass is the contraction of `dot_general` bit for bit: in integers if both operands have a spec. For the
-    backward pass, the call keeps the codes, one bit for each element that can saturate, and a float operand only if the
-    gradient of its scale is needed. Under `jax.checkpoint` with the policy `save_codes`, a whole network keeps only the
-    codes, the scales and these bits.
+    The forward pass is the contraction of `dot_general` bit for bit: in integers if both operands have a spec of
+    integers, in float8 or float4 if both have one of these. For the backward pass, the call keeps the codes, one bit
+    for each element that can saturate, and a float operand only if the gradient of its scale is needed. Under
+    `jax.checkpoint` with the policy `save_codes`, a whole network keeps only the codes, the scales and these bits.
 
     Args:
         lhs: float32, float16 or bfloat16, of any shape.
@@ -52,8 +52,8 @@ def quantized_dot_general(
         lhs_spec: how lhs is quantized: a QuantSpec, which finds the scale from lhs; a `Quantizer`; or None, which
             leaves lhs in floats.
         rhs_spec: the same for rhs. At least one of the two must not be None.
-        backward: Static. How the gradients are contracted: `FloatBackward()`, or, if both operands are quantized,
-            `Int8Backward()`.
+        backward: Static. How the gradients are contracted: `FloatBackward()`, or, if both operands are quantized to
+            integers, `Int8Backward()`, or, if both are quantized to float8 or float4, `Float8Backward()`.
         key: a key of `jax.random`, for the gradients of Int8Backward(stochastic_rounding=True); not needed otherwise.
             The result of the forward pass does not depend on it.
         precision: Static. As in `jax.lax`, for float contractions, in the backward pass too.
@@ -131,7 +131,7 @@ class DotContraction(NamedTuple):
         return lax.dot_general(lhs, rhs, self.numbers, self.precision, out_sharding=self.out_sharding)
 
     def compute_integer_cotangent(
-        self, index: int, qs: Sequence[QuantizedArray], g: jax.Array, key: jax.Array | None
+        self, index: int, qs: Sequence[QuantizedArray], g: jax.Array | QuantizedArray, key: jax.Array | None
     ) -> jax.Array:
         """Return the float32 cotangent of the operand `index`, computed by an integer contraction."""
         terms, out = self._label_dimensions(qs)

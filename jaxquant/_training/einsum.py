@@ -44,7 +44,7 @@ def quantized_einsum(
         specs: how each operand is quantized: a QuantSpec, which finds the scale from the operand; a `Quantizer`; or
             None, which leaves it in floats. At least one must not be None.
         backward: Static. How the gradients are contracted: `FloatBackward()`, or, for two operands that are both
-            quantized, `Int8Backward()`.
+            quantized, `Int8Backward()` for integers and `Float8Backward()` for float8 or float4.
         key: a key of `jax.random`, for the gradients of Int8Backward(stochastic_rounding=True); not needed otherwise.
             The result of the forward pass does not depend on it.
         precision: Static. As in `jax.lax.dot_general`, for float contractions, in the backward pass too.
@@ -120,7 +120,7 @@ class EinsumContraction(NamedTuple):
         return jnp.einsum(self.subscripts, *operands, precision=self.precision, out_sharding=self.out_sharding)
 
     def compute_integer_cotangent(
-        self, index: int, qs: Sequence[QuantizedArray], g: jax.Array, key: jax.Array | None
+        self, index: int, qs: Sequence[QuantizedArray], g: jax.Array | QuantizedArray, key: jax.Array | None
     ) -> jax.Array:
         """Return the float32 cotangent of the operand `index`, computed by an integer contraction."""
         terms, out = parse_subscripts(_NAME, self.subscripts, [q.ndim for q in qs])

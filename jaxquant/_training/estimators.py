@@ -139,7 +139,7 @@ class LSQPlus:
 
     The offset beta of the paper is a real number, but integer runtimes need a zero point in whole steps. So the offset
     is learned as a float32 zero point, beta = -zero_point * scale, which the forward pass rounds. The cotangents are
-    those of the paper after this change of variables.
+    the paper's after this change of variables.
 
     Attributes:
         elements: N, as in `LSQ`.

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from .._arrays import parts, scale_from_range
 from .._arrays.quantize import encode_array
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
+from .._arrays.scale_rules import encode_ties_toward_zero
 from .._arrays.spec import Codebook, QuantSpec
 from .._core import dtypes, granularity
 from .._kernels import affine, min_max
@@ -325,6 +326,8 @@ def _compute_codes(
 ) -> jax.Array:
     """Return the codes of x; integer codes as int32."""
     spec, value = config.spec, _divide(config, x, scale)
+    if isinstance(spec, QuantSpec) and spec.ties != "even":
+        return encode_ties_toward_zero(value)
     if spec.dtype in dtypes.SMALL_FLOATS:
         return dtypes.encode_small_float(value, spec.dtype, True)
     if key is not None:

@@ -202,6 +202,6 @@ def _round_to_levels(spec: QuantSpec, steps: jax.Array, zero_point: jax.Array) -
 def _list_levels(spec: QuantSpec) -> np.ndarray:
     """Return the values of the codes in ascending order, float64."""
     if spec.codebook is not None:
-        return np.asarray(spec.codebook.levels)
+        return np.asarray(spec.codebook.ascending)
     values = np.arange(2 ** dtypes.count_packed_bits(spec.dtype), dtype=np.uint8).view(spec.dtype).astype(np.float64)
     return np.unique(values[np.isfinite(values)])  # one value for +0 and -0

@@ -28,8 +28,7 @@ from .._training.estimators import LSQ, LSQPlus, StraightThrough, read_learned_s
 from .._training.fake_quantize import Quantizer, read_parts
 from .._training.range_sources import Dynamic, Learned, Static
 from .._training.rounding_vjp import RoundingConfig, make_array, round_zero_point
-from ..calibration import Calibrator
-from ..calibration.calibrator import is_finite_state
+from ..calibration.calibrator import Calibrator, is_finite_state
 from ._quantization import UNSIGNED_AT_ZERO, LayerOperand, describe_calibrator, is_unsigned_at_zero
 
 # A scale, and a zero point or None.

@@ -6,10 +6,10 @@ integers on every processor, and `make_session` opens one that does. This module
 `pip install "jaxquant[onnx]"` installs.
 """
 
-from .export import export, save
+from .export import export
 from .limits import Limits, ModelError
 from .load import Deviation, FusionWarning, LoadedFunction, load
-from .model_file import check
+from .model_file import check, save
 from .saturation import SaturatingProduct, SaturationWarning, convert_weights_to_uint8, find_saturating_products
 from .session import make_session, probe_saturation
 from .verify import VerificationReport, verify

@@ -1,7 +1,9 @@
-"""Reading of a model's file, with checks before anything of it is converted: onnx's checker, and our limits."""
+"""The file of a model: `save`, and reading with checks before anything is converted: onnx's checker, and our limits."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import math
 import operator
@@ -14,7 +16,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from .._core import dtypes
+from .._core import checks, dtypes
 from .limits import LARGEST_INNER_ARRAY, Limits, ModelError, is_large
 
 # The least opset with element-wise operators that broadcast as numpy does.
@@ -23,6 +25,55 @@ _LEAST_OPSET = 7
 _MOST_NESTED_CALLS = 100
 _STANDARD = ("", "ai.onnx")
 _MOST_DIMENSIONS = 32
+
+
+def save(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:
+    """Write a model to a file; the arrays of a model of 2 GB or more go to a second file beside it.
+
+    Args:
+        model: what `export` returns, or any other model.
+        path: the name of the file. The second file has the same name with ".data" appended, and replaces a file of this
+            name.
+
+    Returns:
+        None.
+
+    Raises:
+        TypeError: model is not an `onnx.ModelProto`.
+        OSError: the file cannot be written.
+
+    Example:
+        >>> import os, tempfile, jax.numpy as jnp
+        >>> from jaxquant import onnx as jqonnx
+        >>> model = jqonnx.export(lambda x: jnp.maximum(x, 0), [jnp.zeros(3)])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "relu.onnx")
+        ...     jqonnx.save(model, path)
+        ...     os.path.exists(path)
+        True
+
+    Source: ONNX's external data.
+    """
+    got = checks.describe_value(model)
+    checks.require_type(isinstance(model, onnx.ModelProto), "onnx.save", "model", "an onnx.ModelProto", got)
+    path = os.fspath(path)
+    # onnx would write text to a file with a name such as "model.json", which `load` does not read.
+    kind = "protobuf"
+    if not is_large(model):
+        onnx.save_model(model, path, kind)
+        return
+    folder = os.path.dirname(path)
+    if folder and not os.path.isdir(folder):  # for which onnx has an error of its own
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    # onnx appends to a file that exists.
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(f"{path}.data")
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)  # save_model moves the arrays out of the model that it is given
+    onnx.save_model(
+        copy, path, kind, save_as_external_data=True, location=f"{os.path.basename(path)}.data",
+        size_threshold=LARGEST_INNER_ARRAY,
+    )  # fmt: skip
 
 
 def check(model: Source, *, limits: Limits | None = None) -> None:

@@ -13,8 +13,8 @@ import onnxruntime
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from .._core import checks
-from .export.model import save
 from .limits import ModelError, is_large
+from .model_file import save
 from .saturation import read_model, write_unsigned_weights
 
 LEVELS = {

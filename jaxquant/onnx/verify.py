@@ -349,7 +349,7 @@ def _compute(
 ) -> tuple[list[Any], list[Any]]:  # fmt: skip
     """Return the codes of the function's quantize points, and the leaves of its result."""
     leaves, structure = jax.tree.flatten(list(inputs))
-    traced = program.trace_call(function, params, structure, exports.make_specs(leaves, None))
+    traced = exports.trace_call(function, params, structure, exports.make_specs(leaves, None))
     trace = traced.trace
 
     @jax.jit

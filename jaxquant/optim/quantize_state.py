@@ -234,6 +234,9 @@ def _read_spec(argument: str, spec: _Spec) -> _Spec:
     checks.require(codebook is not None, _NAME, argument, expected, spec)
     has_zero = codebook is not None and 0.0 in codebook.levels
     checks.require(has_zero, _NAME, argument, "a codebook with the level 0", codebook)
+    # A number between two levels becomes the code of one or the other, which are taken to be neighbours.
+    is_ascending = codebook is not None and codebook.is_ascending
+    checks.require(is_ascending, _NAME, argument, "a codebook with ascending levels", codebook)
     if isinstance(spec, QuantSpec) and spec.power_of_two:
         # An update finds the spec in the state, which shows the dtype of the scales, but not how they are rounded.
         expected = "power_of_two=False, or scale_dtype float8_e8m0fnu"

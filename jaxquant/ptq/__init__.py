@@ -1,8 +1,9 @@
 """Post-training quantization with calibration data: arrays, and passes over prepared functions."""
 
 from .adaround import adaround
-from .allocate import BitPlan, allocate_bits
+from .allocate import allocate_bits
 from .apply import apply
+from .bit_plan import BitPlan
 from .collect import Statistics, collect
 from .correct_bias import correct_bias
 from .gptq import Diagnostics, gptq

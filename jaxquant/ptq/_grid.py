@@ -12,6 +12,7 @@ import numpy as np
 from .._arrays import parts, scale_from_range
 from .._arrays.quantize import compute_parameters
 from .._arrays.quantized_array import QuantizedArray, check_array, read_entries
+from .._arrays.scale_rules import encode_ties_toward_zero
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity
 from .._kernels import packed_codes
@@ -206,6 +207,8 @@ def encode_values(x: jax.Array, grid: Grid, spec: QuantSpec) -> jax.Array:
     """Return the codes of float32 values as `jq.quantize` rounds them; codes of less than 8 bits as int8."""
     if spec.codebook is not None:
         return spec.codebook.encode(divide_by_scale(x, grid.scale, dtypes.FLOAT32))
+    if spec.ties != "even":
+        return encode_ties_toward_zero(divide_by_scale(x, grid.scale, dtypes.FLOAT32))
     if spec.dtype in dtypes.SMALL_FLOATS:
         return quantize_affine(x, grid.scale, None, _EACH, spec.dtype, dtypes.FLOAT32)
     # A loop that writes one row after the other must not share bytes between codes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,10 @@ from jax import lax
 
 from .._program.analysis import Site, read_product_numbers
 from .._program.views import View
-from ..transform.session import TracedCall
 from .moments import Moments
+
+if TYPE_CHECKING:
+    from ..transform.session import TracedCall
 
 
 class Uses(NamedTuple):

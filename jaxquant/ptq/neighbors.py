@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from .._program import jaxpr, moves
 from .._program.analysis import Site
 from .._program.graph import EquationNode, ProgramGraph, make_graph
-from ..transform.session import TracedCall
+
+if TYPE_CHECKING:
+    from ..transform.session import TracedCall
 
 # Operations besides those that keep the order of elements that commute with a positive factor for each channel.
 # A pad by another number than 0 does not: the comparison of the results finds that, and drops the factors.

@@ -15,7 +15,7 @@ from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity
 from .._core.entry_point import compile_entry_point, convert_number
 from .._kernels import affine, min_max
-from ..calibration import Range
+from ..calibration.calibrator import Range
 from . import _grid
 from ._grid import Grid, check_weight
 

@@ -520,7 +520,7 @@ def _compute_unit(spec: QuantSpec) -> Any:
     """Return the length of a step: of a codebook, the mean distance of its levels."""
     if spec.codebook is None:
         return np.float32(1)
-    levels = spec.codebook.levels
+    levels = spec.codebook.ascending
     return np.float32((levels[-1] - levels[0]) / (len(levels) - 1))
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._core import checks
-from ..ptq import BitPlan, Note, Notes
-from ..ptq.allocate import solve_plan
+from ..ptq.bit_plan import BitPlan, solve_plan
+from ..ptq.notes import Note, Notes
 from ._report import Report
 
 if TYPE_CHECKING:

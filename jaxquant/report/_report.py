@@ -29,7 +29,7 @@ class SiteRow(NamedTuple):
     Attributes:
         name: its name, as in `Prepared.coverage`.
         operation: its operation.
-        form: "integer", "weight-only", "lookup" or "float".
+        form: "integer", "small-float", "weight-only", "lookup" or "float".
         reason: why it stays in floats, or "".
         weight_sqnr: the ratio of its weight to the error of its weight, in decibels; None in floats.
         activation_sqnr: the ratio of its activations, or None if they stay in floats.

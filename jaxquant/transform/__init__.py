@@ -1,4 +1,4 @@
-"""The transform of any JAX function into one whose contractions run on codes."""
+"""The transform of any JAX function into one that contracts codes."""
 
 from . import recipes
 from ._coverage import Coverage, Operation, Row

@@ -45,7 +45,7 @@ class Structure:
         leaves: its leaves, with None in place of the arrays.
         places: the places of the arrays among the leaves.
         names: the path of each array.
-        module: the structure of the NNX module whose state the tree is, or None.
+        module: the structure of the NNX module, if the tree is its state, or None.
     """
 
     def __init__(self, tree: Any, leaves: Sequence[Any], places: Sequence[int], names: Sequence[str], module: Any):
@@ -257,7 +257,7 @@ def trace_call(
         kwargs: its keyword arguments.
         planned: the places of the parameters that stand for floats if they are quantized. Other quantized arrays are
             passed to the function as they are.
-        given: of these, the specs of those whose codes are there before anything is planned.
+        given: the specs of those that are quantized before anything is planned.
 
     Raises:
         ContractTypeError: the function cannot be traced.
@@ -336,9 +336,11 @@ def check_leaves(
     """Raise ContractValueError unless parameters are quantized as `prepare` planned it."""
     for place, plan in leaves.items():
         name, first = names[place], planned.get(place)
-        expected = f"arguments at which {name} is quantized as at those of prepare"
+        expected = f"arguments at which {name} is quantized as at the arguments of prepare"
         got = f"{plan.spec} in place of {None if first is None else first.spec}; prepare these arguments apart"
         checks.require(first is not None and first.spec == plan.spec, function, "args", expected, got)
         is_folded = [leaf is not None and leaf.fold is not None for leaf in (plan, first)]
-        expected = f"arguments at which {name} is multiplied by what follows it, or is not, as at those of prepare"
+        expected = (
+            f"arguments at which {name} is multiplied by what follows it, or is not, as at the arguments of prepare"
+        )
         checks.require(is_folded[0] == is_folded[1], function, "args", expected, "another program (a training mode?)")

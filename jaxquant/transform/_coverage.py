@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from .._arrays import diagnostics
 from .._arrays.spec import QuantSpec
-from .._core import checks
+from .._core import checks, dtypes
 from .._program import jaxpr
 from .._program.analysis import Analysis, Site
 from ._plan import ProgramPlan, SitePlan, describe_site
@@ -26,11 +26,12 @@ class Row(NamedTuple):
         operation: "dot_general", "ragged_dot", "conv_general_dilated", "take", or the name of another primitive that
             contracts.
         shapes: the shapes of its operands.
-        form: "integer" (codes times codes), "weight-only" (floats times codes), "lookup" (entries of codes) or "float".
+        form: "integer" (codes times codes), "small-float" (the same in float8 or float4), "weight-only" (floats times
+            codes), "lookup" (entries of codes) or "float".
         weight: the spec of its parameter, or None.
         activations: the specs of its activations; empty if they stay in floats.
-        reason: why it stays in floats; or why its weight is not that of its rule: the parameter has another use, for
-            which a rule names a finer one; or "".
+        reason: why it stays in floats; or why its weight is quantized otherwise than its rule says: the parameter has
+            another use, for which a rule names a finer one; or "".
         where: its file, line and function.
         scope: the name scopes around it.
         is_wanted: whether a rule asked for codes.
@@ -56,8 +57,8 @@ class Row(NamedTuple):
     def can_saturate(self) -> bool:
         """Whether sums of such codes can saturate in an exported model, in ONNX Runtime on x86-64 without VNNI.
 
-        The specs tell whether the codes can be large enough; `jq.count_saturating_pairs` tells whether those of given
-        weights are. The kernel of a convolution whose result is floats, ConvInteger, is exact.
+        The specs tell whether the codes can be large enough; `jq.count_saturating_pairs` tells whether the codes
+        of given weights are. The kernel of a convolution whose result is floats, ConvInteger, is exact.
         """
         if self.form != "integer" or (self.operation == "conv_general_dilated" and self.output is None):
             return False
@@ -154,7 +155,7 @@ class Coverage:
         return "\n".join(text)
 
 
-_FORMS = ("integer", "weight-only", "lookup", "float")
+_FORMS = ("integer", "small-float", "weight-only", "lookup", "float")
 _HEADER = ("name", "operation", "shapes", "form", "weight", "activations", "where", "reason")
 
 
@@ -197,7 +198,9 @@ def _name_form(site: Site, plan: SitePlan) -> str:
         return "float"
     if site.operation == "take":
         return "lookup"
-    return "integer" if plan.activations else "weight-only"
+    if not plan.activations:
+        return "weight-only"
+    return "small-float" if any(x.spec.dtype in dtypes.SMALL_FLOATS for x in plan.activations) else "integer"
 
 
 def _list_cells(row: Row) -> tuple[str, ...]:

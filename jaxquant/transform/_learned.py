@@ -16,7 +16,7 @@ from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._training.estimators import LSQ, PACT, Estimator, LSQPlus, read_learned_scale, read_learned_zero_point
 from .._training.fake_quantize import read_parts
-from ..calibration import Range
+from ..calibration.calibrator import Range
 from ._plan import LeafPlan
 from ._ranges import StaticRange, StaticRanges
 
@@ -55,7 +55,7 @@ class LearnedScales:
 def make_scales(
     parameters: Mapping[str, tuple[Any, LeafPlan]], entries: StaticRanges, ranges: Mapping[str, Any], estimator: Any
 ) -> LearnedScales:
-    """Return the initial scales: those of the parameters as the estimator finds them, the others from the ranges.
+    """Return the initial scales: for parameters as the estimator finds them, for activations from the ranges.
 
     Args:
         parameters: each parameter that is quantized, with its plan, by its path.
@@ -109,7 +109,7 @@ def _start_activation(entry: StaticRange, ends: Any, estimator: ScaleEstimator) 
 
 
 def _check_scale_dtype(spec: QuantSpec) -> None:
-    expected = "a spec whose scale_dtype is float32, bfloat16 or float16, because a power of two has no gradient"
+    expected = "a spec with scale_dtype float32, bfloat16 or float16, because a power of two has no gradient"
     checks.require(spec.scale_dtype in dtypes.FLOATS, _NAME, "estimator", expected, spec.scale_dtype)
 
 

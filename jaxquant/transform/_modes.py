@@ -145,6 +145,10 @@ class _CodesMode(_PlannedMode):
         super().__init__(plan)
         self.statics = statics
 
+    def replaces(self, site: Site) -> bool:
+        """Return whether the contraction runs on codes."""
+        return self.plan.sites[site.name].is_replaced
+
     def run_action(self, action: Action, operands: Sequence[Any], records: Records) -> tuple[list[Any], Records]:
         """Return the results of an equation on codes."""
         graph = self.plan.regions.graph
@@ -194,10 +198,6 @@ class _CodesMode(_PlannedMode):
 class IntegerMode(_CodesMode):
     """The program on codes."""
 
-    def replaces(self, site: Site) -> bool:
-        """Return whether the contraction runs on codes."""
-        return self.plan.sites[site.name].is_replaced
-
     def contract(self, site: Site, operands: Sequence[Any], records: Records, stores: Stores) -> tuple[Any, Records]:
         """Return the result of the contraction of codes."""
         operands = dequantize_codes(operands, self.plan.regions.arrivals.get(site.name, ()))
@@ -208,7 +208,7 @@ class IntegerMode(_CodesMode):
         for operand in [entry for entry in plan.activations if not isinstance(operands[int(entry.place)], RegionCodes)]:
             place = int(operand.place)
             part = None if operand.calibrator is None else records[plan.record][str(place)]
-            # A dynamic range is that of the value, whichever contraction reads it.
+            # A dynamic range belongs to the value, whichever contraction reads it.
             store = stores[place] if part is None else {}
             if operand.spec not in store:
                 x = operations.refuse_gradient(operands[place])
@@ -284,10 +284,6 @@ class TrainMode(_CodesMode):
         super().__init__(plan, statics)
         self.estimator = estimator
 
-    def replaces(self, site: Site) -> bool:
-        """Return whether the contraction runs on codes."""
-        return self.plan.sites[site.name].is_replaced
-
     def contract(self, site: Site, operands: Sequence[Any], records: Records, stores: Stores) -> tuple[Any, Records]:
         """Return the result of the contraction of codes, with its gradient."""
         operands = dequantize_codes(operands, self.plan.regions.arrivals.get(site.name, ()))
@@ -328,7 +324,7 @@ class TrainMode(_CodesMode):
     def contract_to_codes(
         self, point: RoundingPoint, operands: Sequence[Any], bias: jax.Array | None, quantizer: Quantizer
     ) -> Any:
-        """Return the codes of a contraction as floats with a gradient: that of the contraction with a float bias."""
+        """Return the codes of a contraction as floats with the gradient of the contraction with a float bias."""
         graph, operation = self.plan.regions.graph, operations.make_operation(point.node.equation)
         assert graph is not None
         floats, codes = zip(*operands, strict=True)
@@ -433,7 +429,7 @@ def quantize_weight(w: Any, plan: LeafPlan, part: LearnedScale | None) -> Any:
 
 
 def quantize_with_scale(w: Any, plan: LeafPlan, q: QuantizedArray, scale: jax.Array) -> QuantizedArray:
-    """Return a parameter with other scales than those of its codes, and with their zero points."""
+    """Return a parameter quantized again, with other scales and the same zero points."""
     codes = encode_array(jnp.asarray(w), scale, q.zero_point, plan.spec)
     result = QuantizedArray(
         codes, scale, q.zero_point, dtype=q.dtype, block_size=q.block_size, codebook=q.codebook,
@@ -462,7 +458,7 @@ def make_larger_twin(
         part: the scale that is trained, or None.
         rule: the estimator of that scale.
         codes: the parameter as codes, with the scale that it has otherwise.
-        scale: the larger scales; the others are those of `codes`. They have no gradient.
+        scale: the larger scales; the others are in `codes`. They have no gradient.
     """
     zero_point = None if codes.zero_point is None else codes.zero_point.astype(jnp.float32)
     if part is None:

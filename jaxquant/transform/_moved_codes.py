@@ -50,7 +50,7 @@ def can_concatenate(arrays: Sequence[QuantizedArray]) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MovedCodes(moves.Elements):
-    """A quantized array whose codes, scale and zero point are moved."""
+    """A quantized array and the moves of its codes, scale and zero point."""
 
     array: QuantizedArray
 
@@ -156,7 +156,7 @@ def _spread(q: QuantizedArray, part: Any, shape: tuple[int, ...]) -> Any:
     if part is None:
         return None
     for axes in _find_merged(q.shape, shape):
-        # An entry for all indices of a slower dimension is repeated for those of a faster one.
+        # An entry for all indices of a slower dimension is repeated for all indices of a faster one.
         varying = [axis for axis in axes if part.shape[axis] > 1]
         for axis in axes[: axes.index(varying[-1])] if varying else ():
             part = _expand(q, part, axis)

@@ -89,7 +89,7 @@ def look_up(equation: Equation, table: QuantizedArray, indices: jax.Array) -> ja
     numbers, mode, value = (equation.params[name] for name in ("dimension_numbers", "mode", "fill_value"))
     axis = analysis.match_lookup(equation)
     assert axis is not None
-    # The last dimension holds an index for each of these axes; those of the other axes select all of them.
+    # The last dimension holds an index for each of these axes; indices of the other axes select all entries.
     indices = lax.index_in_dim(indices, numbers.start_index_map.index(axis), indices.ndim - 1, keepdims=False)
     entries = take(table, indices, axis, mode="clip")
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
@@ -102,7 +102,7 @@ def look_up(equation: Equation, table: QuantizedArray, indices: jax.Array) -> ja
 
 
 def _arrange_entries(entries: jax.Array, numbers: Any, axis: int, count: int) -> jax.Array:
-    """Return the result of `take`, whose indices have `count` dimensions, in the layout of a gather."""
+    """Return the result of `take` with `count` dimensions of indices, in the layout of a gather."""
     if not numbers.collapsed_slice_dims:
         entries = lax.expand_dims(entries, (axis + count,))
     batch = iter(range(axis, axis + count))

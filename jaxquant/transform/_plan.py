@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._arrays.spec import QuantSpec
-from .._core import checks
+from .._core import checks, dtypes
 from .._core.dtypes import CONTRACTED as INTEGER_DTYPES
 from .._core.granularity import Blocked, PerAxis, PerTensor
 from .._program import jaxpr, views
@@ -46,7 +46,7 @@ class SitePlan(NamedTuple):
         activations: how its activations are quantized; empty if they stay in floats.
         record: the name of its static range.
         layers: the addresses of the scans of which each iteration has a static range of its own.
-        reason: why it stays in floats, or why its weight is not that of its rule, or "".
+        reason: why it stays in floats, or why its weight is quantized otherwise than its rule says, or "".
         is_wanted: whether a rule asked for codes.
         output: how its result is quantized, if a rule asks for it and nothing that follows it prevents it.
     """
@@ -152,7 +152,7 @@ def _plan_leaves(
     uses: dict[int, list[Site]] = {}
     contracted: dict[int, set[int]] = {}
     orders: dict[int, list[tuple[int, ...]]] = {}
-    # Of equal Weights that of a contraction comes first.
+    # Of equal Weights, the one of a contraction comes first.
     for site in sorted(sites, key=lambda site: site.operation == "take"):
         rule = chosen[site.name]
         assert rule is not None
@@ -208,11 +208,17 @@ def _takes_weight(site: Site, rule: Rule, weight: Weight) -> bool:
     """Return whether a use can take a Weight that the rule of another use names."""
     if weight == rule.weight or site.operation == "take":
         return True
-    is_integer = rule.activation is not None
-    if is_integer and not _has_integers(QuantSpec(weight.dtype)):
+    if rule.activation is not None and not _can_contract(rule.activation, QuantSpec(weight.dtype), site):
         return False
     # Convolutions have no form for blocks; a result in codes has one scale.
     return weight.block is None or (site.operation in PRODUCTS and rule.output is None)
+
+
+def _can_contract(activation: Activation, weight: QuantSpec, site: Site) -> bool:
+    """Return whether a contraction of codes takes activations and weights of these dtypes."""
+    if QuantSpec(activation.dtype).dtype in dtypes.SMALL_FLOATS:
+        return weight.dtype in dtypes.SMALL_FLOATS and site.operation == "dot_general"
+    return _has_integers(weight)
 
 
 def _count_scales(spec: QuantSpec, shape: Sequence[int]) -> int:
@@ -222,8 +228,9 @@ def _count_scales(spec: QuantSpec, shape: Sequence[int]) -> int:
         kept = granularity.axis if isinstance(granularity.axis, tuple) else (granularity.axis,)
         return math.prod(shape[axis] for axis in kept)
     if isinstance(granularity, Blocked):
-        axis, size = granularity.axis, granularity.size
-        return math.prod(-(-n // size) if place == axis else n for place, n in enumerate(shape))
+        axes, sizes = (v if isinstance(v, tuple) else (v,) for v in (granularity.axis, granularity.size))
+        blocks = dict(zip(axes, sizes, strict=True))
+        return math.prod(-(-n // blocks.get(place, 1)) for place, n in enumerate(shape))
     return 1
 
 
@@ -258,7 +265,7 @@ def _make_weight_spec(weight: Weight, contracted: set[int], shape: Sequence[int]
         # The longest axis that is summed has the most blocks.
         axis = max(sorted(contracted), key=lambda axis: shape[axis])
         return QuantSpec(weight.dtype, Blocked(axis, weight.block), **options)
-    # A scale for each element would save nothing, and one along no axis is that of the whole tensor.
+    # A scale for each element would save nothing, and one along no axis is one for the whole tensor.
     is_split = bool(kept) and bool(contracted)
     return QuantSpec(weight.dtype, PerAxis(kept) if is_split else PerTensor(), **options)
 
@@ -327,7 +334,7 @@ def can_contract_given(site: Site, rule: Rule | None, leaf: int, spec: QuantSpec
         return False
     if site.operation == "take":
         return True
-    if rule.activation is not None and not _has_integers(spec):
+    if rule.activation is not None and not _can_contract(rule.activation, spec, site):
         return False
     summed = {axis for view in site.views if view.leaf == leaf for axis in view.list_axes(site.contracted)}
     granularity = spec.granularity
@@ -383,7 +390,7 @@ def _make_activation_spec(site: Site, place: int, activation: Activation) -> Qua
     if activation.per == "image" and not is_image:
         kept = ()
     if activation.block is not None and summed:
-        expected = 'Activations without blocks for convolutions, such as those of a Rule(operation="dot_general", ...)'
+        expected = 'Activations without blocks for convolutions, such as in a Rule(operation="dot_general", ...)'
         is_product = site.operation != "conv_general_dilated"
         checks.require(is_product, _NAME, "rules", expected, f"block={activation.block} for {site.name}")
         # As for a weight, the longest axis that is summed has the blocks.

@@ -14,9 +14,9 @@ import numpy as np
 from .._core import checks, entry_point
 from .._program import jaxpr
 from .._program.replacing import Mode, ReplacingInterpreter
-from .._training.estimators import StraightThrough
-from ..calibration import Range, loop
-from ..calibration.calibrator import is_finite_state
+from .._training.estimators import PACT, StraightThrough
+from ..calibration import loop
+from ..calibration.calibrator import Range, is_finite_state
 from . import _coverage, _modes, _ranges
 from ._calls import Signature, TracedCall, TracedFunctions, check_leaves, check_names, is_quantized, trace_call
 from ._learned import LearnedScale, LearnedScales, ScaleEstimator, make_scales, read_part
@@ -34,7 +34,7 @@ _NONE_LEARNED = LearnedScales({}, {}, StraightThrough())
 # Compared by identity, and so hashable in spite of its dicts: it can be a static argument of `jax.jit`.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prepared:
-    """A function whose contractions are planned to run on codes; made by `prepare`.
+    """A function with a plan to run its contractions on codes; made by `prepare`.
 
     All methods take the function's own arguments: the parameters, for which `apply` takes a `QuantizedTree` and
     `fake_apply` a `TrainableTree`, then whatever else the function takes. They interpret its program in each call, so
@@ -83,7 +83,7 @@ class Prepared:
             **kwargs: its keyword arguments.
 
         Raises:
-            ValueError: the parameters have other paths than those of `prepare`.
+            ValueError: the parameters have other paths than in `prepare`.
         """
         call = self._trace("check", params.params if isinstance(params, QuantizedTree) else params, args, kwargs)
         return _coverage.make_coverage(call.analysis, call.plan, self.names)
@@ -190,7 +190,7 @@ class Prepared:
         """Return the parameters, with a `QuantizedArray` for each weight that the rules quantize, and the ranges.
 
         A bias that becomes int32, as in integer-only networks, must fit together with the products that it is added to.
-        Where it does not, as in a feature whose weights are tiny, the scale of that feature's weights is enlarged until
+        Where it does not, as in a feature with tiny weights, the scale of that feature's weights is enlarged until
         it does. On a CPU, weights of many shapes share a few compiled programs.
 
         Args:
@@ -209,7 +209,7 @@ class Prepared:
         Raises:
             TypeError: delete is not True or False, or ranges are none.
             ValueError: the rules have static activations, and a range is missing; there are ranges, and no activation
-                is static; the parameters have other paths or shapes than those of `prepare`, or are quantized already;
+                is static; the parameters have other paths or shapes than in `prepare`, or are quantized already;
                 delete is True inside of `jax.jit`; or a bias has more steps than int32 can hold, and its weights have
                 no scale that could be enlarged.
         """
@@ -269,9 +269,8 @@ class Prepared:
 
         Returns:
             A pytree, for `fake_apply`, `convert` and an optimizer. Fixed ranges are not among its leaves, so no
-            optimizer moves them, and a traced function cannot return them: call `trainable` outside `jax.jit`, or use
-            its result in the same traced function. Learned scales are float32; weight decay on them would shrink the
-            ranges.
+            optimizer moves them. Inside a traced function that computes the ranges they are leaves with the gradient
+            0. Learned scales are float32. Weight decay on either would shrink the ranges.
 
         Raises:
             TypeError: estimator is not one of these rules, or ranges are none.
@@ -302,7 +301,7 @@ class Prepared:
         Raises:
             TypeError: q is no `QuantizedTree`; or the result is differentiated, and activations are quantized.
             ValueError: the parameters were not converted or have other paths; a range is missing; or the rules quantize
-                a weight in another way at these arguments than at those of `prepare`.
+                a weight in another way at these arguments than at the arguments of `prepare`.
         """
         q = read_quantized("Prepared.apply", q)
         records = self._read_records("apply", "q.ranges", q.ranges)
@@ -317,8 +316,8 @@ class Prepared:
     def fake_apply(self, t: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Return the result of `apply` on the converted parameters, bit for bit, with a gradient for training.
 
-        The gradient is that of the contractions of floats which the codes stand for; roundings have the gradient of
-        `jq.StraightThrough()`, or that of the estimator of trained scales.
+        Contractions have the gradient of the same contractions of floats; roundings have the gradient of
+        `jq.StraightThrough()`, or of the estimator of trained scales.
 
         Args:
             t: a `TrainableTree`; or the parameters alone, in floats, if no activation has a static range.
@@ -430,9 +429,9 @@ class Prepared:
         checks.require_type(holds, function, argument, expected, _describe_tree(scales))
         if not isinstance(scales, LearnedScales):
             return self._read_records(method, argument, scales), _NONE_LEARNED
-        # PACT trains no scales of weights.
         names = {self.names[place] for place in self._list_floats()}
-        differing = sorted(names ^ set(scales.weights)) if scales.weights else []
+        # PACT trains no scales of weights.
+        differing = sorted((set() if isinstance(scales.estimator, PACT) else names) ^ set(scales.weights))
         expected = "scales of the weights of this prepared function"
         checks.require(not differing, function, argument, expected, f"others at {', '.join(differing[:4])}")
         return self._read_records(method, argument, scales.activations), scales
@@ -466,7 +465,7 @@ class Prepared:
 
     def _read_ranges(self, method: str, ranges: Any) -> Mapping[str, Any]:
         """Return the ranges that the user passes: none if no activation is static."""
-        got = f"those of {', '.join(map(str, list(ranges)[:4]))}" if isinstance(ranges, Mapping) else str(type(ranges))
+        got = f"ranges of {', '.join(map(str, list(ranges)[:4]))}" if isinstance(ranges, Mapping) else str(type(ranges))
         expected = "None, because no activation has a static range"
         checks.require(bool(self.static_ranges) or not ranges, f"Prepared.{method}", "ranges", expected, got)
         records = self._read_records(method, "ranges", {} if ranges is None else ranges)
@@ -485,6 +484,12 @@ class Prepared:
         expected = f"a range for each of the {len(self.static_ranges)} static activations, as Prepared.calibrate "
         expected += "returns them"
         checks.require(not missing, function, argument, expected, f"none for {', '.join(missing[:4])}")
+        unknown = sorted(set(records) - set(self.static_ranges))
+        for name, entries in self.static_ranges.items():
+            places = records[name] if isinstance(records[name], Mapping) else ()
+            unknown += sorted(f"{name}/{place}" for place in set(places) - {entry.place for entry in entries})
+        expected = "ranges of this prepared function, in which no other activation is static"
+        checks.require(not unknown, function, argument, expected, f"others at {', '.join(unknown[:4])}")
         return {
             name: {entry.place: read_part(function, argument, name, records[name], entry) for entry in entries}
             for name, entries in self.static_ranges.items()

@@ -13,8 +13,7 @@ import numpy as np
 from .._core import checks
 from .._program.analysis import Analysis
 from .._program.views import Constant
-from ..calibration import Calibrator
-from ..calibration.calibrator import describe_factory
+from ..calibration.calibrator import Calibrator, describe_factory
 from ._plan import OperandPlan, ProgramPlan
 from ._regions.rounding_points import OUTPUT, RoundingPoint
 
@@ -38,7 +37,7 @@ class StaticRange(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The key of this activation among those of its contraction."""
+        """The key of this activation: its place among the operands of its contraction."""
         return str(self.operand.place)
 
     @property

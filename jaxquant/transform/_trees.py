@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
-from typing import Any
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,8 @@ from jax import export
 from .._arrays import parts
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks
-from ..calibration import Range
-from ._learned import LearnedScale, LearnedScales
+from ..calibration.calibrator import Range
+from ._learned import LearnedScale, LearnedScales, ScaleEstimator
 
 Ranges = Mapping[str, Mapping[str, Range | LearnedScale]]
 
@@ -57,7 +58,7 @@ class QuantizedTree:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all arrays, those of codes of less than 8 bits as they are stored in files."""
+        """The bytes of all arrays; codes of less than 8 bits count as they are stored in files."""
         leaves = [leaf for leaf in jax.tree.leaves(self) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
         return sum(parts.count_stored_bytes(leaf) for leaf in leaves)
 
@@ -75,12 +76,15 @@ class QuantizedTree:
         return f"QuantizedTree({text}, nbytes={self.nbytes})"
 
 
-@jax.tree_util.register_static
+@jax.tree_util.register_pytree_node_class
 class FixedRanges(Mapping[str, Mapping[str, Range]]):
     """Ranges that training must not change: a mapping that is a node of a pytree without leaves.
 
     The gradient of a fixed range is 0, but that alone does not keep it: weight decay would shrink it. Here no optimizer
     sees an array. Under `jax.jit` the ranges are constants, so other ranges compile another program.
+
+    Ranges that are traced are leaves, because the structure of a tree cannot hold tracers. So a traced function can
+    return a tree that it has made, in which the ranges are fixed then.
 
     Args:
         ranges: the ranges by the name of the contraction and the place of the operand.
@@ -90,16 +94,30 @@ class FixedRanges(Mapping[str, Mapping[str, Range]]):
         self._ranges = {
             name: {place: Range(*map(_fix, pair)) for place, pair in places.items()} for name, places in ranges.items()
         }
-        ends = [(name, place, end) for name, places in self._ranges.items() for place, r in places.items() for end in r]
-        # Traced ranges, of a tree that is made and used inside of one traced function, have no values to compare.
-        is_known = all(isinstance(end, np.ndarray) for _, _, end in ends)
-        self._key = (
-            tuple((name, place, end.shape, end.tobytes()) for name, place, end in ends) if is_known else id(self)
-        )
+        self._ends = [end for places in self._ranges.values() for pair in places.values() for end in pair]
+        self._is_known = all(isinstance(end, np.ndarray) for end in self._ends)
+        names = tuple((name, place) for name, places in self._ranges.items() for place in places)
+        ends = tuple((end.shape, end.tobytes()) for end in self._ends) if self._is_known else id(self)
+        self._key = names, ends
+
+    def tree_flatten(self) -> tuple[Sequence[Any], Any]:
+        """Return no leaves and the ranges; if they are traced, the ranges and their names."""
+        return ((), self) if self._is_known else (self._ends, self._key[0])
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, ends: Sequence[Any]) -> FixedRanges:
+        """Return the ranges with other ends, if they are leaves."""
+        if isinstance(static, FixedRanges):
+            return static
+        ranges: dict[str, dict[str, Range]] = {}
+        for (name, place), *pair in zip(static, ends[::2], ends[1::2], strict=True):
+            ranges.setdefault(name, {})[place] = Range(*pair)
+        return cls(ranges)
 
     def __getitem__(self, name: str) -> Mapping[str, Range]:
-        """Return the ranges of a contraction, by the place of the operand."""
-        return {place: Range(*map(jnp.asarray, pair)) for place, pair in self._ranges[name].items()}
+        """Return the ranges of a contraction, by the place of the operand, without a gradient."""
+        convert = jnp.asarray if self._is_known else jax.lax.stop_gradient
+        return {place: Range(*map(convert, pair)) for place, pair in self._ranges[name].items()}
 
     def __iter__(self) -> Iterator[str]:
         """Return an iterator over the names."""
@@ -123,7 +141,9 @@ class FixedRanges(Mapping[str, Mapping[str, Range]]):
 
 
 def _fix(end: Any) -> Any:
-    return end if checks.is_traced(end) else np.asarray(end)
+    # JAX also builds trees of objects that are no arrays.
+    is_known = isinstance(end, jax.Array | np.ndarray | np.generic | float) and not checks.is_traced(end)
+    return np.asarray(end) if is_known else end
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["params", "scales"], meta_fields=[])
@@ -173,12 +193,40 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-# These let `jax.export` save a program that takes converted parameters.
-def _register(kind: type, name: str) -> None:
+# These let `jax.export` save a program that takes one of these trees.
+def _register(kind: type, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
     export.register_pytree_node_serialization(
-        kind, serialized_name=f"jaxquant.{name}", serialize_auxdata=lambda _: b"", deserialize_auxdata=lambda _: ()
-    )
+        kind, serialized_name=f"jaxquant.{kind.__name__}",
+        serialize_auxdata=lambda static: json.dumps(encode(static)).encode(),
+        deserialize_auxdata=lambda text: decode(json.loads(text)),
+    )  # fmt: skip
 
 
-_register(QuantizedTree, "QuantizedTree")
+def _encode_ranges(static: FixedRanges | Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Return the static part of fixed ranges as JSON: their names, and the bytes of ranges that are known."""
+    if not isinstance(static, FixedRanges):
+        return {"names": static}
+    ends = [[str(end.dtype), end.shape, end.tobytes().hex()] for end in static._ends]
+    return {"names": static._key[0], "ends": ends}
+
+
+def _decode_ranges(static: dict[str, Any]) -> Any:
+    names = tuple(map(tuple, static["names"]))
+    if "ends" not in static:
+        return names
+    ends = [
+        np.frombuffer(bytes.fromhex(text), jnp.dtype(dtype)).reshape(shape) for dtype, shape, text in static["ends"]
+    ]
+    return FixedRanges.tree_unflatten(names, ends)
+
+
+_register(QuantizedTree, lambda _: None, lambda _: ())
+_register(TrainableTree, lambda _: None, lambda _: ())
+_register(FixedRanges, _encode_ranges, _decode_ranges)
+_ESTIMATORS = {kind.__name__: kind for kind in get_args(ScaleEstimator)}
+_register(
+    LearnedScales,
+    lambda static: [type(static[0]).__name__, dataclasses.asdict(static[0])],
+    lambda saved: (_ESTIMATORS[saved[0]](**saved[1]),),
+)
 export.register_namedtuple_serialization(LearnedScale, serialized_name="jaxquant.LearnedScale")

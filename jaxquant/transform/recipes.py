@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from .._arrays.scale_rules import ScaleRule
+from .._arrays.spec import QuantSpec
 from .._training.range_sources import Static
 from ..calibration import minmax
 from ..calibration.calibrator import Factory
 from .rules import Activation, Rule, Weight
 
-__all__ = ["onednn", "onnx_runtime", "w4a8", "w8a8_dynamic", "w8a8_static", "weight_only_int4", "weight_only_int8"]
+__all__ = [
+    "fp8_dynamic", "mxfp4", "mxfp8", "nvfp4", "onednn", "onnx_runtime", "w4a8", "w8a8_dynamic", "w8a8_static",
+    "weight_only_fp8", "weight_only_int4", "weight_only_int8",
+]  # fmt: skip
 
 
 def weight_only_int8() -> tuple[Rule, ...]:
@@ -33,6 +38,60 @@ def weight_only_int4(block: int = 32) -> tuple[Rule, ...]:
         Rule(operation="ragged_dot", weight=weight),
         Rule(weight=Weight("int8")),
     )
+
+
+def weight_only_fp8() -> tuple[Rule, ...]:
+    """Return rules for float8_e4m3fn weights, one scale for each output feature, with activations in floats.
+
+    float8 has 3 binary digits where int8 has 7, but a range of 18 binary orders of magnitude: choose it for weights
+    with outliers, and for runtimes that hold checkpoints in float8.
+    """
+    return (Rule(weight=Weight("float8_e4m3fn")),)
+
+
+def fp8_dynamic(*, per: str = "row") -> tuple[Rule, ...]:
+    """Return rules for products of float8_e4m3fn weights and activations, with a range that each call finds.
+
+    Weights have one scale for each output feature. Convolutions and lookups have float8 weights and float activations.
+
+    Args:
+        per: "row" for a scale for each token, or "tensor" for one for all.
+    """
+    weight = Weight("float8_e4m3fn")
+    return (
+        Rule(operation="dot_general", weight=weight, activation=Activation("float8_e4m3fn", per=per)),
+        Rule(weight=weight),
+    )
+
+
+def mxfp8(*, scale_rule: ScaleRule = "rceil") -> tuple[Rule, ...]:
+    """Return rules for MXFP8: weights and activations of float8_e4m3fn in blocks of 32 inputs.
+
+    The scale of a block is a power of two.
+
+    Convolutions and lookups, whose weights have no blocks, have float8 weights and float activations.
+
+    Args:
+        scale_rule: how the powers are chosen, as in `QuantSpec`. "floor" is that of the OCP specification.
+
+    Source: OCP Microscaling Formats (MX) Specification 1.0.
+    """
+    return _make_mx("float8_e4m3fn", {"scale_dtype": "float8_e8m0fnu", "scale_rule": scale_rule})
+
+
+def mxfp4(*, scale_rule: ScaleRule = "rceil", activations: str | None = None) -> tuple[Rule, ...]:
+    """Return rules for MXFP4 weights: float4_e2m1fn in blocks of 32 inputs, each with a power of two as its scale.
+
+    Convolutions and lookups, whose weights have no blocks, have float8_e4m3fn weights.
+
+    Args:
+        scale_rule: how the powers are chosen, as in `QuantSpec`. "floor" is that of the OCP specification.
+        activations: None for floats, "float8_e4m3fn" for MXFP8 or "float4_e2m1fn" for MXFP4 activations.
+
+    Source: OCP Microscaling Formats (MX) Specification 1.0.
+    """
+    options = {"scale_dtype": "float8_e8m0fnu", "scale_rule": scale_rule}
+    return _make_mx("float4_e2m1fn", options, activations)
 
 
 def w8a8_dynamic(*, reduce_range: bool = False) -> tuple[Rule, ...]:
@@ -130,6 +189,31 @@ def onnx_runtime(calibrator: Factory = minmax, *, reduce_range: bool = True) -> 
     return (
         Rule(operation="take", keep="float"),
         Rule(weight=_make_weight(reduce_range), activation=activation, output=activation),
+    )
+
+
+def nvfp4(*, scale_rule: ScaleRule = "modelopt") -> tuple[Rule, ...]:
+    """Return rules for NVFP4 weights: float4_e2m1fn in blocks of 16 inputs, with activations in floats.
+
+    The scale of a block is float8_e4m3fn, times one float32 for the whole weight. Convolutions and lookups, whose
+    weights have no blocks, have float8_e4m3fn weights.
+
+    Args:
+        scale_rule: in which order the scales are rounded, as in `QuantSpec`: "modelopt" or "compressed_tensors".
+    """
+    options = {"scale_spec": QuantSpec("float8_e4m3fn"), "scale_rule": scale_rule}
+    return (
+        Rule(operation="dot_general", weight=Weight("float4_e2m1fn", block=16, options=options)),
+        Rule(weight=Weight("float8_e4m3fn")),
+    )
+
+
+def _make_mx(dtype: str, options: dict[str, str], activations: str | None = "float8_e4m3fn") -> tuple[Rule, ...]:
+    """Return rules for products in blocks of 32 inputs, and for float8 weights of all other contractions."""
+    activation = None if activations is None else Activation(activations, block=32, options=options)
+    return (
+        Rule(operation="dot_general", weight=Weight(dtype, block=32, options=options), activation=activation),
+        Rule(weight=Weight("float8_e4m3fn")),
     )
 
 

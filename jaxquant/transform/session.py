@@ -52,7 +52,7 @@ class Session:
 
     Attributes:
         function: the name of the public function that errors name, such as "ptq.collect".
-        prepared: the prepared function, none of whose contractions returns codes.
+        prepared: the prepared function; all its contractions return floats.
         parameters: the parameters of the function, in floats.
     """
 
@@ -66,7 +66,7 @@ class Session:
 
         Raises:
             TypeError: prepared is no `Prepared`.
-            ValueError: rules have an `output`, or the parameters have other paths or shapes than those of `prepare`.
+            ValueError: rules have an `output`, or the parameters have other paths or shapes than in `prepare`.
         """
         check_prepared(function, prepared)
         self.function, self.prepared = function, prepared
@@ -111,7 +111,7 @@ class Session:
         Args:
             args: the positional arguments of the function, without the parameters.
             kwargs: its keyword arguments.
-            arrays: the arrays of the parameters, in floats: tracers inside of `jax.jit`. None for those of the session.
+            arrays: the arrays of the parameters, in floats: tracers inside of `jax.jit`. None takes the session's.
         """
         params = self.parameters.rebuild(self.parameters.arrays if arrays is None else arrays)
         with checks.name_errors(self.function):
@@ -131,23 +131,23 @@ class Session:
             visit: the function: of the contraction, its operands and the records, it returns the result and the updated
                 records.
             records: what it updates, by the name of the contraction, with the axes of the scans around it.
-            arrays: the parameters: arrays, or `Twin`s of floats and codes. None for those of the call.
+            arrays: the parameters: arrays, or `Twin`s of floats and codes. None for the parameters of the call.
         """
         mode = InspectMode(call.plan, wants, visit)
         return self.prepared._interpret(mode, call, call.parameters.arrays if arrays is None else arrays, records)[1]
 
 
 def check_prepared(function: str, prepared: Any) -> None:
-    """Raise unless a value is a prepared function whose contractions return floats.
+    """Raise unless a value is a prepared function and all its contractions return floats.
 
     A contraction that returns codes has the factors of a batch normalization in its weights, and a bias of integers.
     """
     checks.require_type(isinstance(prepared, Prepared), function, "prepared", "a Prepared", type(prepared).__name__)
     names = [prepared.names[place] for place in sorted(prepared.given)]
-    expected = "a function whose parameters were floats in prepare"
+    expected = "a function of parameters that were floats in prepare"
     checks.require(not names, function, "prepared", expected, f"codes at {', '.join(names[:4])}")
     names = [row.name for row in prepared.coverage.rows if row.output is not None]
-    expected = "rules without `output`, such as those of jq.recipes.w8a8_static()"
+    expected = "rules without `output`, such as jq.recipes.w8a8_static()"
     got = f"codes as the result of {', '.join(names[:4])}"
     checks.require(not names, function, "prepared", expected, got)
 

@@ -15,7 +15,7 @@ import pytest
 import jaxquant as jq
 
 from ..oracles import array_text, onnx_text
-from ..support import transforms
+from ..support import equality, transforms
 
 F32 = np.float32
 TERNARY = jq.Codebook("ternary and a half", (-1.0, 0.0, 0.5, 1.0))
@@ -114,6 +114,90 @@ def test_equal_books_are_one_static_value() -> None:
     assert jax.tree.structure(first) != jax.tree.structure(jq.quantize(x, jq.QuantSpec("uint2", symmetric=True)))
 
 
+# Levels in any order, some of them several times, with zeros of both signs.
+FP4 = tuple(value / 12 for value in (0, 0.0625, 8, 12, 4, 6, 2, 3, -0.0, -0.0625, -8, -12, -4, -6, -2, -3))
+
+
+def draw_book(rng: np.random.Generator, count: int) -> jq.Codebook:
+    levels = rng.integers(-40, 40, count) / rng.choice([1, 4])  # the midpoints are float32 numbers
+    levels[rng.integers(count)] = -0.0
+    levels[:2] = -7, 5  # two of them differ
+    return jq.Codebook("any order", tuple(rng.permutation(levels)))
+
+
+def first_code(values: np.ndarray, book: jq.Codebook) -> np.ndarray:
+    """The nearest level, of two equally near ones the lower one, and the first code that has it; NaN: the lowest."""
+    levels = np.asarray(book.levels)
+    distance = np.abs(np.nan_to_num(values.astype(np.float64), nan=-1e30)[:, None] - levels)
+    nearest = np.where(distance == distance.min(axis=1, keepdims=True), levels, np.inf).min(axis=1)
+    return np.argmax(levels == nearest[:, None], axis=1)  # -0.0 == 0.0
+
+
+@pytest.mark.parametrize("count", [4, 8, 16, 256])
+def test_levels_may_be_in_any_order(rng: np.random.Generator, count: int) -> None:
+    book = draw_book(rng, count)
+    codes = rng.integers(0, count, (3, 40))
+    scale = (rng.normal(size=(3, 1)) ** 2 + 0.1).astype(F32)
+    q = jq.QuantizedArray(jnp.asarray(codes).astype(book.carrier), scale, codebook=book)
+    values = np.asarray(book.levels, F32)[codes] * scale
+    equality.same_bits(q.dequantize(), values)  # with the sign of -0.0
+    equality.same_bits(jax.jit(lambda q: q[1:].T.dequantize())(q), values[1:].T)
+    middles = np.array([(a + b) / 2 for a, b in itertools.pairwise(sorted(set(book.levels)))])
+    x = np.concatenate([middles, book.levels, rng.uniform(-50, 50, 40), [0.0, -0.0, np.nan, np.inf, -np.inf]])
+    x = x.astype(F32)
+    x = np.concatenate([x, np.nextafter(x, F32(99)), np.nextafter(x, F32(-99))])
+    with np.errstate(invalid="ignore"):
+        expected = first_code(np.clip(x, -1e9, 1e9), book)
+    encode = jax.jit(book.encode)
+    assert encode(x).dtype == book.carrier
+    exact = np.float64(x)
+    is_tie = np.isin(exact, middles)
+    np.testing.assert_array_equal(np.asarray(encode(x)).astype(np.int64), expected)
+    assert is_tie.any()
+
+
+def test_a_quantized_array_of_unordered_levels(rng: np.random.Generator) -> None:
+    book = jq.Codebook("fp4", FP4)
+    x = rng.normal(size=(4, 40)).astype(F32)
+    q = jq.quantize(x, jq.QuantSpec(book, jq.Blocked(-1, 16)))
+    largest = np.abs(np.pad(x, ((0, 0), (0, 8)))).reshape(4, 3, 16).max(axis=-1)
+    np.testing.assert_array_equal(q.scale, largest)
+    levels = np.sort(np.asarray(FP4, F32))
+    wide = np.repeat(largest, 16, axis=1)[:, :40]
+    nearest = levels[np.argmin(np.abs((x / wide)[..., None] - levels), axis=-1)]
+    np.testing.assert_array_equal(q.dequantize(), nearest * wide)
+    assert float(jq.quantization_error(x, q).saturated) == 0
+    mse = jq.calibration.mse(jq.QuantSpec(book, jq.PerAxis(0)))
+    low, high = mse.finalize(mse.update(mse.init(x), x))
+    assert np.isfinite(np.asarray(low)).all()
+    assert (np.asarray(high) > 0).all()
+
+
+def test_the_sign_of_zero_tells_codebooks_apart() -> None:
+    """A comparison of floats would not, and jit would reuse the program of the other one."""
+    first, second = (jq.Codebook("zeros", (0.0, zero, 1.0, -1.0)) for zero in (-0.0, 0.0))
+    assert first != second
+    assert first == jq.Codebook("zeros", (0.0, -0.0, 1.0, -1.0))
+    assert first != "zeros"
+    codes = jnp.array([0, 1, 2, 3], jnp.uint2)
+    for book in (first, second):
+        q = jq.QuantizedArray(codes, jnp.ones(1), codebook=book)
+        decoded = jax.jit(lambda q: q.dequantize())(q)
+        np.testing.assert_array_equal(np.signbit(decoded), np.signbit(book.levels))
+        loaded = jq.checkpoint.from_arrays(jq.checkpoint.to_arrays({"w": q}))["w"]
+        assert loaded.codebook == book
+
+
+def test_of_eight_levels_three_bits_count() -> None:
+    book = jq.Codebook("eight", (3, -3, 1, -1, 2, -2, 0.5, 0))
+    codes = jnp.arange(16, dtype=jnp.int32).astype(jnp.uint4)
+    q = jq.QuantizedArray(codes, jnp.ones(1), codebook=book)
+    np.testing.assert_array_equal(q.dequantize(), np.tile(book.levels, 2))
+    assert book.carrier == jnp.uint4
+    assert (book.largest, book.ascending[0], book.is_ascending) == (3, -3, False)
+    assert float(jq.quantization_error(jnp.ones(16), q).used_codes) == 1
+
+
 ROWS: list[tuple[str, Any, type[Exception], str, str, str]] = [
     ("name", P(jq.Codebook, 3, (0, 1, 2, 3)), TypeError, "name", "a string", "3"),
     ("levels none", P(jq.Codebook, "a", None), TypeError, "levels", "a sequence of numbers", "None"),
@@ -124,9 +208,10 @@ ROWS: list[tuple[str, Any, type[Exception], str, str, str]] = [
     ("a bool", P(jq.Codebook, "a", (False, 1, 2, 3)), TypeError, "levels", "a static Python number", "False"),
     ("a nan", P(jq.Codebook, "a", (0, 1, 2, float("nan"))), ValueError, "levels", "a finite number", "nan"),
     ("too large", P(jq.Codebook, "a", (0, 1, 2, 1e39)), ValueError, "levels", "a finite number that", "1e\\+39"),
-    ("three", P(jq.Codebook, "a", (0, 1, 2)), ValueError, "levels", "4, 16 or 256 numbers", "3"),
-    ("descending", P(jq.Codebook, "a", (3, 2, 1, 0)), ValueError, "levels", "ascending numbers", "3, 2, 1, 0"),
-    ("equal in float32", P(jq.Codebook, "a", (0, 1, 1 + 1e-12, 2)), ValueError, "levels", "ascending numbers", "1.0"),
+    ("three", P(jq.Codebook, "a", (0, 1, 2)), ValueError, "levels", "4, 8, 16 or 256 numbers", "3"),
+    ("all equal", P(jq.Codebook, "a", (1, 1, 1, 1)), ValueError, "levels", "at least two different", "1, 1, 1, 1"),
+    ("zeros", P(jq.Codebook, "a", (0.0, -0.0, 0, 0)), ValueError, "levels", "at least two different", "-0.0"),
+    ("equal in float32", P(jq.Codebook, "a", (1, 1, 1 + 1e-12, 1)), ValueError, "levels", "two different", "1.0"),
 ]  # fmt: skip
 
 

@@ -147,5 +147,5 @@ def test_models_have_the_codes_as_bytes(rng: np.random.Generator, name: str, blo
     # ONNX has no integers of 3, 5 or 6 bits.
     assert {i.data_type for i in model.graph.initializer} >= {TensorProto.INT8 if name == "int5" else TensorProto.UINT8}
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    (y,) = session.run(None, {session.get_inputs()[0].name: x})
+    y: Any = session.run(None, {session.get_inputs()[0].name: x})[0]
     np.testing.assert_allclose(y, prepared.apply(q, x), rtol=1e-5, atol=1e-5)

@@ -105,17 +105,17 @@ class Recorder:
         self.keep(q, name, lambda a, b: jq.codes.relu(jq.codes.add(a, b, output=output)), [other[1]])
 
     def max_pool(self) -> None:
-        q = jq.codes.max_pool(self.q, (2, 2), (2, 2))
+        q = jq.codes.max_pool(self.q, window_shape=(2, 2), strides=(2, 2))
         attributes: dict[str, Any] = {"kernel_shape": [2, 2], "strides": [2, 2]}
         name = self.graph.apply("MaxPool", (self.tensor,), *self.find_affine(q), **attributes)
-        self.keep(q, name, lambda x: jq.codes.max_pool(x, (2, 2), (2, 2)))
+        self.keep(q, name, lambda x: jq.codes.max_pool(x, window_shape=(2, 2), strides=(2, 2)))
 
     def average_pool(self) -> None:
         output = self.choose_output(self.q.dequantize(), True)
-        q = jq.codes.average_pool(self.q, (2, 2), (2, 2), output=output)
+        q = jq.codes.average_pool(self.q, window_shape=(2, 2), strides=(2, 2), output=output)
         attributes: dict[str, Any] = {"kernel_shape": [2, 2], "strides": [2, 2]}
         name = self.graph.apply("AveragePool", (self.tensor,), *self.find_affine(q), **attributes)
-        self.keep(q, name, lambda x: jq.codes.average_pool(x, (2, 2), (2, 2), output=output))
+        self.keep(q, name, lambda x: jq.codes.average_pool(x, window_shape=(2, 2), strides=(2, 2), output=output))
 
     def concatenate(self, other: tuple[jq.QuantizedArray, Tensor]) -> None:
         output = self.choose_output(other[0].dequantize(), True)

@@ -69,7 +69,9 @@ def test_against_onnx_runtime(name: str, rng: np.random.Generator) -> None:
     same(jq.concatenate([a, a[:1]], output=y), ask("QLinearConcat", *ys, *parts(a), *parts(a[:1]), axis=0), y)
     like = jq.concatenate([image, image], axis=-1, output=image)
     same(like, np.concatenate([image.codes, image.codes], -1), image)
-    got = jq.codes.average_pool(image, (3, 2), (2, 1), ((1, 0), (0, 1)), count_include_pad=False, output=y)
+    got = jq.codes.average_pool(
+        image, window_shape=(3, 2), strides=(2, 1), padding=((1, 0), (0, 1)), count_include_pad=False, output=y
+    )
     attributes = {"kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 0, 0, 1]}
     same(got, ask("QLinearAveragePool", *parts(image), *ys, channels_last=1, **attributes), y)
     got = jq.codes.mean(image, (1, 2), output=y)
@@ -77,8 +79,16 @@ def test_against_onnx_runtime(name: str, rng: np.random.Generator) -> None:
     first = jq.codes.transpose(image, (0, 3, 1, 2))
     for padding, auto in (("SAME", "SAME_UPPER"), ("VALID", "VALID")):
         want = ask("MaxPool", np.asarray(first.codes), kernel_shape=[3, 2], strides=[2, 2], auto_pad=auto)
-        same(jq.codes.max_pool(first, (3, 2), (2, 2), padding, channels_last=False), want, image)
-        same(jq.codes.max_pool(image, (3, 2), (2, 2), padding), want.transpose(0, 2, 3, 1), image)
+        same(
+            jq.codes.max_pool(first, window_shape=(3, 2), strides=(2, 2), padding=padding, channels_last=False),
+            want,
+            image,
+        )
+        same(
+            jq.codes.max_pool(image, window_shape=(3, 2), strides=(2, 2), padding=padding),
+            want.transpose(0, 2, 3, 1),
+            image,
+        )
 
 
 @pytest.mark.slow
@@ -111,7 +121,9 @@ def chain(a: jq.QuantizedArray, b: jq.QuantizedArray, y: jq.Quantizer) -> jq.Qua
     """Return the result of all operations on two images (N, H, W, C)."""
     total = jq.codes.relu(jq.codes.add(a, jq.codes.multiply(a, b, output=a), output=y))
     pooled = jq.concatenate(
-        [jq.codes.max_pool(total, (2, 2)), jq.codes.average_pool(a, (2, 2), output=b)], axis=-1, output=y
+        [jq.codes.max_pool(total, window_shape=(2, 2)), jq.codes.average_pool(a, window_shape=(2, 2), output=b)],
+        axis=-1,
+        output=y,
     )
     flat = jq.codes.reshape(jq.codes.pad(pooled, ((0, 0), (0, 0), (1, 0), (0, 0))), (pooled.shape[0], -1))
     wide = jq.concatenate([jq.codes.mean(flat, 1, True, output=b), jq.codes.transpose(flat).T], axis=1, output=a)
@@ -161,7 +173,9 @@ def test_sharded(kind: AxisType, rng: np.random.Generator) -> None:
     def compute(a: jq.QuantizedArray, b: jq.QuantizedArray) -> jq.QuantizedArray:
         total = jq.codes.relu(jq.codes.add(a, b, output=y))
         pooled = jq.concatenate(
-            [jq.codes.max_pool(total, (2, 2)), jq.codes.average_pool(a, (2, 2), output=b)], 3, output=y
+            [jq.codes.max_pool(total, window_shape=(2, 2)), jq.codes.average_pool(a, window_shape=(2, 2), output=b)],
+            3,
+            output=y,
         )
         return jq.codes.mean(pooled, (1, 2), output=a)
 
@@ -181,8 +195,8 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "multiply": lambda q, y: jq.codes.multiply(q, q[::-1], output=y),
     "concatenate": lambda q, y: jq.concatenate([q, jq.codes.add(q, q, output=y)], -1, output=y),
     "mean": lambda q, y: jq.codes.mean(q, (1, 2), output=y),
-    "average_pool": lambda q, y: jq.codes.average_pool(q, (2, 2), output=y),
-    "max_pool": lambda q, _: jq.codes.max_pool(jq.codes.relu(q), (2, 2)),
+    "average_pool": lambda q, y: jq.codes.average_pool(q, window_shape=(2, 2), output=y),
+    "max_pool": lambda q, _: jq.codes.max_pool(jq.codes.relu(q), window_shape=(2, 2)),
 }
 
 
@@ -247,14 +261,21 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "mean": (lambda: jq.codes.mean(Q8, (0, -2), output=Y), "mean: axis: expected different axes"),
     "concatenate": (lambda: jq.concatenate([Q8, WIDE], output=Y), r"concatenate: arrays\[1\].scale: expected one"),
     "relu": (lambda: jq.codes.relu(jq.quantize(jnp.ones(3), jq.QuantSpec(jq.nf4))), "relu: q: expected codes of"),
-    "rank": (lambda: jq.codes.max_pool(Q8, (2,)), "max_pool: q: expected rank 3 or more"),
-    "window": (lambda: jq.codes.max_pool(IMAGE, (2,)), "max_pool: window_shape: expected 2 positive ints"),
-    "long": (lambda: jq.codes.max_pool(IMAGE, (2, 5)), "max_pool: window_shape: expected windows no longer than q"),
-    "strides": (lambda: jq.codes.max_pool(IMAGE, (2, 2), (0, 1)), "max_pool: strides: expected 2 positive ints"),
-    "padding": (
-        lambda: jq.codes.average_pool(IMAGE, (2, 2), None, "FULL", output=Y), "average_pool: padding: expected 'SAME'"
+    "rank": (lambda: jq.codes.max_pool(Q8, window_shape=(2,)), "max_pool: q: expected rank 3 or more"),
+    "window": (lambda: jq.codes.max_pool(IMAGE, window_shape=(2,)), "max_pool: window_shape: expected 2 positive ints"),
+    "long": (lambda: jq.codes.max_pool(IMAGE, window_shape=(2, 5)), "max_pool: window_shape: expected windows no long"),
+    "strides": (
+        lambda: jq.codes.max_pool(IMAGE, window_shape=(2, 2), strides=(0, 1)),
+        "max_pool: strides: expected 2 positive ints",
     ),
-    "pads": (lambda: jq.codes.max_pool(IMAGE, (2, 2), None, ((2, 0), (0, 0))), "max_pool: padding: expected .* pairs"),
+    "padding": (
+        lambda: jq.codes.average_pool(IMAGE, window_shape=(2, 2), padding="FULL", output=Y),
+        "average_pool: padding: expected 'SAME'",
+    ),
+    "pads": (
+        lambda: jq.codes.max_pool(IMAGE, window_shape=(2, 2), padding=((2, 0), (0, 0))),
+        "max_pool: padding: expected .* pairs",
+    ),
     "pad": (lambda: jq.codes.pad(WIDE, 1), "pad: q: expected one scale and one zero point along dimension 1"),
     "crop": (lambda: jq.codes.pad(Q8, -1), "pad: pad_width: expected an int, a pair, or 2 pairs"),
 }  # fmt: skip
@@ -272,7 +293,7 @@ def test_errors(name: str) -> None:
 def test_empty() -> None:
     q = jq.QuantizedArray(np.zeros((0, 4, 4, 2), np.uint8), np.ones((1, 1, 1, 1), F))
     assert jq.codes.add(q, q, output=Y).shape == q.shape
-    assert jq.codes.max_pool(q, (2, 2)).shape == (0, 3, 3, 2)
+    assert jq.codes.max_pool(q, window_shape=(2, 2)).shape == (0, 3, 3, 2)
     assert jq.concatenate([q, q], axis=0, output=Y).shape == q.shape
     assert jq.codes.pad(q, ((0, 1), (0, 0), (0, 0), (0, 0))).codes.tolist() == np.zeros((1, 4, 4, 2)).tolist()
     scalar = jq.QuantizedArray(np.uint8(3), F(0.5))

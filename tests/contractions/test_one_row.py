@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 
 import jaxquant as jq
-from jaxquant import PerAxis, PerTensor, QuantizedArray, QuantSpec
+from jaxquant import Blocked, PerAxis, PerTensor, QuantizedArray, QuantSpec
 from jaxquant._kernels import float_rows
 
 from ..support.hlo import Program
@@ -165,3 +165,88 @@ def test_a_product_of_one_term_is_rounded(columns: int, rng: np.random.Generator
     b = rng.normal(size=(1, columns)).astype(np.float32)
     got = jax.jit(lambda q, b: jq.matmul(jnp.ones((1, 1)), q) + b)(q, b)
     np.testing.assert_array_equal(got, np.asarray(q.dequantize()) + b)
+
+
+# Blocks along the contracted dimension, which is last in memory.
+
+
+BLOCKS = {
+    "int4": QuantSpec("int4", Blocked(0, 32)),
+    "uint4, zero points": QuantSpec("uint4", Blocked(0, 32), symmetric=False),
+    "nf4": QuantSpec(jq.nf4, Blocked(0, 64)),
+    "int4, blocks of 8": QuantSpec("int4", Blocked(0, 8)),
+    "int4, blocks of 128": QuantSpec("int4", Blocked(0, 128)),
+    "int8": QuantSpec("int8", Blocked(0, 32)),
+    "uint8, zero points": QuantSpec("uint8", Blocked(0, 16), symmetric=False),
+}
+
+
+@on_cpu
+@pytest.mark.parametrize(("depth", "columns"), [(512, 130), (640, 96)])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_stored_last(name: str, depth: int, columns: int, rng: np.random.Generator) -> None:
+    """Within 2e-6 of the sum of magnitudes, from either side; what is not finite as in floats; gradients."""
+    q = jq.quantize(rng.normal(size=(depth, columns)).astype(np.float32), BLOCKS[name], stored_last=0)
+    real = np.asarray(q.dequantize(), np.float64)
+    x = rng.normal(size=(3, depth)).astype(np.float32)
+    limit = 2e-6 * (np.abs(x.astype(np.float64)) @ np.abs(real))
+    want = x.astype(np.float64) @ real
+
+    def contract(row: Any, q: QuantizedArray) -> jax.Array:
+        return jq.matmul(row[None], q)[0]
+
+    def contract_turned(row: Any, q: QuantizedArray) -> jax.Array:
+        return jq.matmul(q.T, row[:, None])[:, 0]
+
+    for function in (contract, contract_turned, lambda row, q: jq.einsum("k,kn->n", row, q)):
+        assert np.all(np.abs(jax.jit(function)(x[0], q) - want[0]) <= limit[0])
+    assert np.all(np.abs(jax.vmap(contract, (0, None))(x, q) - want) <= limit)
+    for special in (np.inf, -np.inf, np.nan, 1e-44):
+        row = x[0].copy()
+        row[3] = special
+        if special == 1e-44:
+            assert np.all(np.abs(contract(row, q) - (want[0] - np.float64(x[0, 3]) * real[3])) <= limit[0])
+            continue
+        with np.errstate(invalid="ignore"):
+            np.testing.assert_array_equal(contract(row, q), np.float32(special) * real[3].astype(np.float32))
+    by_x, by_scale = jax.grad(lambda row, scale: contract(row, q.replace(scale=scale)).sum(), (0, 1))(x[0], q.scale)
+    np.testing.assert_allclose(by_x, real.sum(1), rtol=1e-4, atol=1e-4 * np.abs(real).sum(1).max())
+    steps = np.asarray(q.replace(scale=jnp.ones_like(q.scale)).dequantize(), np.float64) * x[0][:, None]
+    want_scale = steps.reshape(q.scale.shape[0], -1, columns).sum(1)
+    np.testing.assert_allclose(by_scale, want_scale, rtol=1e-4, atol=1e-3)
+
+
+@on_cpu
+@pytest.mark.parametrize("scale", [0.0, -0.5, 1e-30, 1e-42, 1e30])
+@pytest.mark.parametrize("stored_last", [None, 0])
+def test_unusual_scales_of_blocks(stored_last: int | None, scale: float, rng: np.random.Generator) -> None:
+    """One block has a scale that is 0, negative, subnormal, or far from 1."""
+    codes = jnp.asarray(rng.integers(-7, 8, (256, 256)), "int4")
+    scales = rng.uniform(0.5, 1, (8, 256)).astype(np.float32)
+    scales[3] = scale
+    q = QuantizedArray(codes, scales, stored_order=(-1, -2) if stored_last == 0 else None, signed_scale=True)
+    x = rng.normal(size=(1, 256)).astype(np.float32)
+    real = np.asarray(codes).astype(np.float64) * np.repeat(scales.astype(np.float64), 32, 0)
+    limit = 2e-6 * (np.abs(x.astype(np.float64)) @ np.abs(real))
+    assert np.all(np.abs(np.asarray(jax.jit(jq.matmul)(x, q)) - x.astype(np.float64) @ real) <= limit)
+
+
+@on_cpu
+@pytest.mark.skipif(not float_rows.IS_VECTORIZED, reason="the form is off")
+@pytest.mark.parametrize("stored_last", [None, 0])
+@pytest.mark.parametrize("name", ["int4", "uint4, zero points", "int8"])
+def test_memory_of_blocks(name: str, stored_last: int | None) -> None:
+    """No array of the size of the weights is made, in any branch, neither for one product nor for several."""
+    w = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
+    q = jax.eval_shape(lambda w: jq.quantize(w, BLOCKS[name], stored_last=stored_last), w)
+
+    def contract(x: jax.Array, weights: list[QuantizedArray]) -> jax.Array:
+        for q in weights:
+            x = jnp.tanh(jq.matmul(x, q))
+        return x
+
+    program = Program(contract, jax.ShapeDtypeStruct((1, 2048), jnp.float32), [q] * 8)
+    # The weights of one product take 4 * w.size bytes as float32, its scales in blocks of 32 an eighth of w.size. XLA
+    # transposes the scales of all products first.
+    assert program.memory.temp_size_in_bytes < 2 * w.size
+    assert program.widest() <= w.size // 2

@@ -60,7 +60,7 @@ def make_integer_cnn(rng: np.random.Generator) -> tuple[Function, jax.Array]:
     def function(x: jax.Array) -> jax.Array:
         first = convolve(jq.quantize(x, UINT8, range=(-2.0, 2.0)), kernels[0])
         total = jq.codes.add(first, convolve(first, kernels[1]), output=output)
-        return jq.codes.average_pool(total, (2, 2), (2, 2), output=pooled).codes
+        return jq.codes.average_pool(total, window_shape=(2, 2), strides=(2, 2), output=pooled).codes
 
     return function, jnp.asarray(rng.normal(0, 1, (8, 16, 16, 3)), jnp.float32)
 

@@ -34,8 +34,10 @@ def make_network(rng: np.random.Generator):
         q = jq.conv_general_dilated(
             skip, kernels[1], (1, 1), "SAME", dimension_numbers=NUMBERS, bias=biases[1], output=out
         )
-        q = jq.codes.max_pool(jq.codes.add(q, skip, output=out), (2, 2), (2, 2))
-        return jq.codes.mean(jq.codes.average_pool(q, (2, 2), (2, 2), output=pooled), (1, 2), output=pooled).codes
+        q = jq.codes.max_pool(jq.codes.add(q, skip, output=out), window_shape=(2, 2), strides=(2, 2))
+        return jq.codes.mean(
+            jq.codes.average_pool(q, window_shape=(2, 2), strides=(2, 2), output=pooled), (1, 2), output=pooled
+        ).codes
 
     return apply, jnp.asarray(rng.normal(0, 1, (3, 8, 8, 3)), jnp.float32)
 

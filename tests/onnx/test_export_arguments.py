@@ -107,7 +107,7 @@ def test_wrong_numbers_of_arguments_are_named() -> None:
         (lambda: export(3, [x]), "export: function: expected a function, got 3"),
         (
             lambda: jax.jit(lambda q: export(prepared, q, [x]))(q),
-            "export: q: expected arrays whose values are known.* got traced arrays",
+            "export: q: expected arrays with known values.* got traced arrays",
         ),
         (lambda: verify(model, prepared, [x]), "verify: arguments: expected model, prepared, q, batches"),
         (lambda: verify(model, prepared, q, x), "verify: batches: expected a list or a tuple"),

@@ -35,8 +35,8 @@ def test_codes_without_a_zero_point(rng: np.random.Generator) -> None:
         return [
             jq.codes.add(q, q, output=out).codes,
             jq.codes.multiply(q, q, output=out).codes,
-            jq.codes.average_pool(q, (2, 2), output=out).codes,
-            jq.codes.max_pool(q, (2, 2)).codes,
+            jq.codes.average_pool(q, window_shape=(2, 2), output=out).codes,
+            jq.codes.max_pool(q, window_shape=(2, 2)).codes,
             jq.codes.mean(q, (1, 2), output=out).codes,
             jq.ops.qlinear_softmax(q.codes, q.scale.reshape(()), None, np.float32(1 / 256), None, axis=-1),
         ]

@@ -272,6 +272,10 @@ def test_stochastic_rounding_depends_on_seed_and_step() -> None:
             "spec: expected a codebook with the level 0, got a",
         ),
         (
+            (optax.sgd(1.0), jq.Codebook("a", (1.0, 0.0, 3.0, 4.0))), {}, ValueError,
+            "spec: expected a codebook with ascending levels, got a",
+        ),
+        (
             (optax.sgd(1.0),), {"second_spec": jq.QuantSpec(jq.nf4, power_of_two=True)}, ValueError,
             "second_spec: expected power_of_two=False",
         ),

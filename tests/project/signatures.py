@@ -53,7 +53,7 @@ def list_public() -> dict[str, object]:
 
 
 def is_function(value: object) -> bool:
-    """Return whether a value is a function, or one in a wrapper such as that of `functools.cache`."""
+    """Return whether a value is a function, or one in a wrapper such as `functools.cache`."""
     return inspect.isfunction(value) or (not inspect.isclass(value) and hasattr(value, "__wrapped__"))
 
 

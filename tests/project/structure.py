@@ -195,7 +195,7 @@ def find_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def list_private_imports(imports: Iterable[Import]) -> list[Import]:
-    """Return the imports of underscore modules of another package, other than those of the packages in SHARED.
+    """Return the imports of underscore modules of another package, other than the packages in SHARED.
 
     `p._m` and all below it is private to the package p: modules of p and of packages inside p may import it. The
     packages `jaxquant._x` are private to jaxquant, so that every module may import their modules, in the order that
@@ -287,7 +287,7 @@ class Walk:
 
     Attributes:
         frames: the functions' qualified names, the public one first.
-        deepest: the number of frames on the longest way to the same primitive, such as that of another backend.
+        deepest: the number of frames on the longest way to the same primitive, such as the form of another backend.
         repeated: the names that two different functions of the way share, Python's own such as `__call__` excepted.
     """
 

@@ -60,7 +60,7 @@ def list_anchors(text: str) -> set[str]:
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
 
-# Their names are also those of another module, under which they are documented.
+# Another module has the same names, under which they are documented.
 DOCUMENTED_ELSEWHERE = {"jaxquant.transform": jq, "jaxquant.calibration": jq, "jaxquant.ops": jq}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 

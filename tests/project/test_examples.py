@@ -29,7 +29,7 @@ OUTPUTS = {
     "onnx_export": "All codes are equal",
     "minilm": "Each mean cosine meets its target.",
     "minilm_4bit": "minilm_4bit.html has the errors of each contraction",
-    "onnx_runtime": "Numbers that differ from those of ONNX Runtime",
+    "onnx_runtime": "Numbers that differ from ONNX Runtime's",
 }
 
 

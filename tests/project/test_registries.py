@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 OPERATORS = [name for name in jq.ops.__all__ if name != "DynamicQuantizeLinearOutput"]
 # oneDNN itself is the oracle of the first, in tests/onednn; the second returns floats, which agree up to rounding.
 WITHOUT_EXACTNESS = {"dynamic_dequantize", "matmul_nbits"}
-# Marks whose names are those of a table, in `jaxquant/onnx/load/float_kernels.py`.
+# Marks with their names in a table, in `jaxquant/onnx/load/float_kernels.py`.
 LOOPED_MARKS = {"tanh", "logistic"}
 # Folders from which a path in the text may begin, besides the root.
 STARTS = ("", "jaxquant", "tests", "docs")
@@ -41,12 +41,13 @@ def test_every_mark_has_a_writer() -> None:
 
 
 def test_every_recipe_is_applied_to_the_shared_programs() -> None:
-    assert set(jq.recipes.__all__) <= set(prepared.RECIPES)
+    # Weights of nvfp4 cannot be trained, which the shared programs are: tests/arrays/test_nested_scales.py has its own.
+    assert set(jq.recipes.__all__) - {"nvfp4"} <= set(prepared.RECIPES)
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "tests/README.md"])
 def test_named_files_exist(page: str) -> None:
-    """A path in backticks exists; NAME stands for that of something new."""
+    """A path in backticks exists; NAME stands for a new name."""
     text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
     paths = re.findall(r"`((?:[\w.-]+/)+[\w.-]*|[\w-]+\.(?:py|md|toml|yml|txt))`", text)
     missing = [path for path in paths if not any((ROOT / start / path).exists() for start in STARTS)]

@@ -22,17 +22,14 @@ DESCRIBED = [name for name in PUBLIC if name not in ("save_codes", "onnx.probe_s
 
 # oneDNN Graph's operations have no description that a program can read.
 ONEDNN_INPUTS = ("src", "scales", "zps")
-# JAX's own word for the first array of a function of one array is `a`, `x`, `operand` or `array`, and that of two is
+# JAX's own word for the first array of a function of one array is `a`, `x`, `operand` or `array`, and for two arrays
 # `a, b` or `x, y`. Where it is a QuantizedArray, it is `q`.
 ARRAYS = ("a", "b", "x", "y", "q", "lhs", "rhs", "operand", "operands", "array", "arrays", "args")
 # Static, and positional for other reasons: a spec is the second argument wherever an array is quantized, and JAX's
 # collectives have the name of the axis there.
 POSITIONAL = ("spec", "second_spec", "axis_name")
 # Functions with static arguments that are positional, because another library's function has them there.
-POSITIONAL_IN = (
-    *("codes.max_pool", "codes.average_pool"),  # flax.linen.max_pool and avg_pool
-    *("checkpoint.unpack", "distributed.find_shardings"),  # numpy.zeros and the like; jax.sharding's order
-)
+POSITIONAL_IN = ("checkpoint.unpack", "distributed.find_shardings")  # numpy.zeros and the like; jax.sharding's order
 # An annotation of a parameter that takes arrays, or what holds arrays.
 ARRAY = re.compile(r"\b(Array|ArrayLike|QuantizedArray|Quantizer|Operand|Output|KVCache|Tree)\b")
 LIMIT = 5
@@ -135,7 +132,7 @@ def test_operators_have_the_inputs_of_their_standard(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_have_the_attributes_of_their_standard(name: str) -> None:
-    """The attributes are keyword-only: those of ONNX all, and those that ONNX Runtime requires."""
+    """The attributes are keyword-only: all of ONNX's, and the ones that ONNX Runtime requires."""
     names = {parameter.name for parameter in list_parameters(PUBLIC[name], positional=False)}
     assert set(OPERATORS[name].attributes) <= names
 

@@ -12,7 +12,7 @@ import pytest
 
 import jaxquant as jq
 from jaxquant import ptq
-from jaxquant.ptq.allocate import solve_plan
+from jaxquant.ptq.bit_plan import solve_plan
 
 pytest.importorskip("scipy")
 F32 = np.float32

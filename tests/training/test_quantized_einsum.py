@@ -177,7 +177,7 @@ REFUSALS: list[tuple[Any, tuple[Any, ...], dict[str, Any], type[Exception], str]
     ("ij,jk", (X, W), {"specs": (QuantSpec(jnp.int8, PerAxis(1)), I8)}, ValueError, "lhs: expected one scale along"),
     ("ij,jk", (X, W), {"specs": (QuantSpec(jnp.int16), I8)}, TypeError, "lhs: expected values of int8.*, got int16"),
     ("ij,jk", (X, W), {"specs": (I8, QuantSpec(jnp.int8, PerAxis(2)))}, ValueError, r"axis: expected an integer in \[-2"),
-    ("ij,jk", (X, W), {"backward": "int8"}, TypeError, "backward: expected .* or Int8Backward.*, got 'int8'"),
+    ("ij,jk", (X, W), {"backward": "int8"}, TypeError, "backward: expected .* or Float8Backward.*, got 'int8'"),
     ("ij,jk", (X, W), {"backward": Int8Backward(), "specs": (I8, None)}, ValueError, "backward: .* two quantized operands"),
     ("ij,jk,k", (X, W, W[0]), {"backward": Int8Backward(), "specs": (I8,) * 3}, ValueError, "backward: .* two"),
     ("ij,jk", (X, W), {"backward": Int8Backward(True)}, ValueError, "key: expected a key, because Int8Backward"),

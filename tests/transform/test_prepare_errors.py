@@ -98,8 +98,10 @@ TRAINABLE = PREPARED.trainable(PARAMS, RANGES, estimator=jq.LSQ())
 SCALES: Any = TRAINABLE.scales
 MIXED_SCALES = LearnedScales({"u": SCALES.weights["w"], "v": SCALES.weights["v"]}, SCALES.activations, SCALES.estimator)
 MIXED = TRAINABLE.replace(scales=MIXED_SCALES)
+WITHOUT_WEIGHTS = LearnedScales({}, SCALES.activations, SCALES.estimator)
 DYNAMIC = jq.prepare(apply, PARAMS, X, rules=jq.recipes.w8a8_dynamic())
 FOUR_BITS = jq.prepare(apply, PARAMS, X, rules=jq.recipes.w4a8())
+WEIGHT_ONLY = jq.prepare(apply, PARAMS, X, rules=jq.recipes.weight_only_int8())
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,7 @@ FOUR_BITS = jq.prepare(apply, PARAMS, X, rules=jq.recipes.w4a8())
         (lambda: PREPARED.fake_apply(TRAINABLE.replace(scales=RANGES), X), TypeError, r"fake_apply: t.scales: expected the scales of the tree"),
         (lambda: PREPARED.fake_apply(MIXED, X), ValueError, r"fake_apply: t.scales: expected .*, got others at u, w$"),
         (lambda: PREPARED.convert(PARAMS), ValueError, r"convert: ranges: expected a range for each of the 2 .*, as Prepared.calibrate returns them, got none for v, w"),
-        (lambda: DYNAMIC.convert(PARAMS, RANGES), ValueError, r"convert: ranges: expected None, because no activation has a static range, got those of w, v"),
+        (lambda: DYNAMIC.convert(PARAMS, RANGES), ValueError, r"convert: ranges: expected None, because no activation has a static range, got ranges of w, v"),
         (lambda: PREPARED.convert(CONVERTED, RANGES), TypeError, r"convert: params: expected the parameters .* in floats, got a QuantizedTree"),
         (lambda: PREPARED.convert(CONVERTED), TypeError, r"convert: params: expected the parameters .* got a QuantizedTree"),
         (lambda: PREPARED.convert(RANGES, PARAMS), ValueError, r"convert: params: expected the arrays of the parameters that prepare saw, got"),
@@ -143,6 +145,15 @@ FOUR_BITS = jq.prepare(apply, PARAMS, X, rules=jq.recipes.w4a8())
         (lambda: PREPARED.convert(PARAMS, SCALES), TypeError, r"convert: ranges: expected ranges as .*, got a LearnedScales$"),
         (lambda: PREPARED.convert(CODES, RANGES), ValueError, r"convert: params: expected floats at w, got a quantized array"),
         (lambda: PREPARED.convert({"w": X}, RANGES), ValueError, r"convert: params: expected .*, got without v$"),
+        (lambda: PREPARED.convert(PARAMS, {**RANGES, "u": RANGES["v"]}), ValueError, r"convert: ranges: expected ranges of this prepared .*, got others at u$"),
+        (lambda: PREPARED.trainable(PARAMS, {**RANGES, "u": RANGES["v"]}), ValueError, r"trainable: ranges: .* got others at u$"),
+        (lambda: PREPARED.apply(CONVERTED.replace(ranges={**RANGES, "u": RANGES["v"]}), X), ValueError, r"apply: q.ranges: .* got others at u$"),
+        (lambda: PREPARED.convert(PARAMS, {**RANGES, "v": {**RANGES["v"], "1": RANGES["v"]["0"]}}), ValueError, r"convert: ranges: .* got others at v/1$"),
+        (lambda: DYNAMIC.apply(CONVERTED, X), ValueError, r"apply: q.ranges: expected .*, in which no other activation is static, got others at v, w$"),
+        (lambda: DYNAMIC.fake_apply(PREPARED.trainable(PARAMS, RANGES), X), ValueError, r"fake_apply: t.scales: .* got others at v, w$"),
+        (lambda: WEIGHT_ONLY.fake_apply(TRAINABLE, X), ValueError, r"fake_apply: t.scales: .* got others at v, w$"),
+        (lambda: WEIGHT_ONLY.convert(TRAINABLE), ValueError, r"convert: t.scales: .* got others at v, w$"),
+        (lambda: PREPARED.convert(TRAINABLE.replace(scales=WITHOUT_WEIGHTS)), ValueError, r"convert: t.scales: .* weights .*, got others at v, w$"),
         (lambda: PREPARED.convert(PARAMS, "ranges"), TypeError, r"convert: ranges: expected ranges as Prepared.calibrate returns them"),
         (lambda: PREPARED.convert(TRAINABLE, RANGES), ValueError, r"convert: ranges: expected None with a TrainableTree, .*, got a dict"),
         (lambda: PREPARED.convert(MIXED), ValueError, r"convert: t.scales: expected .*, got others at u, w$"),
@@ -214,5 +225,7 @@ def test_arguments_that_need_other_specs_are_refused() -> None:
 
     params = {"v": PARAMS["v"]}
     prepared = jq.prepare(turn, params, jnp.ones((2, 3)), rules=jq.recipes.w8a8_dynamic())
-    with pytest.raises(ValueError, match=r"args: expected arguments at which v is quantized as at those of prepare"):
+    with pytest.raises(
+        ValueError, match=r"args: expected arguments at which v is quantized as at the arguments of prepare"
+    ):
         prepared.apply(prepared.convert(params), jnp.ones((2, 3)), turned=True)

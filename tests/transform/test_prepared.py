@@ -450,6 +450,45 @@ def test_ranges_that_are_traced(params: Any, batches: Any) -> None:
     assert repr(jq.QuantizedTree(*axes)) == "QuantizedTree(0 quantized arrays, 1 other, 0 ranges, nbytes=0)"
 
 
+def test_a_traced_function_returns_fixed_ranges(params: Any, batches: Any) -> None:
+    """Inside of the function they are leaves without a gradient, and outside of it no leaves."""
+    x = jnp.asarray(batches[0])
+    prepared = jq.prepare(apply, params, x, rules=STATIC)
+    ranges = prepared.calibrate(params, batches)
+    t = prepared.trainable(params, ranges)
+
+    @jax.jit
+    def step(params: Any, ranges: Any) -> Any:
+        t = prepared.trainable(params, ranges)
+        gradient = jax.grad(lambda t: prepared.fake_apply(t, x).sum())(t)
+        return t, gradient, jax.tree.map(lambda p, g: p - 0.1 * g, t, gradient)
+
+    returned, gradient, updated = step(params, ranges)
+    assert equal(returned, t)
+    assert returned.scales == t.scales
+    assert updated.scales == t.scales
+    assert not np.any([end for places in gradient.scales.values() for pair in places.values() for end in pair])
+    np.testing.assert_array_equal(prepared.fake_apply(returned, x), prepared.fake_apply(t, x))
+    assert equal(prepared.convert(jax.jit(prepared.trainable)(params, ranges)).ranges, ranges)
+    stacked: Any = jax.vmap(lambda ranges: prepared.trainable(params, ranges))(
+        jax.tree.map(lambda end: end[None], ranges)
+    )
+    assert stacked.scales["first/kernel"]["0"].lo.shape == (1, 1, 1)
+
+
+@pytest.mark.parametrize("estimator", [None, jq.LSQ(), jq.LSQPlus(elements=3)])
+def test_a_program_that_takes_a_trainable_tree_is_saved(estimator: Any, params: Any, batches: Any) -> None:
+    x = jnp.asarray(batches[0])
+    prepared = jq.prepare(apply, params, x, rules=STATIC)
+    ranges = prepared.calibrate(params, batches)
+    t = prepared.trainable(params, ranges, estimator=estimator)
+    program = jax.export.deserialize(jax.export.export(jax.jit(prepared.fake_apply))(t, x).serialize())
+    np.testing.assert_array_equal(program.call(t, x), jax.jit(prepared.fake_apply)(t, x))
+    make = jax.jit(functools.partial(prepared.trainable, estimator=estimator))
+    program = jax.export.deserialize(jax.export.export(make)(params, ranges).serialize())
+    assert equal(program.call(params, ranges), make(params, ranges))
+
+
 @pytest.mark.parametrize("estimator", [None, jq.LSQ()])
 def test_a_trainable_tree_is_saved_and_loaded_with_like(estimator: Any, tmp_path: pathlib.Path) -> None:
     params, x = {"w": jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)}, jnp.linspace(-1.0, 2.0, 8).reshape(2, 4)

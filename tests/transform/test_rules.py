@@ -99,6 +99,11 @@ SPECS = {
     "w8a8_dynamic": ("int8 PerAxis(axis=1)", "PerAxis(axis=(0, 1))"),
     "w8a8_static": ("int8 PerAxis(axis=1)", "uint8 PerTensor()"),
     "w4a8": ("int4 PerAxis(axis=1)", "PerAxis(axis=(0, 1))"),
+    "weight_only_fp8": ("float8_e4m3fn PerAxis(axis=1)", ""),
+    "fp8_dynamic": ("float8_e4m3fn PerAxis(axis=1)", "float8_e4m3fn PerAxis(axis=(0, 1))"),
+    "mxfp8": ("float8_e4m3fn Blocked(axis=0, size=32)", "float8_e4m3fn Blocked(axis=2, size=32)"),
+    "nvfp4": ("float4_e2m1fn Blocked(axis=0, size=16)", ""),
+    "mxfp4": ("float4_e2m1fn Blocked(axis=0, size=32)", ""),
     "onednn": ("int8 PerAxis(axis=1)", "uint8 PerTensor()"),
     "onnx_runtime": ("int8 PerAxis(axis=1)", "uint8 PerTensor()"),
 }
@@ -118,6 +123,11 @@ def test_recipe(name: str) -> None:
     assert bool(text) == bool(activation)
     ranges = prepared.calibrate(PARAMS, [TOKENS])
     y = jax.jit(prepared.apply)(prepared.convert(PARAMS, ranges), TOKENS)
+    if name == "nvfp4":  # only `quantize` rounds with scales that are quantized themselves
+        assert np.isfinite(np.asarray(y)).all()
+        with pytest.raises(ValueError, match=r"spec.scale_spec: expected None"):
+            prepared.fake_apply(prepared.trainable(PARAMS, ranges), TOKENS)
+        return
     np.testing.assert_array_equal(y, jax.jit(prepared.fake_apply)(prepared.trainable(PARAMS, ranges), TOKENS))
 
 

@@ -1,5 +1,5 @@
 """The export of functions as ONNX models."""
 
-from .model import export, save
+from .model import export
 
-__all__ = ["export", "save"]
+__all__ = ["export"]

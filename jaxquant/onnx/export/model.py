@@ -1,29 +1,24 @@
-"""`export` and `save`."""
+"""`export`."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import inspect
 import json
-import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import onnx
 from jax import export as jax_export
 from onnx import GraphProto, ModelProto, NodeProto, helper
 
 from ..._core import checks
 from ..._program import jaxpr
-from ...transform import Prepared
+from ...transform import Prepared, QuantizedTree
 from ...transform.session import read_quantized
 from .. import saturation
-from ..limits import LARGEST_INNER_ARRAY, is_large
 from ..load import LoadedFunction
 from ..load.function import FLOATS, FORMULAS
 from . import program, values
@@ -144,7 +139,7 @@ def export(
     if input_names is None:
         names = [graph.make_name(hint) for hint in names]
     graph.reserve_names(names)
-    outputs = _write(graph, program.trace_call(call, params, structure, specs), specs, names)
+    outputs = _write(graph, trace_call(call, params, structure, specs), specs, names)
     model = _make_model(graph, specs, outputs, output_names, name)
     if weights == "uint8":
         return saturation.write_unsigned_weights(model)
@@ -180,12 +175,64 @@ def read_call(
     if is_prepared:
         read_quantized(name, params[0])
     is_known = not any(map(checks.is_traced, jax.tree.leaves(params)))
-    expected = "arrays whose values are known; call it outside of jax.jit and the like"
+    expected = "arrays with known values; call it outside of jax.jit and the like"
     checks.require_type(is_known, name, "q" if is_prepared else "params", expected, "traced arrays")
     # An array would be taken for its rows, and a dict for its keys.
     is_list = isinstance(inputs, Iterable) and not isinstance(inputs, str | bytes | Mapping | jax.Array | np.ndarray)
     checks.require_type(is_list, name, last, "a list or a tuple", checks.describe_value(inputs))
     return function.apply if is_prepared else function, params, list(inputs)
+
+
+class Traced(NamedTuple):
+    """A function of parameters and inputs, traced.
+
+    Attributes:
+        trace: the program; its first arguments are the arrays of the parameters.
+        arrays: these arrays.
+        names: their paths in the parameters.
+    """
+
+    trace: jaxpr.Trace
+    arrays: list[Any]
+    names: list[str]
+
+
+def trace_call(function: Callable[..., Any], params: tuple[Any, ...], structure: Any, specs: Sequence[Any]) -> Traced:
+    """Return the program of a function of the leaves of its inputs, and of parameters, if it has any."""
+    paths, tree = jax.tree_util.tree_flatten_with_path(params)
+    places = [i for i, (_, leaf) in enumerate(paths) if isinstance(leaf, jax.Array | np.ndarray)]
+    arrays = [_canonicalize(paths[i][1]) for i in places]
+
+    def flat(*inputs: Any) -> Any:
+        # Leaves that are no arrays, such as Python numbers, stay what they are, and may decide about shapes.
+        leaves = [leaf for _, leaf in paths]
+        for place, array in zip(places, inputs, strict=False):
+            leaves[place] = array
+        return function(*jax.tree.unflatten(tree, leaves), *jax.tree.unflatten(structure, inputs[len(places) :]))
+
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+    # A `QuantizedTree` has the parameters below a name of its own.
+    start = 2 if params and isinstance(params[0], QuantizedTree) else 1
+    names = [_name_path(paths[i][0], start) for i in places]
+    return Traced(program.trace(flat, [*shapes, *specs]), arrays, names)
+
+
+def _name_path(path: Sequence[Any], start: int) -> str:
+    keys = [_read_key(key) for key in path]
+    is_range = start == 2 and keys[1] != "params"
+    return ".".join(keys[1:] if is_range else keys[start:])
+
+
+def _canonicalize(array: Any) -> Any:
+    """Return an array of numpy with the dtype that JAX has for it: 32 bits in place of 64, unless x64 is enabled."""
+    if isinstance(array, jax.Array):
+        return array
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+
+
+def _read_key(key: Any) -> str:
+    """Return an entry of the path of a leaf as a word."""
+    return str(next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)))
 
 
 def _warn_of_saturation(products: Sequence[saturation.SaturatingProduct]) -> None:
@@ -241,7 +288,7 @@ def _choose_names(
     for path, _ in paths:
         place = path[0].idx
         first = positional[place] if place < len(positional) else f"input_{place}"
-        found.append(".".join([first, *(program.read_key(key) for key in path[1:])]))
+        found.append(".".join([first, *(_read_key(key) for key in path[1:])]))
     return found
 
 
@@ -269,7 +316,7 @@ def _list_positional(function: Callable[..., Any] | Prepared) -> list[str]:
 
 
 def _write(
-    graph: ModelGraph, traced: program.Traced, specs: Sequence[Any], names: Sequence[str]
+    graph: ModelGraph, traced: Traced, specs: Sequence[Any], names: Sequence[str]
 ) -> list[tuple[str, Any]]:  # fmt: skip
     """Write a traced function into the graph, and return the names and types of its results."""
     inputs = []
@@ -399,52 +446,3 @@ def _choose_output_names(graph: ModelGraph, tensors: Sequence[str]) -> list[str]
 
 def _list_tensors(graph: ModelGraph) -> set[str]:
     return {*graph.inputs, *graph.arrays, *(name for node in graph.nodes for name in node.output)}
-
-
-def save(model: ModelProto, path: str | os.PathLike[str]) -> None:
-    """Write a model to a file; the arrays of a model of 2 GB or more go to a second file beside it.
-
-    Args:
-        model: what `export` returns, or any other model.
-        path: the name of the file. The second file has the same name with ".data" appended, and replaces a file of this
-            name.
-
-    Returns:
-        None.
-
-    Raises:
-        TypeError: model is not an `onnx.ModelProto`.
-        OSError: the file cannot be written.
-
-    Example:
-        >>> import os, tempfile, jax.numpy as jnp
-        >>> from jaxquant import onnx as jqonnx
-        >>> model = jqonnx.export(lambda x: jnp.maximum(x, 0), [jnp.zeros(3)])
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = os.path.join(folder, "relu.onnx")
-        ...     jqonnx.save(model, path)
-        ...     os.path.exists(path)
-        True
-
-    Source: ONNX's external data.
-    """
-    got = checks.describe_value(model)
-    checks.require_type(isinstance(model, ModelProto), "onnx.save", "model", "an onnx.ModelProto", got)
-    path = os.fspath(path)
-    # onnx would write text to a file with a name such as "model.json", which `load` does not read.
-    kind = "protobuf"
-    if not is_large(model):
-        onnx.save_model(model, path, kind)
-        return
-    folder = os.path.dirname(path)
-    if folder and not os.path.isdir(folder):  # for which onnx has an error of its own
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-    # onnx appends to a file that exists.
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(f"{path}.data")
-    copy = ModelProto()
-    copy.CopyFrom(model)  # save_model moves the arrays out of the model that it is given
-    onnx.save_model(
-        copy, path, kind, save_as_external_data=True, location=f"{os.path.basename(path)}.data",
-        size_threshold=LARGEST_INNER_ARRAY,
-    )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from ..._core import recording
 from ..._program import jaxpr, moves
 from ..._program.interpreter import Interpreter, Visit
 from ..._program.jaxpr import Equation
-from ...transform import QuantizedTree
 from . import values
 from .values import Spec
 
@@ -28,58 +27,6 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any]) -> jaxpr.Trace
     """Return the program of a function of arrays, in which the operations of jaxquant are marks."""
     with recording.record():
         return jaxpr.trace(function, *arguments)
-
-
-class Traced(NamedTuple):
-    """A function of parameters and inputs, traced.
-
-    Attributes:
-        trace: the program; its first arguments are the arrays of the parameters.
-        arrays: these arrays.
-        names: their paths in the parameters.
-    """
-
-    trace: jaxpr.Trace
-    arrays: list[Any]
-    names: list[str]
-
-
-def trace_call(function: Callable[..., Any], params: tuple[Any, ...], structure: Any, specs: Sequence[Any]) -> Traced:
-    """Return the program of a function of the leaves of its inputs, and of parameters, if it has any."""
-    paths, tree = jax.tree_util.tree_flatten_with_path(params)
-    places = [i for i, (_, leaf) in enumerate(paths) if isinstance(leaf, jax.Array | np.ndarray)]
-    arrays = [_canonicalize(paths[i][1]) for i in places]
-
-    def flat(*inputs: Any) -> Any:
-        # Leaves that are no arrays, such as Python numbers, stay what they are, and may decide about shapes.
-        leaves = [leaf for _, leaf in paths]
-        for place, array in zip(places, inputs, strict=False):
-            leaves[place] = array
-        return function(*jax.tree.unflatten(tree, leaves), *jax.tree.unflatten(structure, inputs[len(places) :]))
-
-    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-    # A `QuantizedTree` has the parameters below a name of its own.
-    start = 2 if params and isinstance(params[0], QuantizedTree) else 1
-    names = [_name_path(paths[i][0], start) for i in places]
-    return Traced(trace(flat, [*shapes, *specs]), arrays, names)
-
-
-def _name_path(path: Sequence[Any], start: int) -> str:
-    keys = [read_key(key) for key in path]
-    is_range = start == 2 and keys[1] != "params"
-    return ".".join(keys[1:] if is_range else keys[start:])
-
-
-def _canonicalize(array: Any) -> Any:
-    """Return an array of numpy with the dtype that JAX has for it: 32 bits in place of 64, unless x64 is enabled."""
-    if isinstance(array, jax.Array):
-        return array
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
-
-
-def read_key(key: Any) -> str:
-    """Return an entry of the path of a leaf as a word."""
-    return str(next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)))
 
 
 class ExportInterpreter(Interpreter):

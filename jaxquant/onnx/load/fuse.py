@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from .graph import ROUNDED, WINDOW_SUM, Graph, Node, list_small_powers, select_live
+from .graph import ROUNDED, WINDOW_SUM, Graph, Node, list_readers, list_small_powers, select_live
 
 _PAIR = "DequantizeLinear"
 # Operators that ONNX Runtime moves quantization past; each moves or selects elements of its first input.
@@ -158,10 +158,11 @@ class _Fuser:
     def _index(self) -> None:
         """Find the producer and the readers of each name."""
         self.producers = {name: node for node in self.nodes for name in node.outputs if name}
-        self.readers: dict[str, list[Node]] = collections.defaultdict(list)
-        for node in self.nodes:
-            for name in node.list_reads():
-                self.readers[name].append(node)
+        self.readers = list_readers(self.nodes)
+
+    def find_reader(self, node: Node) -> Node | None:
+        """Return the first node that reads a node's result, if there is one."""
+        return next(iter(self.readers[node.outputs[0]]), None)
 
     def match_dequantize(self, name: str) -> Node | None:
         """Return the DequantizeLinear that makes a value, if its scale is constant."""
@@ -169,7 +170,7 @@ class _Fuser:
         if node is None or node.op != "DequantizeLinear" or self.derive_codes_dtype(node) is None:
             return None
         # ONNX Runtime's rules want a constant scale and zero point.
-        return node if all(part in self.constants for part in node.inputs[1:] if part) else None
+        return node if self.has_constants(node) else None
 
     def match_quantize(self, node: Node) -> Node | None:
         """Return the QuantizeLinear that is the only reader of a node, if its scale is constant."""
@@ -179,7 +180,11 @@ class _Fuser:
         (sink,) = readers
         if sink.inputs[0] != node.outputs[0]:
             return None
-        return sink if all(part in self.constants for part in sink.inputs[1:] if part) else None
+        return sink if self.has_constants(sink) else None
+
+    def has_constants(self, node: Node) -> bool:
+        """Return whether all inputs of a node after the first are constant, such as its scale and zero point."""
+        return all(name in self.constants for name in node.inputs[1:] if name)
 
     def derive_codes_dtype(self, node: Node) -> np.dtype | None:
         """Return the dtype of the codes of a DequantizeLinear or QuantizeLinear, or None if it is unknown."""
@@ -319,12 +324,9 @@ class _Fuser:
                 pending += self._list_movers(y)
         nodes: list[Node] = []
         for node in self.nodes:
-            names = renamed.get(node, {})
-            pair = pairs.get(node.outputs[0], [])
-            if names or pair:
-                inputs = tuple(names.get(name, name) for name in node.inputs)
-                outputs = (pair[0].inputs[0], *node.outputs[1:]) if pair else node.outputs
-                node = dataclasses.replace(node, inputs=inputs, outputs=outputs)
+            node, pair = _rename(node, renamed.get(node, {})), pairs.get(node.outputs[0], [])
+            if pair:
+                node = dataclasses.replace(node, outputs=(pair[0].inputs[0], *node.outputs[1:]))
             nodes += [node, *pair]
         self.nodes = nodes
 
@@ -333,7 +335,7 @@ class _Fuser:
 
         Values that go through codes in their order need no positive scale, and a maximum is one of them.
         """
-        is_constant = all(part in self.constants for part in node.inputs[1:] if part)
+        is_constant = self.has_constants(node)
         return is_constant and self.is_per_tensor(node) and self.allows_scale(_PAIR, node)
 
     def _has_one_use(self, name: str) -> bool:
@@ -520,9 +522,7 @@ class _Fuser:
         before = dict(made)
         result: list[Node] = []
         for node in self.nodes:
-            names = renamed.get(node, {})
-            inputs = tuple(names.get(name, name) for name in node.inputs)
-            result += [*before.get(node, ()), dataclasses.replace(node, inputs=inputs) if names else node]
+            result += [*before.get(node, ()), _rename(node, renamed.get(node, {}))]
         self.nodes = result
 
     def _leads_to_codes(self, node: Node) -> bool:
@@ -638,7 +638,7 @@ class _Fuser:
             if values is not None and node.inputs[0] not in values:
                 continue
             source = self.match_dequantize(node.inputs[0])
-            constant = all(part in self.constants for part in node.inputs[1:] if part)
+            constant = self.has_constants(node)
             is_same = source is not None and constant and self.have_same_affine(source, node)
             if source is not None and is_same and self.allows_scale(_PAIR, source):
                 renamed[node.outputs[0]] = source.inputs[0]
@@ -699,6 +699,11 @@ class _Fuser:
         return False
 
 
+def _rename(node: Node, names: Mapping[str, str]) -> Node:
+    """Return a node with other names of its inputs."""
+    return dataclasses.replace(node, inputs=tuple(names.get(name, name) for name in node.inputs)) if names else node
+
+
 def _skip_identity(name: str, sources: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
     """Return what a value is a copy of, if its Transpose changes nothing."""
     source, perm = sources.get(name, (name, ()))
@@ -746,9 +751,8 @@ class Need(enum.Enum):
 
 # All operators that are fused. "DequantizeLinear" stands for a pair with an equal QuantizeLinear behind it.
 NEEDS: dict[str, Need] = {
+    **dict.fromkeys((*_SANDWICHED, _PAIR), Need.CODES),
     **dict.fromkeys(("MaxPool", "Softmax"), Need.SIGN),
-    **dict.fromkeys(("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "DequantizeLinear"), Need.CODES),
-    **dict.fromkeys(("Flatten", "Expand", "Gather", "Identity"), Need.CODES),
     **dict.fromkeys(("Conv", "MatMul", "Gemm", "Add", "Mul", "Concat", "Where"), Need.VALUES),
     **dict.fromkeys(("AveragePool", "GlobalAveragePool", "LeakyRelu", "Sigmoid"), Need.VALUES),
 }
@@ -1042,7 +1046,7 @@ def fits_int32(fuser: _Fuser, node: Node, bias: np.ndarray, operands: list[str],
         return False
     place = int(np.argmax(steps))
     model = f"adds bias[{place}] = {bias.reshape(-1)[place]:.6g}"
-    runtime = f"adds it as int32 in steps of {values.reshape(-1)[place]:.6g}, where the sums overflow"
+    runtime = f"adds it as int32 in steps of {values.reshape(-1)[place]:.6g}, where it or a sum overflows"
     return fuser.allows_deviation(node, model, runtime, can_follow=False)
 
 
@@ -1059,24 +1063,13 @@ def _allows_bias(fuser: _Fuser, node: Node) -> bool:
     if sources is None or bias is None or bias.dtype != np.float32 or not fuser.is_per_tensor(sources[0]):
         return True
     operands = [*_describe(fuser, sources[0]), *_describe(fuser, sources[1])]
-    products = _compute_steps(fuser, operands)
-    if products.size not in (1, bias.size):
+    if _compute_steps(fuser, operands).size not in (1, bias.size):
         return False
-    with np.errstate(all="ignore"):
-        steps = np.abs(bias.reshape(-1).astype(np.float64) / products)
-    if np.all(steps < _compute_bias_limit(fuser, node, operands)):
-        # `quantize_bias` takes positive steps only.
-        return bool(np.all(products >= np.finfo(np.float32).tiny))
-    (reader,) = [*fuser.readers[last.outputs[0]], None][:1]
+    reader = fuser.find_reader(last)
     if reader is not None and reader.op in ("Relu", "Clip"):
-        (reader,) = [*fuser.readers[reader.outputs[0]], None][:1]
-    if reader is not None and reader.op == "QuantizeLinear":
-        place = int(np.argmax(steps))
-        model = f"adds bias[{place}] = {bias.reshape(-1)[place]:.6g}"
-        step = np.broadcast_to(products, bias.size)[place]
-        runtime = f"adds it as int32 in steps of {step:.6g}, where it or a sum overflows"
-        fuser.allows_deviation(node, model, runtime, can_follow=False)
-    return False
+        reader = fuser.find_reader(reader)
+    is_noted = reader is not None and reader.op == "QuantizeLinear"
+    return fits_int32(fuser, node, bias, operands, is_noted)
 
 
 def _has_output_scales(fuser: _Fuser, node: Node, source: Node, axis: int | None) -> bool:
@@ -1100,7 +1093,7 @@ def _has_output_scales(fuser: _Fuser, node: Node, source: Node, axis: int | None
     if own == expected:
         return True
     # ONNX Runtime refuses other sizes when it runs, and does not quantize a float bias for such weights.
-    (reader,) = [*fuser.readers[node.outputs[0]], None][:1]
+    reader = fuser.find_reader(node)
     inputs = node.inputs[2:] if node.op != "MatMul" or reader is None or reader.op != "Add" else reader.inputs
     if any(name in fuser.constants for name in inputs):
         return False

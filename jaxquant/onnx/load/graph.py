@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -141,6 +142,15 @@ def select_live(nodes: Sequence[Node], outputs: Sequence[str]) -> tuple[Node, ..
             kept.append(node)
             needed.update(node.list_reads())
     return tuple(reversed(kept))
+
+
+def list_readers(nodes: Iterable[Node]) -> dict[str, list[Node]]:
+    """Return the nodes that read each value, once for each use; none for other names."""
+    readers: dict[str, list[Node]] = collections.defaultdict(list)
+    for node in nodes:
+        for name in node.list_reads():
+            readers[name].append(node)
+    return readers
 
 
 def list_small_powers(graph: Graph) -> dict[str, int]:

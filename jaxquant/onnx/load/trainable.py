@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import numpy as np
 from ..._core import dtypes
 from ..._onnx_ops.quantization import dequantize_linear, quantize_linear
 from ..limits import ModelError
-from .graph import Graph, Node, select_live
+from .graph import Graph, Node, list_readers, select_live
 
 _DOMAIN = "jaxquant"
 _CODES = (*dtypes.INTEGERS, *dtypes.SMALL_FLOATS)
@@ -31,7 +30,7 @@ def make_trainable(graph: Graph) -> Graph:
     Raises:
         ModelError: the graph has operators on codes that have no derivative.
     """
-    readers = _list_readers(graph)
+    readers = list_readers(graph.nodes)
     fake = {node.outputs[0]: names for node in graph.nodes if (names := _match_fake(graph, node, readers))}
     blocking = _list_blocking(graph) or _list_lost(graph, fake, readers)
     if blocking:
@@ -71,7 +70,7 @@ def quantize_constants(graph: Graph, params: Mapping[str, Any]) -> Graph:
         if name in constants and constants[name].dtype not in (*_CODES, dtypes.INT32):
             constants[name] = np.asarray(value).astype(constants[name].dtype).reshape(constants[name].shape)
     producers = {name: node for node in graph.nodes for name in node.outputs}
-    readers = _list_readers(graph)
+    readers = list_readers(graph.nodes)
     for node in graph.nodes:
         if not _has_constant_codes(graph, node) or not _are_alike(readers[node.inputs[0]]):
             continue
@@ -91,14 +90,6 @@ def quantize_constants(graph: Graph, params: Mapping[str, Any]) -> Graph:
             dtype = graph.constants[codes].dtype
             constants[codes] = np.asarray(quantize_linear(value, scale, point, output_dtype=dtype, **options))
     return dataclasses.replace(graph, constants=constants)
-
-
-def _list_readers(graph: Graph) -> dict[str, list[Node]]:
-    readers: dict[str, list[Node]] = collections.defaultdict(list)
-    for node in graph.nodes:
-        for name in node.list_reads():
-            readers[name].append(node)
-    return readers
 
 
 def _list_blocking(graph: Graph) -> set[str]:
@@ -282,10 +273,7 @@ class Unfolded:
 def unfold_products(graph: Graph) -> Unfolded:
     """Return a graph in which the products of codes with constant weights are products of floats."""
     producers = {name: node for node in graph.nodes for name in node.outputs if name}
-    readers: dict[str, list[Node]] = collections.defaultdict(list)
-    for node in graph.nodes:
-        for name in node.list_reads():
-            readers[name].append(node)
+    readers = list_readers(graph.nodes)
     graph = _dequantize_outputs(graph, producers, readers)
     products = [_read_product(graph, node, producers, readers) for node in graph.nodes if node.op == "MatMulInteger"]
     found = tuple(product for product in products if product is not None)

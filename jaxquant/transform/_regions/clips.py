@@ -1,7 +1,7 @@
 """The forms in which programs write a clip or a leaky relu, and what they compute.
 
 A clip is an equation (`max`, `min`, `clamp`), a selection by comparisons such as `jnp.where(x > 0, x, 0)`, or a
-function with a derivative rule of its own, such as `jax.nn.relu`, whose body clips its operand.
+function with a derivative rule of its own, such as `jax.nn.relu`, which clips its operand.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _find_inner_clip(graph: ProgramGraph, node: EquationNode) -> Clip | None:
     if numbers.count(None) != 1 or len(node.outputs) != 1:
         return None
     place = numbers.index(None)
-    # The body of `jax.nn.relu6` and others holds further calls, such as that of a jitted `jnp.minimum`.
+    # The body of `jax.nn.relu6` and others holds further calls, such as a call of a jitted `jnp.minimum`.
     inner = make_graph(jaxpr.read_call(node.equation), lambda equation, _: jaxpr.read_name(equation) in jaxpr.CALLS)
     for value, number in zip(inner.inputs, numbers, strict=True):
         if number is not None:
@@ -190,7 +190,7 @@ def _find_selected(graph: ProgramGraph, node: EquationNode, value: int, visited:
     if compared is None or comparison is None or compared[0] != value:
         return None
     visited.append(comparison)
-    # The first case is that of a false comparison.
+    # The first case is for a comparison that is false.
     small, large = node.inputs[1:] if compared[1] else node.inputs[:0:-1]
     for end, other, is_low in ((small, large, True), (large, small, False)):
         # Any other number would make a step, which no clip has.

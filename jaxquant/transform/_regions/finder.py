@@ -169,7 +169,7 @@ class Finder:
             self._add_move(node, node.outputs, known[0].point)
 
     def _combine(self, node: EquationNode, known: Sequence[_Value]) -> bool:
-        """Start a point at an operation whose operands are codes, and return whether there is such an operation."""
+        """Start a point at an operation on codes, and return whether there is such an operation."""
         output = known[0].point.output
         # ONNX Runtime's operators have one dtype for all operands.
         if node.name in _COMBINED and len({value.point.output.spec.carrier for value in known}) == 1:
@@ -241,7 +241,7 @@ class Finder:
         return node.inputs
 
     def _keep_useful(self, useful: set[int]) -> tuple[RoundingPoint, ...]:
-        """Keep the actions whose results are useful, and return their points with names."""
+        """Keep the actions with useful results, and return their points with names."""
         kept = {}
         points = list[RoundingPoint]()
         names = {plan.record for plan in self.sites.values()}

@@ -246,7 +246,7 @@ def _list_biases(
         (leaf,) = point.site.leaves
         scale = converted[leaf].scale
         if any(scale.shape[axis] != 1 for axis in range(scale.ndim) if axis not in axes):
-            continue  # one of stacked weights, whose scales are not those of the whole parameter
+            continue  # one of stacked weights, and the whole parameter has other scales
         x_scale = find_scale(*point.find_source())
         if x_scale is not None and x_scale.size == 1:
             yield leaf, axes, bias, x_scale, point.site.describe()

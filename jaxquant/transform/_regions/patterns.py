@@ -83,16 +83,17 @@ def _match_division(
     if node.name == "reduce_sum":
         axes = tuple(node.parameters["axes"])
         count = math.prod(shape[axis] for axis in axes)
-        return {"axes": axes} if _is_count(number, count, division.name) else None
+        return {"axis": axes} if _is_count(number, count, division.name) else None
     windows = find_windows(node.parameters)
     spatial = None if windows is None else find_spatial(windows, len(shape))
     if windows is None or spatial is None:
         return None
-    attributes = {"windows": spatial[0], "channels_last": spatial[1]}
-    if _is_count(number, math.prod(windows.lengths), division.name):
-        return {**attributes, "counts_padding": True}
-    is_counted = division.name == "div" and _counts_windows(graph, divisor, node)
-    return {**attributes, "counts_padding": False} if is_counted else None
+    counts_padding = _is_count(number, math.prod(windows.lengths), division.name)
+    if not counts_padding and not (division.name == "div" and _counts_windows(graph, divisor, node)):
+        return None
+    (lengths, strides, padding, _), channels_last = spatial
+    attributes = {"window_shape": lengths, "strides": strides, "padding": padding, "channels_last": channels_last}
+    return {**attributes, "count_include_pad": counts_padding}
 
 
 def _is_count(number: float | None, count: int, name: str) -> bool:

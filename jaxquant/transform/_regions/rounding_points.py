@@ -54,7 +54,7 @@ class RoundingPoint:
         site: the contraction, or None.
         features: the dimensions of the result of a contraction whose indices have parameters of their own.
         steps: the equations after it.
-        attributes: the static arguments of an operation that is no contraction.
+        attributes: the static arguments of the function of `jaxquant.codes` for an operation that is no contraction.
         value: the value that is rounded.
         name: the name of its range.
         source: where the activations of a contraction are rounded, or None if it rounds them itself.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -125,7 +124,7 @@ def _clip(graph: ProgramGraph, node: EquationNode, array: Array) -> Array:
 
 
 def _clip_codes(array: Array, low: float | None, high: float | None) -> Array:
-    """Return codes clipped to those of numbers."""
+    """Return codes clipped to the codes of two numbers."""
     if low == 0:
         # Nothing is left of it if the zero point is the lowest code, as it is after a range of positive values.
         array, low = elementwise.relu(array), None
@@ -155,45 +154,15 @@ def _clip_codes(array: Array, low: float | None, high: float | None) -> Array:
 
 def combine_codes(graph: ProgramGraph, point: RoundingPoint, arrays: Sequence[Array], output: Any) -> Array:
     """Return the result of an operation that is no contraction."""
-    operation = functools.partial(_OPERATIONS[point.operation], arrays, point.attributes, output)
-    return finish_steps(graph, point, operation())
-
-
-def _add(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
-    return elementwise.add(arrays[0], arrays[1], output=output)
-
-
-def _multiply(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
-    return elementwise.multiply(arrays[0], arrays[1], output=output)
-
-
-def _concatenate(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
-    return arrangement.concatenate(list(arrays), attributes["axis"], output=output)
-
-
-def _average(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
-    windows = attributes["windows"]
-    return pooling.average_pool(
-        arrays[0], windows.lengths, windows.strides, windows.padding, attributes["counts_padding"],
-        attributes["channels_last"], output=output,
-    )  # fmt: skip
-
-
-def _find_mean(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
-    return pooling.mean(arrays[0], attributes["axes"], output=output)
-
-
-def _leak(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
-    return elementwise.leaky_relu(arrays[0], attributes["slope"], output=output)
-
-
-def _find_logistic(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
-    return elementwise.sigmoid(arrays[0], output=output)
+    # The equation of a leaky ReLU reads its operand several times.
+    operands = {"concatenate": [arrays], "add": arrays, "multiply": arrays}.get(point.operation, arrays[:1])
+    return finish_steps(graph, point, _OPERATIONS[point.operation](*operands, **point.attributes, output=output))
 
 
 _OPERATIONS = {
-    "add": _add, "multiply": _multiply, "concatenate": _concatenate, "average_pool": _average, "mean": _find_mean,
-    "leaky_relu": _leak, "sigmoid": _find_logistic,
+    "add": elementwise.add, "multiply": elementwise.multiply, "concatenate": arrangement.concatenate,
+    "average_pool": pooling.average_pool, "mean": pooling.mean, "leaky_relu": elementwise.leaky_relu,
+    "sigmoid": elementwise.sigmoid,
 }  # fmt: skip
 
 
@@ -271,7 +240,7 @@ def contract_to_codes(
         scale = scale if scale.size == 1 else jnp.broadcast_to(scale, bias.shape)
         steps = quantize_added_bias(_NAME, lax.stop_gradient(bias), x.scale, weight, scale, places)
         if site.operation != "conv_general_dilated":
-            # The bias of a convolution has one element for each feature; that of a product is broadcast to its result.
+            # The bias of a convolution has one element for each feature; one of a product is broadcast to its result.
             rank = len(graph.get_shape(point.node.outputs[0]))
             shape = [1] * rank
             for place, axis in enumerate(point.features):
