@@ -25,9 +25,8 @@ from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes, entry_point, recording, sharding
 from ..integer import DotDimensionNumbers, match_roles
-from . import dot_float, dot_integer
-from .dot import Operand, check_numbers, check_operands, check_options, contract_dimensions
-from .dot_integer import Axes
+from .dot import Operand, check_integer_pair, check_numbers, check_operands, check_options, contract_dimensions
+from .dot_integer import DOT_FORMS, Axes
 
 _NAME, _GENERAL = "ragged_dot", "ragged_dot_general"
 _Array = QuantizedArray | jax.Array
@@ -228,16 +227,10 @@ def contract_ragged(
     fits = is_single or group_sizes.shape == shape
     checks.require(fits, function, "group_sizes", expected, f"shape {group_sizes.shape}")
     _check_placement(function, lhs, rhs)
-    if (
-        isinstance(lhs, QuantizedArray)
-        and isinstance(rhs, QuantizedArray)
-        and not (dot_float.has_float_codes(lhs) and dot_float.has_float_codes(rhs))
-    ):
-        for argument, q in (("lhs", lhs), ("rhs", rhs)):
-            dot_integer.check_integer_array(function, argument, q, dot_integer.DOT_FORMS)
+    check_integer_pair(function, lhs, rhs)
     for argument, q in (("lhs", lhs), ("rhs", rhs)):
         if isinstance(q, QuantizedArray):
-            quantized_array.check_form(function, argument, q, dot_integer.DOT_FORMS)
+            quantized_array.check_form(function, argument, q, DOT_FORMS)
     caller_axes = tuple(zip(left.contracted, right.contracted, strict=True))
     rhs, right_axes = _move_first(rhs, group)
     # The batch dimensions, then the free ones of lhs.
