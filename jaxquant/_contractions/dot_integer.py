@@ -188,7 +188,10 @@ def multiply_codes(
     if plan.axes is not None:
         lhs, rhs = (_gather_dimension(q, axis) for q, axis in zip((lhs, rhs), plan.axes, strict=True))
     sides = [prepare_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
-    y = _contract_sides(sides, plan.out_sharding) if plan.axes is None else _contract_in_blocks(sides, plan)
+    if plan.axes is None:
+        y = _scale_sums(contract_roles(*_list_operands(sides), plan.out_sharding), sides)
+    else:
+        y = _contract_in_blocks(sides, plan)
     return affine.round_to_dtype(y, dtype).astype(dtype)
 
 
@@ -272,10 +275,13 @@ def _list_operands(sides: Sequence[_Side]) -> tuple[jax.Array, jax.Array, Any, A
     return lhs.codes, rhs.codes, lhs.center, rhs.center, lhs.role, rhs.role
 
 
-def _contract_sides(sides: Sequence[_Side], out_sharding: Any) -> jax.Array:
-    """Return the float32 product of two sides that have one scale, zero point and offset for all contracted indices."""
-    acc = contract_roles(*_list_operands(sides), out_sharding)
-    y = _scale_sums(acc, sides)
+def _scale_sums(acc: jax.Array, sides: Sequence[_Side]) -> jax.Array:
+    """Return the float32 product of two sides from its int32 sums, which belong to one scale and offset of each."""
+    scales = _spread_scales(sides)
+    # The scales of rows and of columns may be sharded differently, and JAX would refuse to multiply them.
+    if sharding.is_placed(acc):
+        scales = (accumulator.spread_over_product(scales[0], acc), accumulator.spread_over_product(scales[1], acc))
+    y = accumulator.scale_by_both(acc, *scales)
     lhs, rhs = sides
     if lhs.offset is None and rhs.offset is None:
         return y
@@ -292,15 +298,6 @@ def _contract_sides(sides: Sequence[_Side], out_sharding: Any) -> jax.Array:
         sums = _scale_code_sums(rhs)
         y = _add_product(y, spread_outward(lhs.offset, lhs.role, *left), spread_outward(sums, rhs.role, *right))
     return y
-
-
-def _scale_sums(acc: jax.Array, sides: Sequence[_Side]) -> jax.Array:
-    """Return the int32 sums of two sides times both scales, in float32."""
-    scales = _spread_scales(sides)
-    # The scales of rows and of columns may be sharded differently, and JAX would refuse to multiply them.
-    if sharding.is_placed(acc):
-        scales = (accumulator.spread_over_product(scales[0], acc), accumulator.spread_over_product(scales[1], acc))
-    return accumulator.scale_by_both(acc, *scales)
 
 
 def _scale_code_sums(side: _Side) -> jax.Array:
@@ -348,12 +345,12 @@ def _contract_in_blocks(sides: Sequence[_Side], plan: IntegerPlan) -> jax.Array:
         def contract_block(blocks: Sequence[jax.Array]) -> jax.Array:
             pairs = zip(sides, blocks, strict=True)
             block_sides = [side._replace(codes=b[0], center=b[1], scale=b[2], offset=b[3]) for side, b in pairs]
-            return _contract_sides(block_sides, plan.out_sharding)
+            return _scale_sums(contract_roles(*_list_operands(block_sides), plan.out_sharding), block_sides)
 
         y = sum_over_blocks(contract_block, stacks)
     if tail:
         tails = [_take_tail(side, axis, depth, plan.length) for side, axis in zip(sides, plan.axes, strict=True)]
-        last = _contract_sides(tails, plan.out_sharding)
+        last = _scale_sums(contract_roles(*_list_operands(tails), plan.out_sharding), tails)
         # The last product is rounded before this addition, and the sum before whatever follows.
         y = last if y is None else barriers.round_result(y + last)
     assert y is not None

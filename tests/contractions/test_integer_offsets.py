@@ -342,13 +342,14 @@ def test_bias_and_output() -> None:
     np.testing.assert_array_equal(jq.matmul(lhs, plain, bias=bias, output=output).codes, want)
     inner = QuantizedArray(jnp.arange(1, 9, dtype=jnp.uint8).reshape(1, 8), jnp.full((1, 2), 0.5, jnp.float16))
     nested, flat = plain.replace(scale=inner), plain.replace(scale=inner.dequantize().astype(jnp.float32))
-    for options in ({"bias": bias}, {"output": output}):
+    epilogues: dict[str, Any] = {"bias": bias, "output": output}
+    for options in ({name: value} for name, value in epilogues.items()):
         ours, theirs = (jq.einsum("bk,kn->bn", lhs, q, **options) for q in (nested, flat))
         jax.tree.map(np.testing.assert_array_equal, ours, theirs)
     shifted = plain.replace(offset=jnp.ones((1, 8)))
-    for options, reason in (({"bias": bias}, "bias"), ({"output": output}, "output")):
-        with pytest.raises(ValueError, match=rf"jaxquant.matmul: rhs.offset: expected None, because of the {reason}"):
-            jax.jit(functools.partial(jq.matmul, **options))(lhs, shifted)
+    for name, value in epilogues.items():
+        with pytest.raises(ValueError, match=rf"jaxquant.matmul: rhs.offset: expected None, because of the {name}"):
+            jax.jit(functools.partial(jq.matmul, **{name: value}))(lhs, shifted)
     with pytest.raises(ValueError, match=r"jaxquant.einsum: lhs.offset: expected None"):
         jq.einsum("nk,kb->nb", shifted.T, lhs.T, output=output)
 
