@@ -300,8 +300,8 @@ def _remove_repeats(
     if isinstance(x, QuantizedArray):
         x = read_nested(x.store_last())  # its leaves are squeezed alike
         if isinstance(x.block_size, tuple):  # it has a size for each of the last dimensions
-            sizes = (*(1,) * (x.ndim - len(x.block_size)), *x.block_size)
-            x = x.replace(block_size=tuple(size for axis, size in enumerate(sizes) if axis not in broadcast))
+            runs = (*(1,) * (x.ndim - len(x.block_size)), *x.block_size)
+            x = x.replace(block_size=tuple(run for axis, run in enumerate(runs) if axis not in broadcast))
     squeezed = jax.tree.map(lambda leaf: lax.squeeze(leaf, broadcast), x)
     axes = tuple(a for a in range(len(labels)) if a not in broadcast)
     kept = tuple(labels[a] for a in axes)
