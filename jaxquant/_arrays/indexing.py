@@ -366,10 +366,31 @@ def per_index(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
     # The axes are about to be mapped, in the stored codes as in the scale, so they must not have moved.
     mapped = [axis % q.ndim for axis in axes]
     is_moved = any(axis - q.ndim in (q._order or ()) for axis in mapped)
+    if isinstance(q.block_size, tuple):
+        parts["block_size"] = _keep_block_sizes(q, mapped)
     new = q.replace(**parts, **({"stored_order": None} if is_moved else {}))
     # Nor can the words of an axis be mapped.
     packed = derive_permutation(new._order, q.ndim)[-1] if new.packing is not None else None
     return new.unpack() if packed in mapped else new
+
+
+def _keep_block_sizes(q: QuantizedArray, mapped: Sequence[int]) -> tuple[int, ...] | int | None:
+    """Return the block sizes of an array that are left when axes are about to be mapped.
+
+    A tuple of sizes counts its axes from the back, so a mapped axis behind a block would give a size to another axis.
+    One size needs no axis.
+    """
+    sizes = {
+        axis: size
+        for part in list_entries(q).values()
+        for axis, (size, entries) in enumerate(zip(_derive_run_lengths(q, part), part.shape, strict=True))
+        if axis not in mapped and entries not in (1, q.shape[axis])
+    }
+    if len(sizes) < 2:
+        return next(iter(sizes.values()), None)
+    expected = f"axes in front of {min(sizes)}, because there are blocks along the axes {', '.join(map(str, sizes))}"
+    checks.require(all(axis < min(sizes) for axis in mapped), _PER_INDEX, "axis", expected, tuple(mapped))
+    return q.block_size
 
 
 def _select_shared_entry(item: Any) -> Any:

@@ -109,3 +109,22 @@ def test_refusals() -> None:
         jq.quantize(x, other)
     with pytest.raises(ValueError, match=r"the same size along each axis, because only jq\.quantize"):
         jq.fake_quantize(x, spec)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_vmap_keeps_the_blocks_of_the_other_axis(rng: np.random.Generator, axis: int) -> None:
+    """A tuple of sizes counts its axes from the back, so it would give a size to another axis."""
+    shape, sizes = (6, 22), (4, 5)
+    q = jq.quantize(draw(rng, shape), jq.QuantSpec("int8", jq.Blocked((0, 1), sizes)))
+    rows = q.per_index(axis)
+    assert rows.block_size == sizes[1 - axis]
+    equality.same_bits(rows.dequantize(), np.asarray(q.dequantize()))
+    mapped = jax.jit(jax.vmap(lambda r: r.dequantize(), in_axes=axis, out_axes=axis))(rows)
+    equality.same_bits(mapped, np.asarray(q.dequantize()))
+
+
+def test_vmap_of_an_axis_behind_blocks_is_refused(rng: np.random.Generator) -> None:
+    q = jq.quantize(draw(rng, (6, 10, 3)), jq.QuantSpec("int8", jq.Blocked((0, 1, 2), (4, 3, 1))))
+    assert q.per_index(0).block_size == 3
+    with pytest.raises(ValueError, match=r"per_index: axis: expected axes in front of 0, because there are blocks"):
+        q.per_index(2)
