@@ -43,7 +43,8 @@ def allocate_bits(
         batches: batches, as for `Prepared.calibrate`.
         budget: the most bytes of all weights that the rules quantize, scales and zero points included.
         most_damage: the largest sum of damages. Either this or `budget`.
-        dtypes: the candidates, "float" for a weight that stays as it is. Candidates that the operation cannot contract
+        dtypes: the candidates, "float" for a weight that stays as it is. The other attributes of a spec stay, so that a
+            rule with offsets takes unsigned dtypes only. Candidates that the operation cannot contract
             are left out by the caller.
         **arguments: keyword arguments of every call.
 

@@ -75,7 +75,7 @@ class GPTQ:
 
     A refit gives each output the scales with the least error for the codes that it has, one or one for each block, and
     runs the algorithm again with them; the result is used where it is better. Only outputs with scales of their own can
-    be refitted, and not to powers of two.
+    be refitted, not to powers of two, and not where they are quantized themselves. Offsets stay.
     """
 
     activation_order: bool = True

@@ -64,8 +64,9 @@ def tune(
     falls to 0.
 
     A scale, and a parameter with positive elements only, is multiplied by exp(v), and stays positive. To any other
-    parameter v is added, in units of the root of its mean square. Scales of tables that are looked up, and scales that
-    are powers of two, do not change. While it learns, activations are in floats, also those that the rules quantize.
+    parameter v is added, in units of the root of its mean square. Scales of tables that are looked up, scales that are
+    powers of two or quantized themselves, and offsets of codes do not change. While it learns, activations are in
+    floats, also those that the rules quantize.
 
     With `codes`, a change v of each value is learned, too, in steps of its code, and the value is rounded whenever the
     function runs: w = scale * round(steps + v). The gradient g of v is that without the rounding (the straight-through

@@ -204,6 +204,17 @@ def test_bits_of_each_spec(name: str, dtypes: tuple[str, ...], rng: np.random.Ge
             ptq.allocate_bits(prepared, params, [x], budget=10**6, dtypes=["int4"])
 
 
+@pytest.mark.parametrize("name", ["uint4 offsets", "nvfp4"])
+def test_scales_that_cannot_be_trained(name: str, rng: np.random.Generator) -> None:
+    params, x = sample(rng)
+    prepared = prepare(name, params, x)
+    argument = "offset" if name == "uint4 offsets" else "scale_spec"
+    # The parameters are prepared in the order of their names.
+    match = rf"^down: jaxquant\.Prepared\.trainable: spec\.{argument}: expected "
+    with pytest.raises(ValueError, match=match):
+        prepared.trainable(params, estimator=jq.LSQPlus())
+
+
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.sample(4)
 def test_training_on_codes(name: str, rng: np.random.Generator) -> None:
