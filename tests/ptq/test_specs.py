@@ -204,6 +204,29 @@ def test_bits_of_each_spec(name: str, dtypes: tuple[str, ...], rng: np.random.Ge
             ptq.allocate_bits(prepared, params, [x], budget=10**6, dtypes=["int4"])
 
 
+@pytest.mark.parametrize("name", ["uint3 offsets", "uint4 nested offsets", "nvfp4"])
+@pytest.mark.parametrize("method", ["gptq", "hqq"])
+@pytest.mark.sample(2)
+def test_stacked_layers(name: str, method: str, rng: np.random.Generator) -> None:
+    """Mapped over layers and jitted, each layer is as on its own."""
+    spec = make_spec(name)
+    ws = jnp.asarray(rng.normal(size=(2, 40, 6)), F32)
+    xs = rng.normal(size=(2, 64, 40))
+    hessians = jnp.asarray(np.einsum("lni,lnj->lij", xs, xs) / 64, F32)
+
+    def run(w: jax.Array, hessian: jax.Array) -> jq.QuantizedArray:
+        return ptq.gptq(w, hessian, spec) if method == "gptq" else ptq.hqq(w, spec)
+
+    stacked = jax.jit(jax.vmap(run))(ws, hessians)
+    for place, pair in enumerate(zip(ws, hessians, strict=True)):
+        single, layer = run(*pair), jax.tree.map(lambda x, at=place: x[at], stacked)
+        check_tree(layer, single)
+        # Sums of a batch may have another order, so that codes near a tie differ.
+        assert np.mean(np.asarray(layer.dequantize() == single.dequantize())) > 0.9 or method == "hqq"
+        errors = [float(jnp.sum((pair[0] - x.dequantize()) ** 2)) for x in (layer, single)]
+        np.testing.assert_allclose(*errors, rtol=0.05)
+
+
 @pytest.mark.parametrize("name", ["uint4 offsets", "nvfp4"])
 def test_scales_that_cannot_be_trained(name: str, rng: np.random.Generator) -> None:
     params, x = sample(rng)
