@@ -171,7 +171,8 @@ class Slices(NamedTuple):
 
     def compute_grid(self, low: jax.Array, high: jax.Array) -> Grid:
         """Return the scale, the zero point and the offset of each element, for a range of each slice."""
-        return Grid(*(None if x is None else self.expand(x) for x in self.compute_scales(low, high)))
+        scale, *others = self.compute_scales(low, high)
+        return Grid(self.expand(scale), *(None if x is None else self.expand(x) for x in others))
 
     def round_to_range(self, low: jax.Array, high: jax.Array) -> jax.Array:
         """Return the values of the codes, for a range of each slice."""

@@ -253,5 +253,5 @@ def test_training_on_codes(name: str, rng: np.random.Generator) -> None:
         is_inside = np.ones(slope.shape, bool)
         if "scale_rule" in SPECS[name]:  # the largest values saturate
             is_inside = np.abs(np.asarray(actual[path])) > 0
-        pair = (np.where(is_inside, g, 0) for g in (actual[path], slope))
-        np.testing.assert_allclose(*pair, atol=1e-3 * float(jnp.max(jnp.abs(slope))))
+        first, second = (np.where(is_inside, g, 0) for g in (actual[path], slope))
+        np.testing.assert_allclose(first, second, atol=1e-3 * float(jnp.max(jnp.abs(slope))))
