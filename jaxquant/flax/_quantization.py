@@ -145,6 +145,8 @@ def _check_integers(layer: str, operand: LayerOperand) -> None:
 def _check_source(layer: str, operand: LayerOperand) -> None:
     """Raise ContractValueError unless the source of an operand's range can hold what its spec asks for."""
     spec, source = operand.spec, operand.source
+    expected = "a spec without an offset and without a scale_spec (jq.prepare takes weights with both)"
+    checks.require(not spec.offset and spec.scale_spec is None, layer, operand.argument, expected, spec)
     if operand.role == "activation" and not isinstance(source, Dynamic):
         expected = (
             "PerTensor(), PerFeature(), or activation_range=Dynamic(): a stored range with an entry for each index of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._arrays import parts, scale_from_range
-from .._arrays.quantize import compute_parameters
+from .._arrays.quantize import compute_parameters, quantize
 from .._arrays.quantized_array import QuantizedArray, check_array, read_entries
 from .._arrays.scale_rules import encode_ties_toward_zero
 from .._arrays.spec import QuantSpec
@@ -116,10 +117,14 @@ class Scales(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """The scale, float32, and the zero point, int32 or None, of each element of a matrix."""
+    """The scale, float32, the zero point, int32 or None, and the offset, float32 or None, of each element of a matrix.
+
+    Values have the offset subtracted before they become codes, so that only searches for a range have one here.
+    """
 
     scale: jax.Array
     zero_point: jax.Array | None
+    offset: jax.Array | None = None
 
     def take_row(self, index: jax.Array) -> Grid:
         """Return the grid of one row of the matrix."""
@@ -162,8 +167,23 @@ def read_grid(function: str, grid: QuantizedArray | None) -> Scales | None:
     """Return what turns the codes of the array that a caller passed as a grid into values, or None."""
     if grid is None:
         return None
-    q = check_array(function, "grid", grid, supports=_FORMS)
+    return _read_scales(check_array(function, "grid", grid, supports=_FORMS))
+
+
+def _read_scales(q: QuantizedArray) -> Scales:
     return Scales(q.scale, q.zero_point, q.offset, q.block_size, q.signed_scale)
+
+
+def separate_spec(spec: QuantSpec, *, offset: bool) -> QuantSpec:
+    """Return a spec with scales that are not quantized themselves, and with its offset or without one.
+
+    Args:
+        spec: the spec.
+        offset: whether the result has an offset if the spec has one.
+    """
+    # The rules of such scales say in which order both are rounded.
+    rule = spec.scale_rule if spec.scale_spec is None else None
+    return dataclasses.replace(spec, scale_spec=None, scale_rule=rule, offset=offset and spec.offset)
 
 
 def check_grid(function: str, grid: QuantizedArray | None, w: jax.Array, spec: QuantSpec) -> None:
@@ -180,6 +200,9 @@ def compute_scales(function: str, w: jax.Array, spec: QuantSpec, grid: Scales | 
     """Return a weight's scale and zero point: from a grid, or else as `jq.quantize` computes them."""
     if grid is not None:
         return grid
+    if spec.offset or spec.scale_spec is not None:
+        with checks.name_errors(function):
+            return _read_scales(quantize(w, spec))
     scale, zero_point, _ = compute_parameters(function, w, spec, None, None)
     block_size = scale_from_range.derive_stored_block_size(function, spec, w.shape)
     return Scales(scale, zero_point, None, block_size, is_signed=False)
@@ -205,6 +228,8 @@ def expand_scales(scales: Scales, like: jax.Array, layout: MatrixLayout) -> Grid
 
 def encode_values(x: jax.Array, grid: Grid, spec: QuantSpec) -> jax.Array:
     """Return the codes of float32 values as `jq.quantize` rounds them; codes of less than 8 bits as int8."""
+    if grid.offset is not None:
+        x = x - grid.offset
     if spec.codebook is not None:
         return spec.codebook.encode(divide_by_scale(x, grid.scale, dtypes.FLOAT32))
     if spec.ties != "even":
@@ -221,7 +246,8 @@ def decode_values(codes: jax.Array, grid: Grid, spec: QuantSpec) -> jax.Array:
     """Return the float32 values of codes that `encode_values` returned."""
     if spec.codebook is not None:
         return spec.codebook.decode(codes) * grid.scale
-    return dequantize_affine(codes, grid.scale, grid.zero_point, _EACH, dtypes.FLOAT32)
+    values = dequantize_affine(codes, grid.scale, grid.zero_point, _EACH, dtypes.FLOAT32)
+    return values if grid.offset is None else values + grid.offset
 
 
 def build_array(

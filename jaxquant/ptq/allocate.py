@@ -43,7 +43,8 @@ def allocate_bits(
         batches: batches, as for `Prepared.calibrate`.
         budget: the most bytes of all weights that the rules quantize, scales and zero points included.
         most_damage: the largest sum of damages. Either this or `budget`.
-        dtypes: the candidates, "float" for a weight that stays as it is. Candidates that the operation cannot contract
+        dtypes: the candidates, "float" for a weight that stays as it is. The other attributes of a spec stay, so that a
+            rule with offsets takes unsigned dtypes only. Candidates that the operation cannot contract
             are left out by the caller.
         **arguments: keyword arguments of every call.
 
@@ -96,7 +97,9 @@ def allocate_bits(
     for leaf, plan in prepared.leaves.items():
         w, row = jnp.asarray(signature.arrays[leaf]), {}
         for name in names:
-            q = w if name == FLOAT else _round_leaf(w, dataclasses.replace(plan.spec, **_change_dtype(plan.spec, name)))
+            # A dtype may contradict what the rule says, as a signed one an offset.
+            with checks.prefix_errors(f"{prepared.names[leaf]} as {name}"), checks.name_errors(_NAME):
+                q = w if name == FLOAT else _round_leaf(w, _change_spec(plan.spec, name))
             is_codes = isinstance(q, QuantizedArray)
             size = q.nbytes if isinstance(q, QuantizedArray) else parts.count_stored_bytes(w)
             row[name] = (int(size), measure(leaf, q.dequantize()) if is_codes else 0.0)  # type: ignore[union-attr]
@@ -109,6 +112,11 @@ def allocate_bits(
         choices, sum(size for size, _ in chosen), float(sum(damage for _, damage in chosen)), table,
         _make_rules(prepared, traced, choices),
     )  # fmt: skip
+
+
+def _change_spec(spec: QuantSpec, name: str) -> QuantSpec:
+    """Return a spec with another dtype."""
+    return dataclasses.replace(spec, **_change_dtype(spec, name))
 
 
 def _change_dtype(spec: QuantSpec, name: str) -> dict[str, Any]:

@@ -47,11 +47,13 @@ def hqq(
 
     - e = sign(r) * max(|r| - |r|^(p - 1) / b, 0), with r = w - w_q: the errors that are forgiven, in steps;
     - the zero point, if the spec has one: the mean of codes - (w - e) / scale, rounded to a code;
-    - the scale: the least squares fit of w - e by the codes. Then b grows by the factor `growth`.
+    - the scale: the least squares fit of w - e by the codes. Then b grows by the factor `growth`;
+    - with an offset, both at once: the least squares fit of w - e by scale * codes + offset.
 
     A step is kept, for each slice of elements that share a scale, if the sum of |w - w_q|^p falls. The paper keeps the
-    scale and has real zero points; those of a `QuantizedArray` are codes, so that the scale moves, too. Errors are in
-    units of the first scale, which makes beta independent of the size of w.
+    scale and has real zero points, which an offset is: -scale * zero point. Zero points of a `QuantizedArray` are
+    codes, so that the scale moves, too. Scales and offsets that the spec quantizes are found in floats, and quantized
+    at the end. Errors are in units of the first scale, which makes beta independent of the size of w.
 
     Args:
         w: the weight, float32, float16 or bfloat16.
@@ -137,7 +139,7 @@ def _solve_in_chunks(
     shape = tuple(rows if i == axis else parts for i, parts in enumerate(slices.shape))
 
     def solve_chunk(chunk: jax.Array) -> Any:
-        return solve(Slices(jnp.moveaxis(chunk, 0, axis), slices.spec, shape))
+        return solve(slices._replace(w=jnp.moveaxis(chunk, 0, axis), shape=shape))
 
     ends, sums = lax.map(solve_chunk, w.reshape(count, rows, *w.shape[1:]))
 
@@ -178,8 +180,8 @@ def _improve(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the range of the scale and the zero point after one step."""
     spec, unit = slices.spec, slices.expand(unit)
-    scale, zero_point = slices.compute_scales(low, high)
-    grid = Grid(slices.expand(scale), None if zero_point is None else slices.expand(zero_point))
+    _, zero_point, offset = slices.compute_scales(low, high)
+    grid = slices.compute_grid(low, high)
     codes = _grid.encode_values(slices.w, grid, spec)
     residual = (slices.w - _grid.decode_values(codes, grid, spec)) / unit
     size = jnp.abs(residual)
@@ -187,6 +189,8 @@ def _improve(
     power = _raise_to_power(jnp.where(size > 0, size, np.float32(1)), p - 1)
     forgiven = jnp.sign(residual) * jnp.maximum(size - power / weight, 0)
     target = slices.w - forgiven * unit
+    if offset is not None:
+        return _fit_line(slices, codes.astype(jnp.float32), target, low, high)
     # A zero point that the spec fixes may not move.
     if zero_point is not None and spec.fixed_zero_point is None:
         mean = slices.sum(codes.astype(jnp.float32) - target / grid.scale) / slices.count()
@@ -201,6 +205,23 @@ def _improve(
     # Codes that are all 0, or a fit with the wrong sign, say nothing about the scale.
     is_valid = (square > 0) & (scale > 0)
     return jnp.where(is_valid, ends[0], low), jnp.where(is_valid, ends[1], high)
+
+
+def _fit_line(
+    slices: Slices, codes: jax.Array, target: jax.Array, low: jax.Array, high: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the range of the scale and the offset with the least squared error, which belong together."""
+    # Codes are not negative, so that both would change little, and often, if each were found for the other.
+    count = slices.count()
+    means = [slices.sum(x) / count for x in (codes, target)]
+    steps, values = (x - slices.expand(mean) for x, mean in zip((codes, target), means, strict=True))
+    square = slices.sum(steps * steps)
+    scale = slices.sum(steps * values) / jnp.where(square > 0, square, np.float32(1))
+    start = means[1] - scale * means[0]
+    start = jnp.minimum(start, 0) if slices.includes_zero[0] else start
+    end = start + scale * np.float32(slices.spec.bounds[1])
+    is_valid = (square > 0) & (scale > 0) & jnp.isfinite(start) & jnp.isfinite(end)
+    return jnp.where(is_valid, start, low), jnp.where(is_valid, end, high)
 
 
 def _compute_ends(spec: QuantSpec, zero_point: jax.Array | None) -> tuple[Any, Any]:

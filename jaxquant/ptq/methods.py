@@ -20,7 +20,7 @@ from ._grid import Axis, MatrixLayout, make_layout
 from .adaround import adaround
 from .gptq import factor_groups, round_on_grid
 from .hqq import hqq
-from .search_range import search_range
+from .search_range import search_range, shrink_range
 
 _FIELDS = ("codes", "scale", "zero_point", "offset")
 _RANGES = ("whole", "searched", "tried", "hqq")
@@ -75,7 +75,7 @@ class GPTQ:
 
     A refit gives each output the scales with the least error for the codes that it has, one or one for each block, and
     runs the algorithm again with them; the result is used where it is better. Only outputs with scales of their own can
-    be refitted, and not to powers of two.
+    be refitted, not to powers of two, and not where they are quantized themselves. Offsets stay.
     """
 
     activation_order: bool = True
@@ -173,7 +173,7 @@ def list_grids(name: str, w: jax.Array, hessian: jax.Array, spec: QuantSpec, axi
         return [choose_grid(name, w, hessian, spec, axis)]
     # With one candidate this is the whole range of each slice, in the shape of the scale.
     lo, hi = search_range(w, spec, least=1.0, steps=1)
-    return [quantize(w, spec, range=(lo * part, hi * part)) for part in _PARTS]
+    return [quantize(w, spec, range=shrink_range(spec, lo, hi, part)) for part in _PARTS]
 
 
 def pick_best(w: jax.Array, hessian: jax.Array, axis: Axis, candidates: Iterable[QuantizedArray]) -> QuantizedArray:

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._arrays.quantize import compute_parameters, encode_array
+from .._arrays.quantize import compute_parameters, encode_array, quantize
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.scale_from_range import derive_stored_block_size
 from .._arrays.spec import QuantSpec
@@ -246,6 +246,9 @@ def _pool_channels(layout: MatrixLayout, values: jax.Array, channel: Axis | None
 
 def _round_nearest(w: jax.Array, spec: QuantSpec) -> jax.Array:
     """Return the values of the codes that `jq.quantize` finds."""
+    if spec.offset or spec.scale_spec is not None:
+        with checks.name_errors(_AWQ):
+            return quantize(w, spec).dequantize()
     scale, zero_point, _ = compute_parameters(_AWQ, w, spec, None, None)
     codes = encode_array(w, scale, zero_point, spec)
     block_size = derive_stored_block_size(_AWQ, spec, w.shape)

@@ -29,7 +29,10 @@ def search_range(
 
     (lo, hi) = t * (min(w, 0), max(w, 0)), where t in [least, 1] minimizes sum importance * (w - w_q)^2
 
-    w_q is w after `jq.quantize` and `dequantize`. A smaller range saturates the largest elements and has finer steps
+    w_q is w after `jq.quantize` and `dequantize`. The range of a spec with an offset need not include 0: it is that of
+    w, and shrinks towards its middle. Scales and offsets that the spec quantizes count as they are before that.
+
+    A smaller range saturates the largest elements and has finer steps
     for all others, which pays for 4 bits and fewer. The search tries each t on each slice, and finds the exact minimum
     among them. The whole range, t = 1, is one of them.
 
@@ -87,7 +90,7 @@ def _search_range(w: jax.Array, importance: jax.Array | None, *, spec: QuantSpec
     low, high = slices.compute_extremes()
 
     def measure_factor(factor: jax.Array) -> jax.Array:
-        return slices.sum(squares * (slices.w - slices.round_to_range(low * factor, high * factor)) ** 2)
+        return slices.sum(squares * (slices.w - slices.round_to_range(*shrink_range(spec, low, high, factor))) ** 2)
 
     def try_factor(best: tuple[jax.Array, ...], factor: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
         return keep_better(best, (measure_factor(factor), jnp.full(slices.shape, factor))), None
@@ -97,7 +100,18 @@ def _search_range(w: jax.Array, importance: jax.Array | None, *, spec: QuantSpec
     start = (jnp.full(slices.shape, np.float32(np.inf)), jnp.ones(slices.shape, jnp.float32))
     # One factor after the other: all at once would take `steps` copies of w.
     (_, factor), _ = lax.scan(try_factor, start, jnp.asarray(factors))
-    return Range(low * factor, high * factor)
+    return shrink_range(spec, low, high, factor)
+
+
+def shrink_range(spec: QuantSpec, low: ArrayLike, high: ArrayLike, factor: ArrayLike) -> Range:
+    """Return a part of ranges: around 0, or around the middle of each if the spec has an offset."""
+    low, high = jnp.asarray(low), jnp.asarray(high)
+    if not spec.offset:
+        return Range(low * factor, high * factor)
+    # The difference of the ends may overflow, and is no number for infinite ones.
+    half = (1 - jnp.asarray(factor, jnp.float32)) / 2
+    shift = jnp.where(half > 0, high * half - low * half, 0)
+    return Range(low + shift, high - shift)
 
 
 # Ranges of a weight that are tried: the error that each of them leaves in each slice.
@@ -108,13 +122,15 @@ class Slices(NamedTuple):
 
     Attributes:
         w: the weight in float32.
-        spec: how to quantize it.
-        shape: the shape of the scale, and of the zero point.
+        spec: how to quantize it, with scales that are not quantized themselves.
+        shape: the shape of the scale, and of the zero point or the offset.
+        includes_zero: whether the lower end of each range is at most 0, and whether the upper end is at least 0.
     """
 
     w: jax.Array
     spec: QuantSpec
     shape: tuple[int, ...]
+    includes_zero: tuple[bool, bool]
 
     @property
     def block_size(self) -> int | None:
@@ -130,10 +146,11 @@ class Slices(NamedTuple):
         return affine.sum_to_scale(granularity.Aligned(self.block_size), values, jnp.zeros(self.shape))
 
     def compute_extremes(self) -> tuple[jax.Array, jax.Array]:
-        """Return the least and the largest element of each slice, widened to include 0."""
+        """Return the least and the largest element of each slice, widened to include 0 unless there are offsets."""
         low, high = min_max.compute_extremes(self.w, self.shape, self.block_size)
-        # As `jq.quantize` widens ranges, so that 0 is a code.
-        return jnp.minimum(low, 0), jnp.maximum(high, 0)
+        # As `jq.quantize` widens ranges: so that 0 is a code, or for offsets in unsigned codes.
+        is_low, is_high = self.includes_zero
+        return jnp.minimum(low, 0) if is_low else low, jnp.maximum(high, 0) if is_high else high
 
     def count(self) -> np.ndarray:
         """Return the number of elements in each slice. The last block along an axis may be short."""
@@ -144,14 +161,18 @@ class Slices(NamedTuple):
         return counts
 
     def compute_scales(self, low: jax.Array, high: jax.Array) -> Grid:
-        """Return the scale, float32, and the zero point, int32 or None, of each slice, for a range of each slice."""
+        """Return the scale, the zero point and the offset of each slice, for a range of each slice."""
+        if self.spec.offset:
+            offset = scale_from_range.compute_offset(self.spec, low).astype(jnp.float32)
+            scale, _ = scale_from_range.compute_scale_above(self.spec, offset, high, dtypes.FLOAT32)
+            return Grid(dtypes.scale_as_float32(scale), None, offset)
         scale, zero_point = scale_from_range.compute_scale_and_zero_point(self.spec, low, high, self.shape, self.shape)
         return Grid(dtypes.scale_as_float32(scale), None if zero_point is None else zero_point.astype(jnp.int32))
 
     def compute_grid(self, low: jax.Array, high: jax.Array) -> Grid:
-        """Return the scale and the zero point of each element, for a range of each slice."""
-        scale, zero_point = self.compute_scales(low, high)
-        return Grid(self.expand(scale), None if zero_point is None else self.expand(zero_point))
+        """Return the scale, the zero point and the offset of each element, for a range of each slice."""
+        scale, *others = self.compute_scales(low, high)
+        return Grid(self.expand(scale), *(None if x is None else self.expand(x) for x in others))
 
     def round_to_range(self, low: jax.Array, high: jax.Array) -> jax.Array:
         """Return the values of the codes, for a range of each slice."""
@@ -161,12 +182,14 @@ class Slices(NamedTuple):
 
 def make_slices(function: str, w: jax.Array, spec: QuantSpec) -> Slices:
     """Return the slices of a weight; raise if the zero point has another granularity than the scale."""
-    scale, zero_point = scale_from_range.derive_shapes(function, spec, w.shape)
+    scale, zero_point = scale_from_range.derive_shapes(function, _grid.separate_spec(spec, offset=False), w.shape)
     # A range that is tried gives both a scale and a zero point, so that both belong to the same elements.
     expected = "the same granularity for the scale and the zero point"
     got = f"{spec.granularity} and {spec.zero_point_granularity}"
     checks.require(scale == zero_point, function, "spec", expected, got)
-    return Slices(w.astype(jnp.float32), spec, scale)
+    is_unsigned = spec.offset and spec.scale_spec is not None and spec.scale_spec.fixed_zero_point is None
+    includes_zero = (not spec.offset or is_unsigned, not spec.offset)
+    return Slices(w.astype(jnp.float32), _grid.separate_spec(spec, offset=True), scale, includes_zero)
 
 
 def keep_better(best: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -27,7 +27,7 @@ from ..calibration import loop
 from ..transform import Prepared, QuantizedTree
 from ..transform.session import Session, Signature, is_quantized
 from . import inputs
-from ._grid import MatrixLayout, make_layout
+from ._grid import MatrixLayout, make_layout, separate_spec
 from .notes import Note, Notes, Outcome
 
 _NAME = "ptq.tune"
@@ -64,8 +64,9 @@ def tune(
     falls to 0.
 
     A scale, and a parameter with positive elements only, is multiplied by exp(v), and stays positive. To any other
-    parameter v is added, in units of the root of its mean square. Scales of tables that are looked up, and scales that
-    are powers of two, do not change. While it learns, activations are in floats, also those that the rules quantize.
+    parameter v is added, in units of the root of its mean square. Scales of tables that are looked up, scales that are
+    powers of two or quantized themselves, and offsets of codes do not change. While it learns, activations are in
+    floats, also those that the rules quantize.
 
     With `codes`, a change v of each value is learned, too, in steps of its code, and the value is rounded whenever the
     function runs: w = scale * round(steps + v). The gradient g of v is that without the rounding (the straight-through
@@ -449,9 +450,9 @@ def _explain_fixed_codes(q: QuantizedArray, spec: QuantSpec) -> str:
     """Return why the codes of an array cannot be learned, or ""."""
     if spec.dtype in dtypes.SMALL_FLOATS:
         return "codes of floats, which are not evenly spaced"
-    shape = derive_shapes("ptq.tune", spec, q.shape)[1]
+    shape = derive_shapes("ptq.tune", separate_spec(spec, offset=False), q.shape)[1]
     has_zero_point = q.offset is None and (not spec.symmetric or bool(spec.fixed_zero_point))
-    fits = q.format == spec.dtype
+    fits = q.format == spec.dtype and (q.offset is not None or not spec.offset)
     fits = fits and (q.zero_point is not None) == has_zero_point
     fits = fits and (q.zero_point is None or all(n in (1, m) for n, m in zip(q.zero_point.shape, shape, strict=True)))
     return "" if fits else "codes of another spec than in the rules"
@@ -507,8 +508,13 @@ def _change_codes(q: QuantizedArray, spec: QuantSpec, change: jax.Array) -> tupl
 
 def _round_steps(q: QuantizedArray, spec: QuantSpec, steps: jax.Array) -> jax.Array:
     """Return the steps of the nearest codes, with the gradient of steps that are not rounded."""
+    zero_point = q.zero_point
+    if q.offset is not None:
+        # Codes with an offset begin at 0, whatever the rules say: the offset may have taken the place of a zero point.
+        zero_point = jnp.zeros((1,) * q.ndim, spec.carrier)
     # `_move_change` keeps them within the bounds, so that no gradient has to be 0.
-    return fake_quantize(steps, spec, 1.0, q.zero_point, StraightThrough(clip=False))
+    plain = separate_spec(spec, offset=False)
+    return fake_quantize(steps, plain, 1.0, zero_point, StraightThrough(clip=False))
 
 
 def _decode_steps(q: QuantizedArray) -> jax.Array:

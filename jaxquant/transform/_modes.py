@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._arrays.parts import derive_packing
-from .._arrays.quantize import compute_parameters, encode_array, quantize_kernel
+from .._arrays.quantize import compute_parameters, encode_array, quantize, quantize_kernel
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._codes.fake_codes import finish_training, replace_value
+from .._core import checks
 from .._program import jaxpr
 from .._program.analysis import Address, Site
 from .._program.jaxpr import Equation
@@ -405,6 +406,12 @@ def make_finder(ranges: StaticRanges, records: Mapping[str, Any]) -> Callable[[s
 
 def make_twin(spec: QuantSpec, x: jax.Array, part: Any, rule: Estimator) -> Twin:
     """Return an array as floats with a gradient, and as codes."""
+    if spec.offset or spec.scale_spec is not None:
+        expected = "a spec without an offset and without a scale_spec, because its scale is trained or enlarged"
+        checks.require(part is None, _NAME, "spec", expected, spec)
+        codes = quantize(lax.stop_gradient(x), spec)
+        # The range is that of x, so that the gradient passes everywhere. x - x is 0.
+        return Twin(codes.dequantize() + (x - lax.stop_gradient(x)), codes)
     scale, zero_point = find_scale(spec, x, part)
     config = RoundingConfig(spec, rule)
     floats = quantize_and_dequantize(config, x, scale, zero_point, None)

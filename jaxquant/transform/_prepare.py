@@ -163,12 +163,18 @@ def _list_paths(site: Site, names: Sequence[str]) -> list[str]:
     return [names[leaf] for leaf in site.leaves] or [site.name]
 
 
+def _needs_trial(spec: QuantSpec) -> bool:
+    """Return whether there are contractions that do not take codes of a spec."""
+    has_forms = spec.codebook is not None or spec.offset or spec.scale_spec is not None
+    return has_forms or derive_block_size(spec) is not None
+
+
 def _check_specs(prepared: Prepared, params: Any, args: Any, kwargs: Any) -> None:
     """Raise if the codes of an operand cannot be contracted as planned."""
     # Codes with a scale per output, and those with one per row, can always be contracted, so they are not tried.
     specs = [plan.spec for plan in prepared.leaves.values()]
     has_blocks = any(rule.activation is not None and rule.activation.block is not None for rule in prepared.rules)
-    if not has_blocks and not any(spec.codebook is not None or derive_block_size(spec) is not None for spec in specs):
+    if not has_blocks and not any(_needs_trial(spec) for spec in specs):
         return
     signature, others = Signature(params), Signature((args, kwargs))
 

@@ -74,6 +74,7 @@ def embed(**way: Any) -> Callable[..., nn.Module]:
 
 LAX = jax.lax.dot_general
 INT8 = jq.QuantSpec("int8")
+NESTED = jq.QuantSpec("int8", scale_spec=jq.QuantSpec("uint8"))
 ROUNDED = jq.QuantSpec("int4", power_of_two=True)
 # what is made, the error, what it says after the path
 SPECS: dict[str, tuple[Callable[..., nn.Module], type[Exception], str]] = {
@@ -87,6 +88,8 @@ SPECS: dict[str, tuple[Callable[..., nn.Module], type[Exception], str]] = {
     "no range": (conv(weight_spec=W, activation_range="minmax"), TypeError, r"activation_range: expected Dynamic\(\), S"),
     "unsigned weights": (dense(weight_spec=A, weight_range=Learned()), ValueError, r"weight_spec: expected a signed dtype, sym"),
     "powers": (dense(weight_spec=ROUNDED, weight_range=Learned()), ValueError, r"weight_spec: expected a spec without power_of"),
+    "offset": (dense(weight_spec=jq.QuantSpec("uint4", offset=True)), ValueError, r"weight_spec: expected a spec without an offset"),
+    "nested": (conv(weight_spec=W, activation_spec=NESTED), ValueError, r"activation_spec: expected a spec without an offset"),
     "promoted": (embed(weight_spec=W, promote_dtype=jnp.asarray), ValueError, r"promote_dtype: expected jq\.flax"),
     "embedding": (embed(weight_spec=None), TypeError, r"flax\.linen: weight_spec: expected a QuantSpec"),
     "einsum": (functools.partial(qnn.Einsum, (6, 5), "...i,ij->...j"), TypeError, r"weight_spec: expected a Quant"),

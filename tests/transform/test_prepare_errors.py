@@ -229,3 +229,18 @@ def test_arguments_that_need_other_specs_are_refused() -> None:
         ValueError, match=r"args: expected arguments at which v is quantized as at the arguments of prepare"
     ):
         prepared.apply(prepared.convert(params), jnp.ones((2, 3)), turned=True)
+
+
+@pytest.mark.parametrize("options", [{"offset": True}, {"scale_spec": jq.QuantSpec("uint8")}], ids=["offset", "nested"])
+@pytest.mark.parametrize("per", ["row", "tensor"])
+def test_forms_that_integers_do_not_take_are_refused_early(options: dict[str, Any], per: str) -> None:
+    """What cannot be contracted as codes is refused where it is prepared, and not where it is applied."""
+    dtype = "uint4" if "offset" in options else "int4"
+    w, x = jnp.linspace(-1, 1, 48).reshape(16, 3), jnp.ones((2, 16))
+    rule = jq.Rule(weight=jq.Weight(dtype, options=options), activation=jq.Activation("int8", per=per))
+    try:
+        prepared = jq.prepare(lambda w, x: x @ w, w, x, rules=[rule])
+    except ValueError as error:
+        assert re.search(r"^params \(dot_general .*\): jaxquant\.prepare: rhs\.(offset|scale): expected ", str(error))  # noqa: PT017
+    else:
+        assert np.isfinite(prepared.apply(prepared.convert(w), x)).all()

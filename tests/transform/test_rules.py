@@ -123,11 +123,6 @@ def test_recipe(name: str) -> None:
     assert bool(text) == bool(activation)
     ranges = prepared.calibrate(PARAMS, [TOKENS])
     y = jax.jit(prepared.apply)(prepared.convert(PARAMS, ranges), TOKENS)
-    if name == "nvfp4":  # only `quantize` rounds with scales that are quantized themselves
-        assert np.isfinite(np.asarray(y)).all()
-        with pytest.raises(ValueError, match=r"spec.scale_spec: expected None"):
-            prepared.fake_apply(prepared.trainable(PARAMS, ranges), TOKENS)
-        return
     np.testing.assert_array_equal(y, jax.jit(prepared.fake_apply)(prepared.trainable(PARAMS, ranges), TOKENS))
 
 
