@@ -16,12 +16,13 @@ from jax.sharding import NamedSharding, PartitionSpec, reshard
 from jax.typing import ArrayLike, DTypeLike
 from opt_einsum.parser import parse_einsum_input
 
-from .._arrays.quantized_array import QuantizedArray, check_form, dequantize_checked, list_forms, unpack_checked
+from .._arrays.quantized_array import QuantizedArray, check_form, dequantize_checked, unpack_checked
 from .._core import checks, sharding
 from .._core.dtypes import FLOAT32, FLOATS
 from .._kernels import affine
 from .dot import Operand, check_operand, contract_checked
 from .dot_integer import Axes
+from .dot_weight_only import is_read_by_kernels, read_parts
 from .output import Epilogue, ScaledSpec, read_epilogue
 
 _NAME = "einsum"
@@ -125,7 +126,6 @@ def contract_operands(
 ) -> jax.Array:
     """Return the `einsum` of checked operands, with errors that name `function`."""
     dtypes = {x.dtype for x in operands}
-    operands = [unpack_checked(x) if isinstance(x, QuantizedArray) else x for x in operands]
     operands = _dequantize_forms(function, operands)
     dtype = preferred or (dtypes.pop() if len(dtypes) == 1 else FLOAT32)
     labels_of_operands, out = parse_subscripts(function, subscripts, [x.ndim for x in operands])
@@ -153,9 +153,16 @@ def _dequantize_forms(function: str, operands: Sequence[Any]) -> Sequence[Any]:
     if len(operands) == 1:
         return operands
     quantized = [i for i, x in enumerate(operands) if isinstance(x, QuantizedArray)]
-    for i in quantized if len(quantized) > 1 else ():
-        check_form(function, f"operands[{i}]", operands[i])
-    return [dequantize_checked(x) if i in quantized and list_forms(x) else x for i, x in enumerate(operands)]
+    if len(quantized) > 1:
+        operands = [unpack_checked(x) if i in quantized else x for i, x in enumerate(operands)]
+        for i in quantized:
+            check_form(function, f"operands[{i}]", operands[i])
+    return [_read_form(x) if i in quantized else x for i, x in enumerate(operands)]
+
+
+def _read_form(q: QuantizedArray) -> QuantizedArray | jax.Array:
+    q = read_parts(q)
+    return q if is_read_by_kernels(q) else dequantize_checked(q)
 
 
 # An eager call then finds its program by the subscripts and the shapes, and does not parse them again.
@@ -291,7 +298,7 @@ def _remove_repeats(
     if not broadcast:
         return _Term(x, labels, tuple(range(len(labels))))
     if isinstance(x, QuantizedArray):
-        x = x.store_last()  # its leaves are squeezed alike
+        x = unpack_checked(x).store_last()  # its leaves are squeezed alike
     squeezed = jax.tree.map(lambda leaf: lax.squeeze(leaf, broadcast), x)
     axes = tuple(a for a in range(len(labels)) if a not in broadcast)
     kept = tuple(labels[a] for a in axes)
