@@ -109,7 +109,9 @@ def compute_min_max(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax
 
 
 def count_members(
-    x: jax.Array | np.ndarray | jax.ShapeDtypeStruct, shape: tuple[int, ...], block_size: int | None
+    x: jax.Array | np.ndarray | jax.ShapeDtypeStruct,
+    shape: tuple[int, ...],
+    block_size: granularity.BlockSize,
 ) -> np.ndarray:
     """Return how many elements each slice has, as int64 of the given shape; the last blocks may be short."""
     counts = np.ones(shape, np.int64)
@@ -120,7 +122,9 @@ def count_members(
 
 
 def derive_slice_sizes(
-    x: jax.Array | np.ndarray | jax.ShapeDtypeStruct, shape: tuple[int, ...], block_size: int | None
+    x: jax.Array | np.ndarray | jax.ShapeDtypeStruct,
+    shape: tuple[int, ...],
+    block_size: granularity.BlockSize,
 ) -> tuple[int, ...]:
     """Return how many indices of each dimension of x share an entry of an array of the given shape."""
     sizes = granularity.Aligned(block_size).sizes(shape, x.shape)

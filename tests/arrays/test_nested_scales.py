@@ -119,7 +119,7 @@ def test_recipe(rng: np.random.Generator) -> None:
         "up": jnp.asarray(rng.standard_normal((64, 96)), F32),
         "down": jnp.asarray(rng.standard_normal((96, 8)), F32),
     }
-    x = rng.standard_normal((5, 64)).astype(F32)
+    x = jnp.asarray(rng.standard_normal((5, 64)), F32)
 
     def network(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         return jax.nn.relu(x @ params["up"]) @ params["down"]

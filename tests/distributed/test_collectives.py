@@ -157,6 +157,7 @@ SUMS = {
 def find_steps(rows: np.ndarray, spec: jq.QuantSpec) -> np.ndarray:
     """Return an upper bound of the step at each element of messages in float64, by the definition of the spec."""
     size = spec.granularity.size if isinstance(spec.granularity, jq.Blocked) else max(rows.shape[-1], 1)
+    assert isinstance(size, int)
     padded = np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, -rows.shape[-1] % size)])
     blocks = padded.reshape(*rows.shape[:-1], -1, size)
     low, high = np.minimum(blocks.min(-1), 0), np.maximum(blocks.max(-1), 0)

@@ -169,6 +169,7 @@ def test_large_arrays_take_little_more_than_a_byte() -> None:
             continue
         blocked = choose_blocks(shape)
         assert not isinstance(blocked, jq.PerTensor)
+        assert isinstance(blocked.size, int)
         axes = (blocked.axis,) if isinstance(blocked.axis, int) else blocked.axis
         cut = {axis % len(shape) for axis in axes}
         scales = math.prod(-(-n // blocked.size) if a in cut else n for a, n in enumerate(shape))

@@ -37,6 +37,7 @@ def round_table(w: jax.Array, spec: jq.QuantSpec) -> np.ndarray:
     """Return a table rounded to int8 or int4 codes with a symmetric scale for each row, or block of a row, by numpy."""
     largest = {"int8": 127, "int4": 7}[str(spec.dtype)]
     size = spec.granularity.size if isinstance(spec.granularity, jq.Blocked) else FEATURES
+    assert isinstance(size, int)
     parts = np.asarray(w, F32).reshape(ROWS, -1, size)
     if spec.granularity == jq.PerTensor():
         parts = parts.reshape(1, -1)
