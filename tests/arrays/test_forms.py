@@ -88,7 +88,11 @@ def test_products_of_codes_refuse(name: str, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("name", NAMES[:-2])
 def test_operations_on_codes_refuse(name: str, rng: np.random.Generator) -> None:
     q, _ = make_array(name, rng)
-    calls = {"relu": jq.codes.relu, "max_pool": lambda q: jq.codes.max_pool(q, window_shape=(1,)), "onnx_view": jq.onnx_view}
+    calls = {
+        "relu": jq.codes.relu,
+        "max_pool": lambda q: jq.codes.max_pool(q, window_shape=(1,)),
+        "onnx_view": jq.onnx_view,
+    }
     for function, call in calls.items():
         if function == "relu" and name == "block sizes":
             continue
