@@ -259,11 +259,12 @@ def _contract_by_size(
         if contract_row is not None:
             y, is_exact = contract_row(x.reshape(-1), matrix, role)
             # A transpose of the entries is undone here, and done again in the branch.
-            moved = [p.T if config.is_moved and p is not None else p for p in (scale, zero_point)]
+            turn: Callable[[jax.Array], jax.Array] = (lambda part: part.T) if config.is_moved else (lambda part: part)
+            moved_scale, moved_point = turn(scale), None if zero_point is None else turn(zero_point)
 
             def contract_slowly() -> jax.Array:
-                parts = (p.T if config.is_moved and p is not None else p for p in moved)
-                return contract(x.reshape(-1), config.unflatten(codes, *parts), role.contracted[0])
+                point = None if moved_point is None else turn(moved_point)
+                return contract(x.reshape(-1), config.unflatten(codes, turn(moved_scale), point), role.contracted[0])
 
             contract = _contract_term_by_term if matrix.words is None else _contract_row_by_row
             y = lax.cond(is_exact, lambda: y, contract_slowly)
@@ -365,7 +366,7 @@ def read_scaled_codes(q: QuantizedArray, x: jax.Array | None = None) -> float_ro
     words = None
     if packing is not None:
         is_signed = book is None and dtypes.read_bounds(packing.format)[0] < 0
-        words = float_rows.Words(packing.bits, packing.length, is_signed)
+        words = float_rows.WordLayout(packing.bits, packing.length, is_signed)
     stored = q.codes if packing is None else q.stored_codes
     matrix = float_rows.ScaledCodes(stored, q.scale, q.zero_point, q.offset, q.block_size, decode, levels, words)
 

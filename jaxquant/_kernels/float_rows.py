@@ -173,7 +173,7 @@ _WORD_VECTORS_OF_MANY, _MANY_WORDS = (4, 5, 3, 6, 2, 7, 1), 2**22
 IS_VECTORIZED = jax.__version_info__ >= (0, 12)
 
 
-class Words(NamedTuple):
+class WordLayout(NamedTuple):
     """How codes are packed in uint32 words.
 
     Attributes:
@@ -211,7 +211,7 @@ class ScaledCodes(NamedTuple):
     block_size: int | None = None
     decode: Callable[..., jax.Array] | None = None
     levels: tuple[float, ...] = ()
-    words: Words | None = None
+    words: WordLayout | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from jax import lax
 
 from . import words
 from .contraction import Role
-from .float_rows import ScaledCodes, Words, finish, scale_row
+from .float_rows import ScaledCodes, WordLayout, finish, scale_row
 
 # The number of rows that one loop adds up. With 8, XLA:CPU writes and reads as many sums as words.
 _TERMS = (32, 16)
@@ -157,6 +157,6 @@ def _read_weights(
     return (codes if zero_point is None else codes - zero_point).astype(jnp.float32)
 
 
-def _count_part(packed: Words) -> int:
+def _count_part(packed: WordLayout) -> int:
     """Return the number of words of the first plane that have their bits in the same place of the second one."""
     return packed.length // words.count_lanes(packed.bits) // words.count_parts(packed.bits)
