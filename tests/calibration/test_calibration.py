@@ -292,7 +292,7 @@ ROWS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: jq.calibration.entropy(jq.QuantSpec(jnp.int16)),
         TypeError,
-        "entropy: spec.dtype: expected int2, .* or uint8, got int16",
+        "entropy: spec.dtype: expected int2, .* or uint6, got int16",
     ),
     (lambda: jq.calibration.entropy(jq.QuantSpec(jq.nf4)), TypeError, "entropy: spec.dtype: expected .*, got nf4"),
     (
