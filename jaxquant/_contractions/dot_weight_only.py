@@ -147,6 +147,10 @@ class _WeightOnlyProduct(NamedTuple):
             if zero_point is not None and zero_point.shape[axis] != 1:
                 zero_point = chunk.take(zero_point, axis, _count_run(q, zero_point, axis))
             codes, scale = chunk.take(codes, axis), wait(scale)
+            if self.static.packing is not None:
+                # Words are unpacked before a scale is read, so they wait, too. The barrier keeps XLA from fusing the
+                # slice into the loop that unpacks them.
+                codes = lax.optimization_barrier(wait(codes))
         use = "any" if math.prod(codes.shape[axis] for axis in self.role.contracted) == 1 else "operand"
         return quantized_array.dequantize_checked(self.unflatten(codes, scale, zero_point), use=use)
 

@@ -196,6 +196,15 @@ def test_words_of_large_weights(rng: np.random.Generator) -> None:
         assert np.all(np.abs(jax.jit(multiply)(x, stored) - x.astype(np.float64) @ real) <= limit)
 
 
+@on_cpu
+def test_memory_of_words() -> None:
+    """With several rows, the words of a chunk are unpacked when it is contracted, not those of all chunks before."""
+    w = jax.ShapeDtypeStruct((4096, 2048), jnp.float32)
+    q = jax.eval_shape(lambda w: jq.quantize(w, QuantSpec("int6", Blocked(0, 32))), w)
+    program = Program(multiply, jax.ShapeDtypeStruct((8, 4096), jnp.float32), q)
+    assert program.memory.temp_size_in_bytes < w.size
+
+
 def test_several_dimensions(rng: np.random.Generator) -> None:
     """Words of three dimensions, and with a batch dimension, are unpacked."""
     q = jq.quantize(rng.normal(size=(4, 64, 96)).astype(np.float32), QuantSpec("int6", Blocked(1, 32)))
