@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from .._arrays import parts, quantized_array
+from .._arrays import indexing, parts, quantized_array
 from .._arrays.quantized_array import QuantizedArray, unpack_checked
 from .._core import checks, dtypes, entry_point, sharding
 from .._kernels import affine
@@ -22,7 +22,7 @@ from .._kernels.contraction import Role
 from ..integer import DotDimensionNumbers, MatrixShapes, check_placement, match_matrices, match_roles
 from . import dot_float, dot_integer
 from .dot_integer import Axes
-from .dot_weight_only import choose_contraction, has_readable_words, is_read_by_kernels, read_parts
+from .dot_weight_only import choose_contraction, has_readable_words, is_read_by_kernels
 from .output import Epilogue, ScaledSpec, read_epilogue
 
 _NAME = "dot_general"
@@ -51,10 +51,17 @@ def dot_general(
     ascending order, each addition rounded once. If acc could exceed int32, the contraction is cut into blocks in the
     same way. Operands that cannot be contracted in integers raise an error.
 
+    Offsets stay outside of the integers. With lhs_sum and rhs_sum, the sums of the codes of each side less its zero
+    point, exact in int32, and K terms, a block is float32(acc) * (lhs.scale * rhs.scale)
+    + (float32(lhs_sum) * lhs.scale + lhs.offset * K) * rhs.offset + lhs.offset * (float32(rhs_sum) * rhs.scale), added
+    from left to right, each operation rounded once. Scales and offsets that are quantized themselves count with their
+    float32 values.
+
     With a bias of integers, out = float32(acc + bias) * (lhs.scale * rhs.scale). With an output, the result is a
     QuantizedArray, and no float tensor lies in between: its codes are
     saturate(round_half_even(float32(acc + bias) * (lhs.scale * rhs.scale / scale)) + zero_point), as in ONNX
-    Runtime's QGemm and QLinearMatMul. acc + bias wraps around. Neither is possible with blocks.
+    Runtime's QGemm and QLinearMatMul. acc + bias wraps around. Neither is possible with blocks or
+    an offset.
 
     If both operands are float8 or float4, the products of codes are summed in float32 and scaled as above, with an
     error of at most 2e-6 of the sum of magnitudes. Scales that vary along a contracted dimension are multiplied in
@@ -88,9 +95,10 @@ def dot_general(
     Raises:
         TypeError: neither operand is quantized, or an operand has an unsupported dtype. int16 and codebooks cannot be
             contracted in integers, nor can float8 or float4 with integers.
-        ValueError: dimension numbers or an out_sharding do not fit the operands; a scale or zero point varies from
-            index to index of a contracted dimension; the blocks of the two operands do not end at the same indices; or
-            out_sharding is missing and the operands do not determine it.
+        ValueError: dimension numbers or an out_sharding do not fit the operands; a scale, zero point or offset varies
+            from index to index of a contracted dimension; the blocks of the two operands do not end at the same
+            indices; one of two quantized operands has a permutation; or out_sharding is missing and the operands do not
+            determine it.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -107,8 +115,8 @@ def dot_general(
     Source: `jax.lax.dot_general`; the arithmetic follows ONNX Runtime's MatMulIntegerToFloat and QGemm.
 
     Cotangent of a float operand: as in the contraction with the other operand dequantized. Of a scale: g * acc times
-    the other scale, or, weight-only, g times the float product, summed over the elements that share the scale. Codes
-    and zero points have none.
+    the other scale, or, weight-only, g times the float product, summed over the elements that share the scale. Of an
+    offset: g times the sums of the other operand. Codes and zero points have none.
     """
     lhs, rhs = check_operands(_NAME, lhs, rhs)
     epilogue = read_epilogue(_NAME, bias, output, preferred_element_type, (lhs, rhs))
@@ -157,31 +165,30 @@ def contract_dimensions(
     out_sharding: Any, caller_axes: Axes | None,
 ) -> Any:  # fmt: skip
     left, right = match_roles(function, lhs, rhs, numbers)
+    is_weight_only = not all(isinstance(x, QuantizedArray) for x in (lhs, rhs))
+    lhs, rhs = (_unpack_unread(x, role, is_weight_only) for x, role in ((lhs, left), (rhs, right)))
     a, b = (x.codes if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
     check_placement(function, a, b, left, right, out_sharding)
     if caller_axes is None:
         caller_axes = tuple(zip(left.contracted, right.contracted, strict=True))
-    is_weight_only = not all(isinstance(x, QuantizedArray) for x in (lhs, rhs))
-    if is_weight_only:
-        lhs, rhs = (read_parts(x) if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
-    lhs, rhs = (_unpack_unread(x, role, is_weight_only) for x, role in ((lhs, left), (rhs, right)))
+    is_integer = check_integer_pair(function, lhs, rhs)
+    if is_integer or is_weight_only:
+        lhs, rhs = (dot_integer.read_nested(x) if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
     orders = [x.stored_order for x in (lhs, rhs) if isinstance(x, QuantizedArray) and x.ndim == 2]
-    (lhs, left), (rhs, right) = _read_as_stored(lhs, left), _read_as_stored(rhs, right)
+    (lhs, left), (rhs, right) = (_read_as_stored(*side, is_integer=is_integer) for side in ((lhs, left), (rhs, right)))
     if is_weight_only:
         contract, operands, dtype = choose_contraction(
             lhs, rhs, left, right, precision, out_sharding, is_moved=any(order is not None for order in orders)
         )
         dtype = preferred or dtype
         return affine.round_to_dtype(contract(*operands), dtype).astype(dtype)
-    if all(dot_float.has_float_codes(x) for x in (lhs, rhs)):
+    if not is_integer:
         for argument, given in () if epilogue is None else (("bias", epilogue.bias), ("output", epilogue.output)):
             text = f"None with codes of {lhs.codes.dtype}, whose sums are floats"
             checks.require(given is None, function, argument, text, checks.describe_value(given))
         return dot_float.contract_small_floats(
             function, lhs, rhs, left, right, precision, preferred, out_sharding, caller_axes
         )
-    for argument, q in (("lhs", lhs), ("rhs", rhs)):
-        dot_integer.check_integer_array(function, argument, q)
     lhs, rhs = dot_integer.fill_empty_entries(lhs, left), dot_integer.fill_empty_entries(rhs, right)
     plan = dot_integer.plan_contraction(function, lhs, rhs, left, right, out_sharding, caller_axes)
     if epilogue is None:
@@ -196,7 +203,18 @@ def _unpack_unread(x: Any, role: Role, is_weight_only: bool) -> Any:
     return unpack_checked(x)
 
 
-def _read_as_stored(x: QuantizedArray | jax.Array, role: Role) -> tuple[Any, Role]:
+def check_integer_pair(function: str, lhs: Any, rhs: Any) -> bool:
+    """Return whether two operands are contracted as integers; raise if they cannot be, though both are quantized."""
+    if not all(isinstance(x, QuantizedArray) for x in (lhs, rhs)):
+        return False
+    if all(dot_float.has_float_codes(x) for x in (lhs, rhs)):
+        return False
+    for argument, q in (("lhs", lhs), ("rhs", rhs)):
+        dot_integer.check_integer_array(function, argument, q, dot_integer.DOT_FORMS)
+    return True
+
+
+def _read_as_stored(x: QuantizedArray | jax.Array, role: Role, *, is_integer: bool) -> tuple[Any, Role]:
     """Return an operand without a stored order, with its dimensions as they are in memory, and their roles.
 
     The contractions then see how the codes lie in memory. Each role lists the dimensions in the order of the logical
@@ -204,7 +222,7 @@ def _read_as_stored(x: QuantizedArray | jax.Array, role: Role) -> tuple[Any, Rol
     """
     if not isinstance(x, QuantizedArray) or x.stored_order is None:
         return x, role
-    if not is_read_by_kernels(x):
+    if not is_integer and not is_read_by_kernels(x):
         return x.replace(stored_order=None), role
     dimensions = parts.match_dimensions(x.stored_order, x.ndim)
     batch, free, contracted = (tuple(dimensions[axis] for axis in axes) for axes in role)
@@ -212,9 +230,8 @@ def _read_as_stored(x: QuantizedArray | jax.Array, role: Role) -> tuple[Any, Rol
     if free != tuple(sorted(free)):
         return x.replace(stored_order=None), role
     permutation = parts.derive_permutation(x.stored_order, x.ndim)
-    names = ("scale", "zero_point", "offset")
-    moved = {name: jnp.transpose(getattr(x, name), permutation) for name in names if getattr(x, name) is not None}
-    stored = x.replace(**moved)._with_stored(x._stored, None)
+    entries = indexing.transpose_entries(x, permutation)
+    stored = x.replace(**entries)._with_stored(x._stored, None)
     return stored, Role(batch, free, contracted)
 
 

@@ -12,24 +12,37 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._arrays.quantized_array import QuantizedArray, check_form
+from .._arrays.quantized_array import QuantizedArray, check_form, read_entries
 from .._core import checks, dtypes, granularity, sharding
 from .._kernels import accumulator, affine, barriers, signed_codes
 from .._kernels.accumulator import sum_over_blocks
 from .._kernels.contraction import Role, contract_roles, spread_outward
 from .output import Epilogue
 
+# The forms that a dot product of integers supports. A permutation is none of them: the other operand would have to be
+# permuted, and its blocks with it.
+DOT_FORMS = ("offset", "nested", "signed_scale", "block_sizes", "packing")
 
-def check_integer_array(function: str, argument: str, q: QuantizedArray) -> None:
-    """Check that the codes of a quantized array can be contracted as integers."""
-    check_form(function, argument, q)
-    dtype = q.stored_codes.dtype
+
+def read_nested(q: QuantizedArray) -> QuantizedArray:
+    """Return an array with float32 entries in place of a scale or an offset that is quantized itself."""
+    parts = {name: getattr(q, name) for name in ("scale", "offset")}
+    floats = {name: read_entries(part) for name, part in parts.items() if isinstance(part, QuantizedArray)}
+    return q.replace(**floats) if floats else q
+
+
+def check_integer_array(function: str, argument: str, q: QuantizedArray, supports: Sequence[str] = ()) -> None:
+    """Check that the codes of a quantized array can be contracted as integers, and that its form is supported."""
+    check_form(function, argument, q, supports)
+    dtype = q.stored_codes.dtype if q.packing is None else q.packing.carrier
     if q.codebook is None and dtype in dtypes.CONTRACTED:
         return
     expected = f"values of {dtypes.list_names(dtypes.CONTRACTED)} against a quantized array, or {argument}.dequantize()"
     checks.refuse_type(function, argument, expected, q.codebook or dtype)
 
 
+# What may vary from block to block of a contracted dimension.
+_PARTS = ("scale", "zero_point", "offset")
 # Pairs of a dimension of lhs and a dimension of rhs.
 Axes = tuple[tuple[int, int], ...]
 
@@ -119,10 +132,10 @@ def _choose_cut(
 
 
 def fill_empty_entries(q: QuantizedArray, role: Role) -> QuantizedArray:
-    """Return q with one entry of scale and zero point along contracted dimensions of length 0, which have no blocks."""
+    """Return q with one entry of each part along contracted dimensions of length 0, which have no blocks."""
     empty = [axis for axis in role.contracted if q.shape[axis] == 0]
     filled = {}
-    for name in ("scale", "zero_point"):
+    for name in _PARTS:
         part = getattr(q, name)
         if part is not None and any(part.shape[axis] == 0 for axis in empty):
             shape = tuple(1 if axis in empty else n for axis, n in enumerate(part.shape))
@@ -131,7 +144,7 @@ def fill_empty_entries(q: QuantizedArray, role: Role) -> QuantizedArray:
 
 
 def _read_runs(function: str, argument: str, q: QuantizedArray, axis: int, named_axis: int) -> list[int]:
-    """Return how many indices of a contracted dimension share a scale, and how many share a zero point.
+    """Return how many indices of a contracted dimension share a scale, a zero point and an offset.
 
     Args:
         function: the name of the public function, for errors.
@@ -141,7 +154,7 @@ def _read_runs(function: str, argument: str, q: QuantizedArray, axis: int, named
         named_axis: the same dimension in the caller's array, for errors.
     """
     runs = []
-    for name in ("scale", "zero_point"):
+    for name in _PARTS:
         part = getattr(q, name)
         if part is None:
             continue
@@ -191,6 +204,10 @@ def multiply_to_codes(
     expected = "one scale and one zero point along the contracted dimensions, and sums that int32 can hold, because of "
     expected += "the bias" if epilogue.output is None else "the output"
     checks.require(plan.axes is None, function, "lhs, rhs", expected, got)
+    for argument, q in (("lhs", lhs), ("rhs", rhs)):
+        reason = "bias" if epilogue.output is None else "output"
+        expected = f"None, because of the {reason}: the sums of an array with an offset have no common scale"
+        checks.require(q.offset is None, function, f"{argument}.offset", expected, repr(q))
     sides = [prepare_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
     acc = contract_roles(*_list_operands(sides), plan.out_sharding)
     bias = epilogue.bias
@@ -218,30 +235,37 @@ class _Side(NamedTuple):
         codes: int8, or codes of 2 or 4 bits.
         center: the int32 zero point, a scalar or of the operand's rank, or None for 0.
         scale: float32, of the operand's rank.
-        runs: for the center and for the scale, how many indices of each dimension share an entry.
+        runs: for the center, the scale and the offset, how many indices of each dimension share an entry.
+        offset: float32, of the operand's rank, or None.
     """
 
     role: Role
     codes: jax.Array
     center: Any
     scale: jax.Array
-    runs: tuple[Any, Any]
+    runs: tuple[Any, Any, Any]
+    offset: jax.Array | None = None
 
 
 def prepare_side(q: QuantizedArray, role: Role) -> _Side:
-    """Return an operand with an entry of its scale and zero point for each index of the kept dimensions."""
+    """Return an operand with an entry of its scale, zero point and offset for each index of the kept dimensions."""
     aligned, kept = granularity.Aligned(q.block_size), (*role.batch, *role.free)
-    runs = tuple(None if p is None else aligned.sizes(p.shape, q.shape) for p in (q.zero_point, q.scale))
+    parts = (q.zero_point, q.scale, q.offset)
+    runs = tuple(None if part is None else aligned.sizes(part.shape, q.shape) for part in parts)
     zero_point = None if q.zero_point is None else granularity.expand_along(q.zero_point, q.shape, q.block_size, kept)
     scale = dtypes.scale_as_float32(q.scale)
     centred = signed_codes.is_centred(q.zero_point, q.codes.dtype)
     center = signed_codes.derive_center(zero_point, q.codes.dtype, centred)
+    offset = q.offset
+    if offset is not None:
+        offset = granularity.expand_along(dtypes.scale_as_float32(offset), q.shape, q.block_size, kept)
     return _Side(
         role,
         signed_codes.shift_to_signed(q.codes),
         center,
         granularity.expand_along(scale, q.shape, q.block_size, kept),
-        (runs[0], runs[1]),
+        (runs[0], runs[1], runs[2]),
+        offset,
     )
 
 
@@ -252,12 +276,53 @@ def _list_operands(sides: Sequence[_Side]) -> tuple[jax.Array, jax.Array, Any, A
 
 
 def _scale_sums(acc: jax.Array, sides: Sequence[_Side]) -> jax.Array:
-    """Return the int32 sums of two sides times both scales, in float32."""
+    """Return the float32 product of two sides from its int32 sums, which belong to one scale and offset of each."""
     scales = _spread_scales(sides)
     # The scales of rows and of columns may be sharded differently, and JAX would refuse to multiply them.
     if sharding.is_placed(acc):
         scales = (accumulator.spread_over_product(scales[0], acc), accumulator.spread_over_product(scales[1], acc))
-    return accumulator.scale_by_both(acc, *scales)
+    y = accumulator.scale_by_both(acc, *scales)
+    lhs, rhs = sides
+    if lhs.offset is None and rhs.offset is None:
+        return y
+    # With the values s a + p of lhs and t b + q of rhs, the sum of their products is s t (sum a b) + u q + p t (sum b),
+    # where u = s (sum a) + K p is the sum of the values of lhs.
+    left, right = (0, len(rhs.role.free)), (len(lhs.role.free), 0)
+    if rhs.offset is not None:
+        sums = _scale_code_sums(lhs)
+        if lhs.offset is not None:
+            depth = jnp.asarray(_count_terms(lhs), jnp.float32)
+            sums = barriers.round_result(sums + _spread_over(barriers.round_result(lhs.offset * depth), sums))
+        y = _add_product(y, spread_outward(sums, lhs.role, *left), spread_outward(rhs.offset, rhs.role, *right))
+    if lhs.offset is not None:
+        sums = _scale_code_sums(rhs)
+        y = _add_product(y, spread_outward(lhs.offset, lhs.role, *left), spread_outward(sums, rhs.role, *right))
+    return y
+
+
+def _scale_code_sums(side: _Side) -> jax.Array:
+    """Return the sums over the contracted dimensions of (codes - zero point), exact in int32, times the scale."""
+    codes = signed_codes.convert_to_signed(side.codes)
+    sums = jnp.sum(codes, axis=side.role.contracted, keepdims=True, dtype=jnp.int32)
+    if side.center is not None:
+        sums = sums - _spread_over(side.center * jnp.asarray(_count_terms(side), jnp.int32), sums)
+    return barriers.round_result(sums.astype(jnp.float32) * _spread_over(side.scale, sums))
+
+
+def _count_terms(side: _Side) -> Any:
+    """Return the number of contracted elements; it may be symbolic."""
+    return math.prod(side.codes.shape[axis] for axis in side.role.contracted)
+
+
+def _spread_over(value: jax.Array, like: jax.Array) -> jax.Array:
+    """Return a scalar, or an array of the rank of another, in its shape and sharding."""
+    return sharding.place_like(jnp.broadcast_to(value, like.shape), like)
+
+
+def _add_product(y: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return y + a * b, both rounded to float32, for factors that broadcast against y."""
+    product = accumulator.spread_over_product(a, y) * accumulator.spread_over_product(b, y)
+    return barriers.round_result(y + barriers.round_result(product))
 
 
 def _spread_scales(sides: Sequence[_Side]) -> tuple[jax.Array, jax.Array]:
@@ -268,7 +333,7 @@ def _spread_scales(sides: Sequence[_Side]) -> tuple[jax.Array, jax.Array]:
 
 
 def _contract_in_blocks(sides: Sequence[_Side], plan: IntegerPlan) -> jax.Array:
-    """Return the float32 sum of one integer contraction for each block of a contracted dimension."""
+    """Return the float32 sum of the products of the blocks of a contracted dimension."""
     assert plan.axes is not None
     sides = [side._replace(codes=signed_codes.convert_to_signed(side.codes)) for side in sides]
     depth = sides[0].codes.shape[plan.axes[0]]
@@ -279,7 +344,7 @@ def _contract_in_blocks(sides: Sequence[_Side], plan: IntegerPlan) -> jax.Array:
 
         def contract_block(blocks: Sequence[jax.Array]) -> jax.Array:
             pairs = zip(sides, blocks, strict=True)
-            block_sides = [side._replace(codes=b[0], center=b[1], scale=b[2]) for side, b in pairs]
+            block_sides = [side._replace(codes=b[0], center=b[1], scale=b[2], offset=b[3]) for side, b in pairs]
             return _scale_sums(contract_roles(*_list_operands(block_sides), plan.out_sharding), block_sides)
 
         y = sum_over_blocks(contract_block, stacks)
@@ -292,8 +357,8 @@ def _contract_in_blocks(sides: Sequence[_Side], plan: IntegerPlan) -> jax.Array:
     return y
 
 
-def _stack_blocks(side: _Side, axis: int, depth: int, length: int) -> tuple[Any, Any, Any]:
-    """Return the codes, center and scale of a side with its complete blocks as a new first dimension."""
+def _stack_blocks(side: _Side, axis: int, depth: int, length: int) -> tuple[Any, Any, Any, Any]:
+    """Return the codes, center, scale and offset of a side with its complete blocks as a new first dimension."""
     whole = depth // length
     values = lax.slice_in_dim(side.codes, 0, whole * length, axis=axis)
     shape = (*values.shape[:axis], whole, length, *values.shape[axis + 1 :])
@@ -303,25 +368,25 @@ def _stack_blocks(side: _Side, axis: int, depth: int, length: int) -> tuple[Any,
     values = barriers.pin_layout(lax.transpose(values.reshape(shape), order))
     starts = np.arange(whole) * length
     stacks = []
-    for part, runs in zip((side.center, side.scale), side.runs, strict=True):
+    for part, runs in zip((side.center, side.scale, side.offset), side.runs, strict=True):
         if part is not None and part.ndim:
             entries = jnp.moveaxis(_pick_entries(part, axis, starts, runs), axis, 0)
             part = jnp.expand_dims(entries, axis + 1)
         elif part is not None:
             part = jnp.broadcast_to(part, (whole,))
         stacks.append(part)
-    return values, stacks[0], stacks[1]
+    return values, stacks[0], stacks[1], stacks[2]
 
 
 def _take_tail(side: _Side, axis: int, depth: int, length: int) -> _Side:
     """Return the last, shorter block of a side."""
     start = depth - depth % length
     values = lax.slice_in_dim(side.codes, start, depth, axis=axis)
-    center, scale = (
+    center, scale, offset = (
         part if part is None or part.ndim == 0 else _pick_entries(part, axis, np.array([start]), runs)
-        for part, runs in zip((side.center, side.scale), side.runs, strict=True)
+        for part, runs in zip((side.center, side.scale, side.offset), side.runs, strict=True)
     )
-    return side._replace(codes=values, center=center, scale=scale)
+    return side._replace(codes=values, center=center, scale=scale, offset=offset)
 
 
 def _pick_entries(part: jax.Array, axis: int, starts: np.ndarray, runs: tuple[int, ...] | None) -> jax.Array:

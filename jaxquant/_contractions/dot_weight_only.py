@@ -35,7 +35,7 @@ _FEWEST_FOR_DIGITS, _FEWEST_FOR_ROW = 2**20, 2**15
 # How many rows of words a loop of `_contract_row_by_row` unpacks at a time if a block does not have more.
 _ROWS_IN_LOOP = 16
 
-# The forms of an array that the contractions below read, after `read_parts`.
+# The forms of an array that the contractions below read, after `dot_integer.read_nested`.
 _FORMS = {"offset", "signed_scale", "packing"}
 
 
@@ -213,14 +213,6 @@ def choose_contraction(
     is_placed = out_sharding is not None or sharding.is_placed(x) or sharding.is_placed(q.codes)
     contract = weight_chunks.contract_at_once if is_placed else weight_chunks.contract_weights
     return functools.partial(contract, product), (x.astype(wide), *leaves), wide
-
-
-def read_parts(q: QuantizedArray) -> QuantizedArray:
-    """Return an array with a scale and an offset of floats: those that are quantized themselves in float32."""
-    if "nested" not in quantized_array.list_forms(q):
-        return q
-    scale, offset = (quantized_array.read_entries(part) for part in (q.scale, q.offset))
-    return q.replace(scale=scale, offset=offset)
 
 
 def is_read_by_kernels(q: QuantizedArray) -> bool:

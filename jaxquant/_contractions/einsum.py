@@ -21,8 +21,8 @@ from .._core import checks, sharding
 from .._core.dtypes import FLOAT32, FLOATS
 from .._kernels import affine
 from .dot import Operand, check_operand, contract_checked
-from .dot_integer import Axes
-from .dot_weight_only import is_read_by_kernels, read_parts
+from .dot_integer import DOT_FORMS, Axes, read_nested
+from .dot_weight_only import is_read_by_kernels
 from .output import Epilogue, ScaledSpec, read_epilogue
 
 _NAME = "einsum"
@@ -126,7 +126,7 @@ def contract_operands(
 ) -> jax.Array:
     """Return the `einsum` of checked operands, with errors that name `function`."""
     dtypes = {x.dtype for x in operands}
-    operands = _dequantize_forms(function, operands)
+    operands = _read_forms(function, operands)
     dtype = preferred or (dtypes.pop() if len(dtypes) == 1 else FLOAT32)
     labels_of_operands, out = parse_subscripts(function, subscripts, [x.ndim for x in operands])
     sharding.read_out_partition(function, out_sharding, len(out))
@@ -148,20 +148,26 @@ def contract_operands(
     return y if y.dtype == dtype else affine.round_to_dtype(y.astype(jnp.float32), dtype).astype(dtype)
 
 
-def _dequantize_forms(function: str, operands: Sequence[Any]) -> Sequence[Any]:
-    """Return operands with floats for arrays that no contraction of codes reads, such as one with an offset."""
+def _read_forms(function: str, operands: Sequence[Any]) -> Sequence[Any]:
+    """Return operands in forms that contractions of a pair read; one with floats for a form of a single quantized one.
+
+    Raises:
+        ContractValueError: several are quantized, and one has a form that no contraction of integers supports.
+    """
     if len(operands) == 1:
         return operands
     quantized = [i for i, x in enumerate(operands) if isinstance(x, QuantizedArray)]
     if len(quantized) > 1:
         operands = [unpack_checked(x) if i in quantized else x for i, x in enumerate(operands)]
         for i in quantized:
-            check_form(function, f"operands[{i}]", operands[i])
+            check_form(function, f"operands[{i}]", operands[i], DOT_FORMS)
+        return operands
     return [_read_form(x) if i in quantized else x for i, x in enumerate(operands)]
 
 
 def _read_form(q: QuantizedArray) -> QuantizedArray | jax.Array:
-    q = read_parts(q)
+    """Return an array as a weight-only contraction reads it."""
+    q = read_nested(q)
     return q if is_read_by_kernels(q) else dequantize_checked(q)
 
 
@@ -173,6 +179,7 @@ _contract_jitted = jax.jit(contract_operands, inline=True, static_argnums=(0, 1,
 def _contract_to_codes(subscripts: str, operands: Sequence[Any], epilogue: Epilogue, statics: tuple[Any, ...]) -> Any:
     """Return the einsum of two quantized operands with a bias of integers, as floats or as a QuantizedArray."""
     precision, preferred, out_sharding = statics
+    operands = _read_forms(_NAME, operands)
     labels_of_operands, out = parse_subscripts(_NAME, subscripts, [x.ndim for x in operands])
     sharding.read_out_partition(_NAME, out_sharding, len(out))
     sizes = _match_sizes(_NAME, subscripts, operands, labels_of_operands)
@@ -298,7 +305,10 @@ def _remove_repeats(
     if not broadcast:
         return _Term(x, labels, tuple(range(len(labels))))
     if isinstance(x, QuantizedArray):
-        x = unpack_checked(x).store_last()  # its leaves are squeezed alike
+        x = read_nested(unpack_checked(x).store_last())  # its leaves are squeezed alike
+        if isinstance(x.block_size, tuple):  # it has a size for each of the last dimensions
+            runs = (*(1,) * (x.ndim - len(x.block_size)), *x.block_size)
+            x = x.replace(block_size=tuple(run for axis, run in enumerate(runs) if axis not in broadcast))
     squeezed = jax.tree.map(lambda leaf: lax.squeeze(leaf, broadcast), x)
     axes = tuple(a for a in range(len(labels)) if a not in broadcast)
     kept = tuple(labels[a] for a in axes)

@@ -86,7 +86,8 @@ def read_output(function: str, output: Any) -> Affine:
 
 def check_output_spec(function: str, argument: str, spec: QuantSpec) -> None:
     """Raise unless runtimes have kernels with results that a spec quantizes: 8 bits, per tensor, all codes."""
-    is_known = spec.codebook is None and spec.carrier in dtypes.EIGHT_BITS
+    # Not the carrier: narrow integers are held in 8 bits, but the kernels saturate at the bounds of these.
+    is_known = spec.dtype in dtypes.EIGHT_BITS
     expected = "a spec of int8 or uint8, the dtypes that integer kernels return"
     checks.require_type(is_known, function, argument, expected, spec.dtype)
     is_single = spec.granularity == spec.zero_point_granularity == PerTensor()
@@ -94,6 +95,10 @@ def check_output_spec(function: str, argument: str, spec: QuantSpec) -> None:
     checks.require(is_single, function, argument, expected, spec.granularity)
     expected = "narrow_range=False, because integer kernels saturate at the lowest code of the dtype"
     checks.require(not spec.narrow_range, function, argument, expected, "narrow_range=True")
+    expected = "offset=False, because integer kernels return codes with a zero point"
+    checks.require(not spec.offset, function, argument, expected, "offset=True")
+    expected = "no scale_spec, because integer kernels return codes with a scale that is one float"
+    checks.require(spec.scale_spec is None, function, argument, expected, f"scale_spec={spec.scale_spec!r}")
     expected = "scale_dtype=float32, the dtype in which integer kernels multiply"
     checks.require(spec.scale_dtype == dtypes.FLOAT32, function, argument, expected, spec.scale_dtype)
 

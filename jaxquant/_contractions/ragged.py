@@ -25,9 +25,8 @@ from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes, entry_point, recording, sharding
 from ..integer import DotDimensionNumbers, match_roles
-from . import dot_integer
-from .dot import Operand, check_numbers, check_operands, check_options, contract_dimensions
-from .dot_integer import Axes
+from .dot import Operand, check_integer_pair, check_numbers, check_operands, check_options, contract_dimensions
+from .dot_integer import DOT_FORMS, Axes
 
 _NAME, _GENERAL = "ragged_dot", "ragged_dot_general"
 _Array = QuantizedArray | jax.Array
@@ -228,12 +227,10 @@ def contract_ragged(
     fits = is_single or group_sizes.shape == shape
     checks.require(fits, function, "group_sizes", expected, f"shape {group_sizes.shape}")
     _check_placement(function, lhs, rhs)
-    for argument, x in (("lhs", lhs), ("rhs", rhs)):
-        if isinstance(x, QuantizedArray):
-            quantized_array.check_form(function, argument, x)
-    if isinstance(lhs, QuantizedArray) and isinstance(rhs, QuantizedArray):
-        for argument, q in (("lhs", lhs), ("rhs", rhs)):
-            dot_integer.check_integer_array(function, argument, q)
+    check_integer_pair(function, lhs, rhs)
+    for argument, q in (("lhs", lhs), ("rhs", rhs)):
+        if isinstance(q, QuantizedArray):
+            quantized_array.check_form(function, argument, q, DOT_FORMS)
     caller_axes = tuple(zip(left.contracted, right.contracted, strict=True))
     rhs, right_axes = _move_first(rhs, group)
     # The batch dimensions, then the free ones of lhs.
@@ -266,7 +263,9 @@ def _move_first(rhs: _Array, group: int) -> tuple[_Array, Callable[[tuple[int, .
         return rhs, drop
     order = (group, *(axis for axis in range(rhs.ndim) if axis != group))
     moved = rhs.transpose(*order)
-    return quantized_array.check_array(_GENERAL, "rhs", moved) if isinstance(moved, QuantizedArray) else moved, drop
+    if isinstance(moved, QuantizedArray):
+        moved = quantized_array.check_array(_GENERAL, "rhs", moved, supports=quantized_array.FORMS)
+    return moved, drop
 
 
 class _RaggedProduct(NamedTuple):

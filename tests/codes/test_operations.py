@@ -241,6 +241,14 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: jq.codes.multiply(Q8, Q8[:, :3], output=Y),
         r"multiply: a, b: expected shapes .*, got \(2, 4\) and \(2, 3\)",
     ),
+    "narrow integers": (
+        lambda: jq.codes.add(Q8, Q8, output=jq.Quantizer(jq.QuantSpec("uint5"), 0.1, 3)),
+        "add: output.spec: expected a spec of int8 or uint8",
+    ),
+    "offset": (
+        lambda: jq.codes.add(Q8, Q8, output=jq.Quantizer(jq.QuantSpec("uint8", offset=True), 0.1, 3)),
+        "add: output.spec: expected offset=False",
+    ),
     "spec": (lambda: jq.codes.add(Q8, Q8, output=U8), "add: output: expected a Quantizer with a scale"),  # type: ignore[arg-type]
     "no scale": (lambda: jq.codes.add(Q8, Q8, output=jq.Quantizer(U8)), "add: output.scale: expected a scale"),
     "no point": (lambda: jq.codes.add(Q8, Q8, output=jq.Quantizer(U8, 0.5)), "add: output.zero_point: expected a zero"),

@@ -271,8 +271,9 @@ def test_errors() -> None:
     codes, per_input = jq.quantize(x, QuantSpec(jnp.int8)), jq.quantize(q.dequantize(), QuantSpec(jnp.int8, PerAxis(1)))
     with pytest.raises(ValueError, match=r"ragged_dot: rhs: expected one scale along the contracted dimension 1"):
         jq.ragged_dot(codes, per_input, sizes)
-    with pytest.raises(ValueError, match=r"jaxquant.ragged_dot: rhs.offset: expected None"):
-        jq.ragged_dot(x, q.replace(offset=jnp.ones((2, 1, 1))), sizes)
+    permuted = q.replace(permutation=jnp.arange(8, dtype=jnp.int32), permuted_axis=-2)
+    with pytest.raises(ValueError, match=r"jaxquant.ragged_dot: rhs.permutation: expected None"):
+        jq.ragged_dot(x, permuted, sizes)
     general = "jaxquant.ragged_dot_general: ragged_dot_dimension_numbers: expected "
     with pytest.raises(TypeError, match=f"{general}a jax.lax.RaggedDotDimensionNumbers"):
         jq.ragged_dot_general(x, q, sizes, (((1,), (1,)), ((), ())))  # type: ignore[arg-type]
