@@ -531,7 +531,23 @@ def restore_permuted(values: jax.Array, permutation: jax.Array, axis: int) -> ja
         permutation: int32, [K], or [..., K] with some of the first dimensions of the values.
         axis: ArrayStatic. The permuted axis, negative.
     """
-    positions = jnp.argsort(permutation, axis=-1)
+    return _gather_values(values, jnp.argsort(permutation, axis=-1), axis)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _gather_values(values: jax.Array, positions: jax.Array, axis: int) -> jax.Array:
+    # Where the axis is split over devices, XLA adds what each of them finds: as floats, -0.0 + 0.0 would be 0.0.
+    bits = lax.bitcast_convert_type(values, f"uint{8 * values.dtype.itemsize}")
+    return lax.bitcast_convert_type(_gather_along(bits, positions, axis), values.dtype)
+
+
+@_gather_values.defjvp
+def _gather_tangents(axis: int, primals: tuple[jax.Array, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    values, positions = primals
+    return _gather_values(values, positions, axis), _gather_along(tangents[0], positions, axis)
+
+
+def _gather_along(values: jax.Array, positions: jax.Array, axis: int) -> jax.Array:
     if positions.ndim == 1:
         return jnp.take(values, positions, axis, mode="clip")
     between = values.ndim + axis - (positions.ndim - 1)

@@ -218,7 +218,7 @@ def _quantize_forms(
     """Return the array of a spec with an offset or a scale_spec."""
     plain = dataclasses.replace(spec, offset=False, scale_spec=None)
     shape = scale_from_range.derive_range_shape(_NAME, plain, x.shape)
-    block_size = scale_from_range.check_one_block_size(_NAME, plain)
+    block_size = scale_from_range.check_block_sizes(_NAME, plain, x.ndim)
     aligned = granularity.Aligned(block_size)
     if lo is None or hi is None:
         low, high = min_max.compute_extremes(x, shape, block_size)
@@ -302,7 +302,7 @@ def compute_parameters(
     scale_shape, zero_point_shape = scale_from_range.derive_shapes(function, spec, x.shape)
     shape = scale_from_range.derive_range_shape(function, spec, x.shape)
     if lo is None or hi is None:
-        block_size = scale_from_range.check_one_block_size(function, spec)
+        block_size = scale_from_range.check_block_sizes(function, spec, x.ndim)
         # A symmetric range is recorded as extremes, for which an exporter has operators.
         is_symmetric = scale_from_range.has_equal_reach(spec) and not recording.is_recording()
         if spec.fixed_zero_point is None or is_symmetric:
@@ -318,7 +318,7 @@ def _find_ends(
     """Return the ends of the ranges in float32: the given ones, or the extremes of x."""
     shape = scale_from_range.derive_range_shape(function, spec, x.shape)
     if lo is None or hi is None:
-        low, high = min_max.compute_extremes(x, shape, scale_from_range.check_one_block_size(function, spec))
+        low, high = min_max.compute_extremes(x, shape, scale_from_range.check_block_sizes(function, spec, x.ndim))
         return low, high
     low, high = (_broadcast_end(function, name, end, shape) for name, end in zip(_ENDS, (lo, hi), strict=True))
     return low, high
@@ -334,8 +334,8 @@ def _list_parameters(
 @recording.mark("own_range", _list_parameters)
 @functools.partial(jax.jit, static_argnames=("spec", "shape", "block_size", "scale_shape", "zero_point_shape"))
 def _compute_own_parameters(
-    x: jax.Array, spec: QuantSpec, shape: tuple[int, ...], block_size: int | None, scale_shape: tuple[int, ...],
-    zero_point_shape: tuple[int, ...],
+    x: jax.Array, spec: QuantSpec, shape: tuple[int, ...], block_size: granularity.BlockSize,
+    scale_shape: tuple[int, ...], zero_point_shape: tuple[int, ...],
 ) -> tuple[jax.Array, Any]:  # fmt: skip
     """Return the scale and the zero point for the range of x."""
     return scale_from_range.compute_own_scale_and_zero_point(spec, x, shape, block_size, scale_shape, zero_point_shape)
@@ -355,7 +355,7 @@ def _broadcast_end(function: str, argument: str, end: jax.Array, shape: tuple[in
 
 def encode_array(x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, spec: QuantSpec) -> jax.Array:
     """Return the codes of x for a scale and a zero point that fit the spec; the arguments have been checked."""
-    aligned = granularity.Aligned(scale_from_range.check_one_block_size(_NAME, spec))
+    aligned = granularity.Aligned(scale_from_range.check_block_sizes(_NAME, spec, x.ndim))
     if spec.codebook is not None:
         return spec.codebook.encode(divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32))
     if spec.ties != "even":

@@ -69,21 +69,34 @@ def derive_block_size(spec: QuantSpec) -> int | None:
     return sizes[0] if sizes else None
 
 
-def check_one_block_size(function: str, spec: QuantSpec) -> int | None:
-    """Check that all blocks of the spec have the same size, and return it; None without blocks."""
-    sizes = sorted(set(_list_block_sizes(spec)))
-    checks.require(len(sizes) < 2, function, "spec", "blocks of the same size", f"sizes {sizes}")
-    return derive_block_size(spec)
+def check_block_sizes(function: str, spec: QuantSpec, rank: int) -> granularities.BlockSize:
+    """Return the block size of the scale and the zero point, or the sizes along the last axes if they differ.
+
+    Raise unless the scale and the zero point have the same, as far as they have blocks.
+    """
+    blocks = [g for g in (spec.granularity, spec.zero_point_granularity) if isinstance(g, granularities.Blocked)]
+    sizes = {granularity.size for granularity in blocks}
+    if not any(isinstance(size, tuple) for size in sizes):
+        got = f"sizes {sorted(size for size in sizes if isinstance(size, int))}"
+        checks.require(len(sizes) < 2, function, "spec", "blocks of the same size", got)
+        return derive_block_size(spec)
+    kept = {granularity.list_sizes(rank) for granularity in blocks}
+    checks.require(len(kept) == 1, function, "spec", "blocks of the same size", f"sizes {sorted(kept)}")
+    return granularities.shorten_block_size(kept.pop())
 
 
-def derive_stored_block_size(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> int | None:
+def derive_stored_block_size(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> granularities.BlockSize:
     """Return the `block_size` that an array of this shape stores: None if no dimension is divided into blocks.
 
     A dimension that is not longer than a block has a single entry, which already shows that all of it shares a scale.
     """
-    pairs = zip(derive_range_shape(function, spec, shape), shape, strict=True)
-    has_blocks = any(entries not in (1, length) for entries, length in pairs)
-    return check_one_block_size(function, spec) if has_blocks else None
+    entries = derive_range_shape(function, spec, shape)
+    is_cut = [count not in (1, length) for count, length in zip(entries, shape, strict=True)]
+    size = check_block_sizes(function, spec, len(shape)) if any(is_cut) else None
+    if not isinstance(size, tuple):
+        return size
+    full = (1,) * (len(shape) - len(size)) + size
+    return granularities.shorten_block_size(tuple(n if cut else 1 for n, cut in zip(full, is_cut, strict=True)))
 
 
 def _list_block_sizes(spec: QuantSpec) -> list[int]:
@@ -92,7 +105,8 @@ def _list_block_sizes(spec: QuantSpec) -> list[int]:
     sizes = [granularity.size for granularity in pair if isinstance(granularity, granularities.Blocked)]
     for size in sizes:
         if isinstance(size, tuple):
-            checks.refuse("QuantSpec", "granularity", "blocks with the same size along each axis", size)
+            expected = "blocks with the same size along each axis, because only jq.quantize takes others"
+            checks.refuse("QuantSpec", "granularity", expected, size)
     return [size for size in sizes if isinstance(size, int)]
 
 
@@ -162,8 +176,8 @@ def _compute_from_ranges(
 
 
 def compute_own_scale_and_zero_point(
-    spec: QuantSpec, x: jax.Array, shape: tuple[int, ...], block_size: int | None, scale_shape: tuple[int, ...],
-    zero_point_shape: tuple[int, ...],
+    spec: QuantSpec, x: jax.Array, shape: tuple[int, ...], block_size: granularities.BlockSize,
+    scale_shape: tuple[int, ...], zero_point_shape: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Return the scale and the zero point of the ranges of x; the arguments have been checked.
 
@@ -173,7 +187,7 @@ def compute_own_scale_and_zero_point(
         spec: Static. The spec of the scale and the zero point.
         x: float32, float16 or bfloat16.
         shape: Static. The shape of the ranges, the finer of the two shapes.
-        block_size: Static. The length of a block, or None.
+        block_size: Static. The length of a block, one for each of the last dimensions, or None.
         scale_shape: Static. The shape of the scale.
         zero_point_shape: Static. The shape of the zero point.
     """

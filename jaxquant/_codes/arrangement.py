@@ -78,6 +78,8 @@ def concatenate(arrays: Sequence[Any], axis: int = 0, *, output: Output | None =
     result = read_output("concatenate", output)
     inputs: list[Any] = []
     for i, q in enumerate(checked):
+        # The kernel has no offsets and no negative scales, which joined arrays with scales of their own may have.
+        q = quantized_array.check_lazy("concatenate", f"arrays[{i}]", q)
         affine = read_affine("concatenate", f"arrays[{i}]", q)
         expected = f"codes of {affine.dtype}, as arrays[{i}] has"
         checks.require_type(affine.dtype == result.dtype, "concatenate", "output", expected, result.dtype)
@@ -109,7 +111,7 @@ def reshape(q: Codes, shape: int | Sequence[int]) -> Any:
     """
     if isinstance(q, FakeQuantizedArray):
         return q.replace_values(jnp.reshape(q.values, shape))
-    return quantized_array.check_lazy("codes.reshape", "q", q).reshape(shape)
+    return quantized_array.check_lazy("codes.reshape", "q", q, supports=quantized_array.FORMS).reshape(shape)
 
 
 def transpose(q: Codes, axes: Sequence[int] | None = None) -> Any:
@@ -135,7 +137,7 @@ def transpose(q: Codes, axes: Sequence[int] | None = None) -> Any:
     """
     if isinstance(q, FakeQuantizedArray):
         return q.replace_values(jnp.transpose(q.values, axes))
-    return quantized_array.check_lazy("codes.transpose", "q", q).transpose(axes)
+    return quantized_array.check_lazy("codes.transpose", "q", q, supports=quantized_array.FORMS).transpose(axes)
 
 
 def pad(q: Codes, pad_width: int | Sequence[int] | Sequence[Sequence[int]]) -> Any:
@@ -163,7 +165,7 @@ def pad(q: Codes, pad_width: int | Sequence[int] | Sequence[Sequence[int]]) -> A
     """
     if isinstance(q, FakeQuantizedArray):
         return q.replace_values(jnp.pad(q.values, pad_width))
-    q = quantized_array.check_lazy("codes.pad", "q", q)
+    q = quantized_array.check_lazy("codes.pad", "q", q, supports=("signed_scale",))
     is_integer = q.codebook is None and q.codes.dtype in dtypes.INTEGERS
     checks.require_type(is_integer, "codes.pad", "q", "codes of an integer dtype", q.codebook or q.codes.dtype)
     widths = _read_widths(checks.check_integers("codes.pad", "pad_width", pad_width), q.ndim)

@@ -106,14 +106,19 @@ def _combine(function: str, a: Codes, b: Codes, output: Output) -> Any:
     return make_array(codes, result, dtypes.choose_wider(a.dtype, b.dtype))
 
 
+# An element alone says whether it is negative, wherever it stands.
+_RELU_FORMS = ("nested", "signed_scale", "block_sizes", "permutation")
+
+
 def relu(q: Codes) -> Any:
     """Replace negative values by 0, which changes codes below the zero point to the zero point.
 
-    No code changes if the zero point is the lowest code, as in an output with a range from 0. Then q is returned
-    as it is, if that is known when the function is called or traced.
+    Where a scale is negative, these are the codes above the zero point. Where it is positive, no code changes if the
+    zero point is the lowest code, as in an output with a range from 0. Without signed scales q is then returned as it
+    is, if that is known when the function is called or traced.
 
     Args:
-        q: integer codes, with any scale.
+        q: integer codes, with any scale, which may be signed or quantized itself.
 
     Returns:
         A QuantizedArray with the scale and the zero point of q.
@@ -131,24 +136,27 @@ def relu(q: Codes) -> Any:
     """
     if isinstance(q, FakeQuantizedArray):
         return q.replace_values(jax.nn.relu(q.values))
-    q = quantized_array.check_lazy("codes.relu", "q", q)
+    q = quantized_array.check_lazy("codes.relu", "q", q, supports=_RELU_FORMS)
     is_integer = q.codebook is None and q.codes.dtype in dtypes.INTEGERS
     expected = "codes of an integer dtype, or q.dequantize()"
     checks.require_type(is_integer, "codes.relu", "q", expected, q.codebook or q.codes.dtype)
     lowest = dtypes.read_bounds(q.codes.dtype)[0]
     known = np.zeros(()) if q.zero_point is None else read_elements(q.zero_point)
-    if known is not None and (known == lowest).all():
+    if not q.signed_scale and known is not None and (known == lowest).all():
         return q
     return _clip_codes(q)
 
 
 @functools.partial(jax.jit, inline=True)
 def _clip_codes(q: QuantizedArray) -> QuantizedArray:
-    """Return the array with its codes below the zero point replaced by it."""
-    codes = q.codes
-    if q.zero_point is None:
-        return q.replace(codes=jnp.maximum(codes, jnp.zeros_like(codes)))
-    return q.replace(codes=jnp.maximum(codes, Aligned(q.block_size).expand(q.zero_point, codes)))
+    """Return the array with the zero point in place of codes below it, or above it where the scale is negative."""
+    codes, aligned = q.codes, Aligned(q.block_size)
+    zero_point = jnp.zeros_like(codes) if q.zero_point is None else aligned.expand(q.zero_point, codes)
+    clipped = jnp.maximum(codes, zero_point)
+    if q.signed_scale:
+        scale = quantized_array.read_entries(q.scale)
+        clipped = jnp.where(aligned.expand(scale < 0, codes), jnp.minimum(codes, zero_point), clipped)
+    return q.replace(codes=clipped)
 
 
 # Activation functions of quantized arrays that change the scale: codes in, codes out.

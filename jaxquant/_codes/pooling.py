@@ -39,7 +39,7 @@ def max_pool(
     """Return the maximum of each window, as a code of q.
 
     Args:
-        q: integer codes with one scale and one zero point, (N, *spatial, C).
+        q: integer codes with one scale, which may be negative, and one zero point, (N, *spatial, C).
         window_shape: Static. The lengths of a window, one for each spatial dimension.
         strides: Static. The distances between windows; None means 1, as in flax.
         padding: Static. "SAME", "VALID", or (low, high) for each spatial dimension, less than the length of a window.
@@ -64,9 +64,14 @@ def max_pool(
     if isinstance(q, FakeQuantizedArray):
         windows = _read_windows("codes.max_pool", q, window_shape, strides, padding, channels_last)
         return q.replace_values(compute_maxima(q.values, windows=windows))
-    q = quantized_array.check_lazy("codes.max_pool", "q", q)
+    q = quantized_array.check_lazy("codes.max_pool", "q", q, supports=("signed_scale",))
     affine = read_affine("codes.max_pool", "q", q)
     windows = _read_windows("codes.max_pool", q, window_shape, strides, padding, channels_last)
+    if q.signed_scale:
+        # Codes with all bits flipped have the reverse order, signed or not.
+        flips = jnp.where(affine.scale < 0, jnp.array(-1).astype(affine.dtype), jnp.zeros((), affine.dtype))
+        codes = compute_maxima(q.codes ^ flips, windows=windows) ^ flips
+        return make_array(codes, affine, q.dtype).replace(signed_scale=True)
     return make_array(compute_maxima(q.codes, windows=windows), affine, q.dtype)
 
 

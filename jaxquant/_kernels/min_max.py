@@ -45,12 +45,14 @@ class _Measure(NamedTuple):
     starts: tuple[np.int32, ...]
 
 
-def _batch_extremes(_: object, x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> Any:
+def _batch_extremes(_: object, x: jax.Array, shape: tuple[int, ...], block_size: granularity.BlockSize) -> Any:
     return compute_extremes(x, (x.shape[0], *shape), block_size)
 
 
 @recording.mark("extremes", lambda shape, **_: [(shape, jnp.float32)] * 2, _batch_extremes)
-def compute_extremes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> tuple[jax.Array, jax.Array]:
+def compute_extremes(
+    x: jax.Array, shape: tuple[int, ...], block_size: granularity.BlockSize
+) -> tuple[jax.Array, jax.Array]:
     """Return the least and the largest value of each slice, bit for bit.
 
     Both are NaN for a slice that contains a NaN. A slice without elements gives (inf, -inf).
@@ -58,7 +60,8 @@ def compute_extremes(x: jax.Array, shape: tuple[int, ...], block_size: int | Non
     Args:
         x: float32, float16 or bfloat16.
         shape: Static. The shape of the ranges, of x's rank: each dimension is `x.shape[i]`, 1, or the number of blocks.
-        block_size: Static. The length of a block; the last one may be short. None if all blocks are equally long.
+        block_size: Static. The length of a block; the last one may be short. Or one for each of the last dimensions.
+            None if all blocks are equally long.
 
     Returns:
         Two float32 arrays of the given shape.
@@ -66,7 +69,7 @@ def compute_extremes(x: jax.Array, shape: tuple[int, ...], block_size: int | Non
     return decode_ends(*_reduce_slices(x, shape, block_size, _ENDS))
 
 
-def compute_magnitudes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> jax.Array:
+def compute_magnitudes(x: jax.Array, shape: tuple[int, ...], block_size: granularity.BlockSize) -> jax.Array:
     """Return the bits of the largest magnitude of each slice, as int32, without the dimensions of 1 of the given shape.
 
     They are the bits of a NaN if the slice has one, and 0 for a slice without elements. The arguments are as in
@@ -77,7 +80,7 @@ def compute_magnitudes(x: jax.Array, shape: tuple[int, ...], block_size: int | N
 
 
 def compute_signed_extremes(
-    x: jax.Array, shape: tuple[int, ...], block_size: int | None
+    x: jax.Array, shape: tuple[int, ...], block_size: granularity.BlockSize
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (min(x, -0), max(x, 0), bits) of each slice, in the given shape without its dimensions of 1.
 
@@ -109,9 +112,7 @@ def compute_min_max(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax
 
 
 def count_members(
-    x: jax.Array | np.ndarray | jax.ShapeDtypeStruct,
-    shape: tuple[int, ...],
-    block_size: granularity.BlockSize,
+    x: jax.Array | np.ndarray | jax.ShapeDtypeStruct, shape: tuple[int, ...], block_size: granularity.BlockSize
 ) -> np.ndarray:
     """Return how many elements each slice has, as int64 of the given shape; the last blocks may be short."""
     counts = np.ones(shape, np.int64)
@@ -122,9 +123,7 @@ def count_members(
 
 
 def derive_slice_sizes(
-    x: jax.Array | np.ndarray | jax.ShapeDtypeStruct,
-    shape: tuple[int, ...],
-    block_size: granularity.BlockSize,
+    x: jax.Array | np.ndarray | jax.ShapeDtypeStruct, shape: tuple[int, ...], block_size: granularity.BlockSize
 ) -> tuple[int, ...]:
     """Return how many indices of each dimension of x share an entry of an array of the given shape."""
     sizes = granularity.Aligned(block_size).sizes(shape, x.shape)
@@ -167,13 +166,18 @@ def _drop_units(shape: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(length for length in shape if not isinstance(length, int) or length != 1)
 
 
-def _reduce_slices(x: jax.Array, shape: tuple[int, ...], block_size: int | None, measure: _Measure) -> _Keys:
+def _reduce_slices(x: jax.Array, shape: tuple[int, ...], block_size: granularity.BlockSize, measure: _Measure) -> _Keys:
     """Return the results of a measure for each slice, in the given shape."""
     if x.size == 0:
         return tuple(jnp.full(shape, start) for start in measure.starts)
-    for axis, size in enumerate(derive_slice_sizes(x, shape, block_size)):
+    return _reduce_runs(x, shape, derive_slice_sizes(x, shape, block_size), measure)
+
+
+def _reduce_runs(x: jax.Array, shape: tuple[int, ...], sizes: tuple[int, ...], measure: _Measure) -> _Keys:
+    """Return what `_reduce_slices` returns, for the number of indices of each dimension that share an entry."""
+    for axis, size in enumerate(sizes):
         if size not in (1, x.shape[axis]):
-            return _reduce_blocks(x, shape, block_size, axis, size, measure)
+            return _reduce_blocks(x, shape, sizes, axis, measure)
     units = tuple(axis for axis, length in enumerate(x.shape) if length == 1)
     # Without dimensions of 1, an entry of 1 always means that the dimension is reduced.
     x, entries = lax.squeeze(x, units), [n for axis, n in enumerate(shape) if axis not in units]
@@ -181,15 +185,13 @@ def _reduce_slices(x: jax.Array, shape: tuple[int, ...], block_size: int | None,
     return tuple(key.reshape(shape) for key in keys)
 
 
-def _reduce_blocks(
-    x: jax.Array, shape: tuple[int, ...], block_size: int | None, axis: int, size: int, measure: _Measure
-) -> _Keys:
+def _reduce_blocks(x: jax.Array, shape: tuple[int, ...], sizes: tuple[int, ...], axis: int, measure: _Measure) -> _Keys:
     """Return the keys of x, with `axis` cut into blocks.
 
     The full blocks become a dimension of their own, and a short last block is reduced separately. Padding it instead
     would copy x twice, because the minimum and the maximum need different fill values.
     """
-    length = x.shape[axis]
+    length, size = x.shape[axis], sizes[axis]
     full = length // size
     x = sharding.gather_axes(x, (axis,))  # a dimension can be cut only where all of it is on one device
     parts = []
@@ -198,7 +200,8 @@ def _reduce_blocks(
             continue
         part = lax.slice_in_dim(x, start, start + blocks * width, axis=axis)
         part = part.reshape(*x.shape[:axis], blocks, width, *x.shape[axis + 1 :])
-        keys = _reduce_slices(part, (*shape[:axis], blocks, 1, *shape[axis + 1 :]), block_size, measure)
+        entries = (*shape[:axis], blocks, 1, *shape[axis + 1 :])
+        keys = _reduce_runs(part, entries, (*sizes[:axis], 1, width, *sizes[axis + 1 :]), measure)
         parts.append([key.reshape(*shape[:axis], blocks, *shape[axis + 1 :]) for key in keys])
     return tuple(lax.concatenate(keys, axis) for keys in zip(*parts, strict=True))
 

@@ -21,7 +21,7 @@ from .._arrays import scale_from_range
 from .._arrays.quantized_array import QuantizedArray, check_lazy
 from .._arrays.spec import Codebook, QuantSpec
 from .._core import checks, dtypes, sharding
-from .._core.granularity import Aligned, Blocked, PerTensor
+from .._core.granularity import Aligned, Blocked, BlockSize, PerTensor
 from .._kernels import affine, barriers
 from .._kernels.affine import divide_by_scale
 from .codebooks import dynamic, logarithmic, read_levels, round_to_levels
@@ -409,7 +409,7 @@ def _dequantize_leaf(q: QuantizedArray) -> jax.Array:
 
 
 def _quantize_blocks(
-    x: jax.Array, key: jax.Array | None, spec: QuantSpec, scale_shape: tuple[int, ...], block_size: int | None
+    x: jax.Array, key: jax.Array | None, spec: QuantSpec, scale_shape: tuple[int, ...], block_size: BlockSize
 ) -> QuantizedArray:
     assert spec.codebook is not None
     x = lax.stop_gradient(x)
@@ -426,7 +426,7 @@ def _quantize_blocks(
     return QuantizedArray(codes, scale, dtype=x.dtype, block_size=block_size, codebook=spec.codebook)
 
 
-def _compute_largest(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> jax.Array:
+def _compute_largest(x: jax.Array, shape: tuple[int, ...], block_size: BlockSize) -> jax.Array:
     """Return the largest magnitude in each block; NaN where a block has a NaN, 0 where it has no elements."""
     sizes = Aligned(block_size).sizes(shape, x.shape)
     assert sizes is not None

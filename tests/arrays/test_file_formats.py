@@ -17,7 +17,6 @@ from ..oracles import file_formats
 from ..oracles.file_formats import BF16, E4M3, E8M0, F16, F32, FORMATS, Parts
 from ..support import equality
 
-NARROW = {3, 5, 6, 7}  # bits of codes that are held in 8
 EXACT = [
     name for name in FORMATS if "HQQ" not in name and name not in ("Gemma multiplier", "NVFP4 of compressed-tensors")
 ]
@@ -93,21 +92,18 @@ def test_sharded(rng: np.random.Generator, name: str) -> None:
 
     q = jax.tree.map(place, cases.build_array(parts, dtype))
     values, expected = np.asarray(jax.jit(lambda q: q.dequantize())(q)), compute_expected(parts, dtype)
-    if parts.permutation is not None:
-        # XLA cuts the gather along the permuted axis, and adds what each device finds: -0.0 + 0.0 is 0.0.
-        values, expected = (np.where(x == 0, dtype.type(0), x) for x in (values, expected))
     equality.same_bits(values, expected)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_bits(rng: np.random.Generator, name: str) -> None:
-    """Within 2 % of the numbers of the file, each code in its own bits."""
+    """Within 2 % of the numbers of the file, each code in its own bits, and zero points of 3, 5 and 6 bits in 8."""
     parts = draw(rng, name)
     widths = cases.list_widths(parts)
     if 1 in widths:
         pytest.skip("one bit is held in two")
-    if widths & NARROW:
-        pytest.skip("narrow codes are held in 8 bits")
+    if 7 in widths:
+        pytest.skip("seven bits are held in eight")
     bits = cases.measure_bits(cases.build_array(parts))
     own = cases.count_bits(parts) / parts.codes.size
     row = FORMATS[name]

@@ -12,8 +12,9 @@ import jaxquant as jq
 
 from ..oracles.file_formats import BF16, E2M1, E4M3, F16, F32, FORMATS, Parts, compute_values
 
-# The dtypes of integer codes. Codes of other widths are held in 8 bits.
+# The dtypes of integer codes. Others are held in 8 bits, and those of 3, 5 and 6 bits in words.
 _INTEGERS = {1: "int2", 2: "int2", 4: "int4"}
+_PACKED = (3, 5, 6)
 
 
 def build_array(parts: Parts, dtype: np.dtype = F32, *, signed: bool = False) -> jq.QuantizedArray:
@@ -35,7 +36,7 @@ def build_array(parts: Parts, dtype: np.dtype = F32, *, signed: bool = False) ->
     options: dict[str, Any] = {"codebook": codebook, "dtype": dtype, "permuted_axis": parts.axis}
     if any(length % size for length, size in zip(parts.codes.shape, parts.sizes, strict=True)):
         options["block_size"] = parts.sizes
-    return jq.QuantizedArray(
+    q = jq.QuantizedArray(
         codes,
         build_array(scale, signed=signed) if isinstance(scale, Parts) else jnp.asarray(scale),
         None if zero_point is None else _convert_codes(zero_point, parts.bits, None),
@@ -44,6 +45,7 @@ def build_array(parts: Parts, dtype: np.dtype = F32, *, signed: bool = False) ->
         signed_scale=signed or has_signed_scale(scale),
         **options,
     )
+    return q.pack(f"{codes.dtype.name.removesuffix('8')}{parts.bits}") if parts.bits in _PACKED else q
 
 
 def has_signed_scale(scale: np.ndarray | Parts) -> bool:
@@ -80,14 +82,20 @@ def is_exact(name: str, parts: Parts, dtype: np.dtype) -> bool:
 
 
 def count_bits(part: np.ndarray | Parts | None, bits: int = 0) -> int:
-    """Return the bits of the numbers of a tensor, if each code takes its own bits."""
+    """Return the bits of the numbers of a tensor, if each code takes its own bits.
+
+    Rows of 3, 5 and 6 bits begin with a new word, as in the files of compressed-tensors.
+    """
     if part is None:
         return 0
     if isinstance(part, np.ndarray):
+        if bits in _PACKED:
+            return math.prod(part.shape[:-1]) * -(-part.shape[-1] * bits // 32) * 32
         return part.size * (bits or 8 * part.dtype.itemsize)
     total = count_bits(part.codes, part.bits) + count_bits(part.scale) + count_bits(part.offset)
     has_codes = part.zero_point is not None and part.zero_point.dtype in (np.int8, np.uint8)
-    total += count_bits(part.zero_point, part.bits if has_codes else 0)
+    # Zero points are in the dtype of the unpacked codes, so those of 3 bits have 8.
+    total += count_bits(part.zero_point, (8 if part.bits in _PACKED else part.bits) if has_codes else 0)
     return total + count_bits(part.permutation)
 
 

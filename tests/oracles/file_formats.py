@@ -750,7 +750,7 @@ def list_formats() -> dict[str, Format]:
     for bits in (2, 3, 4, 5, 6, 7, 8):
         dtype = (F32, BF16, F16)[bits % 3]
         formats[f"compressed-tensors {bits} bits"] = Format(
-            part(draw_packed, bits=bits, dtype=dtype, symmetric=bits % 2 == 0, in_features=96 - bits),
+            part(draw_packed, bits=bits, dtype=dtype, symmetric=bits % 2 == 0, in_features=480 - bits),
             part(decode_packed, bits=bits), (dtype,),
         )  # fmt: skip
     formats |= {
