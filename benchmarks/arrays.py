@@ -27,6 +27,8 @@ from .contest import FLOAT32, PLAIN, QWIX, Call, Contest, Missing, Row, Table
 RAW = "raw integers"
 _QWIX_IS_UNLIKE = frozenset({QWIX})
 _FLOATS_ARE_UNLIKE = frozenset({FLOAT32, QWIX})
+# The numbers of bits of formats that are held in words only.
+_NARROW = {"int3": 3, "int5": 5, "int6": 6}
 _NONE = Missing("none")
 _TOLERANCE = 1e-5  # of the largest magnitude: XLA may add float32 numbers in any order
 _BLOCK = 128
@@ -42,6 +44,7 @@ class Codes:
     scale: np.ndarray
     zero_point: np.ndarray | None = None
     codebook: jq.Codebook | None = None
+    narrow: str | None = None  # the format that the codes are packed as
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -50,7 +53,8 @@ class Codes:
 
     @property
     def array(self) -> jq.QuantizedArray:
-        return jq.QuantizedArray(*self.parts, codebook=self.codebook)
+        q = jq.QuantizedArray(*self.parts, codebook=self.codebook)
+        return q if self.narrow is None else q.pack(self.narrow)
 
     @property
     def steps(self) -> np.ndarray:
@@ -203,7 +207,10 @@ def _weight_only(shape: tuple[int, ...], dtype: Any, block: int | None) -> Conte
     a = inputs.finite((m, k))
     book = dtype if isinstance(dtype, jq.Codebook) else None
     scales = (1, n) if block is None else (k // block, n)
-    w = dataclasses.replace(codes((k, n), book.carrier if book else dtype, scales), codebook=book)
+    bits = _NARROW.get(dtype) if isinstance(dtype, str) else None
+    w = dataclasses.replace(codes((k, n), book.carrier if book else "int8" if bits else dtype, scales), codebook=book)
+    if bits:
+        w = dataclasses.replace(w, codes=w.codes >> (8 - bits), narrow=dtype)
 
     def plain(a: jax.Array, w: tuple[Any, ...]) -> jax.Array:
         values, scale, _ = w
@@ -219,7 +226,7 @@ def _weight_only(shape: tuple[int, ...], dtype: Any, block: int | None) -> Conte
     opponents = {
         PLAIN: partial(jax.jit(plain), jax.device_put(a), w.parts),
         FLOAT32: _jitted(jnp.matmul, a, w.floats),
-        QWIX: qwix_calls.weight_only(a, w.floats, book.name if book else dtype, block),
+        QWIX: _NONE if bits else qwix_calls.weight_only(a, w.floats, book.name if book else dtype, block),
     }
     rest: Any = {"unlike": _QWIX_IS_UNLIKE, "compared": close, "multiply_adds": math.prod(shape)}
     return _contest(a, w, lambda a, w: a @ w, opponents, partial(np.ones, (m, n), bool), **rest)
@@ -317,6 +324,8 @@ FLOATS = [
     *_rows("matmul float32 x int8 per column", _WEIGHTS, 1, _weight_only, jnp.int8, None),
     *_rows("matmul float32 x int4 in blocks of 32", _WEIGHTS, 1, _weight_only, jnp.int4, 32),
     *_rows("matmul float32 x nf4 in blocks of 64", _WEIGHTS, 1, _weight_only, jq.nf4, 64),
+    *_rows("matmul float32 x int5 in blocks of 32", _WEIGHTS, 1, _weight_only, "int5", 32),
+    *_rows("matmul float32 x int6 in blocks of 32", _WEIGHTS, 1, _weight_only, "int6", 32),
     *_rows("take int8 per row", _TABLES, 1, _take),
     *_sized("quantize int8 per tensor", _quantize, None),
     *_sized("quantize int8 per tensor, outside of jit", _quantize, None, None, False),

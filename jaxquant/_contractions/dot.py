@@ -22,7 +22,7 @@ from .._kernels.contraction import Role
 from ..integer import DotDimensionNumbers, MatrixShapes, check_placement, match_matrices, match_roles
 from . import dot_float, dot_integer
 from .dot_integer import Axes
-from .dot_weight_only import choose_contraction
+from .dot_weight_only import choose_contraction, has_readable_words, is_read_by_kernels
 from .output import Epilogue, ScaledSpec, read_epilogue
 
 _NAME = "dot_general"
@@ -69,9 +69,9 @@ def dot_general(
     TPU contract float8 as it is, with the sums of their own kernels.
 
     If one operand is a float array (weight-only), out is the float product with the other operand dequantized, with an
-    error of at most 2e-6 of the sum of magnitudes sum |lhs| * |rhs|. On a CPU, a few rows are contracted as integers:
-    each float32 row becomes six rows of int8 digits with exact sums. With more rows, a large quantized operand is
-    dequantized a chunk at a time.
+    error of at most 2e-6 of the sum of magnitudes sum |lhs| * |rhs|. With an offset, the magnitudes of the scaled codes
+    and of the offset count one by one. On a CPU, a few rows are contracted as integers: each float32 row becomes six
+    rows of int8 digits with exact sums. With more rows, a large quantized operand is dequantized a chunk at a time.
 
     Args:
         lhs: a QuantizedArray, or an array of float32, float16 or bfloat16, of any shape.
@@ -164,19 +164,22 @@ def contract_dimensions(
     lhs: Any, rhs: Any, epilogue: Epilogue | None, *, function: str, numbers: Any, precision: Any, preferred: Any,
     out_sharding: Any, caller_axes: Axes | None,
 ) -> Any:  # fmt: skip
-    # No kernel reads words yet.
-    lhs, rhs = (unpack_checked(x) if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
     left, right = match_roles(function, lhs, rhs, numbers)
+    is_weight_only = not all(isinstance(x, QuantizedArray) for x in (lhs, rhs))
+    lhs, rhs = (_unpack_unread(x, role, is_weight_only) for x, role in ((lhs, left), (rhs, right)))
     a, b = (x.codes if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
     check_placement(function, a, b, left, right, out_sharding)
     if caller_axes is None:
         caller_axes = tuple(zip(left.contracted, right.contracted, strict=True))
     is_integer = check_integer_pair(function, lhs, rhs)
-    if is_integer:
-        lhs, rhs = dot_integer.read_nested(lhs), dot_integer.read_nested(rhs)
+    if is_integer or is_weight_only:
+        lhs, rhs = (dot_integer.read_nested(x) if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
+    orders = [x.stored_order for x in (lhs, rhs) if isinstance(x, QuantizedArray) and x.ndim == 2]
     (lhs, left), (rhs, right) = (_read_as_stored(*side, is_integer=is_integer) for side in ((lhs, left), (rhs, right)))
-    if not all(isinstance(x, QuantizedArray) for x in (lhs, rhs)):
-        contract, operands, dtype = choose_contraction(lhs, rhs, left, right, precision, out_sharding)
+    if is_weight_only:
+        contract, operands, dtype = choose_contraction(
+            lhs, rhs, left, right, precision, out_sharding, is_moved=any(order is not None for order in orders)
+        )
         dtype = preferred or dtype
         return affine.round_to_dtype(contract(*operands), dtype).astype(dtype)
     if not is_integer:
@@ -191,6 +194,13 @@ def contract_dimensions(
     if epilogue is None:
         return dot_integer.multiply_codes(lhs, rhs, plan, preferred)
     return dot_integer.multiply_to_codes(function, lhs, rhs, plan, preferred, epilogue)
+
+
+def _unpack_unread(x: Any, role: Role, is_weight_only: bool) -> Any:
+    """Return an operand with its codes unpacked, unless a weight-only contraction reads its words."""
+    if not isinstance(x, QuantizedArray) or (is_weight_only and has_readable_words(x, role)):
+        return x
+    return unpack_checked(x)
 
 
 def check_integer_pair(function: str, lhs: Any, rhs: Any) -> bool:
@@ -212,7 +222,7 @@ def _read_as_stored(x: QuantizedArray | jax.Array, role: Role, *, is_integer: bo
     """
     if not isinstance(x, QuantizedArray) or x.stored_order is None:
         return x, role
-    if quantized_array.list_forms(x) and not is_integer:
+    if not is_integer and not is_read_by_kernels(x):
         return x.replace(stored_order=None), role
     dimensions = parts.match_dimensions(x.stored_order, x.ndim)
     batch, free, contracted = (tuple(dimensions[axis] for axis in axes) for axes in role)
@@ -221,7 +231,7 @@ def _read_as_stored(x: QuantizedArray | jax.Array, role: Role, *, is_integer: bo
         return x.replace(stored_order=None), role
     permutation = parts.derive_permutation(x.stored_order, x.ndim)
     entries = indexing.transpose_entries(x, permutation)
-    stored = x.replace(**entries)._with_stored(x.stored_codes, None)
+    stored = x.replace(**entries)._with_stored(x._stored, None)
     return stored, Role(batch, free, contracted)
 
 

@@ -1,7 +1,7 @@
 """The contraction of a float array with a quantized one, in the form that suits its size and layout on a CPU.
 
 - A few rows are contracted as integers: see `_kernels.float_rows`.
-- A single row is contracted as a sum of scaled rows, if XLA vectorizes that.
+- A single row is contracted as a sum of scaled rows, if XLA vectorizes that; codes in words as in `_kernels.word_rows`.
 - Otherwise the codes are dequantized one chunk at a time, or at once if they are few.
 """
 
@@ -19,10 +19,10 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._arrays import quantized_array
+from .._arrays import parts, quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._core import dtypes, granularity, sharding
-from .._kernels import barriers, float_rows, packed_codes, weight_chunks
+from .._kernels import barriers, float_rows, packed_codes, weight_chunks, word_rows
 from .._kernels.contraction import Role
 from .._kernels.weight_chunks import Chunk, Cut
 from . import dot_integer
@@ -32,6 +32,11 @@ from . import dot_integer
 _FEW_ROWS_LAST, _FEW_ROWS, _FEW_ROWS_PACKED = 16, 4, 1
 # Below these numbers of codes, all of them are dequantized at once: that takes fewer loops, and each loop has a cost.
 _FEWEST_FOR_DIGITS, _FEWEST_FOR_ROW = 2**20, 2**15
+# How many rows of words a loop of `_contract_row_by_row` unpacks at a time if a block does not have more.
+_ROWS_IN_LOOP = 16
+
+# The forms of an array that the contractions below read, after `dot_integer.read_nested`.
+_FORMS = {"offset", "signed_scale", "packing"}
 
 
 class _WeightOnlyProduct(NamedTuple):
@@ -42,14 +47,17 @@ class _WeightOnlyProduct(NamedTuple):
         right: the role of each dimension of rhs.
         quantized: 0 if lhs is quantized, 1 if rhs is.
         static: the static part of the quantized side, as its `tree_flatten` returns it.
+        is_moved: whether the scale, the zero point and the offset are transposed: the codes of a matrix are stored in
+            another order than the logical one.
     """
 
     left: Role
     right: Role
     quantized: int
-    static: tuple[Any, ...]
+    static: parts.ArrayStatic
     precision: Any
     out_sharding: Any
+    is_moved: bool = False
 
     @property
     def role(self) -> Role:
@@ -74,7 +82,7 @@ class _WeightOnlyProduct(NamedTuple):
         self, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None
     ) -> jax.Array:
         """Return the float32 product of x and dequantized codes."""
-        is_small = not _is_static(codes.shape) or codes.size <= weight_chunks.WHOLE
+        is_small = not _is_static(codes.shape) or self.count_codes(codes) <= weight_chunks.WHOLE
         is_whole = is_small or self.has_many_rows(x, codes) or self.choose_axis(codes) is None
         contract = weight_chunks.contract_at_once if is_whole else weight_chunks.contract_in_chunks
         return contract(self, x, codes, scale, zero_point)
@@ -83,7 +91,16 @@ class _WeightOnlyProduct(NamedTuple):
         """Return whether x has so many rows that all weights are dequantized at once."""
         rows = math.prod(x.shape[axis] for axis in self.x_role.free)
         is_static = isinstance(rows, int) and _is_static(codes.shape)
-        return is_static and rows >= weight_chunks.MANY_ROWS and codes.size <= weight_chunks.WHOLE_OF_MANY_ROWS
+        return (
+            is_static
+            and rows >= weight_chunks.MANY_ROWS
+            and self.count_codes(codes) <= weight_chunks.WHOLE_OF_MANY_ROWS
+        )
+
+    def count_codes(self, codes: jax.Array) -> int:
+        """Return the number of codes, which may be packed."""
+        packing = self.static.packing
+        return codes.size if packing is None else codes.size // codes.shape[-1] * packing.length
 
     def choose_axis(self, codes: jax.Array) -> int | None:
         """Return the dimension of the codes that is cut: the contracted one, or the longest other one."""
@@ -95,8 +112,8 @@ class _WeightOnlyProduct(NamedTuple):
         """Return how the codes are cut into chunks, which end where blocks end."""
         axis = self.choose_axis(codes)
         assert axis is not None
-        length, width = codes.shape[axis], codes.size // codes.shape[axis]
         q = self.unflatten(codes, scale, zero_point)
+        length, width = q.shape[axis], math.prod(q.shape) // q.shape[axis]
         runs = [_count_run(q, part, axis) for part in (scale, zero_point) if part is not None and part.shape[axis] != 1]
         divisor = math.lcm(*runs)
         if self.cuts_contracted:
@@ -130,6 +147,10 @@ class _WeightOnlyProduct(NamedTuple):
             if zero_point is not None and zero_point.shape[axis] != 1:
                 zero_point = chunk.take(zero_point, axis, _count_run(q, zero_point, axis))
             codes, scale = chunk.take(codes, axis), wait(scale)
+            if self.static.packing is not None:
+                # Words are unpacked before a scale is read, so they wait, too. The barrier keeps XLA from fusing the
+                # slice into the loop that unpacks them.
+                codes = lax.optimization_barrier(wait(codes))
         use = "any" if math.prod(codes.shape[axis] for axis in self.role.contracted) == 1 else "operand"
         return quantized_array.dequantize_checked(self.unflatten(codes, scale, zero_point), use=use)
 
@@ -140,8 +161,10 @@ class _WeightOnlyProduct(NamedTuple):
         return lax.dot_general(lhs, rhs, dimensions, self.precision, jnp.float32, out_sharding=self.out_sharding)
 
     def unflatten(self, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None) -> QuantizedArray:
-        """Return the quantized side."""
-        return QuantizedArray.tree_unflatten(self.static, (codes, scale, zero_point))
+        """Return the quantized side. A zero point of floats is an offset: an array has one of the two at most."""
+        children = parts.ArrayParts(codes, scale)
+        name = "offset" if zero_point is not None and zero_point.dtype in dtypes.FLOATS else "zero_point"
+        return QuantizedArray.tree_unflatten(self.static, children._replace(**{name: zero_point}))
 
     def swap_sides(self, y: jax.Array) -> jax.Array:
         """Return a product of x and the codes, without batch dimensions, in the order of lhs and rhs."""
@@ -164,19 +187,18 @@ class _WeightOnlyProduct(NamedTuple):
 
 def choose_contraction(
     lhs: QuantizedArray | jax.Array, rhs: QuantizedArray | jax.Array, left: Role, right: Role,
-    precision: lax.PrecisionLike, out_sharding: NamedSharding | PartitionSpec | None,
+    precision: lax.PrecisionLike, out_sharding: NamedSharding | PartitionSpec | None, *, is_moved: bool = False,
 ) -> tuple[Callable[..., jax.Array], tuple[Any, ...], np.dtype]:  # fmt: skip
     """Return how to contract a quantized and a float array: a function, its operands, and the dtype of the result.
 
-    The function returns the product in float32.
+    The function returns the product in float32. `is_moved` is as in `_WeightOnlyProduct`.
     """
     quantized = 0 if isinstance(lhs, QuantizedArray) else 1
     q: Any = (lhs, rhs)[quantized]
     x: Any = (lhs, rhs)[1 - quantized]
     # Convert both sides to one dtype, because JAX refuses to mix dtypes if the user has chosen strict promotion.
     wide = dtypes.choose_wider(q.dtype, x.dtype)
-    if quantized_array.list_forms(q):
-        # No kernel below reads these forms.
+    if not is_read_by_kernels(q):
         weights, x = quantized_array.dequantize_checked(q.astype(wide)), x.astype(wide)
         dimensions = ((left.contracted, right.contracted), (left.batch, right.batch))
         contract = functools.partial(
@@ -184,12 +206,24 @@ def choose_contraction(
             out_sharding=out_sharding,
         )  # fmt: skip
         return contract, ((weights, x) if quantized == 0 else (x, weights)), wide
-    (*leaves, _, _), static = q.astype(wide).tree_flatten()
-    product = _WeightOnlyProduct(left, right, quantized, static, precision, out_sharding)
+    codes, scale, zero_point, offset, _ = q._parts
+    leaves, static = (codes, scale, zero_point if offset is None else offset), q.astype(wide)._static
+    product = _WeightOnlyProduct(left, right, quantized, static, precision, out_sharding, is_moved)
     # Reshapes and slices of an array with its sharding in its type may not be possible.
     is_placed = out_sharding is not None or sharding.is_placed(x) or sharding.is_placed(q.codes)
     contract = weight_chunks.contract_at_once if is_placed else weight_chunks.contract_weights
     return functools.partial(contract, product), (x.astype(wide), *leaves), wide
+
+
+def is_read_by_kernels(q: QuantizedArray) -> bool:
+    """Return whether weight-only contractions read an array as it is; otherwise it must be dequantized before."""
+    return not set(quantized_array.list_forms(q)) - _FORMS
+
+
+def has_readable_words(q: QuantizedArray, role: Role) -> bool:
+    """Return whether weight-only contractions read words: those of a matrix of which one dimension is contracted."""
+    is_matrix = q.ndim == 2 and not role.batch and len(role.contracted) == 1 and _is_static(q.stored_codes.shape)
+    return q.packing is not None and is_matrix and is_read_by_kernels(q) and not sharding.is_placed(q.stored_codes)
 
 
 def _contract_by_size(
@@ -214,17 +248,26 @@ def _contract_by_size(
         columns = len(role.free)
         return y if config.quantized == 1 else lax.transpose(y, (*range(columns, y.ndim), *range(columns)))
 
-    if rows == 1 and codes.size >= _FEWEST_FOR_ROW and float_rows.IS_VECTORIZED:
-        # A scale that was transposed is written to memory once, for both branches below.
-        scale = barriers.pin_layout(scale)
-        matrix = read_scaled_codes(config.unflatten(codes, scale, zero_point))
-        contract_row = float_rows.choose_form(matrix, role)
+    if rows == 1 and math.prod(q.shape) >= _FEWEST_FOR_ROW and float_rows.IS_VECTORIZED:
+        matrix = read_scaled_codes(q, x if config.is_moved else None)
+        choose = float_rows.choose_form if matrix.words is None else word_rows.choose_form
+        contract_row = choose(matrix, role)
         if contract_row is not None:
             y, is_exact = contract_row(x.reshape(-1), matrix, role)
-            q = config.unflatten(codes, scale, zero_point)
-            y = lax.cond(is_exact, lambda: y, lambda: _contract_term_by_term(x.reshape(-1), q, role.contracted[0]))
-            shape = (*(x.shape[axis] for axis in x_role.free), *(codes.shape[axis] for axis in role.free))
+            # A transpose of the entries is undone here, and done again in the branch.
+            turn: Callable[[jax.Array], jax.Array] = (lambda part: part.T) if config.is_moved else (lambda part: part)
+            moved_scale, moved_point = turn(scale), None if zero_point is None else turn(zero_point)
+
+            def contract_slowly() -> jax.Array:
+                point = None if moved_point is None else turn(moved_point)
+                return contract(x.reshape(-1), config.unflatten(codes, turn(moved_scale), point), role.contracted[0])
+
+            contract = _contract_term_by_term if matrix.words is None else _contract_row_by_row
+            y = lax.cond(is_exact, lambda: y, contract_slowly)
+            shape = (*(x.shape[axis] for axis in x_role.free), *(q.shape[axis] for axis in role.free))
             return config.swap_sides(y.reshape(shape))
+    if q.packing is not None:
+        return contract_dequantized()
     few_rows = _choose_few_rows(q, role) if few_rows is None else few_rows
     # To cut the codes into planes costs a second contraction, which is of less use the more rows there are.
     if packed_codes.count_column_planes(codes, scale, zero_point) > 1 and not config.has_many_rows(x, codes):
@@ -240,7 +283,8 @@ def _contract_by_size(
 def _contract_term_by_term(row: jax.Array, q: QuantizedArray, axis: int) -> jax.Array:
     """Return the float32 contraction of a row with one dimension of q: a slow loop, but hardly any code.
 
-    It is for a branch that is compiled for every contraction of a row, and is hardly ever taken.
+    It is for a branch that is compiled for every contraction of a row, and is hardly ever taken. It multiplies and adds
+    float32 numbers, which is the highest precision that the caller may ask for, so it ignores which one that is.
     """
     shape, depth = q.shape, q.shape[axis]
     products = lax.broadcast_in_dim(row, shape, (axis,)) * quantized_array.dequantize_checked(q, use="operand")
@@ -249,6 +293,31 @@ def _contract_term_by_term(row: jax.Array, q: QuantizedArray, axis: int) -> jax.
     length = next(n for n in (16, 8, 4, 2, 1) if depth % n == 0)
     products = products.reshape(*shape[:axis], depth // length, length, *shape[axis + 1 :])
     return jnp.sum(lax.reduce(products, np.float32(0), _add, (axis + 1,)), axis=axis)
+
+
+def _contract_row_by_row(row: jax.Array, q: QuantizedArray, axis: int) -> jax.Array:
+    """Return what `_contract_term_by_term` returns, for a matrix of words: a loop that unpacks a few rows at a time."""
+    names = [name for name in ("scale", "zero_point", "offset") if getattr(q, name) is not None]
+    runs = [_count_run(q, getattr(q, name), 0) for name in names if getattr(q, name).shape[0] != 1]
+    length = math.lcm(*runs)
+    if length == 1 and q.shape[0] % _ROWS_IN_LOOP == 0:
+        length = _ROWS_IN_LOOP
+    sizes = {"codes": length} | {
+        n: length // _count_run(q, getattr(q, n), 0) for n in names if getattr(q, n).shape[0] != 1
+    }
+    cut = {"codes": q.stored_codes} | {name: getattr(q, name) for name in sizes if name != "codes"}
+    cut = {name: part.reshape(-1, sizes[name], part.shape[1]) for name, part in cut.items()}
+
+    def contract(parts_of_rows: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        children = q._parts._replace(**parts_of_rows)
+        weights = quantized_array.dequantize_checked(QuantizedArray.tree_unflatten(q._static, children), use="operand")
+        return lax.dot_general(x, weights, (((0,), (axis,)), ((), ())), None, jnp.float32)
+
+    if axis == 1:
+        return lax.map(lambda each: contract(each, row), cut).reshape(-1)
+    pieces = row.reshape(-1, length)
+    start = jnp.zeros(q.shape[1], jnp.float32)
+    return lax.scan(lambda y, each: (y + contract(*each), None), start, (cut, pieces))[0]
 
 
 def _add(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -262,7 +331,8 @@ def _contract_planes(
 ) -> jax.Array:  # fmt: skip
     """Return the contraction of x with codes of 2 or 4 bits, one plane after the other."""
     count, last, role = packed_codes.count_column_planes(codes, scale, zero_point), codes.ndim - 1, config.role
-    narrow = None if zero_point is None else zero_point.astype(jnp.int8)
+    is_offset = zero_point is not None and zero_point.dtype in dtypes.FLOATS
+    narrow = zero_point if zero_point is None or is_offset else zero_point.astype(jnp.int8)
     is_summed = last in role.contracted
     results = []
     for position in range(count):
@@ -279,16 +349,47 @@ def _contract_planes(
     return packed_codes.join_planes(results, before + role.free.index(last))
 
 
-def read_scaled_codes(q: QuantizedArray) -> float_rows.ScaledCodes:
-    """Return the parts of an array in the form of the kernel."""
-    book = q.codebook
+def read_scaled_codes(q: QuantizedArray, x: jax.Array | None = None) -> float_rows.ScaledCodes:
+    """Return the parts of an array in the form of the kernels.
+
+    Args:
+        q: an array without a stored order.
+        x: None, or an array to wait for, if the scale, the zero point and the offset of a matrix are transposed. XLA
+            would transpose those of all products of a program first, and keep them in memory until they are used.
+    """
+    book, packing = q.codebook, q.packing
     decode, levels = (None, ()) if book is None else (book.decode, book.levels)
-    return float_rows.ScaledCodes(q.codes, q.scale, q.zero_point, None, q.block_size, decode, levels)
+    words = None
+    if packing is not None:
+        is_signed = book is None and dtypes.read_bounds(packing.format)[0] < 0
+        words = float_rows.WordLayout(packing.bits, packing.length, is_signed)
+    stored = q.codes if packing is None else q.stored_codes
+    matrix = float_rows.ScaledCodes(stored, q.scale, q.zero_point, q.offset, q.block_size, decode, levels, words)
+
+    def prepare(part: jax.Array | None) -> jax.Array | None:
+        """Return entries, as float32 if they are no zero point, and in memory if they are transposed."""
+        if part is None:
+            return None
+        original = part if x is None else part.T  # This cancels the transpose.
+        if part is not q.zero_point:
+            original = matrix.guard(original)
+        if x is None:
+            return original
+        if original.dtype == dtypes.FLOAT32:
+            original = weight_chunks.delay_floats(original, x)
+        elif original.dtype in dtypes.INTEGERS:
+            original = barriers.wait_for(original, x)
+        # Without this barrier the transpose would be fused with what precedes it, and no longer be XLA's fast kernel.
+        return barriers.pin_layout(lax.optimization_barrier(original).T)
+
+    scale, zero_point, offset = (prepare(part) for part in (q.scale, q.zero_point, q.offset))
+    assert scale is not None
+    return matrix._replace(scale=scale, zero_point=zero_point, offset=offset)
 
 
 def _has_digits(q: QuantizedArray, role: Role) -> bool:
     """Return whether a float row can be contracted with q as digits."""
-    if q.codebook is not None or q.codes.dtype not in dtypes.CONTRACTED:
+    if q.codebook is not None or q.offset is not None or q.codes.dtype not in dtypes.CONTRACTED:
         return False
     parts = [part for part in (q.scale, q.zero_point) if part is not None]
     is_shared = all(part.shape[axis] == 1 for part in parts for axis in role.contracted)

@@ -16,12 +16,13 @@ from jax.sharding import NamedSharding, PartitionSpec, reshard
 from jax.typing import ArrayLike, DTypeLike
 from opt_einsum.parser import parse_einsum_input
 
-from .._arrays.quantized_array import QuantizedArray, check_form, dequantize_checked, list_forms, unpack_checked
+from .._arrays.quantized_array import QuantizedArray, check_form, dequantize_checked, unpack_checked
 from .._core import checks, sharding
 from .._core.dtypes import FLOAT32, FLOATS
 from .._kernels import affine
 from .dot import Operand, check_operand, contract_checked
 from .dot_integer import DOT_FORMS, Axes, read_nested
+from .dot_weight_only import is_read_by_kernels
 from .output import Epilogue, ScaledSpec, read_epilogue
 
 _NAME = "einsum"
@@ -153,15 +154,21 @@ def _read_forms(function: str, operands: Sequence[Any]) -> Sequence[Any]:
     Raises:
         ContractValueError: several are quantized, and one has a form that no contraction of integers supports.
     """
-    operands = [unpack_checked(x) if isinstance(x, QuantizedArray) else x for x in operands]
     if len(operands) == 1:
         return operands
     quantized = [i for i, x in enumerate(operands) if isinstance(x, QuantizedArray)]
-    if len(quantized) == 1:
-        return [dequantize_checked(x) if i in quantized and list_forms(x) else x for i, x in enumerate(operands)]
-    for i in quantized:
-        check_form(function, f"operands[{i}]", operands[i], DOT_FORMS)
-    return operands
+    if len(quantized) > 1:
+        operands = [unpack_checked(x) if i in quantized else x for i, x in enumerate(operands)]
+        for i in quantized:
+            check_form(function, f"operands[{i}]", operands[i], DOT_FORMS)
+        return operands
+    return [_read_form(x) if i in quantized else x for i, x in enumerate(operands)]
+
+
+def _read_form(q: QuantizedArray) -> QuantizedArray | jax.Array:
+    """Return an array as a weight-only contraction reads it."""
+    q = read_nested(q)
+    return q if is_read_by_kernels(q) else dequantize_checked(q)
 
 
 # An eager call then finds its program by the subscripts and the shapes, and does not parse them again.
@@ -298,7 +305,7 @@ def _remove_repeats(
     if not broadcast:
         return _Term(x, labels, tuple(range(len(labels))))
     if isinstance(x, QuantizedArray):
-        x = read_nested(x.store_last())  # its leaves are squeezed alike
+        x = read_nested(unpack_checked(x).store_last())  # its leaves are squeezed alike
         if isinstance(x.block_size, tuple):  # it has a size for each of the last dimensions
             runs = (*(1,) * (x.ndim - len(x.block_size)), *x.block_size)
             x = x.replace(block_size=tuple(run for axis, run in enumerate(runs) if axis not in broadcast))

@@ -173,18 +173,35 @@ _WORD_VECTORS_OF_MANY, _MANY_WORDS = (4, 5, 3, 6, 2, 7, 1), 2**22
 IS_VECTORIZED = jax.__version_info__ >= (0, 12)
 
 
+class WordLayout(NamedTuple):
+    """How codes are packed in uint32 words.
+
+    Attributes:
+        bits: the number of bits of a code.
+        length: the number of codes in a row.
+        is_signed: whether the codes are in two's complement.
+    """
+
+    bits: int
+    length: int
+    is_signed: bool
+
+
 class ScaledCodes(NamedTuple):
     """A matrix of codes, in the form that a row is contracted with.
 
     Attributes:
         codes: integers, of rank 2 or more, with static dimensions.
-        scale: of the rank of the codes; each dimension is `codes.shape[i]`, 1, or the number of blocks.
+        scale: float32, as `guard` returns it, of the rank of the codes; each dimension is `shape[i]`, 1, or the number
+            of blocks.
         zero_point: in the dtype of the codes, of a shape that a scale may have; or None for 0.
-        offset: a float array of a shape that a scale may have, which is added to the scaled codes; or None for 0.
+        offset: float32, as `guard` returns it, of a shape that a scale may have, which is added to the scaled codes;
+            or None for 0.
         block_size: Static. The number of indices in a block, or None if all blocks are equally long.
         decode: Static. A function from codes, and the position of a code's lowest bit, to the float32 levels of a
             codebook; or None if the codes are steps.
         levels: Static. The levels of the codebook, or none.
+        words: Static. How the codes are packed along the last dimension, or None if they are not.
     """
 
     codes: jax.Array
@@ -194,17 +211,24 @@ class ScaledCodes(NamedTuple):
     block_size: int | None = None
     decode: Callable[..., jax.Array] | None = None
     levels: tuple[float, ...] = ()
+    words: WordLayout | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the codes, also if they are packed."""
+        shape = self.codes.shape
+        return shape if self.words is None else (*shape[:-1], self.words.length)
 
     def expand(self, part: jax.Array, axes: Sequence[int]) -> jax.Array:
         """Return a scale, zero point or offset with an entry for each index of some axes on which it varies."""
-        return granularity.expand_along(part, self.codes.shape, self.block_size, axes)
+        return granularity.expand_along(part, self.shape, self.block_size, axes)
 
     def list_runs(self, axis: int) -> list[int]:
         """Return how many indices of an axis share an entry, for the scale, the zero point and the offset."""
         runs = []
         for part in (self.scale, self.zero_point, self.offset):
             if part is not None:
-                sizes = granularity.Aligned(self.block_size).sizes(part.shape, self.codes.shape)
+                sizes = granularity.Aligned(self.block_size).sizes(part.shape, self.shape)
                 assert sizes is not None
                 runs.append(sizes[axis])
         return runs
@@ -261,7 +285,7 @@ def contract_row(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tuple[
         float32 [...]; a bool.
     """
     depth, kept = q.codes.shape[0], q.codes.shape[1:]
-    scaled, unit = _scale_row(x)
+    scaled, unit = scale_row(x)
     # The barrier keeps XLA from converting codes that are constants while it compiles.
     q = q._replace(codes=lax.optimization_barrier(q.codes))
     parts: list[jax.Array] = []
@@ -269,7 +293,7 @@ def contract_row(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tuple[
         piece = _take_rows(q, role, chunk)
         factors = scaled if chunk.length == depth else chunk.take(scaled, 0)
         parts.append(_contract_rows(factors, *piece, parts[-1] if parts else scaled, q.decode, terms))
-    return _finish(functools.reduce(jnp.add, parts).T.reshape(kept), unit)
+    return finish(functools.reduce(jnp.add, parts).T.reshape(kept), unit)
 
 
 def choose_groups(q: ScaledCodes, role: Role) -> int | None:
@@ -295,7 +319,7 @@ def contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tupl
         role: the role of each dimension of the codes.
         terms: what `choose_groups` returns.
     """
-    scaled, unit = _scale_row(x)
+    scaled, unit = scale_row(x)
     lanes, shape = LANES, q.codes.shape
     groups = shape[-1] // (terms * lanes)
     factors = scaled.reshape(groups, terms, lanes)
@@ -313,7 +337,7 @@ def contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tupl
         products.append(factors[None, :, i] * steps.astype(jnp.float32))
     # The barrier keeps XLA from fusing this sum with the loop of products.
     y = jnp.sum(lax.optimization_barrier(functools.reduce(jnp.add, products)), axis=(1, 2))
-    return _finish((y * take(q.guard(q.scale)).reshape(-1)).reshape(shape[:-1]), unit)
+    return finish((y * take(q.scale).reshape(-1)).reshape(shape[:-1]), unit)
 
 
 def choose_vectors(q: ScaledCodes, role: Role) -> int | None:
@@ -352,13 +376,15 @@ def contract_blocks(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tup
         role: the role of each dimension of the codes.
         terms: what `choose_vectors` returns.
     """
-    scaled, unit = _scale_row(x)
+    scaled, unit = scale_row(x)
     shape, depth = q.codes.shape, q.codes.shape[-1]
     is_packed = dtypes.count_packed_bits(q.codes.dtype) == 4
     # The element of a lane comes from one position of each word: [positions, groups, terms, lanes].
     lanes, count = (_WORD_SPAN // 8, 8) if is_packed else (_BYTE_SPAN, 1)
     arranged = scaled.reshape(depth // (terms * lanes * count), terms, lanes, count)
     factors = barriers.pin_layout(lax.transpose(arranged, (3, 0, 1, 2)))
+    # The barrier keeps XLA from adding them for each column.
+    sums = lax.optimization_barrier(jnp.sum(factors, axis=0))
     # The barrier keeps XLA from converting codes that are constants while it compiles.
     codes = lax.optimization_barrier(q.codes).reshape(-1, depth)
 
@@ -381,15 +407,15 @@ def contract_blocks(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tup
         scale, zero_point, offset = (e if e is None or is_whole else chunk.take(e, 0) for e in entries)
         assert scale is not None
         done = parts[-1] if parts else scaled
-        parts.append(_contract_vectors(factors, piece, scale, zero_point, offset, done, q.decode, q.levels))
-    return _finish(jnp.concatenate(parts).reshape(shape[:-1]), unit)
+        parts.append(_contract_vectors(factors, piece, scale, zero_point, offset, sums, done, q.decode))
+    return finish(jnp.concatenate(parts).reshape(shape[:-1]), unit)
 
 
 # A jit, so that JAX keeps the trace: matrices of the same shape have the same operations.
-@functools.partial(jax.jit, inline=True, static_argnames=("decode_levels", "levels"))
+@functools.partial(jax.jit, inline=True, static_argnames="decode_levels")
 def _contract_vectors(
     factors: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, offset: jax.Array | None,
-    done: jax.Array, decode_levels: Callable[..., jax.Array] | None, levels: tuple[float, ...],
+    sums: jax.Array, done: jax.Array, decode_levels: Callable[..., jax.Array] | None,
 ) -> jax.Array:  # fmt: skip
     """Return the contraction of the columns of a chunk, computed after `done`: [columns].
 
@@ -399,9 +425,9 @@ def _contract_vectors(
         scale: [columns, entries].
         zero_point: [columns, entries], or None.
         offset: [columns, entries], or None.
+        sums: the sums of the factors over positions, [groups, vectors, lanes].
         done: an array to wait for: without it XLA:CPU would read all words of a program before the first product.
         decode_levels: as `ScaledCodes.decode`.
-        levels: as `ScaledCodes.levels`.
     """
     count, groups, terms, lanes = factors.shape
     columns, span, dtype = codes.shape[0], lanes * count, np.dtype(codes.dtype)
@@ -411,19 +437,18 @@ def _contract_vectors(
         # The barrier keeps XLA from reading words code by code in the loop.
         stored = lax.optimization_barrier(barriers.wait_for(stored, done))
     stored = stored.reshape(columns, groups, terms, lanes)
-    guard = ScaledCodes(codes, scale, zero_point, levels=levels).guard
     lane = lax.broadcasted_iota(jnp.int32, (1, 1, lanes), 2)
 
-    def take(part: jax.Array, vector: int, convert: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    def take(part: jax.Array, vector: int) -> jax.Array:
         """Return the entries of a vector: [columns, groups, lanes or 1]."""
         run = terms * groups * span // part.shape[1]
         if run >= terms * span:  # one entry for several groups
             each = part[:, :, None]
             each = jnp.broadcast_to(each, (columns, part.shape[1], groups // part.shape[1]))
-            return convert(each.reshape(columns, groups))[:, :, None]
+            return each.reshape(columns, groups)[:, :, None]
         each = part.reshape(columns, groups, -1)
         first, several = vector * span // run, max(span // run, 1)
-        entries = [convert(each[:, :, first + i])[:, :, None] for i in range(several)]
+        entries = [each[:, :, first + i][:, :, None] for i in range(several)]
         value = entries[0]
         for i in range(1, several):
             value = jnp.where(lane < i * (lanes // several), value, entries[i])
@@ -434,7 +459,7 @@ def _contract_vectors(
         # A slice is converted, not the whole, which XLA:CPU would write to memory.
         part = stored[:, :, vector]
         part = lax.bitcast_convert_type(part, jnp.int32) if count > 1 else part.astype(jnp.int32)
-        point = None if zero_point is None else take(zero_point, vector, lambda each: each.astype(jnp.int32))
+        point = None if zero_point is None else take(zero_point, vector).astype(jnp.int32)
         total = None
         for position in range(count):
             if decode_levels is not None:
@@ -445,16 +470,15 @@ def _contract_vectors(
             product = factors[position][None, :, vector] * weights
             total = product if total is None else total + product
         assert total is not None
-        total = total * take(scale, vector, guard)
+        total = total * take(scale, vector)
         if offset is not None:
-            sums = functools.reduce(jnp.add, [factors[i][None, :, vector] for i in range(count)])
-            total = total + sums * take(offset, vector, guard)
+            total = total + sums[None, :, vector] * take(offset, vector)
         products.append(total)
     # The barrier keeps XLA from fusing this sum with the loop of products.
     return jnp.sum(lax.optimization_barrier(functools.reduce(jnp.add, products)), axis=(1, 2))
 
 
-def _scale_row(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def scale_row(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return a row scaled to magnitudes of about 2**50, with NaN for numbers that are too small, and its unit."""
     factor, unit = compute_powers(jnp.max(jnp.abs(x)), _LARGEST_EXPONENT)
     scaled = jnp.where(_is_tiny(x, 0), np.float32(np.nan), _replace_tiny(x * factor, _LEAST_ELEMENT))
@@ -475,7 +499,7 @@ def _is_tiny(value: jax.Array, least: float) -> jax.Array:
     return bits - np.uint32(1) < bound - np.uint32(1)
 
 
-def _finish(y: jax.Array, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
+def finish(y: jax.Array, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return results in the unit of a row, and whether all of them are finite numbers."""
     return y * unit, jnp.isfinite(jnp.sum(y))
 
@@ -508,7 +532,7 @@ def _take_rows(q: ScaledCodes, role: Role, chunk: Chunk) -> tuple[jax.Array, jax
     # XLA:CPU cuts codes of less than a byte fast only at indices that it knows.
     codes = lax.slice_in_dim(q.codes.reshape(-1, columns), chunk.start, chunk.start + chunk.length)
     zero_point = None if q.zero_point is None else take(q.zero_point.astype(jnp.int32))
-    return codes, take(q.guard(q.scale)), zero_point, None if q.offset is None else take(q.guard(q.offset))
+    return codes, take(q.scale), zero_point, None if q.offset is None else take(q.offset)
 
 
 # A jit, so that JAX keeps the trace: chunks of the same length have the same operations.

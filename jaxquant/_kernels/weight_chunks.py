@@ -180,7 +180,10 @@ def _delay_scale(scale: jax.Array, predecessor: jax.Array | None) -> jax.Array:
 
     The dequantization then waits too. The scale is the smallest of its operands, so delaying it costs the least.
     """
-    if predecessor is None:
-        return scale
-    bits = lax.bitcast_convert_type(scale, jnp.dtype(f"int{8 * scale.dtype.itemsize}"))
-    return lax.bitcast_convert_type(barriers.wait_for(bits, predecessor), scale.dtype)
+    return scale if predecessor is None else delay_floats(scale, predecessor)
+
+
+def delay_floats(value: jax.Array, predecessor: jax.Array) -> jax.Array:
+    """Return an array of floats, and on a CPU make it wait for `predecessor`."""
+    bits = lax.bitcast_convert_type(value, jnp.dtype(f"int{8 * value.dtype.itemsize}"))
+    return lax.bitcast_convert_type(barriers.wait_for(bits, predecessor), value.dtype)

@@ -1,0 +1,219 @@
+"""Weight-only contractions of one row with arrays that have an offset, a nested or signed scale, or packed codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxquant as jq
+from jaxquant import Blocked, PerAxis, PerTensor, QuantizedArray, QuantSpec
+from jaxquant._contractions import dot_weight_only
+from jaxquant._kernels import float_rows
+
+from ..support.hlo import Program
+from ..support.matrix import mark_others_full
+
+on_cpu = pytest.mark.skipif(
+    jax.default_backend() != "cpu" or not float_rows.IS_VECTORIZED, reason="the forms are a CPU's, with jax 0.12"
+)
+DEPTH, COLUMNS = 512, 384
+CODES = {
+    "int8": QuantSpec("int8", Blocked(0, 32)),
+    "int4": QuantSpec("int4", Blocked(0, 32)),
+    "uint4": QuantSpec("uint4", Blocked(0, 32), symmetric=False),
+    "nf4": QuantSpec(jq.nf4, Blocked(0, 64)),
+    "int4, one scale a column": QuantSpec("int4", PerAxis(1)),
+    "int3": QuantSpec("int3", Blocked(0, 16)),
+    "uint5": QuantSpec("uint5", Blocked(0, 32), symmetric=False),
+    "int6": QuantSpec("int6", Blocked(0, 16)),
+}
+FORMS = ("signed", "offset", "nested", "nested offset", "words")
+CASES = {(codes, form): None for codes in CODES for form in FORMS if (codes, form) != ("int8", "words")}
+BY_DEFAULT = [
+    ("int4", "signed"), ("int8", "nested"), ("uint4", "offset"), ("nf4", "nested offset"), ("int4", "words"),
+    ("nf4", "words"), ("uint5", "words"), ("int6", "offset"), ("int3", "signed"),
+]  # fmt: skip
+
+
+def make_array(codes: str, form: str, stored_last: int | None, rng: np.random.Generator) -> QuantizedArray:
+    """An array with a form. Codes of 3, 5 and 6 bits are packed in any case."""
+    w = rng.normal(size=(DEPTH, COLUMNS)).astype(np.float32)
+    q = jq.quantize(w, CODES[codes], stored_last=stored_last)
+    if form == "words":
+        return q.pack()
+    if form == "signed":
+        signs = rng.choice(np.asarray([-1, 0, 1], np.float32), q.scale.shape)
+        return q.replace(scale=q.scale * signs, signed_scale=True)
+    if form.startswith("nested"):
+        q = q.replace(scale=jq.quantize(q.scale, QuantSpec("uint8", PerTensor())))
+    if "offset" not in form:
+        return q
+    offset = jnp.asarray(rng.normal(size=q.scale.shape), jnp.float32)
+    nested = jq.quantize(offset, QuantSpec("int8", PerTensor()))
+    return q.replace(zero_point=None, offset=nested if form.startswith("nested") else offset)
+
+
+def find_limit(x: np.ndarray, q: QuantizedArray) -> np.ndarray:
+    """2e-6 of the sums of magnitudes, in which scaled codes and offsets count one by one."""
+    offset = q.offset.dequantize() if isinstance(q.offset, QuantizedArray) else q.offset
+    magnitudes = np.abs(np.asarray(q.dequantize(), np.float64))
+    if offset is not None:
+        without = q.replace(offset=None)
+        offsets = np.abs(np.asarray(offset, np.float64))
+        magnitudes = np.abs(np.asarray(without.dequantize(), np.float64)) + np.repeat(offsets, DEPTH // len(offsets), 0)
+    return 2e-6 * (np.abs(x.astype(np.float64)) @ magnitudes)
+
+
+def multiply(x: Any, q: QuantizedArray) -> jax.Array:
+    return jq.matmul(x, q)
+
+
+@on_cpu
+@pytest.mark.parametrize("stored_last", [None, 0])
+@pytest.mark.parametrize(("codes", "form"), mark_others_full(CASES, BY_DEFAULT), ids=str)
+def test_values(codes: str, form: str, stored_last: int | None, rng: np.random.Generator) -> None:
+    """Close to the dequantized product, from either side; what is not finite as in floats."""
+    q = make_array(codes, form, stored_last, rng)
+    real = np.asarray(q.dequantize(), np.float64)
+    x = rng.normal(size=(3, DEPTH)).astype(np.float32)
+    want, limit = x.astype(np.float64) @ real, find_limit(x, q)
+    for function in (multiply, lambda x, q: jq.matmul(q.T, x.T).T, lambda x, q: jq.einsum("bk,kn->bn", x, q)):
+        assert np.all(np.abs(jax.jit(function)(x[:1], q) - want[:1]) <= limit[:1])
+    assert np.all(np.abs(jax.jit(multiply)(x, q) - want) <= limit)
+    assert np.all(np.abs(jax.vmap(multiply, (0, None))(x, q) - want) <= limit)
+    row = x[:1].copy()
+    for special in (np.inf, np.nan):
+        row[0, 3] = special
+        with np.errstate(invalid="ignore"):
+            expected = np.float32(special) * real[3].astype(np.float32)
+        np.testing.assert_array_equal(jax.jit(multiply)(row, q)[0], expected)
+
+
+@on_cpu
+@pytest.mark.parametrize("stored_last", [None, 0])
+@pytest.mark.parametrize(("codes", "form"), mark_others_full(CASES, BY_DEFAULT), ids=str)
+def test_kernels_read_them(codes: str, form: str, stored_last: int | None, rng: np.random.Generator) -> None:
+    """No array of the size of the weights is made, and the loop of the one-row kernels reads them."""
+    q = make_array(codes, form, stored_last, rng)
+    x = jax.ShapeDtypeStruct((1, DEPTH), jnp.float32)
+    program = Program(multiply, x, q)
+    assert program.widest() < q.size // 2
+    assert program.memory.temp_size_in_bytes < 1.5 * q.size
+    # The kernel's result, or that of the other branch if a number is not finite.
+    assert any(i.opcode == "conditional" for body in program.computations.values() for i in body)
+
+
+@on_cpu
+@pytest.mark.parametrize("stored_last", [None, 0])
+@pytest.mark.parametrize("codes", ["int4", "int6"])
+def test_large_numbers(codes: str, stored_last: int | None, rng: np.random.Generator) -> None:
+    """Products that overflow on their own, but not with the offset, have the values of the dequantized product."""
+    q = make_array(codes, "offset", stored_last, rng)
+    scale = q.scale.at[2].set(1e36)
+    offset = jnp.asarray(q.offset).at[2].set(-3e36)
+    q = q.replace(scale=scale, offset=offset)
+    x = rng.uniform(0.5, 1, (1, DEPTH)).astype(np.float32)
+    got = jax.jit(multiply)(x, q)
+    want = x.astype(np.float64) @ np.asarray(q.dequantize(), np.float64)
+    assert np.all(np.abs(got - want) <= find_limit(x, q))
+    tiny = jax.jit(multiply)(x * np.float32(1e-38), q)
+    assert not np.any(np.isnan(tiny))
+
+
+@on_cpu
+@pytest.mark.parametrize("stored_last", [None, 0])
+@pytest.mark.parametrize("codes", ["int4", "int6"])
+def test_gradients(codes: str, stored_last: int | None, rng: np.random.Generator) -> None:
+    """Of the row, the scale and the offset, as of the dequantized product; of the scale of a nested scale."""
+    q = make_array(codes, "offset", stored_last, rng)
+    x = rng.normal(size=(1, DEPTH)).astype(np.float32)
+
+    def sum_product(x: Any, scale: Any, offset: Any, *, multiply: Any) -> Any:
+        y = multiply(x, q.replace(scale=scale, offset=offset))[0]
+        return jnp.sum(y * jnp.cos(jnp.arange(y.size)))
+
+    def multiply_floats(x: Any, q: QuantizedArray) -> jax.Array:
+        return jnp.matmul(x, q.dequantize(), precision="highest")
+
+    got, want = (
+        jax.grad(lambda *a, f=f: sum_product(*a, multiply=f), (0, 1, 2))(x, q.scale, q.offset)
+        for f in (multiply, multiply_floats)
+    )
+    for each, expected in zip(got, want, strict=True):
+        np.testing.assert_allclose(each, expected, rtol=1e-4, atol=1e-3)
+    nested = make_array(codes, "nested", stored_last, rng)
+
+    def sum_nested(factor: Any, multiply: Any) -> Any:
+        return jnp.sum(multiply(x, nested.replace(scale=nested.scale.replace(scale=factor))))
+
+    got, want = (jax.grad(lambda s, f=f: sum_nested(s, f))(nested.scale.scale) for f in (multiply, multiply_floats))
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-2 * float(jnp.abs(want).max()))
+
+
+@on_cpu
+@pytest.mark.parametrize("stored_last", [None, 0])
+@pytest.mark.parametrize("codes", ["int4", "int3", "uint5", "int6"])
+def test_words_with_unusual_scales(codes: str, stored_last: int | None, rng: np.random.Generator) -> None:
+    """One block has a scale that is 0, negative, subnormal, or far from 1: the loop over blocks takes over."""
+    q = make_array(codes, "words", stored_last, rng).replace(signed_scale=True)
+    x = rng.normal(size=(1, DEPTH)).astype(np.float32)
+    for scale in (0.0, -0.5, 1e-30, 1e30):
+        unusual = q.replace(scale=q.scale.at[3].set(scale))
+        want = x.astype(np.float64) @ np.asarray(unusual.dequantize(), np.float64)
+        assert np.all(np.abs(jax.jit(multiply)(x, unusual) - want) <= find_limit(x, unusual))
+
+
+@on_cpu
+@pytest.mark.parametrize("shape", [(512, 130), (70, 512), (512, 513)])
+@pytest.mark.parametrize("stored_last", [None, 0])
+def test_words_of_any_length(shape: tuple[int, int], stored_last: int | None, rng: np.random.Generator) -> None:
+    """Words that are not full, and lengths that no loop takes."""
+    q = jq.quantize(
+        rng.normal(size=shape).astype(np.float32), QuantSpec("int5", Blocked(0, 10)), stored_last=stored_last
+    )
+    for rows in (1, 3):
+        x = rng.normal(size=(rows, shape[0])).astype(np.float32)
+        real = np.asarray(q.dequantize(), np.float64)
+        limit = 2e-6 * (np.abs(x.astype(np.float64)) @ np.abs(real))
+        assert np.all(np.abs(jax.jit(multiply)(x, q) - x.astype(np.float64) @ real) <= limit)
+
+
+@on_cpu
+def test_words_of_large_weights(rng: np.random.Generator) -> None:
+    """Weights that are cut into chunks, for several rows."""
+    w = rng.normal(size=(1536, 1024)).astype(np.float32)
+    for codes, last in (("int5", None), ("int6", 0)):
+        stored = jq.quantize(w, QuantSpec(codes, Blocked(0, 32)), stored_last=last)
+        x = rng.normal(size=(5, 1536)).astype(np.float32)
+        real = np.asarray(stored.dequantize(), np.float64)
+        limit = 2e-6 * (np.abs(x.astype(np.float64)) @ np.abs(real))
+        program = Program(multiply, jax.ShapeDtypeStruct(x.shape, x.dtype), stored)
+        assert program.widest() <= stored.size // 2
+        assert np.all(np.abs(jax.jit(multiply)(x, stored) - x.astype(np.float64) @ real) <= limit)
+
+
+@on_cpu
+def test_memory_of_words() -> None:
+    """With several rows, the words of a chunk are unpacked when it is contracted, not those of all chunks before."""
+    w = jax.ShapeDtypeStruct((4096, 2048), jnp.float32)
+    q = jax.eval_shape(lambda w: jq.quantize(w, QuantSpec("int6", Blocked(0, 32))), w)
+    program = Program(multiply, jax.ShapeDtypeStruct((8, 4096), jnp.float32), q)
+    assert program.memory.temp_size_in_bytes < w.size
+
+
+def test_several_dimensions(rng: np.random.Generator) -> None:
+    """Words of three dimensions, and with a batch dimension, are unpacked."""
+    q = jq.quantize(rng.normal(size=(4, 64, 96)).astype(np.float32), QuantSpec("int6", Blocked(1, 32)))
+    assert q.packing is not None
+    assert dot_weight_only.is_read_by_kernels(q)
+    x = rng.normal(size=(4, 1, 64)).astype(np.float32)
+    real = np.asarray(q.dequantize(), np.float64)
+    limit = 2e-6 * (np.abs(x.astype(np.float64)) @ np.abs(real))
+    assert np.all(np.abs(jq.matmul(x, q) - x.astype(np.float64) @ real) <= limit)
+    got = jq.einsum("bk,bkn->n", x[:, 0], q)
+    want = np.einsum("bk,bkn->n", x[:, 0].astype(np.float64), real)
+    assert np.all(np.abs(got - want) <= np.sum(limit, 0)[0])
