@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._core import dtypes
@@ -73,12 +74,29 @@ def contract_blocks(
         stacks = [
             _stack_matrices(part, role) for part, role in ((a, left), (b, right), (a_scale, left), (b_scale, right))
         ]
-        y = jax.nn.scaled_matmul(*stacks, preferred_element_type=jnp.float32)
+        y = _multiply_stacks(*stacks)
         kept = [a.shape[axis] for axis in (*left.batch, *left.free)] + [b.shape[axis] for axis in right.free]
         y = y.reshape(kept)
         return y if factor is None else y * factor
 
     return lax.platform_dependent(*lhs, *rhs, cuda=multiply_blocks, default=lambda *_: contract_decoded())
+
+
+@custom_vmap
+def _multiply_stacks(a: jax.Array, b: jax.Array, a_scale: jax.Array, b_scale: jax.Array) -> jax.Array:
+    """Return the products of stacks of matrices, [batch, rows, contracted], as [batch, rows, rows of b]."""
+    return jax.nn.scaled_matmul(a, b, a_scale, b_scale, preferred_element_type=jnp.float32)
+
+
+# jax 0.10 maps the primitive only if all of its operands are mapped.
+@_multiply_stacks.def_vmap
+def _multiply_mapped(size: int, batched: Sequence[bool], *stacks: jax.Array) -> tuple[jax.Array, bool]:
+    whole = [
+        stack if is_mapped else jnp.broadcast_to(stack, (size, *stack.shape))
+        for stack, is_mapped in zip(stacks, batched, strict=True)
+    ]
+    y = _multiply_stacks(*(stack.reshape(-1, *stack.shape[2:]) for stack in whole))
+    return y.reshape(size, -1, *y.shape[1:]), True
 
 
 def has_kernel(codes: jax.Array, scale: jax.Array, role: Role) -> bool:
