@@ -105,7 +105,7 @@ CALLS: dict[str, tuple[Callable[..., nn.Module], type[Exception], str]] = {
     "no axis": (dense(weight_spec=jq.QuantSpec("int8", jq.PerAxis(2)), activation_spec=A), ValueError, r"axis"),
     "blocked": (conv(weight_spec=jq.QuantSpec("int8", jq.Blocked(1, 2)), activation_spec=A), ValueError,
                 r"quantized_conv_general_dilated: rhs.scale: expected one scale, or one for each output feature"),
-    "backward": (dense(weight_spec=W, backward=True), TypeError, r"backward: expected FloatBackward\(\) or Int8Backward\(\)"),
+    "backward": (dense(weight_spec=W, backward=True), TypeError, r"backward: expected FloatBackward\(\), Int8Backward\(\) or Float8Backward\(\)"),
     "int8 back": (dense(weight_spec=W, backward=jq.Int8Backward()), ValueError, r"backward: expected FloatBackward\(\), because"),
     "equation": (functools.partial(qnn.Einsum, (6, 5), "...i,ij", weight_spec=W), ValueError, r"einsum_str: expected two"),
     "no integers": (embed(weight_spec=W), TypeError, r"flax\.linen: inputs: expected an integer dtype, got float32"),
