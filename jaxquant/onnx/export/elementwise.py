@@ -169,6 +169,10 @@ def write_logic(graph: ModelGraph, call: WriterCall) -> Value:
     return write_operator(graph, "BitwiseNot" if call.name == "not" else _BITS[call.name], call.inputs, dtype)
 
 
+# The first opset in which Cast takes float4.
+_FLOAT4_OPSET = 23
+
+
 def cast_value(graph: ModelGraph, x: Value, dtype: DTypeLike) -> Value:
     """Return a value in another dtype, which must hold the numbers."""
     target, container = values.choose_container(dtype), values.choose_container(x.dtype)
@@ -177,6 +181,8 @@ def cast_value(graph: ModelGraph, x: Value, dtype: DTypeLike) -> Value:
         return values.make_known(array.astype(target, copy=False), x.hint)
     if target == container:
         return x._replace(dtype=target)
+    if graph.opset < _FLOAT4_OPSET and (container in dtypes.FLOAT4 or target in dtypes.FLOAT4):
+        raise UnsupportedError(f"float4_e2m1fn needs opset {_FLOAT4_OPSET} or later, got {graph.opset}")
     graph.note_dtype(x.name, container)
     if container in _NARROW and target == np.int32:
         # Noted, so that a cast back finds the codes, and not another chain of casts.
