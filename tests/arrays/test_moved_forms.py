@@ -90,9 +90,10 @@ def test_concatenate(name: str, axis: int, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("axis", [0, 1])
 def test_take(name: str, axis: int, rng: np.random.Generator) -> None:
     q, values = make_array(name, rng)
-    for indices in (np.array([[3, 0], [-1, 5]]), 2, np.array([1, 99])):
+    batches: list[np.ndarray | int] = [np.array([[3, 0], [-1, 5]]), 2, np.array([1, 99])]
+    for indices in batches:
         expected = np.take(values, np.clip(indices, -6, 5), axis)
-        if not np.isscalar(indices) and 99 in indices:
+        if isinstance(indices, np.ndarray) and 99 in indices:
             expected = np.moveaxis(np.moveaxis(expected, axis, 0) * np.array([[1], [np.nan]], np.float32), 0, axis)
         y = jq.take(q, indices, axis)
         np.testing.assert_array_equal(np.asarray(y), expected)

@@ -74,7 +74,7 @@ def draw_blocks(rng: np.random.Generator, count: int, size: int, name: str) -> n
     ]
     edges += [F32(math.sqrt(2)) * edges[-1] / 2]
     for block in blocks[: count // 2]:
-        edge = F32(F32(rng.choice(edges)) * F32(2.0 ** rng.integers(-20, 20)))
+        edge = F32(F32(rng.choice(np.asarray(edges, F32))) * F32(2.0 ** rng.integers(-20, 20)))
         edge = rng.choice([np.nextafter(edge, F32(0)), edge, np.nextafter(edge, F32(np.inf))])
         block[:] = np.clip(block, -edge, edge)
         block[rng.integers(size)] = edge * rng.choice([-1, 1])
