@@ -117,7 +117,7 @@ def test_recipes_with_narrow_weights(rng: np.random.Generator, name: str, activa
     assert str(w.format) == name
     y = prepared.apply(q, x)
     exact = x @ params["w"]
-    assert np.abs(np.asarray(y) - exact).max() < np.abs(exact).max() * 2.0 ** (1.5 - parse(name)[0])
+    assert np.abs(np.asarray(y) - exact).max() < np.abs(exact).max() * 2.0 ** (2.5 - parse(name)[0])
     if activation is None:
         np.testing.assert_allclose(y, x @ np.asarray(w.dequantize()), rtol=1e-5, atol=1e-4)
     assert name in str(prepared.coverage)
