@@ -26,7 +26,9 @@ REFUSED = [("split_and_whole", "weight_only_int4")]
 PAIRS = [(name, recipe) for recipe in RECIPES for name in PROGRAMS if (name, recipe) not in REFUSED]
 FORMS = {"integer": "i", "lookup": "l", "float": "f", "weight-only": "w"}
 # With 16 terms, 8 bits have about 40 dB for one product; 4 bits of a whole tensor about 15.
-LEAST_SQNR = {"w4a8": 6, "weight_only_int4": 6, "mxfp4": 6, "nvfp4": 6}
+LEAST_SQNR = {
+    "w4a8": 6, "weight_only_int4": 6, "mxfp4": 6, "nvfp4": 6, "weight_only_fp8": 12, "fp8_dynamic": 12, "mxfp8": 12
+}  # fmt: skip
 LEAST_COSINE = {"w4a8": 0.5, "weight_only_int4": 0.5, "mxfp4": 0.5, "nvfp4": 0.5}
 # The crawler's input must be arrays; ids and floats all are.
 every_program = pytest.mark.parametrize("name", PROGRAMS)
@@ -117,7 +119,8 @@ def test_eager_equals_jit(name, rng):
     same_trees(prepared.apply(qparams, *inputs), jax.jit(prepared.apply)(qparams, *inputs))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+# No input takes the second branch of `cond`, which then has no range.
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "cond"])
 @pytest.mark.sample(1)
 def test_vmap_over_inputs(name, rng):
     example, params, inputs, prepared = _prepare(name, "w8a8_static", rng)
