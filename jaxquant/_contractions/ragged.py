@@ -1,9 +1,9 @@
 """`jax.lax.ragged_dot` and `ragged_dot_general` of quantized arrays: rows in groups, each with a matrix of its own.
 
-JAX multiplies all rows by the matrices of all groups where no kernel of a backend does better, masks what does not
-belong together, and so reads every matrix and does the work of every group. Here a loop goes through the rows: a tile
-of rows of one group is multiplied by the matrix of that group. A matrix that no row needs is not read, none is
-dequantized in a copy of all matrices, and the product of a tile is `dot_general`'s, in the form that suits its size.
+On a backend without a kernel for it, JAX multiplies all rows by the matrices of all groups and masks what does not
+belong together. Here a loop goes through the rows, and multiplies a tile of rows of one group by the matrix of that
+group. It does not read a matrix that no row needs, and never dequantizes all matrices at once. `dot_general` computes
+the product of a tile, in the form that suits its size.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def ragged_dot_general(
 ) -> jax.Array:
     """Contract groups of one dimension, each with an array of its own, as `jax.lax.ragged_dot_general` does.
 
-    The ragged dimension of lhs is cut into groups, of which group g is contracted with rhs at index g of its group
+    The ragged dimension of lhs is cut into groups. Group g is contracted with rhs at index g of its group
     dimension. `ragged_dot` says what is computed. Of JAX's three modes this is the first, in which the result keeps the
     ragged dimension: [b..., m..., k...] by [g, b..., k..., n...] is [b..., m..., n...].
 
@@ -398,7 +398,7 @@ def _sum_over_groups(product: _RaggedProduct, lhs: _Array, rhs: _Array, ends: ja
 
     starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
     total = jnp.zeros(product.derive_shape(lhs, rhs), product.dtype)
-    if recording.is_recording():  # an exported model has no loop of which the weights are cut
+    if recording.is_recording():  # an exported model has no loop that cuts the weights
         for group in range(rhs.shape[0]):
             total, _ = add_group(total, (jax.tree.map(lambda x, g=group: x[g], rhs), starts[group], ends[group]))
         return total

@@ -27,7 +27,7 @@ _RUN = 8
 def choose_form(q: ScaledCodes, role: Role) -> Callable[..., tuple[jax.Array, jax.Array]] | None:
     """Return the function of a row, q and role that contracts them, or None: one of the functions below.
 
-    Every word and every block must be full, and the codes a matrix of which one dimension is contracted.
+    Every word and every block must be full, and the codes must be a matrix with one contracted dimension.
     """
     packed = q.words
     assert packed is not None

@@ -169,7 +169,7 @@ def pack_words(codes: jax.Array, bits: int) -> jax.Array:
     """Return integers in words.
 
     Args:
-        codes: integers of any dtype [..., length], of which the lowest `bits` bits are kept.
+        codes: integers of any dtype [..., length]; their lowest `bits` bits are kept.
         bits: the number of bits of a code, from 2 to 6.
 
     Returns:

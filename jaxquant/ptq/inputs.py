@@ -48,7 +48,7 @@ def describe_use(site: Site, view: View, shape: Sequence[int]) -> Uses:
         shape: the shape of the parameter.
     """
     if site.operation == "ragged_dot":
-        return Uses(site.name, reason="a ragged product, the rows of which belong to different matrices")
+        return Uses(site.name, reason="a ragged product, in which groups of rows have different matrices")
     batch, summed = _split_dimensions(site)
     layers = tuple(range(len(site.lengths)))
     if any(step[0] == "rev" for step in view.history if isinstance(step, tuple)):

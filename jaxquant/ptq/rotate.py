@@ -255,7 +255,7 @@ def _locate_start(graph: CallGraph, site: Site, operation: EquationNode) -> tupl
     """Return the channels of a contraction's result, and the parameter and its axis that they are."""
     assert site.weight is not None
     if site.operation == "ragged_dot":
-        return "a ragged product, the rows of which belong to different matrices"
+        return "a ragged product, in which groups of rows have different matrices"
     (result,) = operation.outputs
     shape, parameters = graph.program.get_shape(result), site.equation.params
     numbers = parameters["dimension_numbers"]
