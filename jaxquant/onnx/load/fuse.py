@@ -83,6 +83,10 @@ class _Fuser:
         self.constants = dict(graph.constants)
         self.literals = set(graph.literals)
         self.powers = list_small_powers(graph)
+        self.names = {*graph.inputs, *graph.outputs, *graph.constants}
+        for node in graph.nodes:
+            self.names.update(node.outputs, node.list_reads())
+        self.zero_points: dict[tuple[str, np.dtype], str] = {}
 
     def apply_rules(self) -> Graph:
         """Apply all rules, in ONNX Runtime's order."""
@@ -209,10 +213,28 @@ class _Fuser:
         if point:
             return scale, point
         dtype = self.derive_codes_dtype(node)
-        name = f"{scale}/zero point of {dtype}"
-        self.constants[name] = np.zeros(self.constants[scale].shape, dtype)
-        self.literals.add(name)
+        assert dtype is not None
+        name = self.zero_points.get((scale, dtype))
+        if name is None:
+            name = self.hold(f"{scale}/zero point of {dtype}", np.zeros(self.constants[scale].shape, dtype))
+            self.zero_points[scale, dtype] = name
         return scale, name
+
+    def make_name(self, name: str) -> str:
+        """Return a name that no value has: the model may have the first choice, or a rule applies to a value twice."""
+        base, count = name, 1
+        while name in self.names:
+            count += 1
+            name = f"{base} {count}"
+        self.names.add(name)
+        return name
+
+    def hold(self, name: str, array: np.ndarray) -> str:
+        """Add a constant that is no parameter, and return its name, which begins with this one."""
+        name = self.make_name(name)
+        self.constants[name] = array
+        self.literals.add(name)
+        return name
 
     def have_same_affine(self, source: Node, sink: Node) -> bool:
         """Return whether two nodes have the same single scale and zero point."""
@@ -294,7 +316,7 @@ class _Fuser:
                 # A value that something else reads, too, is not quantized for it.
                 if maker is not None and (maker.op == "DequantizeLinear" or not self._has_one_use(x)):
                     break
-                pairs[y] = self._make_pair(sink, x, f"{y}/before")
+                pairs[y] = self._make_pair(sink, x, self.make_name(f"{y}/before"))
                 node = None if maker is None else self._match_mover(x)
         nodes: list[Node] = []
         for node in self.nodes:
@@ -315,12 +337,13 @@ class _Fuser:
                 is_output = y in self.graph.outputs
                 if (is_output and self.readers[y]) or not (is_output or readers):
                     continue
+                moved = self.make_name(f"{y}/moved")
                 if len(readers) == len(self.readers[y]):
-                    pairs[y] = self._make_pair(source, f"{y}/moved", y)
+                    pairs[y] = self._make_pair(source, moved, y)
                 else:
-                    pairs[y] = self._make_pair(source, y, f"{y}/moved")
+                    pairs[y] = self._make_pair(source, y, moved)
                     for reader in readers:
-                        renamed[reader][y] = f"{y}/moved"
+                        renamed[reader][y] = moved
                 pending += self._list_movers(y)
         nodes: list[Node] = []
         for node in self.nodes:
@@ -352,7 +375,7 @@ class _Fuser:
 
     def _make_pair(self, like: Node, x: str, y: str) -> list[Node]:
         """Return QuantizeLinear and DequantizeLinear from x to y with the scale and zero point of a node."""
-        affine, codes = self.read_affine(like), f"{y}/codes"
+        affine, codes = self.read_affine(like), self.make_name(f"{y}/codes")
         attributes = {key: like.attributes[key] for key in ("axis",) if key in like.attributes}
         nodes = (("QuantizeLinear", x, codes), ("DequantizeLinear", codes, y))
         return [
@@ -410,11 +433,10 @@ class _Fuser:
         code = np.float32(info.min) - low / scale
         point = np.copysign(np.floor(np.abs(code) + np.float32(0.5)), code)  # half away from zero
         label = f"{left.outputs[0]} and {right.outputs[0]}"  # a pair may be merged several times
-        names = (f"{label}/shared scale", f"{label}/shared zero point")
-        self.constants[names[0]] = np.asarray(scale, np.float32)
-        self.constants[names[1]] = np.asarray(point, info.dtype)
-        self.literals.update(names)
-        return names
+        return (
+            self.hold(f"{label}/shared scale", np.asarray(scale, np.float32)),
+            self.hold(f"{label}/shared zero point", np.asarray(point, info.dtype)),
+        )
 
     def _move_transposes(self) -> None:
         """Move each Transpose behind quantization and element-wise operators if another one follows; make one of both.
@@ -446,8 +468,8 @@ class _Fuser:
                 nodes.append(node)
                 continue
             inputs = tuple(sources[name][0] if name in operands else name for name in node.inputs)
-            sources[y] = f"{y}/untransposed", perm
-            moved = dataclasses.replace(node, inputs=inputs, outputs=(f"{y}/untransposed",))
+            sources[y] = self.make_name(f"{y}/untransposed"), perm
+            moved = dataclasses.replace(node, inputs=inputs, outputs=(sources[y][0],))
             nodes += [moved, _make_transpose(node, *sources[y], y)]
         self.nodes = nodes
         self._index()
@@ -455,14 +477,15 @@ class _Fuser:
         self._drop_pairs({name for y in sources if (name := _skip_identity(y, sources)) != y})
 
     def _list_following(self) -> dict[str, set[tuple[int, ...] | None]]:
-        """Return the values that lead to a Transpose through element-wise operators, and the permutations.
+        """Return the values that lead to a Transpose through element-wise operators and MaxPool, and the permutations.
 
         None stands for any permutation, where each value on the way has one reader.
         """
         found: dict[str, set[tuple[int, ...] | None]] = collections.defaultdict(set)
         for node in reversed(self.nodes):
             perms = {tuple(node.attributes["perm"]), None} if _has_perm(node) else set()
-            if self._is_elementwise(node):
+            # ONNX Runtime moves no Transpose past a float MaxPool, but it expects that it will.
+            if self._is_elementwise(node) or (node.op == "MaxPool" and not node.domain):
                 perms = found.get(node.outputs[0], set())
             for name in node.inputs:
                 if name and name not in self.constants:
@@ -557,29 +580,31 @@ class _Fuser:
         scale = np.float32(1) if low == high else (high - low) / np.float32(255)
         point = np.rint(np.clip(np.float32(-128) - low / scale, np.float32(-128), np.float32(127)))
         label = f"{layer.outputs[0]}/weight"
-        names = (f"{label} scale", f"{label} zero point")
-        self.constants[names[0]], self.constants[names[1]] = np.asarray(scale), np.asarray(point, np.int8)
-        self.literals.update(names)
-        for op, x, y in (("QuantizeLinear", name, f"{label} codes"), ("DequantizeLinear", f"{label} codes", label)):
-            nodes.append(dataclasses.replace(layer, op=op, inputs=(x, *names), outputs=(y,), attributes={}))
-        return names[0]
+        affine = (
+            self.hold(f"{label} scale", np.asarray(scale)),
+            self.hold(f"{label} zero point", np.asarray(point, np.int8)),
+        )
+        codes, restored = self.make_name(f"{label} codes"), self.make_name(label)
+        for op, x, y in (("QuantizeLinear", name, codes), ("DequantizeLinear", codes, restored)):
+            nodes.append(dataclasses.replace(layer, op=op, inputs=(x, *affine), outputs=(y,), attributes={}))
+        return affine[0]
 
     def _quantize_bias(self, layer: Node, x_scale: str, w_scale: str) -> list[Node]:
         """Return the nodes that round a float bias to steps of the products."""
         label = f"{layer.outputs[0]}/bias"
-        scale = f"{label} scale"
         # As many as the weights have, so that the int32 codes have a scale for each channel or one.
         product = self.constants[x_scale].reshape(()) * self.constants[w_scale]
-        self.constants[scale] = product.reshape(()) if product.size == 1 else product
-        self.literals.add(scale)
+        scale = self.hold(f"{label} scale", product.reshape(()) if product.size == 1 else product)
+        codes, restored = self.make_name(f"{label} codes"), self.make_name(label)
         inputs = (layer.inputs[2], x_scale, w_scale)
-        quantized = dataclasses.replace(
-            layer, op="QuantizeBias", domain="jaxquant", inputs=inputs, outputs=(f"{label} codes",), attributes={}
-        )
-        restored = dataclasses.replace(
-            layer, op="DequantizeLinear", inputs=(f"{label} codes", scale), outputs=(label,), attributes={"axis": 0}
-        )
-        return [quantized, restored]
+        return [
+            dataclasses.replace(
+                layer, op="QuantizeBias", domain="jaxquant", inputs=inputs, outputs=(codes,), attributes={}
+            ),
+            dataclasses.replace(
+                layer, op="DequantizeLinear", inputs=(codes, scale), outputs=(restored,), attributes={"axis": 0}
+            ),
+        ]
 
     def _use_uint8(self) -> None:
         """Give QuantizeLinear to int8 with a single DequantizeLinear behind it uint8, as ONNX Runtime does on x86-64.
@@ -600,10 +625,8 @@ class _Fuser:
             # Another reader of the codes or of the values would see the change, and ONNX Runtime leaves the pair alone.
             if uses == 1 and constant and self.have_same_affine(node, readers[0]):
                 point = node.inputs[2]
-                name = f"{point}/uint8"
-                self.constants[name] = (self.constants[point].astype(np.int16) + 128).astype(np.uint8)
-                self.literals.add(name)
-                points[node] = points[readers[0]] = name
+                shifted = (self.constants[point].astype(np.int16) + 128).astype(np.uint8)
+                points[node] = points[readers[0]] = self.hold(f"{point}/uint8", shifted)
         self.nodes = [
             dataclasses.replace(node, inputs=(*node.inputs[:2], points[node])) if node in points else node
             for node in self.nodes
@@ -668,7 +691,7 @@ class _Fuser:
             (x, power), result = node.inputs, node.outputs[0]
             left = x
             if self.powers[power] == 3:
-                left = f"{result}/square"
+                left = self.make_name(f"{result}/square")
                 nodes.append(dataclasses.replace(node, op="Mul", inputs=(x, x), outputs=(left,)))
             nodes.append(dataclasses.replace(node, op="Mul", inputs=(left, x)))
         self.nodes = nodes
@@ -968,7 +991,7 @@ def _select_bias(fuser: _Fuser, node: Node, operands: list[str]) -> tuple[list[s
         return [codes], []
     if name not in fuser.constants or fuser.constants[name].dtype != np.float32:
         return None
-    codes = f"{node.outputs[0]}/bias in steps"
+    codes = fuser.make_name(f"{node.outputs[0]}/bias in steps")
     quantized = _make_node(node, "QuantizeBias", "jaxquant", [name, operands[1], operands[4]], codes, {})
     return [codes], [quantized]
 
