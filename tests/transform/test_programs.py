@@ -157,7 +157,8 @@ BATCHED = [
 def test_another_batch_size(name, rng):
     _, params, inputs, prepared = _prepare(name, "w8a8_static", rng)
     ranges = find_ranges(prepared, params, *inputs)
-    qparams = prepared.convert(params, ranges)
+    # Traced, because no input takes the second branch of `cond`, and without a range it is refused.
+    qparams = jax.jit(prepared.convert)(params, ranges)
     wide = [jnp.concatenate([x, x, x]) if x.ndim else x for x in inputs]
     assert [row.name for row in prepared.check(params, *wide).rows] == [row.name for row in prepared.coverage.rows]
     got = jax.jit(prepared.apply)(qparams, *wide)
