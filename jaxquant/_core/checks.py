@@ -247,6 +247,12 @@ def check_option(function: str, argument: str, value: object, allowed: tuple[str
         refuse(function, argument, " or ".join(repr(option) for option in allowed), repr(value))
 
 
+def refuse_backward(function: str, training: bool) -> None:
+    """Raise ContractValueError if a call with training=False is differentiated."""
+    expected = "True if the call is differentiated (with False, nothing is stored for the backward pass)"
+    require(training, function, "training", expected, False)
+
+
 def is_traced(value: object) -> bool:
     """Return whether the elements of `value` are unknown because JAX is tracing."""
     return isinstance(value, Tracer)

@@ -16,8 +16,9 @@ from .._arrays.parts import derive_packing
 from .._arrays.quantize import compute_parameters, encode_array, quantize, quantize_kernel
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
-from .._codes.fake_codes import finish_training, replace_value
+from .._codes.fake_codes import finish_training
 from .._core import checks
+from .._kernels.barriers import replace_value
 from .._program import jaxpr
 from .._program.analysis import Address, Site
 from .._program.jaxpr import Equation

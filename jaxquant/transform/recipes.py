@@ -5,8 +5,8 @@ from __future__ import annotations
 from .._arrays.scale_rules import ScaleRule
 from .._arrays.spec import QuantSpec
 from .._training.range_sources import Static
-from ..calibration import minmax
 from ..calibration.calibrator import Factory
+from ..calibration.running import minmax
 from .rules import Activation, Rule, Weight
 
 __all__ = [

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._codes.fake_codes import replace_value
 from ..._core import checks
 from ..._kernels import affine, barriers
+from ..._kernels.barriers import replace_value
 from ..._program import jaxpr, moves
 from ..._program.graph import EquationNode, ProgramGraph
 
