@@ -25,13 +25,17 @@ _TINY = np.finfo(np.float32).tiny
 _EPSILON = np.float32(0.125)
 
 
-def compute_nested_scale(spec: QuantSpec, low: jax.Array, high: jax.Array) -> tuple[QuantizedArray, jax.Array]:
+def compute_nested_scale(
+    spec: QuantSpec, low: jax.Array, high: jax.Array, reached: jax.Array | None = None
+) -> tuple[QuantizedArray, jax.Array]:
     """Return the quantized scale of float32 ranges, and the float32 values by which elements are divided.
 
     Args:
         spec: Static. A spec with a `scale_spec`.
         low: the lower ends of the ranges.
         high: the upper ends.
+        reached: the largest magnitude that the scales must reach, float32 of length 1 in each dimension. Ranges beyond
+            it saturate. None takes the largest magnitude of the ranges.
 
     Returns:
         The scale, in the shape of the ranges, and its values. They are positive, unless a range has a NaN or an
@@ -43,8 +47,10 @@ def compute_nested_scale(spec: QuantSpec, low: jax.Array, high: jax.Array) -> tu
     amax = lax.max(lax.abs(low), lax.abs(high))
     amax = jnp.where(jnp.isnan(low) | jnp.isnan(high), np.float32(np.nan), amax)
     amax = jnp.where(amax < _TINY, np.float32(0), amax)  # XLA:CPU treats subnormal numbers as 0
-    largest = jnp.max(amax, keepdims=True, initial=0)
-    largest = jnp.where(jnp.any(jnp.isnan(amax), keepdims=True), np.float32(np.nan), largest)
+    largest = reached
+    if largest is None:
+        largest = jnp.max(amax, keepdims=True, initial=0)
+        largest = jnp.where(jnp.any(jnp.isnan(amax), keepdims=True), np.float32(np.nan), largest)
     product = np.float32(reach * most)  # exact for float4 times float8
     if spec.scale_rule == "compressed_tensors":
         inverse = _divide(product, jnp.maximum(largest, _TINY))

@@ -14,7 +14,7 @@ from .._core.dtypes import CONTRACTED as INTEGER_DTYPES
 from .._core.granularity import Blocked, PerAxis, PerTensor
 from .._program import jaxpr, views
 from .._program.analysis import PRODUCTS, UNUSED, Address, Analysis, Site, list_contracted
-from ..calibration.calibrator import Factory
+from ..calibration.calibrator import Calibrator, Factory
 from ._regions.finder import find_regions
 from ._regions.folding import Fold, find_feature_axes
 from ._regions.rounding_points import OutputPlan, Regions
@@ -35,6 +35,14 @@ class OperandPlan(NamedTuple):
     place: int | str
     spec: QuantSpec
     calibrator: Factory | None
+
+    def make_calibrator(self) -> Calibrator:
+        """Return the calibrator of the static range. With float8 scales of blocks it finds the range of all blocks."""
+        assert self.calibrator is not None
+        spec = self.spec
+        if spec.scale_spec is not None:
+            spec = QuantSpec(spec.dtype, PerTensor())
+        return self.calibrator(spec)
 
 
 class SitePlan(NamedTuple):

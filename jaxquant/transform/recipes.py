@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .._arrays.scale_rules import ScaleRule
 from .._arrays.spec import QuantSpec
-from .._training.range_sources import Static
+from .._core import checks
+from .._training.range_sources import Dynamic, Static
 from ..calibration.calibrator import Factory
 from ..calibration.running import minmax
 from .rules import Activation, Rule, Weight
@@ -192,18 +193,38 @@ def onnx_runtime(calibrator: Factory = minmax, *, reduce_range: bool = True) -> 
     )
 
 
-def nvfp4(*, scale_rule: ScaleRule = "modelopt") -> tuple[Rule, ...]:
-    """Return rules for NVFP4 weights: float4_e2m1fn in blocks of 16 inputs, with activations in floats.
+def nvfp4(
+    *, scale_rule: ScaleRule = "modelopt", activations: str | None = None, calibrator: Factory | None = None
+) -> tuple[Rule, ...]:
+    """Return rules for NVFP4 weights: float4_e2m1fn in blocks of 16 inputs, and for such activations.
 
-    The scale of a block is float8_e4m3fn, times one float32 for the whole weight. Convolutions and lookups, whose
-    weights have no blocks, have float8_e4m3fn weights.
+    The scale of a block is float8_e4m3fn, times one float32 for the whole array. Convolutions and lookups, whose
+    weights have no blocks, have float8_e4m3fn weights and float activations.
 
     Args:
         scale_rule: in which order the scales are rounded, as in `QuantSpec`: "modelopt" or "compressed_tensors".
+        activations: None for floats, or "float4_e2m1fn" for NVFP4 activations.
+        calibrator: a function from a spec to a calibrator, such as `jaxquant.calibration.minmax`, for a float32 scale
+            of the activations that calibration finds, as in the checkpoints of ModelOpt. None finds it in each call, in
+            all tokens of the call. The scales of the blocks are always found in each call.
+
+    Raises:
+        ValueError: there is a calibrator without activations, or activations has another value.
+
+    Source: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025; ModelOpt's
+    `NVFP4_DEFAULT_CFG`.
     """
     options = {"scale_spec": QuantSpec("float8_e4m3fn"), "scale_rule": scale_rule}
+    activation = None
+    if activations is not None:
+        checks.check_option("recipes.nvfp4", "activations", activations, ("float4_e2m1fn",))
+        source = Dynamic() if calibrator is None else Static(calibrator)
+        activation = Activation("float4_e2m1fn", block=16, range=source, options=options)
+    expected = "None without activations, which alone have a range"
+    checks.require(activation is not None or calibrator is None, "recipes.nvfp4", "calibrator", expected, calibrator)
+    weight = Weight("float4_e2m1fn", block=16, options=options)
     return (
-        Rule(operation="dot_general", weight=Weight("float4_e2m1fn", block=16, options=options)),
+        Rule(operation="dot_general", weight=weight, activation=activation),
         Rule(weight=Weight("float8_e4m3fn")),
     )
 
