@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from ..._core.dtypes import EIGHT_BITS
 from .graph import ROUNDED, WINDOW_SUM, Graph, Node, list_readers, list_small_powers, select_live
 
 _PAIR = "DequantizeLinear"
@@ -758,10 +759,6 @@ def _allows_codes(node: Node, dtype: np.dtype | None) -> bool:
 
 # What operators on codes need of scales so that they compute what DequantizeLinear, operator, QuantizeLinear do. All
 # scales are constant in the graph: one that is an input may be anything, so that patterns with one are not fused.
-
-
-# The dtypes of codes for which ONNX Runtime has integer kernels.
-EIGHT_BITS = (np.dtype(np.uint8), np.dtype(np.int8))
 
 
 class Need(enum.Enum):

@@ -145,9 +145,10 @@ class Call:
         """Return an attribute."""
         return self.node.attributes.get(name, default)
 
-    def has_output(self, index: int) -> bool:
-        """Return whether the graph names an output."""
-        return len(self.node.outputs) > index and bool(self.node.outputs[index])
+    @property
+    def has_second_output(self) -> bool:
+        """Whether the graph names the second output."""
+        return len(self.node.outputs) > 1 and bool(self.node.outputs[1])
 
     def reserve(self, shape: Sequence[Any], dtype: DTypeLike) -> tuple[Any, ...]:
         """Return a shape as ints; raise if an array of this shape takes more than the limits allow."""

@@ -105,7 +105,7 @@ def pool_largest(call: Call, x: jax.Array) -> Any:
     """ONNX MaxPool, with the positions of the maxima if the graph reads them."""
     windows = read_windows(call, x.shape[2:])
     least = np.asarray(np.iinfo(x.dtype).min if x.dtype.kind in "iu" else -np.inf, x.dtype)
-    if not call.has_output(1):
+    if not call.has_second_output:
         return reduce_windows(x, windows, least, lax.max)
     lengths = x.shape[2:]
     places = np.arange(math.prod(lengths), dtype=np.int32)
