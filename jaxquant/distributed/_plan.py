@@ -369,8 +369,8 @@ class MeshPlan(NamedTuple):
     """The bytes of one step on one device.
 
     Attributes:
-        stored: the bytes of "weights", "optimizer state", "saved activations" and "KV cache", of those that the step
-            has.
+        stored: the bytes of "weights", "optimizer state", "saved activations" and "KV cache", as far as the step has
+            them.
         sent: the bytes that the device sends, by kind of collective.
         arrays: the arrays of the weights and of the cache, by their path.
     """

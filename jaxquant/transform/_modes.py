@@ -411,7 +411,7 @@ def make_twin(spec: QuantSpec, x: jax.Array, part: Any, rule: Estimator) -> Twin
         expected = "a spec without an offset and without a scale_spec, because its scale is trained or enlarged"
         checks.require(part is None, _NAME, "spec", expected, spec)
         codes = quantize(lax.stop_gradient(x), spec)
-        # The range is that of x, so that the gradient passes everywhere. x - x is 0.
+        # The range is found from x, so that the gradient passes everywhere. x - x is 0.
         return Twin(codes.dequantize() + (x - lax.stop_gradient(x)), codes)
     scale, zero_point = find_scale(spec, x, part)
     config = RoundingConfig(spec, rule)
