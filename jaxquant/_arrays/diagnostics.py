@@ -88,7 +88,7 @@ def _quantization_error(x: jax.Array, q: QuantizedArray) -> tuple[jax.Array, ...
     checks.check_array(_ERROR, "x", x, dtypes.FLOATS)
     x, q = lax.stop_gradient((x, q))
     q = q.replace(scale=quantized_array.read_entries(q.scale), offset=quantized_array.read_entries(q.offset))
-    checks.check_shape(_ERROR, "x", x, q.shape, "that of q")
+    checks.check_shape(_ERROR, "x", x, q.shape, "the shape of q")
     x, y = x.astype(jnp.float32), quantized_array.dequantize_checked(q).astype(jnp.float32)
     largest = _compute_largest(x - y)
     (x_near, x_power), (y_near, _) = (_scale_near_one(v, _compute_largest(v)) for v in (x, y))
@@ -166,7 +166,7 @@ def _measure_used_codes(q: QuantizedArray) -> jax.Array:
         wide = dtypes.decode_small_float(codes)
         index = dtypes.encode_magnitude(wide, dtype) + jnp.where(jnp.signbit(wide), count // 2, 0)
     else:
-        # A code may have more bits than the table needs, of which the codebook takes the last ones.
+        # A code may have more bits than the table needs: the codebook takes the last ones.
         index = (codes.astype(jnp.int32) - dtypes.read_bounds(dtype)[0]) & np.int32(count - 1)
     # Under explicit sharding a scatter would need an out_sharding, so the codes are gathered first.
     index = sharding.place_whole(index)

@@ -301,7 +301,7 @@ def _quantize_entries(values: jax.Array, spec: QuantSpec, *, is_offset: bool) ->
 
 
 def _raise_to_positive(codes: jax.Array) -> jax.Array:
-    """Return codes that are not negative with those of 0 replaced by the least positive one."""
+    """Return codes that are not negative, with each code of 0 replaced by the least positive code."""
     if codes.dtype in dtypes.FLOAT4:
         bits = jax.lax.bitcast_convert_type(codes, jnp.uint4).astype(jnp.int32)
         return jax.lax.bitcast_convert_type(jnp.maximum(bits, 1).astype(jnp.uint4), codes.dtype)

@@ -56,7 +56,7 @@ def derive_range_shape(function: str, spec: QuantSpec, shape: tuple[int, ...]) -
     """Return the shape of the ranges of an x of this shape: the finer of scale.shape and zero_point.shape."""
     range_shape = choose_finest_shape(*derive_shapes(function, spec, shape))
     if range_shape is None:
-        expected = "granularities of scale and zero point of which one is at least as fine as the other"
+        expected = "granularities of scale and zero point, one of them at least as fine as the other"
         got = f"{spec.granularity} and {spec.zero_point_granularity}"
         checks.refuse(function, "spec", expected, got)
     assert range_shape is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -244,16 +243,13 @@ def check_operands(function: str, lhs: object, rhs: object) -> tuple[Any, Any]:
     return lhs, rhs
 
 
-def check_operand(function: str, argument: str, x: Any, supports: Sequence[str] = quantized_array.FORMS) -> Any:
-    """Check that an operand is a QuantizedArray or a float array, and return it.
-
-    A QuantizedArray with one of the `FORMS` that are not among `supports` is refused.
-    """
+def check_operand(function: str, argument: str, x: Any) -> Any:
+    """Check that an operand is a QuantizedArray or a float array, and return it."""
     # A flax.nnx.Param may hold a QuantizedArray, which JAX could not convert.
     if not isinstance(x, QuantizedArray) and not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):
         x = x.__jax_array__()
     if isinstance(x, QuantizedArray):
-        return quantized_array.check_array(function, argument, x, supports=supports)
+        return quantized_array.check_array(function, argument, x, supports=quantized_array.FORMS)
     (x,) = entry_point.convert_arrays(function, {argument: x})
     checks.check_array(function, argument, x, dtypes.FLOATS)
     return x

@@ -56,7 +56,7 @@ def ragged_dot(
     experts: the rows are tokens, sorted by their experts, and rhs holds the weights of all experts.
 
     Each row has the arithmetic of `dot_general` with rhs[g]: in integers if both operands are quantized, with sums that
-    are exact in int32; weight-only if one of them is a float array. The work is that of the rows: a group without rows
+    are exact in int32; weight-only if one of them is a float array. The work grows with the rows: a group without rows
     costs nothing, and its weights are not read. No copy of all weights in floats is made, except in a gradient with
     respect to their scales.
 
@@ -256,7 +256,7 @@ def _check_placement(function: str, lhs: _Array, rhs: _Array) -> None:
 
 
 def _move_first(rhs: _Array, group: int) -> tuple[_Array, Callable[[tuple[int, ...]], tuple[int, ...]]]:
-    """Return rhs with the group dimension first, and a function from its dimensions to those of a single group."""
+    """Return rhs with the group dimension first, and a function from its dimensions to a single group's."""
 
     def drop(axes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(axis - (axis > group) for axis in axes)
@@ -314,7 +314,7 @@ def _map_prefix(
     if not prefix:
         return _contract_rows(product, lhs, rhs, sizes)
     axis, (contracted, batch) = prefix[0], product.numbers
-    # The dimensions of the prefix come first in the result, in their order, and so do those of the recursion.
+    # The dimensions of the prefix come first in the result, in their order, and so do the recursion's.
     place = batch[0].index(axis) if axis in batch[0] else None
     other = None if place is None else batch[1][place]
 
@@ -362,7 +362,7 @@ def _contract_leaves_jvp(
     product: _RaggedProduct, structure: Any, primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     (leaves,), (directions,) = primals, tangents
-    # Only what has a tangent is differentiated: a gradient with respect to lhs must not compute those of the scales.
+    # Only what has a tangent is differentiated: a gradient with respect to lhs must not compute the scales' gradients.
     numbers = [
         number
         for number, tangent in enumerate(directions)

@@ -25,7 +25,7 @@ class AmaxHistory:
     scale = max(amax) / largest code
 
     A scale that is known before the tensor is computed needs no pass over the tensor, unlike the scale of a QuantSpec,
-    which is that of the current values. The state is a pytree that the caller keeps, one for each tensor: `update`
+    which depends on the current values. The state is a pytree that the caller keeps, one for each tensor: `update`
     returns the next one. Values beyond the range of the last steps saturate, and get no gradient.
 
     Attributes:

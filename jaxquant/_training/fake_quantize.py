@@ -25,7 +25,6 @@ from .estimators import Estimator, StochasticRounding, StraightThrough
 from .rounding_vjp import RoundingConfig, quantize_and_dequantize
 
 _NAME = "fake_quantize"
-_QUANTIZER = "Quantizer"
 
 
 def fake_quantize(

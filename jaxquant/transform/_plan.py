@@ -53,7 +53,7 @@ class SitePlan(NamedTuple):
         weight: the spec of its parameter, or None.
         activations: how its activations are quantized; empty if they stay in floats.
         record: the name of its static range.
-        layers: the addresses of the scans of which each iteration has a static range of its own.
+        layers: the addresses of the scans with a static range for each iteration.
         reason: why it stays in floats, or why its weight is quantized otherwise than its rule says, or "".
         is_wanted: whether a rule asked for codes.
         output: how its result is quantized, if a rule asks for it and nothing that follows it prevents it.
@@ -125,13 +125,13 @@ def make_plan(
 
     Args:
         analysis: what is known about the program.
-        rules: the rules, of which the first one that matches applies.
+        rules: the rules; the first one that matches applies.
         names: the path of each parameter.
         shapes: the shape of each parameter.
         given: the specs of the parameters that have codes already, by their place.
 
     Raises:
-        ContractValueError: two rules give one parameter different Weights, none of which all of its uses can take.
+        ContractValueError: two rules give one parameter different Weights, and no Weight fits all of its uses.
     """
     chosen: dict[str, Rule | None] = {}
     for site in analysis.sites.values():
@@ -160,7 +160,7 @@ def _plan_leaves(
     uses: dict[int, list[Site]] = {}
     contracted: dict[int, set[int]] = {}
     orders: dict[int, list[tuple[int, ...]]] = {}
-    # Of equal Weights, the one of a contraction comes first.
+    # If Weights are equal, a contraction's comes before a lookup's.
     for site in sorted(sites, key=lambda site: site.operation == "take"):
         rule = chosen[site.name]
         assert rule is not None
@@ -264,7 +264,7 @@ def _find_stored_axes(site: Site, view: views.View, rule: Rule) -> tuple[int, ..
 
 
 def _make_weight_spec(weight: Weight, contracted: set[int], shape: Sequence[int]) -> QuantSpec:
-    """Return the spec of a parameter of which some axes are summed over."""
+    """Return the spec of a parameter whose axes in `contracted` are summed over."""
     options = dict(weight.options)
     kept = tuple(axis for axis in range(len(shape)) if axis not in contracted)
     if weight.per == "tensor":
@@ -281,7 +281,7 @@ def _make_weight_spec(weight: Weight, contracted: set[int], shape: Sequence[int]
 def _plan_records(
     sites: Collection[Site], chosen: dict[str, Rule | None], names: Sequence[str]
 ) -> dict[str, tuple[str, tuple[Address, ...]]]:
-    """Return the name of each site's static range, and the scans of which each iteration has one of its own."""
+    """Return the name of each site's static range, and the scans with a range for each iteration."""
     records: dict[str, str] = {}
     sharing: dict[str, list[Site]] = {}
     for site in sites:

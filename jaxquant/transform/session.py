@@ -155,7 +155,7 @@ def check_prepared(function: str, prepared: Any) -> None:
 class InspectMode(TrainMode):
     """The float program, in which a function looks at the operands of contractions and returns their results.
 
-    Parameters are arrays, or `Twin`s, of which the function itself reads the floats.
+    Parameters are arrays, or `Twin`s whose floats the function itself reads.
     """
 
     updates_records = True

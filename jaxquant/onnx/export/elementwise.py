@@ -21,7 +21,6 @@ _WIDER = {
     **dict.fromkeys((np.dtype(d) for d in (np.int8, np.uint8, np.int16, np.uint16, np.bool_)), np.dtype(np.int32)),
     np.dtype(np.uint32): np.dtype(np.int64),
 }
-_NARROW = (np.dtype(np.int8), np.dtype(np.uint8))
 _UNARY = {
     "neg": "Neg", "sign": "Sign", "floor": "Floor", "ceil": "Ceil", "exp": "Exp", "log": "Log", "tanh": "Tanh",
     "sin": "Sin", "cos": "Cos", "tan": "Tan", "asin": "Asin", "acos": "Acos", "atan": "Atan", "sinh": "Sinh",
@@ -110,7 +109,7 @@ def write_binary(graph: ModelGraph, call: WriterCall) -> Value:
     if x.dtype == np.bool_ and call.name in ("max", "min", "mul", "add"):
         # ONNX's arithmetic has no bools.
         return write_operator(graph, "And" if call.name in ("min", "mul") else "Or", call.inputs, np.bool_)
-    clipped = _clip_codes(graph, call) if call.name in ("max", "min") and x.dtype in _NARROW else None
+    clipped = _clip_codes(graph, call) if call.name in ("max", "min") and x.dtype in dtypes.EIGHT_BITS else None
     if clipped is not None:
         return clipped
     if call.name == "pow" and x.dtype != y.dtype:
@@ -178,7 +177,7 @@ def cast_value(graph: ModelGraph, x: Value, dtype: DTypeLike) -> Value:
     if target == container:
         return x._replace(dtype=target)
     graph.note_dtype(x.name, container)
-    if container in _NARROW and target == np.int32:
+    if container in dtypes.EIGHT_BITS and target == np.int32:
         # Noted, so that a cast back finds the codes, and not another chain of casts.
         return Value(x.shape, target, graph.widen(graph.store(x), container, target))
     return Value(x.shape, target, graph.cast(graph.store(x), target))

@@ -17,8 +17,6 @@ from .elementwise import apply_operator, cast_value, make_scalar
 from .graph import ModelGraph, WriterCall, writes_mark
 from .values import Shape, Value
 
-_INT8 = (np.dtype(np.int8), np.dtype(np.uint8))
-
 
 class ScaleLayout(NamedTuple):
     """How a scale is stored for QuantizeLinear and DequantizeLinear.
@@ -140,7 +138,7 @@ def write_quantize(graph: ModelGraph, call: WriterCall) -> Value:
 
 def has_operator(graph: ModelGraph, dtype: np.dtype, layout: ScaleLayout) -> bool:
     """Return whether the opset has QuantizeLinear for codes of a dtype and a layout of the scale."""
-    return graph.opset >= 21 or (values.choose_container(dtype) in _INT8 and not layout.block)
+    return graph.opset >= 21 or (values.choose_container(dtype) in dtypes.EIGHT_BITS and not layout.block)
 
 
 def _write_operator(
@@ -168,7 +166,7 @@ def _saturate(graph: ModelGraph, codes: Value, dtype: np.dtype, bounds: Any) -> 
     low, high = dtypes.read_bounds(dtype) if bounds is None else bounds
     if (low, high) == dtypes.read_bounds(codes.dtype):
         return codes
-    if codes.dtype in _INT8:
+    if codes.dtype in dtypes.EIGHT_BITS:
         ends = [graph.add_constant(np.asarray(end, codes.dtype)) for end in (low, high)]
         return Value(codes.shape, codes.dtype, graph.add("Clip", [graph.store(codes), *ends]))
     inside = apply_operator(graph, "Max", [codes, make_scalar(low, codes.dtype)])

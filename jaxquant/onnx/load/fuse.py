@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from ..._core.dtypes import EIGHT_BITS
 from .graph import ROUNDED, WINDOW_SUM, Graph, Node, list_readers, list_small_powers, select_live
 
 _PAIR = "DequantizeLinear"
@@ -129,14 +130,14 @@ class _Fuser:
 
     def _sum_windows(self) -> None:
         """Make a sum of a mean times its number of elements: `export` writes it so, because ONNX has no such sums."""
-        for place, node in enumerate(self.nodes):
+        for index, node in enumerate(self.nodes):
             mean = self.producers.get(node.inputs[0]) if node.op == "Mul" else None
             if mean is None or mean.op != "AveragePool" or not mean.attributes.get("count_include_pad"):
                 continue
             count, size = self.constants.get(node.inputs[1]), math.prod(mean.attributes["kernel_shape"])
             if count is not None and count.size == 1 and count.item() == size:
                 attributes = {**mean.attributes, WINDOW_SUM: 1}
-                self.nodes[place] = dataclasses.replace(mean, outputs=node.outputs, attributes=attributes)
+                self.nodes[index] = dataclasses.replace(mean, outputs=node.outputs, attributes=attributes)
 
     def allows_deviation(self, node: Node, model: str, runtime: str, can_follow: bool = True) -> bool:
         """Note that a fusion changes the value by more than rounding; return whether it is made.
@@ -760,10 +761,6 @@ def _allows_codes(node: Node, dtype: np.dtype | None) -> bool:
 # scales are constant in the graph: one that is an input may be anything, so that patterns with one are not fused.
 
 
-# The dtypes of codes for which ONNX Runtime has integer kernels.
-EIGHT_BITS = (np.dtype(np.uint8), np.dtype(np.int8))
-
-
 class Need(enum.Enum):
     """What an operator on codes needs of the scales of its operands."""
 
@@ -1030,11 +1027,11 @@ def _keeps_bias(fuser: _Fuser, node: Node, source: Node, operands: list[str]) ->
         return fuser.allows_deviation(node, text, "takes the scales of x and w", can_follow=False)
     meant = (codes - point.reshape(-1)) * scale.reshape(-1).astype(np.float64)
     used = codes * products
-    place = int(np.argmax(np.abs(used - meant)))
-    if used[place] == meant[place]:
+    index = int(np.argmax(np.abs(used - meant)))
+    if used[index] == meant[index]:
         return True
-    model = f"adds bias[{place}] = {meant[place]:.6g}"
-    return fuser.allows_deviation(node, model, f"adds {used[place]:.6g}, in steps of the scales of x and w")
+    model = f"adds bias[{index}] = {meant[index]:.6g}"
+    return fuser.allows_deviation(node, model, f"adds {used[index]:.6g}, in steps of the scales of x and w")
 
 
 def _read_bias(fuser: _Fuser, source: Node) -> np.ndarray:
@@ -1067,9 +1064,9 @@ def fits_int32(fuser: _Fuser, node: Node, bias: np.ndarray, operands: list[str],
         return bool(np.all(signed >= np.finfo(np.float32).tiny))
     if not is_noted:
         return False
-    place = int(np.argmax(steps))
-    model = f"adds bias[{place}] = {bias.reshape(-1)[place]:.6g}"
-    runtime = f"adds it as int32 in steps of {values.reshape(-1)[place]:.6g}, where it or a sum overflows"
+    index = int(np.argmax(steps))
+    model = f"adds bias[{index}] = {bias.reshape(-1)[index]:.6g}"
+    runtime = f"adds it as int32 in steps of {values.reshape(-1)[index]:.6g}, where it or a sum overflows"
     return fuser.allows_deviation(node, model, runtime, can_follow=False)
 
 

@@ -178,7 +178,7 @@ def finish_steps(graph: ProgramGraph, point: RoundingPoint, array: Array) -> Arr
 
 
 def finish_floats(graph: ProgramGraph, point: RoundingPoint, y: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """Return the floats of which the codes of a contraction are the rounding.
+    """Return the floats that are rounded to the codes of a contraction.
 
     Args:
         graph: the program.
