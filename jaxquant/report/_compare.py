@@ -95,8 +95,8 @@ def _sum_squares(x: jax.Array, y: jax.Array, name: str) -> dict[str, jax.Array]:
 def _count_saturated(x: jax.Array, q: QuantizedArray, scale: jax.Array) -> dict[str, jax.Array]:
     """Return the number of elements that lie more than half a step beyond the last code, and the number of all."""
     step = granularity.Aligned(q.block_size).expand(dtypes.scale_as_float32(scale), x)
-    if q.format in dtypes.SMALL_FLOATS:  # their steps differ
-        is_beyond = dtypes.mark_overflow(x.astype(jnp.float32) / step, np.dtype(q.format))
+    if isinstance(q.format, np.dtype) and q.format in dtypes.SMALL_FLOATS:  # their steps differ
+        is_beyond = dtypes.mark_overflow(x.astype(jnp.float32) / step, q.format)
     else:
         distance = jnp.abs(x.astype(jnp.float32) - q.dequantize().astype(jnp.float32))
         # A rounded element is half a step away, and in float32 a little more.
