@@ -91,6 +91,8 @@ def quantize_nvfp4(
 ) -> tuple[np.ndarray, np.ndarray, np.floating, np.ndarray]:
     """Return the codes and the block scales as bytes, the float32 for all blocks, and the divisors of the blocks.
 
+    The float32 multiplies the block scales with ModelOpt's rule, and divides them with compressed-tensors' rule.
+
     x is finite, and its last dimension consists of whole blocks. Each operation is rounded to float32. The float32 for
     all blocks follows from the largest magnitude of x, or from `reached`.
     """
@@ -104,10 +106,9 @@ def quantize_nvfp4(
         scale = np.clip(wide, F32(2.0**-9), F32(448)).astype(e4m3)
         divisor = (scale.astype(F32) * shared).astype(F32)
     else:
-        inverse = F32(F32(2688) / largest)
-        scale = np.clip((inverse * (amax / F32(6)).astype(F32)).astype(F32), 0, F32(448)).astype(e4m3)
+        shared = F32(F32(F32(1) / largest) * F32(2688))  # as torch divides a number by a tensor
+        scale = np.clip((shared * (amax / F32(6)).astype(F32)).astype(F32), 0, F32(448)).astype(e4m3)
         scale[scale.astype(F32) == 0] = 0.125
-        divisor = (scale.astype(F32) / inverse).astype(F32)
-        shared = F32(F32(1) / inverse)
+        divisor = (scale.astype(F32) / shared).astype(F32)
     codes = round_to_codes((x / np.repeat(divisor, size, -1)).astype(F32), "float4_e2m1fn")
     return codes, scale.view(np.uint8), shared, divisor
