@@ -19,7 +19,16 @@ Source = SafetensorsFiles | pathlib.Path
 
 # The name of each format, and the module of this package that has it.
 MODULES: dict[str, str] = {
+    "awq": "awq",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed_tensors",
+    "fp8": "fp8_blocks",
+    "gptq": "gptq",
+    "mlx": "mlx",
+    "modelopt": "modelopt",
+    "mxfp4": "mxfp4",
     "safetensors": "plain",
+    "torchao": "torchao",
 }
 
 
