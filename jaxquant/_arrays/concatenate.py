@@ -16,7 +16,6 @@ from .._core.dtypes import count_packed_bits
 from . import indexing, quantized_array
 from .parts import StoredOrder, match_dimensions
 from .quantized_array import QuantizedArray
-from .spec import read_carrier
 
 # Nothing tells whether two permutations are the same.
 _NAME, _SUPPORTS = "concatenate", tuple(form for form in quantized_array.FORMS if form != "permutation")
@@ -46,6 +45,10 @@ def check_arrays(arrays: Any, axis: int) -> list[QuantizedArray]:
     dimension = checks.check_axis(_NAME, axis, checked[0].ndim)
     for i, q in enumerate(checked[1:], 1):
         _check_match(f"arrays[{i}]", q, checked[0], dimension)
+    points = [(i, q.zero_point.dtype) for i, q in enumerate(checked) if q.zero_point is not None]
+    for i, dtype in points:
+        expected = f"{points[0][1]}, as in arrays[{points[0][0]}]"
+        checks.require_type(dtype == points[0][1], _NAME, f"arrays[{i}].zero_point", expected, dtype)
     return checked
 
 
@@ -61,18 +64,17 @@ def _check_match(argument: str, q: QuantizedArray, first: QuantizedArray, axis: 
     for name, got, expected in properties:
         if got != expected:
             checks.refuse_type(_NAME, f"{argument}.{name}", f"{expected}, as in arrays[0]", got)
-    expected = f"{first.signed_scale}, as in arrays[0]"
-    is_same = q.signed_scale == first.signed_scale
-    checks.require(is_same, _NAME, f"{argument}.signed_scale", expected, q.signed_scale)
+    for name in ("signed_scale", "inverse_scale", "arithmetic"):
+        got, needed = getattr(q, name), getattr(first, name)
+        checks.require(got == needed, _NAME, f"{argument}.{name}", f"{needed}, as in arrays[0]", got)
     for name in ("scale", "offset"):
         part, other = getattr(q, name), getattr(first, name)
         kinds = [None if p is None else type(p) if isinstance(p, QuantizedArray) else jax.Array for p in (part, other)]
         expected = f"{checks.describe_value(other)}, as in arrays[0]"
         checks.require(kinds[0] == kinds[1], _NAME, f"{argument}.{name}", expected, checks.describe_value(part))
         if isinstance(part, QuantizedArray):
-            inner = (part.format, part.scale.dtype, part.signed_scale, part.offset is None)
-            needed = (other.format, other.scale.dtype, other.signed_scale, other.offset is None)
-            checks.require(inner == needed, _NAME, f"{argument}.{name}", expected, checks.describe_value(part))
+            is_same = _describe_nested(part) == _describe_nested(other)
+            checks.require(is_same, _NAME, f"{argument}.{name}", expected, checks.describe_value(part))
         elif name == "offset" and part is not None:
             checks.require_type(part.dtype == other.dtype, _NAME, f"{argument}.{name}", expected, part.dtype)
     lengths = tuple(n for a, n in enumerate(q.shape) if a != axis)
@@ -81,14 +83,18 @@ def _check_match(argument: str, q: QuantizedArray, first: QuantizedArray, axis: 
         checks.refuse(_NAME, argument, expected, f"shape {q.shape}")
 
 
+def _describe_nested(q: QuantizedArray) -> tuple[Any, ...]:
+    """Return what scales or offsets that are quantized themselves must have in common to be joined."""
+    zero_point = q.zero_point.dtype if "real_zero_point" in quantized_array.list_forms(q) else None
+    return q.format, q.scale.dtype, q.signed_scale, q.inverse_scale, q.arithmetic, q.offset is None, zero_point
+
+
 def _add_zero_points(arrays: list[QuantizedArray]) -> list[QuantizedArray]:
     """Return the arrays, all of them with a zero point if any of them has one."""
-    if all(q.zero_point is None for q in arrays):
+    dtype = next((q.zero_point.dtype for q in arrays if q.zero_point is not None), None)
+    if dtype is None:
         return arrays
-    return [
-        q.replace(zero_point=jnp.zeros((1,) * q.ndim, read_carrier(q.format))) if q.zero_point is None else q
-        for q in arrays
-    ]
+    return [q.replace(zero_point=jnp.zeros((1,) * q.ndim, dtype)) if q.zero_point is None else q for q in arrays]
 
 
 @dataclasses.dataclass(frozen=True)

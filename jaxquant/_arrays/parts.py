@@ -85,7 +85,7 @@ class ArrayParts(NamedTuple):
     Attributes:
         codes: the codes as they are stored.
         scale: an array of floats, or a quantized array itself.
-        zero_point: None, or an array in the dtype of the codes.
+        zero_point: None, or an array in the dtype of the codes or of floats.
         offset: None, an array of floats, or a quantized array itself.
         permutation: None, or an int32 array.
     """
@@ -108,6 +108,8 @@ class ArrayStatic(NamedTuple):
     packing: Packing | None = None
     signed_scale: bool = False
     permuted_axis: int | None = None
+    inverse_scale: bool = False
+    arithmetic: np.dtype | None = None  # None is float32
 
 
 class Nested(NamedTuple):
@@ -165,6 +167,9 @@ def _check_static(function: str, argument: str, static: ArrayStatic) -> None:
     if packing is not None:
         _check_packing_types(function, f"{argument}.packing", packing)
     checks.check_flag(function, f"{argument}.signed_scale", static.signed_scale)
+    checks.check_flag(function, f"{argument}.inverse_scale", static.inverse_scale)
+    if static.arithmetic is not None:
+        checks.check_dtype(function, f"{argument}.arithmetic", static.arithmetic, dtypes.FLOATS)
     if static.permuted_axis is not None:
         checks.check_integer(function, f"{argument}.permuted_axis", static.permuted_axis)
 
@@ -224,8 +229,9 @@ def _check_types(function: str, argument: str, types: ArrayParts, shape: tuple[i
         name = f"{argument}.zero_point"
         expected = f"None, because {codebook or codes_dtype} has no zero point"
         checks.require(has_zero_point, function, name, expected, f"an array of {describe_part(zero_point)}")
-        expected = f"dtype {codes_dtype}, that of the codes"
-        checks.require_type(zero_point.dtype == codes_dtype, function, name, expected, zero_point.dtype)
+        expected = f"dtype {codes_dtype}, that of the codes, or {dtypes.list_names(dtypes.FLOATS)}"
+        is_known = zero_point.dtype == codes_dtype or zero_point.dtype in dtypes.FLOATS
+        checks.require_type(is_known, function, name, expected, zero_point.dtype)
         _check_aligned(function, name, zero_point.shape, shape, block_size)
     if offset is not None:
         name = f"{argument}.offset"
@@ -462,6 +468,8 @@ def describe_array(parts: ArrayParts, static: ArrayStatic, children: ArrayParts)
         text += f", permutation={describe_part(permutation)}, permuted_axis={static.permuted_axis}"
     text += ", packed" if static.packing else ""
     text += ", signed_scale=True" if static.signed_scale else ""
+    text += ", inverse_scale=True" if static.inverse_scale else ""
+    text += f", arithmetic={static.arithmetic}" if static.arithmetic else ""
     return f"QuantizedArray({text}, dtype={static.dtype}, nbytes={count_all_bytes(children)})"
 
 
@@ -476,12 +484,12 @@ def count_stored_bytes(part: jax.Array | jax.ShapeDtypeStruct) -> int:
     return -(-math.prod(part.shape) * dtypes.count_packed_bits(dtype) // 8)
 
 
-def read_dtype(function: str, dtype: DTypeLike) -> np.dtype:
-    """Return the dtype that `dtype` names; the functions that take the array check whether it is allowed."""
+def read_dtype(function: str, argument: str, dtype: DTypeLike) -> np.dtype:
+    """Return the dtype that an argument names; the functions that take the array check whether it is allowed."""
     try:
         return np.dtype(dtype)
     except (TypeError, ValueError):
-        return checks.check_dtype(function, "dtype", dtype, dtypes.FLOATS)  # raises, and lists the allowed dtypes
+        return checks.check_dtype(function, argument, dtype, dtypes.FLOATS)  # raises, and lists the allowed dtypes
 
 
 def count_all_bytes(parts: ArrayParts) -> int:
@@ -493,8 +501,8 @@ def count_all_bytes(parts: ArrayParts) -> int:
 def dequantize_parts(parts: ArrayParts, *, static: ArrayStatic, use: Use = "any") -> jax.Array:
     """Return (codes - zero_point) * scale + offset in `static.dtype`, of the logical shape, for checked parts.
 
-    The product is rounded to float32, the sum is rounded to float32, and the result to the dtype. `use` is as in
-    `affine.dequantize_affine`.
+    Each operation is rounded to float32, or to the dtype of `static.arithmetic`, and the result to the dtype. `use` is
+    as in `affine.dequantize_affine`.
 
     Args:
         parts: the children, with arrays of floats in place of a scale and an offset that are quantized themselves.
@@ -506,16 +514,31 @@ def dequantize_parts(parts: ArrayParts, *, static: ArrayStatic, use: Use = "any"
     codes = restore_codes(stored, static.stored_order, static.packing)
     # The product that an offset is added to must be rounded before, whatever reads the sum.
     use_of_product, product_dtype = (use, dtype) if offset is None else ("any", dtypes.FLOAT32)
-    if static.codebook is None:
+    arithmetic = static.arithmetic or dtypes.FLOAT32
+
+    def expand(part: jax.Array) -> jax.Array:
+        return aligned.expand(affine.round_to_dtype(dtypes.scale_as_float32(part), arithmetic), codes)
+
+    def finish(result: jax.Array, use: Use) -> jax.Array:
+        return affine.round_to_dtype(result if use == "operand" else barriers.round_result(result), arithmetic)
+
+    is_real = zero_point is not None and zero_point.dtype in dtypes.FLOATS
+    if static.codebook is None and not (is_real or static.inverse_scale or static.arithmetic):
         values = dequantize_affine(codes, scale, zero_point, aligned, product_dtype, use_of_product)
     else:
-        wide = dtypes.scale_as_float32(scale)
-        product = static.codebook.decode(codes) * aligned.expand(wide, codes)
-        product = product if use_of_product == "operand" else barriers.round_result(product)
+        if static.codebook is not None:
+            steps = static.codebook.decode(codes)
+        else:
+            steps = affine.decode_steps(codes, None if is_real else zero_point, aligned)
+        steps = affine.round_to_dtype(steps, arithmetic)
+        if zero_point is not None and is_real:
+            steps = finish(steps - expand(zero_point), "any")
+        wide = expand(scale)
+        product = affine.divide_steps(steps, wide) if static.inverse_scale else steps * wide
+        product = finish(product, use_of_product)
         values = affine.round_to_dtype(product, product_dtype).astype(product_dtype)
     if offset is not None:
-        total = values + aligned.expand(dtypes.scale_as_float32(offset), codes)
-        total = total if use == "operand" else barriers.round_result(total)
+        total = finish(values + expand(offset), use)
         values = affine.round_to_dtype(total, dtype).astype(dtype)
     if permutation is None:
         return values
@@ -568,7 +591,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 def encode_static(static: ArrayStatic) -> str:
     """Return the static attributes as JSON."""
-    dtype, block_size, codebook, order, packing, signed_scale, permuted_axis = static
+    dtype, block_size, codebook, order, packing, signed_scale, permuted_axis, inverse_scale, arithmetic = static
     fields = {
         "dtype": None if dtype is None else np.dtype(dtype).name,
         "block_size": block_size,
@@ -580,6 +603,8 @@ def encode_static(static: ArrayStatic) -> str:
         "packing": None if packing is None else {"format": packing.format.name, "length": packing.length},
         "signed_scale": signed_scale or None,
         "permuted_axis": permuted_axis,
+        "inverse_scale": inverse_scale or None,
+        "arithmetic": None if arithmetic is None else np.dtype(arithmetic).name,
     }
     return json.dumps(fields | {name: value for name, value in later.items() if value is not None})
 
@@ -630,9 +655,13 @@ def decode_static(function: str, argument: str, fields: Any) -> ArrayStatic:
         got = _shorten_json(block_size)
         expected = "null, a positive integer, or a list of them"
         checks.refuse(function, f"{argument}['block_size']", expected, got)
-    signed_scale, axis = fields.get("signed_scale", False), fields.get("permuted_axis")
-    if type(signed_scale) is not bool:
-        checks.refuse(function, f"{argument}['signed_scale']", "true or false", _shorten_json(signed_scale))
+    axis, flags = fields.get("permuted_axis"), {n: fields.get(n, False) for n in ("signed_scale", "inverse_scale")}
+    for name, flag in flags.items():
+        if type(flag) is not bool:
+            checks.refuse(function, f"{argument}['{name}']", "true or false", _shorten_json(flag))
+    arithmetic = fields.get("arithmetic")
+    if arithmetic is not None:
+        arithmetic = decode_dtype(function, f"{argument}['arithmetic']", arithmetic, dtypes.FLOATS)
     if axis is not None and not (type(axis) is int and axis < 0):
         checks.refuse(function, f"{argument}['permuted_axis']", "null or a negative integer", _shorten_json(axis))
     return ArrayStatic(
@@ -641,8 +670,10 @@ def decode_static(function: str, argument: str, fields: Any) -> ArrayStatic:
         _decode_codebook(function, f"{argument}['codebook']", get_field(function, argument, fields, "codebook")),
         _decode_stored_order(function, f"{argument}['stored_order']", fields.get("stored_order")),
         _decode_packing(function, f"{argument}['packing']", fields.get("packing")),
-        signed_scale,
+        flags["signed_scale"],
         axis,
+        flags["inverse_scale"],
+        None if arithmetic == dtypes.FLOAT32 else arithmetic,
     )
 
 

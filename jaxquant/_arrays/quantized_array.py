@@ -169,7 +169,8 @@ def register_matmul(matmul: Callable[..., Any]) -> Callable[..., Any]:
 class QuantizedArray(RefusedOperators):
     """An array of codes with the scale and the zero point or offset that turn them into real numbers.
 
-    x = (codes - zero_point) * scale + offset, which `dequantize` computes.
+    x = (codes - zero_point) * scale + offset, which `dequantize` computes. With `inverse_scale`, a division takes the
+    place of the product.
 
     It is immutable and a pytree of up to five arrays, so it can be an argument, a result or a part of a larger tree
     wherever JAX takes arrays. It is not a `jax.Array`: an operation that needs floats must be given `q.dequantize()`,
@@ -188,14 +189,15 @@ class QuantizedArray(RefusedOperators):
     Every method and function that takes a QuantizedArray checks it. Unless `signed_scale` is set, the elements of a
     scale must be positive; they are checked if they are known, that is, not traced and not on an accelerator. NaN and
     infinity are accepted, because `quantize` returns such scales for data that contain them; they then show in every
-    result. A function that cannot compute with an offset, a nested scale, signed scales, a permutation or packed codes
-    refuses the array by name.
+    result. A function that cannot compute with an offset, a nested scale, signed scales, a permutation, packed codes, a
+    zero point that is a real number, an inverse scale or the arithmetic of 16 bits refuses the array by name.
 
     Attributes:
         codes: the quantized values, int2 to uint16, float8 or float4_e2m1fn. With a codebook: indices into it.
         scale: the real value of one step, float32, float16, bfloat16 or float8_e8m0fnu. Or a QuantizedArray without a
             nested scale of its own, which stands for the floats that it has in float32: a nested scale.
-        zero_point: the code of 0.0, in steps and in the dtype of `codes`, or None for 0.
+        zero_point: the code of 0.0, in steps and in the dtype of `codes`, or None for 0. Or a real number, float32,
+            float16 or bfloat16: then codes - zero_point is rounded as the product is.
         offset: the real value of the code 0, float32, float16 or bfloat16, or a QuantizedArray; None for 0. An array
             has a zero point or an offset, not both. Codes of float8 and float4 have neither.
         permutation: int32 of length `codes.shape[permuted_axis]`, or None. `codes`, `scale`, `zero_point` and
@@ -217,6 +219,10 @@ class QuantizedArray(RefusedOperators):
             the words.
         signed_scale: Static. Whether elements of the scale may be zero or negative.
         permuted_axis: Static. The axis that `permutation` permutes, a negative int, or None.
+        inverse_scale: Static. Whether `scale` is the number of steps in 1.0, so that codes are divided by it.
+        arithmetic: Static. The dtype that `dequantize` computes in: float32, by default; or float16 or bfloat16, as the
+            producers of some files do. Scale, zero point and offset are then rounded to it first, and each difference,
+            product, quotient and sum is.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -264,17 +270,23 @@ class QuantizedArray(RefusedOperators):
         packing: parts.Packing | None = None,
         signed_scale: bool = False,
         permuted_axis: int | None = None,
+        inverse_scale: bool = False,
+        arithmetic: DTypeLike | None = None,
     ) -> None:
         output_dtype: Any = getattr(scale, "dtype", None)
         if dtype is not None:
-            output_dtype = parts.read_dtype(_NAME, dtype)
+            output_dtype = parts.read_dtype(_NAME, "dtype", dtype)
         elif output_dtype in (dtypes.E8M0, np.dtype(np.float64)):  # JAX converts numpy's float64 to float32
             output_dtype = dtypes.FLOAT32
         order = parts.read_stored_order(_NAME, stored_order)
         sizes: Any = block_size
         if isinstance(sizes, list | tuple):
             sizes = granularity.shorten_block_size(tuple(sizes))
-        static = parts.ArrayStatic(output_dtype, sizes, codebook, order, packing, signed_scale, permuted_axis)
+        step: Any = None if arithmetic is None else parts.read_dtype(_NAME, "arithmetic", arithmetic)
+        step = None if step == dtypes.FLOAT32 else step
+        static = parts.ArrayStatic(
+            output_dtype, sizes, codebook, order, packing, signed_scale, permuted_axis, inverse_scale, step
+        )
         stored = parts.store_codes(codes, order, packing)
         self._fill(parts.ArrayParts(stored, scale, zero_point, offset, permutation), static)
 
@@ -432,6 +444,16 @@ class QuantizedArray(RefusedOperators):
         return self._static.permuted_axis
 
     @property
+    def inverse_scale(self) -> bool:
+        """Whether codes are divided by the scale, and not multiplied with it."""
+        return self._static.inverse_scale
+
+    @property
+    def arithmetic(self) -> Any:
+        """The dtype to which each operation of `dequantize` is rounded."""
+        return self._static.arithmetic or dtypes.FLOAT32
+
+    @property
     def codes(self) -> Any:
         """The quantized values, or the indices into the codebook, unpacked and in the logical order."""
         order, packing = self._order, self._static.packing
@@ -510,7 +532,9 @@ class QuantizedArray(RefusedOperators):
         float32 and rounded once to `dtype`. With a codebook, y = codebook[codes] * scale.
 
         With an offset, the product is rounded to float32, the sum of both is rounded to float32, and the result to
-        `dtype`. A scale or an offset that is quantized itself is dequantized to float32 first.
+        `dtype`. A scale or an offset that is quantized itself is dequantized to float32 first. A zero point that is a
+        real number is subtracted in float32, with a rounding of the difference, too. Where `arithmetic` is another
+        dtype, it takes the place of float32 in all of this.
 
         Raises:
             TypeError: a part is not an array or has an unsupported dtype.
@@ -722,6 +746,9 @@ _FORMS = {
     "block_sizes": ("block_size", "an int or None", "no block sizes that differ by axis"),
     "permutation": ("permutation", "None", "no permutation"),
     "packing": ("packing", "None", "no packed codes"),
+    "real_zero_point": ("zero_point", "None or integers", "no zero point that is a real number"),
+    "inverse_scale": ("inverse_scale", "False", "no scale that codes are divided by"),
+    "arithmetic": ("arithmetic", "float32", "no values that are computed in 16 bits"),
 }
 FORMS = tuple(_FORMS)
 
@@ -741,6 +768,12 @@ def list_forms(q: QuantizedArray) -> list[str]:
         forms.append("permutation")
     if static.packing is not None:
         forms.append("packing")
+    if q.zero_point is not None and q.zero_point.dtype in dtypes.FLOATS:
+        forms.append("real_zero_point")
+    if static.inverse_scale:
+        forms.append("inverse_scale")
+    if static.arithmetic is not None:
+        forms.append("arithmetic")
     return forms
 
 
@@ -841,7 +874,7 @@ def _check_children(function: str, argument: str, q: QuantizedArray, *, is_await
 
 def _check_nested(function: str, argument: str, q: QuantizedArray, *, is_awaited: bool) -> QuantizedArray:
     """Check a scale or an offset that is quantized itself; return it with JAX arrays."""
-    supports = ("offset", "signed_scale", "block_sizes", "packing")
+    supports = [form for form in FORMS if form not in ("nested", "permutation")]
     return check_array(function, argument, q, supports=supports, is_awaited=is_awaited)
 
 

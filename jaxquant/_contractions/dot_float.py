@@ -131,9 +131,10 @@ def _contract_by_kernel(
     for q, role in ((lhs, product.left), (rhs, product.right)):
         scale = q.scale
         if isinstance(scale, QuantizedArray):
-            if scale.scale.size != 1:
+            if scale.scale.size != 1 or scale.arithmetic != dtypes.FLOAT32:
                 return contract_decoded()
-            factors.append(scale.scale.reshape(()))
+            factor = scale.scale.reshape(())
+            factors.append(1 / factor if scale.inverse_scale else factor)
             scale = scale.codes
         wide = granularity.expand_along(scale, q.shape, q.block_size, (*role.batch, *role.free))
         if not small_float_products.has_kernel(q.codes, wide, role):

@@ -29,6 +29,8 @@ from .dot import Operand, check_integer_pair, check_numbers, check_operands, che
 from .dot_integer import DOT_FORMS, Axes
 
 _NAME, _GENERAL = "ragged_dot", "ragged_dot_general"
+# A permutation is none of them: each group would have one of its own. Integers are checked again, and have fewer forms.
+_FORMS = (*DOT_FORMS, "real_zero_point", "inverse_scale", "arithmetic")
 _Array = QuantizedArray | jax.Array
 # The largest tile. Larger ones would gain nothing: the weights of one group are dequantized or converted once for it.
 _LARGEST_TILE = 256
@@ -230,7 +232,7 @@ def contract_ragged(
     check_integer_pair(function, lhs, rhs)
     for argument, q in (("lhs", lhs), ("rhs", rhs)):
         if isinstance(q, QuantizedArray):
-            quantized_array.check_form(function, argument, q, DOT_FORMS)
+            quantized_array.check_form(function, argument, q, _FORMS)
     caller_axes = tuple(zip(left.contracted, right.contracted, strict=True))
     rhs, right_axes = _move_first(rhs, group)
     # The batch dimensions, then the free ones of lhs.

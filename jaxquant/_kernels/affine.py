@@ -390,19 +390,44 @@ def dequantize_affine(
     contraction of two terms or more, which multiplies them: then no addition follows that XLA could merge with the
     product. It could with a contraction of one term, if the other operand is a constant 1.
     """
-    if x.dtype in dtypes.SMALL_FLOATS:
-        steps = dtypes.decode_small_float(x)
-    else:
-        codes = x.astype(jnp.int32)  # the difference of two codes may need one bit more than a code
-        if zero_point is not None:
-            codes = codes - granularity.expand(zero_point.astype(jnp.int32), x)
-        # Of few elements, the difference and the product are one fusion each.
-        codes = codes if use == "operand" else barriers.split_small_fusion(codes)
-        steps = codes.astype(jnp.float32)
+    steps = decode_steps(x, zero_point, granularity, use)
     values = dtypes.scale_as_float32(scale)
     product = steps * granularity.expand(values, x)
     product = product if use == "operand" else barriers.round_result(product)
     return round_to_dtype(product, dtype).astype(dtype)
+
+
+def decode_steps(x: jax.Array, zero_point: jax.Array | None, granularity: Granularity, use: Use = "any") -> jax.Array:
+    """Return codes less their zero point, float32, exactly: integers of up to 16 bits, or small floats.
+
+    Args:
+        x: the codes.
+        zero_point: in the dtype of the codes, or None for 0.
+        granularity: which elements of x share a zero point.
+        use: as in `dequantize_affine`.
+    """
+    if x.dtype in dtypes.SMALL_FLOATS:
+        return dtypes.decode_small_float(x)
+    codes = x.astype(jnp.int32)  # the difference of two codes may need one bit more than a code
+    if zero_point is not None:
+        codes = codes - granularity.expand(zero_point.astype(jnp.int32), x)
+    # Of few elements, the difference and the product are one fusion each.
+    codes = codes if use == "operand" else barriers.split_small_fusion(codes)
+    return codes.astype(jnp.float32)
+
+
+@jax.custom_jvp
+def divide_steps(steps: jax.Array, divisor: jax.Array) -> jax.Array:
+    """Return what `divide` returns, with a derivative on every backend: its corrections have none."""
+    return divide(steps, divisor)
+
+
+@divide_steps.defjvp
+def _divide_steps_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    quotient = divide_steps(*primals)
+    return quotient, (tangents[0] - quotient * tangents[1]) / primals[1]
 
 
 def sum_to_scale(granularity: Granularity, values: jax.Array, scale: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._arrays.quantize import encode_array
-from .._arrays.quantized_array import QuantizedArray, read_entries
+from .._arrays.quantized_array import QuantizedArray, list_forms, read_entries
 from .._arrays.scale_from_range import derive_shapes, read_least_scale
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity
@@ -454,6 +454,8 @@ def _explain_fixed_codes(q: QuantizedArray, spec: QuantSpec) -> str:
     has_zero_point = q.offset is None and (not spec.symmetric or bool(spec.fixed_zero_point))
     fits = q.format == spec.dtype and (q.offset is not None or not spec.offset)
     fits = fits and (q.zero_point is not None) == has_zero_point
+    # The values would be computed by another formula.
+    fits = fits and not {"real_zero_point", "inverse_scale", "arithmetic"} & set(list_forms(q))
     fits = fits and (q.zero_point is None or all(n in (1, m) for n, m in zip(q.zero_point.shape, shape, strict=True)))
     return "" if fits else "codes of another spec than in the rules"
 

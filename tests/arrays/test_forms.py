@@ -1,4 +1,4 @@
-"""Arrays with an offset, a nested scale, signed scales, a permutation, or block sizes that differ by axis."""
+"""Arrays with each of the forms, such as an offset, a nested scale, signed scales, a permutation or bfloat16 steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax import export
 import jaxquant as jq
 from jaxquant import QuantizedArray, checkpoint
 
-from ..cases.array_forms import NAMES, SHAPE, check_values, make_array
+from ..cases.array_forms import NAMES, SHAPE, WEIGHT_ONLY, check_values, make_array
 
 F32 = np.float32
 
@@ -94,7 +94,7 @@ def test_products_of_codes(name: str, rng: np.random.Generator) -> None:
     q, values = make_array(name, rng)
     x = jq.quantize(rng.normal(size=(3, 22)).astype(F32), jq.QuantSpec("int8"))
     calls = (lambda: jq.matmul(x, q.T), lambda: jq.einsum("ij,kj", x, q))
-    if name in ("permutation", "codebook", "all"):
+    if name in WEIGHT_ONLY:
         for call in calls:
             with pytest.raises((TypeError, ValueError), match=r"jaxquant\.(matmul|einsum): (rhs|operands\[1\])"):
                 call()
@@ -121,7 +121,7 @@ def test_operations_on_codes_refuse(name: str, rng: np.random.Generator) -> None
         "max_pool": lambda q: jq.codes.max_pool(q, window_shape=(1,)),
         "onnx_view": jq.onnx_view,
     }
-    supported = {"relu": ("nested scale", "signed", "permutation"), "max_pool": ("signed",)}
+    supported = {"relu": ("nested scale", "inverse nested scale", "signed", "permutation"), "max_pool": ("signed",)}
     for function, call in calls.items():
         if name in supported.get(function, ()):
             continue

@@ -1,7 +1,7 @@
-"""Arrays with an offset, a nested scale, signed scales, a permutation, or block sizes that differ by axis.
+"""Arrays with each of the forms, such as an offset, a nested scale, signed scales or a permutation.
 
 Each comes with its values by the formula in numpy, (codes - zero_point) * scale + offset, with each operation rounded
-to float32.
+to float32, or to another dtype where the array says so.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from jaxquant import QuantizedArray
 
 F32 = np.float32
 SHAPE = (6, 22)
-NAMES = ("offset", "nested scale", "nested offset", "signed", "permutation", "block sizes", "codebook", "all")
+NAMES = (
+    "offset", "nested scale", "nested offset", "signed", "permutation", "block sizes", "real zero point",
+    "inverse scale", "bfloat16", "float16", "inverse nested scale", "codebook", "all",
+)  # fmt: skip
+# Those that contractions of integers refuse.
+WEIGHT_ONLY = ("permutation", "codebook", "all", "real zero point", "inverse scale", "bfloat16", "float16")
 
 
 def repeat(part: Any, shape: tuple[int, ...], sizes: tuple[int, ...]) -> np.ndarray:
@@ -66,9 +71,30 @@ def make_array(name: str, rng: np.random.Generator) -> tuple[QuantizedArray, np.
         step = make_floats(rng, (6, 1), signed=True).astype(np.float16)
         parts["offset"] = QuantizedArray(inner, step, signed_scale=True)
         offset = inner * step.astype(F32)
+    if name == "inverse nested scale":
+        inner, step = rng.integers(1, 64, blocks).astype(np.uint8), make_floats(rng, (1, 1))
+        scale, wide = QuantizedArray(inner, step, inverse_scale=True), inner / step
+    step_dtype = {"bfloat16": np.dtype(jnp.bfloat16), "float16": np.dtype(np.float16)}.get(name, np.dtype(F32))
+    options["arithmetic"], options["inverse_scale"] = step_dtype, name == "inverse scale"
+
+    def finish(x: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            return x.astype(step_dtype).astype(F32)
+
+    if name in ("real zero point", "bfloat16", "float16"):
+        zero_point = rng.uniform(-2, 17, (6, 1)).astype(np.float16 if name == "real zero point" else F32)
+        if name == "bfloat16":
+            offset, parts["offset"] = finish(zero_point), zero_point
+        else:
+            parts["zero_point"] = zero_point
+            steps = finish(steps - finish(repeat(zero_point, SHAPE, (1, 22))))
+    if name == "float16":
+        scale = wide = (2.0 ** rng.integers(-8, 8, blocks) * rng.uniform(0.5, 1, blocks)).astype(F32)
     narrow = jnp.asarray(codes).astype(jnp.uint4 if name == "codebook" else jnp.uint8)
-    values = steps * repeat(wide, SHAPE, sizes)
-    values = (values + repeat(offset, SHAPE, sizes if offset.size > 1 else SHAPE)).astype(F32)
+    wide = finish(repeat(wide, SHAPE, sizes))
+    values = finish(steps / wide if options["inverse_scale"] else steps * wide)
+    spread = (sizes if offset.shape[1] > 1 else (1, 22)) if offset.size > 1 else SHAPE
+    values = finish(values + repeat(offset, SHAPE, spread))
     if name in ("permutation", "all"):
         parts["permutation"] = rng.permutation(SHAPE[1]).astype(np.int32)
         options["permuted_axis"] = -1

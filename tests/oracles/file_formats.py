@@ -62,7 +62,7 @@ class Format:
         draw: from a generator, arrays as a file holds them.
         decode: from these arrays, their parts.
         dtypes: the dtypes that the producer's own code computes in.
-        each_step: whether that code rounds after every operation to the dtype, and not once at the end.
+        each_step: whether that code computes all in the dtype: it rounds the scales and after every operation.
         bits: of a weight in the file, where it is the same for all shapes; 0 otherwise.
     """
 
@@ -86,8 +86,8 @@ def expand(part: np.ndarray, sizes: tuple[int, ...], shape: tuple[int, ...]) -> 
 def compute_values(parts: Parts, dtype: np.dtype = F32, *, each_step: bool = False) -> np.ndarray:
     """Return the floats. The product and the sum are rounded to float32, and the result to `dtype`.
 
-    With `each_step`, each operation is rounded to `dtype`. float32 has more than twice the bits of the 16-bit floats
-    and two more, so that rounding twice is the same as rounding once.
+    With `each_step`, the scale, the zero point and the offset are rounded to `dtype`, and each operation. float32 has
+    more than twice the bits of the 16-bit floats and two more, so that rounding twice is the same as rounding once.
     """
 
     def finish(x: np.ndarray) -> np.ndarray:
@@ -95,9 +95,9 @@ def compute_values(parts: Parts, dtype: np.dtype = F32, *, each_step: bool = Fal
 
     def widen(part: np.ndarray | Parts) -> np.ndarray:
         part = compute_values(part) if isinstance(part, Parts) else part
-        return expand(part.astype(F32), parts.sizes, parts.codes.shape)
+        return expand(finish(part.astype(F32)), parts.sizes, parts.codes.shape)
 
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         steps = np.asarray(parts.levels, F32)[parts.codes] if parts.levels is not None else parts.codes.astype(F32)
         steps = steps if parts.zero_point is None else finish(steps - widen(parts.zero_point))
         scale = widen(parts.scale)
@@ -408,12 +408,16 @@ def draw_gptq(
     }
 
 
-def decode_gptq(file: File, bits: int, version: int = 1) -> Parts:
-    """With `desc_act` the inputs of a group are anywhere; they are put next to each other, in their order."""
+def decode_gptq(file: File, bits: int, version: int = 1, *, wraps: bool = True) -> Parts:
+    """With `desc_act` the inputs of a group are anywhere; they are put next to each other, in their order.
+
+    Of version 1, some kernels wrap z = 2**bits to 0, and some do not. Then the zero points are floats here.
+    """
     g_idx, scales = file["g_idx"], file["scales"]
     codes = unpack(np.ascontiguousarray(file["qweight"].T).view(np.uint32), bits, len(g_idx)).T
     zeros = unpack(file["qzeros"].view(np.uint32), bits, scales.shape[1])
-    zeros = ((zeros.astype(np.int32) + (version == 1)) % 2**bits).astype(np.uint8)
+    zeros = zeros.astype(np.int32) + (version == 1)
+    zeros = (zeros % 2**bits).astype(np.uint8) if wraps else zeros.astype(F16)
     group = int(np.bincount(g_idx).max())
     order = np.argsort(g_idx, kind="stable").astype(np.int32)
     is_moved = bool((np.diff(g_idx) < 0).any())
@@ -745,6 +749,7 @@ def list_formats() -> dict[str, Format]:
         "GPTQ desc_act with a rest": Format(
             part(draw_gptq, bits=8, in_features=80, act_order=True), part(decode_gptq, bits=8), half
         ),
+        "GPTQ zero points of 16": Format(part(draw_gptq, bits=4), part(decode_gptq, bits=4, wraps=False), half),
         "AWQ": Format(draw_awq, decode_awq, half),
     }
     for bits in (2, 3, 4, 5, 6, 7, 8):
@@ -778,7 +783,7 @@ def list_formats() -> dict[str, Format]:
             )
     for mode in ("mxfp4", "mxfp8", "nvfp4"):
         draw, decode = part(draw_mlx_floats, mode=mode), part(decode_mlx_floats, mode=mode)
-        formats[f"MLX {mode}"] = Format(draw, decode, (F32, BF16))
+        formats[f"MLX {mode}"] = Format(draw, decode, all_dtypes, each_step=True)
     for dtype in (BF16, F32):
         formats[f"torchao Int4Tensor, {dtype.name}"] = Format(
             part(draw_tinygemm, dtype=dtype), decode_tinygemm, (F32, dtype), each_step=True
