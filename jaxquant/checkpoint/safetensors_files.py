@@ -6,13 +6,14 @@ JSON header with the dtype, the shape and the place of each tensor, and the byte
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import ml_dtypes
@@ -205,7 +206,18 @@ class SafetensorsReader:
 
     def __init__(self, kind: SafetensorsFormat, files: SafetensorsFiles) -> None:
         self._kind, self.files = kind, files
-        self.info = self._describe()
+        with self._name_file():
+            self.info = self._describe()
+
+    @contextlib.contextmanager
+    def _name_file(self) -> Iterator[None]:
+        """Put the path in front of the errors that are raised inside the `with` block."""
+        try:
+            yield
+        except (CheckpointError, checks.ContractTypeError, checks.ContractValueError) as error:
+            if str(error).startswith(str(self.files.path)):
+                raise
+            raise CheckpointError(f"{self.files.path}: {error}") from error
 
     def _describe(self) -> Info:
         files = self.files
@@ -240,7 +252,8 @@ class SafetensorsReader:
         arrays = {role: self.files.read(stored) for role, stored in entry.stored.items()}
         if set(arrays) == {""}:
             return arrays[""]
-        return self._kind.read(entry, arrays, self.info)
+        with self._name_file():
+            return self._kind.read(entry, arrays, self.info)
 
     def close(self) -> None:
         """Close the files."""

@@ -100,8 +100,8 @@ def _gptq(
     if version == 2:
         settings["checkpoint_format"] = "gptq_v2"
     draw = functools.partial(
-        oracle.draw_gptq, bits=bits, version=version, in_features=in_features, group=in_features if group < 0 else group,
-        act_order=act_order,
+        oracle.draw_gptq, bits=bits, version=version, in_features=in_features, act_order=act_order,
+        group=in_features if group < 0 else group,
     )  # fmt: skip
     decode = functools.partial(oracle.decode_gptq, bits=bits, version=version)
     return Family("gptq", draw, decode, quantization(**settings), dtype=F16)
@@ -116,9 +116,7 @@ def scheme(**weights: Any) -> dict[str, Any]:
 
 
 def _packed(bits: int, dtype: np.dtype, *, symmetric: bool, in_features: int) -> Family:
-    draw = functools.partial(
-        oracle.draw_packed, bits=bits, dtype=dtype, symmetric=symmetric, in_features=in_features
-    )
+    draw = functools.partial(oracle.draw_packed, bits=bits, dtype=dtype, symmetric=symmetric, in_features=in_features)
     decode = functools.partial(oracle.decode_packed, bits=bits)
     configs = scheme(num_bits=bits, type="int", symmetric=symmetric, strategy="group", group_size=32)
     return Family("compressed-tensors", draw, decode, configs, dtype=dtype)
@@ -185,7 +183,8 @@ def _mlx(bits: int, dtype: np.dtype, group: int) -> Family:
 
 
 def _mlx_floats(mode: str) -> Family:
-    draw, decode = (functools.partial(f, mode=mode) for f in (oracle.draw_mlx_floats, oracle.decode_mlx_floats))
+    draw = functools.partial(oracle.draw_mlx_floats, mode=mode)
+    decode = functools.partial(oracle.decode_mlx_floats, mode=mode)
     settings = {"group_size": 16 if mode == "nvfp4" else 32, "bits": 8 if mode == "mxfp8" else 4, "mode": mode}
     configs = {"config.json": {"quantization": settings}}
     return Family("mlx", draw, decode, configs, metadata={"format": "mlx"}, dtype=BF16)
@@ -200,9 +199,7 @@ def describe_torchao(kind: str, names: list[str], **data: Any) -> dict[str, str]
 
 
 def _torchao_int4(dtype: np.dtype) -> Family:
-    metadata = describe_torchao(
-        "Int4Tensor", ["qdata", "scale", "zero_point"], block_size=[1, 32], shape=[6, 96]
-    )
+    metadata = describe_torchao("Int4Tensor", ["qdata", "scale", "zero_point"], block_size=[1, 32], shape=[6, 96])
     draw = functools.partial(oracle.draw_tinygemm, dtype=dtype)
     return Family(
         "torchao", draw, oracle.decode_tinygemm, quantization(quant_method="torchao"),

@@ -16,10 +16,6 @@ from ..oracles.file_formats import Parts
 from ..support import equality
 
 
-def load(path: pathlib.Path) -> tuple[dict[str, checkpoint.Tensor], checkpoint.Info]:
-    return checkpoint.load(path)
-
-
 def check_parts(q: jq.QuantizedArray, parts: Parts) -> None:
     """Compare codes, and the numbers of scales, zero points and offsets, with those of the file."""
     codes = np.asarray(q.codes)

@@ -82,9 +82,7 @@ class _Awq(SafetensorsFormat):
     def explain_float(self, name: str, info: Info) -> str:
         """Return why a tensor is stored as it is."""
         excluded = family.get_names(get_settings(info.metadata), "modules_to_not_convert")
-        return family.explain_float(
-            name, info, lambda module: family.find_pattern(excluded, module, family.is_part_of)
-        )
+        return family.explain_float(name, info, lambda module: family.find_pattern(excluded, module, family.is_part_of))
 
 
 def _restore(words: np.ndarray) -> np.ndarray:

@@ -94,10 +94,9 @@ class _BitsAndBytes(SafetensorsFormat):
         if extras["nested_sizes"] is None:
             absmax = family.write_floats(entry, scale, "scale", (family.F32,), extras["scale_shape"])
             return {**arrays, "absmax": absmax.reshape(extras["absmax_shape"])}
-        is_nested = isinstance(scale, QuantizedArray) and scale.codebook is not None and scale.offset is not None
-        if not is_nested:
+        if not isinstance(scale, QuantizedArray) or scale.codebook is None or scale.offset is None:
             raise family.refuse_array(entry, "a scale of 8 bits with a codebook and an offset", repr(scale))
-        if not np.array_equal(np.asarray(scale.offset).ravel()[:1], np.float32([extras["offset"]])):
+        if not bool((np.asarray(scale.offset) == np.float32(extras["offset"])).all()):
             raise family.refuse_array(entry, f"a scale with the offset {extras['offset']}", "another offset")
         nested = family.write_floats(entry, scale.scale, "nested scale", (family.F32,), extras["nested_shape"])
         return {
@@ -170,7 +169,9 @@ def _describe(files: SafetensorsFiles, parameter: str, parts: Mapping[str, str],
     }  # fmt: skip
     text = f"bitsandbytes {kind}, blocks of {size}{', double quantization' if is_double else ''}"
     logical = extras.pop("shape")
-    note = "" if logical == shape else f"blocks cross the rows of {' x '.join(map(str, shape))}, so it has one dimension"
+    note = (
+        "" if logical == shape else f"blocks cross the rows of {' x '.join(map(str, shape))}, so it has one dimension"
+    )
     return TensorInfo(parameter, text, logical, note=note, stored={_CODES: parameter, **parts}, extras=extras)
 
 
@@ -183,10 +184,10 @@ def _arrange(shape: tuple[int, ...], size: int, nested: int | None) -> dict[str,
         nested: the scales of a nested block, or None without double quantization.
     """
     count = math.prod(shape)
-    flat = {
-        "shape": (count,), "sizes": (size,), "scale_shape": (-(-count // size),),
-        "nested_sizes": nested and (nested,), "nested_shape": nested and (-(-(-(-count // size)) // nested),),
-    }  # fmt: skip
+    scales = -(-count // size)
+    flat = {"shape": (count,), "sizes": (size,), "scale_shape": (scales,), "nested_sizes": None}
+    if nested is not None:
+        flat |= {"nested_sizes": (nested,), "nested_shape": (-(-scales // nested),)}
     if not shape or not count or shape[-1] % size:
         return flat
     each = shape[-1] // size  # the scales of a row

@@ -6,6 +6,7 @@ the same way along the outputs. NVFP4 divides its scales by a global one.
 
 from __future__ import annotations
 
+import math
 import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -20,7 +21,8 @@ from . import family
 from .family import Settings, refuse
 
 _LEAVES = (
-    "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale", "weight",
+    "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale",
+    "weight",
 )  # fmt: skip
 _MARKS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_global_scale")
 _INDICES = (np.dtype(np.int64), family.INT32)
@@ -290,7 +292,7 @@ def _describe(files: SafetensorsFiles, module: str, parts: Mapping[str, str], se
         family.check_stored(files, parts["weight_g_idx"], (family.INT32,), shape[-1:])
     if kind == "nvfp4":
         whole = family.get_stored(files, parts["weight_global_scale"], (family.F32,))
-        if family.count_elements(whole) != 1:
+        if math.prod(whole) != 1:
             raise refuse(parts["weight_global_scale"], "one element", f"shape {whole}")
         extras["global_shape"] = whole
     text = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "float": "float8_e4m3fn"}.get(kind, f"int{bits}")

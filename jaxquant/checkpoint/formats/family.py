@@ -1,8 +1,7 @@
-"""What the formats of quantized safetensors files share: their settings, the tensors of a module, and checks of both."""
+"""What the formats of quantized safetensors files share: settings, the tensors of a module, and checks of both."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,15 +13,14 @@ from ..._arrays.quantized_array import QuantizedArray
 from ..info import CheckpointError, Info, TensorInfo, list_some, shorten_name
 from ..safetensors_files import SafetensorsFiles
 
-E2M1, E4M3, E8M0 = (
-    np.dtype(t) for t in (ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu)
-)
+E2M1, E4M3, E8M0 = (np.dtype(t) for t in (ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu))
 F16, F32, BF16 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 FLOATS = (F16, BF16, F32)
 INT8, UINT8, INT32, UINT32 = (np.dtype(t) for t in (np.int8, np.uint8, np.int32, np.uint32))
 # The settings of a configuration, and what a message calls their place in it.
 Settings = Mapping[str, Any]
 _NARROW = (3, 5, 6)
+_HEAD_NOTE = "not quantized, as most programs leave the last layer"
 _LONGEST_PATTERN, _LONGEST_NAME, _MOST_LOOPS = 1000, 512, 4
 
 
@@ -108,7 +106,7 @@ def find_pattern(patterns: Iterable[str], module: str, matches: Callable[[str, s
 
 
 def is_part_of(pattern: str, module: str) -> bool:
-    """Return whether a name, or a part of one between dots, occurs in the name of a module, as transformers reads it."""
+    """Return whether a pattern is a name, or whole parts of the name of a module between its dots."""
     return module == pattern or f".{pattern}." in f".{module}." or module.startswith(f"{pattern}.")
 
 
@@ -127,10 +125,10 @@ def explain_float(name: str, info: Info, find: Callable[[str], str | None]) -> s
         find: from the name of a module, the pattern of the configuration that excludes it, or None.
     """
     module = name.rpartition(".")[0] or name
-    pattern = find(module)
+    pattern = find(module) or find(name)
     if pattern is not None:
         return f"not quantized, because the configuration excludes {pattern!r}"
-    return "not quantized in the file" if name.endswith(".weight") else ""
+    return _HEAD_NOTE if module == "lm_head" or module.endswith(".lm_head") else ""
 
 
 # The tensors of a module.
@@ -160,22 +158,27 @@ def check_complete(module: str, parts: Mapping[str, str], needed: Sequence[str])
         raise refuse(module, f"the tensors {', '.join(needed)}", f"none named {list_some(missing)}")
 
 
+def refuse_stored(files: SafetensorsFiles, name: str, expected: str, got: object) -> CheckpointError:
+    """Return the error for a tensor of the files, with the name of its file; the caller raises it."""
+    return CheckpointError(f"{files.entries[name].file}: {refuse(name, expected, got)}")
+
+
 def get_stored(
     files: SafetensorsFiles, name: str, dtypes: Sequence[np.dtype], rank: int | None = None
 ) -> tuple[int, ...]:
     """Return the shape of a tensor of the files; raise CheckpointError if it has another dtype or rank."""
     entry = files.entries[name]
     if entry.dtype not in dtypes:
-        raise refuse(name, f"dtype {' or '.join(map(str, dtypes))}", entry.dtype)
+        raise refuse_stored(files, name, f"dtype {' or '.join(map(str, dtypes))}", entry.dtype)
     if rank is not None and len(entry.shape) != rank:
-        raise refuse(name, f"rank {rank}", f"shape {entry.shape}")
+        raise refuse_stored(files, name, f"rank {rank}", f"shape {entry.shape}")
     return entry.shape
 
 
 def check_stored(files: SafetensorsFiles, name: str, dtypes: Sequence[np.dtype], shape: Sequence[int]) -> None:
     """Raise CheckpointError unless a tensor of the files has one of some dtypes and a shape."""
     if get_stored(files, name, dtypes) != tuple(shape):
-        raise refuse(name, f"shape {tuple(shape)}", f"shape {files.entries[name].shape}")
+        raise refuse_stored(files, name, f"shape {tuple(shape)}", f"shape {files.entries[name].shape}")
 
 
 def count_groups(name: str, length: int, size: int) -> int:
@@ -229,7 +232,9 @@ def widen_codes(part: Any) -> np.ndarray:
     """Return integers of less than 8 bits in int8 or uint8, and other arrays as they are."""
     array = np.asarray(part)
     name = array.dtype.name
-    return array.astype(INT8 if name.startswith("int") else UINT8) if name in ("int2", "int4", "uint2", "uint4") else array
+    return (
+        array.astype(INT8 if name.startswith("int") else UINT8) if name in ("int2", "int4", "uint2", "uint4") else array
+    )
 
 
 def shift_codes(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -277,7 +282,9 @@ def check_written(entry: TensorInfo, q: QuantizedArray, formats: Sequence[str], 
         raise refuse_array(entry, f"arithmetic in float32 or {q.dtype}", q.arithmetic)
 
 
-def write_floats(entry: TensorInfo, part: Any, name: str, dtypes: Sequence[np.dtype], shape: Sequence[int]) -> np.ndarray:
+def write_floats(
+    entry: TensorInfo, part: Any, name: str, dtypes: Sequence[np.dtype], shape: Sequence[int]
+) -> np.ndarray:
     """Return a scale or another part with one of some dtypes, expanded to a shape; raise CheckpointError for others."""
     if isinstance(part, QuantizedArray) or np.dtype(part.dtype) not in dtypes:
         got = "a quantized one" if isinstance(part, QuantizedArray) else part.dtype
@@ -294,8 +301,3 @@ def write_floats(entry: TensorInfo, part: Any, name: str, dtypes: Sequence[np.dt
 def derive_block_size(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...] | None:
     """Return the argument `block_size` of an array: None if the blocks divide its dimensions."""
     return tuple(sizes) if any(n % size for n, size in zip(shape, sizes, strict=True)) else None
-
-
-def count_elements(shape: Sequence[int]) -> int:
-    """Return the number of elements of a shape."""
-    return math.prod(shape)

@@ -6,6 +6,7 @@ calls weight_scale_2. float8: x = q * s, one scale for the tensor.
 
 from __future__ import annotations
 
+import math
 import fnmatch
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -63,10 +64,12 @@ class _ModelOpt(SafetensorsFormat):
             extras["shared"] = family.get_stored(files, parts["weight_scale_2"], (family.F32,))
             # Of stacked experts each has its own.
             extras["lead"] = (1,) * len(shape)
-            if family.count_elements(extras["shared"]) != 1:
+            if math.prod(extras["shared"]) != 1:
                 extras["lead"] = (*extras["shared"], *(1,) * (len(shape) - len(extras["shared"])))
                 if extras["shared"] != shape[: len(extras["shared"])] or len(extras["shared"]) > len(shape) - 2:
-                    raise refuse(parts["weight_scale_2"], "one scale, or one for each expert", f"shape {extras['shared']}")
+                    raise refuse(
+                        parts["weight_scale_2"], "one scale, or one for each expert", f"shape {extras['shared']}"
+                    )
             yield TensorInfo(f"{module}.weight", "NVFP4", shape, stored=parts, extras=extras)
 
     def read(self, entry: TensorInfo, arrays: Mapping[str, np.ndarray], info: Info) -> QuantizedArray:

@@ -66,9 +66,7 @@ class _Mxfp4(SafetensorsFormat):
     def explain_float(self, name: str, info: Info) -> str:
         """Return why a tensor is stored as it is."""
         excluded = family.get_names(family.get_quantization(info.metadata), "modules_to_not_convert")
-        return family.explain_float(
-            name, info, lambda module: family.find_pattern(excluded, module, family.is_part_of)
-        )
+        return family.explain_float(name, info, lambda module: family.find_pattern(excluded, module, family.is_part_of))
 
 
 FORMAT = _Mxfp4()

@@ -6,6 +6,7 @@ The metadata of a file's header describe each tensor as JSON. The parts of "laye
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -49,7 +50,7 @@ class _TorchAo(SafetensorsFormat):
             prefix = f"{module}._{leaf}_"
             roles = _get(name, description, "_tensor_data_names", list)
             parts = {str(role): f"{prefix}{role}" for role in roles}
-            family.check_complete(name, {part: "" for part in files.entries}, list(parts.values()))
+            family.check_complete(name, dict.fromkeys(files.entries, ""), list(parts.values()))
             yield _describe(files, name, kind, _get(name, description, "_data", dict), parts)
 
     def read(self, entry: TensorInfo, arrays: Mapping[str, np.ndarray], info: Info) -> QuantizedArray:
@@ -88,7 +89,9 @@ class _TorchAo(SafetensorsFormat):
             scale = family.write_floats(entry, tensor.scale, "scale", family.FLOATS, counts)
             offset = np.zeros((1,) * len(counts), scale.dtype) if tensor.offset is None else tensor.offset
             offset = family.write_floats(entry, offset, "offset", (scale.dtype,), counts)
-            arrays["scale"], arrays["zero_point"] = (np.ascontiguousarray(np.swapaxes(p, -1, -2)) for p in (scale, offset))
+            arrays["scale"], arrays["zero_point"] = (
+                np.ascontiguousarray(np.swapaxes(p, -1, -2)) for p in (scale, offset)
+            )
             return arrays
         if kind == "NVFP4Tensor":
             family.check_written(entry, tensor, ("float4_e2m1fn",))
@@ -103,7 +106,9 @@ class _TorchAo(SafetensorsFormat):
                 arrays["per_tensor_scale"] = shared.reshape(extras["shared_shape"])
             return arrays
         forms = ("zero_point",) if "zero_point" in entry.stored else ()
-        family.check_written(entry, tensor, ("float8_e4m3fn", "float8_e5m2") if kind == "Float8Tensor" else ("int8",), forms)
+        family.check_written(
+            entry, tensor, ("float8_e4m3fn", "float8_e5m2") if kind == "Float8Tensor" else ("int8",), forms
+        )
         arrays["qdata"] = codes
         scale = family.write_floats(entry, tensor.scale, "scale", family.FLOATS, extras["counts"])
         arrays["scale"] = scale.reshape(stored)
@@ -137,7 +142,10 @@ def _describe(
     files: SafetensorsFiles, name: str, kind: str, data: Mapping[str, Any], parts: Mapping[str, str]
 ) -> TensorInfo:
     """Return the description of a tensor; raise CheckpointError if its parts do not fit each other."""
-    needed = {"Int4Tensor": ("qdata", "scale", "zero_point"), "IntxUnpackedToInt8Tensor": ("qdata", "scale", "zero_point")}
+    needed = {
+        "Int4Tensor": ("qdata", "scale", "zero_point"),
+        "IntxUnpackedToInt8Tensor": ("qdata", "scale", "zero_point"),
+    }
     family.check_complete(name, parts, needed.get(kind, ("qdata", "scale")))
     held = {"Int4Tensor": (family.UINT8, family.INT8), "NVFP4Tensor": (family.UINT8,), "Float8Tensor": (family.E4M3,)}
     stored = family.get_stored(files, parts["qdata"], held.get(kind, (family.INT8,)))
@@ -154,7 +162,7 @@ def _describe(
             raise refuse(parts["scale"], f"shape {counts}", f"shape {scale}")
         if "per_tensor_scale" in parts:
             extras["shared_shape"] = family.get_stored(files, parts["per_tensor_scale"], (family.F32,))
-            if family.count_elements(extras["shared_shape"]) != 1:
+            if math.prod(extras["shared_shape"]) != 1:
                 raise refuse(parts["per_tensor_scale"], "one element", f"shape {extras['shared_shape']}")
         extras["dtype"] = _get_dtype(name, data, "orig_dtype")
         return TensorInfo(name, "torchao, NVFP4", shape, stored=dict(parts), extras=extras)
@@ -168,7 +176,7 @@ def _describe(
         raise refuse(name, f"blocks that divide {shape}", sizes)
     counts = tuple(n // max(size, 1) for n, size in zip(shape, sizes, strict=True))
     expected = (*counts[:-2], counts[-1], counts[-2]) if kind == "Int4Tensor" and len(counts) > 1 else counts
-    is_whole = family.count_elements(counts) == 1 and family.count_elements(scale) == 1
+    is_whole = math.prod(counts) == 1 and math.prod(scale) == 1
     if scale != expected and not (is_whole and kind != "Int4Tensor") and scale != _drop_ones(expected):
         raise refuse(parts["scale"], f"shape {expected}", f"shape {scale}")
     if kind == "Int4Tensor":
@@ -178,7 +186,7 @@ def _describe(
     if "zero_point" in parts:
         extras["zero_shape"] = family.get_stored(files, parts["zero_point"], (family.INT8, *family.FLOATS))
         extras["zero_dtype"] = files.entries[parts["zero_point"]].dtype
-        if family.count_elements(extras["zero_shape"]) != family.count_elements(counts):
+        if math.prod(extras["zero_shape"]) != math.prod(counts):
             raise refuse(parts["zero_point"], f"shape {counts}", f"shape {extras['zero_shape']}")
     text = {"Float8Tensor": "float8_e4m3fn"}.get(kind, "int8")
     return TensorInfo(name, f"torchao, {text}", shape, stored=dict(parts), extras=extras)
