@@ -254,7 +254,8 @@ def list_families() -> dict[str, Family]:
             functools.partial(oracle.decode_plain, sizes=(128, 128)), fp8, dtype=BF16,
         ),
         "compressed-tensors NVFP4": Family(
-            "compressed-tensors", oracle.draw_nvfp4, functools.partial(oracle.decode_nvfp4, divides=True), nvfp4
+            "compressed-tensors", oracle.draw_nvfp4, functools.partial(oracle.decode_nvfp4, divides=True), nvfp4,
+            dtype=BF16,
         ),
         "fp8 in blocks": Family(
             "fp8", _draw_fp8, _decode_fp8,

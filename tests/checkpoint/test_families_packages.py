@@ -185,7 +185,9 @@ def test_mlx(rng: np.random.Generator, tmp_path: pathlib.Path, dtype: str) -> No
         tensors |= {f"{module}.{name}": part for name, part in zip(names, parts, strict=True)}
         settings[module] = {"group_size": group, "bits": bits, "mode": mode}
         values = mx.dequantize(*parts, group_size=group, bits=bits, mode=mode, stream=mx.cpu)
-        expected[f"{module}.weight"] = np.array(values.astype(mx.float32)).astype(BF16 if dtype == "bfloat16" else dtype)
+        expected[f"{module}.weight"] = np.array(values.astype(mx.float32)).astype(
+            BF16 if dtype == "bfloat16" else dtype
+        )
     (tmp_path / "model").mkdir()
     mx.save_safetensors(str(tmp_path / "model" / "model.safetensors"), tensors, metadata={"format": "mlx"})
     (tmp_path / "model" / "config.json").write_text(json.dumps({"quantization": settings}))

@@ -59,10 +59,9 @@ class _BitsAndBytes(SafetensorsFormat):
         extras["state"] = arrays[extras["state_role"]].copy()
         count = math.prod(entry.shape)
         data = arrays[_CODES].reshape(-1).view(np.uint8)
-        codes = streams.unpack_bits(streams.swap_nibbles(data), 4, count)
-        if count % 2 or data.size != count // 2:
-            again = _pack(codes, data.size)
-            family.check_unused_bits(entry.stored[_CODES], data, again)
+        codes = streams.unpack_bits(streams.swap_nibbles(data), 4, 2 * data.size)
+        # The package quantizes the zeros that it appends to an odd number of elements.
+        codes, extras["appended"] = codes[:count], codes[count:].copy()
         absmax = arrays["absmax"].reshape(extras["scale_shape"])
         scale: Any = absmax
         if extras["nested_sizes"] is not None:
@@ -84,9 +83,9 @@ class _BitsAndBytes(SafetensorsFormat):
         family.check_written(entry, tensor, ("a codebook",))
         assert tensor.codebook is not None
         codes = family.read_codes(tensor).reshape(-1)
-        size = math.prod(extras["stored_shape"]) * extras["stored_dtype"].itemsize
+        data = streams.pack_bits(np.append(codes, extras["appended"]), 4, np.uint8)
         arrays = {
-            _CODES: _pack(codes, size).view(extras["stored_dtype"]).reshape(extras["stored_shape"]),
+            _CODES: streams.swap_nibbles(data).view(extras["stored_dtype"]).reshape(extras["stored_shape"]),
             "quant_map": np.asarray(tensor.codebook.levels, np.float32),
             extras["state_role"]: extras["state"],
         }
@@ -110,12 +109,6 @@ class _BitsAndBytes(SafetensorsFormat):
         """Return why a tensor is stored as it is."""
         settings = family.get_quantization(info.metadata)
         return family.explain_float(name, info, lambda module: _find_excluded(settings, module))
-
-
-def _pack(codes: np.ndarray, size: int) -> np.ndarray:
-    """Return `size` bytes that hold codes, the first one of a byte high, and zeros behind them."""
-    data = streams.swap_nibbles(streams.pack_bits(codes, 4, np.uint8))
-    return np.pad(data, (0, size - data.size)) if size > data.size else data
 
 
 def _find_excluded(settings: family.Settings, module: str) -> str | None:

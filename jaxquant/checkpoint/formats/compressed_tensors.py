@@ -6,8 +6,8 @@ the same way along the outputs. NVFP4 divides its scales by a global one.
 
 from __future__ import annotations
 
-import math
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -276,7 +276,7 @@ def _describe(files: SafetensorsFiles, module: str, parts: Mapping[str, str], se
     scale_shape = tuple(-(-n // each) for n, each in zip(shape, sizes, strict=True))
     dtypes = {"nvfp4": (family.E4M3,), "mxfp4": (family.UINT8,)}.get(kind, family.FLOATS)
     family.get_stored(files, parts["weight_scale"], dtypes)
-    dtype = files.entries[parts["weight_scale"]].dtype if dtypes == family.FLOATS else family.F32
+    dtype = files.entries[parts["weight_scale"]].dtype if dtypes == family.FLOATS else family.BF16
     packs_zeros = kind == "packed" and strategy in ("group", "channel")
     extras: dict[str, Any] = {
         "kind": kind, "bits": bits, "sizes": sizes, "scale_shape": scale_shape, "stored_scale_shape": stored,

@@ -6,8 +6,8 @@ calls weight_scale_2. float8: x = q * s, one scale for the tensor.
 
 from __future__ import annotations
 
-import math
 import fnmatch
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
