@@ -18,9 +18,10 @@ import pytest
 
 import jaxquant as jq
 from jaxquant import checkpoint
+from jaxquant.checkpoint.formats.rounding import TARGETS
 
 from ..cases.family_files import MODULE, WEIGHT, quantization, scheme
-from ..oracles.file_formats import BF16, F32
+from ..oracles.file_formats import BF16, E4M3, F32
 from ..support import equality
 
 
@@ -192,3 +193,30 @@ def test_mlx(rng: np.random.Generator, tmp_path: pathlib.Path, dtype: str) -> No
     mx.save_safetensors(str(tmp_path / "model" / "model.safetensors"), tensors, metadata={"format": "mlx"})
     (tmp_path / "model" / "config.json").write_text(json.dumps({"quantization": settings}))
     check(tmp_path / "model", expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["int4", "int8", "fp8"])
+def test_round_to_nearest_of_compressed_tensors(rng: np.random.Generator, name: str, dtype: str) -> None:
+    """The codes and the scales of `quantize_to` are the package's own, for groups of zeros and ties, too."""
+    torch = load_package("torch")
+    quantization = load_package("compressed_tensors.quantization")
+    forward = load_package("compressed_tensors.quantization.lifecycle.forward")
+    helpers = load_package("compressed_tensors.quantization.utils")
+    x = (rng.normal(size=(16, 512)) * np.exp(rng.uniform(-8, 2, (16, 1)))).astype(F32)
+    x[0] = 0
+    x[1] = rng.integers(-15, 16, 512) / 2
+    x[1, ::128] = 7.5
+    weight = torch.from_numpy(x).to(getattr(torch, dtype))
+    settings = TARGETS[f"compressed-tensors-{name}"].weights
+    args = quantization.QuantizationArgs(**settings)
+    rows = weight.reshape(16, -1, args.group_size or 512)
+    scale, zero = helpers.calculate_qparams(rows.amin(dim=-1), rows.amax(dim=-1), args)
+    codes = forward.quantize(weight, scale, zero, args, dtype=args.pytorch_dtype())
+    tensors, info = checkpoint.quantize_to({"a.weight": from_torch(weight)}, f"compressed-tensors-{name}")
+    q = tensors["a.weight"]
+    assert isinstance(q, jq.QuantizedArray)
+    equality.same_bits(q.scale, from_torch(scale))
+    expected = from_torch(codes.view(torch.uint8)).view(E4M3) if name == "fp8" else from_torch(codes)
+    np.testing.assert_array_equal(np.asarray(q.codes).astype(F32), expected.astype(F32))
+    assert info.format == "compressed-tensors"

@@ -12,10 +12,10 @@ import numpy as np
 
 from ..._arrays.quantized_array import QuantizedArray
 from ..info import Info, TensorInfo
-from ..safetensors_files import SafetensorsFiles, SafetensorsFormat
+from ..safetensors_files import SafetensorsFiles
 from . import bits as streams
 from . import family
-from .family import Settings
+from .family import Settings, refuse
 
 _LEAVES = ("qweight", "qzeros", "scales")
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -28,7 +28,7 @@ def get_settings(configs: Mapping[str, Any]) -> Settings:
     return family.get_quantization(configs) or configs.get("quant_config.json", {})
 
 
-class _Awq(SafetensorsFormat):
+class _Awq(family.FamilyFormat):
     name = "awq"
 
     def recognizes_config(self, files: SafetensorsFiles) -> bool:
@@ -77,6 +77,18 @@ class _Awq(SafetensorsFormat):
             "qweight": _shuffle(codes),
             "qzeros": _shuffle(zeros),
             "scales": family.write_floats(entry, tensor.scale, "scale", family.FLOATS, shape),
+        }
+
+    def declare(self, module: str, tensor: QuantizedArray, info: Info) -> family.Declared:
+        """Return what a tensor of shape (inputs, outputs) would have in a file."""
+        inputs, outputs = tensor.shape[-2:]
+        dtype, (groups, _) = family.get_type(tensor.scale)
+        if outputs % 8:
+            raise refuse(module, "a number of outputs that 8 divides", outputs)
+        return {
+            ".qweight": (family.INT32, (inputs, outputs // 8)),
+            ".qzeros": (family.INT32, (groups, outputs // 8)),
+            ".scales": (dtype, (groups, outputs)),
         }
 
     def explain_float(self, name: str, info: Info) -> str:

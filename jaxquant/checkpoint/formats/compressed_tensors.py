@@ -15,7 +15,7 @@ import numpy as np
 
 from ..._arrays.quantized_array import QuantizedArray
 from ..info import CheckpointError, Info, TensorInfo
-from ..safetensors_files import SafetensorsFiles, SafetensorsFormat
+from ..safetensors_files import SafetensorsFiles
 from . import bits as streams
 from . import family
 from .family import Settings, refuse
@@ -91,7 +91,7 @@ class Schemes:
         return []
 
 
-class _CompressedTensors(SafetensorsFormat):
+class _CompressedTensors(family.FamilyFormat):
     name = "compressed-tensors"
 
     def recognizes_config(self, files: SafetensorsFiles) -> bool:
@@ -146,8 +146,6 @@ class _CompressedTensors(SafetensorsFormat):
 
     def _read_order(self, entry: TensorInfo, arrays: Mapping[str, np.ndarray]) -> np.ndarray | None:
         """Return the inputs in the order of their groups, or None; what tells it is kept for `write`."""
-        if "weight_shape" in arrays:
-            entry.extras["weight_shape"] = arrays["weight_shape"].copy()
         g_idx = arrays.get("weight_g_idx")
         if g_idx is None:
             return None
@@ -188,7 +186,7 @@ class _CompressedTensors(SafetensorsFormat):
             codes = codes[..., np.argsort(np.asarray(tensor.permutation))]
         if kind == "packed":
             arrays["weight_packed"] = streams.pack_bits(family.unshift_codes(codes, bits), bits, np.int32)
-            arrays["weight_shape"] = entry.extras["weight_shape"]
+            arrays["weight_shape"] = np.array(entry.shape, entry.extras["shape_dtype"])
         else:
             arrays["weight"] = codes
         if "weight_zero_point" in entry.stored:
@@ -207,6 +205,32 @@ class _CompressedTensors(SafetensorsFormat):
         if entry.extras["packs_zeros"]:
             return streams.pack_rows(family.unshift_codes(zeros, bits), bits)
         return zeros.reshape(entry.extras["stored_scale_shape"])
+
+    def declare(self, module: str, tensor: QuantizedArray, info: Info) -> family.Declared:
+        """Return what a tensor would have in a file."""
+        settings, scale, shape = get_settings(info.metadata), tensor.scale, tensor.shape
+        half = (family.UINT8, (*shape[:-1], shape[-1] // 2))
+        if isinstance(scale, QuantizedArray):
+            return {
+                ".weight_packed": half, ".weight_scale": family.get_type(scale.codes),
+                ".weight_global_scale": (np.dtype(scale.scale.dtype), (1,)),
+            }  # fmt: skip
+        scales = family.get_type(scale)
+        if tensor.format == family.E2M1:
+            return {".weight_packed": half, ".weight_scale": (family.UINT8, scales[1])}
+        bits = family.get_bits(tensor)
+        zeros: dict[str, Any] = {}
+        if tensor.format == family.E4M3 or settings.get("format") != "pack-quantized":
+            if tensor.zero_point is not None:
+                zeros[".weight_zero_point"] = family.get_type(tensor.zero_point)
+            return {".weight": family.get_type(tensor.codes), ".weight_scale": scales, **zeros}
+        if tensor.zero_point is not None:
+            rows = (*scales[1][:-2], family.count_words(scales[1][-2], bits), scales[1][-1])
+            zeros[".weight_zero_point"] = (family.INT32, rows)
+        return {
+            ".weight_packed": (family.INT32, (*shape[:-1], family.count_words(shape[-1], bits))),
+            ".weight_scale": scales, ".weight_shape": np.array(shape, np.int64), **zeros,
+        }  # fmt: skip
 
     def explain_float(self, name: str, info: Info) -> str:
         """Return why a tensor is stored as it is."""
@@ -282,6 +306,8 @@ def _describe(files: SafetensorsFiles, module: str, parts: Mapping[str, str], se
         "kind": kind, "bits": bits, "sizes": sizes, "scale_shape": scale_shape, "stored_scale_shape": stored,
         "packs_zeros": packs_zeros, "dtype": dtype,
     }  # fmt: skip
+    if kind == "packed":
+        extras["shape_dtype"] = files.entries[parts["weight_shape"]].dtype
     if "weight_zero_point" in parts:
         if packs_zeros:
             words = (*scale_shape[:-2], -(-scale_shape[-2] * bits // 32), scale_shape[-1])

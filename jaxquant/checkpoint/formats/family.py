@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,7 +13,7 @@ import numpy as np
 
 from ..._arrays.quantized_array import QuantizedArray
 from ..info import CheckpointError, Info, TensorInfo, list_some, shorten_name
-from ..safetensors_files import SafetensorsFiles
+from ..safetensors_files import SafetensorsFiles, SafetensorsFormat, StoredTensor
 
 E2M1, E4M3, E8M0 = (np.dtype(t) for t in (ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu))
 F16, F32, BF16 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
@@ -301,3 +303,71 @@ def write_floats(
 def derive_block_size(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...] | None:
     """Return the argument `block_size` of an array: None if the blocks divide its dimensions."""
     return tuple(sizes) if any(n % size for n, size in zip(shape, sizes, strict=True)) else None
+
+
+# Tensors that JAX made.
+
+# What a tensor would have in a file: for each role the dtype and the shape, or the array itself.
+Declared = Mapping[str, np.ndarray | tuple[np.dtype, tuple[int, ...]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeclaredFiles:
+    """Files that do not exist yet, with the attributes of `SafetensorsFiles` that listing tensors needs."""
+
+    configs: Mapping[str, Any]
+    arrays: Mapping[str, np.ndarray | tuple[np.dtype, tuple[int, ...]]]
+    metadata: Mapping[str, str]
+
+    @property
+    def entries(self) -> dict[str, StoredTensor]:
+        """The tensors by name."""
+        types = {n: a if isinstance(a, tuple) else (a.dtype, a.shape) for n, a in self.arrays.items()}
+        return {n: StoredTensor(dtype, shape, "the new file", 0, 0) for n, (dtype, shape) in types.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        """Return one of the arrays that are known."""
+        array = self.arrays[name]
+        assert isinstance(array, np.ndarray)
+        return array
+
+
+class FamilyFormat(SafetensorsFormat):
+    """The base of the formats of this folder: they describe arrays that JAX made as those of a file.
+
+    A format overrides `declare`, and `list_tensors` then checks what it declares as it checks a file.
+    """
+
+    # The end of the names of parameters, which those of the parts do not have.
+    ending = ".weight"
+
+    def declare(self, module: str, tensor: QuantizedArray, info: Info) -> Declared:
+        """Return what a tensor would have in a file, by the ends of the names of its parts."""
+        raise NotImplementedError
+
+    def describe(self, name: str, tensor: QuantizedArray, info: Info) -> TensorInfo:
+        """Return the description of an array that JAX made, by the configuration in the metadata of `info`."""
+        if not name.endswith(self.ending) or tensor.ndim < 2:
+            raise refuse(name, f"the name of a matrix that ends in {self.ending!r}", f"shape {tensor.shape}")
+        module = name.removesuffix(self.ending)
+        declared = {f"{module}{end}": part for end, part in self.declare(module, tensor, info).items()}
+        files: Any = DeclaredFiles(info.metadata, declared, {})
+        (entry,) = self.list_tensors(files)
+        entry.nbytes = sum(math.prod(part.shape) * part.dtype.itemsize for part in files.entries.values())
+        return entry
+
+
+def count_words(length: int, bits: int) -> int:
+    """Return the number of words of 32 bits that hold codes."""
+    return -(-length * bits // 32)
+
+
+def get_bits(q: QuantizedArray) -> int:
+    """Return the bits of the codes of an array: those of integers, or 0 for a codebook."""
+    digits = re.sub(r"\D", "", q.format.name) if q.codebook is None else ""
+    return int(digits or 0)
+
+
+def get_type(part: Any) -> tuple[np.dtype, tuple[int, ...]]:
+    """Return the dtype and the shape of a part of an array."""
+    return np.dtype(part.dtype), tuple(part.shape)

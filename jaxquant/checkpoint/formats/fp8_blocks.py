@@ -11,7 +11,7 @@ import numpy as np
 
 from ..._arrays.quantized_array import QuantizedArray
 from ..info import Info, TensorInfo
-from ..safetensors_files import SafetensorsFiles, SafetensorsFormat
+from ..safetensors_files import SafetensorsFiles
 from . import family
 from .family import refuse
 
@@ -19,7 +19,7 @@ _SCALES = ("weight_scale_inv", "weight_scale")
 _DTYPES = (*family.FLOATS, family.E8M0)
 
 
-class _Fp8Blocks(SafetensorsFormat):
+class _Fp8Blocks(family.FamilyFormat):
     name = "fp8"
 
     def recognizes_config(self, files: SafetensorsFiles) -> bool:
@@ -63,6 +63,12 @@ class _Fp8Blocks(SafetensorsFormat):
         family.check_written(entry, tensor, ("float8_e4m3fn",))
         scale = family.write_floats(entry, tensor.scale, "scale", _DTYPES, entry.extras["counts"])
         return {"weight": np.asarray(tensor.codes), entry.extras["role"]: scale.reshape(entry.extras["stored"])}
+
+    def declare(self, module: str, tensor: QuantizedArray, info: Info) -> family.Declared:
+        """Return what a tensor would have in a file."""
+        has_blocks = family.get_quantization(info.metadata).get("weight_block_size") is not None
+        leaf = _SCALES[0] if has_blocks else _SCALES[1]
+        return {".weight": family.get_type(tensor.codes), f".{leaf}": family.get_type(tensor.scale)}
 
     def explain_float(self, name: str, info: Info) -> str:
         """Return why a tensor is stored as it is."""

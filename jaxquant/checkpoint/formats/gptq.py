@@ -12,7 +12,7 @@ import numpy as np
 
 from ..._arrays.quantized_array import QuantizedArray
 from ..info import Info, TensorInfo
-from ..safetensors_files import SafetensorsFiles, SafetensorsFormat
+from ..safetensors_files import SafetensorsFiles
 from . import bits as streams
 from . import family
 from .family import Settings, refuse
@@ -45,7 +45,7 @@ def find_override(settings: Settings, module: str) -> tuple[Settings, str | None
     return settings, None
 
 
-class _Gptq(SafetensorsFormat):
+class _Gptq(family.FamilyFormat):
     name = "gptq"
 
     def recognizes_config(self, files: SafetensorsFiles) -> bool:
@@ -127,6 +127,17 @@ class _Gptq(SafetensorsFormat):
             "qzeros": streams.pack_bits(stored, bits, np.int32),
             "scales": family.write_floats(entry, tensor.scale, "scale", family.FLOATS, (groups, outputs)),
             "g_idx": g_idx,
+        }
+
+    def declare(self, module: str, tensor: QuantizedArray, info: Info) -> family.Declared:
+        """Return what a tensor of shape (inputs, outputs) would have in a file."""
+        (inputs, outputs), bits = tensor.shape[-2:], family.get_bits(tensor)
+        dtype, (groups, _) = family.get_type(tensor.scale)
+        return {
+            ".qweight": (family.INT32, (family.count_words(inputs, bits), outputs)),
+            ".qzeros": (family.INT32, (groups, family.count_words(outputs, bits))),
+            ".scales": (dtype, (groups, outputs)),
+            ".g_idx": (family.INT32, (inputs,)),
         }
 
     def explain_float(self, name: str, info: Info) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..._arrays.quantized_array import QuantizedArray
 from ..info import Info, TensorInfo
-from ..safetensors_files import SafetensorsFiles, SafetensorsFormat
+from ..safetensors_files import SafetensorsFiles
 from . import bits as streams
 from . import family
 from .family import Settings, refuse
@@ -33,7 +33,7 @@ def get_settings(configs: Mapping[str, Any]) -> Settings:
     return settings if isinstance(settings, dict) else {}
 
 
-class _Mlx(SafetensorsFormat):
+class _Mlx(family.FamilyFormat):
     name = "mlx"
 
     def recognizes_config(self, files: SafetensorsFiles) -> bool:
@@ -108,6 +108,18 @@ class _Mlx(SafetensorsFormat):
             scale = scale.codes
         scales = family.write_floats(entry, scale, "scale", (scale_dtype,), counts)
         return {"weight": words, "scales": scales.view(np.uint8)}
+
+    def declare(self, module: str, tensor: QuantizedArray, info: Info) -> family.Declared:
+        """Return what a tensor would have in a file."""
+        bits = family.get_bits(tensor)
+        if tensor.format in (family.E2M1, family.E4M3):
+            bits = 4 if tensor.format == family.E2M1 else 8
+        words = (family.UINT32, (*tensor.shape[:-1], family.count_words(tensor.shape[-1], bits)))
+        scale = tensor.scale.codes if isinstance(tensor.scale, QuantizedArray) else tensor.scale
+        dtype, shape = family.get_type(scale)
+        if tensor.codes.dtype in (family.E2M1, family.E4M3):
+            return {".weight": words, ".scales": (family.UINT8, shape)}
+        return {".weight": words, ".scales": (dtype, shape), ".biases": (dtype, shape)}
 
     def explain_float(self, name: str, info: Info) -> str:
         """Return why a tensor is stored as it is."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..._arrays.quantized_array import QuantizedArray
 from ..info import Info, TensorInfo
-from ..safetensors_files import SafetensorsFiles, SafetensorsFormat
+from ..safetensors_files import SafetensorsFiles
 from . import bits as streams
 from . import family
 from .family import Settings, refuse
@@ -31,7 +31,7 @@ def get_settings(configs: Mapping[str, Any]) -> Settings:
     return own if isinstance(own, dict) else family.get_quantization(configs)
 
 
-class _ModelOpt(SafetensorsFormat):
+class _ModelOpt(family.FamilyFormat):
     name = "modelopt"
 
     def recognizes_config(self, files: SafetensorsFiles) -> bool:
@@ -101,6 +101,17 @@ class _ModelOpt(SafetensorsFormat):
             "weight": streams.pack_bits(codes, 4, np.uint8),
             "weight_scale": family.write_floats(entry, nested.codes, "scale", (family.E4M3,), stored),
             "weight_scale_2": shared.reshape(entry.extras["shared"]),
+        }
+
+    def declare(self, module: str, tensor: QuantizedArray, info: Info) -> family.Declared:
+        """Return what a tensor would have in a file."""
+        scale = tensor.scale
+        if not isinstance(scale, QuantizedArray):
+            return {".weight": family.get_type(tensor.codes), ".weight_scale": (np.dtype(scale.dtype), ())}
+        return {
+            ".weight": (family.UINT8, (*tensor.shape[:-1], tensor.shape[-1] // 2)),
+            ".weight_scale": family.get_type(scale.codes),
+            ".weight_scale_2": (np.dtype(scale.scale.dtype), ()),
         }
 
     def explain_float(self, name: str, info: Info) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..._arrays.quantized_array import QuantizedArray
 from ..info import Info, TensorInfo
-from ..safetensors_files import SafetensorsFiles, SafetensorsFormat
+from ..safetensors_files import SafetensorsFiles
 from . import bits as streams
 from . import family
 from .family import refuse
@@ -19,8 +19,9 @@ from .family import refuse
 _BLOCKS, _SCALES, _SIZE = "_blocks", "_scales", 32
 
 
-class _Mxfp4(SafetensorsFormat):
+class _Mxfp4(family.FamilyFormat):
     name = "mxfp4"
+    ending = ""
 
     def recognizes_config(self, files: SafetensorsFiles) -> bool:
         """Return whether a configuration names this format."""
@@ -62,6 +63,11 @@ class _Mxfp4(SafetensorsFormat):
             _BLOCKS: streams.pack_bits(codes, 4, np.uint8),
             _SCALES: scale.view(entry.extras["scale_dtype"]),
         }
+
+    def declare(self, module: str, tensor: QuantizedArray, info: Info) -> family.Declared:
+        """Return what a tensor would have in a file."""
+        counts = (*tensor.shape[:-1], -(-tensor.shape[-1] // _SIZE))
+        return {_BLOCKS: (family.UINT8, (*counts, _SIZE // 2)), _SCALES: (family.UINT8, counts)}
 
     def explain_float(self, name: str, info: Info) -> str:
         """Return why a tensor is stored as it is."""
