@@ -20,6 +20,7 @@ Source = SafetensorsFiles | pathlib.Path
 # The name of each format, and the module of this package that has it.
 MODULES: dict[str, str] = {
     "safetensors": "plain",
+    "gguf": "gguf",
 }
 
 
