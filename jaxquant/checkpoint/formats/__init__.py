@@ -23,6 +23,7 @@ MODULES: dict[str, str] = {
     "bitsandbytes": "bitsandbytes",
     "compressed-tensors": "compressed_tensors",
     "fp8": "fp8_blocks",
+    "gguf": "gguf",
     "gptq": "gptq",
     "mlx": "mlx",
     "modelopt": "modelopt",
