@@ -446,3 +446,60 @@ def test_arrays_that_jax_made_take_the_place_of_loaded_ones(rng: np.random.Gener
         checkpoint.save(tmp_path / f"{name} {dtype} again", {**loaded, WEIGHT: q}, info)
         again, _ = checkpoint.load(tmp_path / f"{name} {dtype} again")
         equality.same_bits(again[WEIGHT].dequantize(), np.asarray(q.dequantize()))  # pyright: ignore
+
+
+def make_nested(x: np.ndarray, *, inverse: bool) -> jq.QuantizedArray:
+    """Return NVFP4, of which the scale of the tensor is multiplied with the scales of blocks, or divides them."""
+    q = jq.quantize(x, jq.QuantSpec("float4_e2m1fn", jq.Blocked(1, 16), scale_spec=jq.QuantSpec("float8_e4m3fn")))
+    whole = q.scale.scale
+    return q.replace(scale=q.scale.replace(scale=1 / whole, inverse_scale=True)) if inverse else q
+
+
+def blocked(dtype: str, axis: int = 1, size: int = 32, **options: Any) -> Callable[[np.ndarray], jq.QuantizedArray]:
+    spec = jq.QuantSpec(dtype, jq.Blocked(axis, size), **options)
+    return lambda x: jq.quantize(x, spec)
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+MLX4 = {"config.json": {"quantization": {"group_size": 32, "bits": 5}}}
+MXFP4_MLX = {"config.json": {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}}
+NVFP4_MODELOPT = {"hf_quant_config.json": {"quantization": {"quant_algo": "NVFP4"}}}
+NVFP4 = scheme(num_bits=4, type="float", strategy="tensor_group", group_size=16)
+INT8 = scheme(num_bits=8, strategy="channel")
+PACKED3 = scheme(num_bits=3, strategy="group", group_size=32, symmetric=False)
+PACKED3["config.json"]["quantization_config"]["format"] = "pack-quantized"
+MX = {"scale_dtype": "float8_e8m0fnu"}
+NEW: dict[str, tuple[str, Any, Callable[[np.ndarray], jq.QuantizedArray]]] = {
+    "GPTQ": ("gptq", quantization(**GPTQ), blocked("int4", 0, scale_dtype="float16")),
+    "AWQ": ("awq", quantization(quant_method="awq", bits=4, group_size=32), blocked("uint4", 0)),
+    "packed": ("compressed-tensors", PACKED3, blocked("int3", symmetric=False)),
+    "int8": ("compressed-tensors", INT8, lambda x: jq.quantize(x, jq.QuantSpec("int8", jq.PerAxis(0)))),
+    "NVFP4": ("compressed-tensors", NVFP4, lambda x: make_nested(x, inverse=True)),
+    "ModelOpt": ("modelopt", NVFP4_MODELOPT, lambda x: make_nested(x, inverse=False)),
+    "fp8": (
+        "fp8", quantization(**FP8), lambda x: jq.quantize(x, jq.QuantSpec("float8_e4m3fn", jq.Blocked((0, 1), (32, 32)))),
+    ),
+    "MXFP4": ("mxfp4", quantization(quant_method="mxfp4"), blocked("float4_e2m1fn", **MX)),
+    "MLX": ("mlx", MLX4, blocked("uint5", offset=True, scale_dtype="bfloat16")),
+    "MLX mxfp4": ("mlx", MXFP4_MLX, blocked("float4_e2m1fn", **MX)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_new_folders(rng: np.random.Generator, tmp_path: pathlib.Path, name: str) -> None:
+    """A folder of arrays that JAX made, by a configuration, has their codes and values when it is loaded."""
+    kind, configs, make = NEW[name]
+    q = make(rng.normal(size=(64, 96)).astype(F32))
+    tensors = {"model.a.weight": q, "model.b.weight": make(rng.normal(size=(64, 96)).astype(F32))}
+    tensors["model.norm.weight"] = jnp.ones(4)
+    checkpoint.save(tmp_path / "model", tensors, checkpoint.Info(kind, configs))
+    loaded, info = checkpoint.load(tmp_path / "model")
+    assert info.format == kind
+    again = loaded["model.a.weight"]
+    assert isinstance(again, jq.QuantizedArray)
+    values = q.astype(again.dtype).dequantize()
+    if kind == "mlx" and q.offset is not None:  # its own arithmetic is that of its scales
+        values = q.replace(arithmetic=again.dtype, dtype=again.dtype).dequantize()
+    equality.same_bits(again.dequantize(), np.asarray(values))
+    with pytest.raises(checkpoint.CheckpointError, match="expected"):
+        checkpoint.save(tmp_path / "other", {"x": q.reshape(2, 32, 96) if name == "GPTQ" else q[0]}, info)

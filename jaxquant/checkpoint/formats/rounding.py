@@ -87,7 +87,7 @@ def round_to_nearest(name: str, weights: np.ndarray, settings: Settings) -> Quan
         raise refuse(name, "finite weights", "NaN or infinity")
     is_float = settings["type"] == "float"
     low, high = (-_LARGEST_FLOAT8, _LARGEST_FLOAT8) if is_float else _find_bounds(settings["num_bits"])
-    # float32 has more than twice the bits of the 16-bit floats and two more, so that rounding twice is the same as once.
+    # float32 has more than twice the bits of the 16-bit floats and two more: rounding twice is the same as once.
     reach = np.float32(_LARGEST_FLOAT8 if is_float else (high - low) / 2)
     scale = (np.abs(groups).max(axis=-1, keepdims=True) / reach).astype(dtype)
     scale = np.where(scale == 0, np.asarray(_find_epsilon(dtype), dtype), scale)
