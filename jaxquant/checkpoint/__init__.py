@@ -1,15 +1,26 @@
-"""Checkpoints of packed quantized arrays: as plain arrays, in safetensors files and in Orbax folders."""
+"""Checkpoints: files of other programs with their own codes, and quantized arrays in safetensors and Orbax folders."""
 
 from .._arrays.packing import pack, unpack
 from .arrays import from_arrays, to_arrays
+from .files import load, save
+from .info import CheckpointError, Info, TensorInfo
 from .orbax import load_orbax, save_orbax
+from .quantize_to import quantize_to
+from .rename import rename
 from .safetensors import load_safetensors, save_safetensors
 
 __all__ = [
+    "CheckpointError",
+    "Info",
+    "TensorInfo",
     "from_arrays",
+    "load",
     "load_orbax",
     "load_safetensors",
     "pack",
+    "quantize_to",
+    "rename",
+    "save",
     "save_orbax",
     "save_safetensors",
     "to_arrays",

@@ -114,7 +114,7 @@ def compute_values(parts: Parts, dtype: np.dtype = F32, *, each_step: bool = Fal
 
 def unpack(data: np.ndarray, bits: int, length: int | None = None) -> np.ndarray:
     """Return the codes of a dense stream of bits along the last axis, least significant bit first, uint8."""
-    stream = np.unpackbits(np.ascontiguousarray(data).view(np.uint8), axis=-1, bitorder="little")
+    stream = np.unpackbits(data.copy(order="C").view(np.uint8), axis=-1, bitorder="little")
     count = stream.shape[-1] // bits if length is None else length
     groups = stream[..., : count * bits].reshape(*stream.shape[:-1], count, bits)
     return (groups << np.arange(bits, dtype=np.uint8)).sum(axis=-1, dtype=np.uint8)
@@ -126,7 +126,7 @@ def pack(codes: np.ndarray, bits: int, word: Any = np.uint32) -> np.ndarray:
     stream = stream.reshape(*codes.shape[:-1], -1)
     width = 8 * np.dtype(word).itemsize
     stream = np.pad(stream, [(0, 0)] * (codes.ndim - 1) + [(0, -stream.shape[-1] % width)])
-    return np.packbits(stream, axis=-1, bitorder="little").view(word)
+    return np.packbits(stream, axis=-1, bitorder="little").copy(order="C").view(word)
 
 
 def nibbles(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,391 @@
+"""GGUF files, the format of llama.cpp: `FORMAT`."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..._arrays.parts import ArrayParts, ArrayStatic, Packing
+from ..._arrays.quantized_array import QuantizedArray
+from ..._core.dtypes import NarrowInteger
+from ..._core.granularity import Aligned
+from ..containers import replace_file
+from ..info import CheckpointError, Info, Tensor, TensorInfo, shorten_name
+from ..place import allocate
+from ..words import pack_rows, unpack_rows
+from .gguf_blocks import BLOCK_TYPES, PLAIN_TYPES, BlockType, Parts
+from .gguf_header import MAGIC, TYPES, Header, StoredTensor, count_bytes, read_alignment, read_header, write_header
+
+_CHUNK = 2**18  # the bytes of the file that are decoded at once: their codes stay in a processor's cache
+_LONGEST_ROW = 2**26
+_F32 = np.dtype(np.float32)
+
+
+class _Reader:
+    """An open GGUF file; see `formats.Reader`."""
+
+    def __init__(self, path: pathlib.Path, unsupported: str) -> None:
+        self._path, self._keeps_bytes = path, unsupported == "keep_bytes"
+        try:
+            self._stream = open(path, "rb")  # noqa: SIM115 closed by `close`
+        except OSError as error:
+            raise CheckpointError(f"{path}: expected a file that can be read, got {error.strerror}") from error
+        try:
+            header = read_header(str(path), self._stream)
+            self._entries = {entry.name: entry for entry in header.tensors}
+            self.info = self._describe(header)
+        except BaseException:
+            self._stream.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
+
+    def _describe(self, header: Header) -> Info:
+        info = Info("gguf", header.metadata)
+        info.container = {"version": header.version, "has_end": header.has_end}
+        for entry in header.tensors:
+            is_known = entry.kind in BLOCK_TYPES or entry.kind in PLAIN_TYPES
+            if not is_known and not self._keeps_bytes:
+                known = ", ".join((*PLAIN_TYPES, *BLOCK_TYPES))
+                raise CheckpointError(
+                    f"{self._path}: tensor {shorten_name(entry.name)!r}: expected one of the types {known}, "
+                    f"got {entry.kind}; unsupported='keep_bytes' returns the bytes of such tensors"
+                )
+            note = "" if is_known else "kept as bytes, because jaxquant does not decode this type"
+            described = TensorInfo(entry.name, entry.kind, entry.shape, entry.nbytes, note, {"": entry.name})
+            described.extras = {"start": entry.start}
+            if not is_known:
+                described.extras["bytes_of"] = entry.kind
+            info.tensors[entry.name] = described
+        return info
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor in arrays of its own."""
+        entry = self._entries[name]
+        if entry.kind in PLAIN_TYPES:
+            return self._read_array(entry, entry.shape, PLAIN_TYPES[entry.kind][1])
+        if entry.kind not in BLOCK_TYPES:
+            return self._read_bytes(entry)
+        try:
+            return self._decode(entry, BLOCK_TYPES[entry.kind])
+        except ValueError as error:
+            if not self._keeps_bytes or isinstance(error, CheckpointError):
+                text = f"{self._path}: tensor {shorten_name(name)!r}: expected {error}"
+                raise error if isinstance(error, CheckpointError) else CheckpointError(text) from error
+            described = self.info.tensors[name]
+            described.note = "kept as bytes, because a QuantizedArray does not hold them"
+            described.extras["bytes_of"] = entry.kind
+            return self._read_bytes(entry)
+
+    def _read_bytes(self, entry: StoredTensor) -> np.ndarray:
+        _, size, nbytes = TYPES[entry.kind]
+        return self._read_array(entry, (*entry.shape[:-1], entry.shape[-1] // size * nbytes), np.dtype(np.uint8))
+
+    def _read_array(self, entry: StoredTensor, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        array = allocate(shape, dtype)
+        self._read_into(array.reshape(-1).view(np.uint8), entry.start)
+        return array
+
+    def _read_into(self, out: np.ndarray, start: int) -> None:
+        """Fill an array with the bytes of the file from `start` on; threads may do so at the same time."""
+        view, place = memoryview(out), 0
+        while place < len(view):
+            count = os.preadv(self._stream.fileno(), [view[place : place + 2**30]], start + place)
+            if count <= 0:
+                raise CheckpointError(f"{self._path}: expected {len(view)} bytes at {start}, but the file ends")
+            place += count
+
+    def _decode(self, entry: StoredTensor, row: BlockType) -> QuantizedArray:
+        lead, length = entry.shape[:-1], entry.shape[-1]
+        if length > _LONGEST_ROW:
+            raise CheckpointError(
+                f"{self._path}: tensor {shorten_name(entry.name)!r}: expected rows of at most {_LONGEST_ROW} elements, "
+                f"got {length}"
+            )
+        rows, blocks = math.prod(lead), length // row.size
+        outs = allocate_parts(row, rows, length)
+        step = max(1, _CHUNK // max(blocks * row.nbytes, 1))
+
+        def decode(first: int) -> None:
+            last = min(first + step, rows)
+            data = np.empty((last - first) * blocks, row.fields)
+            self._read_into(data.view(np.uint8), entry.start + first * blocks * row.nbytes)
+            decode_rows(row, data, {name: out[first:last] for name, out in outs.items()})
+
+        with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+            for _ in pool.map(decode, range(0, rows, step)):
+                pass
+        return build_array(row, {name: out.reshape(*lead, out.shape[-1]) for name, out in outs.items()}, length)
+
+
+def allocate_parts(row: BlockType, rows: int, length: int) -> Parts:
+    """Return arrays [rows, n] for the stored codes, as "codes", and for the scales of a tensor."""
+    blocks = length // row.size
+    is_packed = row.bits < 8
+    count, dtype = (length * row.bits // 32, np.dtype(np.uint32)) if is_packed else (length, row.held)
+    outs = {"codes": allocate((rows, count), dtype)}
+    for name, part in row.dtypes.items():
+        outs[name] = allocate((rows, blocks * (1 if "." in name else row.entries)), part)
+    return outs
+
+
+def decode_rows(row: BlockType, data: np.ndarray, outs: Parts) -> None:
+    """Decode whole rows of blocks into arrays of these rows."""
+    rows = len(outs["codes"])
+    for name, part in row.read_scales(data).items():
+        outs[name][:] = part.reshape(rows, -1)
+    codes = row.read_codes(data).reshape(rows, -1)
+    if row.bits == 8:
+        outs["codes"][:] = codes.view(np.int8)
+    else:
+        pack_rows(codes ^ np.uint8(row.flip) if row.flip else codes, row.bits, outs["codes"])
+
+
+def build_array(row: BlockType, outs: Parts, length: int) -> QuantizedArray:
+    """Return the array of decoded parts."""
+
+    def read_part(name: str) -> Any:
+        inner = outs.get(f"{name}.scale")
+        if inner is None:
+            return outs.get(name)
+        return QuantizedArray.tree_unflatten(ArrayStatic(_F32, signed_scale=True), (outs[name], inner))
+
+    scale = read_part("scale")
+    if row.name == "NVFP4":
+        # The format has no scale of the whole tensor; files have it as a tensor of its own.
+        whole = np.ones((1,) * scale.ndim, np.float32)
+        scale = QuantizedArray.tree_unflatten(ArrayStatic(_F32), (scale, whole))
+    packing = Packing(row.held, length) if row.bits < 8 else None
+    static = ArrayStatic(_F32, None, row.codebook, None, packing, row.name != "MXFP4")
+    return QuantizedArray.tree_unflatten(static, ArrayParts(outs["codes"], scale, None, read_part("offset")))
+
+
+# Writing: the form of an array tells its type.
+
+
+def find_type(tensor: QuantizedArray) -> BlockType | None:
+    """Return the type that holds an array, or None."""
+    return next((row for row in BLOCK_TYPES.values() if not explain_misfit(row, tensor)), None)
+
+
+def explain_misfit(row: BlockType, q: QuantizedArray) -> str:
+    """Return what keeps a type from holding an array, or an empty text."""
+    if q.zero_point is not None or q.permutation is not None:
+        return "a zero point or a permutation"
+    held: Any = q.packing.format if q.packing else np.dtype(q.stored_codes.dtype)
+    levels = None if q.codebook is None else q.codebook.levels
+    if held != row.held or levels != (None if row.codebook is None else row.codebook.levels):
+        return f"codes of {q.codebook or held}, not {row.codebook or row.held}"
+    if q.ndim == 0 or q.shape[-1] % row.size:
+        return f"rows of shape {q.shape}, no multiple of {row.size}"
+    return _explain_part(row, "scale", q.scale, q) or _explain_part(row, "offset", q.offset, q)
+
+
+def _explain_part(row: BlockType, name: str, part: Any, q: QuantizedArray) -> str:
+    """Return what keeps a type from holding a scale or an offset."""
+    dtype, inner = row.dtypes.get(name), row.dtypes.get(f"{name}.scale")
+    if part is None or dtype is None:
+        return "" if part is None and dtype is None else f"{'no' if part is None else 'an'} {name}"
+    size = row.size // row.entries
+    is_nested = inner is not None or row.name == "NVFP4"
+    if isinstance(part, QuantizedArray) != is_nested:
+        return f"a {name} that is {'not ' if is_nested else ''}quantized"
+    held = np.dtype(part.dtype)
+    if is_nested:
+        if part.zero_point is not None or part.offset is not None or part.codebook is not None:
+            return f"a {name} with a zero point, an offset or a codebook"
+        held = part.packing.format.carrier if isinstance(part.format, NarrowInteger) else np.dtype(part.codes.dtype)
+        if part.shape != (*q.shape[:-1], q.shape[-1] // size):
+            return f"a {name} of shape {part.shape}, not one for each {size}"
+        if row.name == "NVFP4":
+            is_one = part.scale.size == 1 and float(np.asarray(part.scale).reshape(())) == 1
+            if not is_one:
+                return "a scale of the whole tensor other than 1, which GGUF has as a tensor of its own"
+        elif part.scale.dtype != inner or _spread(part.scale, None, part.shape, row.entries) is None:
+            return f"a scale of the {name} other than {inner} for each {row.size}"
+    elif _spread(part, q.block_size, q.shape, size) is None:
+        return f"a {name} of shape {part.shape}, not one for each {size}, or for more"
+    # Scales of 4 bits, such as JAX makes them, are held in 8.
+    is_same = held == dtype or (is_nested and held.name == {"i": "int4", "u": "uint4"}.get(dtype.kind))
+    return "" if is_same else f"a {name} in {held}, not {dtype}"
+
+
+def _spread(part: Any, block_size: Any, shape: Any, size: int) -> tuple[np.ndarray, ...] | None:
+    """Return the indices of the entry of each `size` elements of an array; None if they have several entries.
+
+    Args:
+        part: the array with the entries.
+        block_size: the block size that the shapes do not tell.
+        shape: the shape of the array that the entries are for.
+        size: the number of elements, along the last axis.
+    """
+    sizes: Any = Aligned(block_size).sizes(tuple(part.shape), shape)
+    if sizes is None or not shape or (sizes[-1] % size and part.shape[-1] > 1):
+        return None
+    shared = [length if count == 1 else n for n, count, length in zip(sizes, part.shape, shape, strict=True)]
+    places = [np.arange(length) // max(n, 1) for length, n in zip(shape[:-1], shared[:-1], strict=True)]
+    return np.ix_(*places, np.arange(shape[-1] // size) * size // max(shared[-1], 1))
+
+
+class _Encoder:
+    """The rows of an array as blocks of a type, which holds it."""
+
+    def __init__(self, row: BlockType, q: QuantizedArray) -> None:
+        self.row, self.rows, self.length = row, math.prod(q.shape[:-1]), q.shape[-1]
+        self._is_packed = q.packing is not None and q.stored_order is None
+        codes = np.asarray(q.stored_codes if self._is_packed else q.codes)
+        self._codes = codes.reshape(self.rows, -1)
+        self._parts: Parts = {}
+        for name in ("scale", "offset"):
+            part, size = getattr(q, name), row.size // row.entries
+            if isinstance(part, QuantizedArray):
+                self._parts[name] = self._flatten(part.codes, row.dtypes[name])
+                if row.name != "NVFP4":
+                    self._add(f"{name}.scale", part.scale, None, part.shape, row.entries)
+            elif part is not None:
+                self._add(name, part, q.block_size, q.shape, size)
+
+    def _add(self, name: str, part: Any, block_size: Any, shape: tuple[int, ...], size: int) -> None:
+        indices = _spread(part, block_size, shape, size)
+        self._parts[name] = self._flatten(np.asarray(part)[indices], self.row.dtypes[name])
+
+    def _flatten(self, part: Any, dtype: np.dtype) -> np.ndarray:
+        part = np.asarray(part)
+        return (part if part.dtype == dtype else part.astype(dtype)).reshape(self.rows, -1)
+
+    def encode(self, first: int, last: int) -> np.ndarray:
+        """Return the bytes of some rows; raise ValueError for scales that the type does not hold."""
+        row, blocks = self.row, (last - first) * (self.length // self.row.size)
+        data = np.zeros(blocks, row.fields)
+        codes = self._codes[first:last]
+        codes = unpack_rows(codes, row.bits) if self._is_packed else codes.view(np.uint8)
+        codes = codes & np.uint8(2**row.bits - 1)
+        codes = codes ^ np.uint8(row.flip) if row.flip else codes
+        row.write_codes(data, codes.reshape(blocks, row.size))
+        row.write_scales(data, {name: part[first:last].reshape(blocks, -1) for name, part in self._parts.items()})
+        return data.view(np.uint8)
+
+    def iterate(self) -> Iterator[np.ndarray]:
+        """Yield the bytes of all rows, some rows at a time."""
+        step = max(1, _CHUNK // max(self.length // self.row.size * self.row.nbytes, 1))
+        for first in range(0, self.rows, step):
+            yield self.encode(first, min(first + step, self.rows))
+
+
+def name_type(name: str, tensor: Tensor, entry: TensorInfo | None) -> tuple[str, tuple[int, ...]]:
+    """Return the type that holds a tensor, and its shape; raise CheckpointError if there is none."""
+    label = f"tensor {shorten_name(name)!r}"
+    if len(tensor.shape) > 4:
+        raise CheckpointError(f"{label}: expected at most 4 dimensions, got shape {tuple(tensor.shape)}")
+    if isinstance(tensor, QuantizedArray):
+        row = find_type(tensor)
+        if row is not None:
+            return row.name, tensor.shape
+        reasons = {kind: explain_misfit(row, tensor) for kind, row in BLOCK_TYPES.items()}
+        # The reason of a type with the same codes says more.
+        shown = [f"{kind} has not {text}" for kind, text in reasons.items() if not text.startswith("codes of")]
+        text = "; ".join(shown) or f"no type has {next(iter(reasons.values())).split(', not')[0]}"
+        raise CheckpointError(f"{label}: expected an array that a GGUF type holds, got {tensor!r}: {text}")
+    dtype = np.dtype(tensor.dtype)
+    kind = None if entry is None else entry.extras.get("bytes_of")
+    if kind is not None and dtype == np.uint8 and tensor.shape[-1] % TYPES[kind][2] == 0:
+        _, size, nbytes = TYPES[kind]
+        return kind, (*tensor.shape[:-1], tensor.shape[-1] // nbytes * size)
+    for plain, (_, held) in PLAIN_TYPES.items():
+        if held == dtype:
+            return plain, tuple(tensor.shape)
+    expected = f"a dtype that GGUF has ({', '.join(str(held) for _, held in PLAIN_TYPES.values())})"
+    raise CheckpointError(f"{label}: expected {expected}, got {dtype}")
+
+
+def write_file(
+    path: pathlib.Path, version: int, metadata: Mapping[str, Any], kinds: Mapping[str, tuple[str, tuple[int, ...]]],
+    order: list[str], chunks: Mapping[str, Any], *, has_end: bool = True,
+) -> None:  # fmt: skip
+    """Write a file.
+
+    Args:
+        path: the file.
+        version: of GGUF.
+        metadata: the values by key.
+        kinds: the type and the shape of each tensor, in the order of the header.
+        order: the names in the order of the data.
+        chunks: by name, a function that yields the bytes of a tensor.
+        has_end: whether zeros follow the last tensor.
+    """
+    alignment = read_alignment(str(path), metadata)
+    places, end = {}, 0
+    for name in order:
+        places[name] = end = end + -end % alignment
+        end += count_bytes(*kinds[name])
+    header = write_header(version, metadata, [(name, *kind, places[name]) for name, kind in kinds.items()])
+    with replace_file(path) as stream:
+        stream.write(header)
+        for name in order:
+            stream.write(bytes(-stream.tell() % alignment))
+            for chunk in chunks[name]():
+                stream.write(memoryview(chunk))
+        if has_end:
+            stream.write(bytes(-stream.tell() % alignment))
+
+
+class _GGUF:
+    name = "gguf"
+
+    def recognizes(self, source: Any) -> bool:
+        """Return whether a file begins as GGUF files do."""
+        if not isinstance(source, pathlib.Path) or not source.is_file():
+            return False
+        try:
+            with open(source, "rb") as stream:
+                return stream.read(4) == MAGIC
+        except OSError:
+            return False
+
+    def open(self, source: Any, unsupported: str) -> _Reader:
+        """Return the open file."""
+        if not isinstance(source, pathlib.Path):
+            raise CheckpointError(f"{source.path}: expected a GGUF file, got safetensors files")
+        return _Reader(source, unsupported)
+
+    def save(self, path: pathlib.Path, tensors: Mapping[str, Tensor], info: Info) -> None:
+        """Write a file; the arrays tell the types."""
+        names = [*info.tensors, *(name for name in tensors if name not in info.tensors)]
+        kinds = {name: name_type(name, tensors[name], info.tensors.get(name)) for name in names}
+        known = [name for name in info.tensors if "start" in info.tensors[name].extras]
+        order = sorted(known, key=lambda name: (info.tensors[name].extras["start"], count_bytes(*kinds[name])))
+        order += [name for name in names if name not in set(known)]
+        chunks = {name: _make_chunks(name, tensors[name], kinds[name][0]) for name in names}
+        container = info.container
+        write_file(
+            path, container.get("version", 3), info.metadata, kinds, order, chunks,
+            has_end=container.get("has_end", True),
+        )  # fmt: skip
+
+
+def _make_chunks(name: str, tensor: Tensor, kind: str) -> Any:
+    """Return a function that yields the bytes of a tensor."""
+
+    def iterate() -> Iterator[np.ndarray]:
+        if not isinstance(tensor, QuantizedArray):
+            yield np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+            return
+        if not tensor.size:
+            return
+        try:
+            yield from _Encoder(BLOCK_TYPES[kind], tensor).iterate()
+        except ValueError as error:
+            raise CheckpointError(f"tensor {shorten_name(name)!r}: expected {error}, for {kind}") from error
+
+    return iterate
+
+
+FORMAT = _GGUF()
