@@ -230,6 +230,8 @@ def _spread(part: Any, block_size: Any, shape: Any, size: int) -> tuple[np.ndarr
     sizes: Any = Aligned(block_size).sizes(tuple(part.shape), shape)
     if sizes is None or not shape or (sizes[-1] % size and part.shape[-1] > 1):
         return None
+    if 0 in shape:
+        return ()
     shared = [length if count == 1 else n for n, count, length in zip(sizes, part.shape, shape, strict=True)]
     places = [np.arange(length) // max(n, 1) for length, n in zip(shape[:-1], shared[:-1], strict=True)]
     return np.ix_(*places, np.arange(shape[-1] // size) * size // max(shared[-1], 1))
@@ -282,13 +284,13 @@ class _Encoder:
 
 def name_type(name: str, tensor: Tensor, entry: TensorInfo | None) -> tuple[str, tuple[int, ...]]:
     """Return the type that holds a tensor, and its shape; raise CheckpointError if there is none."""
-    label = f"tensor {shorten_name(name)!r}"
-    if len(tensor.shape) > 4:
-        raise CheckpointError(f"{label}: expected at most 4 dimensions, got shape {tuple(tensor.shape)}")
+    label, shape = f"tensor {shorten_name(name)!r}", tuple(map(int, tensor.shape))
+    if len(shape) > 4:
+        raise CheckpointError(f"{label}: expected at most 4 dimensions, got shape {shape}")
     if isinstance(tensor, QuantizedArray):
         row = find_type(tensor)
         if row is not None:
-            return row.name, tensor.shape
+            return row.name, shape
         reasons = {kind: explain_misfit(row, tensor) for kind, row in BLOCK_TYPES.items()}
         # The reason of a type with the same codes says more.
         shown = [f"{kind} has not {text}" for kind, text in reasons.items() if not text.startswith("codes of")]
@@ -296,12 +298,12 @@ def name_type(name: str, tensor: Tensor, entry: TensorInfo | None) -> tuple[str,
         raise CheckpointError(f"{label}: expected an array that a GGUF type holds, got {tensor!r}: {text}")
     dtype = np.dtype(tensor.dtype)
     kind = None if entry is None else entry.extras.get("bytes_of")
-    if kind is not None and dtype == np.uint8 and tensor.shape[-1] % TYPES[kind][2] == 0:
+    if kind is not None and dtype == np.uint8 and shape and shape[-1] % TYPES[kind][2] == 0:
         _, size, nbytes = TYPES[kind]
-        return kind, (*tensor.shape[:-1], tensor.shape[-1] // nbytes * size)
+        return kind, (*shape[:-1], shape[-1] // nbytes * size)
     for plain, (_, held) in PLAIN_TYPES.items():
         if held == dtype:
-            return plain, tuple(tensor.shape)
+            return plain, shape
     expected = f"a dtype that GGUF has ({', '.join(str(held) for _, held in PLAIN_TYPES.values())})"
     raise CheckpointError(f"{label}: expected {expected}, got {dtype}")
 
