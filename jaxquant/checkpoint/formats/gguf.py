@@ -142,11 +142,15 @@ def decode_rows(row: BlockType, data: np.ndarray, outs: Parts) -> None:
     rows = len(outs["codes"])
     for name, part in row.read_scales(data).items():
         outs[name][:] = part.reshape(rows, -1)
-    codes = row.read_codes(data).reshape(rows, -1)
+    store_codes(row, row.read_codes(data).reshape(rows, -1), outs["codes"])
+
+
+def store_codes(row: BlockType, codes: np.ndarray, out: np.ndarray) -> None:
+    """Store the unsigned codes of a file as a quantized array has them."""
     if row.bits == 8:
-        outs["codes"][:] = codes.view(np.int8)
+        out[:] = codes.view(np.int8)
     else:
-        pack_rows(codes ^ np.uint8(row.flip) if row.flip else codes, row.bits, outs["codes"])
+        pack_rows(codes ^ np.uint8(row.flip) if row.flip else codes, row.bits, out)
 
 
 def build_array(row: BlockType, outs: Parts, length: int) -> QuantizedArray:
