@@ -477,7 +477,8 @@ NEW: dict[str, tuple[str, Any, Callable[[np.ndarray], jq.QuantizedArray]]] = {
     "NVFP4": ("compressed-tensors", NVFP4, lambda x: make_nested(x, inverse=True)),
     "ModelOpt": ("modelopt", NVFP4_MODELOPT, lambda x: make_nested(x, inverse=False)),
     "fp8": (
-        "fp8", quantization(**FP8), lambda x: jq.quantize(x, jq.QuantSpec("float8_e4m3fn", jq.Blocked((0, 1), (32, 32)))),
+        "fp8", quantization(**FP8),
+        lambda x: jq.quantize(x, jq.QuantSpec("float8_e4m3fn", jq.Blocked((0, 1), (32, 32)))),
     ),
     "MXFP4": ("mxfp4", quantization(quant_method="mxfp4"), blocked("float4_e2m1fn", **MX)),
     "MLX": ("mlx", MLX4, blocked("uint5", offset=True, scale_dtype="bfloat16")),

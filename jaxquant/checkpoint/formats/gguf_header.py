@@ -238,7 +238,8 @@ def _read_entry(parser: _Parser, name: str) -> tuple[str, tuple[int, ...], int]:
     size = TYPES[kind][1]
     if size > 1 and (not shape or shape[-1] % size):
         raise parser.fail(f"{label}: expected rows of a multiple of {size} elements for {kind}, got shape {shape}")
-    if count_bytes(kind, shape) > parser.size:
+    # A length of 0 does not make the other lengths possible.
+    if count_bytes(kind, shape) > parser.size or math.prod(max(n, 1) for n in shape) >= 2**48:
         got = f"a file of {parser.size} bytes"
         raise parser.fail(f"{label}: expected {count_bytes(kind, shape)} bytes for {kind} of shape {shape}, got {got}")
     return kind, shape, parser.count("bytes before a tensor", parser.size)
