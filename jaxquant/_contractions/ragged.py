@@ -29,8 +29,8 @@ from .dot import Operand, check_integer_pair, check_numbers, check_operands, che
 from .dot_integer import DOT_FORMS, Axes
 
 _NAME, _GENERAL = "ragged_dot", "ragged_dot_general"
-# Only rows of floats can be permuted, so that two quantized operands have no permutation. Integers are checked again, and
-# have fewer forms.
+# Floats are permuted in place of codes, so that two quantized operands have no permutation. Integers are checked again,
+# and have fewer forms.
 _FORMS = (*DOT_FORMS, "real_zero_point", "inverse_scale", "arithmetic")
 _Array = QuantizedArray | jax.Array
 # The largest tile. Larger ones would gain nothing: the weights of one group are dequantized or converted once for it.

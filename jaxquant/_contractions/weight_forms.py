@@ -18,8 +18,12 @@ from .._arrays.quantized_array import QuantizedArray
 from .._core import granularity, sharding
 from .._kernels.contraction import Role
 
+_Array = QuantizedArray | jax.Array
 
-def simplify_weights(lhs: Any, rhs: Any, left: Role, right: Role) -> tuple[Any, Any, Callable[[jax.Array], jax.Array]]:
+
+def simplify_weights(
+    lhs: _Array, rhs: _Array, left: Role, right: Role
+) -> tuple[_Array, _Array, Callable[[jax.Array], jax.Array]]:  # fmt: skip
     """Return the operands of a weight-only contraction in forms that its kernels read, and what completes the product.
 
     Args:
