@@ -29,7 +29,8 @@ from .dot import Operand, check_integer_pair, check_numbers, check_operands, che
 from .dot_integer import DOT_FORMS, Axes
 
 _NAME, _GENERAL = "ragged_dot", "ragged_dot_general"
-# A permutation is none of them: each group would have one of its own. Integers are checked again, and have fewer forms.
+# Floats are permuted in place of codes, so that two quantized operands have no permutation. Integers are checked again,
+# and have fewer forms.
 _FORMS = (*DOT_FORMS, "real_zero_point", "inverse_scale", "arithmetic")
 _Array = QuantizedArray | jax.Array
 # The largest tile. Larger ones would gain nothing: the weights of one group are dequantized or converted once for it.
@@ -230,9 +231,11 @@ def contract_ragged(
     checks.require(fits, function, "group_sizes", expected, f"shape {group_sizes.shape}")
     _check_placement(function, lhs, rhs)
     check_integer_pair(function, lhs, rhs)
+    is_weight_only = not all(isinstance(x, QuantizedArray) for x in (lhs, rhs))
+    supported = (*_FORMS, "permutation") if is_weight_only else _FORMS
     for argument, q in (("lhs", lhs), ("rhs", rhs)):
         if isinstance(q, QuantizedArray):
-            quantized_array.check_form(function, argument, q, _FORMS)
+            quantized_array.check_form(function, argument, q, supported)
     caller_axes = tuple(zip(left.contracted, right.contracted, strict=True))
     rhs, right_axes = _move_first(rhs, group)
     # The batch dimensions, then the free ones of lhs.

@@ -42,6 +42,9 @@ def fake_quantize(
     those that `quantize` computes. `gradient` chooses the backward pass. If the scale and the zero point are computed
     from x, the gradient treats them as constants.
 
+    An offset, and scales that are quantized themselves, are found from x: such a spec takes no scale and no zero point,
+    and only `StraightThrough()`. Its gradient passes everywhere, because the range is that of x.
+
     Args:
         x: the values, float32, float16 or bfloat16, of any shape. A Python number becomes float32.
         spec: Static. How to quantize.
@@ -100,8 +103,31 @@ def _fake_quantize(
     x: jax.Array, scale: jax.Array | None, zero_point: jax.Array | None, key: jax.Array | None, *, spec: QuantSpec,
     rule: Estimator,
 ) -> jax.Array:  # fmt: skip
+    if spec.offset or spec.scale_spec is not None:
+        expected = "None, because the spec has an offset, or scales that are quantized themselves"
+        checks.require(scale is None, _NAME, "scale", expected, "a scale")
+        checks.require(zero_point is None, _NAME, "zero_point", expected, "a zero point")
+        expected = "StraightThrough(), because the spec has an offset, or scales that are quantized themselves"
+        checks.require(isinstance(rule, StraightThrough), _NAME, "gradient", expected, rule)
+        (x,) = entry_point.convert_numpy(x)
+        checks.check_array(_NAME, "x", x, dtypes.FLOATS)
+        return _pass_through(x, quantize(lax.stop_gradient(x), spec).dequantize())
     arrays = read_parts(_NAME, ("x", "scale", "zero_point"), x, scale, zero_point, spec)
     return quantize_and_dequantize(RoundingConfig(spec, rule), *arrays, key)
+
+
+@jax.custom_jvp
+def _pass_through(x: jax.Array, values: jax.Array) -> jax.Array:
+    """Return the values, with the derivative of x."""
+    del x
+    return values
+
+
+@_pass_through.defjvp
+def _pass_through_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    return primals[1], tangents[0]
 
 
 def split_key(rule: Estimator) -> tuple[Estimator, Any]:

@@ -120,6 +120,8 @@ def test_reports_count_what_saturates(rng: np.random.Generator) -> None:
         values = dequantize(x, "modelopt", float(np.abs(x).max() / 4) if is_static else None)
         wide = x.astype(np.float64)
         expected = 10 * np.log10(np.sum(wide**2) / np.sum((wide - values) ** 2))
+        assert row.activation_sqnr is not None
+        assert row.activation_saturated is not None
         np.testing.assert_allclose(row.activation_sqnr, expected, rtol=1e-3)
         if is_static:
             # A block whose scale is the largest, and a number more than half a step above 6 of it.

@@ -22,7 +22,7 @@ from ..support.prepared import (
 )
 
 # Blocks of 4 rows do not divide into 6.
-REFUSED = [("split_and_whole", "weight_only_int4")]
+REFUSED = [("split_and_whole", "weight_only_int4"), ("split_and_whole", "nvfp4")]
 PAIRS = [(name, recipe) for recipe in RECIPES for name in PROGRAMS if (name, recipe) not in REFUSED]
 FORMS = {"integer": "i", "lookup": "l", "float": "f", "weight-only": "w"}
 # With 16 terms, 8 bits have about 40 dB for one product; 4 bits of a whole tensor about 15.
