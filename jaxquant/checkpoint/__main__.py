@@ -41,7 +41,7 @@ _FILE_TYPES = {
 _FLOATS = ("F32", "F16", "BF16", "F64")
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one line, and exit with 2."""
         self.exit(2, f"error: {message}\n")
@@ -160,7 +160,9 @@ def _measure_error(x: np.ndarray, values: np.ndarray) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = _Parser(prog="python -m jaxquant.checkpoint", description="Print, convert and quantize checkpoints.")
+    parser = _CommandParser(
+        prog="python -m jaxquant.checkpoint", description="Print, convert and quantize checkpoints."
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
     known = tuple(formats.MODULES)
 

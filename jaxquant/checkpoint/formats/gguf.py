@@ -20,14 +20,14 @@ from ..info import CheckpointError, Info, Tensor, TensorInfo, shorten_name
 from ..place import allocate
 from ..words import pack_rows, unpack_rows
 from .gguf_blocks import BLOCK_TYPES, PLAIN_TYPES, BlockType, Parts
-from .gguf_header import MAGIC, TYPES, Header, StoredTensor, count_bytes, read_alignment, read_header, write_header
+from .gguf_header import MAGIC, TYPES, GGUFTensor, Header, count_bytes, read_alignment, read_header, write_header
 
 _CHUNK = 2**18  # the bytes of the file that are decoded at once: their codes stay in a processor's cache
 _LONGEST_ROW = 2**26
 _F32 = np.dtype(np.float32)
 
 
-class _Reader:
+class _GGUFReader:
     """An open GGUF file; see `formats.Reader`."""
 
     def __init__(self, path: pathlib.Path, unsupported: str) -> None:
@@ -85,11 +85,11 @@ class _Reader:
             described.extras["bytes_of"] = entry.kind
             return self._read_bytes(entry)
 
-    def _read_bytes(self, entry: StoredTensor) -> np.ndarray:
+    def _read_bytes(self, entry: GGUFTensor) -> np.ndarray:
         _, size, nbytes = TYPES[entry.kind]
         return self._read_array(entry, (*entry.shape[:-1], entry.shape[-1] // size * nbytes), np.dtype(np.uint8))
 
-    def _read_array(self, entry: StoredTensor, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    def _read_array(self, entry: GGUFTensor, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         array = allocate(shape, dtype)
         self._read_into(array.reshape(-1).view(np.uint8), entry.start)
         return array
@@ -103,7 +103,7 @@ class _Reader:
                 raise CheckpointError(f"{self._path}: expected {len(view)} bytes at {start}, but the file ends")
             place += count
 
-    def _decode(self, entry: StoredTensor, row: BlockType) -> QuantizedArray:
+    def _decode(self, entry: GGUFTensor, row: BlockType) -> QuantizedArray:
         lead, length = entry.shape[:-1], entry.shape[-1]
         if length > _LONGEST_ROW:
             raise CheckpointError(
@@ -325,11 +325,11 @@ class _GGUF:
         except OSError:
             return False
 
-    def open(self, source: Any, unsupported: str) -> _Reader:
+    def open(self, source: Any, unsupported: str) -> _GGUFReader:
         """Return the open file."""
         if not isinstance(source, pathlib.Path):
             raise CheckpointError(f"{source.path}: expected a GGUF file, got safetensors files")
-        return _Reader(source, unsupported)
+        return _GGUFReader(source, unsupported)
 
     def save(self, path: pathlib.Path, tensors: Mapping[str, Tensor], info: Info) -> None:
         """Write a file; the arrays tell the types."""
