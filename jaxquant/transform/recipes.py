@@ -11,7 +11,7 @@ from ..calibration.running import minmax
 from .rules import Activation, Rule, Weight
 
 __all__ = [
-    "fp8_dynamic", "mxfp4", "mxfp8", "nvfp4", "onednn", "onnx_runtime", "w4a8", "w8a8_dynamic", "w8a8_static",
+    "fp8_dynamic", "gguf", "mxfp4", "mxfp8", "nvfp4", "onednn", "onnx_runtime", "w4a8", "w8a8_dynamic", "w8a8_static",
     "weight_only_fp8", "weight_only_int4", "weight_only_int8",
 ]  # fmt: skip
 
@@ -226,6 +226,40 @@ def nvfp4(
     return (
         Rule(operation="dot_general", weight=weight, activation=activation),
         Rule(weight=Weight("float8_e4m3fn")),
+    )
+
+
+# GGUF's types with one scale for each block: the dtype, and the options of the spec.
+_GGUF: dict[str, tuple[str, dict[str, object]]] = {
+    "Q4_0": ("int4", {"scale_dtype": "float16", "narrow_range": False}),
+    "Q4_1": ("uint4", {"scale_dtype": "float16", "offset": True}),
+    "Q5_0": ("int5", {"scale_dtype": "float16", "narrow_range": False}),
+    "Q5_1": ("uint5", {"scale_dtype": "float16", "offset": True}),
+    "Q8_0": ("int8", {"scale_dtype": "float16"}),
+    "MXFP4": ("float4_e2m1fn", {"scale_dtype": "float8_e8m0fnu", "scale_rule": "floor", "ties": "toward_zero"}),
+}
+
+
+def gguf(type: str = "Q4_0") -> tuple[Rule, ...]:
+    """Return rules for weights that a type of GGUF holds, in blocks of 32 inputs, with activations in floats.
+
+    `jq.ptq.apply` finds codes for them, and `jq.checkpoint.save` writes them, transposed where a model has
+    (inputs, outputs), because GGUF has blocks along the last axis. Convolutions and lookups stay in floats. Where the
+    inputs are no multiple of 32 the last block is shorter, and `save` refuses it: put a rule with keep="float" before.
+
+    Args:
+        type: "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0" or "MXFP4". The K-types have scales that are quantized along the
+            inputs, which rules do not describe: `jq.checkpoint.quantize_to` makes them.
+
+    Source: the package gguf, quants.py.
+    """
+    checks.check_option("recipes.gguf", "type", type, tuple(_GGUF))
+    dtype, options = _GGUF[type]
+    weight = Weight(dtype, block=32, options=options)
+    return (
+        Rule(operation="dot_general", weight=weight),
+        Rule(operation="ragged_dot", weight=weight),
+        Rule(keep="float"),
     )
 
 

@@ -115,3 +115,21 @@ def test_empty_matrices() -> None:
     for shape in ((0, 32), (2, 0), (2, 0, 64)):
         q = checkpoint.quantize_to([np.ones(shape, np.float32)], "q4_0")[0][0]
         assert q.dequantize().shape == shape
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
+def test_weights_of_the_recipe_are_saved(kind: str, rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    """Rounded to nearest, and with the codes that GPTQ finds."""
+    x = jnp.asarray(rng.normal(size=(16, 64)), jnp.float32)
+    params = {"kernel": jnp.asarray(rng.normal(size=(64, 8)), jnp.float32)}
+    prepared = jq.prepare(lambda params, x: x @ params["kernel"], params, x, rules=jq.recipes.gguf(kind))
+    moments = jq.ptq.collect(prepared, params, [x])
+    for found in (prepared.convert(params), jq.ptq.apply(prepared, params, moments, method=jq.ptq.GPTQ())):
+        (q,) = [leaf for leaf in jax.tree.leaves(found, is_leaf=lambda leaf: isinstance(leaf, jq.QuantizedArray))
+                if isinstance(leaf, jq.QuantizedArray)]  # fmt: skip
+        checkpoint.save(tmp_path / "a.gguf", {"w": q.T}, checkpoint.Info("gguf"))
+        (tensor,) = gguf.GGUFReader(tmp_path / "a.gguf").tensors
+        assert tensor.tensor_type.name == kind
+        values = np.asarray(q.dequantize()).T
+        expected = gguf.dequantize(tensor.data, tensor.tensor_type)
+        np.testing.assert_array_equal(values, expected)

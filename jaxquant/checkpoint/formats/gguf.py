@@ -9,16 +9,18 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from ..._arrays.parts import ArrayParts, ArrayStatic, Packing
 from ..._arrays.quantized_array import QuantizedArray
 from ..._core.dtypes import NarrowInteger
-from ..._core.granularity import Aligned
+from ..._core.granularity import Aligned, BlockSize
 from ..containers import replace_file
 from ..info import CheckpointError, Info, Tensor, TensorInfo, shorten_name
 from ..place import allocate
 from ..words import pack_rows, unpack_rows
+from . import Source
 from .gguf_blocks import BLOCK_TYPES, PLAIN_TYPES, BlockType, Parts
 from .gguf_header import MAGIC, TYPES, GGUFTensor, Header, count_bytes, read_alignment, read_header, write_header
 
@@ -222,7 +224,7 @@ def _explain_part(row: BlockType, name: str, part: Any, q: QuantizedArray) -> st
     return "" if is_same else f"a {name} in {held}, not {dtype}"
 
 
-def _spread(part: Any, block_size: Any, shape: Any, size: int) -> tuple[np.ndarray, ...] | None:
+def _spread(part: jax.Array, block_size: BlockSize, shape: tuple[int, ...], size: int) -> tuple[np.ndarray, ...] | None:
     """Return the indices of the entry of each `size` elements of an array; None if they have several entries.
 
     Args:
@@ -259,13 +261,13 @@ class _Encoder:
             elif part is not None:
                 self._add(name, part, q.block_size, q.shape, size)
 
-    def _add(self, name: str, part: Any, block_size: Any, shape: tuple[int, ...], size: int) -> None:
+    def _add(self, name: str, part: jax.Array, block_size: BlockSize, shape: tuple[int, ...], size: int) -> None:
         indices = _spread(part, block_size, shape, size)
         self._parts[name] = self._flatten(np.asarray(part)[indices], self.row.dtypes[name])
 
-    def _flatten(self, part: Any, dtype: np.dtype) -> np.ndarray:
-        part = np.asarray(part)
-        return (part if part.dtype == dtype else part.astype(dtype)).reshape(self.rows, -1)
+    def _flatten(self, part: jax.Array | np.ndarray, dtype: np.dtype) -> np.ndarray:
+        found = np.asarray(part)
+        return (found if found.dtype == dtype else found.astype(dtype)).reshape(self.rows, -1)
 
     def encode(self, first: int, last: int) -> np.ndarray:
         """Return the bytes of some rows; raise ValueError for scales that the type does not hold."""
@@ -315,7 +317,7 @@ def name_type(name: str, tensor: Tensor, entry: TensorInfo | None) -> tuple[str,
 class _GGUF:
     name = "gguf"
 
-    def recognizes(self, source: Any) -> bool:
+    def recognizes(self, source: Source) -> bool:
         """Return whether a file begins as GGUF files do."""
         if not isinstance(source, pathlib.Path) or not source.is_file():
             return False
@@ -325,7 +327,7 @@ class _GGUF:
         except OSError:
             return False
 
-    def open(self, source: Any, unsupported: str) -> _GGUFReader:
+    def open(self, source: Source, unsupported: str) -> _GGUFReader:
         """Return the open file."""
         if not isinstance(source, pathlib.Path):
             raise CheckpointError(f"{source.path}: expected a GGUF file, got safetensors files")

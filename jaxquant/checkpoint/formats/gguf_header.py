@@ -286,7 +286,7 @@ def _write_string(text: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def _write_value(key: str, value: Any) -> list[bytes]:
+def _write_value(key: str, value: object) -> list[bytes]:
     """Return the type of a value and its bytes."""
     code, data = _encode_value(key, value)
     return [struct.pack("<I", code), data]
