@@ -31,6 +31,7 @@ _FLOATS_ARE_UNLIKE = frozenset({FLOAT32, QWIX})
 _NARROW = {"int3": 3, "int5": 5, "int6": 6}
 _NONE = Missing("none")
 _TOLERANCE = 1e-5  # of the largest magnitude: XLA may add float32 numbers in any order
+_RELATIVE = 2e-6  # of the sum of magnitudes: what `jq.dot_general` promises
 _BLOCK = 128
 _FEW_LOOKUPS, _LOOKUPS = 128, 512
 _ATTENTION = "bqhd,bkhd->bhqk"
@@ -232,6 +233,80 @@ def _weight_only(shape: tuple[int, ...], dtype: Any, block: int | None) -> Conte
     return _contest(a, w, lambda a, w: a @ w, opponents, partial(np.ones, (m, n), bool), **rest)
 
 
+def _read_weights(q: jq.QuantizedArray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the float64 numbers of a quantized array, from its parts, and their magnitudes with offsets apart."""
+    held = np.asarray(q.codes)
+    steps = (np.asarray(q.codebook.levels)[held.astype(np.int8)] if q.codebook else held).astype(np.float64)
+    if q.zero_point is not None:
+        steps = steps - _wide(np.asarray(q.zero_point).astype(np.float64), q.shape)
+    scale = _read_weights(q.scale)[0] if isinstance(q.scale, jq.QuantizedArray) else np.asarray(q.scale, np.float64)
+    scaled = steps * _wide(scale, q.shape)
+    if q.offset is None:
+        return scaled, np.abs(scaled)
+    offset = _wide(np.asarray(q.offset, np.float64), q.shape)
+    return scaled + offset, np.abs(scaled) + np.abs(offset)
+
+
+def _with_form(q: jq.QuantizedArray, form: str) -> jq.QuantizedArray:
+    """Return an array in words, with an offset in place of a zero point, or with a scale that is quantized itself."""
+    if form == "words":
+        return q.pack()
+    if form == "offset":
+        return q.replace(zero_point=None, offset=-8 * q.scale)
+    if form == "nested":
+        return q.replace(scale=jq.quantize(q.scale, jq.QuantSpec("uint8", jq.Blocked(0, 16))))
+    return q
+
+
+def _weight_form(shape: tuple[int, ...], spec: jq.QuantSpec, form: str, stored_last: int | None) -> Contest:
+    m, k, n = shape
+    a, floats = inputs.finite((m, k)), inputs.finite((k, n))
+    q = _with_form(jq.quantize(jnp.asarray(floats), spec, stored_last=stored_last), form)
+    real, magnitudes = _read_weights(q)
+
+    def close(y: Any) -> np.ndarray:
+        exact = a.astype(np.float64) @ real
+        return np.abs(np.asarray(y) - exact) <= _RELATIVE * (np.abs(a.astype(np.float64)) @ magnitudes)
+
+    plain = jax.jit(lambda a, q: a @ q.dequantize())
+    opponents: dict[str, Call | Missing] = {
+        PLAIN: partial(plain, jax.device_put(a), q),
+        FLOAT32: _jitted(jnp.matmul, a, floats),
+        QWIX: _NONE,
+    }
+    ours = partial(jax.jit(jq.matmul), jax.device_put(a), q)
+    rest: Any = {"unlike": frozenset({FLOAT32}), "compared": close, "multiply_adds": math.prod(shape)}
+    return Contest(ours, opponents, partial(np.ones, (m, n), bool), a.nbytes + q.nbytes, **rest)
+
+
+def _ragged(shape: tuple[int, ...], spec: jq.QuantSpec) -> Contest:
+    """Return the contest of rows that belong to the first groups, with a matrix for each of `_GROUPS` groups."""
+    m, k, n = shape
+    a, floats = inputs.finite((m, k)), inputs.finite((_GROUPS, k, n))
+    sizes = np.bincount(np.arange(m) % _GROUPS, minlength=_GROUPS).astype(np.int32)
+    q = jq.quantize(jnp.asarray(floats), spec)
+    groups = np.repeat(np.arange(_GROUPS), sizes)
+    real, magnitudes = _read_weights(q)
+
+    def close(y: Any) -> np.ndarray:
+        wide = a.astype(np.float64)
+        exact = np.stack([row @ real[group] for row, group in zip(wide, groups, strict=True)])
+        limit = np.stack([np.abs(row) @ magnitudes[group] for row, group in zip(wide, groups, strict=True)])
+        return np.abs(np.asarray(y) - exact) <= _RELATIVE * limit
+
+    operands = jax.device_put((a, sizes))
+    opponents: dict[str, Call | Missing] = {
+        PLAIN: partial(
+            jax.jit(lambda a, q, sizes: jax.lax.ragged_dot(a, q.dequantize(), sizes)), operands[0], q, operands[1]
+        ),
+        FLOAT32: _jitted(jax.lax.ragged_dot, a, floats, sizes),
+        QWIX: _NONE,
+    }
+    ours = partial(jax.jit(jq.ragged_dot), operands[0], q, operands[1])
+    rest: Any = {"unlike": frozenset({FLOAT32}), "compared": close, "multiply_adds": math.prod(shape)}
+    return Contest(ours, opponents, partial(np.ones, (m, n), bool), a.nbytes + q.nbytes, **rest)
+
+
 def _take(shape: tuple[int, ...]) -> Contest:
     length, width, lookups = shape
     table = codes((length, width), "int8", (length, 1))
@@ -310,6 +385,18 @@ def _sized(name: str, build: Callable[..., Contest], *arguments: Any) -> list[Ro
 _CUBES = [(256,) * 3, (1024,) * 3, (2048,) * 3]
 _ONE_ROW = [(1, size, size) for size in (1024, 4096)]
 _WEIGHTS = [*_ONE_ROW, (128, 1024, 4096)]
+_FEW_ROWS = [(m, 4096, 4096) for m in (1, 8, 128)]
+_GROUPS = 4
+_INT4, _UINT4 = jq.QuantSpec("int4", jq.Blocked(0, 32)), jq.QuantSpec("uint4", jq.Blocked(0, 32), symmetric=False)
+_FORMS: dict[str, tuple[jq.QuantSpec, str]] = {
+    "int4 in blocks of 32": (_INT4, ""),
+    "int4 in words": (_INT4, "words"),
+    "int4 with nested scale": (_INT4, "nested"),
+    "uint4 with zero points": (_UINT4, ""),
+    "uint4 with offset": (_UINT4, "offset"),
+    "nf4 in blocks of 32": (jq.QuantSpec(jq.nf4, jq.Blocked(0, 32)), ""),
+    "float4 in blocks of 32": (jq.QuantSpec("float4_e2m1fn", jq.Blocked(0, 32)), ""),
+}
 _TABLES = [(1000, 512, _FEW_LOOKUPS), (50000, 512, _LOOKUPS)]
 
 CONTRACTIONS = [
@@ -326,6 +413,19 @@ FLOATS = [
     *_rows("matmul float32 x nf4 in blocks of 64", _WEIGHTS, 1, _weight_only, jq.nf4, 64),
     *_rows("matmul float32 x int5 in blocks of 32", _WEIGHTS, 1, _weight_only, "int5", 32),
     *_rows("matmul float32 x int6 in blocks of 32", _WEIGHTS, 1, _weight_only, "int6", 32),
+    *(
+        row
+        for name, (spec, form) in _FORMS.items()
+        for layout, last in (("", None), (", stored last", 0))
+        for row in _rows(f"few rows float32 x {name}{layout}", _FEW_ROWS, 0, _weight_form, spec, form, last)
+    ),
+    *_rows(
+        "ragged_dot float32 x int4, 4 matrices",
+        [(m, 1024, 1024) for m in (1, 8, 128)],
+        0,
+        _ragged,
+        jq.QuantSpec("int4", jq.Blocked(1, 32)),
+    ),
     *_rows("take int8 per row", _TABLES, 1, _take),
     *_sized("quantize int8 per tensor", _quantize, None),
     *_sized("quantize int8 per tensor, outside of jit", _quantize, None, None, False),

@@ -256,7 +256,7 @@ def _contract_by_size(
         return y if config.quantized == 1 else lax.transpose(y, (*range(columns, y.ndim), *range(columns)))
 
     if rows == 1 and math.prod(q.shape) >= _FEWEST_FOR_ROW and float_rows.IS_VECTORIZED:
-        matrix = read_scaled_codes(q, x if config.is_moved else None)
+        matrix = read_scaled_codes(q, x, is_moved=config.is_moved)
         choose = float_rows.choose_form if matrix.words is None else word_rows.choose_form
         contract_row = choose(matrix, role)
         if contract_row is not None:
@@ -356,13 +356,14 @@ def _contract_planes(
     return packed_codes.join_planes(results, before + role.free.index(last))
 
 
-def read_scaled_codes(q: QuantizedArray, x: jax.Array | None = None) -> float_rows.ScaledCodes:
+def read_scaled_codes(q: QuantizedArray, x: jax.Array, *, is_moved: bool) -> float_rows.ScaledCodes:
     """Return the parts of an array in the form of the kernels.
 
     Args:
         q: an array without a stored order.
-        x: None, or an array to wait for, if the scale, the zero point and the offset of a matrix are transposed. XLA
-            would transpose those of all products of a program first, and keep them in memory until they are used.
+        x: float32, an array to wait for. XLA would unpack and transpose the zero points and scales of all products of a
+            program first, and keep them in memory until they are used.
+        is_moved: whether the scale, the zero point and the offset of a matrix are transposed.
     """
     book, packing = q.codebook, q.packing
     decode, levels = (None, ()) if book is None else (book.decode, book.levels)
@@ -371,16 +372,17 @@ def read_scaled_codes(q: QuantizedArray, x: jax.Array | None = None) -> float_ro
         is_signed = book is None and dtypes.read_bounds(packing.format)[0] < 0
         words = float_rows.WordLayout(packing.bits, packing.length, is_signed)
     stored = q.codes if packing is None else q.stored_codes
+    if stored.dtype in dtypes.FLOAT4:
+        decode = packed_codes.read_float4
     matrix = float_rows.ScaledCodes(stored, q.scale, q.zero_point, q.offset, q.block_size, decode, levels, words)
 
     def prepare(part: jax.Array | None) -> jax.Array | None:
         """Return entries, as float32 if they are no zero point, and in memory if they are transposed."""
         if part is None:
             return None
-        original = part if x is None else part.T  # This cancels the transpose.
-        if part is not q.zero_point:
-            original = matrix.guard(original)
-        if x is None:
+        original = part.T if is_moved else part  # This cancels the transpose.
+        original = matrix.guard(original) if part is not q.zero_point else packed_codes.unpack_entries(original, x)
+        if not is_moved:
             return original
         if original.dtype == dtypes.FLOAT32:
             original = weight_chunks.delay_floats(original, x)

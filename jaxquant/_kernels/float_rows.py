@@ -165,10 +165,9 @@ _LARGEST_EXPONENT, _LEAST_ELEMENT = 50, 2.0**-60
 _LEAST_SCALE_OF_LEVELS, _SMALLEST_LEVEL = 2.0**-40, 2.0**-20
 # The codes that one vector of `contract_blocks` holds: eight words of eight codes, or 16 bytes.
 _WORD_SPAN, _BYTE_SPAN = 64, LANES
-# The numbers of vectors that one loop of it adds up.
-_WORD_VECTORS, _BYTE_VECTORS = (2, 3, 4, 5, 1), tuple(range(32, 1, -1))
-# From this number of codes on, longer loops are worth the time that it takes to compile them.
-_WORD_VECTORS_OF_MANY, _MANY_WORDS = (4, 5, 3, 6, 2, 7, 1), 2**22
+# The numbers of vectors that one loop of it adds up. LLVM does not vectorize a loop of one vector of steps; with more
+# vectors of levels, it moves what it has computed to memory and back.
+_WORD_VECTORS, _LEVEL_VECTORS, _BYTE_VECTORS = (2, 3, 4, 5, 1), (1, 2, 3), tuple(range(32, 1, -1))
 # Whether XLA:CPU vectorizes the loop. Measured with jax 0.10 (it does not) and 0.12.
 IS_VECTORIZED = jax.__version_info__ >= (0, 12)
 
@@ -194,12 +193,12 @@ class ScaledCodes(NamedTuple):
         codes: integers, of rank 2 or more, with static dimensions.
         scale: float32, as `guard` returns it, of the rank of the codes; each dimension is `shape[i]`, 1, or the number
             of blocks.
-        zero_point: in the dtype of the codes, of a shape that a scale may have; or None for 0.
+        zero_point: integers of 8 bits, of a shape that a scale may have; or None for 0.
         offset: float32, as `guard` returns it, of a shape that a scale may have, which is added to the scaled codes;
             or None for 0.
         block_size: Static. The number of indices in a block, or None if all blocks are equally long.
         decode: Static. A function from codes, and the position of a code's lowest bit, to the float32 levels of a
-            codebook; or None if the codes are steps.
+            codebook, or to four times float4 numbers; or None if the codes are steps.
         levels: Static. The levels of the codebook, or none.
         words: Static. How the codes are packed along the last dimension, or None if they are not.
     """
@@ -258,7 +257,7 @@ def choose_terms(q: ScaledCodes, role: Role) -> int | None:
 
     The rows of a loop must share their entries of scale and zero point, and all blocks must have the same length.
     """
-    depth, is_integer = q.codes.shape[0], q.decode is not None or q.codes.dtype in dtypes.INTEGERS
+    depth, is_integer = q.codes.shape[0], q.codes.dtype in dtypes.INTEGERS or packed_codes.count_per_byte(q.codes) == 2
     if role.contracted != (0,) or role.batch or not is_integer:
         return None
     runs = [depth, *q.list_runs(0)]
@@ -285,7 +284,7 @@ def contract_row(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tuple[
         float32 [...]; a bool.
     """
     depth, kept = q.codes.shape[0], q.codes.shape[1:]
-    scaled, unit = scale_row(x)
+    scaled, unit = scale_row(x, is_float4=q.codes.dtype in dtypes.FLOAT4)
     # The barrier keeps XLA from converting codes that are constants while it compiles.
     q = q._replace(codes=lax.optimization_barrier(q.codes))
     parts: list[jax.Array] = []
@@ -353,7 +352,7 @@ def choose_vectors(q: ScaledCodes, role: Role) -> int | None:
     if bits == 4:
         if packed_codes.count_per_byte(q.codes) != 2:
             return None
-        span, choices = _WORD_SPAN, _WORD_VECTORS_OF_MANY if q.codes.size >= _MANY_WORDS else _WORD_VECTORS
+        span, choices = _WORD_SPAN, _WORD_VECTORS if q.decode is None else _LEVEL_VECTORS
     elif q.decode is None and q.codes.dtype in dtypes.EIGHT_BITS:
         span, choices = _BYTE_SPAN, _BYTE_VECTORS
     else:
@@ -376,7 +375,7 @@ def contract_blocks(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tup
         role: the role of each dimension of the codes.
         terms: what `choose_vectors` returns.
     """
-    scaled, unit = scale_row(x)
+    scaled, unit = scale_row(x, is_float4=q.codes.dtype in dtypes.FLOAT4)
     shape, depth = q.codes.shape, q.codes.shape[-1]
     is_packed = dtypes.count_packed_bits(q.codes.dtype) == 4
     # The element of a lane comes from one position of each word: [positions, groups, terms, lanes].
@@ -395,7 +394,8 @@ def contract_blocks(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tup
         return jnp.broadcast_to(expanded, (*shape[:-1], expanded.shape[-1])).reshape(codes.shape[0], -1)
 
     entries = (take(q.scale), take(q.zero_point), take(q.offset))
-    size = _CHUNK if is_packed else q.codes.size
+    # The loops over levels write twice as many sums, which stay in memory beside the copy of a chunk.
+    size = _CHUNK // (1 if q.decode is None else 2) if is_packed else q.codes.size
     pieces = min(-(-q.codes.size // size), _MOST_CHUNKS, codes.shape[0])
     length = -(-codes.shape[0] // pieces)
     parts: list[jax.Array] = []
@@ -431,9 +431,10 @@ def _contract_vectors(
     """
     count, groups, terms, lanes = factors.shape
     columns, span, dtype = codes.shape[0], lanes * count, np.dtype(codes.dtype)
+    is_signed = decode_levels is None and dtypes.read_bounds(dtype)[0] < 0
     stored = codes
     if count > 1:
-        stored = lax.bitcast_convert_type(codes.reshape(columns, -1, count), jnp.uint32)
+        stored = packed_codes.read_words(codes)
         # The barrier keeps XLA from reading words code by code in the loop.
         stored = lax.optimization_barrier(barriers.wait_for(stored, done))
     stored = stored.reshape(columns, groups, terms, lanes)
@@ -459,14 +460,19 @@ def _contract_vectors(
         # A slice is converted, not the whole, which XLA:CPU would write to memory.
         part = stored[:, :, vector]
         part = lax.bitcast_convert_type(part, jnp.int32) if count > 1 else part.astype(jnp.int32)
-        point = None if zero_point is None else take(zero_point, vector).astype(jnp.int32)
+        point = None if zero_point is None else take(zero_point, vector)
+        if point is not None and count > 1:
+            point = packed_codes.compute_base(point, 4, signed=is_signed)
         total = None
         for position in range(count):
             if decode_levels is not None:
                 weights = decode_levels(part, jnp.full(part.shape, 4 * position, jnp.int32))
+            elif count == 1:
+                weights = (part if point is None else part - point.astype(jnp.int32)).astype(jnp.float32)
+            elif point is None:
+                weights = packed_codes.read_nibble(part, dtype, 4 * position).astype(jnp.float32)
             else:
-                steps = part if count == 1 else packed_codes.read_nibble(part, dtype, 4 * position)
-                weights = (steps if point is None else steps - point).astype(jnp.float32)
+                weights = packed_codes.read_steps(part, 4, 4 * position, point, signed=is_signed)
             product = factors[position][None, :, vector] * weights
             total = product if total is None else total + product
         assert total is not None
@@ -478,10 +484,14 @@ def _contract_vectors(
     return jnp.sum(lax.optimization_barrier(functools.reduce(jnp.add, products)), axis=(1, 2))
 
 
-def scale_row(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return a row scaled to magnitudes of about 2**50, with NaN for numbers that are too small, and its unit."""
+def scale_row(x: jax.Array, *, is_float4: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Return a row scaled to magnitudes of about 2**50, with NaN for numbers that are too small, and its unit.
+
+    For float4 codes, of which `packed_codes.read_float4` returns four times the numbers, the row is divided by 4.
+    """
     factor, unit = compute_powers(jnp.max(jnp.abs(x)), _LARGEST_EXPONENT)
     scaled = jnp.where(_is_tiny(x, 0), np.float32(np.nan), _replace_tiny(x * factor, _LEAST_ELEMENT))
+    scaled = scaled * np.float32(0.25) if is_float4 else scaled
     # The barrier keeps XLA from scaling the row again for each column.
     return lax.optimization_barrier(scaled), unit
 
@@ -531,7 +541,7 @@ def _take_rows(q: ScaledCodes, role: Role, chunk: Chunk) -> tuple[jax.Array, jax
 
     # XLA:CPU cuts codes of less than a byte fast only at indices that it knows.
     codes = lax.slice_in_dim(q.codes.reshape(-1, columns), chunk.start, chunk.start + chunk.length)
-    zero_point = None if q.zero_point is None else take(q.zero_point.astype(jnp.int32))
+    zero_point = None if q.zero_point is None else take(q.zero_point)
     return codes, take(q.scale), zero_point, None if q.offset is None else take(q.offset)
 
 
@@ -562,11 +572,15 @@ def _contract_rows(
         ) -> jax.Array:
             if decode_levels is not None:
                 return decode_levels(row, position * 8 // count)
+            if zero_point is not None and count > 1:
+                width, signed = 8 // count, dtypes.read_bounds(dtype)[0] < 0
+                base = packed_codes.compute_base(zero_point, width, signed=signed)
+                return packed_codes.read_steps(row, width, position * width, base, signed=signed)
             steps = packed_codes.read_plane(row, dtype, position, count)
-            return (steps if zero_point is None else steps - zero_point).astype(jnp.float32)
+            return (steps if zero_point is None else steps - zero_point.astype(jnp.int32)).astype(jnp.float32)
 
         products = [factors[:, i, None] * decode(rows[:, i]) for i in range(terms)]
-        total = functools.reduce(jnp.add, products) * _take_plane(scale, position, count)
+        total = add_terms(products, decode_levels) * _take_plane(scale, position, count)
         sums.append(_sum_groups(total if offset is None else total + _take_plane(offset, position, count)))
     return jnp.stack(sums)
 
@@ -589,7 +603,7 @@ def _contract_words(
         factors: float32 [groups, terms].
         rows: uint32 [groups, terms, words].
         scale: float32 [groups, columns or 1].
-        zero_point: the zero point, int32 [groups, columns or 1], or None.
+        zero_point: [groups, columns or 1], or None.
         offset: the offset times the sum of the factors, float32 [groups, columns or 1], or None.
         dtype: the dtype of the codes.
         decode_levels: as `ScaledCodes.decode`.
@@ -601,18 +615,33 @@ def _contract_words(
         return part[:, None] if part.shape[1] == 1 else part.reshape(shape)
 
     first_bit = lax.broadcasted_iota(jnp.int32, shape, 2) * np.int32(4)
+    is_signed = decode_levels is None and dtypes.read_bounds(dtype)[0] < 0
+    base = None if zero_point is None else packed_codes.compute_base(spread(zero_point), 4, signed=is_signed)
     products = []
     for i in range(terms):
         row = jnp.broadcast_to(rows[:, i, :, None], shape)
         if decode_levels is not None:
             weights = decode_levels(row, first_bit)
+        elif base is None:
+            weights = packed_codes.read_lane(row, dtype, first_bit).astype(jnp.float32)
         else:
-            steps = packed_codes.read_lane(row, dtype, first_bit)
-            weights = (steps if zero_point is None else steps - spread(zero_point)).astype(jnp.float32)
+            weights = packed_codes.read_steps(row, 4, first_bit, base, signed=is_signed)
         products.append(factors[:, i, None, None] * weights)
-    total = functools.reduce(jnp.add, products) * spread(scale)
+    total = add_terms(products, decode_levels) * spread(scale)
     total = total if offset is None else total + spread(offset)
     return _sum_groups(total.reshape(groups, -1))[None]
+
+
+def add_terms(products: Sequence[jax.Array], decode_levels: Callable[..., jax.Array] | None) -> jax.Array:
+    """Return the sum of the products of a loop.
+
+    Products with steps are added up as two sums, because a processor adds to one while the other waits. Decoding levels
+    takes longer than adding, and needs the registers.
+    """
+    if decode_levels is not None:
+        return functools.reduce(jnp.add, products)
+    even, odd = (functools.reduce(jnp.add, products[start::2]) for start in (0, 1))
+    return even + odd
 
 
 def _sum_groups(products: jax.Array) -> jax.Array:

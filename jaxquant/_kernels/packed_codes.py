@@ -24,12 +24,15 @@ import numpy as np
 from jax import lax
 
 from .._core import dtypes, sharding
+from . import barriers
 
 if TYPE_CHECKING:
     pass
 
 # Below this number of codes, XLA's own conversion costs less than an additional loop.
 _LARGE = 2**16
+# The float32 whose last bit is worth 1, and its bits.
+_UNIT, _UNIT_BITS = 2**23, 0x4B000000
 
 
 def count_per_byte(codes: jax.Array, dtype: np.dtype | None = None) -> int:
@@ -39,7 +42,8 @@ def count_per_byte(codes: jax.Array, dtype: np.dtype | None = None) -> int:
     """
     dtype = np.dtype(codes.dtype) if dtype is None else dtype
     width = dtypes.count_packed_bits(dtype)
-    if width >= 8 or dtype not in dtypes.INTEGERS or not codes.ndim or sharding.is_placed(codes):
+    is_known = dtype in dtypes.INTEGERS or dtype in dtypes.FLOAT4
+    if width >= 8 or not is_known or not codes.ndim or sharding.is_placed(codes):
         return 1
     length = codes.shape[-1]
     return 8 // width if isinstance(length, int) and length and length % (8 // width) == 0 else 1
@@ -50,7 +54,14 @@ def read_bytes(codes: jax.Array) -> jax.Array:
     count = count_per_byte(codes)
     if count == 1:
         return codes
-    return lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], codes.shape[-1] // count, count), jnp.uint8)
+    return _join_last(codes, count, np.dtype(jnp.uint8))
+
+
+def _join_last(codes: jax.Array, count: int, dtype: np.dtype) -> jax.Array:
+    """Return codes with `count` of the last dimension in one element of another dtype."""
+    if codes.dtype in dtypes.FLOAT4:
+        codes = lax.bitcast_convert_type(codes, jnp.uint4)
+    return lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], codes.shape[-1] // count, count), dtype)
 
 
 def read_plane(stored: jax.Array, dtype: np.dtype, position: int, count: int) -> jax.Array:
@@ -75,9 +86,7 @@ def read_plane(stored: jax.Array, dtype: np.dtype, position: int, count: int) ->
 
 def read_words(codes: jax.Array) -> jax.Array | None:
     """Return codes of 4 bits as uint32 with a shorter last dimension, or None if they cannot be read like that."""
-    if count_per_byte(codes) != 2 or codes.shape[-1] % 8:
-        return None
-    return lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], codes.shape[-1] // 8, 8), jnp.uint32)
+    return None if count_per_byte(codes) != 2 or codes.shape[-1] % 8 else _join_last(codes, 8, np.dtype(jnp.uint32))
 
 
 def read_lane(words: jax.Array, dtype: np.dtype, first_bit: jax.Array) -> jax.Array:
@@ -93,6 +102,66 @@ def read_lane(words: jax.Array, dtype: np.dtype, first_bit: jax.Array) -> jax.Ar
     raised = lax.shift_left(wide, np.int32(32 - width) - first_bit)
     is_signed = dtypes.read_bounds(dtype)[0] < 0
     return (lax.shift_right_arithmetic if is_signed else lax.shift_right_logical)(raised, np.int32(32 - width))
+
+
+def unpack_entries(codes: jax.Array, predecessor: jax.Array) -> jax.Array:
+    """Return codes of less than 8 bits as int8, those of 4 bits by a loop that XLA:CPU vectorizes, others unchanged.
+
+    The loop waits for `predecessor`; otherwise XLA would unpack those of a whole program first.
+    """
+    words = read_words(codes)
+    if words is None:
+        return codes if dtypes.count_packed_bits(codes.dtype) == 8 else codes.astype(jnp.int8)
+    shape, dtype = (*words.shape, 8), np.dtype(codes.dtype)
+    first_bit = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1) * np.int32(4)
+    # The barriers keep XLA from reading words, or codes, one by one where they are used.
+    row = jnp.broadcast_to(lax.optimization_barrier(barriers.wait_for(words, predecessor))[..., None], shape)
+    return lax.optimization_barrier(read_lane(row, dtype, first_bit).astype(jnp.int8)).reshape(codes.shape)
+
+
+def read_steps(words: jax.Array, width: int, first_bit: int | jax.Array, base: jax.Array, *, signed: bool) -> jax.Array:
+    """Return, as float32, the codes that begin at these bits of words, minus a zero point.
+
+    A code in the last bits of the float 2**23 adds itself to it. The one subtraction of a float then converts the code,
+    subtracts the zero point, and extends the sign. It is exact.
+
+    Args:
+        words: uint32 or int32.
+        width: the number of bits of a code.
+        first_bit: an int, or int32 of the shape of `words`.
+        base: what `compute_base` returns for the zero point, of a shape that broadcasts.
+        signed: whether the codes are in two's complement.
+    """
+    wide = words.astype(jnp.uint32)
+    shift = np.uint32(first_bit) if isinstance(first_bit, int) else first_bit.astype(jnp.uint32)
+    # Changing the sign bit turns two's complement into codes from 0 on.
+    code = lax.shift_right_logical(wide, jnp.broadcast_to(shift, wide.shape)) & np.uint32(2**width - 1)
+    return lax.bitcast_convert_type(code ^ np.uint32(_UNIT_BITS + signed * 2 ** (width - 1)), jnp.float32) - base
+
+
+def read_float4(words: jax.Array, first_bit: int | jax.Array) -> jax.Array:
+    """Return, as float32, four times the float4 numbers that begin at these bits of words, without a branch.
+
+    Args:
+        words: integers that hold the bits of the codes.
+        first_bit: an int, or int32 of the shape of `words`.
+    """
+    wide = words.astype(jnp.uint32)
+    shift = np.uint32(28 - first_bit) if isinstance(first_bit, int) else (np.int32(28) - first_bit).astype(jnp.uint32)
+    # The sign is the highest bit now. Below it, two bits of the exponent and one of the fraction become those of a
+    # float32 with an exponent of 2 or more.
+    raised = lax.shift_left(wide, jnp.broadcast_to(shift, wide.shape))
+    magnitude = lax.shift_right_logical(raised, np.uint32(6)) & np.uint32(0x01C00000)
+    y = lax.bitcast_convert_type(magnitude | np.uint32(0x40000000), jnp.float32)
+    # Numbers with the lowest exponent are subnormal in float4: 2 and 3 stand for 0 and 2. Others become no smaller.
+    y = lax.min(y, y + y - np.float32(4))
+    sign = raised & np.uint32(0x80000000)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(y, jnp.uint32) | sign, jnp.float32)
+
+
+def compute_base(zero_point: jax.Array, width: int, *, signed: bool) -> jax.Array:
+    """Return what `read_steps` subtracts for a zero point, float32, from the zero point in the dtype of the codes."""
+    return zero_point.astype(jnp.float32) + np.float32(_UNIT + signed * 2 ** (width - 1))
 
 
 def read_nibble(words: jax.Array, dtype: np.dtype, first_bit: int) -> jax.Array:

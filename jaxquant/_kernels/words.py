@@ -107,7 +107,37 @@ def split_words(words: jax.Array, bits: int, length: int) -> tuple[jax.Array, ..
     return low.reshape(*lead, layout.parts, second), high.reshape(*lead, 1, second)
 
 
-def read_lane(planes: tuple[jax.Array, ...], bits: int, lane: int | jax.Array, *, signed: bool) -> jax.Array:
+def split_vectors(
+    words: jax.Array, bits: int, length: int, size: int, number: int, count: int
+) -> tuple[jax.Array, ...]:
+    """Return every `count`-th vector of the planes of rows of words, from one vector on.
+
+    They are cut out of the words as they are in memory, so that XLA:CPU does not copy them. The planes must be even.
+
+    Args:
+        words: uint32 [..., count_words(length, bits)].
+        bits: the number of bits of a code.
+        length: the number of codes in a row.
+        size: the number of words in a vector.
+        number: the first vector.
+        count: a number that divides the number of vectors of each part.
+
+    Returns:
+        uint32 [..., parts, v / (size * count), size], where `split_words` returns [..., parts, v]; for 3, 5 and 6 bits
+        also those of the second plane, [..., 1, v / (size * count), size].
+    """
+    layout, (first, second) = _LAYOUTS[bits], _count_plane_words(length, bits)
+    lead, vectors = words.shape[:-1], words.reshape(*words.shape[:-1], -1, size)
+    spans = [(0, first // size, layout.parts)]
+    if layout.high:
+        spans.append((first // size, (first + second) // size, 1))
+    cut = (lax.slice_in_dim(vectors, start + number, end, count, len(lead)) for start, end, _ in spans)
+    return tuple(plane.reshape(*lead, parts, -1, size) for plane, (_, _, parts) in zip(cut, spans, strict=True))
+
+
+def read_lane(
+    planes: tuple[jax.Array, ...], bits: int, lane: int | jax.Array, *, signed: bool, part_axis: int = -2
+) -> jax.Array:
     """Return, as int32, the codes of one lane of rows of words, in their order.
 
     They are the codes `lane * w` to `lane * w + w - 1`, or 0 beyond the end of a row.
@@ -117,6 +147,7 @@ def read_lane(planes: tuple[jax.Array, ...], bits: int, lane: int | jax.Array, *
         bits: the number of bits of a code.
         lane: an int, or int32 of a shape that broadcasts with the planes, for several lanes at once.
         signed: whether the codes are in two's complement.
+        part_axis: the dimension of the parts, negative.
 
     Returns:
         int32 of the common shape, [..., parts, v].
@@ -128,7 +159,7 @@ def read_lane(planes: tuple[jax.Array, ...], bits: int, lane: int | jax.Array, *
     # A shift to the left and back removes the other bits and extends the sign.
     code = _raise_lane(low, layout.low, lane)
     if layout.high:
-        part = sharding.place_like(lax.broadcasted_iota(jnp.int32, shape, len(shape) - 2), low)
+        part = sharding.place_like(lax.broadcasted_iota(jnp.int32, shape, len(shape) + part_axis), low)
         raised = _raise_lane(high[0], layout.high, lane, part * np.int32(layout.unit))
         # The high bits of the code are the highest bits of the word, and the low ones follow.
         mask = np.int32(-(2 ** (32 - layout.high)))

@@ -178,6 +178,7 @@ BLOCKS = {
     "int4, blocks of 128": QuantSpec("int4", Blocked(0, 128)),
     "int8": QuantSpec("int8", Blocked(0, 32)),
     "uint8, zero points": QuantSpec("uint8", Blocked(0, 16), symmetric=False),
+    "float4": QuantSpec("float4_e2m1fn", Blocked(0, 32)),
 }
 
 
@@ -239,7 +240,7 @@ def test_unusual_scales_of_blocks(stored_last: int | None, scale: float, rng: np
 @on_cpu
 @pytest.mark.skipif(not float_rows.IS_VECTORIZED, reason="the form is off")
 @pytest.mark.parametrize("stored_last", [None, 0])
-@pytest.mark.parametrize("name", ["int4", "uint4, zero points", "int8"])
+@pytest.mark.parametrize("name", ["int4", "uint4, zero points", "int8", "float4"])
 def test_memory_of_blocks(name: str, stored_last: int | None) -> None:
     """No array of the size of the weights is made, in any branch, neither for one product nor for several."""
     w = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
@@ -254,3 +255,43 @@ def test_memory_of_blocks(name: str, stored_last: int | None) -> None:
     # The weights of one product take 4 * w.size bytes as float32, its scales in blocks of 32 an eighth of w.size.
     assert program.memory.temp_size_in_bytes < w.size
     assert program.widest() <= w.size // 2
+
+
+@on_cpu
+@pytest.mark.parametrize("stored_last", [None, 0])
+@pytest.mark.parametrize("columns", [96, 93])
+@pytest.mark.parametrize("scale_dtype", ["float32", "float8_e8m0fnu"])
+def test_all_float4_numbers(scale_dtype: str, columns: int, stored_last: int | None) -> None:
+    """A row with one 1 returns the numbers themselves; an odd number of columns is not read as words."""
+    depth = 512
+    bits = np.arange(depth * columns, dtype=np.uint8).reshape(depth, columns) * 7 % 16
+    magnitudes = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    real = np.where(bits < 8, magnitudes[bits % 8], -magnitudes[bits % 8])
+    scale = jnp.asarray(2.0 ** (np.arange(16 * columns).reshape(16, columns) % 5 - 2), scale_dtype)
+    order = (-1, -2) if stored_last == 0 else None
+    q = QuantizedArray(jnp.asarray(real, "float4_e2m1fn"), scale, dtype=jnp.float32, stored_order=order)
+    want = real * np.repeat(np.asarray(scale, np.float32), 32, 0)
+    multiply = jax.jit(jq.matmul)
+    for k in range(0, depth, 37):
+        np.testing.assert_array_equal(multiply(np.eye(1, depth, k, np.float32), q)[0], want[k])
+
+
+@on_cpu
+@pytest.mark.parametrize("stored_last", [None, 0])
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+def test_codes_at_the_zero_point(dtype: str, pack: bool, stored_last: int | None, rng: np.random.Generator) -> None:
+    """They are 0.0, not a rounded difference of two sums; all other codes are exact with a row of one 1."""
+    low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
+    points = rng.integers(low, high + 1, (8, 128))
+    codes = np.where(rng.random((256, 128)) < 0.5, np.repeat(points, 32, 0), rng.integers(low, high + 1, (256, 128)))
+    codes[:, :64] = np.repeat(points[:, :64], 32, 0)
+    order = (-1, -2) if stored_last == 0 else None
+    q = QuantizedArray(
+        jnp.asarray(codes, dtype), jnp.ones((8, 128), jnp.float32), jnp.asarray(points, dtype), stored_order=order
+    )
+    q = q.pack() if pack else q
+    assert not np.any(jax.jit(jq.matmul)(rng.normal(size=(1, 256)).astype(np.float32), q)[0, :64])
+    for k in range(0, 256, 17):
+        got = jax.jit(jq.matmul)(np.eye(1, 256, k, np.float32), q)[0]
+        np.testing.assert_array_equal(got, codes[k] - points[k // 32])
