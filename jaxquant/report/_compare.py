@@ -71,7 +71,8 @@ def _describe_values(x: jax.Array, q: Any, operand: Any, record: Mapping[str, An
     if operand.calibrator is not None:
         codes = np.asarray(operand.spec.bounds, np.float32)
         if isinstance(scale, QuantizedArray):  # the largest of the float8 scales, which a static range gives
-            codes, scale = codes * np.float32(operand.spec.scale_spec.bounds[1]), scale.scale
+            codes = codes * np.float32(operand.spec.scale_spec.bounds[1])
+            scale = 1 / scale.scale if scale.inverse_scale else scale.scale
         zero_point = 0 if q.zero_point is None else q.zero_point.astype(jnp.float32).ravel()[0]
         ends = (codes - zero_point) * scale.astype(jnp.float32).ravel()[0]
     least, most = record["extremes"][0], record["extremes"][1]

@@ -31,10 +31,9 @@ def draw(rng: np.random.Generator) -> tuple[Any, np.ndarray]:
 
 def dequantize(x: np.ndarray, rule: str, reached: float | None = None) -> np.ndarray:
     """Return the float64 numbers of the codes of the oracle."""
-    codes, scale, shared, _ = text.quantize_nvfp4(x, rule, reached=reached)
+    codes, _, _, divisor = text.quantize_nvfp4(x, rule, reached=reached)
     levels = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
-    factor = (scale.view(ml_dtypes.float8_e4m3fn).astype(F32) * F32(shared)).astype(F32)
-    return levels * np.repeat(factor, 16, -1)
+    return levels * np.repeat(divisor, 16, -1)
 
 
 @pytest.mark.parametrize("is_static", [False, True])
@@ -111,13 +110,14 @@ def test_gradients_stop_where_activations_saturate(rng: np.random.Generator) -> 
 def test_reports_count_what_saturates(rng: np.random.Generator) -> None:
     params, x = draw(rng)
     x = np.abs(x)
-    for is_static in (True, False):
+    cases: list[tuple[bool, Any]] = [(True, "modelopt"), (False, "modelopt"), (True, "compressed_tensors")]
+    for is_static, rule in cases:
         calibrator = jq.calibration.minmax if is_static else None
-        rules = jq.recipes.nvfp4(activations=FLOAT4, calibrator=calibrator)
+        rules = jq.recipes.nvfp4(scale_rule=rule, activations=FLOAT4, calibrator=calibrator)
         prepared = jq.prepare(multiply, params, x, rules=rules)
         q = prepared.convert(params, prepared.calibrate(params, [x / 4]) if is_static else {})
         (row,) = jq.report.compare(prepared, params, q, [x])
-        values = dequantize(x, "modelopt", float(np.abs(x).max() / 4) if is_static else None)
+        values = dequantize(x, rule, float(np.abs(x).max() / 4) if is_static else None)
         wide = x.astype(np.float64)
         expected = 10 * np.log10(np.sum(wide**2) / np.sum((wide - values) ** 2))
         assert row.activation_sqnr is not None
