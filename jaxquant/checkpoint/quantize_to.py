@@ -33,7 +33,7 @@ def quantize_to(
     Args:
         params: float32, float16 or bfloat16 arrays by name; weights have the shape (outputs, inputs).
         target: the format, from the table.
-        keep: patterns of the names that stay as they are, such as "lm_head*".
+        keep: Static. Patterns of the names that stay as they are, such as "lm_head*".
 
     Returns:
         The tensors by name, and the `Info` with the configuration of the model.

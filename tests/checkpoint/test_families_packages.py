@@ -72,7 +72,9 @@ ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "pack-quantized, 3 bits, asymmetric": (
         "pack-quantized", {"num_bits": 3, "strategy": "group", "group_size": 16, "symmetric": False},
     ),
-    "pack-quantized, 5 bits, asymmetric": ("pack-quantized", {"num_bits": 5, "strategy": "channel", "symmetric": False}),
+    "pack-quantized, 5 bits, asymmetric": (
+        "pack-quantized", {"num_bits": 5, "strategy": "channel", "symmetric": False},
+    ),
     "int-quantized": ("int-quantized", {"num_bits": 8, "strategy": "channel"}),
     "int-quantized, asymmetric": ("int-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": False}),
     "int-quantized, one scale": ("int-quantized", {"num_bits": 8, "strategy": "tensor"}),
