@@ -224,7 +224,7 @@ def make_array(
     return q.pack(f"{codes.dtype.name.removesuffix('8')}{bits}") if bits in _NARROW else q
 
 
-def has_signs(scale: np.ndarray) -> bool:
+def has_signs(scale: jax.Array | np.ndarray) -> bool:
     """Return whether a scale is zero or negative anywhere."""
     return scale.dtype != E8M0 and bool((scale <= 0).any())
 
