@@ -11,8 +11,8 @@ from ..calibration.running import minmax
 from .rules import Activation, Rule, Weight
 
 __all__ = [
-    "fp8_dynamic", "gguf", "mxfp4", "mxfp8", "nvfp4", "onednn", "onnx_runtime", "w4a8", "w8a8_dynamic", "w8a8_static",
-    "weight_only_fp8", "weight_only_int4", "weight_only_int8",
+    "fp8_dynamic", "gguf", "gptq", "mxfp4", "mxfp8", "nvfp4", "onednn", "onnx_runtime", "w4a8", "w8a8_dynamic",
+    "w8a8_static", "weight_only_fp8", "weight_only_int4", "weight_only_int8",
 ]  # fmt: skip
 
 
@@ -39,6 +39,24 @@ def weight_only_int4(block: int = 32) -> tuple[Rule, ...]:
         Rule(operation="ragged_dot", weight=weight),
         Rule(weight=Weight("int8")),
     )
+
+
+def gptq(bits: int = 4, block: int = 128, *, symmetric: bool = True) -> tuple[Rule, ...]:
+    """Return rules for weights that GPTQ's and, with 4 bits, AWQ's files hold, with activations in floats.
+
+    They are unsigned, with a float16 scale and a zero point for each block of inputs. The rules choose them by round to
+    nearest; `jq.ptq.GPTQ` finds better ones in the same form. `jq.checkpoint.save` writes them. Convolutions and
+    lookups stay in floats.
+
+    Args:
+        bits: the bits of a code: 2, 3, 4 or 8.
+        block: the number of inputs that share a scale.
+        symmetric: True for zero points of 2**(bits - 1).
+    """
+    checks.require(bits in (2, 3, 4, 8), "recipes.gptq", "bits", "2, 3, 4 or 8", bits)
+    options = {"symmetric": symmetric, "scale_dtype": "float16"}
+    weight = Weight(f"uint{bits}", block=block, options=options)
+    return (Rule(operation="dot_general", weight=weight), Rule(keep="float"))
 
 
 def weight_only_fp8() -> tuple[Rule, ...]:

@@ -468,7 +468,8 @@ NVFP4 = scheme(num_bits=4, type="float", strategy="tensor_group", group_size=16)
 INT8 = scheme(num_bits=8, strategy="channel")
 PACKED3 = scheme(num_bits=3, strategy="group", group_size=32, symmetric=False)
 PACKED3["config.json"]["quantization_config"]["format"] = "pack-quantized"
-MX = {"scale_dtype": "float8_e8m0fnu"}
+BLOCKS = jq.QuantSpec("float8_e4m3fn", jq.Blocked((0, 1), (32, 32)))
+MX: dict[str, Any] = {"scale_dtype": "float8_e8m0fnu"}
 NEW: dict[str, tuple[str, Any, Callable[[np.ndarray], jq.QuantizedArray]]] = {
     "GPTQ": ("gptq", quantization(**GPTQ), blocked("int4", 0, scale_dtype="float16")),
     "AWQ": ("awq", quantization(quant_method="awq", bits=4, group_size=32), blocked("uint4", 0)),
@@ -476,10 +477,7 @@ NEW: dict[str, tuple[str, Any, Callable[[np.ndarray], jq.QuantizedArray]]] = {
     "int8": ("compressed-tensors", INT8, lambda x: jq.quantize(x, jq.QuantSpec("int8", jq.PerAxis(0)))),
     "NVFP4": ("compressed-tensors", NVFP4, lambda x: make_nested(x, inverse=True)),
     "ModelOpt": ("modelopt", NVFP4_MODELOPT, lambda x: make_nested(x, inverse=False)),
-    "fp8": (
-        "fp8", quantization(**FP8),
-        lambda x: jq.quantize(x, jq.QuantSpec("float8_e4m3fn", jq.Blocked((0, 1), (32, 32)))),
-    ),
+    "fp8": ("fp8", quantization(**FP8), lambda x: jq.quantize(x, BLOCKS)),
     "MXFP4": ("mxfp4", quantization(quant_method="mxfp4"), blocked("float4_e2m1fn", **MX)),
     "MLX": ("mlx", MLX4, blocked("uint5", offset=True, scale_dtype="bfloat16")),
     "MLX mxfp4": ("mlx", MXFP4_MLX, blocked("float4_e2m1fn", **MX)),
@@ -491,7 +489,7 @@ def test_new_folders(rng: np.random.Generator, tmp_path: pathlib.Path, name: str
     """A folder of arrays that JAX made, by a configuration, has their codes and values when it is loaded."""
     kind, configs, make = NEW[name]
     q = make(rng.normal(size=(64, 96)).astype(F32))
-    tensors = {"model.a.weight": q, "model.b.weight": make(rng.normal(size=(64, 96)).astype(F32))}
+    tensors: dict[str, Any] = {"model.a.weight": q, "model.b.weight": make(rng.normal(size=(64, 96)).astype(F32))}
     tensors["model.norm.weight"] = jnp.ones(4)
     checkpoint.save(tmp_path / "model", tensors, checkpoint.Info(kind, configs))
     loaded, info = checkpoint.load(tmp_path / "model")

@@ -21,6 +21,7 @@ RECIPES = {
     "w8a8_static": jq.recipes.w8a8_static(),
     "weight_only_int8": jq.recipes.weight_only_int8(),
     "weight_only_int4": jq.recipes.weight_only_int4(block=4),
+    "gptq": jq.recipes.gptq(block=4),
     "weight_only_fp8": jq.recipes.weight_only_fp8(),
     "fp8_dynamic": jq.recipes.fp8_dynamic(),
     "mxfp8": jq.recipes.mxfp8(),

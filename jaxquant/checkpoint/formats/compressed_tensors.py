@@ -244,7 +244,7 @@ def _name_integers(kind: str, bits: int) -> tuple[str, ...]:
     return ("int8",)
 
 
-def _split_nested(entry: TensorInfo, scale: Any) -> tuple[Any, Any]:
+def _split_nested(entry: TensorInfo, scale: family.Part) -> tuple[family.Part, family.Part]:
     """Return the float8 scales and the global scale that divides them."""
     if not isinstance(scale, QuantizedArray) or not scale.inverse_scale or scale.offset is not None:
         got = repr(scale) if isinstance(scale, QuantizedArray) else scale.dtype

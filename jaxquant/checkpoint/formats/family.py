@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -21,6 +22,7 @@ FLOATS = (F16, BF16, F32)
 INT8, UINT8, INT32, UINT32 = (np.dtype(t) for t in (np.int8, np.uint8, np.int32, np.uint32))
 # The settings of a configuration, and what a message calls their place in it.
 Settings = Mapping[str, Any]
+Part = QuantizedArray | jax.Array | np.ndarray
 _NARROW = (3, 5, 6)
 _HEAD_NOTE = "not quantized, as most programs leave the last layer"
 _LONGEST_PATTERN, _LONGEST_NAME, _MOST_LOOPS = 1000, 512, 4
@@ -40,7 +42,7 @@ def get_quantization(configs: Mapping[str, Any]) -> Settings:
     return settings if isinstance(settings, dict) else {}
 
 
-def get_setting(settings: Settings, names: str | Sequence[str], allowed: Sequence[Any], default: Any = ...) -> Any:
+def get_setting(settings: Settings, names: str | Sequence[str], allowed: Sequence[Any], default: object = ...) -> Any:
     """Return a setting that has one of some values; raise CheckpointError for others.
 
     Args:
@@ -61,7 +63,7 @@ def get_setting(settings: Settings, names: str | Sequence[str], allowed: Sequenc
     return default
 
 
-def get_size(settings: Settings, names: str | Sequence[str], default: Any = ...) -> int:
+def get_size(settings: Settings, names: str | Sequence[str], default: int | None = None) -> int:
     """Return a setting that is a positive int, or -1 for a whole row; raise CheckpointError for others."""
     keys = (names,) if isinstance(names, str) else names
     for key in keys:
@@ -70,7 +72,7 @@ def get_size(settings: Settings, names: str | Sequence[str], default: Any = ...)
             if type(value) is not int or not (value == -1 or 0 < value < 2**31):
                 raise refuse(key, "a size of groups, or -1", shorten_name(repr(value)[:200]))
             return value
-    if default is ...:
+    if default is None:
         raise refuse(keys[0], "a size of groups, or -1", "none")
     return default
 
@@ -201,7 +203,9 @@ def hold_codes(codes: np.ndarray, bits: int) -> np.ndarray:
     return codes if name is None else codes.view(np.dtype(getattr(ml_dtypes, prefix + name)))
 
 
-def make_array(codes: np.ndarray, bits: int, scale: Any, zero_point: Any = None, **options: Any) -> QuantizedArray:
+def make_array(
+    codes: np.ndarray, bits: int, scale: Part, zero_point: np.ndarray | None = None, **options: Any
+) -> QuantizedArray:
     """Return a quantized array of codes in int8, uint8 or small floats, packed if they have 3, 5 or 6 bits.
 
     Args:
@@ -220,7 +224,7 @@ def make_array(codes: np.ndarray, bits: int, scale: Any, zero_point: Any = None,
     return q.pack(f"{codes.dtype.name.removesuffix('8')}{bits}") if bits in _NARROW else q
 
 
-def has_signs(scale: np.ndarray) -> bool:
+def has_signs(scale: jax.Array | np.ndarray) -> bool:
     """Return whether a scale is zero or negative anywhere."""
     return scale.dtype != E8M0 and bool((scale <= 0).any())
 
@@ -230,7 +234,7 @@ def read_codes(q: QuantizedArray) -> np.ndarray:
     return widen_codes(q.codes)
 
 
-def widen_codes(part: Any) -> np.ndarray:
+def widen_codes(part: jax.Array | np.ndarray) -> np.ndarray:
     """Return integers of less than 8 bits in int8 or uint8, and other arrays as they are."""
     array = np.asarray(part)
     name = array.dtype.name
@@ -285,7 +289,7 @@ def check_written(entry: TensorInfo, q: QuantizedArray, formats: Sequence[str], 
 
 
 def write_floats(
-    entry: TensorInfo, part: Any, name: str, dtypes: Sequence[np.dtype], shape: Sequence[int]
+    entry: TensorInfo, part: Part, name: str, dtypes: Sequence[np.dtype], shape: Sequence[int]
 ) -> np.ndarray:
     """Return a scale or another part with one of some dtypes, expanded to a shape; raise CheckpointError for others."""
     if isinstance(part, QuantizedArray) or np.dtype(part.dtype) not in dtypes:
@@ -368,6 +372,6 @@ def get_bits(q: QuantizedArray) -> int:
     return int(digits or 0)
 
 
-def get_type(part: Any) -> tuple[np.dtype, tuple[int, ...]]:
+def get_type(part: Part) -> tuple[np.dtype, tuple[int, ...]]:
     """Return the dtype and the shape of a part of an array."""
     return np.dtype(part.dtype), tuple(part.shape)
