@@ -25,7 +25,7 @@ RECIPES = {
     "fp8_dynamic": jq.recipes.fp8_dynamic(),
     "mxfp8": jq.recipes.mxfp8(),
     "mxfp4": jq.recipes.mxfp4(),
-    "gguf": jq.recipes.gguf("Q5_1"),
+    "gguf": jq.recipes.gguf(),
     "w4a8": jq.recipes.w4a8(),
     "onednn": jq.recipes.onednn(),
     "onnx_runtime": jq.recipes.onnx_runtime(),
