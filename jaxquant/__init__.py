@@ -3,24 +3,19 @@
 The root has what most programs use. `jaxquant.ops` has all operators of ONNX and ONNX Runtime, `jaxquant.codes` the
 operations between the contractions of an integer network, and `jaxquant.calibration` the calibrators.
 
-`jaxquant.ops`, `jaxquant.codes`, `jaxquant.flax`, `jaxquant.onnx`, `jaxquant.checkpoint`, `jaxquant.optim`,
-`jaxquant.distributed`, `jaxquant.transform`, `jaxquant.ptq` and `jaxquant.report` are imported on first use.
+`import jaxquant` imports quantized arrays, the operators of ONNX and JAX's functions over quantized arrays. All other
+modules, and the names of training, attention and `jaxquant.transform`, are imported on first use.
 """
 
 import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from . import calibration, integer, onednn
 from ._arrays.diagnostics import QuantizationError, count_saturating_pairs, quantization_error
 from ._arrays.onnx_view import OnnxView, from_onnx, onnx_view
 from ._arrays.quantize import quantize
 from ._arrays.quantized_array import QuantizedArray
 from ._arrays.spec import Codebook, QuantSpec, nf4
-from ._attention.attention import attention
-from ._attention.dot_product_attention import quantized_dot_product_attention
-from ._attention.kv_cache import KVCache
-from ._codes.arrangement import concatenate
 from ._contractions.conv import conv_general_dilated
 from ._contractions.dot import dot_general, matmul
 from ._contractions.einsum import einsum
@@ -35,18 +30,6 @@ from ._onnx_ops.quantization import (
     dynamic_quantize_linear,
     quantize_linear,
 )
-from ._training.amax_history import AmaxHistory
-from ._training.backward import Float8Backward, FloatBackward, Int8Backward
-from ._training.contraction_vjp import save_codes
-from ._training.conv_general_dilated import quantized_conv_general_dilated
-from ._training.dot_general import quantized_dot_general
-from ._training.einsum import quantized_einsum
-from ._training.estimators import LSQ, PACT, LSQPlus, StochasticRounding, StraightThrough
-from ._training.fake_quantize import Quantizer, fake_quantize
-from ._training.fake_quantize_linear import dynamic_fake_quantize_linear, fake_quantize_linear
-from ._training.range_sources import Dynamic, Learned, Static
-from .calibration import Range
-from .onednn import dynamic_dequantize
 
 __all__ = [  # noqa: RUF022 as grouped
     # Operators of ONNX and oneDNN: plain arrays and an explicit scale.
@@ -130,30 +113,69 @@ __all__ = [  # noqa: RUF022 as grouped
 ]
 
 if TYPE_CHECKING:
+    from . import calibration as calibration
     from . import checkpoint as checkpoint
     from . import codes as codes
     from . import distributed as distributed
     from . import flax as flax
+    from . import integer as integer
+    from . import onednn as onednn
     from . import onnx as onnx
     from . import ops as ops
     from . import optim as optim
     from . import ptq as ptq
     from . import report as report
     from . import transform as transform
+    from ._attention.attention import attention
+    from ._attention.dot_product_attention import quantized_dot_product_attention
+    from ._attention.kv_cache import KVCache
+    from ._codes.arrangement import concatenate
+    from ._training.backward import Float8Backward, FloatBackward, Int8Backward
+    from ._training.contraction_vjp import save_codes
+    from ._training.conv_general_dilated import quantized_conv_general_dilated
+    from ._training.dot_general import quantized_dot_general
+    from ._training.einsum import quantized_einsum
+    from ._training.estimators import LSQ, PACT, LSQPlus, StochasticRounding, StraightThrough
+    from ._training.fake_quantize import AmaxHistory, Quantizer, fake_quantize
+    from ._training.fake_quantize_linear import dynamic_fake_quantize_linear, fake_quantize_linear
+    from ._training.range_sources import Dynamic, Learned, Static
+    from .calibration import Range
+    from .onednn import dynamic_dequantize
     from .transform import Activation, Prepared, QuantizedTree, Rule, TrainableTree, Weight, prepare, recipes
 
     __version__: str
 else:  # type checkers would take every name for one that is there
-    _LAZY = ("checkpoint", "codes", "distributed", "flax", "onnx", "ops", "optim", "ptq", "report", "transform")
-    _NEEDED_PACKAGES = {"flax": "flax", "onnx": "onnx", "optim": "optax"}  # which jaxquant does not depend on
-    _IN_TRANSFORM = (
-        "Activation", "Prepared", "QuantizedTree", "Rule", "TrainableTree", "Weight", "prepare", "recipes",
+    _LAZY = (
+        "calibration", "checkpoint", "codes", "distributed", "flax", "integer", "onednn", "onnx", "ops", "optim", "ptq",
+        "report", "transform",
     )  # fmt: skip
+    _NEEDED_PACKAGES = {"flax": "flax", "onnx": "onnx", "optim": "optax"}  # which jaxquant does not depend on
+    _LAZY_NAMES = {
+        "._attention.attention": "attention",
+        "._attention.dot_product_attention": "quantized_dot_product_attention",
+        "._attention.kv_cache": "KVCache",
+        "._codes.arrangement": "concatenate",
+        "._training.backward": "Float8Backward FloatBackward Int8Backward",
+        "._training.contraction_vjp": "save_codes",
+        "._training.conv_general_dilated": "quantized_conv_general_dilated",
+        "._training.dot_general": "quantized_dot_general",
+        "._training.einsum": "quantized_einsum",
+        "._training.estimators": "LSQ PACT LSQPlus StochasticRounding StraightThrough",
+        "._training.fake_quantize": "AmaxHistory Quantizer fake_quantize",
+        "._training.fake_quantize_linear": "dynamic_fake_quantize_linear fake_quantize_linear",
+        "._training.range_sources": "Dynamic Learned Static",
+        ".calibration": "Range",
+        ".onednn": "dynamic_dequantize",
+        ".transform": "Activation Prepared QuantizedTree Rule TrainableTree Weight prepare recipes",
+    }
+    _MODULE_BY_NAME = {name: module for module, names in _LAZY_NAMES.items() for name in names.split()}
 
     def __getattr__(name: str) -> Any:
         """Imports a module of jaxquant that is not imported with it, or a name in one (PEP 562)."""
-        if name in _IN_TRANSFORM:
-            return getattr(importlib.import_module(".transform", __name__), name)
+        if name in _MODULE_BY_NAME:
+            value = getattr(importlib.import_module(_MODULE_BY_NAME[name], __name__), name)
+            globals()[name] = value  # the next access finds it without this function
+            return value
         if name == "__version__":
             return importlib.import_module("importlib.metadata").version(__name__)
         if name not in _LAZY:

@@ -1,7 +1,7 @@
 """oneDNN Graph's four quantization operators, with oneDNN's arithmetic.
 
 oneDNN multiplies by the reciprocal of the scale and adds the zero point before rounding. The integers therefore differ
-from those of the ONNX operators.
+from the ONNX operators' integers.
 """
 
 from __future__ import annotations

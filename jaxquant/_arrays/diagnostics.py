@@ -19,6 +19,7 @@ from .quantized_array import QuantizedArray
 from .spec import QuantSpec
 
 _ERROR = "quantization_error"
+_SUPPORTED = ("offset", "nested", "block_sizes", "packing")
 # 10 log10 v = 10 / ln(10) * ln v
 _DECIBELS = np.float32(10 / np.log(10))  # decibels per unit of the natural logarithm of a power ratio
 _OCTAVE = np.float32(20 * np.log10(2))  # decibels per factor of two in the magnitude
@@ -78,16 +79,16 @@ def quantization_error(x: ArrayLike, q: QuantizedArray) -> QuantizationError:
     Source: Widrow and Kollar, Quantization Noise (Cambridge University Press, 2008).
     """
     # The sums run in the order of memory, so codes in another order are moved before the program, which is the same.
-    q = quantized_array.check_array(_ERROR, "q", q, supports=("block_sizes", "packing")).store_last()
+    q = quantized_array.check_array(_ERROR, "q", q, supports=_SUPPORTED).store_last()
     return QuantizationError(*_quantization_error(entry_point.convert_number(x), q))
 
 
 @compile_entry_point(_ERROR)
 def _quantization_error(x: jax.Array, q: QuantizedArray) -> tuple[jax.Array, ...]:
     checks.check_array(_ERROR, "x", x, dtypes.FLOATS)
-    x, scale = lax.stop_gradient((x, q.scale))
-    q = q.replace(scale=scale)
-    checks.check_shape(_ERROR, "x", x, q.shape, "that of q")
+    x, q = lax.stop_gradient((x, q))
+    q = q.replace(scale=quantized_array.read_entries(q.scale), offset=quantized_array.read_entries(q.offset))
+    checks.check_shape(_ERROR, "x", x, q.shape, "the shape of q")
     x, y = x.astype(jnp.float32), quantized_array.dequantize_checked(q).astype(jnp.float32)
     largest = _compute_largest(x - y)
     (x_near, x_power), (y_near, _) = (_scale_near_one(v, _compute_largest(v)) for v in (x, y))
@@ -128,6 +129,8 @@ def _compute_cosine(product: jax.Array, x_square: jax.Array, y_square: jax.Array
 def _is_saturated(x: jax.Array, q: QuantizedArray) -> jax.Array:
     """Return a mask of the elements of a float32 x that are outside the range of the codes of q."""
     aligned = granularity.Aligned(q.block_size)
+    if q.offset is not None:
+        x = x - aligned.expand(q.offset.astype(jnp.float32), x)
     value = divide_by_scale(x, aligned.expand(q.scale, x), dtypes.FLOAT32)
     if q.codebook is not None:
         first, last = q.codebook.ascending[0], q.codebook.ascending[-1]
@@ -163,7 +166,7 @@ def _measure_used_codes(q: QuantizedArray) -> jax.Array:
         wide = dtypes.decode_small_float(codes)
         index = dtypes.encode_magnitude(wide, dtype) + jnp.where(jnp.signbit(wide), count // 2, 0)
     else:
-        # A code may have more bits than the table needs, of which the codebook takes the last ones.
+        # A code may have more bits than the table needs: the codebook takes the last ones.
         index = (codes.astype(jnp.int32) - dtypes.read_bounds(dtype)[0]) & np.int32(count - 1)
     # Under explicit sharding a scatter would need an out_sharding, so the codes are gathered first.
     index = sharding.place_whole(index)

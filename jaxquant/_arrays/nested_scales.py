@@ -3,9 +3,9 @@
 The orders in which producers divide and round differ, so that their scales and codes differ by a step here and there:
 
 - ModelOpt: g = amax / (6 * 448), scale = float8(block_amax / (6 * g)), x / (scale * g);
-- compressed-tensors: r = 6 * 448 / amax, scale = float8(r * (block_amax / 6)), x / (scale / r).
+- compressed-tensors: r = (1 / amax) * (6 * 448), scale = float8(r * (block_amax / 6)), x / (scale / r).
 
-An array of this package holds g, and for compressed-tensors the float32 that is nearest to 1 / r.
+An array of this package holds g, or r as an inverse scale.
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ _TINY = np.finfo(np.float32).tiny
 _EPSILON = np.float32(0.125)
 
 
-def compute_nested_scale(spec: QuantSpec, low: jax.Array, high: jax.Array) -> tuple[QuantizedArray, jax.Array]:
+def compute_nested_scale(
+    spec: QuantSpec, low: jax.Array, high: jax.Array, reached: jax.Array | None = None
+) -> tuple[QuantizedArray, jax.Array]:
     """Return the quantized scale of float32 ranges, and the float32 values by which elements are divided.
 
     Args:
         spec: Static. A spec with a `scale_spec`.
         low: the lower ends of the ranges.
         high: the upper ends.
+        reached: the largest magnitude that the scales must reach, float32 of length 1 in each dimension. Ranges beyond
+            it saturate. None takes the largest magnitude of the ranges.
 
     Returns:
         The scale, in the shape of the ranges, and its values. They are positive, unless a range has a NaN or an
@@ -43,19 +47,24 @@ def compute_nested_scale(spec: QuantSpec, low: jax.Array, high: jax.Array) -> tu
     amax = lax.max(lax.abs(low), lax.abs(high))
     amax = jnp.where(jnp.isnan(low) | jnp.isnan(high), np.float32(np.nan), amax)
     amax = jnp.where(amax < _TINY, np.float32(0), amax)  # XLA:CPU treats subnormal numbers as 0
-    largest = jnp.max(amax, keepdims=True, initial=0)
-    largest = jnp.where(jnp.any(jnp.isnan(amax), keepdims=True), np.float32(np.nan), largest)
+    largest = reached
+    if largest is None:
+        largest = jnp.max(amax, keepdims=True, initial=0)
+        largest = jnp.where(jnp.any(jnp.isnan(amax), keepdims=True), np.float32(np.nan), largest)
     product = np.float32(reach * most)  # exact for float4 times float8
     if spec.scale_rule == "compressed_tensors":
-        inverse = _divide(product, jnp.maximum(largest, _TINY))
-        # Where it overflows, compressed-tensors takes 1; so is it here where its reciprocal is subnormal.
+        magnitude = jnp.maximum(largest, _TINY)
+        inverse = barriers.round_result(_divide(np.float32(1), magnitude) * product)
+        # The reciprocal of a larger number is subnormal.
+        inverse = jnp.where(largest > np.float32(2.0**126), _divide(product, magnitude), inverse)
+        # Where it overflows, compressed-tensors takes 1; so is it here where quotients by it may be subnormal.
         inverse = jnp.where(inverse <= np.float32(2.0**126), inverse, np.float32(1))
         quotient = barriers.round_result(inverse * _divide(amax, reach))
         codes = _encode(quotient, inner.dtype)
         scale = dtypes.decode_small_float(codes)
         scale = jnp.where(scale == 0, _EPSILON, scale)
         values = affine.divide(scale, jnp.broadcast_to(inverse, scale.shape))
-        codes, shared = _encode(scale, inner.dtype), _divide(np.float32(1), inverse)
+        codes, shared = _encode(scale, inner.dtype), inverse
     else:
         shared = _divide(largest, product)
         shared = jnp.where(shared < _TINY, np.float32(1), shared)
@@ -65,10 +74,12 @@ def compute_nested_scale(spec: QuantSpec, low: jax.Array, high: jax.Array) -> tu
         least = np.float32(jnp.finfo(inner.dtype).smallest_subnormal)
         codes = _encode(jnp.maximum(quotient, least), inner.dtype)
         values = barriers.round_result(dtypes.decode_small_float(codes) * shared)
-    # A slice with a NaN or an infinity shows it in every value, whatever float8 made of it.
-    shared = jnp.where(jnp.isfinite(largest), shared, largest)
+    # A slice with a NaN or an infinity shows it in every value, whatever float8 made of it. The quotient by an infinite
+    # scale would be 0.
+    divides = spec.scale_rule == "compressed_tensors"
+    shared = jnp.where(jnp.isfinite(largest), shared, np.float32(np.nan) if divides else largest)
     values = jnp.where(jnp.isfinite(largest), values, largest)
-    return QuantizedArray(codes, shared, dtype=jnp.float32), values
+    return QuantizedArray(codes, shared, dtype=jnp.float32, inverse_scale=divides), values
 
 
 def _divide(x: jax.Array | np.float32, divisor: jax.Array | np.float32) -> jax.Array:

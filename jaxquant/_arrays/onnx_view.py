@@ -188,7 +188,7 @@ def _from_onnx(
         output_dtype = checks.check_dtype(_BACK, "output_dtype", output_dtype, dtypes.FLOATS)
     if x_zero_point is not None:
         check_float_zero_point(_BACK, "x_zero_point", x_zero_point)
-        checks.check_same_dtype(_BACK, "x_zero_point", x_zero_point, x.dtype, "that of x")
+        checks.check_same_dtype(_BACK, "x_zero_point", x_zero_point, x.dtype, "the dtype of x")
         check_matching(_BACK, "x_zero_point", x_zero_point, x_scale, "x_scale")
     scale, zero_point = (None if p is None else _expand_rank(p, x, granularity) for p in (x_scale, x_zero_point))
     # ONNX allows a zero point of zeros for float codes; a QuantizedArray of floats has none.

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._core import checks, dtypes, entry_point, granularity, sharding
+from .._core import checks, dtypes, entry_point, granularity, recording, sharding
 from .._core.dtypes import NarrowInteger
 from .._kernels import affine, barriers, packed_codes, words
 from .._kernels.affine import Use, dequantize_affine
@@ -538,12 +538,19 @@ def dequantize_parts(parts: ArrayParts, *, static: ArrayStatic, use: Use = "any"
         product = finish(product, use_of_product)
         values = affine.round_to_dtype(product, product_dtype).astype(product_dtype)
     if offset is not None:
-        total = finish(values + expand(offset), use)
+        total = values + expand(offset) if static.arithmetic else _add_offset(values, offset, aligned)
+        total = finish(total, use)
         values = affine.round_to_dtype(total, dtype).astype(dtype)
     if permutation is None:
         return values
     assert static.permuted_axis is not None
     return restore_permuted(values, permutation, static.permuted_axis)
+
+
+@recording.mark("add_offset", lambda values, **_: (values.shape, jnp.float32))
+def _add_offset(values: jax.Array, offset: jax.Array, aligned: granularity.Aligned) -> jax.Array:
+    """Return float32 values plus an offset of any granularity."""
+    return values + aligned.expand(dtypes.scale_as_float32(offset), values)
 
 
 def restore_permuted(values: jax.Array, permutation: jax.Array, axis: int) -> jax.Array:

@@ -212,6 +212,22 @@ def _quantize(
 # Offsets, and scales that are quantized themselves.
 
 
+def quantize_under_range(x: jax.Array, spec: QuantSpec, lo: jax.Array, hi: jax.Array) -> QuantizedArray:
+    """Return x with float8 scales of its own blocks, and the float32 scale of a range that was found before.
+
+    Args:
+        x: the values.
+        spec: Static. A spec with float8 scales.
+        lo: the lower end of the range of the whole array, of one element.
+        hi: the upper end.
+    """
+    plain = dataclasses.replace(spec, scale_spec=None, scale_rule=None)
+    low, high = (jnp.abs(end.astype(jnp.float32)) for end in (lo, hi))
+    reached = jnp.maximum(low, high).reshape((1,) * x.ndim)
+    scale, values = nested_scales.compute_nested_scale(spec, *_find_ends(_NAME, x, plain, None, None), reached)
+    return _build_array(encode_array(x, values, None, plain), scale, None, None, plain, x)
+
+
 def _quantize_forms(
     x: jax.Array, lo: jax.Array | None, hi: jax.Array | None, spec: QuantSpec, order: parts.StoredOrder
 ) -> QuantizedArray:
@@ -285,7 +301,7 @@ def _quantize_entries(values: jax.Array, spec: QuantSpec, *, is_offset: bool) ->
 
 
 def _raise_to_positive(codes: jax.Array) -> jax.Array:
-    """Return codes that are not negative with those of 0 replaced by the least positive one."""
+    """Return codes that are not negative, with each code of 0 replaced by the least positive code."""
     if codes.dtype in dtypes.FLOAT4:
         bits = jax.lax.bitcast_convert_type(codes, jnp.uint4).astype(jnp.int32)
         return jax.lax.bitcast_convert_type(jnp.maximum(bits, 1).astype(jnp.uint4), codes.dtype)

@@ -56,7 +56,7 @@ def derive_range_shape(function: str, spec: QuantSpec, shape: tuple[int, ...]) -
     """Return the shape of the ranges of an x of this shape: the finer of scale.shape and zero_point.shape."""
     range_shape = choose_finest_shape(*derive_shapes(function, spec, shape))
     if range_shape is None:
-        expected = "granularities of scale and zero point of which one is at least as fine as the other"
+        expected = "granularities of scale and zero point, one of them at least as fine as the other"
         got = f"{spec.granularity} and {spec.zero_point_granularity}"
         checks.refuse(function, "spec", expected, got)
     assert range_shape is not None
@@ -590,13 +590,20 @@ def _round_scale_up(spec: QuantSpec, scale: jax.Array) -> jax.Array:
     if spec.scale_dtype == dtypes.BFLOAT16:  # its largest number is less than float32's
         largest = np.float32(jnp.finfo(dtypes.BFLOAT16).max)
         scale = lax.select(lax.lt(scale, _INFINITY), lax.min(scale, largest), scale)
+    return _round_up_to_half(scale, spec.scale_dtype)
+
+
+@recording.mark("round_up_to_half", lambda scale, dtype: (scale.shape, dtype), recording.map_elements)
+def _round_up_to_half(scale: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Return positive float32 scales as the least numbers of float16 or bfloat16 that are not less."""
     # If the nearest number is less than the scale, adding 1 to its bits gives the next larger one: infinity after the
     # largest number. A scale beyond float16 becomes infinite, since the largest number would saturate unnoticed.
-    nearest = affine.round_to_dtype(scale, spec.scale_dtype)
-    bits = lax.bitcast_convert_type(nearest.astype(spec.scale_dtype), jnp.uint16)
-    return lax.bitcast_convert_type(bits + (nearest < scale).astype(jnp.uint16), spec.scale_dtype)
+    nearest = affine.round_to_dtype(scale, dtype)
+    bits = lax.bitcast_convert_type(nearest.astype(dtype), jnp.uint16)
+    return lax.bitcast_convert_type(bits + (nearest < scale).astype(jnp.uint16), dtype)
 
 
+@recording.mark("round_to_power_of_two", lambda scale: (scale.shape, jnp.float32), recording.map_elements)
 def _round_to_power_of_two(scale: jax.Array) -> jax.Array:
     """Return the least power of two that is not less than a positive normal scale."""
     # Adding all mantissa bits carries into the exponent unless the mantissa is 0.
@@ -606,6 +613,7 @@ def _round_to_power_of_two(scale: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(scale), power, scale)
 
 
+@recording.mark("encode_e8m0", lambda power: (power.shape, dtypes.E8M0), recording.map_elements)
 def _encode_e8m0(power: jax.Array) -> jax.Array:
     """Return float32 powers of two as float8_e8m0fnu. Its code is the exponent field of a float32."""
     code = (lax.bitcast_convert_type(power, jnp.int32) >> 23) & 0xFF

@@ -10,14 +10,14 @@ a logarithm in float32 may be off next to a power of two.
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core import dtypes
+from .._core import dtypes, recording
 
 ScaleRule = Literal["rceil", "floor", "ceil", "even", "nearest", "compressed_tensors", "modelopt"]
 Ties = Literal["even", "toward_zero"]
@@ -31,6 +31,7 @@ _ONE_BITS = 1 << 23  # the lowest bit of a float32's exponent
 _ROOT_DIGITS = 0x3504F4
 
 
+@recording.mark("compute_power", lambda largest, **_: (largest.shape, jnp.float32), recording.map_elements)
 def compute_power(rule: str, largest: jax.Array, scale: jax.Array, codes: np.dtype, dtype: np.dtype) -> jax.Array:
     """Return the power of two of a rule, float32, in the shape of the ranges.
 
@@ -43,24 +44,45 @@ def compute_power(rule: str, largest: jax.Array, scale: jax.Array, codes: np.dty
         codes: Static. The dtype of the codes.
         dtype: Static. The dtype of the dequantized values.
     """
+    form = describe_power(rule, codes, dtype)
+    exponent = _read_exponent(scale if form.is_quotient else largest, form.added) - np.int32(form.lowered)
+    power = lax.bitcast_convert_type(jnp.clip(exponent, 1, form.most) << 23, jnp.float32)
+    return jnp.where(jnp.isfinite(scale), power, scale)
+
+
+class PowerForm(NamedTuple):
+    """How a rule finds the exponent of its power of two.
+
+    Attributes:
+        is_quotient: whether it reads amax / largest, and not amax.
+        added: what it adds to the bits before it reads the exponent field.
+        lowered: what it subtracts from the field.
+        most: the largest field of a power.
+    """
+
+    is_quotient: bool
+    added: int
+    lowered: int
+    most: int
+
+
+def describe_power(rule: str, codes: np.dtype, dtype: np.dtype) -> PowerForm:
+    """Return how a rule finds a power of two; see `compute_power`."""
     is_float = codes in dtypes.SMALL_FLOATS
     reach = dtypes.read_largest(codes) if is_float else dtypes.read_bounds(codes)[1]
     emax = math.floor(math.log2(reach))
-    if rule == "nearest":  # of amax / largest
-        exponent = _read_exponent(scale, _ONE_BITS - _ROOT_DIGITS)
-    else:
-        added = {
-            "floor": 0,
-            "ceil": _ONE_BITS - 1,
-            # Half a step of the format: amax goes up if it would round to the next power of two.
-            "even": _ONE_BITS >> (int(jnp.finfo(codes).nmant) + 1) if is_float else 0,
-            # Half a step of E2M1, whatever the format.
-            "compressed_tensors": _ONE_BITS >> 2,
-        }[rule]
-        exponent = _read_exponent(largest, added) - np.int32(emax)
-    most = int(jnp.finfo(dtype).maxexp) - 1 - emax + 127
-    power = lax.bitcast_convert_type(jnp.clip(exponent, 1, min(most, 254)) << 23, jnp.float32)
-    return jnp.where(jnp.isfinite(scale), power, scale)
+    most = min(int(jnp.finfo(dtype).maxexp) - 1 - emax + 127, 254)
+    if rule == "nearest":
+        return PowerForm(True, _ONE_BITS - _ROOT_DIGITS, 0, most)
+    added = {
+        "floor": 0,
+        "ceil": _ONE_BITS - 1,
+        # Half a step of the format: amax goes up if it would round to the next power of two.
+        "even": _ONE_BITS >> (int(jnp.finfo(codes).nmant) + 1) if is_float else 0,
+        # Half a step of E2M1, whatever the format.
+        "compressed_tensors": _ONE_BITS >> 2,
+    }[rule]
+    return PowerForm(False, added, emax, most)
 
 
 def _read_exponent(value: jax.Array, added: int) -> jax.Array:
@@ -68,6 +90,9 @@ def _read_exponent(value: jax.Array, added: int) -> jax.Array:
     return (lax.bitcast_convert_type(value, jnp.int32) + np.int32(added)) >> 23
 
 
+@recording.mark(
+    "encode_ties_toward_zero", lambda value: (value.shape, jnp.float4_e2m1fn), recording.map_elements
+)  # fmt: skip
 def encode_ties_toward_zero(value: jax.Array) -> jax.Array:
     """Return float32 values as float4_e2m1fn, with a value halfway between two codes rounded to the smaller magnitude.
 

@@ -17,6 +17,7 @@ from .._contractions.output import Affine, ScaledSpec, make_array, read_affine
 from .._core import dtypes
 from .._core.granularity import PerTensor
 from .._kernels.affine import quantize_affine
+from .._kernels.barriers import replace_value
 from .._training.fake_quantize import Quantizer
 
 
@@ -110,21 +111,6 @@ def read_fake(q: Codes) -> FakeQuantizedArray:
         return q
     affine = read_affine("QuantizedArray", "q", q)
     return FakeQuantizedArray(q.dequantize().astype(jnp.float32), affine.scale, affine.zero_point, affine.dtype)
-
-
-@jax.custom_jvp
-def replace_value(value: jax.Array, exact: jax.Array) -> jax.Array:
-    """Return `exact`, with the derivatives of `value`."""
-    # `value + stop_gradient(exact - value)` has the same derivative, but is rounded, and not equal to `exact`.
-    del value
-    return exact
-
-
-@replace_value.defjvp
-def _replace_value_jvp(
-    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    return primals[1], tangents[0]
 
 
 def train_codes(

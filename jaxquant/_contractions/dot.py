@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from . import dot_float, dot_integer
 from .dot_integer import Axes
 from .dot_weight_only import choose_contraction, has_readable_words, is_read_by_kernels
 from .output import Epilogue, ScaledSpec, read_epilogue
+from .weight_forms import simplify_weights
 
 _NAME = "dot_general"
 Operand = QuantizedArray | ArrayLike
@@ -166,22 +166,26 @@ def contract_dimensions(
 ) -> Any:  # fmt: skip
     left, right = match_roles(function, lhs, rhs, numbers)
     is_weight_only = not all(isinstance(x, QuantizedArray) for x in (lhs, rhs))
+    finish = None
+    if is_weight_only:
+        lhs, rhs = (dot_integer.read_nested(x) if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
+        lhs, rhs, finish = simplify_weights(lhs, rhs, left, right)
     lhs, rhs = (_unpack_unread(x, role, is_weight_only) for x, role in ((lhs, left), (rhs, right)))
     a, b = (x.codes if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
     check_placement(function, a, b, left, right, out_sharding)
     if caller_axes is None:
         caller_axes = tuple(zip(left.contracted, right.contracted, strict=True))
     is_integer = check_integer_pair(function, lhs, rhs)
-    if is_integer or is_weight_only:
-        lhs, rhs = (dot_integer.read_nested(x) if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
+    if is_integer:
+        lhs, rhs = dot_integer.read_nested(lhs), dot_integer.read_nested(rhs)
     orders = [x.stored_order for x in (lhs, rhs) if isinstance(x, QuantizedArray) and x.ndim == 2]
     (lhs, left), (rhs, right) = (_read_as_stored(*side, is_integer=is_integer) for side in ((lhs, left), (rhs, right)))
-    if is_weight_only:
+    if finish is not None:
         contract, operands, dtype = choose_contraction(
             lhs, rhs, left, right, precision, out_sharding, is_moved=any(order is not None for order in orders)
         )
         dtype = preferred or dtype
-        return affine.round_to_dtype(contract(*operands), dtype).astype(dtype)
+        return affine.round_to_dtype(finish(contract(*operands)), dtype).astype(dtype)
     if not is_integer:
         for argument, given in () if epilogue is None else (("bias", epilogue.bias), ("output", epilogue.output)):
             text = f"None with codes of {lhs.codes.dtype}, whose sums are floats"
@@ -244,16 +248,13 @@ def check_operands(function: str, lhs: object, rhs: object) -> tuple[Any, Any]:
     return lhs, rhs
 
 
-def check_operand(function: str, argument: str, x: Any, supports: Sequence[str] = quantized_array.FORMS) -> Any:
-    """Check that an operand is a QuantizedArray or a float array, and return it.
-
-    A QuantizedArray with one of the `FORMS` that are not among `supports` is refused.
-    """
+def check_operand(function: str, argument: str, x: Any) -> Any:
+    """Check that an operand is a QuantizedArray or a float array, and return it."""
     # A flax.nnx.Param may hold a QuantizedArray, which JAX could not convert.
     if not isinstance(x, QuantizedArray) and not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):
         x = x.__jax_array__()
     if isinstance(x, QuantizedArray):
-        return quantized_array.check_array(function, argument, x, supports=supports)
+        return quantized_array.check_array(function, argument, x, supports=quantized_array.FORMS)
     (x,) = entry_point.convert_arrays(function, {argument: x})
     checks.check_array(function, argument, x, dtypes.FLOATS)
     return x

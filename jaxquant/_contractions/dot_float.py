@@ -82,7 +82,7 @@ def contract_small_floats(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _contract(product: _FloatProduct, lhs: QuantizedArray, rhs: QuantizedArray) -> jax.Array:
-    """Return the float32 contraction; codes, scales and their derivatives are those of `_contract_dequantized`."""
+    """Return the float32 contraction; it takes the same operands as `_contract_dequantized`."""
     sides = ((lhs, product.left), (rhs, product.right))
     if not all(q.scale.shape[axis] == 1 for q, role in sides for axis in role.contracted):
         return _contract_in_blocks(product, lhs, rhs)
@@ -117,7 +117,7 @@ def _contract_in_pieces(product: _FloatProduct, lhs: QuantizedArray, rhs: Quanti
 
 
 def _contract_in_blocks(product: _FloatProduct, lhs: QuantizedArray, rhs: QuantizedArray) -> jax.Array:
-    """Return the float32 contraction of operands of which a scale varies along a contracted dimension."""
+    """Return the float32 contraction of operands with a scale that varies along a contracted dimension."""
     return _contract_by_kernel(product, lhs, rhs, functools.partial(_contract_in_pieces, product, lhs, rhs))
 
 

@@ -35,8 +35,10 @@ _FEWEST_FOR_DIGITS, _FEWEST_FOR_ROW = 2**20, 2**15
 # How many rows of words a loop of `_contract_row_by_row` unpacks at a time if a block does not have more.
 _ROWS_IN_LOOP = 16
 
+# The forms whose values have roundings of their own, so that no scaled sum of codes has the same ones.
+_ROUNDED = {"real_zero_point", "inverse_scale", "arithmetic"}
 # The forms of an array that the contractions below read, after `dot_integer.read_nested`.
-_FORMS = {"offset", "signed_scale", "packing"}
+_FORMS = {"offset", "signed_scale", "packing", *_ROUNDED}
 
 
 class _WeightOnlyProduct(NamedTuple):
@@ -49,6 +51,7 @@ class _WeightOnlyProduct(NamedTuple):
         static: the static part of the quantized side, as its `tree_flatten` returns it.
         is_moved: whether the scale, the zero point and the offset are transposed: the codes of a matrix are stored in
             another order than the logical one.
+        has_real_zero_point: whether a zero point of floats is one, and no offset.
     """
 
     left: Role
@@ -58,6 +61,7 @@ class _WeightOnlyProduct(NamedTuple):
     precision: Any
     out_sharding: Any
     is_moved: bool = False
+    has_real_zero_point: bool = False
 
     @property
     def role(self) -> Role:
@@ -161,9 +165,10 @@ class _WeightOnlyProduct(NamedTuple):
         return lax.dot_general(lhs, rhs, dimensions, self.precision, jnp.float32, out_sharding=self.out_sharding)
 
     def unflatten(self, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None) -> QuantizedArray:
-        """Return the quantized side. A zero point of floats is an offset: an array has one of the two at most."""
+        """Return the quantized side, which has at most one of a zero point and an offset."""
         children = parts.ArrayParts(codes, scale)
-        name = "offset" if zero_point is not None and zero_point.dtype in dtypes.FLOATS else "zero_point"
+        is_float = zero_point is not None and zero_point.dtype in dtypes.FLOATS
+        name = "offset" if is_float and not self.has_real_zero_point else "zero_point"
         return QuantizedArray.tree_unflatten(self.static, children._replace(**{name: zero_point}))
 
     def swap_sides(self, y: jax.Array) -> jax.Array:
@@ -208,7 +213,8 @@ def choose_contraction(
         return contract, ((weights, x) if quantized == 0 else (x, weights)), wide
     codes, scale, zero_point, offset, _ = q._parts
     leaves, static = (codes, scale, zero_point if offset is None else offset), q.astype(wide)._static
-    product = _WeightOnlyProduct(left, right, quantized, static, precision, out_sharding, is_moved)
+    is_real = "real_zero_point" in quantized_array.list_forms(q)
+    product = _WeightOnlyProduct(left, right, quantized, static, precision, out_sharding, is_moved, is_real)
     # Reshapes and slices of an array with its sharding in its type may not be possible.
     is_placed = out_sharding is not None or sharding.is_placed(x) or sharding.is_placed(q.codes)
     contract = weight_chunks.contract_at_once if is_placed else weight_chunks.contract_weights
@@ -239,6 +245,7 @@ def _contract_by_size(
     contract_dequantized = functools.partial(config.contract_dequantized, x, codes, scale, zero_point)
     is_plain = _is_static(codes.shape) and _is_static(x.shape) and not role.batch
     # A 16-bit dtype of q rounds the dequantized weights, which the forms below never compute.
+    is_plain = is_plain and not _ROUNDED & set(quantized_array.list_forms(q))
     if not is_plain or 0 in (codes.size, x.size) or q.dtype != dtypes.FLOAT32:
         return contract_dequantized()
     rows = math.prod(x.shape[axis] for axis in x_role.free)

@@ -69,7 +69,11 @@ def read_output(function: str, output: Any) -> Affine:
         output: a `ScaledSpec`, or a QuantizedArray with the scale and the zero point of the result.
     """
     if isinstance(output, QuantizedArray):
-        return read_affine(function, "output", quantized_array.check_array(function, "output", output))
+        q = quantized_array.check_array(function, "output", output, supports=("packing",))
+        # Unpacked, narrow integers could not be told from codes of 8 bits, whose bounds the result would have.
+        expected = "codes of int8 or uint8, the dtypes that integer kernels return"
+        checks.require_type(q.packing is None, function, "output", expected, q.format)
+        return read_affine(function, "output", q)
     spec = getattr(output, "spec", None)
     expected = "a Quantizer with a scale, or a QuantizedArray whose scale the result gets"
     is_scaled = isinstance(spec, QuantSpec) and hasattr(output, "zero_point")
@@ -95,6 +99,8 @@ def check_output_spec(function: str, argument: str, spec: QuantSpec) -> None:
     checks.require(is_single, function, argument, expected, spec.granularity)
     expected = "narrow_range=False, because integer kernels saturate at the lowest code of the dtype"
     checks.require(not spec.narrow_range, function, argument, expected, "narrow_range=True")
+    expected = "reduce_range=False, because integer kernels return codes of 8 bits"
+    checks.require(not spec.reduce_range, function, argument, expected, "reduce_range=True")
     expected = "offset=False, because integer kernels return codes with a zero point"
     checks.require(not spec.offset, function, argument, expected, "offset=True")
     expected = "no scale_spec, because integer kernels return codes with a scale that is one float"

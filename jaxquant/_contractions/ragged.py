@@ -29,7 +29,8 @@ from .dot import Operand, check_integer_pair, check_numbers, check_operands, che
 from .dot_integer import DOT_FORMS, Axes
 
 _NAME, _GENERAL = "ragged_dot", "ragged_dot_general"
-# A permutation is none of them: each group would have one of its own. Integers are checked again, and have fewer forms.
+# Floats are permuted in place of codes, so that two quantized operands have no permutation. Integers are checked again,
+# and have fewer forms.
 _FORMS = (*DOT_FORMS, "real_zero_point", "inverse_scale", "arithmetic")
 _Array = QuantizedArray | jax.Array
 # The largest tile. Larger ones would gain nothing: the weights of one group are dequantized or converted once for it.
@@ -56,7 +57,7 @@ def ragged_dot(
     experts: the rows are tokens, sorted by their experts, and rhs holds the weights of all experts.
 
     Each row has the arithmetic of `dot_general` with rhs[g]: in integers if both operands are quantized, with sums that
-    are exact in int32; weight-only if one of them is a float array. The work is that of the rows: a group without rows
+    are exact in int32; weight-only if one of them is a float array. The work grows with the rows: a group without rows
     costs nothing, and its weights are not read. No copy of all weights in floats is made, except in a gradient with
     respect to their scales.
 
@@ -230,9 +231,11 @@ def contract_ragged(
     checks.require(fits, function, "group_sizes", expected, f"shape {group_sizes.shape}")
     _check_placement(function, lhs, rhs)
     check_integer_pair(function, lhs, rhs)
+    is_weight_only = not all(isinstance(x, QuantizedArray) for x in (lhs, rhs))
+    supported = (*_FORMS, "permutation") if is_weight_only else _FORMS
     for argument, q in (("lhs", lhs), ("rhs", rhs)):
         if isinstance(q, QuantizedArray):
-            quantized_array.check_form(function, argument, q, _FORMS)
+            quantized_array.check_form(function, argument, q, supported)
     caller_axes = tuple(zip(left.contracted, right.contracted, strict=True))
     rhs, right_axes = _move_first(rhs, group)
     # The batch dimensions, then the free ones of lhs.
@@ -256,7 +259,7 @@ def _check_placement(function: str, lhs: _Array, rhs: _Array) -> None:
 
 
 def _move_first(rhs: _Array, group: int) -> tuple[_Array, Callable[[tuple[int, ...]], tuple[int, ...]]]:
-    """Return rhs with the group dimension first, and a function from its dimensions to those of a single group."""
+    """Return rhs with the group dimension first, and a function from its dimensions to a single group's."""
 
     def drop(axes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(axis - (axis > group) for axis in axes)
@@ -314,7 +317,7 @@ def _map_prefix(
     if not prefix:
         return _contract_rows(product, lhs, rhs, sizes)
     axis, (contracted, batch) = prefix[0], product.numbers
-    # The dimensions of the prefix come first in the result, in their order, and so do those of the recursion.
+    # The dimensions of the prefix come first in the result, in their order, and so do the recursion's.
     place = batch[0].index(axis) if axis in batch[0] else None
     other = None if place is None else batch[1][place]
 
@@ -362,7 +365,7 @@ def _contract_leaves_jvp(
     product: _RaggedProduct, structure: Any, primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     (leaves,), (directions,) = primals, tangents
-    # Only what has a tangent is differentiated: a gradient with respect to lhs must not compute those of the scales.
+    # Only what has a tangent is differentiated: a gradient with respect to lhs must not compute the scales' gradients.
     numbers = [
         number
         for number, tangent in enumerate(directions)

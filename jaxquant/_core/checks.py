@@ -93,22 +93,18 @@ def prefix_errors(path: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def name_errors(function: str, keep: str = "") -> Iterator[None]:
+def name_errors(function: str) -> Iterator[None]:
     """Name another function in the errors that are raised inside the `with` block.
 
     A public function that leaves checks to another one calls it in such a block, so that an error names the
     function that the user called.
-
-    Args:
-        function: the public function that the user called.
-        keep: names that begin with this are kept.
     """
     try:
         yield
     except (ContractValueError, ContractTypeError) as error:
         text = str(error)
         match = _NAMED.search(text)
-        if match is None or match[1] == function or (keep and match[1].startswith(keep)):
+        if match is None or match[1] == function:
             raise
         raise type(error)(f"{text[: match.start()]}jaxquant.{function}: {text[match.end() :]}") from error
 
@@ -245,6 +241,12 @@ def check_option(function: str, argument: str, value: object, allowed: tuple[str
     """Raise ContractValueError unless `value` is one of the allowed strings."""
     if not isinstance(value, str) or value not in allowed:
         refuse(function, argument, " or ".join(repr(option) for option in allowed), repr(value))
+
+
+def refuse_backward(function: str, training: bool) -> None:
+    """Raise ContractValueError if a call with training=False is differentiated."""
+    expected = "True if the call is differentiated (with False, nothing is stored for the backward pass)"
+    require(training, function, "training", expected, False)
 
 
 def is_traced(value: object) -> bool:

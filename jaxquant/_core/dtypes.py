@@ -212,12 +212,17 @@ def encode_small_float(value: jax.Array, dtype: np.dtype, saturate: bool) -> jax
     return lax.bitcast_convert_type(signed.astype(_view_unsigned(dtype)), dtype)
 
 
-@jax.custom_jvp
+@recording.mark("decode_small_float", lambda value: (value.shape, jnp.float32), recording.map_elements)
 def decode_small_float(value: jax.Array) -> jax.Array:
     """Return an array of a small float dtype or of float8_e8m0fnu as float32, exactly.
 
     The cotangent is passed on, as through a conversion.
     """
+    return _decode_bits(value)
+
+
+@jax.custom_jvp
+def _decode_bits(value: jax.Array) -> jax.Array:
     dtype = value.dtype
     # XLA converts float4 correctly, and cannot compile a 4-bit bitcast in a scan.
     if dtype in FLOAT4:
@@ -244,9 +249,9 @@ def decode_small_float(value: jax.Array) -> jax.Array:
     return jnp.where(code == 128, np.float32(np.nan), result) if _is_fnuz(dtype) else result
 
 
-@decode_small_float.defjvp
-def _decode_small_float_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return decode_small_float(*primals), tangents[0].astype(jnp.float32)
+@_decode_bits.defjvp
+def _decode_bits_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return _decode_bits(*primals), tangents[0].astype(jnp.float32)
 
 
 def scale_as_float32(scale: jax.Array) -> jax.Array:

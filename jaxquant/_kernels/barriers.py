@@ -1,4 +1,5 @@
-"""Identity functions that keep XLA from merging, reordering or overlapping operations, and branches by platform."""
+"""Identity functions that keep XLA from merging, reordering or overlapping operations, branches by platform, and values
+with the derivatives of others."""
 
 from __future__ import annotations
 
@@ -109,6 +110,21 @@ def _hide_rounding(value: jax.Array, most: int) -> jax.Array:
 @round_result.defjvp
 def _round_result_jvp(most: int, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     return round_result(*primals, most), tangents[0]
+
+
+@jax.custom_jvp
+def replace_value(value: jax.Array, exact: jax.Array) -> jax.Array:
+    """Return `exact`, with the derivatives of `value`."""
+    # `value + stop_gradient(exact - value)` has the same derivative, but is rounded, and not equal to `exact`.
+    del value
+    return exact
+
+
+@replace_value.defjvp
+def _replace_value_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    return primals[1], tangents[0]
 
 
 @recording.mark("keep", _derive_same, recording.map_elements)

@@ -553,7 +553,7 @@ def spread_outward(scale: jax.Array, role: Role, before: int, after: int) -> jax
         scale: an array of the operand's rank, of length 1 along the contracted dimensions.
         role: the role of each dimension of the operand.
         before: the number of free dimensions of the other operand that come before this operand's in the product.
-        after: the number of those that come after them.
+        after: the number that come after them.
     """
     order = (*role.batch, *role.free, *role.contracted)
     transposed = lax.transpose(scale, order) if order != tuple(range(scale.ndim)) else scale

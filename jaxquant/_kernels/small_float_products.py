@@ -1,7 +1,7 @@
 """Products of float8 codes, and of blocks of small floats with a scale for each, on the backends that have them.
 
 CUDA and TPU multiply float8_e4m3fn and float8_e5m2 as they are: the product of two codes is exact in float32, and only
-the order and the width of the sums differ from those of float32 operands. With CUDA, `jax.nn.scaled_matmul` takes
+the order and the width of the sums differ from sums of float32 products. With CUDA, `jax.nn.scaled_matmul` takes
 blocks of 32 codes with a float8_e8m0fnu scale (MXFP8, MXFP4), and of 16 float4 codes with a float8_e4m3fn scale
 (NVFP4). cuDNN runs it on processors that have such products, and XLA multiplies the scales out on others. `jax.export`
 for CUDA needs a `DisabledSafetyCheck` for this call, as its error says. All other backends, and all other dtypes, take
@@ -26,7 +26,7 @@ from .contraction import Role
 
 _NATIVE = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
 _BLOCKED = (*_NATIVE, *dtypes.FLOAT4)
-# The blocks for which there are kernels, by the dtype of their scales: those of the MX formats, and of NVFP4.
+# The blocks for which there are kernels, by the dtype of their scales: MX formats, and NVFP4.
 _BLOCKS = {dtypes.E8M0: 32, np.dtype(jnp.float8_e4m3fn): 16}
 
 

@@ -145,7 +145,7 @@ def _read_weights(
 ) -> jax.Array:  # fmt: skip
     """Return the codes of a lane minus the zero point, or their levels, as float32.
 
-    With a cut, the last dimension is cut into two of these lengths, as that of the zero point is.
+    With a cut, the last dimension is cut into two of these lengths, as the zero point is.
     """
     packed = q.words
     assert packed is not None

@@ -362,8 +362,8 @@ def _add_entries(table: jax.Array, codes: jax.Array, shift: jax.Array) -> jax.Ar
     """Return the sum of table[codes + shift] along the second dimension, one by one.
 
     A vector of sums needs the codes of several rows in the same column, and a transpose of bytes takes longer than the
-    rest of the operator. The codes are therefore transposed as words of four, within tiles of some rows, each of which
-    stays in the cache.
+    rest of the operator. The codes are therefore transposed as words of four, within tiles of some rows that stay
+    in the cache.
 
     Args:
         table: float32 [256].

@@ -66,7 +66,7 @@ def read_named(
     if zero_point is None:
         return Encoding(scale.reshape(()), jnp.zeros((), jnp.int32), dtype)
     name = names[1]
-    checks.check_same_dtype(function, name, zero_point, dtype, "that of the codes")
+    checks.check_same_dtype(function, name, zero_point, dtype, "the dtype of the codes")
     checks.require(zero_point.shape in _SINGLE, function, name, "a scalar", f"shape {zero_point.shape}")
     return Encoding(scale.reshape(()), zero_point.astype(jnp.int32).reshape(()), dtype)
 

@@ -44,15 +44,15 @@ def gather_block_quantized(
         indices: int32 or int64, of any shape; a negative one counts from the end.
         scales: value per step, float32, float16 or bfloat16, in the shape of the codes with ceil(length / block_size)
             in place of the length of `quantize_axis`.
-        zero_points: the codes of 0.0, in the dtype of `data` and the shape of `scales`; those of uint8 are packed along
-            the last dimension as `data` is. None means 0, and 2**(bits - 1) for uint8.
+        zero_points: the codes of 0.0, in the dtype of `data` and the shape of `scales`; uint8 zero points are packed
+            along the last dimension as `data` is. None means 0, and 2**(bits - 1) for uint8.
         bits: Static. The width of a code of uint8: 2, 4 or 8. It is 4 for the other dtypes.
         block_size: Static. How many codes share a scale: a power of two, 16 or more.
         quantize_axis: Static. The dimension that is cut into blocks; the last one for uint8.
         gather_axis: Static. The dimension along which entries are looked up; 0 for uint8.
 
     Returns:
-        The shape of the codes with that of `indices` in place of `gather_axis`, in the dtype of `scales`.
+        The shape of the codes with the shape of `indices` in place of `gather_axis`, in the dtype of `scales`.
 
     Raises:
         TypeError: an argument has a dtype or type that the operator does not support.
@@ -179,10 +179,10 @@ def _check_scales(table: _Table, data: jax.Array, scales: jax.Array, zero_points
     checks.check_array(_NAME, "scales", scales, dtypes.FLOATS)
     lengths = [*data.shape[:-1], data.shape[-1] * table.count]
     lengths[table.quantize_axis] = -(-lengths[table.quantize_axis] // table.block_size)
-    reason = f"that of the codes, with one entry for {table.block_size} codes along axis {table.quantize_axis}"
+    reason = f"the shape of the codes, with one entry for {table.block_size} codes along axis {table.quantize_axis}"
     checks.check_shape(_NAME, "scales", scales, tuple(lengths), reason)
     if zero_points is not None:
         checks.check_array(_NAME, "zero_points", zero_points, (data.dtype,))
         lengths[-1] = -(-lengths[-1] // table.count)
-        reason = "that of the scales" + (f", {table.count} in a byte" if table.count > 1 else "")
+        reason = "the shape of the scales" + (f", {table.count} in a byte" if table.count > 1 else "")
         checks.check_shape(_NAME, "zero_points", zero_points, tuple(lengths), reason)

@@ -109,7 +109,7 @@ def _check_placement(function: str, a: jax.Array, b: jax.Array, left: Role, righ
     """Check that the shardings of a and b determine the product's: an ONNX operator has no out_sharding."""
     if not (sharding.is_placed(a) or sharding.is_placed(b)) or determines_sharding(a, b, left, right):
         return
-    expected = "shardings that determine that of the product (jax.sharding.reshard one), or jq.integer.dot_general"
+    expected = "shardings that determine the product's sharding (jax.sharding.reshard one), or jq.integer.dot_general"
     got = f"shape {a.shape} sharded as {sharding.read_placement(a)}, {b.shape} as {sharding.read_placement(b)}"
     checks.refuse(function, "a, b", f"{expected}(..., out_sharding=...)", got)
 

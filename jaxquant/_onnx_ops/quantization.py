@@ -388,7 +388,7 @@ def _dynamic_quantize(config: _Config, x: jax.Array) -> _Outputs:
 
 
 def _dynamic_quantize_fwd(config: _Config, x: jax.Array) -> tuple[_Outputs, Any]:
-    refuse_backward(_DYNAMIC_QUANTIZE_LINEAR, config.training)
+    checks.refuse_backward(_DYNAMIC_QUANTIZE_LINEAR, config.training)
     x = jnp.asarray(x)
     low, high, scale, zero_point = compute_dynamic_range(x, config.granularity, config.dtype)
     return (encode_dynamic(x, scale, zero_point, config.granularity), scale, zero_point), (x, low, high)
@@ -473,12 +473,6 @@ def check_toolkit_attributes(function: str, training: bool, lda_coeff: float, na
     checks.check_flag(function, "training", training)
     checks.check_real(function, "lda_coeff", lda_coeff)
     checks.check_name(function, name)
-
-
-def refuse_backward(function: str, training: bool) -> None:
-    """Raise ContractValueError if a call with training=False is differentiated."""
-    expected = "True if the call is differentiated (with False, nothing is stored for the backward pass)"
-    checks.require(training, function, "training", expected, False)
 
 
 def name_scope(name: str | None) -> contextlib.AbstractContextManager[Any]:

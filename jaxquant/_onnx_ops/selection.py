@@ -86,7 +86,7 @@ def _qlinear_concat(y_scale: jax.Array, y_zero_point: jax.Array | None, *inputs:
     parts = []
     for i in range(0, len(inputs), 3):
         x, scale, zero_point = inputs[i : i + 3]
-        checks.check_same_dtype(_QLINEAR_CONCAT, f"inputs[{i}]", x, dtype, "that of inputs[0]")
+        checks.check_same_dtype(_QLINEAR_CONCAT, f"inputs[{i}]", x, dtype, "the dtype of inputs[0]")
         _check_fit(f"inputs[{i}]", x, inputs[0], axis)
         names = (f"inputs[{i + 1}]", f"inputs[{i + 2}]")
         parts.append(requantize_codes(x, read_named(_QLINEAR_CONCAT, names, scale, zero_point, dtype), y_encoding))

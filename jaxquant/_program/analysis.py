@@ -95,7 +95,7 @@ class Site:
 
 
 def read_product_numbers(equation: Equation) -> Any:
-    """Return the dimension numbers of a product of matrices, also of a ragged one: those of `jax.lax.dot_general`."""
+    """Return the dimension numbers of a product of matrices, ragged or not, as `jax.lax.dot_general` has them."""
     ragged = equation.params.get("ragged_dot_dimension_numbers")
     return equation.params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
 
@@ -221,7 +221,7 @@ class Analysis:
         followed: the addresses of the equations that move the elements of parameters.
         invariant: for each loop, the numbers of the carries that hold the same parameter in every iteration.
         entered: the addresses of the equations with a site that can run on codes in a body, and of these bodies;
-            and of those that return a parameter.
+            and the addresses of the equations that return a parameter.
     """
 
     sites: dict[Address, Site]

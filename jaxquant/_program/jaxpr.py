@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.core import eval_jaxpr
+from jax.core import Tracer, eval_jaxpr
 from jax.extend import core, source_info_util
-
-from .._core import checks
 
 Equation = core.JaxprEqn
 Program = core.Jaxpr
@@ -99,7 +97,7 @@ def open_body(program: Any) -> Body:
 
 def holds_tracers(body: Body) -> bool:
     """Return whether a tracer is among the arrays that a program, or one inside of it, closes over."""
-    if any(checks.is_traced(value) for value in body.constants):
+    if any(isinstance(value, Tracer) for value in body.constants):
         return True
     return any(holds_tracers(inner) for equation in body.program.eqns for inner in list_bodies(equation))
 

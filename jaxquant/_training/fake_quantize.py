@@ -1,6 +1,6 @@
 """`fake_quantize`: quantize and dequantize in one call, from float to float, with a choice of gradient.
 
-`Quantizer` holds its arguments, for an operand of a trained contraction.
+`Quantizer` holds its arguments, for an operand of a trained contraction. `AmaxHistory` makes one for delayed scaling.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from .estimators import Estimator, StochasticRounding, StraightThrough
 from .rounding_vjp import RoundingConfig, quantize_and_dequantize
 
 _NAME = "fake_quantize"
-_QUANTIZER = "Quantizer"
 
 
 def fake_quantize(
@@ -42,6 +41,9 @@ def fake_quantize(
     The forward pass is `quantize(x, spec).dequantize()` bit for bit; an explicit scale and zero point take the place of
     those that `quantize` computes. `gradient` chooses the backward pass. If the scale and the zero point are computed
     from x, the gradient treats them as constants.
+
+    An offset, and scales that are quantized themselves, are found from x: such a spec takes no scale and no zero point,
+    and only `StraightThrough()`. Its gradient passes everywhere, because the range is that of x.
 
     Args:
         x: the values, float32, float16 or bfloat16, of any shape. A Python number becomes float32.
@@ -101,8 +103,31 @@ def _fake_quantize(
     x: jax.Array, scale: jax.Array | None, zero_point: jax.Array | None, key: jax.Array | None, *, spec: QuantSpec,
     rule: Estimator,
 ) -> jax.Array:  # fmt: skip
+    if spec.offset or spec.scale_spec is not None:
+        expected = "None, because the spec has an offset, or scales that are quantized themselves"
+        checks.require(scale is None, _NAME, "scale", expected, "a scale")
+        checks.require(zero_point is None, _NAME, "zero_point", expected, "a zero point")
+        expected = "StraightThrough(), because the spec has an offset, or scales that are quantized themselves"
+        checks.require(isinstance(rule, StraightThrough), _NAME, "gradient", expected, rule)
+        (x,) = entry_point.convert_numpy(x)
+        checks.check_array(_NAME, "x", x, dtypes.FLOATS)
+        return _pass_through(x, quantize(lax.stop_gradient(x), spec).dequantize())
     arrays = read_parts(_NAME, ("x", "scale", "zero_point"), x, scale, zero_point, spec)
     return quantize_and_dequantize(RoundingConfig(spec, rule), *arrays, key)
+
+
+@jax.custom_jvp
+def _pass_through(x: jax.Array, values: jax.Array) -> jax.Array:
+    """Return the values, with the derivative of x."""
+    del x
+    return values
+
+
+@_pass_through.defjvp
+def _pass_through_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    return primals[1], tangents[0]
 
 
 def split_key(rule: Estimator) -> tuple[Estimator, Any]:
@@ -248,6 +273,87 @@ class Quantizer:
         scale, zero_point, key = children
         is_stochastic = isinstance(rule, StochasticRounding)
         return cls(spec, scale, zero_point, dataclasses.replace(rule, key=key) if is_stochastic else rule)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AmaxHistory:
+    """The largest magnitudes of a tensor in the last steps of a training, for delayed scaling.
+
+    scale = max(amax) / largest code
+
+    A scale that is known before the tensor is computed needs no pass over the tensor, unlike the scale of a QuantSpec,
+    which depends on the current values. The state is a pytree that the caller keeps, one for each tensor: `update`
+    returns the next one. Values beyond the range of the last steps saturate, and get no gradient.
+
+    Attributes:
+        amax: float32 [length], the latest step first; 0 for steps that have not been yet.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> history = jq.AmaxHistory.start(3)
+        >>> for step in (448.0, 896.0, 1.0):
+        ...     history = history.update(jnp.array([step, -0.5]))
+        >>> history.amax
+        Array([  1., 896., 448.], dtype=float32)
+        >>> history.make_quantizer(jq.QuantSpec("float8_e4m3fn"))(jnp.array([33.0, 1e4]))  # 33 / 2 is a tie
+        Array([ 32., 896.], dtype=float32)
+
+    Source: Micikevicius et al., arXiv 2209.05433; delayed scaling in NVIDIA's Transformer Engine, with the maximum of
+    the history.
+    """
+
+    amax: jax.Array
+
+    @classmethod
+    def start(cls, length: int = 16) -> AmaxHistory:
+        """Return the history before the first step.
+
+        Args:
+            length: the number of steps that are kept.
+
+        Raises:
+            TypeError: length is not an int.
+            ValueError: length is not positive.
+        """
+        checks.check_integer("AmaxHistory.start", "length", length)
+        checks.require(length > 0, "AmaxHistory.start", "length", "a positive int", length)
+        return cls(jnp.zeros(length, jnp.float32))
+
+    def update(self, x: ArrayLike) -> AmaxHistory:
+        """Return the history with the largest magnitude of x in front. x without elements counts as 0.
+
+        Args:
+            x: float32, float16 or bfloat16, of any shape. It gets no gradient.
+
+        Raises:
+            TypeError: x has an unsupported dtype.
+        """
+        x = entry_point.read_float_operand("AmaxHistory.update", "x", x)
+        checks.check_array("AmaxHistory.update", "x", x, dtypes.FLOATS)
+        amax = jnp.max(jnp.abs(jax.lax.stop_gradient(x)), initial=0).astype(jnp.float32)
+        return AmaxHistory(jnp.concatenate([amax[None], self.amax[:-1]]))
+
+    def make_quantizer(
+        self, spec: QuantSpec, *, margin: int = 0, gradient: Estimator = StraightThrough()
+    ) -> Quantizer:  # fmt: skip
+        """Return the Quantizer whose largest code is the largest magnitude of the history times 2**margin.
+
+        Before the first step the scale is 1.
+
+        Args:
+            spec: Static. How to quantize, with one scale.
+            margin: Static. The number of binary orders of magnitude that are left for values beyond the history.
+            gradient: the gradient rule.
+
+        Raises:
+            TypeError: an argument has a wrong type.
+            ValueError: the spec has several scales.
+        """
+        checks.check_integer("AmaxHistory.make_quantizer", "margin", margin)
+        most = jax.lax.stop_gradient(jnp.max(self.amax)) * np.float32(2.0**margin)
+        with checks.name_errors("AmaxHistory.make_quantizer"):
+            return Quantizer.from_range(spec, (-most, most), gradient)
 
 
 def read_quantizer(function: str, argument: str, value: QuantSpec | Quantizer | None) -> Quantizer | None:

@@ -92,7 +92,7 @@ def fake_quantize_linear(
         Array(8.4, dtype=float32)
 
     Source: Jacob et al., arXiv 1712.05877, section 3, for fake quantization; Jain et al., arXiv 1903.08066,
-    section 3, for the gradient of a scale: that of the formula with rounding as the identity; training, lda_coeff,
+    section 3, for the gradient of a scale: the derivative with rounding as the identity; training, lda_coeff,
     name and specified_outputs_name from the node of Graiphic's Deep Learning Toolkit for LabVIEW.
 
     Cotangents, with u = x / scale, code = the integer, m = the mask (1 or 0), z = the zero point:

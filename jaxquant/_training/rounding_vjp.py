@@ -16,10 +16,9 @@ from .._arrays.quantize import encode_array
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.scale_rules import encode_ties_toward_zero
 from .._arrays.spec import Codebook, QuantSpec
-from .._core import dtypes, granularity
+from .._core import checks, dtypes, granularity
 from .._kernels import affine, min_max
 from .._kernels.affine import dequantize_affine, divide_by_scale
-from .._onnx_ops import quantization
 from .estimators import LSQ, PACT, Estimator, LSQPlus, StochasticRounding, StraightThrough
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -221,7 +220,7 @@ def _quantize_and_dequantize_fwd(
     config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, key: jax.Array | None
 ) -> tuple[jax.Array, Any]:
     if config.linear is not None:
-        quantization.refuse_backward(config.linear.function, config.linear.training)
+        checks.refuse_backward(config.linear.function, config.linear.training)
     return quantize_and_dequantize(config, x, scale, zero_point, key), (x, scale, zero_point, key)
 
 

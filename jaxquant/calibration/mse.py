@@ -29,7 +29,7 @@ def mse(spec: QuantSpec, *, bins: int = 2048, grid: int = 100, every: int = 1) -
 
     x_q is x after `quantize` and `dequantize` with the spec's dtype or codebook, and with the scale and the zero point
     that `quantize` gives the candidate range. For a symmetric spec the candidates are (-t * a, t * a), a = max(|x|),
-    clipped to the least and the largest value of the data. The whole range, t = 1, is that of `minmax`. It is returned
+    clipped to the least and the largest value of the data. The whole range, t = 1, equals `minmax`'s. It is returned
     unless another one is better by more than the uncertainty of the estimate.
 
     The mean is an estimate from a histogram. Each bin stores the number of its elements, and the least and the largest

@@ -117,7 +117,7 @@ def _cut_pieces(state: HistogramState, symmetric: bool) -> tuple[Words, jax.Arra
 
 
 def _divide_bins(fine: Words, side: int, bins: Words) -> Words:
-    """Return the counts of one side of 0 with fine bins in place of those next to 0, in the order of the bins."""
+    """Return the counts of one side of 0 with the bins next to 0 replaced by fine bins, in the order of the bins."""
     coarse = fine.low.shape[-1]
 
     def arrange(octaves: jax.Array) -> jax.Array:

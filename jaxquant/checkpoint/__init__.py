@@ -5,7 +5,7 @@ from .arrays import from_arrays, to_arrays
 from .files import load, save
 from .info import CheckpointError, Info, TensorInfo
 from .orbax import load_orbax, save_orbax
-from .quantize_to import quantize_to
+from .quantize import quantize_to
 from .rename import rename
 from .safetensors import load_safetensors, save_safetensors
 

@@ -176,15 +176,15 @@ def _gather_weight(form: _Format, shard: jax.Array, axis: int) -> jax.Array:
     return all_gather(shard, "data", spec=spec, axis=axis, tiled=True, backward_spec=form.traffic)
 
 
-def _add_over(form: _Format, x: jax.Array, axis_name: str) -> jax.Array:
-    """Return the sum of activations over an axis."""
-    return lax.psum(x, axis_name) if form.traffic is None else psum(x, axis_name, spec=form.traffic)
+def _add_shares(form: _Format, x: jax.Array) -> jax.Array:
+    """Return the sum of activations over the axis `model`."""
+    return lax.psum(x, "model") if form.traffic is None else psum(x, "model", spec=form.traffic)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_activations(form: _Format, x: jax.Array) -> jax.Array:
     """Return the sum over the axis `model`; every device holds its cotangent."""
-    return _add_over(form, x, "model")
+    return _add_shares(form, x)
 
 
 def _sum_activations_fwd(form: _Format, x: jax.Array) -> tuple[jax.Array, None]:
@@ -211,7 +211,7 @@ def _copy_activations_fwd(form: _Format, x: jax.Array) -> tuple[jax.Array, None]
 
 
 def _copy_activations_bwd(form: _Format, _: None, g: jax.Array) -> tuple[jax.Array]:
-    return (_add_over(form, g, "model"),)
+    return (_add_shares(form, g),)
 
 
 _copy_activations.defvjp(_copy_activations_fwd, _copy_activations_bwd)
@@ -326,9 +326,9 @@ def _decode(sizes: ModelSizes, form: _Format, params: _Tree, cache: _Tree, token
         length = keys.shape[1]
         mask = (jnp.arange(length) <= step).reshape(1, 1, 1, 1, length)
         keys, values = (part.reshape(*part.shape[:2], -1) for part in (keys, values))
-        x = x + _add_over(form, _matmul_any(_run_attention(sizes, q, keys, values, mask), w["out"]), "model")
+        x = x + _add_shares(form, _matmul_any(_run_attention(sizes, q, keys, values, mask), w["out"]))
         h = _normalize(x, w["norm2"])
-        return x + _add_over(form, _feed_forward(h, w["gate"], w["up"], w["down"]), "model"), new
+        return x + _add_shares(form, _feed_forward(h, w["gate"], w["up"], w["down"])), new
 
     x, cache = lax.scan(apply_layer, x, (params["layers"], cache))
     logits = _matmul_any(_normalize(x, params["norm"]), params["unembed"])
@@ -369,8 +369,8 @@ class MeshPlan(NamedTuple):
     """The bytes of one step on one device.
 
     Attributes:
-        stored: the bytes of "weights", "optimizer state", "saved activations" and "KV cache", of those that the step
-            has.
+        stored: the bytes of "weights", "optimizer state", "saved activations" and "KV cache", as far as the step has
+            them.
         sent: the bytes that the device sends, by kind of collective.
         arrays: the arrays of the weights and of the cache, by their path.
     """

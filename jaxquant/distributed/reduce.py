@@ -246,7 +246,7 @@ class Scatter(NamedTuple):
 
 
 def add_messages(reduction: Reduction, rows: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return the sum of the messages that all devices send to this one, and what they lose of those that it sends.
+    """Return the sum of the messages that all devices send to this one, and the errors of the messages that it sends.
 
     Args:
         reduction: Static. The sum.

@@ -295,10 +295,10 @@ class _Scope:
         """Yield the products that can saturate."""
         for node in self.graph.node:
             for operands in PRODUCTS.get((_read_domain(node), node.op_type), ()):
-                place = self._match_weights(node, operands)
-                if place is None:
+                match = self._match_weights(node, operands)
+                if match is None:
                     continue
-                holder, weights, point, moves = place
+                holder, weights, point, moves = match
                 pairs = self._count_pairs(node, holder.input[weights], moves)
                 if pairs[0] != 0:
                     name = holder.input[weights]

@@ -75,12 +75,12 @@ def _encode_dynamic(value: jax.Array) -> jax.Array:
     bits = lax.bitcast_convert_type(magnitude, jnp.uint32) + np.uint32(_OFFSET)
     # The levels are integers as floats of these bits. A last bit that is cut off marks a number above a midpoint.
     halved = lax.shift_right_logical(bits, jnp.full_like(bits, 1)) | (bits & np.uint32(1))
-    place = lax.bitcast_convert_type(halved, jnp.float32)
+    position = lax.bitcast_convert_type(halved, jnp.float32)
     # At a midpoint `shifted` is an integer, exactly. Of negative levels the lower one has the larger magnitude.
-    shifted = place - np.float32(0.5)
+    shifted = position - np.float32(0.5)
     up = jnp.ceil(shifted).astype(jnp.int32)
     # From 0 to the least level and from there to the next one the exponent changes, so these midpoints are elsewhere.
-    up = jnp.where(place > np.float32(1.625), up, (place > np.float32(0.75)).astype(jnp.int32))
+    up = jnp.where(position > np.float32(1.625), up, (position > np.float32(0.75)).astype(jnp.int32))
     down = jnp.maximum(jnp.floor(shifted).astype(jnp.int32), 0)
     # The sign bit of -0 does not matter, because `down` is 0 there.
     code = jnp.where(value_bits < 0, _ZERO - down, _ZERO + up)
@@ -88,12 +88,12 @@ def _encode_dynamic(value: jax.Array) -> jax.Array:
 
 
 def _decode_dynamic(codes: jax.Array) -> jax.Array:
-    place = codes - _ZERO
-    magnitude = jnp.where(place < 0, 1 - place, place).astype(jnp.float32)
+    position = codes - _ZERO
+    magnitude = jnp.where(position < 0, 1 - position, position).astype(jnp.float32)
     integer = lax.bitcast_convert_type(magnitude, jnp.uint32)
     bits = integer + integer - np.uint32(_OFFSET)
-    level = lax.bitcast_convert_type(jnp.where(place == 0, np.uint32(0), bits), jnp.float32)
-    return jnp.where(place < 0, -level, level)
+    level = lax.bitcast_convert_type(jnp.where(position == 0, np.uint32(0), bits), jnp.float32)
+    return jnp.where(position < 0, -level, level)
 
 
 def _encode_logarithmic(value: jax.Array) -> jax.Array:

@@ -550,7 +550,7 @@ def _split_equations(body: core.Jaxpr, owners: list[int]) -> list[list[Any]]:
 
     Args:
         body: the program.
-        owners: the place of the pytree of each of its arguments.
+        owners: the index of the pytree of each of its arguments.
     """
     needed: dict[Any, set[int]] = {variable: {owner} for variable, owner in zip(body.invars, owners, strict=True)}
     for equation in body.eqns:
@@ -630,7 +630,7 @@ class LeafRow:
     """How an array of a state is stored.
 
     Attributes:
-        path: its place in the state, such as "inner/0/mu/dense/kernel".
+        path: its path in the state, such as "inner/0/mu/dense/kernel".
         shape: its shape.
         dtype: the dtype in which the transformation computes with it.
         stored: its codes and the elements that share a scale, or its dtype.

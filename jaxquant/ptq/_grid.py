@@ -78,10 +78,10 @@ def make_layout(function: str, shape: tuple[int, ...], axis: Axis, groups: int =
     return MatrixLayout(tuple(shape), kept, tuple(entry for entry in range(len(shape)) if entry not in kept), groups)
 
 
-def check_weight(function: str, w: jax.Array, argument: str = "w") -> None:
+def check_weight(function: str, w: jax.Array) -> None:
     """Raise unless w is an array of floats of rank 1 or more."""
-    checks.check_array(function, argument, w, dtypes.FLOATS)
-    checks.require(w.ndim > 0, function, argument, "rank 1 or more", "rank 0")
+    checks.check_array(function, "w", w, dtypes.FLOATS)
+    checks.require(w.ndim > 0, function, "w", "rank 1 or more", "rank 0")
 
 
 def read_hessian(function: str, w: jax.Array, hessian: jax.Array, axis: Axis) -> tuple[jax.Array, MatrixLayout]:

@@ -198,6 +198,6 @@ def _make_rules(prepared: Prepared, calls: Sequence[TracedCall], choices: Mappin
                 weight = dataclasses.replace(weight, dtype=choices[path], options=options)
                 new = dataclasses.replace(rule, path=pattern, weight=weight)
             changed.setdefault(new, place)
-    # In front, because the first rule that matches applies, and in their order: those of the uses of one parameter may
-    # have different conditions. The rules of the function still hold for all other contractions.
+    # In front, because the first rule that matches applies, and in their order: the rules for the uses of one parameter
+    # may have different conditions. The rules of the function still hold for all other contractions.
     return (*sorted(changed, key=changed.__getitem__), *prepared.rules)

@@ -81,12 +81,12 @@ def gptq(
 
     minimize trace(E^T H E) over the codes, with E = w - dequantized w and H the mean of x x^T
 
-    The inputs are rounded one after the other. Before an input is rounded, the errors of those before it are moved to
+    The inputs are rounded one after the other. Before an input is rounded, the errors of earlier inputs are moved to
     it, as far as it can make up for them. With H + damping * mean(diag H) * I = R R^T, where R is upper triangular:
 
     q_j = round(w_j + sum_{i < j} (w_i - q_i) R_ij / R_jj)
 
-    This is the paper's iteration without its inverse: R^-T R^-1 is the inverse of the Hessian, of which the paper takes
+    This is the paper's iteration without its inverse: R^-T R^-1 is the inverse of the Hessian, and the paper takes
     the rows of the Cholesky factor. One float32 factorization instead of two keeps more digits. If it fails, the
     damping is raised tenfold until it succeeds, which the diagnostics tell. The scale and the zero point are those of
     `jq.quantize`, or of `grid`, and do not change.

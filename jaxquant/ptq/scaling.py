@@ -377,7 +377,7 @@ def equalize(prepared: Prepared, params: Any, batch: Any, **arguments: Any) -> O
     def compute_factors(joint: _Joint, arrays: Sequence[Any]) -> jax.Array | str:
         if joint.source.site is None:
             return "a normalization, which has no weight to equalize with"
-        source = _read_source_weight(joint, prepared, arrays)
+        source = _read_source_weight(joint, arrays)
         if isinstance(source, str):
             return source
         first = jnp.max(jnp.abs(source), 0)
@@ -411,7 +411,7 @@ def _read_moments(joint: _Joint, stats: Statistics, arrays: Sequence[Any]) -> Mo
     return moments._replace(largest=largest)
 
 
-def _read_source_weight(joint: _Joint, prepared: Prepared, arrays: Sequence[Any]) -> jax.Array | str:
+def _read_source_weight(joint: _Joint, arrays: Sequence[Any]) -> jax.Array | str:
     """Return the weight that makes the channels as [other, channels], or why there is none."""
     found = _locate_outputs(joint.source.site, arrays)
     if isinstance(found, str):

@@ -29,8 +29,8 @@ def search_range(
 
     (lo, hi) = t * (min(w, 0), max(w, 0)), where t in [least, 1] minimizes sum importance * (w - w_q)^2
 
-    w_q is w after `jq.quantize` and `dequantize`. The range of a spec with an offset need not include 0: it is that of
-    w, and shrinks towards its middle. Scales and offsets that the spec quantizes count as they are before that.
+    w_q is w after `jq.quantize` and `dequantize`. The range of a spec with an offset need not include 0: it is w's
+    range, and shrinks towards its middle. Scales and offsets that the spec quantizes count as they are before that.
 
     A smaller range saturates the largest elements and has finer steps
     for all others, which pays for 4 bits and fewer. The search tries each t on each slice, and finds the exact minimum

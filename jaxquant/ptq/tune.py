@@ -611,7 +611,7 @@ def collect_gradients(
 def _make_gradient_step(
     run_function: Callable[..., list[jax.Array]], layouts: Mapping[int, MatrixLayout]
 ) -> Callable[..., dict[int, jax.Array]]:
-    """Return a function that adds the second moments of one gradient to the sums of those before it.
+    """Return a function that adds the second moments of one gradient to the sums over earlier gradients.
 
     Args:
         run_function: the float function.

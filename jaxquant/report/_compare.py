@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from .._arrays import parts
 from .._arrays.diagnostics import quantization_error
 from .._arrays.quantized_array import QuantizedArray
-from .._core import checks
+from .._core import checks, dtypes, granularity
 from .._program import jaxpr
 from .._program.analysis import Site
 from .._program.replacing import Records
@@ -66,12 +66,14 @@ def _describe_values(x: jax.Array, q: Any, operand: Any, record: Mapping[str, An
     low, high = record["edges"][..., 0], record["edges"][..., 1]
     index = jnp.clip(jnp.floor((wide - low) / (high - low) * np.float32(_BINS)), 0, _BINS - 1).astype(jnp.int32)
     counts = jnp.zeros(_BINS, jnp.int32).at[index.ravel()].add(1)
-    ends = jnp.full(2, np.nan, jnp.float32)
+    ends, scale = jnp.full(2, np.nan, jnp.float32), q.scale
     # A dynamic range has other ends in each call and each row.
     if operand.calibrator is not None:
         codes = np.asarray(operand.spec.bounds, np.float32)
+        if isinstance(scale, QuantizedArray):  # the largest of the float8 scales, which a static range gives
+            codes, scale = codes * np.float32(operand.spec.scale_spec.bounds[1]), scale.scale
         zero_point = 0 if q.zero_point is None else q.zero_point.astype(jnp.float32).ravel()[0]
-        ends = (codes - zero_point) * q.scale.astype(jnp.float32).ravel()[0]
+        ends = (codes - zero_point) * scale.astype(jnp.float32).ravel()[0]
     least, most = record["extremes"][0], record["extremes"][1]
     extremes = jnp.stack([jnp.minimum(least, extremes[0]), jnp.maximum(most, extremes[1])])
     return {"extremes": extremes, "counts": record["counts"] + counts, "ends": ends}
@@ -92,10 +94,13 @@ def _sum_squares(x: jax.Array, y: jax.Array, name: str) -> dict[str, jax.Array]:
 
 def _count_saturated(x: jax.Array, q: QuantizedArray, scale: jax.Array) -> dict[str, jax.Array]:
     """Return the number of elements that lie more than half a step beyond the last code, and the number of all."""
-    distance = jnp.abs(x.astype(jnp.float32) - q.dequantize().astype(jnp.float32))
-    step = jnp.broadcast_to(scale.astype(jnp.float32), x.shape)
-    # A rounded element is half a step away, and in float32 a little more.
-    is_beyond = distance > np.float32(0.51) * step
+    step = granularity.Aligned(q.block_size).expand(dtypes.scale_as_float32(scale), x)
+    if isinstance(q.format, np.dtype) and q.format in dtypes.SMALL_FLOATS:  # their steps differ
+        is_beyond = dtypes.mark_overflow(x.astype(jnp.float32) / step, q.format)
+    else:
+        distance = jnp.abs(x.astype(jnp.float32) - q.dequantize().astype(jnp.float32))
+        # A rounded element is half a step away, and in float32 a little more.
+        is_beyond = distance > np.float32(0.51) * step
     return {"saturated": jnp.sum(is_beyond, dtype=jnp.float32), "elements": jnp.float32(x.size)}
 
 

@@ -16,7 +16,6 @@ import numpy as np
 from .._core import checks
 from ..ptq.bit_plan import BitPlan, solve_plan
 from ..ptq.notes import Note, Notes
-from ._report import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -148,15 +147,21 @@ def _make_figure(**options: Any) -> Any:
     return Figure(**options)
 
 
-def draw_report(report: Report) -> Any:
-    """Return a figure: bars for the errors of each contraction, and histograms of weights and activations."""
-    rows = [row for row in report.rows if row.form != "float"]
+def draw_report(rows: Sequence[Any], weights: Mapping[str, Any], activations: Mapping[str, Any]) -> Any:
+    """Return a figure: bars for the errors of each contraction, and histograms of weights and activations.
+
+    Args:
+        rows: the `SiteRow`s of a report.
+        weights: the `Histogram`s of weights, by name.
+        activations: the same of activations.
+    """
+    rows = [row for row in rows if row.form != "float"]
     groups = [
-        ("weights, on a logarithmic scale; dashed: the range of their codes", "weight", report.histograms),
+        ("weights, on a logarithmic scale; dashed: the range of their codes", "weight", weights),
         (
             "activations, on a logarithmic scale; dashed: the range of their codes, if it is static; "
             "the tail beyond it is saturated",
-            "activation", report.activations,
+            "activation", activations,
         ),
     ]  # fmt: skip
     shown = [(text, kind, list(items.items())[:_MOST_HISTOGRAMS]) for text, kind, items in groups if items]
@@ -166,7 +171,7 @@ def draw_report(report: Report) -> Any:
     parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
     _draw_bars(parts[0, 0].subplots(), rows)
     for (text, kind, items), part in zip(shown, parts[1:, 0], strict=True):
-        total = {"weight": len(report.histograms), "activation": len(report.activations)}[kind]
+        total = {"weight": len(weights), "activation": len(activations)}[kind]
         part.suptitle(f"{text}; the first {len(items)} of {total}" if total > len(items) else text, fontsize=8)
         lines = math.ceil(len(items) / _COLUMNS)
         _draw_histograms(part.subplots(lines, _COLUMNS, squeeze=False).ravel(), items, _COLORS[kind])

@@ -146,7 +146,7 @@ class Report:
         # The pictures read the passes of ptq, which a table does not need.
         from ._pictures import draw_report
 
-        figure = draw_report(self)
+        figure = draw_report(self.rows, self.histograms, self.activations)
         if path is not None:
             figure.savefig(path)
         return figure
@@ -170,7 +170,7 @@ class Report:
         if importlib.util.find_spec("matplotlib") is not None:
             from ._pictures import draw_report, write_svg
 
-            picture = write_svg(draw_report(self))
+            picture = write_svg(draw_report(self.rows, self.histograms, self.activations))
         file.write_text(
             f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Quantization report</title>'
             f"<style>{_STYLE}</style></head>\n<body><h1>Quantization report</h1>\n<p>{html.escape(self.summary)}</p>\n"

@@ -207,7 +207,7 @@ class TracedCall:
         trace: its program.
         analysis: the contractions of the program.
         plan: how each of them runs.
-        parameters: the parameters, of which each is one array, or a quantized array that the function itself reads.
+        parameters: the parameters; each is one array, or a quantized array that the function itself reads.
         arguments: the other arrays.
         planned: the places of the parameters that stand for floats if they are quantized.
     """
@@ -252,12 +252,12 @@ def trace_call(
     Args:
         function: the function.
         rules: the rules of the plan.
-        params: its parameters, of which some may be quantized.
+        params: its parameters; some may be quantized.
         args: its other positional arguments.
         kwargs: its keyword arguments.
         planned: the places of the parameters that stand for floats if they are quantized. Other quantized arrays are
             passed to the function as they are.
-        given: the specs of those that are quantized before anything is planned.
+        given: the specs of the parameters that are quantized before anything is planned.
 
     Raises:
         ContractTypeError: the function cannot be traced.
@@ -278,7 +278,7 @@ def trace_call(
     ) as error:
         error.add_note(
             "jaxquant traces the function, and treats all arrays and Python floats in its arguments as traced values. "
-            "Ints, bools, strings and other objects are static: pass what decides on the program as one of those."
+            "Ints, bools, strings and other objects are static: pass what decides on the program as a static value."
         )
         raise
     origins = _find_origins(described, parameters.names, len(trace.program.invars))

@@ -80,7 +80,7 @@ def make_scales(
 
 
 def _start_weight(w: Any, spec: QuantSpec, estimator: LSQ | LSQPlus) -> LearnedScale:
-    _check_scale_dtype(spec)
+    _check_spec(spec, estimator)
     expected = "LSQPlus(), because LSQ() keeps the zero point of an asymmetric spec at 0"
     checks.require(bool(spec.symmetric) or isinstance(estimator, LSQPlus), _NAME, "estimator", expected, estimator)
     scale, zero_point = estimator.initial(jnp.asarray(w), spec)
@@ -89,7 +89,7 @@ def _start_weight(w: Any, spec: QuantSpec, estimator: LSQ | LSQPlus) -> LearnedS
 
 def _start_activation(entry: StaticRange, ends: Any, estimator: ScaleEstimator) -> LearnedScale:
     spec = entry.operand.spec
-    _check_scale_dtype(spec)
+    _check_spec(spec, estimator)
     is_learned = not spec.symmetric and not isinstance(estimator, PACT)
     if isinstance(estimator, PACT) and not spec.symmetric and not checks.is_traced(ends[0]):
         least = float(np.min(np.asarray(ends[0])))
@@ -108,7 +108,11 @@ def _start_activation(entry: StaticRange, ends: Any, estimator: ScaleEstimator) 
     return find(*ends)
 
 
-def _check_scale_dtype(spec: QuantSpec) -> None:
+def _check_spec(spec: QuantSpec, estimator: ScaleEstimator) -> None:
+    """Raise unless an estimator can train the scale of a spec."""
+    has_forms = spec.offset or spec.scale_spec is not None
+    expected = f"None with {spec}, because no estimator trains an offset, or a scale that is quantized itself"
+    checks.require(not has_forms, _NAME, "estimator", expected, estimator)
     expected = "a spec with scale_dtype float32, bfloat16 or float16, because a power of two has no gradient"
     checks.require(spec.scale_dtype in dtypes.FLOATS, _NAME, "estimator", expected, spec.scale_dtype)
 

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._arrays.parts import derive_packing
-from .._arrays.quantize import compute_parameters, encode_array, quantize, quantize_kernel
+from .._arrays.quantize import compute_parameters, encode_array, quantize, quantize_kernel, quantize_under_range
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
-from .._codes.fake_codes import finish_training, replace_value
+from .._codes.fake_codes import finish_training
 from .._core import checks
+from .._kernels.barriers import replace_value
 from .._program import jaxpr
 from .._program.analysis import Address, Site
 from .._program.jaxpr import Equation
@@ -126,8 +127,7 @@ class ObserveMode(_PlannedMode):
 
 def _update_state(records: Records, name: str, operand: OperandPlan, x: jax.Array) -> Records:
     """Return the records with the state of one calibrator updated by an array."""
-    assert operand.calibrator is not None
-    calibrator, place = operand.calibrator(operand.spec), str(operand.place)
+    calibrator, place = operand.make_calibrator(), str(operand.place)
     state = calibrator.update(records[name][place], lax.stop_gradient(x))
     return {**records, name: {**records[name], place: state}}
 
@@ -213,9 +213,7 @@ class IntegerMode(_CodesMode):
             store = stores[place] if part is None else {}
             if operand.spec not in store:
                 x = operations.refuse_gradient(operands[place])
-                store[operand.spec] = make_array(
-                    RoundingConfig(operand.spec), x, *find_scale(operand.spec, x, part), None
-                )
+                store[operand.spec] = quantize_activations(operand.spec, x, part)
             codes[place] = store[operand.spec]
         if self.plan.regions.find_point(site) is not None:
             return self.finish_contraction(site, codes, records), records
@@ -389,6 +387,20 @@ def find_scale(spec: QuantSpec, x: Any, part: Any) -> tuple[jax.Array, jax.Array
     return compute_parameters(_NAME, fixed, spec, lo, hi)[:2]
 
 
+def quantize_activations(spec: QuantSpec, x: jax.Array, part: Any) -> QuantizedArray:
+    """Return activations as codes; the arguments are as in `find_scale`."""
+    if spec.offset or spec.scale_spec is not None:
+        _check_fixed(spec, part)
+        return quantize(x, spec) if part is None else quantize_under_range(x, spec, *part)
+    return make_array(RoundingConfig(spec), x, *find_scale(spec, x, part), None)
+
+
+def _check_fixed(spec: QuantSpec, part: Any) -> None:
+    """Raise if a scale is trained or enlarged that has an offset, or is quantized itself."""
+    expected = "a spec without an offset and without a scale_spec, because its scale is trained or enlarged"
+    checks.require(not isinstance(part, LearnedScale), _NAME, "spec", expected, spec)
+
+
 def make_finder(ranges: StaticRanges, records: Mapping[str, Any]) -> Callable[[str, str], Any]:
     """Return a function of the name and the place of a static range, which returns its scale, or None without one."""
 
@@ -407,11 +419,14 @@ def make_finder(ranges: StaticRanges, records: Mapping[str, Any]) -> Callable[[s
 def make_twin(spec: QuantSpec, x: jax.Array, part: Any, rule: Estimator) -> Twin:
     """Return an array as floats with a gradient, and as codes."""
     if spec.offset or spec.scale_spec is not None:
-        expected = "a spec without an offset and without a scale_spec, because its scale is trained or enlarged"
-        checks.require(part is None, _NAME, "spec", expected, spec)
-        codes = quantize(lax.stop_gradient(x), spec)
-        # The range is that of x, so that the gradient passes everywhere. x - x is 0.
-        return Twin(codes.dequantize() + (x - lax.stop_gradient(x)), codes)
+        fixed = lax.stop_gradient(x)
+        codes = quantize_activations(spec, fixed, lax.stop_gradient(part))
+        change = x - fixed  # which is 0
+        if part is not None:
+            # What is beyond a static range saturates, and has no gradient.
+            reached = jnp.maximum(*(jnp.abs(end).reshape(()) for end in part)).astype(x.dtype)
+            change = jnp.where(jnp.abs(fixed) <= reached, change, jnp.zeros((), x.dtype))
+        return Twin(codes.dequantize() + change, codes)
     scale, zero_point = find_scale(spec, x, part)
     config = RoundingConfig(spec, rule)
     floats = quantize_and_dequantize(config, x, scale, zero_point, None)

@@ -14,7 +14,7 @@ from jax import lax
 
 from .._arrays import indexing
 from .._arrays.concatenate import concatenate
-from .._arrays.quantized_array import QuantizedArray, check_form
+from .._arrays.quantized_array import QuantizedArray, check_form, read_entries
 from .._core import granularity
 from .._program import jaxpr, moves
 from .._program.jaxpr import Equation
@@ -37,7 +37,8 @@ def move_elements(equation: Equation, operands: Sequence[Any]) -> list[Any]:
     join = moves.match_join(equation)
     if join is not None:
         axis, is_new = join
-        return [concatenate([_insert_dimension(q, axis) if is_new else q for q in operands], axis)]
+        arrays = [_read_scales(q) for q in operands]
+        return [concatenate([_insert_dimension(q, axis) if is_new else q for q in arrays], axis)]
     move = moves.MOVES[name].move
     assert move is not None
     return [moved.array for moved in move(equation, MovedCodes(operands[0]), *operands[1:])]
@@ -80,6 +81,8 @@ class MovedCodes(moves.Elements):
         Where a merged dimension repeats a sequence of entries, each of its indices gets an entry.
         """
         q = self.array
+        if any(_find_merged(q.shape, tuple(shape))):
+            q = _read_scales(q)
         scale, zero_point = (_spread(q, part, tuple(shape)) for part in (q.scale, q.zero_point))
         return MovedCodes(q.replace(scale=scale, zero_point=zero_point).reshape(tuple(shape)))
 
@@ -89,7 +92,7 @@ class MovedCodes(moves.Elements):
 
     def broadcast(self, places: Sequence[int], shape: Sequence[int]) -> MovedCodes:
         """Return the codes repeated along new dimensions; repeated elements share their scale."""
-        places, shape, q = tuple(places), tuple(shape), self.array
+        places, shape, q = tuple(places), tuple(shape), _read_scales(self.array)
         check_form("prepare", "a parameter", q, ("signed_scale", "packing"))
 
         def broadcast_part(part: jax.Array | None, is_scale: bool) -> jax.Array | None:
@@ -124,7 +127,7 @@ class MovedCodes(moves.Elements):
 
     def cut_dynamically(self, starts: Sequence[jax.Array], shape: Sequence[int]) -> MovedCodes:
         """Return a part of the codes along each dimension, from starts that the program computes."""
-        q, sizes = self.array, tuple(shape)
+        q, sizes = _read_scales(self.array), tuple(shape)
         check_form("prepare", "a parameter", q, ("signed_scale", "packing"))
         # One entry for each index of the axes that are cut, unless all indices share one.
         cut = [axis for axis, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if size != n]
@@ -145,6 +148,11 @@ class MovedCodes(moves.Elements):
     def select_index(self, axis: int, index: int) -> MovedCodes:
         """Return the codes at one index of a dimension, without the dimension."""
         return MovedCodes(self.array[(*(slice(None),) * axis, index)])
+
+
+def _read_scales(q: QuantizedArray) -> QuantizedArray:
+    """Return an array with float32 scales, where the move of scales that are quantized themselves has no form."""
+    return q.replace(scale=read_entries(q.scale)) if isinstance(q.scale, QuantizedArray) else q
 
 
 def _insert_dimension(q: QuantizedArray, axis: int) -> QuantizedArray:

@@ -28,7 +28,7 @@ class CodedContraction(Protocol):
     """A contraction that is linear in each of its operands."""
 
     def contract_quantized(self, *operands: Any, epilogue: Any = None) -> Any:
-        """Return the contraction of operands of which some are quantized and the others floats.
+        """Return the contraction of quantized and float operands.
 
         With the epilogue of an integer contraction, the result is codes.
         """

@@ -14,7 +14,7 @@ from .._core.dtypes import CONTRACTED as INTEGER_DTYPES
 from .._core.granularity import Blocked, PerAxis, PerTensor
 from .._program import jaxpr, views
 from .._program.analysis import PRODUCTS, UNUSED, Address, Analysis, Site, list_contracted
-from ..calibration.calibrator import Factory
+from ..calibration.calibrator import Calibrator, Factory
 from ._regions.finder import find_regions
 from ._regions.folding import Fold, find_feature_axes
 from ._regions.rounding_points import OutputPlan, Regions
@@ -36,6 +36,14 @@ class OperandPlan(NamedTuple):
     spec: QuantSpec
     calibrator: Factory | None
 
+    def make_calibrator(self) -> Calibrator:
+        """Return the calibrator of the static range. With float8 scales of blocks it finds the range of all blocks."""
+        assert self.calibrator is not None
+        spec = self.spec
+        if spec.scale_spec is not None:
+            spec = QuantSpec(spec.dtype, PerTensor())
+        return self.calibrator(spec)
+
 
 class SitePlan(NamedTuple):
     """How a contraction runs.
@@ -45,7 +53,7 @@ class SitePlan(NamedTuple):
         weight: the spec of its parameter, or None.
         activations: how its activations are quantized; empty if they stay in floats.
         record: the name of its static range.
-        layers: the addresses of the scans of which each iteration has a static range of its own.
+        layers: the addresses of the scans with a static range for each iteration.
         reason: why it stays in floats, or why its weight is quantized otherwise than its rule says, or "".
         is_wanted: whether a rule asked for codes.
         output: how its result is quantized, if a rule asks for it and nothing that follows it prevents it.
@@ -117,13 +125,13 @@ def make_plan(
 
     Args:
         analysis: what is known about the program.
-        rules: the rules, of which the first one that matches applies.
+        rules: the rules; the first one that matches applies.
         names: the path of each parameter.
         shapes: the shape of each parameter.
         given: the specs of the parameters that have codes already, by their place.
 
     Raises:
-        ContractValueError: two rules give one parameter different Weights, none of which all of its uses can take.
+        ContractValueError: two rules give one parameter different Weights, and no Weight fits all of its uses.
     """
     chosen: dict[str, Rule | None] = {}
     for site in analysis.sites.values():
@@ -152,7 +160,7 @@ def _plan_leaves(
     uses: dict[int, list[Site]] = {}
     contracted: dict[int, set[int]] = {}
     orders: dict[int, list[tuple[int, ...]]] = {}
-    # Of equal Weights, the one of a contraction comes first.
+    # If Weights are equal, a contraction's comes before a lookup's.
     for site in sorted(sites, key=lambda site: site.operation == "take"):
         rule = chosen[site.name]
         assert rule is not None
@@ -256,7 +264,7 @@ def _find_stored_axes(site: Site, view: views.View, rule: Rule) -> tuple[int, ..
 
 
 def _make_weight_spec(weight: Weight, contracted: set[int], shape: Sequence[int]) -> QuantSpec:
-    """Return the spec of a parameter of which some axes are summed over."""
+    """Return the spec of a parameter whose axes in `contracted` are summed over."""
     options = dict(weight.options)
     kept = tuple(axis for axis in range(len(shape)) if axis not in contracted)
     if weight.per == "tensor":
@@ -273,7 +281,7 @@ def _make_weight_spec(weight: Weight, contracted: set[int], shape: Sequence[int]
 def _plan_records(
     sites: Collection[Site], chosen: dict[str, Rule | None], names: Sequence[str]
 ) -> dict[str, tuple[str, tuple[Address, ...]]]:
-    """Return the name of each site's static range, and the scans of which each iteration has one of its own."""
+    """Return the name of each site's static range, and the scans with a range for each iteration."""
     records: dict[str, str] = {}
     sharing: dict[str, list[Site]] = {}
     for site in sites:

@@ -59,7 +59,7 @@ def prepare(
     Raises:
         TypeError: function is not callable, rules are not `Rule`s, or there is no float array in the parameters.
         ValueError: a rule with a path matches no contraction, or only those that rules before it match; rules give one
-            parameter different Weights, none of which all of its uses can take; a spec cannot be contracted; or strict
+            parameter different Weights, and no Weight fits all of its uses; a spec cannot be contracted; or strict
             is True and a contraction that a rule wants on codes stays in floats.
 
     Example:

@@ -48,7 +48,7 @@ class Prepared:
         strict: whether a contraction that a rule wants on codes may stay in floats.
         names: the path of each array among the parameters.
         leaves: for each parameter that is quantized, by its place in `names`: its spec.
-        given: the places of those that had codes already when `prepare` saw them.
+        given: the places of the parameters that had codes already when `prepare` saw them.
         coverage: what becomes of each contraction at the arguments of `prepare`.
         regions: what stays in codes between contractions, for the use of this class.
         static_ranges: the activations whose range calibration finds, by name.

@@ -43,8 +43,7 @@ class StaticRange(NamedTuple):
     @property
     def calibrator(self) -> Calibrator:
         """The calibrator that finds the range."""
-        assert self.operand.calibrator is not None
-        return self.operand.calibrator(self.operand.spec)
+        return self.operand.make_calibrator()
 
 
 StaticRanges = Mapping[str, tuple[StaticRange, ...]]

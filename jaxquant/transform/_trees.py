@@ -32,7 +32,7 @@ class QuantizedTree:
     """Everything that `Prepared.apply` needs besides the function's own arguments; made by `Prepared.convert`.
 
     It is a pytree: `jax.jit`, `jax.vmap`, `jax.device_put` and the functions of `jaxquant.checkpoint` take it as they
-    take the parameters. A file that was loaded without `like` holds a dict, of which `QuantizedTree(**tree)` makes the
+    take the parameters. A file that was loaded without `like` holds a dict, and `QuantizedTree(**tree)` makes the
     tree again.
 
     Attributes:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from .._arrays.scale_rules import ScaleRule
 from .._arrays.spec import QuantSpec
 from .._core import checks
-from .._training.range_sources import Static
-from ..calibration import minmax
+from .._training.range_sources import Dynamic, Static
 from ..calibration.calibrator import Factory
+from ..calibration.running import minmax
 from .rules import Activation, Rule, Weight
 
 __all__ = [
-    "fp8_dynamic", "gptq", "mxfp4", "mxfp8", "nvfp4", "onednn", "onnx_runtime", "w4a8", "w8a8_dynamic", "w8a8_static",
-    "weight_only_fp8", "weight_only_int4", "weight_only_int8",
+    "fp8_dynamic", "gguf", "gptq", "mxfp4", "mxfp8", "nvfp4", "onednn", "onnx_runtime", "w4a8", "w8a8_dynamic",
+    "w8a8_static", "weight_only_fp8", "weight_only_int4", "weight_only_int8",
 ]  # fmt: skip
 
 
@@ -211,19 +211,73 @@ def onnx_runtime(calibrator: Factory = minmax, *, reduce_range: bool = True) -> 
     )
 
 
-def nvfp4(*, scale_rule: ScaleRule = "modelopt") -> tuple[Rule, ...]:
-    """Return rules for NVFP4 weights: float4_e2m1fn in blocks of 16 inputs, with activations in floats.
+def nvfp4(
+    *, scale_rule: ScaleRule = "modelopt", activations: str | None = None, calibrator: Factory | None = None
+) -> tuple[Rule, ...]:
+    """Return rules for NVFP4 weights: float4_e2m1fn in blocks of 16 inputs, and for such activations.
 
-    The scale of a block is float8_e4m3fn, times one float32 for the whole weight. Convolutions and lookups, whose
-    weights have no blocks, have float8_e4m3fn weights.
+    The scale of a block is float8_e4m3fn, times one float32 for the whole array. Convolutions and lookups, whose
+    weights have no blocks, have float8_e4m3fn weights and float activations.
 
     Args:
         scale_rule: in which order the scales are rounded, as in `QuantSpec`: "modelopt" or "compressed_tensors".
+        activations: None for floats, or "float4_e2m1fn" for NVFP4 activations.
+        calibrator: a function from a spec to a calibrator, such as `jaxquant.calibration.minmax`, for a float32 scale
+            of the activations that calibration finds, as in the checkpoints of ModelOpt. None finds it in each call, in
+            all tokens of the call. The scales of the blocks are always found in each call.
+
+    Raises:
+        ValueError: there is a calibrator without activations, or activations has another value.
+
+    Source: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025; ModelOpt's
+    `NVFP4_DEFAULT_CFG`.
     """
     options = {"scale_spec": QuantSpec("float8_e4m3fn"), "scale_rule": scale_rule}
+    activation = None
+    if activations is not None:
+        checks.check_option("recipes.nvfp4", "activations", activations, ("float4_e2m1fn",))
+        source = Dynamic() if calibrator is None else Static(calibrator)
+        activation = Activation("float4_e2m1fn", block=16, range=source, options=options)
+    expected = "None without activations, which alone have a range"
+    checks.require(activation is not None or calibrator is None, "recipes.nvfp4", "calibrator", expected, calibrator)
+    weight = Weight("float4_e2m1fn", block=16, options=options)
     return (
-        Rule(operation="dot_general", weight=Weight("float4_e2m1fn", block=16, options=options)),
+        Rule(operation="dot_general", weight=weight, activation=activation),
         Rule(weight=Weight("float8_e4m3fn")),
+    )
+
+
+# GGUF's types with one scale for each block: the dtype, and the options of the spec.
+_GGUF: dict[str, tuple[str, dict[str, object]]] = {
+    "Q4_0": ("int4", {"scale_dtype": "float16", "narrow_range": False}),
+    "Q4_1": ("uint4", {"scale_dtype": "float16", "offset": True}),
+    "Q5_0": ("int5", {"scale_dtype": "float16", "narrow_range": False}),
+    "Q5_1": ("uint5", {"scale_dtype": "float16", "offset": True}),
+    "Q8_0": ("int8", {"scale_dtype": "float16"}),
+    "MXFP4": ("float4_e2m1fn", {"scale_dtype": "float8_e8m0fnu", "scale_rule": "floor", "ties": "toward_zero"}),
+}
+
+
+def gguf(type: str = "Q4_0") -> tuple[Rule, ...]:
+    """Return rules for weights that a type of GGUF holds, in blocks of 32 inputs, with activations in floats.
+
+    `jq.ptq.apply` finds codes for them, and `jq.checkpoint.save` writes them, transposed where a model has
+    (inputs, outputs), because GGUF has blocks along the last axis. Convolutions and lookups stay in floats. Where the
+    inputs are no multiple of 32 the last block is shorter, and `save` refuses it: put a rule with keep="float" before.
+
+    Args:
+        type: "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0" or "MXFP4". The K-types have scales that are quantized along the
+            inputs, which rules do not describe: `jq.checkpoint.quantize_to` makes them.
+
+    Source: the package gguf, quants.py.
+    """
+    checks.check_option("recipes.gguf", "type", type, tuple(_GGUF))
+    dtype, options = _GGUF[type]
+    weight = Weight(dtype, block=32, options=options)
+    return (
+        Rule(operation="dot_general", weight=weight),
+        Rule(operation="ragged_dot", weight=weight),
+        Rule(keep="float"),
     )
 
 

@@ -61,7 +61,8 @@ class Activation:
             for layers.
         options: further attributes of `QuantSpec`.
         block: the number of inputs that share a scale, along the axis that is summed. Each row then has scales of its
-            own. None for all inputs. Only dynamic ranges can differ between blocks, and convolutions take none.
+            own. None for all inputs. Only dynamic ranges can differ between blocks, and convolutions take none. Of
+            float8 scales (`scale_spec`), times one float32 scale for all, a static range gives the latter.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -97,7 +98,8 @@ class Activation:
         if self.block is not None:
             _check_block("Activation", self.block)
             expected = "Dynamic() with a block, because a static range is found before the blocks are known"
-            checks.require(self.range == Dynamic(), "Activation", "range", expected, self.range)
+            holds = self.range == Dynamic() or QuantSpec(self.dtype, **dict(self.options)).has_float8_scales
+            checks.require(holds, "Activation", "range", expected, self.range)
             expected = '"tensor" or "row" with a block, which is a part of a row'
             checks.require(self.per != "image", "Activation", "per", expected, self.per)
         object.__setattr__(self, "options", _freeze_options("Activation", self.dtype, self.options))

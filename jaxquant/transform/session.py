@@ -8,15 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._arrays.quantized_array import read_entries
 from .._core import checks
 from .._program.analysis import Site
 from .._program.jaxpr import Address, Equation
 from .._program.replacing import Records, Stores
 from .._training.estimators import StraightThrough
-from .._training.rounding_vjp import RoundingConfig, make_array
 from . import _operations as operations
 from ._calls import Signature, TracedCall, check_names, find_programs, is_quantized
-from ._modes import TrainMode, Twin, find_scale
+from ._modes import TrainMode, Twin, quantize_activations
 from ._plan import LeafPlan, OperandPlan, ProgramPlan, describe_site
 from ._prepared import Prepared, read_quantized
 from ._trees import QuantizedTree, Ranges
@@ -155,7 +155,7 @@ def check_prepared(function: str, prepared: Any) -> None:
 class InspectMode(TrainMode):
     """The float program, in which a function looks at the operands of contractions and returns their results.
 
-    Parameters are arrays, or `Twin`s, of which the function itself reads the floats.
+    Parameters are arrays, or `Twin`s whose floats the function itself reads.
     """
 
     updates_records = True
@@ -210,9 +210,8 @@ def contract_codes(
     activations = []
     for operand in plan.sites[site.name].activations:
         place = int(operand.place)
-        scale, point = find_scale(operand.spec, operands[place], ranges.get(str(place)))
-        codes[place] = make_array(RoundingConfig(operand.spec), operands[place], scale, point, None)
-        activations.append((operand, codes[place], scale))
+        codes[place] = quantize_activations(operand.spec, operands[place], ranges.get(str(place)))
+        activations.append((operand, codes[place], read_entries(codes[place].scale)))
     return operations.make_operation(site.equation).contract_quantized(*codes), activations
 
 

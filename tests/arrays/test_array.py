@@ -415,7 +415,7 @@ MORE: list[tuple[str, Any, type[Exception], str]] = [
      r"quantize: spec: expected (granularities of scale|blocks of the same size)"),
     ("neither coarser", P(jq.quantize, V.astype(jnp.float32), jq.QuantSpec(
         "uint8", jq.PerAxis(0), zero_point_granularity=jq.PerAxis(1))), ValueError,
-     r"quantize: spec: expected granularities of scale and zero point of which one is at least as fine as the other, got PerAxis\(axis=0\) and"),
+     r"quantize: spec: expected granularities of scale and zero point, one of them at least as fine as the other, got PerAxis\(axis=0\) and"),
     ("one end", P(jq.quantize, S, jq.QuantSpec("int8"), 0.0), TypeError, r"quantize: range: expected a pair \(lo, hi\)"),
     ("lo none", P(jq.quantize, S, jq.QuantSpec("int8"), (None, 0.0)), TypeError,
      r"quantize: range: expected a pair \(lo, hi\)"),

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ..cases import file_formats as cases
 from ..oracles import file_formats
 from ..oracles.file_formats import BF16, E2M1, E4M3, F16, F32, File, Parts
 from ..support import equality
@@ -85,6 +86,17 @@ def test_gguf(rng: np.random.Generator, name: str) -> None:
         data = gguf.quantize(rng.normal(size=(4, 64)).astype(F32), kind)
         values = file_formats.compute_values(file_formats.GGUF[name].decode({"data": data}))
         equality.same_bits(values, gguf.dequantize(data, kind))
+
+
+@pytest.mark.parametrize("name", ["MXFP4", "NVFP4"])
+def test_gguf_without_negative_zeros(rng: np.random.Generator, name: str) -> None:
+    """With a codebook in place of float4 the signs of zeros are those of gguf, too."""
+    gguf = load_package("gguf")
+    file, parts = draw(rng, f"GGUF {name}")
+    levels = tuple(float(level) + 0.0 for level in np.arange(16, dtype=np.uint8).view(E2M1))
+    parts = parts._replace(codes=parts.codes.view(np.uint8), levels=levels)
+    expected = gguf.dequantize(file["data"], gguf.GGMLQuantizationType[name])
+    equality.same_bits(cases.build_array(parts, F32).dequantize(), expected)
 
 
 @pytest.mark.parametrize("name", [name for name in select("compressed-tensors") if "bits" in name])
@@ -240,7 +252,7 @@ def test_awq(rng: np.random.Generator) -> None:
     check(from_torch(packing.dequantize_gemm(*words, 4, 32)), parts, "AWQ")
 
 
-@pytest.mark.parametrize("name", select("GPTQ"))
+@pytest.mark.parametrize("name", [name for name in select("GPTQ") if "16" not in name])
 def test_gptq(rng: np.random.Generator, name: str) -> None:
     linear = load_package("torch", "gptqmodel.nn_modules.qlinear.torch")
     bits = int(name.split()[1]) if "bits" in name else (8 if "desc_act with" in name else 4)

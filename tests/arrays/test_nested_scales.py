@@ -39,10 +39,9 @@ def test_scales_and_codes_are_the_oracle_s(rule: str, rng: np.random.Generator) 
         np.testing.assert_array_equal(np.asarray(q.scale.codes).view(np.uint8), scale)
         np.testing.assert_array_equal(q.scale.scale, np.reshape(shared, (1, 1)))
         levels = codes.view(ml_dtypes.float4_e2m1fn).astype(F32)
-        product = np.repeat((scale.view(ml_dtypes.float8_e4m3fn).astype(F32) * shared).astype(F32), BLOCK, 1)
-        np.testing.assert_array_equal(q.dequantize(), (levels * product).astype(F32))
-        # What compressed-tensors divides by the inverse differs by rounding only.
-        np.testing.assert_allclose(q.scale.dequantize(), values, rtol=2.0**-22)
+        assert q.scale.inverse_scale == (rule == "compressed_tensors")
+        np.testing.assert_array_equal(q.scale.dequantize(), values)
+        np.testing.assert_array_equal(q.dequantize(), (levels * np.repeat(values, BLOCK, 1)).astype(F32))
     assert q.nbytes == x.size // 2 + x.size // BLOCK + 4
 
 
@@ -78,6 +77,9 @@ def test_compressed_tensors(rng: np.random.Generator) -> None:
     q = jq.quantize(x, make_spec("compressed_tensors"))
     np.testing.assert_array_equal(np.asarray(q.scale.codes).astype(F32), scale.float().numpy())
     np.testing.assert_array_equal(np.asarray(q.codes).astype(F32), rounded)
+    np.testing.assert_array_equal(np.ravel(q.scale.scale), inverse.numpy())
+    floats = forward.dequantize(torch.from_numpy(rounded), scale, point, arguments, global_scale=inverse)
+    np.testing.assert_array_equal(q.dequantize(), floats.numpy())
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -101,10 +103,11 @@ def test_given_range_and_dtypes(rng: np.random.Generator) -> None:
     assert q.dequantize().dtype == jnp.bfloat16
 
 
-def test_products(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_products(rule: str, rng: np.random.Generator) -> None:
     """Weight-only, and of two NVFP4 arrays: exact sums of each block, within a bound of float64."""
     x, w = rng.standard_normal((4, 64)).astype(F32), rng.standard_normal((64, 24)).astype(F32)
-    a, b = jq.quantize(x, make_spec()), jq.quantize(w, make_spec(axis=0))
+    a, b = jq.quantize(x, make_spec(rule)), jq.quantize(w, make_spec(rule, axis=0))
     wide = [np.asarray(v.dequantize(), np.float64) for v in (a, b)]
     for lhs, left in ((x, x.astype(np.float64)), (a, wide[0])):
         y = jax.jit(jq.matmul)(lhs, b)

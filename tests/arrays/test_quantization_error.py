@@ -173,8 +173,8 @@ REFUSALS = [
     (np.ones((3, 4), np.int8), Q, TypeError, "x: expected dtype float32, float16 or bfloat16, got int8"),
     (np.ones((3, 4), F32).tolist(), Q, TypeError, "x: expected an array, got list"),
     (Q, Q, TypeError, "x: expected an array, got QuantizedArray"),
-    (np.ones((4, 3), F32), Q, ValueError, r"x: expected shape \(3, 4\) \(that of q\), got shape \(4, 3\)"),
-    (1.0, Q, ValueError, r"x: expected shape \(3, 4\) \(that of q\), got shape \(\)"),
+    (np.ones((4, 3), F32), Q, ValueError, r"x: expected shape \(3, 4\) \(the shape of q\), got shape \(4, 3\)"),
+    (1.0, Q, ValueError, r"x: expected shape \(3, 4\) \(the shape of q\), got shape \(\)"),
     (np.ones(4, F32), Q.replace(scale=np.ones((2, 1), F32)), ValueError, "q.scale: expected the rank of the codes"),
 ]
 

@@ -249,6 +249,18 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: jq.codes.add(Q8, Q8, output=jq.Quantizer(jq.QuantSpec("uint8", offset=True), 0.1, 3)),
         "add: output.spec: expected offset=False",
     ),
+    "packed narrow integers": (
+        lambda: jq.codes.add(Q8, Q8, output=jq.quantize(np.ones((2, 4), F), jq.QuantSpec("uint5"))),
+        "add: output: expected codes of int8 or uint8, .*, got uint5",
+    ),
+    "reduced range": (
+        lambda: jq.codes.add(Q8, Q8, output=jq.Quantizer(jq.QuantSpec("uint8", reduce_range=True), 0.1, 3)),
+        "add: output.spec: expected reduce_range=False",
+    ),
+    "signed scale": (
+        lambda: jq.codes.multiply(Q8.replace(signed_scale=True), Q8, output=Y),
+        "multiply: a.signed_scale: expected False",
+    ),
     "spec": (lambda: jq.codes.add(Q8, Q8, output=U8), "add: output: expected a Quantizer with a scale"),  # type: ignore[arg-type]
     "no scale": (lambda: jq.codes.add(Q8, Q8, output=jq.Quantizer(U8)), "add: output.scale: expected a scale"),
     "no point": (lambda: jq.codes.add(Q8, Q8, output=jq.Quantizer(U8, 0.5)), "add: output.zero_point: expected a zero"),

@@ -273,7 +273,8 @@ def test_errors() -> None:
         jq.ragged_dot(codes, per_input, sizes)
     permuted = q.replace(permutation=jnp.arange(8, dtype=jnp.int32), permuted_axis=-2)
     with pytest.raises(ValueError, match=r"jaxquant.ragged_dot: rhs.permutation: expected None"):
-        jq.ragged_dot(x, permuted, sizes)
+        jq.ragged_dot(codes, permuted, sizes)
+    np.testing.assert_allclose(jq.ragged_dot(x, permuted, sizes), jq.ragged_dot(x, q, sizes), rtol=1e-5, atol=1e-6)
     general = "jaxquant.ragged_dot_general: ragged_dot_dimension_numbers: expected "
     with pytest.raises(TypeError, match=f"{general}a jax.lax.RaggedDotDimensionNumbers"):
         jq.ragged_dot_general(x, q, sizes, (((1,), (1,)), ((), ())))  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ import onnx
 import pytest
 from jax import lax
 
-import jaxquant as jq
 from jaxquant import onnx as jqonnx
 
 from ..cases.onnx_models import run_runtime
@@ -216,14 +215,3 @@ def test_float8_inputs_and_results_are_verified(rng: np.random.Generator, name: 
     narrow = loaded(params, x)
     widen = lambda x: x.astype(jnp.float32) * 2  # noqa: E731
     assert jqonnx.verify(jqonnx.export(widen, [narrow]), widen, [narrow]).is_exact
-
-
-def test_float4_needs_a_late_opset(rng: np.random.Generator) -> None:
-    """ONNX Runtime 1.32 has no kernel for it, so only the form of the model is checked."""
-    w = jq.quantize(
-        jnp.asarray(rng.normal(size=(32, 4)), jnp.float32), jq.QuantSpec("float4_e2m1fn", jq.Blocked(0, 16))
-    )
-    with pytest.raises(ValueError, match="float4_e2m1fn needs opset 23 or later, got 21"):
-        jqonnx.export(lambda w, x: jq.matmul(x, w), w, [jnp.ones((2, 32))], opset=21)
-    model = jqonnx.export(lambda w, x: jq.matmul(x, w), w, [jnp.ones((2, 32))], opset=23)
-    onnx.checker.check_model(model, full_check=True)

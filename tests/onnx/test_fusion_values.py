@@ -20,7 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from jaxquant import onnx as jqonnx
-from jaxquant.onnx.load import fuse
+from jaxquant.onnx.load import fuse, fuse_operators, fused_graph
 
 from ..cases.onnx_models import list_optimized_operators, run_runtime
 from ..oracles import onnx_runtime
@@ -263,8 +263,8 @@ def test_scales_that_do_not_give_codes_back(rng: np.random.Generator) -> None:
 
 
 def test_every_fused_operator_has_a_need() -> None:
-    fused = {*fuse._MOVING, *fuse._SANDWICHED, *fuse._UNARY, *fuse._BINARY}
-    assert fused | {"Conv", "MatMul", "Gemm", "Concat", "Where", "DequantizeLinear"} == set(fuse.NEEDS)
+    fused = {*fused_graph.MOVING, *fused_graph.SANDWICHED, *fuse_operators._UNARY, *fuse_operators._BINARY}
+    assert fused | {"Conv", "MatMul", "Gemm", "Concat", "Where", "DequantizeLinear"} == set(fused_graph.NEEDS)
 
 
 def make_contraction(

@@ -86,24 +86,29 @@ def draw_blocks(rng: np.random.Generator, count: int, size: int, name: str) -> n
     return blocks.astype(F32)
 
 
-def quantize_nvfp4(x: np.ndarray, rule: str, size: int = 16) -> tuple[np.ndarray, np.ndarray, np.floating, np.ndarray]:
+def quantize_nvfp4(
+    x: np.ndarray, rule: str, size: int = 16, reached: float | None = None
+) -> tuple[np.ndarray, np.ndarray, np.floating, np.ndarray]:
     """Return the codes and the block scales as bytes, the float32 for all blocks, and the divisors of the blocks.
 
-    x is finite, and its last dimension consists of whole blocks. Each operation is rounded to float32.
+    The float32 multiplies the block scales with ModelOpt's rule, and divides them with compressed-tensors' rule.
+
+    x is finite, and its last dimension consists of whole blocks. Each operation is rounded to float32. The float32 for
+    all blocks follows from the largest magnitude of x, or from `reached`.
     """
     e4m3 = ml_dtypes.float8_e4m3fn
     amax = np.abs(x.reshape(*x.shape[:-1], -1, size)).max(-1).astype(F32)
+    largest = amax.max() if reached is None else F32(reached)
     if rule == "modelopt":
-        shared = F32(amax.max() / F32(2688))
+        shared = F32(largest / F32(2688))
         wide = (amax / F32(F32(6) * shared)).astype(F32)
         wide[wide == 0] = 1
         scale = np.clip(wide, F32(2.0**-9), F32(448)).astype(e4m3)
         divisor = (scale.astype(F32) * shared).astype(F32)
     else:
-        inverse = F32(F32(2688) / amax.max())
-        scale = np.clip((inverse * (amax / F32(6)).astype(F32)).astype(F32), 0, F32(448)).astype(e4m3)
+        shared = F32(F32(F32(1) / largest) * F32(2688))  # as torch divides a number by a tensor
+        scale = np.clip((shared * (amax / F32(6)).astype(F32)).astype(F32), 0, F32(448)).astype(e4m3)
         scale[scale.astype(F32) == 0] = 0.125
-        divisor = (scale.astype(F32) / inverse).astype(F32)
-        shared = F32(F32(1) / inverse)
+        divisor = (scale.astype(F32) / shared).astype(F32)
     codes = round_to_codes((x / np.repeat(divisor, size, -1)).astype(F32), "float4_e2m1fn")
     return codes, scale.view(np.uint8), shared, divisor

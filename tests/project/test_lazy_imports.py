@@ -39,6 +39,30 @@ def test_modules_load_on_first_use() -> None:
     """)
 
 
+def test_the_root_imports_arrays_operators_and_contractions_only() -> None:
+    """Import time follows the number of modules, so the test counts them."""
+    run("""
+        import sys, jax
+        before = set(sys.modules)
+        import jaxquant as jq
+        new = set(sys.modules) - before
+        assert all(name.partition(".")[0] == "jaxquant" for name in new), new
+        packages = {name.split(".")[1] for name in new if "." in name}
+        assert packages == {"_core", "_kernels", "_arrays", "_onnx_ops", "_contractions", "integer"}, packages
+        assert len(new) <= 48, sorted(new)
+    """)
+
+
+def test_names_that_load_on_first_use_are_kept() -> None:
+    run("""
+        import jaxquant as jq
+        assert "fake_quantize" not in vars(jq)
+        from jaxquant import fake_quantize
+        assert vars(jq)["fake_quantize"] is fake_quantize is jq.fake_quantize
+        assert fake_quantize.__module__ == "jaxquant._training.fake_quantize"
+    """)
+
+
 def test_flax_is_missing() -> None:
     run("""
         import sys

@@ -26,6 +26,8 @@ RECIPES = {
     "fp8_dynamic": jq.recipes.fp8_dynamic(),
     "mxfp8": jq.recipes.mxfp8(),
     "mxfp4": jq.recipes.mxfp4(),
+    "nvfp4": jq.recipes.nvfp4(activations="float4_e2m1fn", calibrator=jq.calibration.minmax),
+    "gguf": jq.recipes.gguf("Q5_1"),
     "w4a8": jq.recipes.w4a8(),
     "onednn": jq.recipes.onednn(),
     "onnx_runtime": jq.recipes.onnx_runtime(),

@@ -275,3 +275,48 @@ def test_rules_are_static_values() -> None:
     call = jax.jit(lambda s, rule: jq.fake_quantize(X, INT8, s, gradient=rule).sum(), static_argnums=1)
     few, many = (jax.grad(call)(jnp.float32(0.3), jq.LSQ(n)) for n in (1, 100))
     np.testing.assert_allclose(few, 10 * many, rtol=1e-6)
+
+
+FORMS = {
+    "offset": jq.QuantSpec("uint4", jq.Blocked(-1, 16), offset=True),
+    "NVFP4": jq.QuantSpec("float4_e2m1fn", jq.Blocked(-1, 16), scale_spec=jq.QuantSpec("float8_e4m3fn")),
+    "Q4_K": jq.QuantSpec("uint4", jq.Blocked(-1, 8), offset=True, scale_spec=jq.QuantSpec("uint6", jq.Blocked(-1, 4))),
+    "3 bits": jq.QuantSpec("uint3", jq.PerAxis(0), offset=True),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FORMS)
+def test_offsets_and_nested_scales(name: str, dtype: Any, rng: np.random.Generator) -> None:
+    spec, x = FORMS[name], jnp.asarray(rng.normal(0.5, 1, (4, 32)), jnp.float32).at[0, :3].set(0).astype(dtype)
+    expected = jq.quantize(x, spec).dequantize()
+    rows = jax.vmap(lambda row: jq.quantize(row[None], spec).dequantize()[0])(x)
+
+    def fake(x: jax.Array) -> jax.Array:
+        return jq.fake_quantize(x, spec)
+
+    for got, want in (
+        (fake(x), expected),
+        (jax.jit(fake)(x), expected),
+        (jq.Quantizer(spec)(x), expected),
+        (jax.lax.map(lambda row: fake(row[None])[0], x), rows),
+        (jax.vmap(lambda row: fake(row[None])[0])(x), rows),
+    ):
+        assert got.dtype == x.dtype
+        np.testing.assert_array_equal(np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8))
+    g = jnp.asarray(rng.normal(size=x.shape), x.dtype)
+    value, pull = jax.vjp(fake, x)
+    np.testing.assert_array_equal(value, expected)
+    np.testing.assert_array_equal(pull(g)[0], g)
+    _, tangent = jax.jvp(fake, (x,), (g,))
+    np.testing.assert_array_equal(tangent, g)
+
+
+def test_offsets_and_nested_scales_are_found_from_x() -> None:
+    x = jnp.ones((4, 32))
+    for spec in FORMS.values():
+        with pytest.raises(ValueError, match=r"jaxquant\.fake_quantize: scale: expected None, because the spec has an"):
+            jq.fake_quantize(x, spec, 0.5)
+        for rule in (jq.LSQ(), jq.LSQPlus()):
+            with pytest.raises(ValueError, match=r"jaxquant\.fake_quantize: gradient: "):
+                jq.fake_quantize(x, spec, gradient=rule)

@@ -6,28 +6,30 @@ import concurrent.futures
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from ..._arrays.parts import ArrayParts, ArrayStatic, Packing
 from ..._arrays.quantized_array import QuantizedArray
 from ..._core.dtypes import NarrowInteger
-from ..._core.granularity import Aligned
+from ..._core.granularity import Aligned, BlockSize
 from ..containers import replace_file
 from ..info import CheckpointError, Info, Tensor, TensorInfo, shorten_name
 from ..place import allocate
 from ..words import pack_rows, unpack_rows
+from . import Source
 from .gguf_blocks import BLOCK_TYPES, PLAIN_TYPES, BlockType, Parts
-from .gguf_header import MAGIC, TYPES, Header, StoredTensor, count_bytes, read_alignment, read_header, write_header
+from .gguf_header import MAGIC, TYPES, GGUFTensor, Header, count_bytes, read_alignment, read_header, write_header
 
 _CHUNK = 2**18  # the bytes of the file that are decoded at once: their codes stay in a processor's cache
 _LONGEST_ROW = 2**26
 _F32 = np.dtype(np.float32)
 
 
-class _Reader:
+class _GGUFReader:
     """An open GGUF file; see `formats.Reader`."""
 
     def __init__(self, path: pathlib.Path, unsupported: str) -> None:
@@ -85,11 +87,11 @@ class _Reader:
             described.extras["bytes_of"] = entry.kind
             return self._read_bytes(entry)
 
-    def _read_bytes(self, entry: StoredTensor) -> np.ndarray:
+    def _read_bytes(self, entry: GGUFTensor) -> np.ndarray:
         _, size, nbytes = TYPES[entry.kind]
         return self._read_array(entry, (*entry.shape[:-1], entry.shape[-1] // size * nbytes), np.dtype(np.uint8))
 
-    def _read_array(self, entry: StoredTensor, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    def _read_array(self, entry: GGUFTensor, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         array = allocate(shape, dtype)
         self._read_into(array.reshape(-1).view(np.uint8), entry.start)
         return array
@@ -103,7 +105,7 @@ class _Reader:
                 raise CheckpointError(f"{self._path}: expected {len(view)} bytes at {start}, but the file ends")
             place += count
 
-    def _decode(self, entry: StoredTensor, row: BlockType) -> QuantizedArray:
+    def _decode(self, entry: GGUFTensor, row: BlockType) -> QuantizedArray:
         lead, length = entry.shape[:-1], entry.shape[-1]
         if length > _LONGEST_ROW:
             raise CheckpointError(
@@ -142,11 +144,15 @@ def decode_rows(row: BlockType, data: np.ndarray, outs: Parts) -> None:
     rows = len(outs["codes"])
     for name, part in row.read_scales(data).items():
         outs[name][:] = part.reshape(rows, -1)
-    codes = row.read_codes(data).reshape(rows, -1)
+    store_codes(row, row.read_codes(data).reshape(rows, -1), outs["codes"])
+
+
+def store_codes(row: BlockType, codes: np.ndarray, out: np.ndarray) -> None:
+    """Store the unsigned codes of a file as a quantized array has them."""
     if row.bits == 8:
-        outs["codes"][:] = codes.view(np.int8)
+        out[:] = codes.view(np.int8)
     else:
-        pack_rows(codes ^ np.uint8(row.flip) if row.flip else codes, row.bits, outs["codes"])
+        pack_rows(codes ^ np.uint8(row.flip) if row.flip else codes, row.bits, out)
 
 
 def build_array(row: BlockType, outs: Parts, length: int) -> QuantizedArray:
@@ -218,7 +224,7 @@ def _explain_part(row: BlockType, name: str, part: Any, q: QuantizedArray) -> st
     return "" if is_same else f"a {name} in {held}, not {dtype}"
 
 
-def _spread(part: Any, block_size: Any, shape: Any, size: int) -> tuple[np.ndarray, ...] | None:
+def _spread(part: jax.Array, block_size: BlockSize, shape: tuple[int, ...], size: int) -> tuple[np.ndarray, ...] | None:
     """Return the indices of the entry of each `size` elements of an array; None if they have several entries.
 
     Args:
@@ -230,6 +236,8 @@ def _spread(part: Any, block_size: Any, shape: Any, size: int) -> tuple[np.ndarr
     sizes: Any = Aligned(block_size).sizes(tuple(part.shape), shape)
     if sizes is None or not shape or (sizes[-1] % size and part.shape[-1] > 1):
         return None
+    if 0 in shape:
+        return ()
     shared = [length if count == 1 else n for n, count, length in zip(sizes, part.shape, shape, strict=True)]
     places = [np.arange(length) // max(n, 1) for length, n in zip(shape[:-1], shared[:-1], strict=True)]
     return np.ix_(*places, np.arange(shape[-1] // size) * size // max(shared[-1], 1))
@@ -253,13 +261,13 @@ class _Encoder:
             elif part is not None:
                 self._add(name, part, q.block_size, q.shape, size)
 
-    def _add(self, name: str, part: Any, block_size: Any, shape: tuple[int, ...], size: int) -> None:
+    def _add(self, name: str, part: jax.Array, block_size: BlockSize, shape: tuple[int, ...], size: int) -> None:
         indices = _spread(part, block_size, shape, size)
         self._parts[name] = self._flatten(np.asarray(part)[indices], self.row.dtypes[name])
 
-    def _flatten(self, part: Any, dtype: np.dtype) -> np.ndarray:
-        part = np.asarray(part)
-        return (part if part.dtype == dtype else part.astype(dtype)).reshape(self.rows, -1)
+    def _flatten(self, part: jax.Array | np.ndarray, dtype: np.dtype) -> np.ndarray:
+        found = np.asarray(part)
+        return (found if found.dtype == dtype else found.astype(dtype)).reshape(self.rows, -1)
 
     def encode(self, first: int, last: int) -> np.ndarray:
         """Return the bytes of some rows; raise ValueError for scales that the type does not hold."""
@@ -282,13 +290,13 @@ class _Encoder:
 
 def name_type(name: str, tensor: Tensor, entry: TensorInfo | None) -> tuple[str, tuple[int, ...]]:
     """Return the type that holds a tensor, and its shape; raise CheckpointError if there is none."""
-    label = f"tensor {shorten_name(name)!r}"
-    if len(tensor.shape) > 4:
-        raise CheckpointError(f"{label}: expected at most 4 dimensions, got shape {tuple(tensor.shape)}")
+    label, shape = f"tensor {shorten_name(name)!r}", tuple(map(int, tensor.shape))
+    if len(shape) > 4:
+        raise CheckpointError(f"{label}: expected at most 4 dimensions, got shape {shape}")
     if isinstance(tensor, QuantizedArray):
         row = find_type(tensor)
         if row is not None:
-            return row.name, tensor.shape
+            return row.name, shape
         reasons = {kind: explain_misfit(row, tensor) for kind, row in BLOCK_TYPES.items()}
         # The reason of a type with the same codes says more.
         shown = [f"{kind} has not {text}" for kind, text in reasons.items() if not text.startswith("codes of")]
@@ -296,51 +304,20 @@ def name_type(name: str, tensor: Tensor, entry: TensorInfo | None) -> tuple[str,
         raise CheckpointError(f"{label}: expected an array that a GGUF type holds, got {tensor!r}: {text}")
     dtype = np.dtype(tensor.dtype)
     kind = None if entry is None else entry.extras.get("bytes_of")
-    if kind is not None and dtype == np.uint8 and tensor.shape[-1] % TYPES[kind][2] == 0:
+    if kind is not None and dtype == np.uint8 and shape and shape[-1] % TYPES[kind][2] == 0:
         _, size, nbytes = TYPES[kind]
-        return kind, (*tensor.shape[:-1], tensor.shape[-1] // nbytes * size)
+        return kind, (*shape[:-1], shape[-1] // nbytes * size)
     for plain, (_, held) in PLAIN_TYPES.items():
         if held == dtype:
-            return plain, tuple(tensor.shape)
+            return plain, shape
     expected = f"a dtype that GGUF has ({', '.join(str(held) for _, held in PLAIN_TYPES.values())})"
     raise CheckpointError(f"{label}: expected {expected}, got {dtype}")
-
-
-def write_file(
-    path: pathlib.Path, version: int, metadata: Mapping[str, Any], kinds: Mapping[str, tuple[str, tuple[int, ...]]],
-    order: list[str], chunks: Mapping[str, Any], *, has_end: bool = True,
-) -> None:  # fmt: skip
-    """Write a file.
-
-    Args:
-        path: the file.
-        version: of GGUF.
-        metadata: the values by key.
-        kinds: the type and the shape of each tensor, in the order of the header.
-        order: the names in the order of the data.
-        chunks: by name, a function that yields the bytes of a tensor.
-        has_end: whether zeros follow the last tensor.
-    """
-    alignment = read_alignment(str(path), metadata)
-    places, end = {}, 0
-    for name in order:
-        places[name] = end = end + -end % alignment
-        end += count_bytes(*kinds[name])
-    header = write_header(version, metadata, [(name, *kind, places[name]) for name, kind in kinds.items()])
-    with replace_file(path) as stream:
-        stream.write(header)
-        for name in order:
-            stream.write(bytes(-stream.tell() % alignment))
-            for chunk in chunks[name]():
-                stream.write(memoryview(chunk))
-        if has_end:
-            stream.write(bytes(-stream.tell() % alignment))
 
 
 class _GGUF:
     name = "gguf"
 
-    def recognizes(self, source: Any) -> bool:
+    def recognizes(self, source: Source) -> bool:
         """Return whether a file begins as GGUF files do."""
         if not isinstance(source, pathlib.Path) or not source.is_file():
             return False
@@ -350,42 +327,64 @@ class _GGUF:
         except OSError:
             return False
 
-    def open(self, source: Any, unsupported: str) -> _Reader:
+    def open(self, source: Source, unsupported: str) -> _GGUFReader:
         """Return the open file."""
         if not isinstance(source, pathlib.Path):
             raise CheckpointError(f"{source.path}: expected a GGUF file, got safetensors files")
-        return _Reader(source, unsupported)
+        return _GGUFReader(source, unsupported)
 
     def save(self, path: pathlib.Path, tensors: Mapping[str, Tensor], info: Info) -> None:
         """Write a file; the arrays tell the types."""
         names = [*info.tensors, *(name for name in tensors if name not in info.tensors)]
         kinds = {name: name_type(name, tensors[name], info.tensors.get(name)) for name in names}
-        known = [name for name in info.tensors if "start" in info.tensors[name].extras]
-        order = sorted(known, key=lambda name: (info.tensors[name].extras["start"], count_bytes(*kinds[name])))
-        order += [name for name in names if name not in set(known)]
-        chunks = {name: _make_chunks(name, tensors[name], kinds[name][0]) for name in names}
-        container = info.container
-        write_file(
-            path, container.get("version", 3), info.metadata, kinds, order, chunks,
-            has_end=container.get("has_end", True),
-        )  # fmt: skip
+        save_tensors(path, kinds, tensors.__getitem__, info)
 
 
-def _make_chunks(name: str, tensor: Tensor, kind: str) -> Any:
-    """Return a function that yields the bytes of a tensor."""
+def save_tensors(
+    path: pathlib.Path, kinds: Mapping[str, tuple[str, tuple[int, ...]]], read: Callable[[str], Tensor], info: Info
+) -> None:
+    """Write a file, one tensor at a time.
 
-    def iterate() -> Iterator[np.ndarray]:
-        if not isinstance(tensor, QuantizedArray):
-            yield np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
-            return
-        if not tensor.size:
-            return
-        try:
-            yield from _Encoder(BLOCK_TYPES[kind], tensor).iterate()
-        except ValueError as error:
-            raise CheckpointError(f"tensor {shorten_name(name)!r}: expected {error}, for {kind}") from error
+    Args:
+        path: the file.
+        kinds: the type and the shape of each tensor, in the order of the header.
+        read: a function that returns a tensor, of this type and shape, by its name.
+        info: the metadata, and the order of the data.
+    """
+    known = [name for name in kinds if name in info.tensors and "start" in info.tensors[name].extras]
+    order = sorted(known, key=lambda name: (info.tensors[name].extras["start"], count_bytes(*kinds[name])))
+    order += [name for name in kinds if name not in set(known)]
+    alignment = read_alignment(str(path), info.metadata)
+    places, end = {}, 0
+    for name in order:
+        places[name] = end = end + -end % alignment
+        end += count_bytes(*kinds[name])
+    entries = [(name, *kind, places[name]) for name, kind in kinds.items()]
+    header = write_header(info.container.get("version", 3), info.metadata, entries)
+    with replace_file(path) as stream:
+        stream.write(header)
+        for name in order:
+            stream.write(bytes(-stream.tell() % alignment))
+            start = stream.tell()
+            for chunk in _iterate_bytes(name, read(name), kinds[name][0]):
+                stream.write(memoryview(chunk))
+            if stream.tell() - start != count_bytes(*kinds[name]):
+                raise CheckpointError(f"tensor {shorten_name(name)!r}: expected {kinds[name]}, got another shape")
+        if info.container.get("has_end", True):
+            stream.write(bytes(-stream.tell() % alignment))
 
-    return iterate
+
+def _iterate_bytes(name: str, tensor: Tensor, kind: str) -> Iterator[np.ndarray]:
+    """Yield the bytes of a tensor."""
+    if not isinstance(tensor, QuantizedArray):
+        yield np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+        return
+    if not tensor.size:
+        return
+    try:
+        yield from _Encoder(BLOCK_TYPES[kind], tensor).iterate()
+    except ValueError as error:
+        raise CheckpointError(f"tensor {shorten_name(name)!r}: expected {error}, for {kind}") from error
 
 
 FORMAT = _GGUF()

@@ -44,7 +44,7 @@ _TYPE_NAMES = {number: name for name, (number, _, _) in TYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredTensor:
+class GGUFTensor:
     """A tensor of a GGUF file.
 
     Attributes:
@@ -86,12 +86,12 @@ class Header:
 
     version: int
     metadata: dict[str, Any]
-    tensors: list[StoredTensor]
+    tensors: list[GGUFTensor]
     alignment: int
     has_end: bool = True
 
 
-class _Parser:
+class _HeaderParser:
     """The bytes of a file from its beginning on; every read is checked."""
 
     def __init__(self, path: str, stream: BinaryIO, size: int) -> None:
@@ -187,7 +187,7 @@ class _Parser:
 def read_header(path: str, stream: BinaryIO) -> Header:
     """Return the header of a GGUF file; raise CheckpointError if it is damaged, or if its tensors do not fill it."""
     size = os.fstat(stream.fileno()).st_size
-    parser = _Parser(path, stream, size)
+    parser = _HeaderParser(path, stream, size)
     if size < 24 or bytes(parser.take(4)) != MAGIC:
         raise CheckpointError(f"{path}: expected a GGUF file, got another one")
     version = parser.integer()
@@ -210,7 +210,7 @@ def read_header(path: str, stream: BinaryIO) -> Header:
             raise parser.fail(f"expected each tensor once, got {shorten_name(name)!r} twice")
         entries[name] = _read_entry(parser, name)
     start = parser.place + -parser.place % alignment
-    tensors = [StoredTensor(name, kind, shape, start + place) for name, (kind, shape, place) in entries.items()]
+    tensors = [GGUFTensor(name, kind, shape, start + place) for name, (kind, shape, place) in entries.items()]
     end = _check_places(path, tensors, start, alignment, size)
     return Header(version, metadata, tensors, alignment, size > end or not end % alignment)
 
@@ -224,7 +224,7 @@ def read_alignment(path: str, metadata: Mapping[str, Any]) -> int:
     return int(found)
 
 
-def _read_entry(parser: _Parser, name: str) -> tuple[str, tuple[int, ...], int]:
+def _read_entry(parser: _HeaderParser, name: str) -> tuple[str, tuple[int, ...], int]:
     """Return the type, the shape and the place of a tensor in the data."""
     label = f"tensor {shorten_name(name)!r}"
     rank = parser.integer()
@@ -238,13 +238,14 @@ def _read_entry(parser: _Parser, name: str) -> tuple[str, tuple[int, ...], int]:
     size = TYPES[kind][1]
     if size > 1 and (not shape or shape[-1] % size):
         raise parser.fail(f"{label}: expected rows of a multiple of {size} elements for {kind}, got shape {shape}")
-    if count_bytes(kind, shape) > parser.size:
+    # A length of 0 does not make the other lengths possible.
+    if count_bytes(kind, shape) > parser.size or math.prod(max(n, 1) for n in shape) >= 2**48:
         got = f"a file of {parser.size} bytes"
         raise parser.fail(f"{label}: expected {count_bytes(kind, shape)} bytes for {kind} of shape {shape}, got {got}")
     return kind, shape, parser.count("bytes before a tensor", parser.size)
 
 
-def _check_places(path: str, tensors: Sequence[StoredTensor], start: int, alignment: int, size: int) -> int:
+def _check_places(path: str, tensors: Sequence[GGUFTensor], start: int, alignment: int, size: int) -> int:
     """Return the end of the last tensor; raise unless the tensors lie behind each other and fill the file."""
     end = start
     for entry in sorted(tensors, key=lambda entry: (entry.start, entry.nbytes)):
@@ -285,7 +286,7 @@ def _write_string(text: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def _write_value(key: str, value: Any) -> list[bytes]:
+def _write_value(key: str, value: object) -> list[bytes]:
     """Return the type of a value and its bytes."""
     code, data = _encode_value(key, value)
     return [struct.pack("<I", code), data]

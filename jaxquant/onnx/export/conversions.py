@@ -18,7 +18,7 @@ from onnx import NodeProto, helper
 from ..._core import dtypes
 from . import values
 from .elementwise import apply_operator, cast_value, choose, make_scalar, write_operator
-from .graph import ModelGraph, WriterCall, writes, writes_mark
+from .graph import ModelGraph, WriterCall, writes
 from .values import UnsupportedError, Value
 
 # Primitives of integers with results that may need more bits than the operands; scatters are spelled "-" or "_".
@@ -39,6 +39,10 @@ _ARITHMETIC = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply}
 def write_cast(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a conversion."""
     (x,) = call.inputs
+    old, new = np.dtype(call.parameters["input_dtypes"][0]), np.dtype(call.parameters["new_dtype"])
+    if new != old and (new == dtypes.E8M0 or new in dtypes.FLOAT4):
+        held = values.choose_container(new)
+        raise UnsupportedError(f"{old} as {new}, which the model holds as {held}; use jq.quantize")
     # Known codes that get here are codes of weights, which the model keeps.
     x = graph.fill(x, x.shape) if x.is_known else x
     return convert(graph, x, call.parameters["new_dtype"])
@@ -55,17 +59,6 @@ def write_bitcast(graph: ModelGraph, call: WriterCall) -> Value:
     x = graph.fill(x, x.shape) if x.is_known else x
     # Codes of 2 and 4 bits are held in 8 bits, and `wrap` keeps the low ones.
     return wrap(graph, x, dtype)
-
-
-@writes_mark("encode_small_float")
-def write_small_float(graph: ModelGraph, call: WriterCall) -> Value:
-    """Write a conversion of float32 to a float of 8 bits."""
-    p = call.parameters
-    dtype = np.dtype(p["dtype"])
-    if dtype not in dtypes.FLOAT8 or graph.opset < 19:
-        raise UnsupportedError(f"{dtype} needs a later opset")
-    x, to = graph.store(p["value"]), values.derive_element_type(dtype)
-    return Value(p["value"].shape, dtype, graph.add("Cast", [x], to=to, saturate=int(p["saturate"])))
 
 
 def convert(graph: ModelGraph, x: Value, dtype: DTypeLike) -> Value:

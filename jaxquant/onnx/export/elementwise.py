@@ -21,7 +21,6 @@ _WIDER = {
     **dict.fromkeys((np.dtype(d) for d in (np.int8, np.uint8, np.int16, np.uint16, np.bool_)), np.dtype(np.int32)),
     np.dtype(np.uint32): np.dtype(np.int64),
 }
-_NARROW = (np.dtype(np.int8), np.dtype(np.uint8))
 _UNARY = {
     "neg": "Neg", "sign": "Sign", "floor": "Floor", "ceil": "Ceil", "exp": "Exp", "log": "Log", "tanh": "Tanh",
     "sin": "Sin", "cos": "Cos", "tan": "Tan", "asin": "Asin", "acos": "Acos", "atan": "Atan", "sinh": "Sinh",
@@ -110,7 +109,7 @@ def write_binary(graph: ModelGraph, call: WriterCall) -> Value:
     if x.dtype == np.bool_ and call.name in ("max", "min", "mul", "add"):
         # ONNX's arithmetic has no bools.
         return write_operator(graph, "And" if call.name in ("min", "mul") else "Or", call.inputs, np.bool_)
-    clipped = _clip_codes(graph, call) if call.name in ("max", "min") and x.dtype in _NARROW else None
+    clipped = _clip_codes(graph, call) if call.name in ("max", "min") and x.dtype in dtypes.EIGHT_BITS else None
     if clipped is not None:
         return clipped
     if call.name == "pow" and x.dtype != y.dtype:
@@ -169,10 +168,6 @@ def write_logic(graph: ModelGraph, call: WriterCall) -> Value:
     return write_operator(graph, "BitwiseNot" if call.name == "not" else _BITS[call.name], call.inputs, dtype)
 
 
-# The first opset in which Cast takes float4.
-_FLOAT4_OPSET = 23
-
-
 def cast_value(graph: ModelGraph, x: Value, dtype: DTypeLike) -> Value:
     """Return a value in another dtype, which must hold the numbers."""
     target, container = values.choose_container(dtype), values.choose_container(x.dtype)
@@ -181,10 +176,8 @@ def cast_value(graph: ModelGraph, x: Value, dtype: DTypeLike) -> Value:
         return values.make_known(array.astype(target, copy=False), x.hint)
     if target == container:
         return x._replace(dtype=target)
-    if graph.opset < _FLOAT4_OPSET and (container in dtypes.FLOAT4 or target in dtypes.FLOAT4):
-        raise UnsupportedError(f"float4_e2m1fn needs opset {_FLOAT4_OPSET} or later, got {graph.opset}")
     graph.note_dtype(x.name, container)
-    if container in _NARROW and target == np.int32:
+    if container in dtypes.EIGHT_BITS and target == np.int32:
         # Noted, so that a cast back finds the codes, and not another chain of casts.
         return Value(x.shape, target, graph.widen(graph.store(x), container, target))
     return Value(x.shape, target, graph.cast(graph.store(x), target))
@@ -288,14 +281,15 @@ def write_composed(graph: ModelGraph, call: WriterCall) -> Value:
         # The sign is the dividend's, which Mod has with fmod=1 only.
         return apply_operator(graph, "Mod", call.inputs, fmod=1)
     if call.name == "is_finite":
-        return _write_is_finite(graph, x)
+        return write_is_finite(graph, x)
     if call.name == "clamp":
         low, value, high = call.inputs
         return apply("Min", apply("Max", value, low), high)
     raise UnsupportedError("no operator of ONNX")
 
 
-def _write_is_finite(graph: ModelGraph, x: Value) -> Value:
+def write_is_finite(graph: ModelGraph, x: Value) -> Value:
+    """Return whether each number is neither infinite nor NaN."""
     # IsInf takes 16-bit floats from opset 20 on only.
     x = x if x.dtype == dtypes.FLOAT32 else cast_value(graph, x, np.float32)
     infinite, nan = (write_operator(graph, operator, [x], np.bool_) for operator in ("IsInf", "IsNaN"))

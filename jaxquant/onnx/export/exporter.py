@@ -27,6 +27,7 @@ from . import (
     program,
     quantized,
     reductions,
+    small_floats,
     values,
 )
 from .graph import MARKS, PRIMITIVES, ModelGraph, WriterCall
@@ -35,6 +36,7 @@ from .values import Spec, UnsupportedError, Value
 # The modules that fill the tables.
 WRITERS = (
     *(codes, contractions, conversions, elementwise, gather, integers, moves, packed_weights, quantized, reductions),
+    small_floats,
 )
 
 

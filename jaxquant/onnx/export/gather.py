@@ -119,7 +119,7 @@ def _gather_points(
     is_whole = all(bool(sizes[axis] == x_shape[axis]) for axis in others)
     if any(axis not in numbers.collapsed_slice_dims for axis in axes) or not is_whole:
         if len(index_shape) == 1 and is_whole and values.is_static(x_shape):
-            return _gather_slices(graph, x, index, x_shape, index_shape, numbers, sizes)
+            return _gather_slices(graph, x, index, numbers, sizes)
         return _gather_windows(graph, x, index, x_shape, index_shape, numbers, sizes)
     name = graph.add("GatherND", [graph.transpose(x, [*axes, *others]), index])
     batch = len(index_shape) - 1
@@ -127,9 +127,7 @@ def _gather_points(
     return graph.transpose(name, _place_window(list(window), list(range(batch)), numbers.offset_dims))
 
 
-def _gather_slices(
-    graph: ModelGraph, x: str, index: str, x_shape: Shape, index_shape: Shape, numbers: Any, sizes: Sequence[int]
-) -> str:  # fmt: skip
+def _gather_slices(graph: ModelGraph, x: str, index: str, numbers: Any, sizes: Sequence[int]) -> str:
     """Return one slice from first indices that are computed."""
     axes = graph.ints(*numbers.start_index_map)
     end = graph.add("Add", [index, graph.ints(*(sizes[axis] for axis in numbers.start_index_map))])

@@ -81,7 +81,7 @@ def _multiply_rows(
     if lhs.value.dtype == np.int8 and rhs.value.dtype == _UINT8:
         offset = values.make_known(np.int32(128))
         steps = apply_operator(graph, "Add", [cast_value(graph, steps, _INT32), offset])
-        lhs = lhs._replace(value=_to_unsigned(graph, lhs.value, None, lhs.shape)[0])
+        lhs = lhs._replace(value=_to_unsigned(graph, lhs.value, None)[0])
     product = _multiply(graph, lhs, rhs, (None, points[1]), columns)
     sums = _sum_columns(graph, lhs, rhs, points[1], columns)
     # The zero points in the dimensions of the result, which are 1 for the columns.
@@ -117,7 +117,7 @@ def _match_signs(
     is_static = lhs.value.is_known and (points[1] is None or points[1].is_known)
     if is_static or lhs.value.dtype != np.int8 or rhs.value.dtype != _UINT8:
         return lhs, points
-    value, point = _to_unsigned(graph, lhs.value, points[0], lhs.shape)
+    value, point = _to_unsigned(graph, lhs.value, points[0])
     return lhs._replace(value=value), (point, points[1])
 
 
@@ -176,7 +176,7 @@ def write_convolution(graph: ModelGraph, call: WriterCall) -> Value:
         {"window_strides": geometry.strides, "padding": geometry.padding, "rhs_dilation": geometry.rhs_dilation},
         geometry.groups,
     )  # fmt: skip
-    x, point = _to_unsigned(graph, _to_container(graph, p["x"]), p["x_center"], x_shape)
+    x, point = _to_unsigned(graph, _to_container(graph, p["x"]), p["x_center"])
     w = _to_container(graph, p["w"])
     name = graph.store_full(x, x_shape)
     kernel, steps = graph.store_full(w, w_shape), p["w_center"]
@@ -228,7 +228,7 @@ def _drop_ones(graph: ModelGraph, x: Value) -> Value:
     return x
 
 
-def _to_unsigned(graph: ModelGraph, x: Value, steps: Value | None, shape: Shape) -> tuple[Value, Value]:
+def _to_unsigned(graph: ModelGraph, x: Value, steps: Value | None) -> tuple[Value, Value]:
     """Return uint8 codes and their zero point: ONNX Runtime's ConvInteger takes no int8 images."""
     if x.dtype == _UINT8:
         return x, _read_point(graph, steps, _UINT8)

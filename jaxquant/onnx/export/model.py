@@ -19,8 +19,7 @@ from ..._program import jaxpr
 from ...transform import Prepared, QuantizedTree
 from ...transform.session import read_quantized
 from .. import saturation
-from ..load import LoadedFunction
-from ..load.function import FLOATS, FORMULAS
+from ..load.function import FLOATS, FORMULAS, LoadedFunction
 from . import program, values
 from .exporter import SCAN_CHOICES, Exporter, locate
 from .graph import MICROSOFT, ModelGraph, merge_nodes, rename_tensors

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ..._core import recording
+from ..._core import dtypes, recording
 from ..._program import jaxpr, moves
 from ..._program.interpreter import Interpreter, Visit
 from ..._program.jaxpr import Equation
@@ -327,4 +327,4 @@ def list_points(mark: recording.Mark) -> list[int]:
     # Two of these return the codes of another mark; a dynamic zero point shows in the codes that it shifts.
     if mark.name in ("keep", "dynamic_range", "name_output"):
         return []
-    return [i for i, (_, dtype) in enumerate(mark.results) if dtype in values.CODES]
+    return [i for i, (_, dtype) in enumerate(mark.results) if dtype in (*values.CODES, *dtypes.SMALL_FLOATS)]

@@ -12,12 +12,10 @@ from jax.typing import DTypeLike
 from ..._core import dtypes
 from ..._core import granularity as granularities
 from ..load.graph import ROUNDED_ONCE
-from . import elementwise, packed_weights, values
+from . import elementwise, packed_weights, small_floats, values
 from .elementwise import apply_operator, cast_value, make_scalar
 from .graph import ModelGraph, WriterCall, writes_mark
 from .values import Shape, Value
-
-_INT8 = (np.dtype(np.int8), np.dtype(np.uint8))
 
 
 class ScaleLayout(NamedTuple):
@@ -123,7 +121,7 @@ def write_quantize(graph: ModelGraph, call: WriterCall) -> Value:
         return dynamic
     layout = derive_layout(scale.shape, p["granularity"], shape)
     if p["precision"] == dtypes.INT32 or dtype in dtypes.SMALL_FLOATS:
-        return _quantize_small_float(graph, x, scale, p, layout, shape)
+        return _quantize_small_float(graph, x, scale, p, shape)
     is_same = zero_point is None or zero_point.shape == scale.shape
     # ONNX Runtime divides everything in float32 and ignores the attribute `precision`, so other divisions are written
     # out.
@@ -140,9 +138,7 @@ def write_quantize(graph: ModelGraph, call: WriterCall) -> Value:
 
 def has_operator(graph: ModelGraph, dtype: np.dtype, layout: ScaleLayout) -> bool:
     """Return whether the opset has QuantizeLinear for codes of a dtype and a layout of the scale."""
-    if dtype in dtypes.SMALL_FLOATS:
-        return graph.opset >= (23 if dtype in dtypes.FLOAT4 else 19)
-    return graph.opset >= 21 or (values.choose_container(dtype) in _INT8 and not layout.block)
+    return graph.opset >= 21 or (values.choose_container(dtype) in dtypes.EIGHT_BITS and not layout.block)
 
 
 def _write_operator(
@@ -170,7 +166,7 @@ def _saturate(graph: ModelGraph, codes: Value, dtype: np.dtype, bounds: Any) -> 
     low, high = dtypes.read_bounds(dtype) if bounds is None else bounds
     if (low, high) == dtypes.read_bounds(codes.dtype):
         return codes
-    if codes.dtype in _INT8:
+    if codes.dtype in dtypes.EIGHT_BITS:
         ends = [graph.add_constant(np.asarray(end, codes.dtype)) for end in (low, high)]
         return Value(codes.shape, codes.dtype, graph.add("Clip", [graph.store(codes), *ends]))
     inside = apply_operator(graph, "Max", [codes, make_scalar(low, codes.dtype)])
@@ -190,18 +186,22 @@ def round_value(graph: ModelGraph, x: Value, dtype: DTypeLike) -> Value:
     return cast_value(graph, cast_value(graph, x, dtype), np.float32)
 
 
-def _quantize_small_float(
-    graph: ModelGraph, x: Value, scale: Value, p: Any, layout: ScaleLayout | None, shape: Shape
-) -> Value:
+def _quantize_small_float(graph: ModelGraph, x: Value, scale: Value, p: Any, shape: Shape) -> Value:
     dtype = np.dtype(p["dtype"])
     if p["precision"] != dtypes.FLOAT32 or dtype not in dtypes.SMALL_FLOATS:
         raise values.UnsupportedError(f"codes of {dtype} with a division in {p['precision']}")
-    if not has_operator(graph, dtype, ScaleLayout((), None, 0)):
-        raise values.UnsupportedError(f"{dtype} needs a later opset")
+    small_floats.check_opset(graph, dtype, x.hint)
+    scale = cast_value(graph, scale, np.float32)
     value = _divide(graph, x, expand_scale(graph, scale, p["granularity"], shape), p["precision"])
+    if dtype in dtypes.FLOAT4:
+        value = graph.fill(value, shape)
+        if p["zero_point"] is not None:  # -0 + 0 is 0
+            is_zero = apply_operator(graph, "Equal", [value, make_scalar(0, np.float32)], np.bool_)
+            value = elementwise.choose(graph, is_zero, make_scalar(0, np.float32), value)
+        return small_floats.encode(graph, value, dtype, is_saturated=True)
     one, zero = make_scalar(1, np.float32), values.make_known(np.zeros((), dtype))
     inputs = [graph.store_full(value, shape), graph.store(one), graph.store(zero)]
-    name = graph.add("QuantizeLinear", inputs, saturate=int(p["saturate"]) if dtype in dtypes.FLOAT8 else None)
+    name = graph.add("QuantizeLinear", inputs, saturate=int(p["saturate"]))
     return Value(tuple(shape), dtype, name)
 
 
@@ -248,25 +248,62 @@ def write_dequantize(graph: ModelGraph, call: WriterCall) -> Value:
     """
     p = call.parameters
     codes, scale, zero_point, shape = p["x"], p["scale"], p["zero_point"], call.outputs[0].shape
-    point = None
-    if zero_point is not None and codes.dtype not in dtypes.SMALL_FLOATS:
-        point = expand_scale(graph, cast_value(graph, zero_point, np.int32), p["granularity"], shape)
-    steps = _write_steps(graph, codes, point)
-    factor = cast_value(graph, expand_scale(graph, scale, p["granularity"], shape), np.float32)
-    result = cast_value(graph, apply_operator(graph, "Mul", [steps, factor]), np.dtype(p["dtype"]))
+    is_float = codes.dtype in dtypes.SMALL_FLOATS
+    if is_float:
+        small_floats.check_opset(graph, np.dtype(codes.dtype), codes.hint)
+        layout = derive_layout(scale.shape, p["granularity"], shape)
+        native = small_floats.write_native(graph, codes, scale, layout, shape)
+        if native is not None:
+            return cast_value(graph, native, np.dtype(p["dtype"]))
+    if zero_point is None or is_float:
+        known, point = None, None
+    else:
+        known, point = _expand_part(graph, zero_point, np.int32, p["granularity"], shape)
+    steps = _write_steps(graph, codes, known, point)
+    factors = _expand_part(graph, scale, np.float32, p["granularity"], shape)
+    result = cast_value(graph, apply_operator(graph, "Mul", [steps, factors[1]]), np.dtype(p["dtype"]))
     sizes = derive_sizes(p["granularity"], scale.shape, shape)
-    packed_weights.note_weights(graph, result, codes, (factor, point), sizes)
+    packed_weights.note_weights(graph, result, codes, (factors[0], known), sizes)
     return result
 
 
-def _write_steps(graph: ModelGraph, codes: Value, point: Value | None) -> Value:
-    """Return codes minus their zero points, int32 in the shape of the codes or None, as float32."""
-    if point is None:
+@writes_mark("add_offset")
+def write_offset(graph: ModelGraph, call: WriterCall) -> Value:
+    """Write the addition of an offset."""
+    p = call.parameters
+    _, offset = _expand_part(graph, p["offset"], np.float32, p["aligned"], call.outputs[0].shape)
+    return apply_operator(graph, "Add", [p["values"], offset])
+
+
+def _expand_part(
+    graph: ModelGraph, part: Value, dtype: DTypeLike, granularity: Any, shape: Shape
+) -> tuple[Value, Value]:
+    """Return a scale or zero point in a shape that broadcasts to `shape`: as it is known, and as the graph holds it.
+
+    A known one for each block is not repeated in the file, where it would take more bytes than the codes.
+    """
+    expanded = expand_scale(graph, cast_value(graph, part, dtype), granularity, shape)
+    if not part.is_known or math.prod(expanded.shape) == math.prod(part.shape):
+        return expanded, expanded
+    stored = graph.fill(part, part.shape)
+    return expanded, expand_scale(graph, cast_value(graph, stored, dtype), granularity, shape)
+
+
+def _write_steps(graph: ModelGraph, codes: Value, known: Value | None, point: Value | None) -> Value:
+    """Return codes minus their zero points, int32 in the shape of the codes or None, as float32.
+
+    Args:
+        graph: the graph.
+        codes: the codes.
+        known: the zero points, as they are known.
+        point: the zero points, as the graph holds them.
+    """
+    if point is None or known is None:
         return cast_value(graph, _hold(graph, codes), np.float32)
-    if codes.is_known and point.is_known and dtypes.count_packed_bits(np.dtype(codes.dtype)) <= 4:
+    if codes.is_known and known.is_known and dtypes.count_packed_bits(np.dtype(codes.dtype)) <= 4:
         # The difference of constants fits into the byte of a code. The zero points of blocks would take four bytes more
         # for each code, and a loaded model would not keep such a sum as codes.
-        difference = np.asarray(codes.array).astype(np.int8) - np.asarray(point.array).astype(np.int8)
+        difference = np.asarray(codes.array).astype(np.int8) - np.asarray(known.array).astype(np.int8)
         known = values.make_known(difference, codes.hint and f"{codes.hint}.centered")
         return cast_value(graph, _hold(graph, known), np.float32)
     steps = apply_operator(graph, "Sub", [cast_value(graph, _hold(graph, codes), np.int32), point])

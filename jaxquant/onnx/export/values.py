@@ -14,6 +14,9 @@ from ..._core import dtypes
 
 Shape = tuple[Any, ...]  # an entry is an int, or a symbolic dimension of `jax.export`
 CODES = dtypes.INTEGERS
+# The first opset with float8.
+FLOAT8_OPSET = 19
+_FLOAT8 = np.dtype(jnp.float8_e4m3fn)
 
 
 class Value(NamedTuple):
@@ -24,7 +27,7 @@ class Value(NamedTuple):
 
     Attributes:
         shape: the shape of the tensor.
-        dtype: the dtype of the tensor. Codes of 2 or 4 bits are held as 8-bit integers.
+        dtype: the dtype of the tensor: see `choose_container`.
         name: the name of the tensor in the graph, or None for a known array.
         array: the array, if it is known.
         hint: a name for the array in the graph.
@@ -61,8 +64,15 @@ def make_known(array: Any, hint: str | None = None) -> Value:
 
 
 def choose_container(dtype: DTypeLike) -> np.dtype:
-    """Return the dtype in which the graph holds an array of a dtype: 8 bits for codes of 2 or 4 bits."""
+    """Return the dtype in which the graph holds an array of a dtype: one with all of its numbers and with kernels.
+
+    Codes of 2 and 4 bits have 8; float4 is float8_e4m3fn, and float8_e8m0fnu is float32.
+    """
     dtype = np.dtype(dtype)
+    if dtype in dtypes.FLOAT4:
+        return _FLOAT8
+    if dtype == dtypes.E8M0:
+        return dtypes.FLOAT32
     if dtype in dtypes.INTEGERS and dtypes.count_bits(dtype) < 8:
         return np.dtype(np.int8 if dtypes.read_bounds(dtype)[0] < 0 else np.uint8)
     return dtype

@@ -2,6 +2,6 @@
 
 from . import operators
 from .function import LoadedFunction, load
-from .fuse import Deviation, FusionWarning
+from .fused_graph import Deviation, FusionWarning
 
 __all__ = ["Deviation", "FusionWarning", "LoadedFunction", "load", "operators"]

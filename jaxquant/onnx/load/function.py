@@ -19,7 +19,8 @@ from ..._core import checks, dtypes
 from ..limits import Limits, ModelError
 from ..model_file import Source, read_checked_model
 from ..saturation import FLOAT_RESULTS, PRODUCTS, TYPE_SOURCES, count_pairs
-from .fuse import Deviation, fuse_graph, warn_of_deviations
+from .fuse import fuse_graph
+from .fused_graph import Deviation, warn_of_deviations
 from .graph import Graph, Node, convert_model, look_up_operator, read_declaration
 from .interpret import Run, list_static_names
 from .parameters import Parameters, can_train, list_scalars, split_constants, spread_parameters

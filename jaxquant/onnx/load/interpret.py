@@ -58,14 +58,14 @@ class Run:
         """Return the outputs of a graph; `values` has its inputs and all that it reads from outside."""
         values = {**graph.constants, **values}
         ends, before, known = list_last_uses(graph), self.live, set[str]()
-        for place, node in enumerate(graph.nodes):
+        for index, node in enumerate(graph.nodes):
             self.count += 1
             if self.count > self.limits.nodes:
                 raise ModelError(f"{node.label}: loops are written out to more than Limits.nodes = {self.limits.nodes}")
             try:
                 outputs = self._run_node(node, values)
             except UnknownValueError as error:
-                error.names = _list_unknown_sources(graph.nodes[:place], error.names, known)
+                error.names = _list_unknown_sources(graph.nodes[:index], error.names, known)
                 raise
             # A node may leave out trailing outputs.
             for name, value in zip(node.outputs, outputs, strict=False):
@@ -145,9 +145,10 @@ class Call:
         """Return an attribute."""
         return self.node.attributes.get(name, default)
 
-    def has_output(self, index: int) -> bool:
-        """Return whether the graph names an output."""
-        return len(self.node.outputs) > index and bool(self.node.outputs[index])
+    @property
+    def has_second_output(self) -> bool:
+        """Whether the graph names the second output."""
+        return len(self.node.outputs) > 1 and bool(self.node.outputs[1])
 
     def reserve(self, shape: Sequence[Any], dtype: DTypeLike) -> tuple[Any, ...]:
         """Return a shape as ints; raise if an array of this shape takes more than the limits allow."""

@@ -40,7 +40,7 @@ class Clip(NamedTuple):
 
 
 class Leak(NamedTuple):
-    """A value of which a part is multiplied by a number: max(x, 0) + slope * min(x, 0).
+    """A value with its negative side multiplied by a number: max(x, 0) + slope * min(x, 0).
 
     Attributes:
         value: the value.

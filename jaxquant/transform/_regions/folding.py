@@ -215,7 +215,7 @@ def check_biases(
     """Raise ContractValueError if a bias has more steps of the product of the scales than int32 can hold.
 
     Nothing is raised for values that are traced, and for weights that are no whole axes of one parameter. The arguments
-    are those of `enlarge_scales`.
+    are the same as in `enlarge_scales`.
     """
     for leaf, axes, bias, x_scale, describe in _list_biases(regions, floats, converted, find_scale):
         q = converted[leaf]

@@ -92,8 +92,7 @@ class Action(NamedTuple):
 
     Attributes:
         kind: "start" for the operation of a point, "pass" for a later equation of it, "move" for an equation that takes
-            codes and returns codes with the same scale, "hidden" for one of which only the next of these needs the
-            result.
+            codes and returns codes with the same scale, "hidden": only the next operation reads the result.
         node: the equation.
         point: the point, or None.
         is_end: whether the result is rounded here.

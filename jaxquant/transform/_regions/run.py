@@ -14,11 +14,12 @@ from jax import lax
 from ..._arrays.quantized_array import QuantizedArray
 from ..._codes import arrangement, elementwise, pooling
 from ..._codes.bias import quantize_added_bias
-from ..._codes.fake_codes import FakeQuantizedArray, replace_value
+from ..._codes.fake_codes import FakeQuantizedArray
 from ..._contractions.output import make_array, read_affine, read_epilogue
 from ..._core import dtypes
 from ..._core.granularity import PerTensor
 from ..._kernels.affine import quantize_affine
+from ..._kernels.barriers import replace_value
 from ..._program import jaxpr
 from ..._program.graph import EquationNode, ProgramGraph
 from ..._program.jaxpr import Equation
@@ -177,7 +178,7 @@ def finish_steps(graph: ProgramGraph, point: RoundingPoint, array: Array) -> Arr
 
 
 def finish_floats(graph: ProgramGraph, point: RoundingPoint, y: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """Return the floats of which the codes of a contraction are the rounding.
+    """Return the floats that are rounded to the codes of a contraction.
 
     Args:
         graph: the program.

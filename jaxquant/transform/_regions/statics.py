@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._codes.fake_codes import replace_value
 from ..._core import checks
 from ..._kernels import affine, barriers
+from ..._kernels.barriers import replace_value
 from ..._program import jaxpr, moves
 from ..._program.graph import EquationNode, ProgramGraph
 
-# Operations of which each element of the result depends on the same element of the operands.
+# Operations in which each element of the result depends only on the same element of the operands.
 _ELEMENTWISE = frozenset(
     {
         *("add", "sub", "mul", "div", "neg", "max", "min", "rsqrt", "sqrt", "square", "integer_pow", "exp", "abs"),

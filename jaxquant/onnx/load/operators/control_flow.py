@@ -283,16 +283,16 @@ def take_from_sequence(call: Call, sequence: Any, position: np.ndarray) -> Any:
 @register("SequenceInsert", static=(2,), passes=True)
 def insert_into_sequence(call: Call, sequence: Any, value: Any, position: np.ndarray | None = None) -> Any:
     """ONNX SequenceInsert."""
-    place = len(sequence) if position is None else int(position.reshape(()))
-    place = place + len(sequence) if place < 0 else place
-    return [*sequence[:place], value, *sequence[place:]]
+    index = len(sequence) if position is None else int(position.reshape(()))
+    index = index + len(sequence) if index < 0 else index
+    return [*sequence[:index], value, *sequence[index:]]
 
 
 @register("SequenceErase", static=(1,), passes=True)
 def erase_from_sequence(call: Call, sequence: Any, position: np.ndarray | None = None) -> Any:
     """ONNX SequenceErase."""
-    place = (len(sequence) - 1 if position is None else int(position.reshape(()))) % max(len(sequence), 1)
-    return [*sequence[:place], *sequence[place + 1 :]]
+    index = (len(sequence) - 1 if position is None else int(position.reshape(()))) % max(len(sequence), 1)
+    return [*sequence[:index], *sequence[index + 1 :]]
 
 
 @register("SequenceLength", passes=True)

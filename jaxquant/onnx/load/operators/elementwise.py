@@ -278,7 +278,7 @@ def drop_out(
     is_training = training is not None and bool(np.asarray(training).reshape(()))
     if is_training and (ratio is None or float(np.asarray(ratio).reshape(())) != 0):
         raise ValueError("Dropout in training mode is random, which is not supported")
-    return (x, jnp.ones(x.shape, bool)) if call.has_output(1) else x
+    return (x, jnp.ones(x.shape, bool)) if call.has_second_output else x
 
 
 @register("Erf")

@@ -105,7 +105,7 @@ def pool_largest(call: Call, x: jax.Array) -> Any:
     """ONNX MaxPool, with the positions of the maxima if the graph reads them."""
     windows = read_windows(call, x.shape[2:])
     least = np.asarray(np.iinfo(x.dtype).min if x.dtype.kind in "iu" else -np.inf, x.dtype)
-    if not call.has_output(1):
+    if not call.has_second_output:
         return reduce_windows(x, windows, least, lax.max)
     lengths = x.shape[2:]
     places = np.arange(math.prod(lengths), dtype=np.int32)
@@ -172,6 +172,6 @@ def unpool(call: Call, x: jax.Array, indices: jax.Array, shape: np.ndarray | Non
     index = indices.astype(jnp.int32).reshape(-1)
     if shape is not None:
         # The indices count the elements of the array that the pool saw; with a larger output only its corner is used.
-        place = jnp.unravel_index(index, (*x.shape[:2], *lengths))
-        return jnp.zeros(target, x.dtype).at[place].set(x.reshape(-1))
+        position = jnp.unravel_index(index, (*x.shape[:2], *lengths))
+        return jnp.zeros(target, x.dtype).at[position].set(x.reshape(-1))
     return jnp.zeros(math.prod(target), x.dtype).at[index].set(x.reshape(-1)).reshape(target)

@@ -40,18 +40,18 @@ def transform_fourier(
 ) -> Any:
     """ONNX DFT."""
     default = call.get("axis", 1) if call.opset < 20 else -2
-    place = normalize_axis(default if axis is None else axis.reshape(()), x.ndim)
+    along = normalize_axis(default if axis is None else axis.reshape(()), x.ndim)
     is_onesided, is_inverse = bool(call.get("onesided", 0)), bool(call.get("inverse", 0))
     size = None if length is None else int(length.reshape(()))
     if size is not None:
-        call.reserve([*x.shape[:place], size, *x.shape[place + 1 :]], np.float32)
+        call.reserve([*x.shape[:along], size, *x.shape[along + 1 :]], np.float32)
     # The last dimension holds the real part, and the imaginary one of complex numbers.
     signal = x[..., 0] if x.shape[-1] == 1 else x[..., 0] + 1j * x[..., 1]
     if is_inverse and is_onesided:
-        return jnp.fft.irfft(signal, size, place)[..., None].astype(x.dtype)
-    y = (jnp.fft.ifft if is_inverse else jnp.fft.fft)(signal, size, place)
+        return jnp.fft.irfft(signal, size, along)[..., None].astype(x.dtype)
+    y = (jnp.fft.ifft if is_inverse else jnp.fft.fft)(signal, size, along)
     if is_onesided:
-        y = jnp.take(y, np.arange(y.shape[place] // 2 + 1), axis=place)
+        y = jnp.take(y, np.arange(y.shape[along] // 2 + 1), axis=along)
     return jnp.stack([y.real, y.imag], axis=-1).astype(x.dtype)
 
 
