@@ -438,7 +438,7 @@ class _Writer:
                     got = f"{array.dtype} for {shorten_name(part)!r}"
                     raise CheckpointError(f"expected a dtype of {', '.join(_NAMES.values())}, got {got}")
                 data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-                body.write(memoryview(data))
+                body.write(data.data)
                 fields[part] = {
                     "dtype": _NAMES[array.dtype], "shape": list(array.shape), "data_offsets": [start, start + data.size]
                 }  # fmt: skip

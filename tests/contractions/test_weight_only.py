@@ -119,7 +119,7 @@ def contract_digits(x: Any, q: QuantizedArray) -> jax.Array:
 def contract_rows(x: Any, q: QuantizedArray) -> jax.Array:
     """x @ q, row by row, whatever the size."""
     role = Role((), (1,), (0,))
-    matrix = read_scaled_codes(q)
+    matrix = read_scaled_codes(q, x, is_moved=False)
     terms = float_rows.choose_terms(matrix, role)
     assert terms is not None
     return jnp.stack([float_rows.contract_row(row, matrix, role, terms)[0] for row in x])
@@ -129,7 +129,7 @@ def contract_rows(x: Any, q: QuantizedArray) -> jax.Array:
 def contract_lanes(x: Any, q: QuantizedArray) -> jax.Array:
     """x @ q, row by row, lane by lane, whatever the size."""
     role = Role((), (0,), (1,))
-    matrix = read_scaled_codes(q.T)
+    matrix = read_scaled_codes(q.T, x, is_moved=False)
     terms = float_rows.choose_groups(matrix, role)
     assert terms is not None
     return jnp.stack([float_rows.contract_lanes(row, matrix, role, terms)[0] for row in x])
@@ -209,11 +209,17 @@ def test_a_row_in_chunks(name: str, rng: np.random.Generator, monkeypatch: pytes
         monkeypatch.setattr(float_rows, constant, 80_000)
     q = jq.quantize(rng.normal(size=(576, 256)).astype(np.float32), SPECS[name])
     role = Role((), (1,), (0,))
-    terms = float_rows.choose_terms(read_scaled_codes(q), role)
-    assert terms is not None
-    assert len(float_rows._cut_rows(read_scaled_codes(q), terms)) == 2
     x = rng.normal(size=(1, 576)).astype(np.float32)
-    y, is_exact = jax.jit(lambda x, q: float_rows.contract_row(x, read_scaled_codes(q), role, terms))(x[0], q)
+    matrix = read_scaled_codes(q, jnp.asarray(x), is_moved=False)
+    terms = float_rows.choose_terms(matrix, role)
+    assert terms is not None
+    assert len(float_rows._cut_rows(matrix, terms)) == 2
+
+    @jax.jit
+    def contract(x: jax.Array, q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
+        return float_rows.contract_row(x, read_scaled_codes(q, x, is_moved=False), role, terms)
+
+    y, is_exact = contract(jnp.asarray(x[0]), q)
     assert is_exact
     assert find_error(y[None], x, decode(q)) < LIMIT
 
@@ -223,7 +229,12 @@ def test_chunks_of_a_row_share_their_memory(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(float_rows, "_CHUNK", 2**18)
     q = QuantizedArray(jnp.ones((1024, 2048), jnp.int4), jnp.ones((1, 2048)))
     x = jax.ShapeDtypeStruct((1024,), jnp.float32)
-    contract = jax.jit(lambda x, q: float_rows.contract_row(x, read_scaled_codes(q), Role((), (1,), (0,)), 16)[0])
+
+    @jax.jit
+    def contract(x: jax.Array, q: QuantizedArray) -> jax.Array:
+        matrix = read_scaled_codes(q, x, is_moved=False)
+        return float_rows.contract_row(x, matrix, Role((), (1,), (0,)), 16)[0]
+
     memory = contract.lower(x, q).compile().memory_analysis()
     assert memory is not None
     assert memory.temp_size_in_bytes < q.size // 4  # all bytes take q.size // 2

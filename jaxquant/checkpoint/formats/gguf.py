@@ -98,7 +98,7 @@ class _GGUFReader:
 
     def _read_into(self, out: np.ndarray, start: int) -> None:
         """Fill an array with the bytes of the file from `start` on; threads may do so at the same time."""
-        view, place = memoryview(out), 0
+        view, place = out.data, 0
         while place < len(view):
             count = os.preadv(self._stream.fileno(), [view[place : place + 2**30]], start + place)
             if count <= 0:
@@ -367,7 +367,7 @@ def save_tensors(
             stream.write(bytes(-stream.tell() % alignment))
             start = stream.tell()
             for chunk in _iterate_bytes(name, read(name), kinds[name][0]):
-                stream.write(memoryview(chunk))
+                stream.write(chunk.data)
             if stream.tell() - start != count_bytes(*kinds[name]):
                 raise CheckpointError(f"tensor {shorten_name(name)!r}: expected {kinds[name]}, got another shape")
         if info.container.get("has_end", True):
