@@ -111,6 +111,8 @@ def _fake_quantize(
         checks.require(isinstance(rule, StraightThrough), _NAME, "gradient", expected, rule)
         (x,) = entry_point.convert_numpy(x)
         checks.check_array(_NAME, "x", x, dtypes.FLOATS)
+        # `quantize` checks this, too, under its own name.
+        scale_from_range.derive_range_shape(_NAME, dataclasses.replace(spec, offset=False, scale_spec=None), x.shape)
         return _pass_through(x, quantize(lax.stop_gradient(x), spec).dequantize())
     arrays = read_parts(_NAME, ("x", "scale", "zero_point"), x, scale, zero_point, spec)
     return quantize_and_dequantize(RoundingConfig(spec, rule), *arrays, key)

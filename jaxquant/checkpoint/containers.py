@@ -57,9 +57,18 @@ def read_small_file(path: pathlib.Path, limit: int) -> bytes:
     return data
 
 
+def _check_place(path: pathlib.Path) -> None:
+    """Raise CheckpointError unless the folder of a path is there."""
+    if not path.parent.is_dir():
+        raise CheckpointError(f"{path}: expected a path in a folder, got nothing at {path.parent}")
+
+
 @contextlib.contextmanager
 def replace_file(path: pathlib.Path) -> Iterator[BinaryIO]:
     """Yield a file to write, which takes the place of `path` at the end, or never exists if an error is raised."""
+    _check_place(path)
+    if path.is_dir():
+        raise CheckpointError(f"{path}: expected the path of a file, got a folder")
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as stream:
@@ -80,6 +89,9 @@ def replace_file(path: pathlib.Path) -> Iterator[BinaryIO]:
 @contextlib.contextmanager
 def replace_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yield a new folder to write files into, which are moved to the folder `path` at the end, or deleted on errors."""
+    _check_place(path)
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path}: expected the path of a folder, got a file")
     temporary = pathlib.Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
         yield temporary

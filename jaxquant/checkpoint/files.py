@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -112,13 +112,17 @@ def _recognize(path: pathlib.Path, source: formats.Source) -> formats.Format:
     if len(found) != 1:
         names = " and ".join(kind.name for kind in found) or "none of them"
         known = ", ".join(formats.MODULES)
-        raise CheckpointError(f"{path}: expected a checkpoint of one of the formats {known}, got {names}")
+        method = source.quantization.get("quant_method") if isinstance(source, SafetensorsFiles) else None
+        method = "" if method is None else f" for the quant_method {shorten_name(repr(method)[:100])}"
+        raise CheckpointError(f"{path}: expected a checkpoint of one of the formats {known}, got {names}{method}")
     return found[0]
 
 
 def _select_names(info: Info, patterns: str | Sequence[str] | None) -> list[str]:
     if patterns is None:
         return list(info.tensors)
+    is_iterable = isinstance(patterns, Iterable)
+    checks.require_type(is_iterable, _LOAD, "names", "a pattern or several patterns", type(patterns).__name__)
     given = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     selected: dict[str, None] = {}
     for pattern in given:
@@ -138,6 +142,7 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], info: Info
 
     Args:
         path: the file, or the folder for formats that are folders. Files of the same names are replaced.
+            A folder with other safetensors files is refused, because `load` would read them.
         tensors: QuantizedArrays and arrays by name. Their dtypes are written as they are.
         info: what `load` returned, or an `Info` with the name of a format and with metadata. Each of its tensors is
             among `tensors`. Tensors that it does not list are written behind the others.

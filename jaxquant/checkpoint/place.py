@@ -36,11 +36,17 @@ def place_tensor(function: str, name: str, tensor: Tensor, sharding: Sharding | 
         tensor: the tensor. Arrays that cannot be written to are views of a file, and are copied.
         sharding: the sharding of the logical shape.
     """
-    if not isinstance(tensor, QuantizedArray):
-        return _place_array(tensor, sharding)
     if isinstance(sharding, NamedSharding) and len(sharding.spec) > tensor.ndim:
         expected = f"at most {tensor.ndim} entries for {shorten_name(name)!r}"
         checks.refuse(function, "sharding", expected, sharding.spec)
+    if sharding is not None:
+        try:
+            sharding.shard_shape(tuple(tensor.shape))
+        except ValueError as error:
+            expected = f"one that divides {shorten_name(name)!r} of shape {tuple(tensor.shape)}"
+            checks.refuse(function, "sharding", expected, error)
+    if not isinstance(tensor, QuantizedArray):
+        return _place_array(tensor, sharding)
     placed = _place_quantized(name, tensor, sharding)
     try:
         return quantized_array.check_array(function, name, placed, supports=quantized_array.FORMS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -71,6 +71,7 @@ def quantize_to(params: Any, target: str, *, keep: str | Sequence[str] = ()) -> 
     checks.require_type(isinstance(target, str), _NAME, "target", "the name of a type", checks.describe_value(target))
     name = target.lower()
     checks.check_option(_NAME, "target", name, (*(kind.lower() for kind in QUANTIZERS), *TARGETS))
+    checks.require_type(isinstance(keep, Iterable), _NAME, "keep", "patterns of paths", checks.describe_value(keep))
     patterns = (keep,) if isinstance(keep, str) else tuple(keep)
     for pattern in patterns:
         checks.require_type(

@@ -268,9 +268,10 @@ class SafetensorsFormat:
 
     Attributes:
         name: the name of the format.
+        needs_config: whether files are recognized by a configuration only.
     """
 
-    name = ""
+    name, needs_config = "", False
 
     def recognizes_config(self, files: SafetensorsFiles) -> bool:
         """Return whether the configurations, or the metadata of the headers, name this format."""
@@ -334,11 +335,20 @@ class SafetensorsFormat:
         is_file = path.suffix == ".safetensors"
         if is_file and len(files) > 1:
             raise CheckpointError(f"{path}: expected a folder, because there are {len(files)} files")
+        configs = [name for name in info.metadata if name in CONFIGS]
+        is_quantized = any(set(entry.stored) != {""} for entry in entries.values())
+        if is_file and self.needs_config and is_quantized and not all((path.parent / n).exists() for n in configs):
+            raise CheckpointError(f"{path}: expected a folder, because {list_some(configs)} belongs to the tensors")
         writer = _Writer(self, tensors, entries, info)
         if is_file:
             with replace_file(path) as stream:
                 writer.write(stream, headers[default], files[default])
             return
+        others = {file.name for file in path.glob("*.safetensors")} | ({_INDEX} if (path / _INDEX).exists() else set())
+        others -= {*files, *(kept.keys() & {_INDEX})}
+        if others:  # `load` would read them
+            expected = "a folder without other safetensors files and without an index of them"
+            raise CheckpointError(f"{path}: expected {expected}, got {list_some(sorted(others))}")
         with replace_folder(path) as folder:
             for file, parts in files.items():
                 with open(folder / file, "wb") as stream:

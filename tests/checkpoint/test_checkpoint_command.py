@@ -107,7 +107,7 @@ def test_inspect(rng: np.random.Generator, tmp_path: pathlib.Path, capsys: pytes
         (["quantize", "a.gguf", "b.bin", "--to", "q4_0"], "b.bin: expected a name that ends in .gguf"),
         (["quantize", "a.gguf", "b.gguf", "--to", "q4_k"], "expected rows of a multiple of 256"),
         (["quantize", "nan.gguf", "b.gguf", "--to", "q4_0"], "'w': expected finite numbers"),
-        (["quantize", "a.gguf", "no/b.gguf", "--to", "q4_0"], "No such file or directory"),
+        (["quantize", "a.gguf", "no/b.gguf", "--to", "q4_0"], "expected a path in a folder, got nothing at no"),
         (["convert", "q.gguf", "b.safetensors"], "'w': expected a tensor of the loaded checkpoint"),
     ],
 )

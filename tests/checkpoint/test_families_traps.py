@@ -423,13 +423,118 @@ def test_arrays_that_do_not_fit_their_format(rng: np.random.Generator, tmp_path:
     for other, text in (
         (jq.quantize(floats, jq.QuantSpec("int8", jq.Blocked(1, 32))), "expected codes of int4"),
         (q[:, :-1], r"expected shape \(6, 476\)"),
-        (jq.quantize(floats, jq.QuantSpec("int4", jq.Blocked(1, 64))), r"expected a scale of shape \(6, 15\)"),
+        (jq.quantize(floats, jq.QuantSpec("int4", jq.Blocked(1, 64))), r"expected blocks of \(1, 32\) elements"),
+        (jq.quantize(floats, jq.QuantSpec("int4")).per_index(0, 1), r"expected blocks of \(1, 32\) elements"),
         (jq.quantize(floats, jq.QuantSpec("int4", jq.Blocked(1, 32), symmetric=False)), "expected no zero point"),
         (floats, "expected a QuantizedArray"),
     ):
         with pytest.raises(checkpoint.CheckpointError, match=text):
             checkpoint.save(tmp_path / "again", {**loaded, WEIGHT: other}, info)
     assert not (tmp_path / "again").exists()
+
+
+def make_gptq_array(rows: int, size: int) -> jq.QuantizedArray:
+    x = np.sin(np.arange(rows * 8)).reshape(rows, 8)
+    return jq.quantize(x, jq.QuantSpec("uint4", jq.Blocked(0, size), symmetric=True, scale_dtype="float16"))
+
+
+def save_new(path: pathlib.Path, kind: str, configs: dict[str, Any], q: jq.QuantizedArray) -> jq.QuantizedArray:
+    checkpoint.save(path, {WEIGHT: q}, checkpoint.Info(kind, configs))
+    again = checkpoint.load(path)[0][WEIGHT]
+    assert isinstance(again, jq.QuantizedArray)
+    return again
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq", "fp8"])
+def test_as_many_blocks_of_another_size_are_refused(kind: str, tmp_path: pathlib.Path) -> None:
+    """Two blocks of 96 are as many as one of 128 and one of 64."""
+    configs = quantization(**{**GPTQ, "quant_method": kind, "group_size": 128})
+    right, wrong = make_gptq_array(192, 128), make_gptq_array(192, 96)
+    if kind == "fp8":
+        configs, x = quantization(quant_method="fp8", weight_block_size=[128, 128]), np.ones((130, 128), F32)
+        right, wrong = (jq.quantize(x, jq.QuantSpec("float8_e4m3fn", jq.Blocked((0, 1), (n, 128)))) for n in (128, 65))
+    equality.same_bits(
+        save_new(tmp_path / "right", kind, configs, right).astype(F32).dequantize(), np.asarray(right.dequantize())
+    )
+    with pytest.raises(checkpoint.CheckpointError, match=r"expected blocks of \(128, .*got blocks of"):
+        save_new(tmp_path / "wrong", kind, configs, wrong)
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq", "fp8"])
+def test_scales_that_divide_are_refused(kind: str, tmp_path: pathlib.Path) -> None:
+    configs = quantization(**{**GPTQ, "quant_method": kind})
+    q = make_gptq_array(64, 32)
+    q = jq.quantize(np.ones((4, 8), F32), jq.QuantSpec("float8_e4m3fn", jq.PerAxis(0))) if kind == "fp8" else q
+    save_new(tmp_path / "right", kind, configs, q)
+    with pytest.raises(checkpoint.CheckpointError, match="inverse_scale=False"):
+        save_new(tmp_path / "wrong", kind, configs, q.replace(inverse_scale=True))
+
+
+@pytest.mark.parametrize(("version", "point"), [("gptq", 9), ("gptq_v2", 7)])
+def test_zero_points_that_would_be_read_in_the_other_version(version: str, point: int, tmp_path: pathlib.Path) -> None:
+    settings = {**GPTQ, "checkpoint_format": version}
+    q = make_gptq_array(64, 32)
+    q = q.replace(zero_point=jnp.full(q.scale.shape, point, jnp.uint4))
+    with pytest.raises(checkpoint.CheckpointError, match="expected zero points of 8, because it is symmetric"):
+        save_new(tmp_path / "wrong", "gptq", quantization(**settings), q)
+    again = save_new(tmp_path / "right", "gptq", quantization(**{**settings, "sym": False}), q)
+    equality.same_bits(again.astype(F32).dequantize(), np.asarray(q.dequantize()))
+
+
+def test_a_permutation_is_stored_only_where_the_file_has_the_same(tmp_path: pathlib.Path) -> None:
+    x = np.sin(np.arange(4 * 64)).reshape(4, 64)
+    q = jq.quantize(x, jq.QuantSpec("int4", jq.Blocked(1, 32), symmetric=False))
+    configs = scheme(num_bits=4, type="int", symmetric=False, strategy="group", group_size=32)
+    configs["config.json"]["quantization_config"]["format"] = "pack-quantized"
+    save_new(tmp_path / "right", "compressed-tensors", configs, q)
+    order = jnp.arange(64, dtype=jnp.int32)[::-1]
+    with pytest.raises(checkpoint.CheckpointError, match="expected no permutation"):
+        save_new(tmp_path / "wrong", "compressed-tensors", configs, q.replace(permutation=order, permuted_axis=-1))
+    words = np.stack([to_words([i % 16 for i in range(64)], 4)] * 4)
+    file = {
+        f"{MODULE}.weight_packed": words, f"{MODULE}.weight_scale": np.ones((4, 2), F32),
+        f"{MODULE}.weight_shape": np.array([4, 64]), f"{MODULE}.weight_g_idx": (np.arange(64) % 2).astype(np.int32),
+    }  # fmt: skip
+    configs = scheme(num_bits=4, type="int", symmetric=True, strategy="group", group_size=32)
+    loaded, info = checkpoint.load(write_folder(tmp_path / "grouped", file, configs))
+    grouped = loaded[WEIGHT]
+    assert isinstance(grouped, jq.QuantizedArray)
+    checkpoint.save(tmp_path / "grouped again", loaded, info)
+    plain = grouped.replace(permutation=None, permuted_axis=None)
+    for other, text in (
+        (plain, "expected the permutation that was loaded"),
+        (grouped.replace(permutation=order), "expected the permutation that was loaded"),
+        (grouped.replace(zero_point=jnp.ones((4, 2), jnp.int4)), "expected no zero point"),
+    ):
+        with pytest.raises(checkpoint.CheckpointError, match=text):
+            checkpoint.save(tmp_path / "wrong", {WEIGHT: other}, info)
+
+
+def test_codes_that_the_bits_of_the_file_do_not_hold(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    file = {
+        f"{MODULE}.weight_packed": np.stack([to_words(list(range(32)), 7)] * 4),
+        f"{MODULE}.weight_scale": np.ones((4, 1), F32), f"{MODULE}.weight_shape": np.array([4, 32]),
+    }  # fmt: skip
+    configs = scheme(num_bits=7, type="int", symmetric=True, strategy="group", group_size=32)
+    loaded, info = checkpoint.load(write_folder(tmp_path / "model", file, configs))
+    q = loaded[WEIGHT]
+    assert isinstance(q, jq.QuantizedArray)
+    with pytest.raises(checkpoint.CheckpointError, match="expected codes of 7 bits"):
+        checkpoint.save(tmp_path / "again", {WEIGHT: q.replace(codes=jnp.full((4, 32), 64, jnp.int8))}, info)
+    family = next(family for name, family in FAMILIES.items() if name.startswith("bitsandbytes"))
+    tensors, _ = family.make(rng)
+    family.write(tmp_path / "bitsandbytes", tensors)
+    loaded, info = checkpoint.load(tmp_path / "bitsandbytes")
+    name, q = next((n, t) for n, t in loaded.items() if isinstance(t, jq.QuantizedArray))
+    other = jq.Codebook("other", tuple(float(i) for i in range(16)))
+    with pytest.raises(checkpoint.CheckpointError, match="expected the codebook"):
+        checkpoint.save(tmp_path / "again", {**loaded, name: q.replace(codebook=other)}, info)
+
+
+def test_a_file_without_its_configuration_is_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(checkpoint.CheckpointError, match=r"expected a folder, because config\.json"):
+        save_new(tmp_path / "a.safetensors", "gptq", quantization(**GPTQ), make_gptq_array(64, 32))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_arrays_that_jax_made_take_the_place_of_loaded_ones(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:

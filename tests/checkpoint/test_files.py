@@ -225,9 +225,20 @@ def test_an_unknown_quantization_is_refused_unless_the_format_is_named(
 ) -> None:
     make_folder(tmp_path / "in", rng)
     (tmp_path / "in" / "config.json").write_text('{"quantization_config": {"quant_method": "mystery"}}')
-    with pytest.raises(checkpoint.CheckpointError, match="got none of them"):
+    with pytest.raises(checkpoint.CheckpointError, match="got none of them for the quant_method 'mystery'"):
         checkpoint.load(tmp_path / "in")
     assert len(checkpoint.load(tmp_path / "in", format="safetensors")[0]) == 6
+
+
+def test_a_folder_with_files_of_another_checkpoint_is_refused(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    """`load` would read them by the index, in place of the file that was saved."""
+    make_folder(tmp_path / "in", rng)
+    before = read_folder(tmp_path / "in")
+    with pytest.raises(checkpoint.CheckpointError, match="expected a folder without other safetensors files"):
+        checkpoint.save(tmp_path / "in", {"w": jnp.ones(3)}, checkpoint.Info("safetensors"))
+    assert read_folder(tmp_path / "in") == before
+    checkpoint.save(tmp_path / "in", *checkpoint.load(tmp_path / "in"))
+    assert read_folder(tmp_path / "in") == before
 
 
 def test_what_cannot_be_saved(tmp_path: pathlib.Path) -> None:
@@ -245,6 +256,37 @@ def test_what_cannot_be_saved(tmp_path: pathlib.Path) -> None:
             path, {}, checkpoint.Info("safetensors", tensors={"lost": checkpoint.TensorInfo("lost", "F32", ())})
         )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_places_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    tensors = {"w": jnp.ones(3)}
+    for kind, name, text in (
+        ("safetensors", "none/model", "expected a path in a folder, got nothing at"),
+        ("gguf", "none/a.gguf", "expected a path in a folder, got nothing at"),
+        ("safetensors", "file", "expected the path of a folder, got a file"),
+        ("gguf", ".", "expected the path of a file, got a folder"),
+    ):
+        with pytest.raises(checkpoint.CheckpointError, match=text):
+            checkpoint.save(tmp_path / name, tensors, checkpoint.Info(kind))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_shardings_that_do_not_fit(tmp_path: pathlib.Path) -> None:
+    checkpoint.save(tmp_path / "a.safetensors", {"w": jnp.ones(3)}, checkpoint.Info("safetensors"))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    for spec, text in ((("x", None), "at most 1 entries for 'w'"), (("x",), r"divides 'w' of shape \(3,\)")):
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        with pytest.raises(ValueError, match=rf"checkpoint\.load: sharding: expected .*{text}"):
+            checkpoint.load(tmp_path / "a.safetensors", sharding=sharding)
+
+
+def test_patterns_that_are_no_patterns(tmp_path: pathlib.Path) -> None:
+    checkpoint.save(tmp_path / "a.safetensors", {"w": jnp.ones(3)}, checkpoint.Info("safetensors"))
+    with pytest.raises(TypeError, match=r"checkpoint\.load: names: expected a pattern or several patterns, got int"):
+        checkpoint.load(tmp_path / "a.safetensors", names=5)  # pyright: ignore
+    with pytest.raises(TypeError, match=r"checkpoint\.quantize_to: keep: expected patterns of paths"):
+        checkpoint.quantize_to({"w": jnp.ones((2, 32))}, "q4_0", keep=5)  # pyright: ignore
 
 
 def test_rename_fills_a_model(rng: np.random.Generator) -> None:

@@ -379,6 +379,19 @@ def test_arrays_that_no_type_holds(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_inverse_scales_are_refused(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    x = rng.normal(size=(4, 512)).astype(F32)
+    plain = jq.quantize(x, spec("int4", **HALF))
+    nested = jq.quantize(x, spec("int6", 16, scale_spec=jq.QuantSpec("int8", jq.Blocked(-1, 16), **HALF)))
+    for q, text in (
+        (plain.replace(inverse_scale=True), "an inverse scale"),
+        (nested.replace(scale=nested.scale.replace(inverse_scale=True)), "or an inverse scale"),
+    ):
+        with pytest.raises(checkpoint.CheckpointError, match=f"tensor 'w': expected.*{text}"):
+            checkpoint.save(tmp_path / "a.gguf", {"w": q}, checkpoint.Info("gguf"))
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("tensor", "metadata", "text"),
     [

@@ -320,3 +320,9 @@ def test_offsets_and_nested_scales_are_found_from_x() -> None:
         for rule in (jq.LSQ(), jq.LSQPlus()):
             with pytest.raises(ValueError, match=r"jaxquant\.fake_quantize: gradient: "):
                 jq.fake_quantize(x, spec, gradient=rule)
+
+
+def test_axes_that_x_does_not_have_are_named() -> None:
+    for spec in FORMS.values():
+        with pytest.raises(ValueError, match=r"jaxquant\.fake_quantize: "):
+            jq.fake_quantize(jnp.float32(1), spec)

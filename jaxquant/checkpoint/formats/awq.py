@@ -61,7 +61,7 @@ class _Awq(family.FamilyFormat):
 
     def write(self, tensor: QuantizedArray, entry: TensorInfo, info: Info) -> Mapping[str, np.ndarray]:
         """Return the words and the scales of a tensor."""
-        family.check_written(entry, tensor, ("uint4", "int4"), ("zero_point",))
+        family.check_written(entry, tensor, ("uint4", "int4"), (entry.extras["group"], 1), ("zero_point",))
         inputs, outputs = entry.shape
         shape = (-(-inputs // entry.extras["group"]) if inputs else 0, outputs)
         codes = family.read_codes(tensor)

@@ -74,14 +74,17 @@ class _BitsAndBytes(SafetensorsFormat):
             )  # fmt: skip
         blocks = family.derive_block_size(entry.shape, extras["sizes"])
         book = _make_book(extras["kind"], arrays["quant_map"])
+        extras["levels"] = book.levels
         codes = codes.reshape(entry.shape)
         return family.make_array(codes, 4, scale, block_size=blocks, codebook=book, dtype=extras["dtype"])
 
     def write(self, tensor: QuantizedArray, entry: TensorInfo, info: Info) -> Mapping[str, np.ndarray]:
         """Return the codes, the scales, the tables and the state of a tensor."""
         extras = entry.extras
-        family.check_written(entry, tensor, ("a codebook",))
+        family.check_written(entry, tensor, ("a codebook",), extras["sizes"])
         assert tensor.codebook is not None
+        if tensor.codebook.levels != extras["levels"]:
+            raise family.refuse_array(entry, f"the codebook {extras['kind']} that was loaded", tensor.codebook)
         codes = family.read_codes(tensor).reshape(-1)
         data = streams.pack_bits(np.append(codes, extras["appended"]), 4, np.uint8)
         arrays = {

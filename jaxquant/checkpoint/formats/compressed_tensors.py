@@ -150,6 +150,9 @@ class _CompressedTensors(family.FamilyFormat):
         if g_idx is None:
             return None
         entry.extras["g_idx"] = g_idx.copy()
+        return self._find_order(entry, g_idx)
+
+    def _find_order(self, entry: TensorInfo, g_idx: np.ndarray) -> np.ndarray | None:
         # -1 stands for groups in order.
         in_order = np.arange(entry.shape[-1]) // entry.extras["sizes"][-1]
         if (g_idx == -1).any() or np.array_equal(g_idx, in_order):
@@ -159,12 +162,24 @@ class _CompressedTensors(family.FamilyFormat):
             raise refuse(entry.stored["weight_g_idx"], "groups of equal sizes", "others")
         return order
 
+    def _check_order(self, entry: TensorInfo, tensor: QuantizedArray) -> None:
+        """Raise CheckpointError unless an array has the order of the groups that the file has."""
+        order = self._find_order(entry, entry.extras["g_idx"]) if "weight_g_idx" in entry.stored else None
+        found = tensor.permutation
+        if (order is None) != (found is None) or (
+            order is not None and not (tensor.permuted_axis == -1 and np.array_equal(np.asarray(found), order))
+        ):
+            raise family.refuse_array(entry, "the permutation that was loaded", repr(tensor))
+
     def write(self, tensor: QuantizedArray, entry: TensorInfo, info: Info) -> Mapping[str, np.ndarray]:
         """Return the codes, the scales and the shape of a tensor."""
         kind, bits, shape = entry.extras["kind"], entry.extras["bits"], entry.extras["scale_shape"]
         wide = {"nvfp4": ("float4_e2m1fn",), "mxfp4": ("float4_e2m1fn",), "float": ("float8_e4m3fn",)}
-        forms = ("zero_point", "permutation") if entry.stored.keys() & {"weight_zero_point", "weight_g_idx"} else ()
-        family.check_written(entry, tensor, wide.get(kind, _name_integers(kind, bits)), forms)
+        roles = {"zero_point": "weight_zero_point", "permutation": "weight_g_idx"}
+        forms = [form for form, role in roles.items() if role in entry.stored]
+        formats = wide.get(kind, _name_integers(kind, bits))
+        family.check_written(entry, tensor, formats, entry.extras["sizes"], forms)
+        self._check_order(entry, tensor)
         codes = family.read_codes(tensor)
         stored = entry.extras["stored_scale_shape"]
         arrays: dict[str, np.ndarray] = {}
@@ -185,7 +200,11 @@ class _CompressedTensors(family.FamilyFormat):
         if tensor.permutation is not None:
             codes = codes[..., np.argsort(np.asarray(tensor.permutation))]
         if kind == "packed":
-            arrays["weight_packed"] = streams.pack_bits(family.unshift_codes(codes, bits), bits, np.int32)
+            codes = family.unshift_codes(codes, bits)
+            # Codes of 1 and 7 bits are held in 2 and 8.
+            if codes.size and codes.max() >= 2**bits:
+                raise family.refuse_array(entry, f"codes of {bits} bits", "larger ones")
+            arrays["weight_packed"] = streams.pack_bits(codes, bits, np.int32)
             arrays["weight_shape"] = np.array(entry.shape, entry.extras["shape_dtype"])
         else:
             arrays["weight"] = codes

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from ..._arrays.quantized_array import QuantizedArray
+from ..._core.granularity import Aligned
 from ..info import CheckpointError, Info, TensorInfo, list_some, shorten_name
 from ..safetensors_files import SafetensorsFiles, SafetensorsFormat, StoredTensor
 
@@ -267,13 +268,16 @@ def refuse_array(entry: TensorInfo, expected: str, got: object) -> CheckpointErr
     return refuse(entry.name, f"{expected}, to be stored as {entry.stored_as}", got)
 
 
-def check_written(entry: TensorInfo, q: QuantizedArray, formats: Sequence[str], forms: Sequence[str] = ()) -> None:
-    """Raise CheckpointError unless an array has the shape of its description and codes of a format.
+def check_written(
+    entry: TensorInfo, q: QuantizedArray, formats: Sequence[str], sizes: Sequence[int], forms: Sequence[str] = ()
+) -> None:
+    """Raise CheckpointError unless an array has the shape and the blocks of its description and codes of a format.
 
     Args:
         entry: the description.
         q: the array.
         formats: the names of the formats of codes that the file holds.
+        sizes: for each dimension, how many indices share a scale in the file.
         forms: of "zero_point", "offset" and "permutation", those that the file holds.
     """
     if q.shape != entry.shape:
@@ -286,6 +290,17 @@ def check_written(entry: TensorInfo, q: QuantizedArray, formats: Sequence[str], 
             raise refuse_array(entry, f"no {part.replace('_', ' ')}", repr(q))
     if q.arithmetic not in (F32, q.dtype):
         raise refuse_array(entry, f"arithmetic in float32 or {q.dtype}", q.arithmetic)
+    if q.inverse_scale:
+        raise refuse_array(entry, "a scale that codes are multiplied with, inverse_scale=False", repr(q))
+    if isinstance(q.scale, QuantizedArray) and q.scale.zero_point is not None:
+        raise refuse_array(entry, "a nested scale without a zero point", repr(q.scale))
+    # Blocks of another size may be as many as those of the file.
+    for part in (q.scale, q.zero_point, q.offset):
+        shape = q.shape if part is None else tuple(part.shape)
+        found = Aligned(q.block_size).sizes(shape, q.shape) or ()
+        wrong = [axis for axis, n in enumerate(found) if shape[axis] > 1 and part is not None and n != sizes[axis]]
+        if wrong:
+            raise refuse_array(entry, f"blocks of {tuple(sizes)} elements", f"blocks of {found}")
 
 
 def write_floats(
@@ -344,6 +359,7 @@ class FamilyFormat(SafetensorsFormat):
 
     # The end of the names of parameters, which those of the parts do not have.
     ending = ".weight"
+    needs_config = True
 
     def declare(self, module: str, tensor: QuantizedArray, info: Info) -> Declared:
         """Return what a tensor would have in a file, by the ends of the names of its parts."""

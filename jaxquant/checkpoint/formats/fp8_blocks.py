@@ -60,7 +60,7 @@ class _Fp8Blocks(family.FamilyFormat):
 
     def write(self, tensor: QuantizedArray, entry: TensorInfo, info: Info) -> Mapping[str, np.ndarray]:
         """Return the codes and the scales of a tensor."""
-        family.check_written(entry, tensor, ("float8_e4m3fn",))
+        family.check_written(entry, tensor, ("float8_e4m3fn",), entry.extras["sizes"])
         scale = family.write_floats(entry, tensor.scale, "scale", _DTYPES, entry.extras["counts"])
         return {"weight": np.asarray(tensor.codes), entry.extras["role"]: scale.reshape(entry.extras["stored"])}
 

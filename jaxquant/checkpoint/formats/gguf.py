@@ -186,6 +186,8 @@ def explain_misfit(row: BlockType, q: QuantizedArray) -> str:
     """Return what keeps a type from holding an array, or an empty text."""
     if q.zero_point is not None or q.permutation is not None:
         return "a zero point or a permutation"
+    if q.inverse_scale:
+        return "an inverse scale"
     held: Any = q.packing.format if q.packing else np.dtype(q.stored_codes.dtype)
     levels = None if q.codebook is None else q.codebook.levels
     if held != row.held or levels != (None if row.codebook is None else row.codebook.levels):
@@ -206,16 +208,18 @@ def _explain_part(row: BlockType, name: str, part: Any, q: QuantizedArray) -> st
         return f"a {name} that is {'not ' if is_nested else ''}quantized"
     held = np.dtype(part.dtype)
     if is_nested:
-        if part.zero_point is not None or part.offset is not None or part.codebook is not None:
-            return f"a {name} with a zero point, an offset or a codebook"
+        has_others = part.offset is not None or part.codebook is not None or part.inverse_scale
+        if part.zero_point is not None or has_others:
+            return f"a {name} with a zero point, an offset, a codebook or an inverse scale"
         held = part.packing.format.carrier if isinstance(part.format, NarrowInteger) else np.dtype(part.codes.dtype)
-        if part.shape != (*q.shape[:-1], q.shape[-1] // size):
+        sizes = Aligned(q.block_size).sizes(part.shape, q.shape) or (0,)
+        if part.shape != (*q.shape[:-1], q.shape[-1] // size) or (part.size and sizes[-1] != size):
             return f"a {name} of shape {part.shape}, not one for each {size}"
         if row.name == "NVFP4":
             is_one = part.scale.size == 1 and float(np.asarray(part.scale).reshape(())) == 1
             if not is_one:
                 return "a scale of the whole tensor other than 1, which GGUF has as a tensor of its own"
-        elif part.scale.dtype != inner or _spread(part.scale, None, part.shape, row.entries) is None:
+        elif part.scale.dtype != inner or _spread(part.scale, part.block_size, part.shape, row.entries) is None:
             return f"a scale of the {name} other than {inner} for each {row.size}"
     elif _spread(part, q.block_size, q.shape, size) is None:
         return f"a {name} of shape {part.shape}, not one for each {size}, or for more"
@@ -257,7 +261,7 @@ class _Encoder:
             if isinstance(part, QuantizedArray):
                 self._parts[name] = self._flatten(part.codes, row.dtypes[name])
                 if row.name != "NVFP4":
-                    self._add(f"{name}.scale", part.scale, None, part.shape, row.entries)
+                    self._add(f"{name}.scale", part.scale, part.block_size, part.shape, row.entries)
             elif part is not None:
                 self._add(name, part, q.block_size, q.shape, size)
 

@@ -100,7 +100,7 @@ class _Gptq(family.FamilyFormat):
         """Return the words, the scales and the groups of a tensor."""
         bits, group, (inputs, outputs) = entry.extras["bits"], entry.extras["group"], entry.shape
         middle = np.uint8(2 ** (bits - 1))
-        family.check_written(entry, tensor, (f"uint{bits}", f"int{bits}"), ("zero_point", "permutation"))
+        family.check_written(entry, tensor, (f"uint{bits}", f"int{bits}"), (group, 1), ("zero_point", "permutation"))
         codes = family.read_codes(tensor)
         is_signed = codes.dtype == family.INT8
         codes = family.unshift_codes(codes, bits) if is_signed else codes
@@ -121,7 +121,11 @@ class _Gptq(family.FamilyFormat):
                 raise family.refuse_array(entry, "a permutation of the inputs, axis -2", tensor.permuted_axis)
             order = np.asarray(tensor.permutation)
             codes, g_idx = codes[np.argsort(order)], g_idx[np.argsort(order)]
-        stored = (zeros - np.uint8(entry.extras["version"] == 1)) & np.uint8(2**bits - 1)
+        version = entry.extras["version"]
+        stored = (zeros - np.uint8(version == 1)) & np.uint8(2**bits - 1)
+        # Reading would take these for the middle in the other version.
+        if entry.extras["symmetric"] and stored.size and (stored == middle - np.uint8(version == 2)).all():
+            raise family.refuse_array(entry, f"zero points of {middle}, because it is symmetric", int(zeros.flat[0]))
         return {
             "qweight": streams.pack_rows(codes, bits),
             "qzeros": streams.pack_bits(stored, bits, np.int32),

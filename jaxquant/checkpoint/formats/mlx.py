@@ -90,15 +90,16 @@ class _Mlx(family.FamilyFormat):
     def write(self, tensor: QuantizedArray, entry: TensorInfo, info: Info) -> Mapping[str, np.ndarray]:
         """Return the words, the scales and the biases of a tensor."""
         bits, counts, mode = entry.extras["bits"], entry.extras["counts"], entry.extras["mode"]
+        sizes = tuple(n // max(count, 1) for n, count in zip(entry.shape, counts, strict=True))
         if mode == "affine":
-            family.check_written(entry, tensor, (f"uint{bits}",), ("offset",))
+            family.check_written(entry, tensor, (f"uint{bits}",), sizes, ("offset",))
             words = streams.pack_bits(family.read_codes(tensor), bits, np.uint32)
             scales = family.write_floats(entry, tensor.scale, "scale", family.FLOATS, counts)
             offset = np.zeros((1,) * len(counts), scales.dtype) if tensor.offset is None else tensor.offset
             biases = family.write_floats(entry, offset, "offset", (scales.dtype,), counts)
             return {"weight": words, "scales": scales, "biases": biases}
         _, held, _, scale_dtype = _FLOAT_MODES[mode]
-        family.check_written(entry, tensor, (held.name,))
+        family.check_written(entry, tensor, (held.name,), sizes)
         words = streams.pack_bits(np.asarray(tensor.codes).view(np.uint8), bits, np.uint32)
         scale = tensor.scale
         if scale_dtype == family.E4M3:

@@ -87,10 +87,10 @@ class _ModelOpt(family.FamilyFormat):
         """Return the codes and the scales of a tensor."""
         stored = entry.extras["stored"]
         if "weight_scale_2" not in entry.stored:
-            family.check_written(entry, tensor, ("float8_e4m3fn",))
+            family.check_written(entry, tensor, ("float8_e4m3fn",), entry.shape)
             scale = family.write_floats(entry, tensor.scale, "scale", family.FLOATS, (1,) * len(entry.shape))
             return {"weight": np.asarray(tensor.codes), "weight_scale": scale.reshape(stored)}
-        family.check_written(entry, tensor, ("float4_e2m1fn",))
+        family.check_written(entry, tensor, ("float4_e2m1fn",), (*(1,) * (len(entry.shape) - 1), _SIZE))
         nested = tensor.scale
         if not isinstance(nested, QuantizedArray) or nested.inverse_scale or nested.offset is not None:
             got = repr(nested) if isinstance(nested, QuantizedArray) else nested.dtype

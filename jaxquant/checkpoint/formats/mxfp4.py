@@ -55,7 +55,7 @@ class _Mxfp4(family.FamilyFormat):
 
     def write(self, tensor: QuantizedArray, entry: TensorInfo, info: Info) -> Mapping[str, np.ndarray]:
         """Return the codes and the scales of a tensor."""
-        family.check_written(entry, tensor, ("float4_e2m1fn",))
+        family.check_written(entry, tensor, ("float4_e2m1fn",), (*(1,) * (len(entry.shape) - 1), _SIZE))
         counts = (*entry.shape[:-1], entry.shape[-1] // _SIZE)
         scale = family.write_floats(entry, tensor.scale, "scale", (family.E8M0,), counts)
         codes = np.asarray(tensor.codes).view(np.uint8).reshape(*counts, _SIZE)

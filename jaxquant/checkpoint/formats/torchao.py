@@ -80,10 +80,11 @@ class _TorchAo(SafetensorsFormat):
         """Return the parts of a tensor."""
         extras, kind = entry.extras, entry.extras["kind"]
         arrays: dict[str, np.ndarray] = dict(extras.get("kept", {}))
+        sizes = extras["sizes"]
         codes = family.read_codes(tensor)
         stored = extras["scale_shape"]
         if kind == "Int4Tensor":
-            family.check_written(entry, tensor, ("int4",), ("offset",))
+            family.check_written(entry, tensor, ("int4",), sizes, ("offset",))
             arrays["qdata"] = streams.pack_bits(codes.view(np.uint8) & np.uint8(15), 4, np.uint8)
             counts = (*stored[:-2], stored[-1], stored[-2])
             scale = family.write_floats(entry, tensor.scale, "scale", family.FLOATS, counts)
@@ -94,7 +95,7 @@ class _TorchAo(SafetensorsFormat):
             )
             return arrays
         if kind == "NVFP4Tensor":
-            family.check_written(entry, tensor, ("float4_e2m1fn",))
+            family.check_written(entry, tensor, ("float4_e2m1fn",), sizes)
             nested = tensor.scale
             if not isinstance(nested, QuantizedArray) or nested.inverse_scale or nested.offset is not None:
                 raise family.refuse_array(entry, "a scale of float8_e4m3fn times a float32", repr(nested))
@@ -106,9 +107,8 @@ class _TorchAo(SafetensorsFormat):
                 arrays["per_tensor_scale"] = shared.reshape(extras["shared_shape"])
             return arrays
         forms = ("zero_point",) if "zero_point" in entry.stored else ()
-        family.check_written(
-            entry, tensor, ("float8_e4m3fn", "float8_e5m2") if kind == "Float8Tensor" else ("int8",), forms
-        )
+        held = "float8_e4m3fn" if kind == "Float8Tensor" else "int8"
+        family.check_written(entry, tensor, (held,), sizes, forms)
         arrays["qdata"] = codes
         scale = family.write_floats(entry, tensor.scale, "scale", family.FLOATS, extras["counts"])
         arrays["scale"] = scale.reshape(stored)
@@ -164,7 +164,7 @@ def _describe(
             extras["shared_shape"] = family.get_stored(files, parts["per_tensor_scale"], (family.F32,))
             if math.prod(extras["shared_shape"]) != 1:
                 raise refuse(parts["per_tensor_scale"], "one element", f"shape {extras['shared_shape']}")
-        extras["dtype"] = _get_dtype(name, data, "orig_dtype")
+        extras |= {"dtype": _get_dtype(name, data, "orig_dtype"), "sizes": (*(1,) * (len(shape) - 1), _SIZE)}
         return TensorInfo(name, "torchao, NVFP4", shape, stored=dict(parts), extras=extras)
     block = data.get("block_size")
     is_block = isinstance(block, list) and all(type(n) is int and 0 < n < 2**40 for n in block)
@@ -175,6 +175,7 @@ def _describe(
     if any(n % max(size, 1) for n, size in zip(shape, sizes, strict=True)):
         raise refuse(name, f"blocks that divide {shape}", sizes)
     counts = tuple(n // max(size, 1) for n, size in zip(shape, sizes, strict=True))
+    extras["sizes"] = sizes
     expected = (*counts[:-2], counts[-1], counts[-2]) if kind == "Int4Tensor" and len(counts) > 1 else counts
     is_whole = math.prod(counts) == 1 and math.prod(scale) == 1
     if scale != expected and not (is_whole and kind != "Int4Tensor") and scale != _drop_ones(expected):
