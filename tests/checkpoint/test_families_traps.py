@@ -179,7 +179,29 @@ def test_the_two_conventions_of_nvfp4(tmp_path: pathlib.Path) -> None:
     assert values == {"weight_scale_2": 12.0, "weight_global_scale": 0.75}
 
 
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_modelopt_says_that_inputs_are_scaled(is_scaled: bool, tmp_path: pathlib.Path) -> None:
+    file = {
+        f"{MODULE}.weight": np.full((2, 8), 0x22, np.uint8), f"{MODULE}.weight_scale": np.full((2, 1), 3, E4M3),
+        f"{MODULE}.weight_scale_2": np.array(4.0, F32),
+    }  # fmt: skip
+    if is_scaled:
+        file[f"{MODULE}.pre_quant_scale"] = np.ones(16, F16)
+    configs = {"hf_quant_config.json": {"quantization": {"quant_algo": "NVFP4_AWQ"}}}
+    _, info = checkpoint.load(write_folder(tmp_path / "model", file, configs))
+    assert ("pre_quant_scale" in info.tensors[f"{MODULE}.weight"].note) == is_scaled
+
+
 # Configurations.
+
+
+@pytest.mark.parametrize("settings", [[], "gptq", 4])
+def test_a_quantization_that_is_no_object_is_refused(settings: Any, tmp_path: pathlib.Path) -> None:
+    folder = write_folder(
+        tmp_path / "model", make_gptq(4, 64, 32, 7), {"config.json": {"quantization_config": settings}}
+    )
+    with pytest.raises(checkpoint.CheckpointError, match="'quantization_config': expected an object, got"):
+        checkpoint.load(folder)
 
 
 def test_excluded_modules_say_why(tmp_path: pathlib.Path) -> None:
@@ -356,6 +378,8 @@ DAMAGES: dict[str, tuple[str, Change, str]] = {
     "ignored": (CT4, configure(ignore=["re:.*q_proj"]), "excludes 're:.*q_proj'"),
     "no target": (CT4, configure(config_groups={}), "expected a target of config_groups"),
     "sparse": (CT4, configure(format="marlin-24"), "'format': expected .*'marlin-24'"),
+    "rotated": (CT4, configure(transform_config={"config_groups": {"R1": {}}}), "rotations are not applied"),
+    "zeros left out": (CT4, configure(sparsity_config={"format": "sparse-bitmask"}), "the format 'dense'"),
     "int8 dtype": ("compressed-tensors int8", convert("weight", np.int32), "weight'?: expected dtype int8"),
     "blocks": ("compressed-tensors fp8 in blocks", configure_weights(block_structure=[64, 128]), r"\(5, 2\)"),
     "block sizes": ("compressed-tensors fp8 in blocks", configure_weights(block_structure=[0, 128]), "two sizes"),

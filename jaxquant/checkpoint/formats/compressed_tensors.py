@@ -56,6 +56,12 @@ class Schemes:
 
     def __init__(self, settings: Settings) -> None:
         family.get_setting(settings, "format", _FORMATS, "dense")
+        if settings.get("transform_config"):
+            # Activations are rotated before a layer whose weights are: the weights alone give other results.
+            raise refuse("transform_config", "none, because rotations are not applied", "rotations of activations")
+        sparsity = settings.get("sparsity_config") or {}
+        if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+            raise refuse("sparsity_config", "the format 'dense'", "weights with zeros left out")
         self.ignored = family.get_names(settings, "ignore")
         groups = settings.get("config_groups", {})
         if not isinstance(groups, dict):

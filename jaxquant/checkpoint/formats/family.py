@@ -39,8 +39,10 @@ def refuse(name: str, expected: str, got: object) -> CheckpointError:
 
 def get_quantization(configs: Mapping[str, Any]) -> Settings:
     """Return the object "quantization_config" of config.json, or an empty one."""
-    settings = configs.get("config.json", {}).get("quantization_config", {})
-    return settings if isinstance(settings, dict) else {}
+    settings = configs.get("config.json", {}).get("quantization_config")
+    if settings is not None and not isinstance(settings, dict):
+        raise refuse("quantization_config", "an object", type(settings).__name__)
+    return settings or {}
 
 
 def get_setting(settings: Settings, names: str | Sequence[str], allowed: Sequence[Any], default: object = ...) -> Any:

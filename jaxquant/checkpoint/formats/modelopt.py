@@ -70,7 +70,10 @@ class _ModelOpt(family.FamilyFormat):
                     raise refuse(
                         parts["weight_scale_2"], "one scale, or one for each expert", f"shape {extras['shared']}"
                     )
-            yield TensorInfo(f"{module}.weight", "NVFP4", shape, stored=parts, extras=extras)
+            note = ""
+            if f"{module}.pre_quant_scale" in files.entries:
+                note = "for inputs that are multiplied by pre_quant_scale first"
+            yield TensorInfo(f"{module}.weight", "NVFP4", shape, note=note, stored=parts, extras=extras)
 
     def read(self, entry: TensorInfo, arrays: Mapping[str, np.ndarray], info: Info) -> QuantizedArray:
         """Return a quantized tensor of shape (..., outputs, inputs)."""
