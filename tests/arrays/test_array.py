@@ -339,7 +339,7 @@ ROWS: list[tuple[str, Any, type[Exception], str, str, str]] = [
     ("scale negative", A(V, S - 3), ValueError, "self.scale", "positive numbers", "-2.0"),
     ("scale minus infinity", A(V, S - np.inf), ValueError, "self.scale", "positive numbers", "-inf"),
     ("point dtype", A(V, S, S.astype(jnp.uint8)), TypeError, "self.zero_point", "dtype int8", "uint8"),
-    ("point float", A(V, S, S), TypeError, "self.zero_point", "dtype int8", "float32"),
+    ("point float8", A(V, S, S.astype(jnp.float8_e5m2)), TypeError, "self.zero_point", "dtype int8", "float8_e5m2"),
     ("point number", A(V, S, 3), TypeError, "self.zero_point", "an array", "int"),
     ("point shape", A(V, S, V[:, :4]), ValueError, "self.zero_point", "each dimension 1, that of the codes", r"\(4, 4\)"),
     ("point of floats", A(V.astype(jnp.float8_e5m2), S, S.astype(jnp.float8_e5m2)), ValueError, "self.zero_point",

@@ -157,14 +157,3 @@ def test_refusals(name: str) -> None:
     call, text = REFUSALS[name]
     with pytest.raises((TypeError, ValueError), match=rf"jaxquant\.QuantSpec: {text}"):
         call()
-
-
-@pytest.mark.parametrize("name", ["K-quant", "NVFP4"])
-def test_other_functions_refuse(name: str) -> None:
-    """They would ignore the offset, or the dtype of the scale."""
-    spec, x = NESTED[name], jnp.ones((6, 24))
-    field = "offset" if spec.offset else "scale_spec"
-    calls = {"fake_quantize": lambda: jq.fake_quantize(x, spec), "Quantizer": lambda: jq.Quantizer(spec)(x)}
-    for call in calls.values():
-        with pytest.raises(ValueError, match=rf"spec\.{field}: expected"):
-            call()

@@ -106,15 +106,15 @@ def test_what_is_no_precision_is_refused_between_integers_too(name: str) -> None
 
 def test_every_public_function_is_here() -> None:
     """All that takes arrays, but for layers, attention, lists, trees and files, whose tests are their own."""
-    elsewhere = {"save_codes", "concatenate"}
+    elsewhere = {"save_codes", "concatenate", "prepare"}
     elsewhere |= {"attention", "quantized_dot_product_attention", "count_saturating_pairs"}
     known = {name.partition(".")[0] for name in CALLS} | elsewhere
-    functions = {n for n, f in vars(jq).items() if callable(f) and not isinstance(f, type) and not n.startswith("_")}
+    functions = {n for n in jq.__all__ if callable(f := getattr(jq, n)) and not isinstance(f, type)}
     assert functions - {"dynamic_dequantize", "nf4"} <= known
     for module in (jq.onednn, jq.integer, jq.ops, jq.codes):
         for n in module.__all__:
             own = f"{module.__name__.partition('.')[2]}.{n}"
-            assert isinstance(getattr(module, n), type) or own in CALLS or n in vars(jq)
+            assert isinstance(getattr(module, n), type) or own in CALLS or n in jq.__all__
 
 
 def test_a_mask_is_refused_by_a_compiled_program_too() -> None:

@@ -102,6 +102,7 @@ SPECS = {
     "weight_only_fp8": ("float8_e4m3fn PerAxis(axis=1)", ""),
     "fp8_dynamic": ("float8_e4m3fn PerAxis(axis=1)", "float8_e4m3fn PerAxis(axis=(0, 1))"),
     "gguf": ("int4 Blocked(axis=0, size=32)", ""),
+    "gptq": ("uint4 Blocked(axis=0, size=128)", ""),
     "mxfp8": ("float8_e4m3fn Blocked(axis=0, size=32)", "float8_e4m3fn Blocked(axis=2, size=32)"),
     "nvfp4": ("float4_e2m1fn Blocked(axis=0, size=16)", ""),
     "mxfp4": ("float4_e2m1fn Blocked(axis=0, size=32)", ""),
