@@ -27,10 +27,10 @@ PAIRS = [(name, recipe) for recipe in RECIPES for name in PROGRAMS if (name, rec
 FORMS = {"integer": "i", "lookup": "l", "float": "f", "weight-only": "w"}
 # With 16 terms, 8 bits have about 40 dB for one product; 4 bits of a whole tensor about 15.
 LEAST_SQNR = {
-    "w4a8": 6, "gguf": 6, "weight_only_int4": 6, "mxfp4": 6, "nvfp4": 6,
+    "w4a8": 6, "gguf": 6, "gptq": 6, "weight_only_int4": 6, "mxfp4": 6, "nvfp4": 6,
     "weight_only_fp8": 12, "fp8_dynamic": 12, "mxfp8": 12,
 }  # fmt: skip
-LEAST_COSINE = {"w4a8": 0.5, "gguf": 0.5, "weight_only_int4": 0.5, "mxfp4": 0.5, "nvfp4": 0.5}
+LEAST_COSINE = {"w4a8": 0.5, "gguf": 0.5, "gptq": 0.5, "weight_only_int4": 0.5, "mxfp4": 0.5, "nvfp4": 0.5}
 # The crawler's input must be arrays; ids and floats all are.
 every_program = pytest.mark.parametrize("name", PROGRAMS)
 other_recipes = pytest.mark.parametrize(
