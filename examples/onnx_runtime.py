@@ -143,7 +143,7 @@ def compare(layers: Iterator[Any]) -> int:
         for kind, reference, *results in compute_layer(*layer):
             differences = [np.count_nonzero(np.asarray(result) != reference) for result in results]
             counts[kind] += [reference.size, *differences]
-    print(f"Numbers that differ from those of ONNX Runtime {onnxruntime.__version__}:")
+    print(f"Numbers that differ from ONNX Runtime's (version {onnxruntime.__version__}):")
     print(f"{'':28}{'compared':>10}{'jaxquant':>11}{'plain JAX':>11}")
     for kind, (compared, in_jaxquant, in_plain_jax) in counts.items():
         print(f"{kind:28}{compared:10}{in_jaxquant:11}{in_plain_jax:11}")
