@@ -17,7 +17,7 @@ from .info import CheckpointError
 
 
 class MappedFile:
-    """A file in read-only memory, of which arrays are views.
+    """A file in read-only memory. Arrays are views of it.
 
     Attributes:
         path: the file.

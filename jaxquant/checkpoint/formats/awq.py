@@ -24,7 +24,7 @@ _BITS = 4
 
 
 def get_settings(configs: Mapping[str, Any]) -> Settings:
-    """Return the settings of a model: those of config.json, or of the older quant_config.json."""
+    """Return the settings of a model, from config.json or the older quant_config.json."""
     return family.get_quantization(configs) or configs.get("quant_config.json", {})
 
 

@@ -50,7 +50,7 @@ def get_setting(settings: Settings, names: str | Sequence[str], allowed: Sequenc
 
     Args:
         settings: the object of a configuration.
-        names: the key, or several keys, of which the first that is there counts.
+        names: the key, or several keys; the first one that is there counts.
         allowed: the values. Equal values of other types, such as True for 1, are refused.
         default: what a missing setting means; by default it is an error.
     """
@@ -147,7 +147,7 @@ def collect_modules(names: Iterable[str], leaves: Sequence[str], marks: Sequence
     Args:
         names: the names of all tensors in the files.
         leaves: the last parts of the names, such as "qweight", that belong to a quantized tensor.
-        marks: those of them that nothing but a quantized module has.
+        marks: the names among them that only a quantized module has.
     """
     found: dict[str, dict[str, str]] = {}
     for name in names:
