@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import warnings
 from typing import Any
 
 import numpy as np
@@ -20,18 +19,7 @@ from ..cases import file_formats as cases
 from ..oracles import file_formats
 from ..oracles.file_formats import BF16, E2M1, E4M3, F16, F32, File, Parts
 from ..support import equality
-
-
-def load_package(*names: str) -> Any:
-    """Return the last module; skip the test, with the name of the package, where one is missing or does not load."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in names:
-            try:
-                module = importlib.import_module(name)
-            except Exception as error:  # torch's own libraries may be missing, or a version too old
-                pytest.skip(f"{name} is not installed: {type(error).__name__}: {error}"[:200])
-    return module
+from ..support.packages import load_package
 
 
 def to_torch(x: np.ndarray) -> Any:

@@ -7,10 +7,8 @@ Each test is skipped where its package is missing:
 
 from __future__ import annotations
 
-import importlib
 import json
 import pathlib
-import warnings
 from typing import Any
 
 import numpy as np
@@ -23,18 +21,7 @@ from jaxquant.checkpoint.formats.rounding import TARGETS
 from ..cases.family_files import MODULE, WEIGHT, quantization, scheme
 from ..oracles.file_formats import BF16, E4M3, F32
 from ..support import equality
-
-
-def load_package(*names: str) -> Any:
-    """Return the last module; skip the test, with the name of the package, where one is missing or does not load."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in names:
-            try:
-                module = importlib.import_module(name)
-            except Exception as error:  # torch's own libraries may be missing, or a version too old
-                pytest.skip(f"{name} is not installed: {type(error).__name__}: {error}"[:200])
-    return module
+from ..support.packages import load_package
 
 
 def from_torch(x: Any) -> np.ndarray:

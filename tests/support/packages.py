@@ -1,0 +1,21 @@
+"""Packages that only some tests need, and that the extra `test` does not install."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+import pytest
+
+
+def load_package(*names: str) -> Any:
+    """Return the last module; skip the test, with the name of the package, where one is missing or does not load."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in names:
+            try:
+                module = importlib.import_module(name)
+            except Exception as error:  # torch's own libraries may be missing, or a version too old
+                pytest.skip(f"{name} is not installed: {type(error).__name__}: {error}"[:200])
+    return module
