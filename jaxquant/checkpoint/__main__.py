@@ -15,7 +15,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,12 +31,13 @@ from .formats.gguf_header import TYPES
 from .info import CheckpointError, Info, Tensor, shorten_name
 from .place import place_tensor
 from .quantize import QUANTIZERS, quantize_array
+from .safetensors_files import CONFIGS, QUANTIZATION_KEYS
 
 _NAME = "checkpoint"
 # What llama.cpp calls a file by the type of most of its matrices: the metadata "general.file_type".
 _FILE_TYPES = {
     "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18,
-    "IQ4_NL": 25, "MXFP4": 38,
+    "IQ4_NL": 25, "IQ4_XS": 30, "TQ2_0": 37, "MXFP4": 38,
 }  # fmt: skip
 _FLOATS = ("F32", "F16", "BF16", "F64")
 
@@ -88,12 +89,36 @@ def convert_checkpoint(arguments: argparse.Namespace) -> None:
         info = source
         if name != source.format:
             info = Info(name)
-            print(f"the metadata of {source.format} are left out, because {name} has others")
+            if source.format == "gguf" or name == "gguf":
+                print(f"the metadata of {source.format} are left out, because {name} has others")
+            else:
+                info.metadata = _remove_quantization(source.metadata)
+        if name == "safetensors":
+            _check_configurations(output)
         formats.find_format(name).save(output, _Tensors(reader, arguments.dequantize, bar), info)
         print(f"{output}: {len(source.tensors)} tensors as {name}")
     finally:
         bar.stop()
         reader.close()
+
+
+def _check_configurations(output: pathlib.Path) -> None:
+    """Raise CheckpointError if configurations that are there already would say that floats are quantized."""
+    folder = output.parent if output.suffix == ".safetensors" else output
+    for path in (folder / name for name in CONFIGS):
+        text = path.read_text() if path.exists() else ""
+        if text and (path.name != "config.json" or any(f'"{key}"' in text for key in QUANTIZATION_KEYS)):
+            expected = f"a folder without the configuration of a quantization, got {path.name}"
+            raise CheckpointError(f"{output}: expected {expected}, which would be taken for that of the floats")
+
+
+def _remove_quantization(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the files of a model say, without its quantization."""
+    header, config = metadata.get("safetensors", {}), metadata.get("config.json")
+    kept: dict[str, Any] = {"safetensors": {key: text for key, text in header.items() if key == "format"}}
+    if config is not None:
+        kept["config.json"] = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
+    return kept
 
 
 def quantize_checkpoint(arguments: argparse.Namespace) -> None:
@@ -178,7 +203,8 @@ def make_parser() -> argparse.ArgumentParser:
         "convert", convert_checkpoint, "write a checkpoint in another format, with the same codes or as floats"
     )
     convert.add_argument("output", help="a name that ends in .gguf or .safetensors, or a folder")
-    convert.add_argument("--dequantize", action="store_true", help="write quantized tensors as float32")
+    text = "write quantized tensors as floats, in the dtype of their values"
+    convert.add_argument("--dequantize", action="store_true", help=text)
     quantize = add("quantize", quantize_checkpoint, "quantize the matrices of a checkpoint, and write a GGUF file")
     quantize.add_argument("output", help="a name that ends in .gguf")
     choices = [name.lower() for name in QUANTIZERS]

@@ -42,6 +42,8 @@ _MOST_FILES = 2000
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 # The configurations that say how tensors are quantized; those that a folder has are read and written back.
 CONFIGS = ("config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
+# Where config.json says so.
+QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +99,7 @@ class SafetensorsFiles:
     def quantization(self) -> dict[str, Any]:
         """What config.json says about the quantization, or an empty dict."""
         config = self.configs.get("config.json", {})
-        found = config.get("quantization_config", config.get("compression_config", config.get("quantization")))
+        found = next((config[key] for key in QUANTIZATION_KEYS if key in config), None)
         return found if isinstance(found, dict) else {}
 
     def close(self) -> None:

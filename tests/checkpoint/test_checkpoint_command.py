@@ -14,6 +14,7 @@ import pytest
 from jaxquant import checkpoint
 from jaxquant.checkpoint.__main__ import main
 
+from ..cases.family_files import FAMILIES
 from ..support import equality
 from .test_gguf import draw_data, write_gguf
 
@@ -86,6 +87,27 @@ def test_convert(rng: np.random.Generator, tmp_path: pathlib.Path, capsys: pytes
     equality.same_bits(tensors["w"], gguf.dequantize(data, gguf.GGMLQuantizationType.Q5_0))
     assert main(["convert", str(tmp_path / "c.safetensors"), str(tmp_path / "d.gguf")]) == 0
     equality.same_bits(checkpoint.load(tmp_path / "d.gguf")[0]["w"], np.asarray(tensors["w"]))
+
+
+@pytest.mark.parametrize("name", ["GPTQ desc_act", "ModelOpt NVFP4", "MLX 4 bits, float16", "torchao int8"])
+def test_floats_of_a_folder_are_no_longer_quantized(
+    name: str, rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    family = FAMILIES[name]
+    tensors, parts = family.make(rng)
+    family.write(tmp_path / "in", tensors)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "in").iterdir()}
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--dequantize"]) == 0
+    expected = {k: v for k, v in family.configs["config.json"].items() if not k.startswith("quantization")}
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == expected
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+    loaded, info = checkpoint.load(tmp_path / "out")
+    assert info.format == "safetensors"
+    assert info.metadata["safetensors"] == {k: v for k, v in (family.metadata or {}).items() if k == "format"}
+    equality.same_bits(loaded[family.weight], family.compute_values(parts))
+    for output in (tmp_path / "in", tmp_path / "in" / "floats.safetensors"):
+        assert main(["convert", str(tmp_path / "in"), str(output), "--dequantize"]) == 2
+    assert {path.name: path.read_bytes() for path in (tmp_path / "in").iterdir()} == before
 
 
 def test_inspect(rng: np.random.Generator, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
