@@ -31,10 +31,10 @@ def quantize_to(params: Any, target: str, *, keep: str | Sequence[str] = ()) -> 
 
     The targets are types of GGUF and schemes of compressed-tensors:
 
-    - "q4_0", "q4_1", "q5_0", "q5_1", "q8_0": the bits of the package gguf, and of llama.cpp's reference code in C where
-      the compiler does not fuse a product and a sum.
-    - "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "mxfp4": codes from the range of each block. llama.cpp searches
-      for better scales, so that its codes differ.
+    - "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "tq2_0": the bits of the package gguf, and of llama.cpp's reference code
+      in C where the compiler does not fuse a product and a sum.
+    - "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4": codes from the range of each block. llama.cpp
+      searches for better scales, so that its codes differ.
     - "compressed-tensors-int4", one scale for each 128 inputs, "compressed-tensors-int8" and "compressed-tensors-fp8",
       one for each output and int8 or float8 activations: the bits of the package compressed-tensors.
 
@@ -182,13 +182,13 @@ def _quantize_range(blocks: np.ndarray, highest: int) -> tuple[np.ndarray, ...]:
     return steps.astype(np.uint8).clip(0, highest), d, low
 
 
-def _quantize_eight(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Halves are rounded away from zero."""
-    d = np.abs(blocks).max(axis=-1, keepdims=True) / _F32(127)
+def _quantize_largest(blocks: np.ndarray, highest: int, zero_point: int = 0) -> tuple[np.ndarray, ...]:
+    """The largest magnitude becomes the highest code. Halves are rounded away from zero."""
+    d = np.abs(blocks).max(axis=-1, keepdims=True) / _F32(highest)
     steps = blocks * _invert(d)
     whole = np.floor(np.abs(steps))
     whole = whole + np.floor(_F32(2) * (np.abs(steps) - whole))
-    return (np.sign(steps) * whole).astype(np.int8).view(np.uint8), d
+    return (np.sign(steps) * whole + _F32(zero_point)).astype(np.int8).view(np.uint8), d
 
 
 def _make_spec(dtype: Any, size: int, inner: str = "", entries: int = 0, **options: Any) -> QuantSpec:
@@ -202,12 +202,14 @@ QUANTIZERS: dict[str, _Quantizer | QuantSpec] = {
     "Q4_1": lambda blocks: _quantize_range(blocks, 15),
     "Q5_0": lambda blocks: _quantize_signed(blocks, 16),
     "Q5_1": lambda blocks: _quantize_range(blocks, 31),
-    "Q8_0": _quantize_eight,
+    "Q8_0": lambda blocks: _quantize_largest(blocks, 127),
+    "TQ2_0": lambda blocks: _quantize_largest(blocks, 1, zero_point=1),
     "Q2_K": _make_spec("uint2", 16, "uint4", 16, offset=True),
     "Q3_K": _make_spec("int3", 16, "int6", 16),
     "Q4_K": _make_spec("uint4", 32, "uint6", 8, offset=True),
     "Q5_K": _make_spec("uint5", 32, "uint6", 8, offset=True),
     "Q6_K": _make_spec("int6", 16, "int8", 16),
     "IQ4_NL": _make_spec(IQ4_NL, 32, scale_dtype=jnp.float16),
+    "IQ4_XS": _make_spec(IQ4_NL, 32, "int6", 8),
     "MXFP4": _make_spec("float4_e2m1fn", 32, scale_dtype="float8_e8m0fnu", scale_rule="floor", ties="toward_zero"),
 }

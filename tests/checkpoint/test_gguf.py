@@ -133,6 +133,34 @@ def test_rows_longer_and_shorter_than_what_is_read_at_once(rng: np.random.Genera
         assert (tmp_path / "b.gguf").read_bytes() == (tmp_path / "a.gguf").read_bytes()
 
 
+def draw_ternary(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Return bytes of TQ1_0: five digits of base 3, 243 numbers, stretched to 256; the last four bytes have four."""
+    numbers = rng.integers(0, 243, shape)
+    numbers[..., 48:] = numbers[..., 48:] // 3 * 3
+    return ((numbers * 256 + 242) // 243).astype(np.uint8)
+
+
+def test_ternary_digits_are_those_of_the_package(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    data = rng.integers(0, 256, (5, 4, 54)).astype(np.uint8)
+    data[..., 52:] = rng.normal(size=(5, 4, 1)).astype(np.float16).view(np.uint8)
+    data[..., :52] = draw_ternary(rng, (5, 4, 52))
+    other = data.copy()
+    other[3, 2, 7] = next(n for n in range(256) if n not in {(i * 256 + 242) // 243 for i in range(243)})
+    write_gguf(tmp_path / "a.gguf", {"w": ("TQ1_0", data.reshape(5, -1))})
+    tensors, info = checkpoint.load(tmp_path / "a.gguf")
+    equality.same_bits(tensors["w"].dequantize(), dequantize_with_package(data.reshape(5, -1), "TQ1_0"))
+    checkpoint.save(tmp_path / "b.gguf", tensors, info)
+    assert (tmp_path / "b.gguf").read_bytes() == (tmp_path / "a.gguf").read_bytes()
+    three = tensors["w"].replace(codes=jnp.full((5, 1024), 3, jnp.uint2))
+    with pytest.raises(checkpoint.CheckpointError, match="'w': expected codes of TQ1_0 from 0 to 2, got 3 to 3"):
+        checkpoint.save(tmp_path / "b.gguf", {"w": three}, info)
+    write_gguf(tmp_path / "a.gguf", {"w": ("TQ1_0", other.reshape(5, -1))})
+    with pytest.raises(checkpoint.CheckpointError, match="'w': expected bytes that the digits of TQ1_0 are written as"):
+        checkpoint.load(tmp_path / "a.gguf")
+    tensors, _ = checkpoint.load(tmp_path / "a.gguf", unsupported="keep_bytes")
+    equality.check_equal(tensors["w"], other.reshape(5, -1))
+
+
 def test_every_byte_comes_back(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
     """Also scales that are NaN or infinite."""
     tensors = {}
@@ -140,6 +168,8 @@ def test_every_byte_comes_back(rng: np.random.Generator, tmp_path: pathlib.Path)
         data = rng.integers(0, 256, (16, 2 * row.nbytes)).astype(np.uint8)
         if kind == "NVFP4":
             data.reshape(-1, row.nbytes)[:, :4] %= 127
+        if kind == "TQ1_0":
+            data.reshape(-1, row.nbytes)[:, :52] = draw_ternary(rng, (32, 52))
         tensors[kind] = (kind, data)
     write_gguf(tmp_path / "a.gguf", tensors)
     loaded, info = checkpoint.load(tmp_path / "a.gguf")
@@ -353,12 +383,12 @@ def test_scales_for_more_elements_are_repeated(rng: np.random.Generator, tmp_pat
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        (spec("uint4", **HALF), "a zero point"),
-        (spec("int4"), "Q4_0 has not a scale in float32, not float16"),
-        (spec("int4", 16, **HALF), "Q4_0 has not a scale of shape"),
-        (jq.QuantSpec("int4", jq.Blocked(0, 2), **HALF), "Q4_0 has not a scale of shape"),
-        (spec("int2", **HALF), "no type has codes of int2"),
-        (spec(jq.nf4, **HALF), "no type has codes of nf4"),
+        (spec("uint4", **HALF), "Q4_1, Q4_K cannot hold an array with this zero point"),
+        (spec("int4"), "Q4_0 cannot hold a scale in float32 instead of float16"),
+        (spec("int4", 16, **HALF), "Q4_0 cannot hold a scale of shape"),
+        (jq.QuantSpec("int4", jq.Blocked(0, 2), **HALF), "Q4_0 cannot hold a scale of shape"),
+        (spec("int2", **HALF), "no type holds codes of int2"),
+        (spec(jq.nf4, **HALF), "no type holds codes of nf4"),
         (
             spec("float4_e2m1fn", 16, scale_spec=jq.QuantSpec("float8_e4m3fn")),
             "a scale of the whole tensor other than 1",
@@ -367,7 +397,7 @@ def test_scales_for_more_elements_are_repeated(rng: np.random.Generator, tmp_pat
             spec("uint4", offset=True, scale_spec=jq.QuantSpec("uint8", jq.Blocked(-1, 8), **HALF)),
             "scales from 0 to 63",
         ),
-        (spec("int8", 33, **HALF), "Q8_0 has not a scale of shape"),
+        (spec("int8", 33, **HALF), "Q8_0 cannot hold a scale of shape"),
     ],
 )
 def test_arrays_that_no_type_holds(
@@ -379,11 +409,14 @@ def test_arrays_that_no_type_holds(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_inverse_scales_are_refused(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+def test_what_files_compute_in_another_way_is_refused(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
     x = rng.normal(size=(4, 512)).astype(F32)
     plain = jq.quantize(x, spec("int4", **HALF))
     nested = jq.quantize(x, spec("int6", 16, scale_spec=jq.QuantSpec("int8", jq.Blocked(-1, 16), **HALF)))
+    half = jnp.float16
     for q, text in (
+        (plain.replace(arithmetic=half, dtype=half), "Q4_0 cannot hold values that are computed in float16 instead of"),
+        (nested.replace(scale=nested.scale.replace(arithmetic=half)), "Q6_K cannot hold a scale .*computed in float16"),
         (plain.replace(inverse_scale=True), "an inverse scale"),
         (nested.replace(scale=nested.scale.replace(inverse_scale=True)), "or an inverse scale"),
     ):

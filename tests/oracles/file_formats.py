@@ -331,6 +331,13 @@ def decode_iq4_xs(file: File) -> Parts:
     return Parts(codes, _nested(sc, _read_halves(block[..., :2]), 6), (1, 32), 4, levels=IQ4_NL_LEVELS)
 
 
+def decode_tq2_0(file: File) -> Parts:
+    """x = (q - 1) d."""
+    block = _blocks(file["data"], 66)
+    codes, scale = _rows(_pairs_of_bits(block[..., :64])), _rows(_read_halves(block[..., 64:]))
+    return Parts(codes, scale, (1, 256), 2, zero_point=np.ones(scale.shape, np.uint8))
+
+
 def draw_gguf_mxfp4(rng: np.random.Generator) -> File:
     """Return bytes with scales from 2**-124 to 2**125: a product is then no subnormal and no infinite float32."""
     data = rng.integers(0, 256, (_ROWS[0], _ROWS[1], 17)).astype(np.uint8)
@@ -381,6 +388,7 @@ GGUF: dict[str, Format] = {
     "Q6_K": _gguf(decode_q6_k, 210, (208,), 256),
     "IQ4_NL": _gguf(decode_iq4_nl, 18, (0,), 32),
     "IQ4_XS": _gguf(decode_iq4_xs, 136, (0,), 256),
+    "TQ2_0": _gguf(decode_tq2_0, 66, (64,), 256),
     "MXFP4": Format(draw_gguf_mxfp4, decode_gguf_mxfp4, bits=4.25),
     "NVFP4": Format(draw_gguf_nvfp4, decode_gguf_nvfp4, bits=4.5),
 }

@@ -59,7 +59,8 @@ class _GGUFReader:
                 known = ", ".join((*PLAIN_TYPES, *BLOCK_TYPES))
                 raise CheckpointError(
                     f"{self._path}: tensor {shorten_name(entry.name)!r}: expected one of the types {known}, "
-                    f"got {entry.kind}; unsupported='keep_bytes' returns the bytes of such tensors"
+                    f"got {entry.kind}; unsupported='keep_bytes' returns the bytes of such tensors, and "
+                    "llama-quantize --allow-requantize of llama.cpp converts them"
                 )
             note = "" if is_known else "kept as bytes, because jaxquant does not decode this type"
             described = TensorInfo(entry.name, entry.kind, entry.shape, entry.nbytes, note, {"": entry.name})
@@ -122,9 +123,12 @@ class _GGUFReader:
             self._read_into(data.view(np.uint8), entry.start + first * blocks * row.nbytes)
             decode_rows(row, data, {name: out[first:last] for name, out in outs.items()})
 
-        with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-            for _ in pool.map(decode, range(0, rows, step)):
-                pass
+        if 0 < rows <= step:  # threads would take longer to start
+            decode(0)
+        else:
+            with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+                for _ in pool.map(decode, range(0, rows, step)):
+                    pass
         return build_array(row, {name: out.reshape(*lead, out.shape[-1]) for name, out in outs.items()}, length)
 
 
@@ -171,61 +175,64 @@ def build_array(row: BlockType, outs: Parts, length: int) -> QuantizedArray:
         scale = QuantizedArray.tree_unflatten(ArrayStatic(_F32), (scale, whole))
     packing = Packing(row.held, length) if row.bits < 8 else None
     static = ArrayStatic(_F32, None, row.codebook, None, packing, row.name != "MXFP4")
-    return QuantizedArray.tree_unflatten(static, ArrayParts(outs["codes"], scale, None, read_part("offset")))
+    zero_point = np.full((1,) * outs["codes"].ndim, row.zero_point, row.held) if row.zero_point else None
+    return QuantizedArray.tree_unflatten(static, ArrayParts(outs["codes"], scale, zero_point, read_part("offset")))
 
 
 # Writing: the form of an array tells its type.
 
 
-def find_type(tensor: QuantizedArray) -> BlockType | None:
-    """Return the type that holds an array, or None."""
-    return next((row for row in BLOCK_TYPES.values() if not explain_misfit(row, tensor)), None)
-
-
 def explain_misfit(row: BlockType, q: QuantizedArray) -> str:
     """Return what keeps a type from holding an array, or an empty text."""
-    if q.zero_point is not None or q.permutation is not None:
-        return "a zero point or a permutation"
-    if q.inverse_scale:
-        return "an inverse scale"
     held: Any = q.packing.format if q.packing else np.dtype(q.stored_codes.dtype)
     levels = None if q.codebook is None else q.codebook.levels
     if held != row.held or levels != (None if row.codebook is None else row.codebook.levels):
-        return f"codes of {q.codebook or held}, not {row.codebook or row.held}"
+        return f"codes of {q.codebook or held} instead of {row.codebook or row.held}"
+    if q.permutation is not None:
+        return "a permutation"
+    if q.inverse_scale:
+        return "an inverse scale"
+    if q.arithmetic != _F32:
+        return f"values that are computed in {q.arithmetic} instead of float32"
     if q.ndim == 0 or q.shape[-1] % row.size:
-        return f"rows of shape {q.shape}, no multiple of {row.size}"
+        return f"shape {q.shape}, whose last dimension is no multiple of {row.size}"
+    points = np.asarray(0 if q.zero_point is None else q.zero_point).astype(np.float32)
+    if (points != row.zero_point).any() or (q.zero_point is None and row.zero_point):
+        return f"an array {'without' if q.zero_point is None else 'with'} this zero point"
     return _explain_part(row, "scale", q.scale, q) or _explain_part(row, "offset", q.offset, q)
 
 
 def _explain_part(row: BlockType, name: str, part: Any, q: QuantizedArray) -> str:
     """Return what keeps a type from holding a scale or an offset."""
     dtype, inner = row.dtypes.get(name), row.dtypes.get(f"{name}.scale")
+    label, size = f"{'a' if name == 'scale' else 'an'} {name}", row.size // row.entries
     if part is None or dtype is None:
-        return "" if part is None and dtype is None else f"{'no' if part is None else 'an'} {name}"
-    size = row.size // row.entries
+        return "" if part is None and dtype is None else f"an array {'without' if part is None else 'with'} {label}"
     is_nested = inner is not None or row.name == "NVFP4"
     if isinstance(part, QuantizedArray) != is_nested:
-        return f"a {name} that is {'not ' if is_nested else ''}quantized"
+        return f"{label} that is {'not ' if is_nested else ''}quantized"
     held = np.dtype(part.dtype)
     if is_nested:
         has_others = part.offset is not None or part.codebook is not None or part.inverse_scale
         if part.zero_point is not None or has_others:
-            return f"a {name} with a zero point, an offset, a codebook or an inverse scale"
+            return f"{label} with a zero point, an offset, a codebook or an inverse scale"
+        if part.arithmetic != _F32:
+            return f"{label} that is computed in {part.arithmetic} instead of float32"
         held = part.packing.format.carrier if isinstance(part.format, NarrowInteger) else np.dtype(part.codes.dtype)
         sizes = Aligned(q.block_size).sizes(part.shape, q.shape) or (0,)
         if part.shape != (*q.shape[:-1], q.shape[-1] // size) or (part.size and sizes[-1] != size):
-            return f"a {name} of shape {part.shape}, not one for each {size}"
+            return f"{label} of shape {part.shape} instead of one for each {size}"
         if row.name == "NVFP4":
             is_one = part.scale.size == 1 and float(np.asarray(part.scale).reshape(())) == 1
             if not is_one:
                 return "a scale of the whole tensor other than 1, which GGUF has as a tensor of its own"
         elif part.scale.dtype != inner or _spread(part.scale, part.block_size, part.shape, row.entries) is None:
-            return f"a scale of the {name} other than {inner} for each {row.size}"
+            return f"a nested scale of the {name} other than {inner} for each {row.size}"
     elif _spread(part, q.block_size, q.shape, size) is None:
-        return f"a {name} of shape {part.shape}, not one for each {size}, or for more"
+        return f"{label} of shape {part.shape} instead of one for each {size}, or for more"
     # Scales of 4 bits, such as JAX makes them, are held in 8.
     is_same = held == dtype or (is_nested and held.name == {"i": "int4", "u": "uint4"}.get(dtype.kind))
-    return "" if is_same else f"a {name} in {held}, not {dtype}"
+    return "" if is_same else f"{label} in {held} instead of {dtype}"
 
 
 def _spread(part: jax.Array, block_size: BlockSize, shape: tuple[int, ...], size: int) -> tuple[np.ndarray, ...] | None:
@@ -298,13 +305,17 @@ def name_type(name: str, tensor: Tensor, entry: TensorInfo | None) -> tuple[str,
     if len(shape) > 4:
         raise CheckpointError(f"{label}: expected at most 4 dimensions, got shape {shape}")
     if isinstance(tensor, QuantizedArray):
-        row = find_type(tensor)
-        if row is not None:
-            return row.name, shape
         reasons = {kind: explain_misfit(row, tensor) for kind, row in BLOCK_TYPES.items()}
+        held = [kind for kind, text in reasons.items() if not text]
+        if held:
+            return held[0] if entry is None or entry.stored_as not in held else entry.stored_as, shape
         # The reason of a type with the same codes says more.
-        shown = [f"{kind} has not {text}" for kind, text in reasons.items() if not text.startswith("codes of")]
-        text = "; ".join(shown) or f"no type has {next(iter(reasons.values())).split(', not')[0]}"
+        kinds: dict[str, list[str]] = {}
+        for kind, text in reasons.items():
+            if not text.startswith("codes of"):
+                kinds.setdefault(text, []).append(kind)
+        shown = [f"{', '.join(names)} cannot hold {text}" for text, names in kinds.items()]
+        text = "; ".join(shown) or f"no type holds {next(iter(reasons.values())).split(' instead')[0]}"
         raise CheckpointError(f"{label}: expected an array that a GGUF type holds, got {tensor!r}: {text}")
     dtype = np.dtype(tensor.dtype)
     kind = None if entry is None else entry.extras.get("bytes_of")

@@ -40,6 +40,7 @@ class BlockType:
         entries: how many entries of "scale" a block has.
         dtypes: the dtypes of these entries.
         codebook: the table that the codes index, or None.
+        zero_point: the code of 0.0 in all blocks, or 0 if the arrays have no zero point.
     """
 
     name: str
@@ -54,6 +55,7 @@ class BlockType:
     entries: int
     dtypes: Mapping[str, np.dtype]
     codebook: Codebook | None = None
+    zero_point: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -151,6 +153,40 @@ def _read_q2(block: np.ndarray) -> np.ndarray:
 
 def _write_q2(block: np.ndarray, codes: np.ndarray) -> None:
     block["qs"] = _write_pairs(codes)
+
+
+# Of TQ1_0: the number of bytes, and of digits of base 3 in each, of which the first one is the highest.
+_TERNARY = ((32, 5), (16, 5), (4, 4))
+_POWERS = np.array([[1], [3], [9], [27], [81]], np.uint8)
+
+
+def _read_ternary(block: np.ndarray) -> np.ndarray:
+    """Return the digits: the k-th is what an 8-bit fraction times 3**k overflows by when it is tripled once more."""
+    data, parts, start = np.concatenate([block["qs"], block["qh"]], axis=-1), [], 0
+    for count, digits in _TERNARY:
+        fractions = data[:, None, start : start + count] * _POWERS[:digits]
+        parts.append((fractions.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(data), -1))
+        start += count
+    codes = np.concatenate(parts, axis=-1)
+    if not np.array_equal(_pack_ternary(codes), data):
+        raise ValueError("bytes that the digits of TQ1_0 are written as, got others")
+    return codes
+
+
+def _pack_ternary(codes: np.ndarray) -> np.ndarray:
+    parts, start = [], 0
+    for count, digits in _TERNARY:
+        groups = codes[:, start : start + count * digits].reshape(len(codes), digits, count)
+        number = (groups * _POWERS[4 - np.arange(digits)]).sum(axis=1, dtype=np.uint16)
+        parts.append(((number * np.uint32(256) + 242) // 243).astype(np.uint8))
+        start += count * digits
+    return np.concatenate(parts, axis=-1)
+
+
+def _write_ternary(block: np.ndarray, codes: np.ndarray) -> None:
+    _check_range("codes of TQ1_0", codes, 0, 2)
+    data = _pack_ternary(codes)
+    block["qs"], block["qh"] = data[:, :48], data[:, 48:]
 
 
 def _read_q3(block: np.ndarray) -> np.ndarray:
@@ -401,6 +437,14 @@ BLOCK_TYPES: dict[str, BlockType] = {
             _read_groups(8, 16), _write_groups(16), _read_xs_scales, _write_xs_scales, 8, _INT, IQ4_NL,
         ),
         BlockType(
+            "TQ2_0", 35, _fields(("qs", "u1", 64), _D), 256, _UINT2, _read_q2, _write_q2, _read_d, _write_d, 1, _ONE,
+            zero_point=1,
+        ),
+        BlockType(
+            "TQ1_0", 34, _fields(("qs", "u1", 48), ("qh", "u1", 4), _D), 256, _UINT2, _read_ternary, _write_ternary,
+            _read_d, _write_d, 1, _ONE, zero_point=1,
+        ),
+        BlockType(
             "MXFP4", 39, _fields(("e", "u1"), ("qs", "u1", 16)), 32, _E2M1, _read_simple, _write_simple, _read_e8m0,
             _write_e8m0, 1, {"scale": _E8M0},
         ),
@@ -424,5 +468,5 @@ PLAIN_TYPES: dict[str, tuple[int, np.dtype]] = {
 OTHER_TYPES: dict[str, tuple[int, int, int]] = {
     "Q8_1": (9, 32, 40), "Q8_K": (15, 256, 292), "IQ2_XXS": (16, 256, 66), "IQ2_XS": (17, 256, 74),
     "IQ3_XXS": (18, 256, 98), "IQ1_S": (19, 256, 50), "IQ3_S": (21, 256, 110), "IQ2_S": (22, 256, 82),
-    "IQ1_M": (29, 256, 56), "TQ1_0": (34, 256, 54), "TQ2_0": (35, 256, 66), "Q1_0": (41, 128, 18),
+    "IQ1_M": (29, 256, 56), "Q1_0": (41, 128, 18),
 }  # fmt: skip
