@@ -164,6 +164,33 @@ def _decode_bitsandbytes(file: File) -> Parts:
     return oracle.decode_bitsandbytes(renamed, oracle.NF4_LEVELS if key.endswith("nf4") else oracle.FP4_LEVELS)
 
 
+def _draw_int8(rng: np.random.Generator) -> File:
+    file = oracle.draw_int8(rng)
+    largest = np.abs(file["weight_scale"][:, 0]).astype(F32) * F32.type(100)
+    return {"weight": file["weight"], "SCB": largest, "weight_format": np.zeros((), np.uint8)}
+
+
+def _decode_int8(file: File) -> Parts:
+    scale = file["SCB"][:, None] / F32.type(127)
+    return oracle.decode_plain({"weight": file["weight"], "weight_scale": scale}, (1, 96))
+
+
+def _draw_mxfp8(rng: np.random.Generator) -> File:
+    codes = rng.integers(0, 256, (6, 96)).astype(np.uint8)
+    codes[codes % 128 == 127] = 0  # NaN
+    return {"weight": codes.view(E4M3), "weight_scale": rng.integers(100, 150, (6, 3)).astype(np.uint8)}
+
+
+def _decode_mxfp8(file: File) -> Parts:
+    scale = file["weight_scale"].view(ml_dtypes.float8_e8m0fnu)
+    return oracle.decode_plain({"weight": file["weight"], "weight_scale": scale}, (1, 32))
+
+
+def _draw_fbgemm(rng: np.random.Generator) -> File:
+    codes = _draw_mxfp8(rng)["weight"]
+    return {"weight": codes, "weight_scale": oracle.draw_scales(rng, (6, 1), F32, signed=False)}
+
+
 def _bitsandbytes(kind: str, dtype: np.dtype, shape: tuple[int, int], *, double: bool) -> Family:
     draw = functools.partial(_draw_bitsandbytes, kind=kind, dtype=dtype, shape=shape, double=double)
     configs = quantization(
@@ -247,6 +274,7 @@ def list_families() -> dict[str, Family]:
     int8 = scheme(num_bits=8, type="int", symmetric=True, strategy="channel")
     fp8 = scheme(num_bits=8, type="float", symmetric=True, strategy="block", block_structure=[128, 128])
     nvfp4 = scheme(num_bits=4, type="float", symmetric=True, strategy="tensor_group", group_size=16)
+    mxfp8 = scheme(num_bits=8, type="float", symmetric=True, strategy="group", group_size=32, scale_dtype="torch.uint8")
     families |= {
         "compressed-tensors int8": Family("compressed-tensors", oracle.draw_int8, plain, int8, dtype=BF16),
         "compressed-tensors fp8 in blocks": Family(
@@ -256,6 +284,15 @@ def list_families() -> dict[str, Family]:
         "compressed-tensors NVFP4": Family(
             "compressed-tensors", oracle.draw_nvfp4, functools.partial(oracle.decode_nvfp4, divides=True), nvfp4,
             dtype=BF16,
+        ),
+        "compressed-tensors MXFP8": Family("compressed-tensors", _draw_mxfp8, _decode_mxfp8, mxfp8, dtype=BF16),
+        "bitsandbytes int8": Family(
+            "bitsandbytes", _draw_int8, _decode_int8,
+            quantization(quant_method="bitsandbytes", load_in_8bit=True, llm_int8_skip_modules=["lm_head"]),
+        ),
+        "fp8 of FBGEMM": Family(
+            "fp8", _draw_fbgemm, plain,
+            quantization(quant_method="fbgemm_fp8", activation_scale_ub=1200.0, modules_to_not_convert=["lm_head"]),
         ),
         "fp8 in blocks": Family(
             "fp8", _draw_fp8, _decode_fp8,

@@ -73,6 +73,10 @@ ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "nvfp4": (
         "nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
     ),
+    "mxfp8": (
+        "mxfp8-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
+    ),
     "mxfp4": (
         "mxfp4-pack-quantized",
         {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
@@ -130,6 +134,24 @@ def test_bitsandbytes(rng: np.random.Generator, tmp_path: pathlib.Path, kind: st
     config = quantization(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type=kind)
     save_torch(tmp_path / "model", tensors, config)
     check(tmp_path / "model", expected, has_zero_sign=kind == "nf4")
+
+
+def test_int8_of_bitsandbytes(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    """The package multiplies by SCB, and then by 1 / 127, where `dequantize` multiplies by SCB / 127."""
+    torch, bitsandbytes = load_package("torch"), load_package("bitsandbytes")
+    layer = bitsandbytes.nn.Linear8bitLt(128, 16, bias=False, has_fp16_weights=False)
+    weight = torch.from_numpy(rng.normal(size=(16, 128)).astype(F32)).to(torch.float16)
+    codes, largest, _ = bitsandbytes.functional.int8_vectorwise_quant(weight)
+    layer.weight.data, layer.weight.SCB = codes, largest
+    tensors = {f"{MODULE}.{name}": part for name, part in layer.state_dict().items()}
+    assert {name.rpartition(".")[2] for name in tensors} == {"weight", "SCB", "weight_format"}
+    save_torch(tmp_path / "model", tensors, quantization(quant_method="bitsandbytes", load_in_8bit=True))
+    check(tmp_path / "model", {})
+    q = checkpoint.load(tmp_path / "model")[0][WEIGHT]
+    assert isinstance(q, jq.QuantizedArray)
+    np.testing.assert_array_equal(np.asarray(q.codes), from_torch(codes))
+    values = from_torch(bitsandbytes.functional.int8_vectorwise_dequant(codes, largest))
+    np.testing.assert_allclose(np.asarray(q.dequantize()), values, rtol=5 * 2.0**-24, atol=0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

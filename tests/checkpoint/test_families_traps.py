@@ -74,6 +74,20 @@ def test_stored_zero_points_tell_the_version_of_gptq(tmp_path: pathlib.Path, dec
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_gptq_without_the_groups_of_inputs(bits: int, rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    """Older files have no g_idx, and the groups are in the order of the inputs; a permutation cannot be saved."""
+    family = FAMILIES[f"GPTQ {bits} bits, version 2"]
+    tensors, parts = family.make(rng)
+    del tensors[f"{MODULE}.g_idx"]
+    q = load_one(tmp_path, tensors, dict(family.configs))
+    equality.same_bits(q.dequantize(), family.compute_values(parts))
+    loaded, info = checkpoint.load(tmp_path / "model")
+    order = jnp.arange(96, dtype=jnp.int32)[::-1]
+    with pytest.raises(checkpoint.CheckpointError, match="expected no permutation"):
+        checkpoint.save(tmp_path / "b", {**loaded, WEIGHT: q.replace(permutation=order, permuted_axis=-2)}, info)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_zero_point_of_0_wraps_in_version_1_of_gptq(tmp_path: pathlib.Path, bits: int) -> None:
     settings = {**GPTQ, "bits": bits, "sym": False}
     q = load_one(tmp_path, make_gptq(bits, 64, 32, 2**bits - 1), quantization(**settings))
@@ -339,7 +353,7 @@ def change_state(**fields: Any) -> Change:
 G4, CT4, CT5 = "GPTQ 4 bits, version 1", "compressed-tensors 4 bits", "compressed-tensors 5 bits, asymmetric"
 NF4, NF4_DOUBLE = "bitsandbytes nf4 8 x 64, float16", "bitsandbytes nf4 8 x 64, double, float16"
 DAMAGES: dict[str, tuple[str, Change, str]] = {
-    "GPTQ without g_idx": (G4, drop("g_idx"), "q_proj.*expected the tensors .*got none named g_idx"),
+    "GPTQ without g_idx": ("GPTQ desc_act", drop("g_idx"), "q_proj.*expected the tensors .*got none named g_idx"),
     "GPTQ without scales": (G4, drop("scales"), "got none named scales"),
     "GPTQ short g_idx": (G4, put("g_idx", lambda a: a[:-8]), r"qweight'?: expected shape \(11, 32\)"),
     "GPTQ wide zero points": (G4, put("qzeros", lambda a: np.tile(a, (2, 1))), r"qzeros'?: expected shape \(3, 4\)"),
@@ -351,12 +365,14 @@ DAMAGES: dict[str, tuple[str, Change, str]] = {
     "GPTQ bits": (G4, configure(bits=5), "'bits': expected a setting of 2, 3, 4, 8, got 5"),
     "GPTQ no bits": (G4, configure(bits=None), "'bits': expected a setting of 2, 3, 4, 8, got none"),
     "GPTQ other bits": (G4, configure(bits=8), "qweight'?: expected shape"),
-    "GPTQ marlin": (G4, configure(checkpoint_format="marlin"), "'checkpoint_format': expected .*'marlin'"),
+    "GPTQ marlin": (G4, configure(checkpoint_format="marlin"), "'checkpoint_format': expected .*'marlin'.*'gptq'$"),
+    "GPTQ desc_act": (G4, configure(desc_act="yes"), "'desc_act': expected a setting of True, False, got 'yes'"),
     "GPTQ excluded": (G4, configure(dynamic={"-:.*q_proj": {}}), "expected floats, because the configuration exc"),
     "GPTQ dynamic": (G4, configure(dynamic=[1]), "'dynamic': expected an object"),
     "GPTQ slow pattern": (G4, configure(dynamic={"-:(a+)+$": {}}), "expected an expression with at most"),
     "GPTQ pattern": (G4, configure(dynamic={"-:(": {}}), "expected a regular expression"),
-    "AWQ version": ("AWQ", configure(version="gemv"), "'version': expected .*'gemv'"),
+    "AWQ version": ("AWQ", configure(version="gemv"), "'version': expected .*'gemv', .* with the version 'gemm'$"),
+    "AWQ gemv_fast": ("AWQ", configure(version="gemv_fast"), "'version': expected .*'gemv_fast', .* 'gemm'$"),
     "AWQ bits": ("AWQ", configure(bits=8), "'bits': expected a setting of 4, got 8"),
     "AWQ group": ("AWQ", configure(group_size=0), "'group_size': expected a size of groups"),
     "AWQ zero points": ("AWQ", cut("qzeros"), r"qzeros'?: expected shape \(3, 4\)"),
@@ -377,7 +393,7 @@ DAMAGES: dict[str, tuple[str, Change, str]] = {
     "packed strategy": (CT4, configure_weights(strategy="token"), "'strategy': expected a setting of 'tensor'"),
     "ignored": (CT4, configure(ignore=["re:.*q_proj"]), "excludes 're:.*q_proj'"),
     "no target": (CT4, configure(config_groups={}), "expected a target of config_groups"),
-    "sparse": (CT4, configure(format="marlin-24"), "'format': expected .*'marlin-24'"),
+    "sparse": (CT4, configure(format="marlin-24"), "'format': expected .*'marlin-24'; .*'pack-quantized'"),
     "rotated": (CT4, configure(transform_config={"config_groups": {"R1": {}}}), "rotations are not applied"),
     "zeros left out": (CT4, configure(sparsity_config={"format": "sparse-bitmask"}), "the format 'dense'"),
     "int8 dtype": ("compressed-tensors int8", convert("weight", np.int32), "weight'?: expected dtype int8"),
@@ -385,6 +401,10 @@ DAMAGES: dict[str, tuple[str, Change, str]] = {
     "block sizes": ("compressed-tensors fp8 in blocks", configure_weights(block_structure=[0, 128]), "two sizes"),
     "global scale": ("compressed-tensors NVFP4", put("weight_global_scale", lambda a: np.tile(a, 2)), "one element"),
     "fp8 scales": ("fp8 in blocks", cut("weight_scale_inv"), r"weight_scale_inv'?: expected shape \(3, 2\)"),
+    "fp8 codes alone": (
+        "fp8 in blocks", lambda file, _: file.update(other=np.zeros((2, 2), E4M3)),
+        "other'?: expected a scale named weight_scale_inv or weight_scale beside float8, got none",
+    ),
     "fp8 without scales": ("fp8 in blocks", drop("weight"), "got none named weight"),
     "fp8 blocks": ("fp8 in blocks", configure(weight_block_size=[128]), "'weight_block_size': expected two sizes"),
     "MXFP4 scales": ("MXFP4", cut("scales"), r"_scales'?: expected shape \(2, 4, 3\)"),
@@ -403,7 +423,14 @@ DAMAGES: dict[str, tuple[str, Change, str]] = {
     "nf4 dtype": (NF4, change_state(dtype="int8"), "expected a dtype of float32"),
     "nf4 nested": (NF4_DOUBLE, drop(".nested_absmax"), "got none named nested_absmax"),
     "nf4 offset": (NF4_DOUBLE, change_state(nested_offset=None), "expected a number nested_offset"),
-    "nf4 8 bits": (NF4, configure(load_in_8bit=True), "expected a model of 4 bits"),
+    "int8 scales": ("bitsandbytes int8", cut("SCB"), r"SCB'?: expected shape \(6,\)"),
+    "int8 codes": ("bitsandbytes int8", convert("weight", np.uint8), "weight'?: expected dtype int8"),
+    "int8 without codes": ("bitsandbytes int8", drop("weight"), "got none named weight"),
+    "int8 order": (
+        "bitsandbytes int8", put("weight_format", lambda a: np.ones_like(a)), "weight_format'?: expected 0, for rows",
+    ),
+    "MXFP8 scales": ("compressed-tensors MXFP8", narrow("weight_scale"), r"weight_scale'?: expected shape \(6, 3\)"),
+    "MXFP8 dtype": ("compressed-tensors MXFP8", convert("weight_scale", np.int8), "weight_scale'?: expected dtype"),
     "MLX words": ("MLX 3 bits, float32", narrow("weight"), "weight'?: expected rows of "),
     "MLX biases": ("MLX 4 bits, float16", cut("biases"), "biases'?: expected shape"),
     "MLX without biases": ("MLX 4 bits, float16", drop("biases"), "got none named biases"),
@@ -431,6 +458,17 @@ def test_damaged_files(rng: np.random.Generator, tmp_path: pathlib.Path, damage:
     with pytest.raises(checkpoint.CheckpointError, match=text) as caught:
         checkpoint.load(path)
     assert str(path) in str(caught.value)
+
+
+def test_layouts_of_torchao_for_one_processor_are_refused(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    family = FAMILIES["torchao int4, float32"]
+    assert family.metadata is not None
+    tensors, _ = family.make(rng)
+    tiles = {name: text.replace("Int4Tensor", "Int4TilePackedTo4dTensor") for name, text in family.metadata.items()}
+    write_safetensors(tmp_path / "model.safetensors", tensors, tiles)
+    text = "expected a tensor of Int4Tensor, .*, got 'Int4TilePackedTo4dTensor'; quantize the model with a plain layout"
+    with pytest.raises(checkpoint.CheckpointError, match=text):
+        checkpoint.load(tmp_path / "model.safetensors")
 
 
 # Arrays that a format does not hold.
@@ -545,7 +583,7 @@ def test_codes_that_the_bits_of_the_file_do_not_hold(rng: np.random.Generator, t
     assert isinstance(q, jq.QuantizedArray)
     with pytest.raises(checkpoint.CheckpointError, match="expected codes of 7 bits"):
         checkpoint.save(tmp_path / "again", {WEIGHT: q.replace(codes=jnp.full((4, 32), 64, jnp.int8))}, info)
-    family = next(family for name, family in FAMILIES.items() if name.startswith("bitsandbytes"))
+    family = next(family for name, family in FAMILIES.items() if name.startswith("bitsandbytes nf4"))
     tensors, _ = family.make(rng)
     family.write(tmp_path / "bitsandbytes", tensors)
     loaded, info = checkpoint.load(tmp_path / "bitsandbytes")
@@ -553,6 +591,20 @@ def test_codes_that_the_bits_of_the_file_do_not_hold(rng: np.random.Generator, t
     other = jq.Codebook("other", tuple(float(i) for i in range(16)))
     with pytest.raises(checkpoint.CheckpointError, match="expected the codebook"):
         checkpoint.save(tmp_path / "again", {**loaded, name: q.replace(codebook=other)}, info)
+
+
+def test_other_scales_of_int8_of_bitsandbytes_are_refused(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    family = FAMILIES["bitsandbytes int8"]
+    tensors, _ = family.make(rng)
+    family.write(tmp_path / "model", tensors)
+    loaded, info = checkpoint.load(tmp_path / "model")
+    q = loaded[WEIGHT]
+    assert isinstance(q, jq.QuantizedArray)
+    checkpoint.save(tmp_path / "again", {**loaded, WEIGHT: q.replace(codes=q.codes[:, ::-1])}, info)
+    again = checkpoint.load(tmp_path / "again")[0][WEIGHT]
+    equality.same_bits(again.dequantize(), np.asarray(q.dequantize())[:, ::-1])  # pyright: ignore
+    with pytest.raises(checkpoint.CheckpointError, match=r"expected the scales that were loaded, .* got others"):
+        checkpoint.save(tmp_path / "again", {**loaded, WEIGHT: q.replace(scale=2 * q.scale)}, info)
 
 
 def test_a_file_without_its_configuration_is_refused(tmp_path: pathlib.Path) -> None:
@@ -589,12 +641,17 @@ def blocked(dtype: str, axis: int = 1, size: int = 32, **options: Any) -> Callab
     return lambda x: jq.quantize(x, spec)
 
 
+def compute_in_bfloat16(q: jq.QuantizedArray) -> jq.QuantizedArray:
+    return q.replace(arithmetic=BF16, dtype=BF16)
+
+
 FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32]}
 MLX4 = {"config.json": {"quantization": {"group_size": 32, "bits": 5}}}
 MXFP4_MLX = {"config.json": {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}}
 NVFP4_MODELOPT = {"hf_quant_config.json": {"quantization": {"quant_algo": "NVFP4"}}}
 NVFP4 = scheme(num_bits=4, type="float", strategy="tensor_group", group_size=16)
 INT8 = scheme(num_bits=8, strategy="channel")
+MXFP8 = scheme(num_bits=8, type="float", strategy="group", group_size=32)
 PACKED3 = scheme(num_bits=3, strategy="group", group_size=32, symmetric=False)
 PACKED3["config.json"]["quantization_config"]["format"] = "pack-quantized"
 BLOCKS = jq.QuantSpec("float8_e4m3fn", jq.Blocked((0, 1), (32, 32)))
@@ -608,9 +665,38 @@ NEW: dict[str, tuple[str, Any, Callable[[np.ndarray], jq.QuantizedArray]]] = {
     "ModelOpt": ("modelopt", NVFP4_MODELOPT, lambda x: make_nested(x, inverse=False)),
     "fp8": ("fp8", quantization(**FP8), lambda x: jq.quantize(x, BLOCKS)),
     "MXFP4": ("mxfp4", quantization(quant_method="mxfp4"), blocked("float4_e2m1fn", **MX)),
-    "MLX": ("mlx", MLX4, blocked("uint5", offset=True, scale_dtype="bfloat16")),
+    "MLX": ("mlx", MLX4, lambda x: compute_in_bfloat16(blocked("uint5", offset=True, scale_dtype=BF16)(x))),
+    "MLX float32": ("mlx", MLX4, blocked("uint5", offset=True)),
+    "MXFP8": ("compressed-tensors", MXFP8, blocked("float8_e4m3fn", **MX)),
     "MLX mxfp4": ("mlx", MXFP4_MLX, blocked("float4_e2m1fn", **MX)),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("MLX", {"arithmetic": None}, "expected arithmetic in bfloat16, in which the values of the file are computed"),
+        ("MLX float32", {"arithmetic": BF16, "dtype": BF16}, "expected arithmetic in float32"),
+        ("NVFP4", {"arithmetic": BF16, "dtype": BF16}, "expected arithmetic in float32"),
+        ("int8", {"arithmetic": F16, "dtype": F16}, "expected arithmetic in float32"),
+    ],
+)
+def test_values_that_a_file_computes_in_another_way_are_refused(
+    name: str, change: dict[str, Any], text: str, rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    kind, configs, make = NEW[name]
+    q = make(rng.normal(size=(64, 96)).astype(F32)).replace(**change)
+    with pytest.raises(checkpoint.CheckpointError, match=text):
+        save_new(tmp_path / "model", kind, configs, q)
+
+
+def test_a_single_product_of_16_bits_is_that_of_float32(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    """float32 holds the product of a code and of such a scale, so that there is one rounding."""
+    spec = jq.QuantSpec("uint4", jq.Blocked(0, 32), scale_dtype=BF16)
+    q = compute_in_bfloat16(jq.quantize(rng.normal(size=(64, 96)).astype(F32), spec))
+    again = save_new(tmp_path / "model", "gptq", quantization(**{**GPTQ, "sym": False}), q)
+    assert again.arithmetic == F32
+    equality.same_bits(again.dequantize(), np.asarray(q.dequantize()))
 
 
 @pytest.mark.parametrize("name", NEW)
@@ -625,9 +711,6 @@ def test_new_folders(rng: np.random.Generator, tmp_path: pathlib.Path, name: str
     assert info.format == kind
     again = loaded["model.a.weight"]
     assert isinstance(again, jq.QuantizedArray)
-    values = q.astype(again.dtype).dequantize()
-    if kind == "mlx" and q.offset is not None:  # its own arithmetic is that of its scales
-        values = q.replace(arithmetic=again.dtype, dtype=again.dtype).dequantize()
-    equality.same_bits(again.dequantize(), np.asarray(values))
+    equality.same_bits(again.dequantize(), np.asarray(q.astype(again.dtype).dequantize()))
     with pytest.raises(checkpoint.CheckpointError, match="expected"):
         checkpoint.save(tmp_path / "other", {"x": q.reshape(2, 32, 96) if name == "GPTQ" else q[0]}, info)

@@ -40,7 +40,8 @@ class _Awq(family.FamilyFormat):
         """Yield the quantized tensors."""
         settings = get_settings(files.configs)
         family.get_setting(settings, ("bits", "w_bit"), (_BITS,))
-        family.get_setting(settings, "version", ("gemm", "GEMM"), "gemm")
+        advice = ", which is arranged for other kernels; quantize the model with the version 'gemm'"
+        family.get_setting(settings, "version", ("gemm", "GEMM"), "gemm", advice)
         size = family.get_size(settings, ("group_size", "q_group_size"))
         excluded = family.get_names(settings, "modules_to_not_convert")
         for module, parts in family.collect_modules(files.entries, _LEAVES, ("qweight", "qzeros")).items():

@@ -1,6 +1,7 @@
-"""bitsandbytes nf4 and fp4: two codes in a byte, the high one first, in blocks of the flattened tensor.
+"""bitsandbytes: nf4 and fp4, two codes in a byte, the high one first, in blocks of the flattened tensor; and int8.
 
 x = table[q] * absmax. With double quantization, absmax = map[a] * nested_absmax + offset, in blocks of the flattened a.
+int8, (outputs, inputs): x = q * (SCB / 127), where SCB is the largest magnitude of a row.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from .family import refuse
 
 _STATE = "quant_state.bitsandbytes__"
 _STATES = (f"{_STATE}nf4", f"{_STATE}fp4")
+_INT8_LEAVES = ("weight", "SCB", "weight_format")
 _LEAVES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", *_STATES)
 _MOST_BYTES = 2**16
 _DTYPES = {"float32": family.F32, "float16": family.F16, "bfloat16": family.BF16}
@@ -36,15 +38,16 @@ class _BitsAndBytes(SafetensorsFormat):
     def recognizes_config(self, files: SafetensorsFiles) -> bool:
         """Return whether a configuration names bitsandbytes, or a tensor has its state."""
         settings = family.get_quantization(files.configs)
-        if "quant_method" in settings or "load_in_4bit" in settings:
+        if not {"quant_method", "load_in_4bit", "load_in_8bit"}.isdisjoint(settings):
             return settings.get("quant_method", "bitsandbytes") == "bitsandbytes"
         return any(_STATE in name for name in files.entries)
 
     def list_tensors(self, files: SafetensorsFiles) -> Iterable[TensorInfo]:
         """Yield the quantized tensors."""
         settings = family.get_quantization(files.configs)
-        if settings.get("load_in_8bit"):
-            raise refuse("load_in_8bit", "a model of 4 bits (nf4 or fp4)", "one of 8 bits")
+        for module, parts in family.collect_modules(files.entries, _INT8_LEAVES, ("SCB",)).items():
+            family.check_not_excluded(module, _find_excluded(settings, module))
+            yield _describe_int8(files, module, parts)
         for parameter, parts in family.collect_modules(files.entries, _LEAVES, _LEAVES).items():
             family.check_not_excluded(parameter, _find_excluded(settings, parameter))
             state_role = next((role for role in _STATES if role in parts), _STATES[0])
@@ -56,6 +59,9 @@ class _BitsAndBytes(SafetensorsFormat):
     def read(self, entry: TensorInfo, arrays: Mapping[str, np.ndarray], info: Info) -> QuantizedArray:
         """Return a quantized tensor, of one dimension if blocks cross rows."""
         extras = entry.extras
+        if "SCB" in arrays:
+            extras["kept"] = {role: part.copy() for role, part in arrays.items() if role != "weight"}
+            return QuantizedArray(arrays["weight"], _divide(arrays["SCB"]), signed_scale=True)
         extras["state"] = arrays[extras["state_role"]].copy()
         count = math.prod(entry.shape)
         data = arrays[_CODES].reshape(-1).view(np.uint8)
@@ -81,6 +87,12 @@ class _BitsAndBytes(SafetensorsFormat):
     def write(self, tensor: QuantizedArray, entry: TensorInfo, info: Info) -> Mapping[str, np.ndarray]:
         """Return the codes, the scales, the tables and the state of a tensor."""
         extras = entry.extras
+        if "SCB" in entry.stored:
+            family.check_written(entry, tensor, ("int8",), (1, entry.shape[1]))
+            # SCB / 127 does not have every float32.
+            if not np.array_equal(np.asarray(tensor.scale), _divide(extras["kept"]["SCB"]), equal_nan=True):
+                raise family.refuse_array(entry, "the scales that were loaded", "others")
+            return {"weight": np.asarray(tensor.codes), **extras["kept"]}
         family.check_written(entry, tensor, ("a codebook",), extras["sizes"])
         assert tensor.codebook is not None
         if tensor.codebook.levels != extras["levels"]:
@@ -112,6 +124,23 @@ class _BitsAndBytes(SafetensorsFormat):
         """Return why a tensor is stored as it is."""
         settings = family.get_quantization(info.metadata)
         return family.explain_float(name, info, lambda module: _find_excluded(settings, module))
+
+
+def _divide(largest: np.ndarray) -> np.ndarray:
+    """Return the scales of int8 codes from the largest magnitudes of rows."""
+    return (largest / np.float32(127))[:, None]
+
+
+def _describe_int8(files: SafetensorsFiles, module: str, parts: Mapping[str, str]) -> TensorInfo:
+    """Return the description of a matrix of int8; raise CheckpointError if its tensors do not fit each other."""
+    family.check_complete(module, parts, _INT8_LEAVES[:2])
+    shape = family.get_stored(files, parts["weight"], (family.INT8,), 2)
+    family.check_stored(files, parts["SCB"], (family.F32,), shape[:1])
+    if "weight_format" in parts:
+        family.check_stored(files, parts["weight_format"], (family.UINT8,), ())
+        if files.read(parts["weight_format"]) != 0:
+            raise refuse(parts["weight_format"], "0, for rows, to which bitsandbytes converts", "an older order")
+    return TensorInfo(f"{module}.weight", "bitsandbytes int8", shape, stored=dict(parts))
 
 
 def _find_excluded(settings: family.Settings, module: str) -> str | None:

@@ -1,4 +1,4 @@
-"""compressed-tensors: packed integers of 1 to 8 bits, int8, float8, NVFP4 and MXFP4; (outputs, inputs).
+"""compressed-tensors: packed integers of 1 to 8 bits, int8, float8, NVFP4, MXFP4 and MXFP8; (outputs, inputs).
 
 x = (q - z) * s. Packed codes are stored as q + 2**(bits - 1) in a dense stream of bits along the inputs, zero points in
 the same way along the outputs. NVFP4 divides its scales by a global one.
@@ -30,6 +30,14 @@ _FORMATS = (
     "dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
     "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision",
 )  # fmt: skip
+# Of each kind of codes: the tensors, the dtype of the scales where it is not one of the usual floats, and its name.
+_NEEDED = {
+    "packed": ("weight_packed", "weight_scale", "weight_shape"),
+    "nvfp4": ("weight_packed", "weight_scale", "weight_global_scale"), "mxfp4": ("weight_packed", "weight_scale"),
+    "plain": ("weight", "weight_scale"), "float": ("weight", "weight_scale"), "mxfp8": ("weight", "weight_scale"),
+}  # fmt: skip
+_SCALES = {"nvfp4": (family.E4M3,), "mxfp4": (family.UINT8,), "mxfp8": (family.UINT8,)}
+_TEXTS = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "mxfp8": "MXFP8", "float": "float8_e4m3fn"}
 _STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 
 
@@ -55,7 +63,8 @@ class Schemes:
     """
 
     def __init__(self, settings: Settings) -> None:
-        family.get_setting(settings, "format", _FORMATS, "dense")
+        advice = "; compress the model with the format 'pack-quantized' to read it"
+        family.get_setting(settings, "format", _FORMATS, "dense", advice)
         if settings.get("transform_config"):
             # Activations are rotated before a layer whose weights are: the weights alone give other results.
             raise refuse("transform_config", "none, because rotations are not applied", "rotations of activations")
@@ -129,6 +138,8 @@ class _CompressedTensors(family.FamilyFormat):
         blocks = family.derive_block_size(entry.shape, entry.extras["sizes"])
         dtype = entry.extras["dtype"]
         make = functools.partial(family.make_array, bits=bits, block_size=blocks, dtype=dtype)
+        if kind == "mxfp8":
+            return make(arrays["weight"], scale=scale.view(family.E8M0))
         if kind in ("nvfp4", "mxfp4"):
             codes = streams.unpack_bits(arrays["weight_packed"], 4, entry.shape[-1]).view(family.E2M1)
             if kind == "mxfp4":
@@ -180,10 +191,11 @@ class _CompressedTensors(family.FamilyFormat):
     def write(self, tensor: QuantizedArray, entry: TensorInfo, info: Info) -> Mapping[str, np.ndarray]:
         """Return the codes, the scales and the shape of a tensor."""
         kind, bits, shape = entry.extras["kind"], entry.extras["bits"], entry.extras["scale_shape"]
-        wide = {"nvfp4": ("float4_e2m1fn",), "mxfp4": ("float4_e2m1fn",), "float": ("float8_e4m3fn",)}
+        small, wide = ("float4_e2m1fn",), ("float8_e4m3fn",)
+        floats = {"nvfp4": small, "mxfp4": small, "float": wide, "mxfp8": wide}
         roles = {"zero_point": "weight_zero_point", "permutation": "weight_g_idx"}
         forms = [form for form, role in roles.items() if role in entry.stored]
-        formats = wide.get(kind, _name_integers(kind, bits))
+        formats = floats.get(kind, _name_integers(kind, bits))
         family.check_written(entry, tensor, formats, entry.extras["sizes"], forms)
         self._check_order(entry, tensor)
         codes = family.read_codes(tensor)
@@ -198,9 +210,10 @@ class _CompressedTensors(family.FamilyFormat):
             shared = family.write_floats(entry, shared, "global scale", (family.F32,), ones)
             arrays["weight_global_scale"] = shared.reshape(entry.extras["global_shape"])
             return arrays
-        dtypes = (family.E8M0,) if kind == "mxfp4" else family.FLOATS
+        is_power = kind in ("mxfp4", "mxfp8")
+        dtypes = (family.E8M0,) if is_power else family.FLOATS
         scale = family.write_floats(entry, tensor.scale, "scale", dtypes, shape).reshape(stored)
-        arrays["weight_scale"] = scale.view(np.uint8) if kind == "mxfp4" else scale
+        arrays["weight_scale"] = scale.view(np.uint8) if is_power else scale
         if kind == "mxfp4":
             return arrays
         if tensor.permutation is not None:
@@ -240,9 +253,10 @@ class _CompressedTensors(family.FamilyFormat):
                 ".weight_packed": half, ".weight_scale": family.get_type(scale.codes),
                 ".weight_global_scale": (np.dtype(scale.scale.dtype), (1,)),
             }  # fmt: skip
-        scales = family.get_type(scale)
+        dtype, counts = family.get_type(scale)
+        scales = (family.UINT8 if dtype == family.E8M0 else dtype, counts)
         if tensor.format == family.E2M1:
-            return {".weight_packed": half, ".weight_scale": (family.UINT8, scales[1])}
+            return {".weight_packed": half, ".weight_scale": (family.UINT8, counts)}
         bits = family.get_bits(tensor)
         zeros: dict[str, Any] = {}
         if tensor.format == family.E4M3 or settings.get("format") != "pack-quantized":
@@ -296,58 +310,58 @@ def _unpack_rows(name: str, words: np.ndarray, bits: int, length: int) -> np.nda
 def _describe(files: SafetensorsFiles, module: str, parts: Mapping[str, str], settings: Settings) -> TensorInfo:
     """Return the description of the tensors of a module; raise CheckpointError if they do not fit the settings."""
     bits = family.get_setting(settings, "num_bits", tuple(range(1, 9)), 8)
-    is_float = family.get_setting(settings, "type", ("int", "float"), "int") == "float"
+    kind = _find_kind(files, module, parts, settings, bits)
+    _check_parts(module, parts, kind, is_symmetric=family.get_setting(settings, "symmetric", (True, False), True))
+    shape = _read_shape(files, parts, kind, bits)
     size = family.get_size(settings, "group_size", -1)
     inferred = "group" if size > 0 else "channel" if settings.get("group_size") == -1 else "tensor"
     strategy = family.get_setting(settings, "strategy", _STRATEGIES, inferred)
-    is_symmetric = family.get_setting(settings, "symmetric", (True, False), True)
-    kind = {(True, 4): "nvfp4", (True, 8): "float", (False, True): "packed"}.get(
-        (True, bits) if is_float else (False, "weight_packed" in parts), "plain"
-    )
-    if is_float and bits not in (4, 8):
-        raise refuse(module, "floats of 4 or 8 bits", f"{bits} bits")
-    if kind == "nvfp4" and "weight_global_scale" not in parts:
-        kind = "mxfp4"
-    needed = {
-        "packed": ["weight_packed", "weight_scale", "weight_shape"],
-        "nvfp4": ["weight_packed", "weight_scale", "weight_global_scale"],
-        "mxfp4": ["weight_packed", "weight_scale"],
-    }.get(kind, ["weight", "weight_scale"])
-    if not is_symmetric:
-        needed.append("weight_zero_point")
-    family.check_complete(module, parts, needed)
-    known = {*needed, "weight_g_idx"} if kind == "packed" else set(needed)
-    if set(parts) - known:
-        raise refuse(module, f"the tensors {', '.join(needed)}", f"{', '.join(sorted(set(parts) - known))}, too")
-    shape = _read_shape(files, parts, kind, bits)
-    stored = files.entries[parts["weight_scale"]].shape
-    sizes = _find_sizes(parts["weight_scale"], strategy, size, settings, shape, stored)
-    scale_shape = tuple(-(-n // each) for n, each in zip(shape, sizes, strict=True))
-    dtypes = {"nvfp4": (family.E4M3,), "mxfp4": (family.UINT8,)}.get(kind, family.FLOATS)
+    scale = files.entries[parts["weight_scale"]]
+    sizes = _find_sizes(parts["weight_scale"], strategy, size, settings, shape, scale.shape)
+    counts = tuple(-(-n // each) for n, each in zip(shape, sizes, strict=True))
+    dtypes = _SCALES.get(kind, family.FLOATS)
     family.get_stored(files, parts["weight_scale"], dtypes)
-    dtype = files.entries[parts["weight_scale"]].dtype if dtypes == family.FLOATS else family.BF16
-    packs_zeros = kind == "packed" and strategy in ("group", "channel")
     extras: dict[str, Any] = {
-        "kind": kind, "bits": bits, "sizes": sizes, "scale_shape": scale_shape, "stored_scale_shape": stored,
-        "packs_zeros": packs_zeros, "dtype": dtype,
+        "kind": kind, "bits": bits, "sizes": sizes, "scale_shape": counts, "stored_scale_shape": scale.shape,
+        "packs_zeros": kind == "packed" and strategy in ("group", "channel"),
+        "dtype": scale.dtype if dtypes == family.FLOATS else family.BF16,
     }  # fmt: skip
     if kind == "packed":
         extras["shape_dtype"] = files.entries[parts["weight_shape"]].dtype
     if "weight_zero_point" in parts:
-        if packs_zeros:
-            words = (*scale_shape[:-2], -(-scale_shape[-2] * bits // 32), scale_shape[-1])
-            family.check_stored(files, parts["weight_zero_point"], (family.INT32,), words)
-        else:
-            family.check_stored(files, parts["weight_zero_point"], (family.INT8,), stored)
+        words = (
+            (*counts[:-2], family.count_words(counts[-2], bits), counts[-1]) if extras["packs_zeros"] else scale.shape
+        )
+        dtype = family.INT32 if extras["packs_zeros"] else family.INT8
+        family.check_stored(files, parts["weight_zero_point"], (dtype,), words)
     if "weight_g_idx" in parts:
         family.check_stored(files, parts["weight_g_idx"], (family.INT32,), shape[-1:])
     if kind == "nvfp4":
-        whole = family.get_stored(files, parts["weight_global_scale"], (family.F32,))
+        extras["global_shape"] = whole = family.get_stored(files, parts["weight_global_scale"], (family.F32,))
         if math.prod(whole) != 1:
             raise refuse(parts["weight_global_scale"], "one element", f"shape {whole}")
-        extras["global_shape"] = whole
-    text = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "float": "float8_e4m3fn"}.get(kind, f"int{bits}")
+    text = _TEXTS.get(kind, f"int{bits}")
     return TensorInfo(f"{module}.weight", f"compressed-tensors, {text}", shape, stored=dict(parts), extras=extras)
+
+
+def _find_kind(files: SafetensorsFiles, module: str, parts: Mapping[str, str], settings: Settings, bits: int) -> str:
+    """Return which codes a module has, a key of `_NEEDED`."""
+    if family.get_setting(settings, "type", ("int", "float"), "int") == "int":
+        return "packed" if "weight_packed" in parts else "plain"
+    if bits == 4:
+        return "nvfp4" if "weight_global_scale" in parts else "mxfp4"
+    if bits == 8:
+        return "mxfp8" if files.entries[parts["weight_scale"]].dtype == family.UINT8 else "float"
+    raise refuse(module, "floats of 4 or 8 bits", f"{bits} bits")
+
+
+def _check_parts(module: str, parts: Mapping[str, str], kind: str, *, is_symmetric: bool) -> None:
+    """Raise CheckpointError unless a module has the tensors of its codes, and no others."""
+    needed = [*_NEEDED[kind], *(() if is_symmetric else ("weight_zero_point",))]
+    family.check_complete(module, parts, needed)
+    others = {*parts} - {*needed, *(("weight_g_idx",) if kind == "packed" else ())}
+    if others:
+        raise refuse(module, f"the tensors {', '.join(needed)}", f"{', '.join(sorted(others))}, too")
 
 
 def _find_sizes(
@@ -394,8 +408,8 @@ def _read_block(settings: Settings) -> tuple[int, int]:
 
 def _read_shape(files: SafetensorsFiles, parts: Mapping[str, str], kind: str, bits: int) -> tuple[int, ...]:
     """Return the logical shape of a tensor."""
-    if kind in ("plain", "float"):
-        dtype = family.E4M3 if kind == "float" else family.INT8
+    if kind in ("plain", "float", "mxfp8"):
+        dtype = family.INT8 if kind == "plain" else family.E4M3
         return family.get_stored(files, parts["weight"], (dtype,))
     name = parts["weight_packed"]
     if kind != "packed":

@@ -45,7 +45,9 @@ def get_quantization(configs: Mapping[str, Any]) -> Settings:
     return settings or {}
 
 
-def get_setting(settings: Settings, names: str | Sequence[str], allowed: Sequence[Any], default: object = ...) -> Any:
+def get_setting(
+    settings: Settings, names: str | Sequence[str], allowed: Sequence[Any], default: object = ..., advice: str = ""
+) -> Any:
     """Return a setting that has one of some values; raise CheckpointError for others.
 
     Args:
@@ -53,13 +55,15 @@ def get_setting(settings: Settings, names: str | Sequence[str], allowed: Sequenc
         names: the key, or several keys; the first one that is there counts.
         allowed: the values. Equal values of other types, such as True for 1, are refused.
         default: what a missing setting means; by default it is an error.
+        advice: the end of the message about another value: what to do.
     """
     keys = (names,) if isinstance(names, str) else names
     for key in keys:
         value = settings.get(key)
         if value is not None:
             if not any(type(value) is type(one) and value == one for one in allowed):
-                raise refuse(key, f"a setting of {', '.join(map(repr, allowed))}", shorten_name(repr(value)[:200]))
+                got = shorten_name(repr(value)[:200]) + advice
+                raise refuse(key, f"a setting of {', '.join(map(repr, allowed))}", got)
             return value
     if default is ...:
         raise refuse(keys[0], f"a setting of {', '.join(map(repr, allowed))}", "none")
@@ -271,8 +275,9 @@ def refuse_array(entry: TensorInfo, expected: str, got: object) -> CheckpointErr
 
 
 def check_written(
-    entry: TensorInfo, q: QuantizedArray, formats: Sequence[str], sizes: Sequence[int], forms: Sequence[str] = ()
-) -> None:
+    entry: TensorInfo, q: QuantizedArray, formats: Sequence[str], sizes: Sequence[int], forms: Sequence[str] = (),
+    *, arithmetic: np.dtype | None = None,
+) -> None:  # fmt: skip
     """Raise CheckpointError unless an array has the shape and the blocks of its description and codes of a format.
 
     Args:
@@ -281,6 +286,7 @@ def check_written(
         formats: the names of the formats of codes that the file holds.
         sizes: for each dimension, how many indices share a scale in the file.
         forms: of "zero_point", "offset" and "permutation", those that the file holds.
+        arithmetic: the dtype that the values are computed in when the file is loaded, or None for float32.
     """
     if q.shape != entry.shape:
         raise refuse_array(entry, f"shape {entry.shape}", q.shape)
@@ -290,8 +296,11 @@ def check_written(
     for part in ("zero_point", "offset", "permutation"):
         if part not in forms and getattr(q, part) is not None:
             raise refuse_array(entry, f"no {part.replace('_', ' ')}", repr(q))
-    if q.arithmetic not in (F32, q.dtype):
-        raise refuse_array(entry, f"arithmetic in float32 or {q.dtype}", q.arithmetic)
+    # A product of a code and a scale of 16 bits is exact in float32, so that rounding it once or twice is the same.
+    is_exact = arithmetic is None and q.offset is None and q.arithmetic == q.dtype == q.scale.dtype
+    if q.arithmetic != (arithmetic or F32) and not (is_exact and not isinstance(q.scale, QuantizedArray)):
+        expected = f"arithmetic in {arithmetic or F32}, in which the values of the file are computed"
+        raise refuse_array(entry, expected, q.arithmetic)
     if q.inverse_scale:
         raise refuse_array(entry, "a scale that codes are multiplied with, inverse_scale=False", repr(q))
     if isinstance(q.scale, QuantizedArray) and q.scale.zero_point is not None:

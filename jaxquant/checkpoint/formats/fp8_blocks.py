@@ -1,5 +1,7 @@
 """float8_e4m3fn with a scale for each block of 128 x 128, as DeepSeek's models have it, for a row or for a tensor.
 
+FBGEMM's models, "fbgemm_fp8", have a scale for each row.
+
 x = q * s, with the shape (outputs, inputs) and, of experts, the number of experts in front.
 """
 
@@ -13,7 +15,7 @@ from ..._arrays.quantized_array import QuantizedArray
 from ..info import Info, TensorInfo
 from ..safetensors_files import SafetensorsFiles
 from . import family
-from .family import refuse
+from .family import refuse, refuse_stored
 
 _SCALES = ("weight_scale_inv", "weight_scale")
 _DTYPES = (*family.FLOATS, family.E8M0)
@@ -24,7 +26,7 @@ class _Fp8Blocks(family.FamilyFormat):
 
     def recognizes_config(self, files: SafetensorsFiles) -> bool:
         """Return whether a configuration names this format."""
-        return family.get_quantization(files.configs).get("quant_method") == "fp8"
+        return family.get_quantization(files.configs).get("quant_method") in ("fp8", "fbgemm_fp8")
 
     def list_tensors(self, files: SafetensorsFiles) -> Iterable[TensorInfo]:
         """Yield the quantized tensors."""
@@ -34,7 +36,12 @@ class _Fp8Blocks(family.FamilyFormat):
         if block is not None and not is_block:
             raise refuse("weight_block_size", "two sizes", repr(block)[:100])
         family.get_setting(settings, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
-        for module, parts in family.collect_modules(files.entries, (*_SCALES, "weight"), _SCALES).items():
+        modules = family.collect_modules(files.entries, (*_SCALES, "weight"), _SCALES)
+        known = {name for parts in modules.values() for name in parts.values()}
+        for name, entry in files.entries.items():
+            if entry.dtype == family.E4M3 and name not in known:
+                raise refuse_stored(files, name, f"a scale named {' or '.join(_SCALES)} beside float8", "none")
+        for module, parts in modules.items():
             family.check_not_excluded(module, _find_excluded(settings, module))
             (scale,) = [leaf for leaf in parts if leaf != "weight"] if len(parts) == 2 else [_SCALES[0]]
             family.check_complete(module, parts, ("weight", scale))

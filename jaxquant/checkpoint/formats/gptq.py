@@ -1,6 +1,7 @@
 """GPTQ, versions 1 and 2: (inputs, outputs), with words of codes along the inputs and of zero points along the outputs.
 
-x = (q - z[g_idx]) * s[g_idx]. Version 1 stores z - 1, where 0 wraps around, and version 2 stores z.
+x = (q - z[g_idx]) * s[g_idx]. Version 1 stores z - 1, where 0 wraps around, and version 2 stores z. Without desc_act
+g_idx may be missing, as in older files: the groups are then in the order of the inputs.
 """
 
 from __future__ import annotations
@@ -56,14 +57,18 @@ class _Gptq(family.FamilyFormat):
     def list_tensors(self, files: SafetensorsFiles) -> Iterable[TensorInfo]:
         """Yield the quantized tensors."""
         settings = get_settings(files.configs)
-        family.get_setting(settings, "checkpoint_format", tuple(_VERSIONS), "gptq")
+        advice = ", which is arranged for other kernels; quantize the model with the format 'gptq'"
+        family.get_setting(settings, "checkpoint_format", tuple(_VERSIONS), "gptq", advice)
         for module, parts in family.collect_modules(files.entries, _LEAVES, ("qweight", "qzeros", "g_idx")).items():
             own, pattern = find_override(settings, module)
             family.check_not_excluded(module, pattern)
-            family.check_complete(module, parts, _LEAVES)
+            is_ordered = not family.get_setting(own, "desc_act", (True, False), False)
+            family.check_complete(module, parts, _LEAVES[: 3 if is_ordered else 4])
             bits = family.get_setting(own, "bits", _BITS)
-            (inputs,) = family.get_stored(files, parts["g_idx"], (family.INT32,), 1)
-            _, outputs = family.get_stored(files, parts["scales"], family.FLOATS, 2)
+            rows, outputs = family.get_stored(files, parts["qweight"], (family.INT32,), 2)
+            inputs = rows * 32 // bits
+            if "g_idx" in parts:
+                (inputs,) = family.get_stored(files, parts["g_idx"], (family.INT32,), 1)
             group = family.get_size(own, "group_size")
             groups = family.count_groups(module, inputs, group)
             family.check_stored(files, parts["qweight"], (family.INT32,), (-(-inputs * bits // 32), outputs))
@@ -90,7 +95,7 @@ class _Gptq(family.FamilyFormat):
         _find_version(entry, stored)
         zeros = stored + np.uint8(1) if entry.extras["version"] == 1 else stored
         options: dict[str, Any] = {"block_size": family.derive_block_size(entry.shape, (group, 1))}
-        order = _find_order(entry.stored["g_idx"], arrays["g_idx"], group)
+        order = _find_order(entry.stored["g_idx"], arrays["g_idx"], group) if "g_idx" in arrays else None
         if order is not None:
             codes = codes[order]
             options |= {"permutation": order, "permuted_axis": -2}
@@ -100,7 +105,8 @@ class _Gptq(family.FamilyFormat):
         """Return the words, the scales and the groups of a tensor."""
         bits, group, (inputs, outputs) = entry.extras["bits"], entry.extras["group"], entry.shape
         middle = np.uint8(2 ** (bits - 1))
-        family.check_written(entry, tensor, (f"uint{bits}", f"int{bits}"), (group, 1), ("zero_point", "permutation"))
+        forms = ("zero_point", "permutation") if "g_idx" in entry.stored else ("zero_point",)
+        family.check_written(entry, tensor, (f"uint{bits}", f"int{bits}"), (group, 1), forms)
         codes = family.read_codes(tensor)
         is_signed = codes.dtype == family.INT8
         codes = family.unshift_codes(codes, bits) if is_signed else codes
@@ -126,12 +132,13 @@ class _Gptq(family.FamilyFormat):
         # Reading would take these for the middle in the other version.
         if entry.extras["symmetric"] and stored.size and (stored == middle - np.uint8(version == 2)).all():
             raise family.refuse_array(entry, f"zero points of {middle}, because it is symmetric", int(zeros.flat[0]))
-        return {
+        parts = {
             "qweight": streams.pack_rows(codes, bits),
             "qzeros": streams.pack_bits(stored, bits, np.int32),
             "scales": family.write_floats(entry, tensor.scale, "scale", family.FLOATS, (groups, outputs)),
             "g_idx": g_idx,
         }
+        return {role: part for role, part in parts.items() if role in entry.stored}
 
     def declare(self, module: str, tensor: QuantizedArray, info: Info) -> family.Declared:
         """Return what a tensor of shape (inputs, outputs) would have in a file."""

@@ -92,9 +92,9 @@ class _Mlx(family.FamilyFormat):
         bits, counts, mode = entry.extras["bits"], entry.extras["counts"], entry.extras["mode"]
         sizes = tuple(n // max(count, 1) for n, count in zip(entry.shape, counts, strict=True))
         if mode == "affine":
-            family.check_written(entry, tensor, (f"uint{bits}",), sizes, ("offset",))
-            words = streams.pack_bits(family.read_codes(tensor), bits, np.uint32)
             scales = family.write_floats(entry, tensor.scale, "scale", family.FLOATS, counts)
+            family.check_written(entry, tensor, (f"uint{bits}",), sizes, ("offset",), arithmetic=scales.dtype)
+            words = streams.pack_bits(family.read_codes(tensor), bits, np.uint32)
             offset = np.zeros((1,) * len(counts), scales.dtype) if tensor.offset is None else tensor.offset
             biases = family.write_floats(entry, offset, "offset", (scales.dtype,), counts)
             return {"weight": words, "scales": scales, "biases": biases}

@@ -45,7 +45,8 @@ class _TorchAo(SafetensorsFormat):
             if kind == "Tensor":
                 continue
             if kind not in _KINDS:
-                raise refuse(name, f"a tensor of {', '.join(_KINDS)}", shorten_name(repr(kind)[:100]))
+                got = f"{shorten_name(repr(kind)[:100])}; quantize the model with a plain layout to read it"
+                raise refuse(name, f"a tensor of {', '.join(_KINDS)}", got)
             module, _, leaf = name.rpartition(".")
             prefix = f"{module}._{leaf}_"
             roles = _get(name, description, "_tensor_data_names", list)
@@ -84,10 +85,10 @@ class _TorchAo(SafetensorsFormat):
         codes = family.read_codes(tensor)
         stored = extras["scale_shape"]
         if kind == "Int4Tensor":
-            family.check_written(entry, tensor, ("int4",), sizes, ("offset",))
-            arrays["qdata"] = streams.pack_bits(codes.view(np.uint8) & np.uint8(15), 4, np.uint8)
             counts = (*stored[:-2], stored[-1], stored[-2])
             scale = family.write_floats(entry, tensor.scale, "scale", family.FLOATS, counts)
+            family.check_written(entry, tensor, ("int4",), sizes, ("offset",), arithmetic=scale.dtype)
+            arrays["qdata"] = streams.pack_bits(codes.view(np.uint8) & np.uint8(15), 4, np.uint8)
             offset = np.zeros((1,) * len(counts), scale.dtype) if tensor.offset is None else tensor.offset
             offset = family.write_floats(entry, offset, "offset", (scale.dtype,), counts)
             arrays["scale"], arrays["zero_point"] = (
