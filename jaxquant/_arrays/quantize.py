@@ -67,8 +67,9 @@ def quantize(
     the largest number of x's dtype, the scale is the largest at which none does, and the ends of the range saturate, by
     about one step. Scales that are powers of two are reduced by whole powers: such a range may lose half of its reach.
 
-    A float16 scale is at most 65504. A range that needs a larger one raises an error; if it is traced, its scale is
-    infinite, as for a range with an infinity, so that the slice is lost visibly instead of saturating.
+    A float16 scale or offset is at most 65504, also one in which scales are counted (`scale_spec`). A range that needs a
+    larger one raises an error; if it is traced, its scale or offset is infinite, as for a range with an infinity, so
+    that the slice is lost visibly instead of saturating.
 
     Neither the codes nor the scale and the zero point have a gradient with respect to x or `range`. Use
     `fake_quantize_linear` for training.
@@ -90,8 +91,8 @@ def quantize(
     Raises:
         TypeError: an argument has an unsupported type or dtype.
         ValueError: an axis is out of range; an end of the range has a wrong shape; the ends are known (not traced), and
-            one is NaN or infinite, or lo is greater than hi; or a known range needs a scale that float16, the spec's
-            scale_dtype, cannot hold.
+            one is NaN or infinite, or lo is greater than hi; or a known range needs a scale or an offset that float16,
+            the scale_dtype of the spec or of its scale_spec, cannot hold.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -119,8 +120,8 @@ def quantize(
         stored_last = checks.check_integers(_NAME, "stored_last", stored_last if is_axes else (stored_last,))
     x = entry_point.convert_number(x)
     q = _quantize(x, lo, hi, spec=spec, stored_last=stored_last)
-    if spec.scale_dtype == dtypes.FLOAT16:
-        check_known_scale(_NAME, x, spec, lo, hi, q.scale)
+    if has_float16_scales(spec):
+        check_known_scale(_NAME, x, spec, lo, hi, q)
     return q
 
 
@@ -150,6 +151,11 @@ def _check_known_range(lo: ArrayLike, hi: ArrayLike) -> None:
         checks.require(bool((low <= high).all()), _NAME, "range", "a pair (lo, hi) with lo at most hi", "more")
 
 
+def has_float16_scales(spec: QuantSpec) -> bool:
+    """Return whether scales and offsets, or the scales that they are quantized with, are float16."""
+    return (spec.scale_spec or spec).scale_dtype == dtypes.FLOAT16
+
+
 def check_known_result(function: str, x: object, spec: QuantSpec, y: Any) -> None:
     """Raise if values that were rounded with float16 scales show an infinite scale; skip the check if they are traced.
 
@@ -162,11 +168,11 @@ def check_known_result(function: str, x: object, spec: QuantSpec, y: Any) -> Non
     is_readable = isinstance(y, jax.Array) and not checks.is_traced(y) and y.is_fully_addressable
     # Every value of a slice with an infinite scale is NaN or infinite.
     if is_readable and not bool(jnp.isfinite(y).all()):
-        check_known_scale(function, x, spec, None, None, _quantize(x, None, None, spec=spec, stored_last=None).scale)
+        check_known_scale(function, x, spec, None, None, _quantize(x, None, None, spec=spec, stored_last=None))
 
 
-def check_known_scale(function: str, x: object, spec: QuantSpec, lo: object, hi: object, scale: Any) -> None:
-    """Raise if a float16 scale of a finite range is infinite; skip the check if the scale is traced.
+def check_known_scale(function: str, x: object, spec: QuantSpec, lo: object, hi: object, q: QuantizedArray) -> None:
+    """Raise if a float16 scale or offset of a finite range is infinite; skip the check if the array is traced.
 
     Args:
         function: the public function.
@@ -174,19 +180,37 @@ def check_known_scale(function: str, x: object, spec: QuantSpec, lo: object, hi:
         spec: Static. How they are quantized, with float16 scales.
         lo: the lower ends of the ranges, or None for the minima of x.
         hi: the upper ends, or None.
-        scale: the scale that was found.
+        q: the array that was found.
     """
-    is_readable = isinstance(scale, jax.Array) and not checks.is_traced(scale) and scale.is_fully_addressable
-    if not is_readable or not bool(jnp.isinf(scale).any()):
+    found = _list_numbers(q)
+    if any(checks.is_traced(part) or not part.is_fully_addressable for part in found.values()):
         return
-    wide = dataclasses.replace(spec, scale_dtype=dtypes.FLOAT32)
-    needed = np.asarray(_quantize(x, lo, hi, spec=wide, stored_last=None).scale)
-    # A range with an infinity has an infinite scale whatever the dtype.
-    too_large = needed[np.isinf(np.asarray(scale)) & np.isfinite(needed)]
-    if too_large.size:
-        argument = "x" if lo is None else "range"
-        expected = "a range whose scale is at most 65504, the largest float16 (or scale_dtype=jnp.bfloat16)"
-        checks.refuse(function, argument, expected, f"a range with the scale {too_large.max():.6g}")
+    infinite = {name: np.isinf(np.asarray(part, np.float32)) for name, part in found.items()}
+    if not any(mask.any() for mask in infinite.values()):
+        return
+    inner = spec.scale_spec and dataclasses.replace(spec.scale_spec, scale_dtype=dtypes.FLOAT32)
+    wide = dataclasses.replace(spec, scale_dtype=dtypes.FLOAT32, scale_spec=inner)
+    needed = _list_numbers(_quantize(x, lo, hi, spec=wide, stored_last=None))
+    for name, part in needed.items():
+        # A range with an infinity has an infinite scale whatever the dtype.
+        number = np.abs(np.asarray(part))
+        too_large = number[infinite[name] & np.isfinite(number)]
+        if too_large.size:
+            argument = "x" if lo is None else "range"
+            remedy = "scale_spec with scale_dtype=jnp.bfloat16" if inner else "scale_dtype=jnp.bfloat16"
+            expected = f"a range whose {name} is at most 65504, the largest float16 (or {remedy})"
+            checks.refuse(function, argument, expected, f"a range with the {name} {too_large.max():.6g}")
+
+
+def _list_numbers(q: QuantizedArray) -> dict[str, Any]:
+    """Return the scale and the offset of an array, or the scales that they are quantized with, by their names."""
+    numbers = {}
+    for name, part in (("scale", q.scale), ("offset", q.offset)):
+        if isinstance(part, QuantizedArray):
+            numbers[f"scale of the {name}s"] = part.scale
+        elif part is not None:
+            numbers[name] = part
+    return numbers
 
 
 @compile_entry_point(_NAME, ("x", *_ENDS))
@@ -244,7 +268,7 @@ def _quantize_forms(
     if spec.offset:
         offset = scale_from_range.compute_offset(spec, low)
         if spec.scale_spec is not None:
-            offset = _quantize_entries(offset, spec.scale_spec, is_offset=True)
+            offset = _quantize_entries(offset, spec.scale_spec, None, x.dtype)
         offset_values = dtypes.scale_as_float32(quantized_array.read_entries(offset))
         scale, is_unused = scale_from_range.compute_scale_above(spec, offset_values, high, x.dtype)
     else:
@@ -253,7 +277,8 @@ def _quantize_forms(
         is_unused = scale_from_range.is_empty(low, high) | (low > high)
     if spec.scale_spec is not None:
         # The scale 1 of an empty range must not count among the others.
-        scale = _quantize_entries(jnp.where(is_unused, np.float32(0), scale), spec.scale_spec, is_offset=False)
+        reach = scale_from_range.compute_largest_magnitude(plain)
+        scale = _quantize_entries(jnp.where(is_unused, np.float32(0), scale), spec.scale_spec, reach, x.dtype)
     scale_values = dtypes.scale_as_float32(quantized_array.read_entries(scale))
     if offset_values is None:
         codes = encode_array(x, scale_values, zero_point, plain)
@@ -261,6 +286,9 @@ def _quantize_forms(
         # The difference may overflow where the offset is large. Its half cannot, and is exact.
         factor = scale_from_range.choose_factor(offset_values)
         above = x.astype(jnp.float32) * aligned.expand(factor, x) - aligned.expand(offset_values * factor, x)
+        if spec.scale_spec is not None:  # a scale that was rounded up may reach beyond the largest number
+            most = scale_from_range.compute_largest_difference(plain, scale_values, offset_values, x.dtype)
+            above = jax.lax.min(above, aligned.expand(most * factor, x))
         codes = encode_array(above, scale_values * factor, None, plain)
     return _build_array(codes, scale, zero_point, offset, spec, x, order)
 
@@ -278,25 +306,29 @@ def _build_array(
     )  # fmt: skip
 
 
-def _quantize_entries(values: jax.Array, spec: QuantSpec, *, is_offset: bool) -> QuantizedArray:
+def _quantize_entries(values: jax.Array, spec: QuantSpec, reach: float | None, dtype: np.dtype) -> QuantizedArray:
     """Return scales or offsets as a quantized array.
 
     Args:
         values: float32, positive scales or 0 for those that do not matter, or offsets of any sign.
         spec: Static. How they are quantized.
-        is_offset: Static. Whether they are offsets. A scale is at least the least positive number of the codes.
+        reach: Static. The largest magnitude that a scale is multiplied with; None for offsets. A scale is at least the
+            least positive number of the codes.
+        dtype: Static. The dtype of the dequantized values.
     """
     values = values.astype(jnp.float32)
     is_unsigned = spec.fixed_zero_point is None
     # The offsets that unsigned codes hold are not positive, and their scales are negative.
-    is_negated = is_offset and is_unsigned
+    is_negated = reach is None and is_unsigned
     magnitudes = -values if is_negated else values
     # The range of unsigned codes begins at 0, so their zero point is 0.
     scale, _, _ = compute_parameters(_NAME, magnitudes, spec, None, None)
+    scale = scale_from_range.limit_entry_scale(spec, scale, 1 if reach is None else reach, dtype)
     codes = encode_array(magnitudes, scale, None, spec)
-    if not is_offset:
+    if reach is not None:
         codes = _raise_to_positive(codes)
-    scale = -scale if is_negated else scale
+    if is_negated:  # float8_e8m0fnu has no sign
+        scale = -(dtypes.scale_as_float32(scale) if spec.scale_dtype == dtypes.E8M0 else scale)
     return _build_array(codes, scale, None, None, spec, values, signed_scale=is_negated)
 
 

@@ -230,6 +230,9 @@ def compute_offset(spec: QuantSpec, low: jax.Array) -> jax.Array:
     if spec.scale_spec is not None:
         return _widen_to_zero(low, -1) if spec.scale_spec.fixed_zero_point is None else low
     dtype = dtypes.FLOAT32 if spec.scale_dtype == dtypes.E8M0 else spec.scale_dtype
+    if dtype == dtypes.BFLOAT16:  # its largest number is less than float32's
+        largest = np.float32(jnp.finfo(dtype).max)
+        low = lax.select(lax.lt(lax.abs(low), _INFINITY), lax.clamp(-largest, low, largest), low)
     return affine.round_to_dtype(low, dtype).astype(dtype)
 
 
@@ -266,10 +269,52 @@ def compute_scale_above(
     return jnp.where(overflows, lower, scale), lax.lt(span, _TINY)
 
 
+# Scales and offsets that are quantized themselves.
+
+
+def limit_entry_scale(spec: QuantSpec, scale: jax.Array, reach: float, dtype: np.dtype) -> jax.Array:
+    """Return a scale of scales or of offsets, limited so that no value becomes infinite.
+
+    Args:
+        spec: Static. How the scales or the offsets are quantized.
+        scale: in `spec.scale_dtype`. A scale that is not finite stays so.
+        reach: Static. The largest number that an entry is multiplied with: 1 for an offset.
+        dtype: Static. The dtype of the dequantized values.
+    """
+    wide, most = dtypes.scale_as_float32(scale), _compute_largest_scale(spec, dtype, reach)
+    is_above = lax.bitwise_and(lax.gt(wide, most), lax.lt(wide, _INFINITY))
+    return jnp.where(is_above, _encode_scale(spec, lax.full_like(wide, most)), scale)
+
+
+def compute_largest_difference(spec: QuantSpec, scale: jax.Array, offset: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Return the difference from an offset of the largest code whose value is finite in the dtype.
+
+    Args:
+        spec: Static. A spec with offsets.
+        scale: the scales as they are stored, in float32.
+        offset: the offsets, of the same shape.
+        dtype: Static. The dtype of the dequantized values.
+    """
+    largest = float(_compute_largest_product(dtype))
+    if dtype != dtypes.FLOAT32:  # the errors of a quotient and a product in float32
+        largest = float(_compute_least_overflow(dtype)) * (1 - 2.0**-20)
+    qmax = np.float32(spec.bounds[1])
+    steps = lax.floor(affine.divide(lax.sub(np.float32(largest), offset), scale))
+    # The scale and the offset of a range that is not finite make the quotient a NaN.
+    steps = jnp.where(jnp.isnan(steps), qmax, lax.clamp(_ZERO, steps, qmax))
+    return barriers.round_result(lax.mul(steps, scale))
+
+
 def has_equal_reach(spec: QuantSpec) -> bool:
     """Return whether the codes of a spec with a fixed zero point reach equally far on both sides of it."""
     fixed = spec.fixed_zero_point
     return fixed is not None and (spec.codebook is not None or spec.bounds[0] - fixed == -_compute_reach(spec))
+
+
+def compute_largest_magnitude(spec: QuantSpec) -> float:
+    """Return the largest magnitude that a spec with a fixed zero point represents, for a scale of 1."""
+    reach = _compute_reach(spec)
+    return reach if has_equal_reach(spec) else max(reach, float(spec.fixed_zero_point or 0) - spec.bounds[0])
 
 
 def _compute_reach(spec: QuantSpec) -> float:
@@ -453,11 +498,12 @@ def _compute_least_overflow(dtype: np.dtype) -> np.float32:
 
 
 @functools.cache
-def _compute_largest_scale(spec: QuantSpec, dtype: np.dtype) -> np.float32:
-    """Return the largest scale, for a fixed zero point, at which every code is a finite number of the dtype."""
-    fixed, reach = spec.fixed_zero_point, _compute_reach(spec)
-    assert fixed is not None
-    most = reach if has_equal_reach(spec) else max(reach, fixed - spec.bounds[0])
+def _compute_largest_scale(spec: QuantSpec, dtype: np.dtype, factor: float = 1) -> np.float32:
+    """Return the largest scale, for a fixed zero point, at which every code times a factor is finite in the dtype.
+
+    Codes that begin at 0 count as codes with the zero point 0.
+    """
+    most = compute_largest_magnitude(spec) * factor
     largest = float(np.finfo(np.float32).max)
     start = np.float32(min(float(_compute_largest_product(dtype)) * (1 + 2.0**-20) / most, largest))
     unit = 1 << _count_dropped_bits(spec)

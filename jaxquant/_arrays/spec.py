@@ -320,7 +320,7 @@ class QuantSpec:
             ONNX Runtime's quantizer. Products of such weights with uint8 activations are exact in ONNX Runtime on every
             processor; with 8 bits their sums saturate on x86-64 without VNNI.
         offset: True for a real offset in place of a zero point: x = codes * scale + offset. The dtype is unsigned. The
-            offset has the granularity and the dtype of the scale (float32 for float8_e8m0fnu).
+            offset has the granularity and the dtype of the scale (float32 for float8_e8m0fnu, which has no sign).
         scale_spec: how the scales, and the offsets, are quantized themselves, or None. Its granularity counts the
             dimensions of the scale: `Blocked(-1, 8)` are eight blocks of x. The codes are computed with the scales that
             result. Its dtype is one of integers or small floats. Unsigned integers hold the offsets negated, so that a

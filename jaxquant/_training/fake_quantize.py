@@ -16,7 +16,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._arrays import scale_from_range
-from .._arrays.quantize import check_known_result, compute_parameters, quantize
+from .._arrays.quantize import check_known_result, compute_parameters, has_float16_scales, quantize
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point
 from .._core.entry_point import compile_entry_point
@@ -93,7 +93,7 @@ def fake_quantize(
     rule, key = split_key(gradient)
     x = entry_point.convert_number(x)
     y = _fake_quantize(x, scale, zero_point, key, spec=spec, rule=rule)
-    if scale is None and spec.scale_dtype == dtypes.FLOAT16:
+    if scale is None and has_float16_scales(spec):
         check_known_result(_NAME, x, spec, y)
     return y
 

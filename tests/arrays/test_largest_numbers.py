@@ -87,6 +87,76 @@ def check_ranges(dtype: Any, scale_dtype: str, floats: tuple[str, ...], rng: np.
             assert (lost <= allowed * (1 + 1e-6)).all(), (spec, name, lost / allowed)
 
 
+NESTED_CODES = (
+    ("uint4", True, "uint6"), ("uint2", True, "int6"), ("int4", False, "uint6"), ("int3", False, "int2"),
+    ("float8_e4m3fn", False, "uint4"), (TABLE, False, "int8"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("scale_dtype", ["float32", "float16", "bfloat16", "float8_e8m0fnu"])
+def test_no_finite_number_becomes_infinite_with_quantized_scales(scale_dtype: str, rng: np.random.Generator) -> None:
+    specs = [
+        QuantSpec(d, Blocked(-1, 4), offset=o, scale_spec=QuantSpec(inner, granularity, scale_dtype=scale_dtype))
+        for d, o, inner in NESTED_CODES for granularity in (PerTensor(), Blocked(-1, 2))
+    ]  # fmt: skip
+
+    @jax.jit
+    def run(x: jax.Array) -> Any:
+        return [(q.dequantize(), q.scale.dequantize()) for q in (jq.quantize(x, s) for s in specs)]
+
+    # Offsets of the first two are near the largest number, and scales that are much smaller than those of other blocks.
+    ends = rng.uniform(0.97, 1, (4, 8)) * rng.choice([-1, 1], (4, 1))
+    for name in ("float16",) if scale_dtype == "float16" else FLOATS:
+        largest = float(jnp.finfo(name).max)
+        values = np.clip(
+            np.concatenate([ends * largest, rows_of(rng, name), rows_of(rng, name)[:, ::-1]]), -largest, largest
+        )
+        x = jnp.asarray(values, name)
+        assert np.isfinite(np.asarray(x, np.float64)).all()
+        for spec, (y, scale) in zip(specs, run(x), strict=True):
+            assert np.isfinite(np.asarray(y, np.float64)).all(), (spec, name)
+            assert (np.asarray(scale) > 0).all(), (spec, name)
+
+
+@pytest.mark.parametrize("inner", ["uint6", "int6"])
+@pytest.mark.parametrize("offset", [True, False])
+def test_a_scale_of_scales_beyond_float16(inner: str, offset: bool) -> None:
+    """Values of 1e8 were NaN without an error."""
+    scale_spec = QuantSpec(inner, Blocked(-1, 2), scale_dtype="float16")
+    spec = QuantSpec("uint4" if offset else "int4", Blocked(-1, 4), offset=offset, scale_spec=scale_spec)
+    x = np.ones((2, 16), F32)
+    x[1, 3], x[1, 7] = -1e8, 1e9
+    scales = "scale of the (scales|offsets)"
+    for name, call in (("quantize", jq.quantize), ("fake_quantize", jq.fake_quantize)):
+        with pytest.raises(
+            ValueError, match=rf"^jaxquant\.{name}: x: expected a range whose {scales} is at most 65504"
+        ):
+            call(x, spec)
+    with pytest.raises(ValueError, match=rf"^jaxquant\.quantize: range: expected a range whose {scales} is at most"):
+        jq.quantize(x, spec, range=(-1e9, 1e9))
+    for y in (jax.jit(lambda x: jq.quantize(x, spec).dequantize())(x), jax.jit(lambda x: jq.fake_quantize(x, spec))(x)):
+        # Two blocks share a scale of scales.
+        np.testing.assert_array_equal(np.isfinite(np.asarray(y)), np.arange(32).reshape(2, 16) // 8 != 2)
+    x[1, 7] = np.inf
+    assert not np.isfinite(np.asarray(jq.quantize(x[1:, 4:8], spec).dequantize())).any()
+
+
+def test_an_offset_beyond_float16() -> None:
+    """The scale of this range is small; the values were infinite without an error."""
+    spec = QuantSpec("uint4", PerAxis(0), offset=True, scale_dtype="float16")
+    x = np.array([[1, 2, 3], [1e6, 1e6 + 50, 1e6 + 75]], F32)
+    with pytest.raises(ValueError, match=r"x: expected a range whose offset is at most 65504, .* the offset 1e\+06$"):
+        jq.quantize(x, spec)
+    y = np.asarray(jax.jit(lambda x: jq.quantize(x, spec).dequantize())(x))
+    np.testing.assert_array_equal(np.isfinite(y), [[True] * 3, [False] * 3])
+    # The largest number of bfloat16 is less than that of float32.
+    least = np.finfo(F32).min
+    wide = np.array([[least, least * F32(0.9)]], F32)
+    q = jq.quantize(wide, QuantSpec("uint4", offset=True, scale_dtype="bfloat16"))
+    np.testing.assert_allclose(q.dequantize(), wide, rtol=0.01)
+    assert np.asarray(q.offset, F32) == float(jnp.finfo("bfloat16").min)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_eager_calls_and_gradients(dtype: str) -> None:
     least = float(jnp.finfo(dtype).min)

@@ -100,6 +100,8 @@ NESTED = {
     "K-quant": QuantSpec("uint4", Blocked(-1, 4), offset=True,
                          scale_spec=QuantSpec("uint8", Blocked(-1, 3), scale_dtype="float16")),
     "signed sub-scales": QuantSpec("uint4", Blocked(-1, 4), offset=True, scale_spec=QuantSpec("int8", PerAxis(0))),
+    "powers of two": QuantSpec("uint4", Blocked(-1, 4), offset=True,
+                               scale_spec=QuantSpec("uint8", PerAxis(0), scale_dtype="float8_e8m0fnu")),
     "NVFP4": QuantSpec("float4_e2m1fn", Blocked(-1, 4), scale_spec=QuantSpec("float8_e4m3fn")),
     "symmetric": QuantSpec("int4", Blocked(-1, 4), scale_spec=QuantSpec("uint4", PerAxis(0))),
 }  # fmt: skip
@@ -121,7 +123,12 @@ def test_quantized_scales(name: str, rng: np.random.Generator) -> None:
     assert error.mean() < 1.6 * plain.mean() + 1e-3
     scale = np.asarray(q.scale.dequantize())
     if spec.offset:
-        check_codes(x, q, scale, np.asarray(q.offset.dequantize()), 4, 15)
+        offset = np.asarray(q.offset.dequantize())
+        low = pool(x, offset.shape, 4, np.min)
+        low = np.minimum(low, 0) if inner.fixed_zero_point is None else low
+        step = np.abs(spread(np.asarray(q.offset.scale, F32), low.shape, 3))
+        assert (np.abs(offset - low) <= 0.5001 * step).all()
+        check_codes(x, q, scale, offset, 4, 15)
     else:
         wide = spread(scale, x.shape, 4)
         code = q.codes.astype(jnp.float32)
