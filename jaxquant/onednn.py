@@ -80,11 +80,7 @@ def check_quantize(
 
 
 def quantize_by_reciprocal(
-    src: jax.Array,
-    scales: jax.Array,
-    zps: jax.Array | None,
-    granularity: Granularity,
-    dtype: np.dtype,
+    src: jax.Array, scales: jax.Array, zps: jax.Array | None, granularity: Granularity, dtype: np.dtype
 ) -> jax.Array:
     """Return the codes of src, with each operation rounded to float32.
 
@@ -106,12 +102,7 @@ def quantize_by_reciprocal(
     return affine.encode_steps(value, None, dtype)
 
 
-def dequantize_codes(
-    src: jax.Array,
-    scales: jax.Array,
-    zps: jax.Array | None,
-    granularity: Granularity,
-) -> jax.Array:
+def dequantize_codes(src: jax.Array, scales: jax.Array, zps: jax.Array | None, granularity: Granularity) -> jax.Array:
     """Return the values of the codes src in the dtype of scales, with each operation rounded to float32.
 
     dst = (src - zps) * scales
@@ -200,12 +191,7 @@ _DEQUANTIZE = "onednn.dequantize"
 
 
 def dequantize(
-    src: ArrayLike,
-    scales: ArrayLike,
-    zps: ArrayLike | None = None,
-    *,
-    qtype: str = "per_tensor",
-    axis: int = 1,
+    src: ArrayLike, scales: ArrayLike, zps: ArrayLike | None = None, *, qtype: str = "per_tensor", axis: int = 1
 ) -> jax.Array:
     """Dequantize codes as oneDNN Graph's Dequantize does.
 

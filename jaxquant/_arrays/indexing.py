@@ -199,7 +199,7 @@ def _index_codes(
 
 
 def _pack_again(q: QuantizedArray, codes: jax.Array) -> tuple[jax.Array, None, Packing | None]:
-    """Return codes in the logical order as they are stored, packed as those of q are; a single code is not packed."""
+    """Return codes in the logical order as they are stored, packed if q is; a single code is not packed."""
     if q.packing is None or not codes.ndim:
         return codes, None, None
     packing = Packing(q.packing.format, codes.shape[-1])

@@ -171,31 +171,23 @@ def from_onnx(
     """
     # Convert before the checks, so that an error describes the array as JAX reads it.
     arguments = {"x": x, "x_scale": entry_point.convert_number(x_scale), "x_zero_point": x_zero_point}
-    return _from_onnx(
-        *entry_point.convert_arrays(_BACK, arguments), axis=axis, block_size=block_size, output_dtype=output_dtype
-    )
-
-
-def _from_onnx(
-    x: jax.Array, x_scale: jax.Array, x_zero_point: jax.Array | None, *, axis: int, block_size: int,
-    output_dtype: DTypeLike | None,
-) -> QuantizedArray:  # fmt: skip
-    checks.check_array(_BACK, "x", x, dtypes.QUANTIZED)
-    checks.check_array(_BACK, "x_scale", x_scale, (*dtypes.FLOATS, dtypes.E8M0))
-    entry_point.check_positive_scale(_BACK, "x_scale", x_scale, is_awaited=True)
-    granularity = resolve_onnx(_BACK, "x_scale", x_scale, x.shape, axis, block_size)
+    codes, scale, zero_point = entry_point.convert_arrays(_BACK, arguments)
+    checks.check_array(_BACK, "x", codes, dtypes.QUANTIZED)
+    checks.check_array(_BACK, "x_scale", scale, (*dtypes.FLOATS, dtypes.E8M0))
+    entry_point.check_positive_scale(_BACK, "x_scale", scale, is_awaited=True)
+    granularity = resolve_onnx(_BACK, "x_scale", scale, codes.shape, axis, block_size)
     if output_dtype is not None:
         output_dtype = checks.check_dtype(_BACK, "output_dtype", output_dtype, dtypes.FLOATS)
-    if x_zero_point is not None:
-        check_float_zero_point(_BACK, "x_zero_point", x_zero_point)
-        checks.check_same_dtype(_BACK, "x_zero_point", x_zero_point, x.dtype, "the dtype of x")
-        check_matching(_BACK, "x_zero_point", x_zero_point, x_scale, "x_scale")
-    scale, zero_point = (None if p is None else _expand_rank(p, x, granularity) for p in (x_scale, x_zero_point))
+    if zero_point is not None:
+        check_float_zero_point(_BACK, "x_zero_point", zero_point)
+        checks.check_same_dtype(_BACK, "x_zero_point", zero_point, codes.dtype, "the dtype of x")
+        check_matching(_BACK, "x_zero_point", zero_point, scale, "x_scale")
     # ONNX allows a zero point of zeros for float codes; a QuantizedArray of floats has none.
-    if x.dtype in dtypes.SMALL_FLOATS:
+    if codes.dtype in dtypes.SMALL_FLOATS:
         zero_point = None
+    scale, zero_point = (None if p is None else _expand_rank(p, codes, granularity) for p in (scale, zero_point))
     stored_size = granularity.size if isinstance(granularity, Blocked) else None
-    return QuantizedArray(x, scale, zero_point, dtype=output_dtype, block_size=stored_size)
+    return QuantizedArray(codes, scale, zero_point, dtype=output_dtype, block_size=stored_size)
 
 
 def _expand_rank(part: jax.Array, x: jax.Array, granularity: Granularity) -> Any:

@@ -127,7 +127,7 @@ def check_parts(
     Args:
         function: the public function that errors name.
         argument: the argument that errors name.
-        parts: the children, with `Nested` in place of those that are quantized themselves.
+        parts: the children, with `Nested` in place of parts that are quantized themselves.
         static: the static attributes of the array.
         is_awaited: whether to wait for the elements of a scale that is on an accelerator.
     """
@@ -229,7 +229,7 @@ def _check_types(function: str, argument: str, types: ArrayParts, shape: tuple[i
         name = f"{argument}.zero_point"
         expected = f"None, because {codebook or codes_dtype} has no zero point"
         checks.require(has_zero_point, function, name, expected, f"an array of {describe_part(zero_point)}")
-        expected = f"dtype {codes_dtype}, that of the codes, or {dtypes.list_names(dtypes.FLOATS)}"
+        expected = f"dtype {codes_dtype}, as the codes have, or {dtypes.list_names(dtypes.FLOATS)}"
         is_known = zero_point.dtype == codes_dtype or zero_point.dtype in dtypes.FLOATS
         checks.require_type(is_known, function, name, expected, zero_point.dtype)
         _check_aligned(function, name, zero_point.shape, shape, block_size)
@@ -286,7 +286,7 @@ def _check_aligned(
     """Check that a scale, a zero point or an offset of this shape has an entry for each of the codes."""
     if granularity.Aligned(block_size).sizes(shape, codes) is None:
         blocks = "blocks that divide it evenly" if block_size is None else f"its blocks of {block_size}"
-        expected = f"the rank of the codes, {codes}, and each dimension 1, that of the codes, or the number of {blocks}"
+        expected = f"the rank of the codes, {codes}, and each dimension 1, the codes' length, or the number of {blocks}"
         checks.refuse(function, argument, expected, f"shape {shape}")
 
 
@@ -441,7 +441,7 @@ def describe_array(parts: ArrayParts, static: ArrayStatic, children: ArrayParts)
     """Return the dtypes and shapes of an array, without numbers; the children themselves if they are not arrays.
 
     Args:
-        parts: the children, with `Nested` in place of those that are quantized themselves.
+        parts: the children, with `Nested` in place of parts that are quantized themselves.
         static: the static attributes.
         children: the children, whose bytes are counted.
     """
@@ -695,7 +695,7 @@ def _decode_packing(function: str, argument: str, fields: object) -> Packing | N
 
 
 def decode_dtype(function: str, argument: str, name: object, allowed: Sequence[Any]) -> Any:
-    """Return the allowed dtype, or narrow integer, with this name; `np.dtype` does not know those of ml_dtypes."""
+    """Return the allowed dtype, or narrow integer, with this name; `np.dtype` does not know the names of ml_dtypes."""
     for dtype in allowed:
         if dtype.name == name:
             return dtype

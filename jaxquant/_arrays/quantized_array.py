@@ -374,12 +374,12 @@ class QuantizedArray(RefusedOperators):
 
     @property
     def _parts(self) -> parts.ArrayParts:
-        """The children, with the codes as they are in memory, also those of a lazy transpose."""
+        """The children, with the codes as they are in memory, also of a lazy transpose."""
         return parts.ArrayParts(self._stored, self.scale, self.zero_point, self.offset, self.permutation)
 
     @property
     def _order(self) -> parts.StoredOrder:
-        """The order of the codes in memory, also that of a lazy transpose."""
+        """The order of the codes in memory, also of a lazy transpose."""
         return self._static.stored_order
 
     def _with_stored(
@@ -784,7 +784,7 @@ def check_form(function: str, argument: str, q: QuantizedArray, supports: Sequen
         function: the public function that errors name.
         argument: the argument that errors name.
         q: the array.
-        supports: those of `FORMS` that the function supports.
+        supports: the entries of `FORMS` that the function supports.
     """
     for form in list_forms(q):
         if form not in supports:
@@ -844,7 +844,7 @@ def unpack_checked(q: QuantizedArray) -> QuantizedArray:
 
 
 def pack_checked(q: QuantizedArray, held: np.dtype | dtypes.NarrowInteger) -> QuantizedArray:
-    """Return an array with its codes packed as those of a format, which holds all of them; it has been checked."""
+    """Return an array with its codes packed as a format packs them, which holds all of them; it has been checked."""
     packing = parts.Packing(held, q._stored.shape[-1])
     stored = parts.pack_codes(q._stored, packing)
     new = QuantizedArray.tree_unflatten(q._static._replace(packing=packing), q._parts._replace(codes=stored))
@@ -854,11 +854,12 @@ def pack_checked(q: QuantizedArray, held: np.dtype | dtypes.NarrowInteger) -> Qu
 
 def _check_children(function: str, argument: str, q: QuantizedArray, *, is_awaited: bool) -> QuantizedArray:
     children, static = q._parts, q._static
-    nested: dict[str, QuantizedArray] = {}
-    for name in ("scale", "offset"):
-        part = getattr(q, name)
-        if isinstance(part, QuantizedArray):
-            nested[name] = _check_nested(function, f"{argument}.{name}", part, is_awaited=is_awaited)
+    supports = [form for form in FORMS if form not in ("nested", "permutation")]  # of a scale that is quantized itself
+    nested = {
+        name: check_array(function, f"{argument}.{name}", part, supports=supports, is_awaited=is_awaited)
+        for name, part in (("scale", q.scale), ("offset", q.offset))
+        if isinstance(part, QuantizedArray)
+    }
     types = {name: parts.Nested(dtypes.FLOAT32, part.shape) for name, part in nested.items()}
     checked = parts.check_parts(function, argument, children._replace(**types), static, is_awaited=is_awaited)
     checked = checked._replace(**nested)
@@ -870,12 +871,6 @@ def _check_children(function: str, argument: str, q: QuantizedArray, *, is_await
         object.__setattr__(q, "_is_lazy", is_lazy)
     object.__setattr__(q, "_is_checked", True)
     return q
-
-
-def _check_nested(function: str, argument: str, q: QuantizedArray, *, is_awaited: bool) -> QuantizedArray:
-    """Check a scale or an offset that is quantized itself; return it with JAX arrays."""
-    supports = [form for form in FORMS if form not in ("nested", "permutation")]
-    return check_array(function, argument, q, supports=supports, is_awaited=is_awaited)
 
 
 def _check_nested_scale(function: str, argument: str, q: QuantizedArray, *, is_awaited: bool) -> None:
@@ -890,7 +885,7 @@ def _check_nested_scale(function: str, argument: str, q: QuantizedArray, *, is_a
 
 
 def _describe_nested(q: QuantizedArray) -> parts.Nested:
-    """Return the shape of a nested scale, and a name for its dtype: that of the codes times that of their scale."""
+    """Return the shape of a nested scale, and a name for its dtype, "codes*scale"."""
     try:
         static = q._static
         name = static.codebook or (static.packing.format if static.packing else q._stored.dtype)

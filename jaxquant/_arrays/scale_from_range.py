@@ -65,8 +65,13 @@ def derive_range_shape(function: str, spec: QuantSpec, shape: tuple[int, ...]) -
 
 def derive_block_size(spec: QuantSpec) -> int | None:
     """Return the block size of the scale, or else of the zero point; None if neither has blocks."""
-    sizes = _list_block_sizes(spec)
-    return sizes[0] if sizes else None
+    pair = (spec.granularity, spec.zero_point_granularity)
+    sizes = [granularity.size for granularity in pair if isinstance(granularity, granularities.Blocked)]
+    for size in sizes:
+        if isinstance(size, tuple):
+            expected = "blocks with the same size along each axis, because only jq.quantize takes others"
+            checks.refuse("QuantSpec", "granularity", expected, size)
+    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def check_block_sizes(function: str, spec: QuantSpec, rank: int) -> granularities.BlockSize:
@@ -97,17 +102,6 @@ def derive_stored_block_size(function: str, spec: QuantSpec, shape: tuple[int, .
         return size
     full = (1,) * (len(shape) - len(size)) + size
     return granularities.shorten_block_size(tuple(n if cut else 1 for n, cut in zip(full, is_cut, strict=True)))
-
-
-def _list_block_sizes(spec: QuantSpec) -> list[int]:
-    """Return the block sizes of the scale and of the zero point, in this order, if they have blocks."""
-    pair = (spec.granularity, spec.zero_point_granularity)
-    sizes = [granularity.size for granularity in pair if isinstance(granularity, granularities.Blocked)]
-    for size in sizes:
-        if isinstance(size, tuple):
-            expected = "blocks with the same size along each axis, because only jq.quantize takes others"
-            checks.refuse("QuantSpec", "granularity", expected, size)
-    return [size for size in sizes if isinstance(size, int)]
 
 
 def compute_scale_and_zero_point(

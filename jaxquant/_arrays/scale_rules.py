@@ -21,7 +21,7 @@ from .._core import dtypes, recording
 
 ScaleRule = Literal["rceil", "floor", "ceil", "even", "nearest", "compressed_tensors", "modelopt"]
 Ties = Literal["even", "toward_zero"]
-# The rules of powers of two, and those of scales that are quantized themselves.
+# The rules for powers of two, and the rules for scales that are quantized themselves.
 RULES: tuple[str, ...] = get_args(ScaleRule)[:-1]
 NESTED_RULES: tuple[str, ...] = ("modelopt", "compressed_tensors")
 TIES: tuple[str, ...] = get_args(Ties)
@@ -45,7 +45,8 @@ def compute_power(rule: str, largest: jax.Array, scale: jax.Array, codes: np.dty
         dtype: Static. The dtype of the dequantized values.
     """
     form = describe_power(rule, codes, dtype)
-    exponent = _read_exponent(scale if form.is_quotient else largest, form.added) - np.int32(form.lowered)
+    bits = lax.bitcast_convert_type(scale if form.is_quotient else largest, jnp.int32)
+    exponent = ((bits + np.int32(form.added)) >> 23) - np.int32(form.lowered)
     power = lax.bitcast_convert_type(jnp.clip(exponent, 1, form.most) << 23, jnp.float32)
     return jnp.where(jnp.isfinite(scale), power, scale)
 
@@ -83,11 +84,6 @@ def describe_power(rule: str, codes: np.dtype, dtype: np.dtype) -> PowerForm:
         "compressed_tensors": _ONE_BITS >> 2,
     }[rule]
     return PowerForm(False, added, emax, most)
-
-
-def _read_exponent(value: jax.Array, added: int) -> jax.Array:
-    """Return the exponent field of positive float32 values, after something was added to their digits."""
-    return (lax.bitcast_convert_type(value, jnp.int32) + np.int32(added)) >> 23
 
 
 @recording.mark(

@@ -42,7 +42,7 @@ class Codebook:
 
     Attributes:
         name: the name that `repr` prints for an array or a spec with this codebook.
-        levels: 4, 8, 16 or 256 numbers, at least two of which differ; their codes are uint2, uint4, uint4 or uint8,
+        levels: 4, 8, 16 or 256 numbers, not all equal; their codes are uint2, uint4, uint4 or uint8,
             respectively. They are rounded to float32. Of the codes of 8 levels only the last three bits count.
 
     Raises:
@@ -238,11 +238,6 @@ nf4 = Codebook(
 """4-bit NormalFloat: Dettmers et al., arXiv 2305.14314, appendix E."""
 
 
-def read_carrier(dtype: Format) -> np.dtype:
-    """Return the dtype of the codes: a dtype itself, or the one of narrow integers or of a codebook's indices."""
-    return dtype.carrier if isinstance(dtype, Codebook | NarrowInteger) else dtype
-
-
 def read_format(
     function: str, argument: str, value: object, allowed: Sequence[np.dtype | NarrowInteger]
 ) -> np.dtype | NarrowInteger:
@@ -260,7 +255,6 @@ def read_format(
 
 _SPEC = "QuantSpec"
 _PER_TENSOR = PerTensor()
-_EIGHT_BITS = (np.dtype(np.int8), np.dtype(np.uint8))
 _SCALES = (*dtypes.FLOATS, dtypes.E8M0)
 
 
@@ -315,7 +309,7 @@ class QuantSpec:
         ties: what a value halfway between two codes becomes: "even", the code with an even last digit; or
             "toward_zero", the code of the smaller magnitude, as ModelOpt, GGUF and MLX on a CPU round MXFP4. Only
             float4 takes the latter.
-        zero_point_granularity: which elements share a zero point. By default those that share a scale.
+        zero_point_granularity: which elements share a zero point. By default the elements that share a scale.
         reduce_range: True for codes of 7 bits in an int8 or uint8: -64 to 64, or 0 to 127, as with `reduce_range` of
             ONNX Runtime's quantizer. Products of such weights with uint8 activations are exact in ONNX Runtime on every
             processor; with 8 bits their sums saturate on x86-64 without VNNI.
@@ -324,7 +318,7 @@ class QuantSpec:
         scale_spec: how the scales, and the offsets, are quantized themselves, or None. Its granularity counts the
             dimensions of the scale: `Blocked(-1, 8)` are eight blocks of x. The codes are computed with the scales that
             result. Its dtype is one of integers or small floats. Unsigned integers hold the offsets negated, so that a
-            range then includes 0 or what is below it. The other attributes of the scale are those of `scale_spec`.
+            range then includes 0 or what is below it. The scale has the other attributes of `scale_spec`.
             Each scale is rounded to the nearest one, so that the largest values of a block may saturate.
             NVFP4 is float4 with `QuantSpec("float8_e4m3fn")`: float8 scales times one float32 scale.
 
@@ -365,7 +359,7 @@ class QuantSpec:
         self._check_flags(symmetric, narrow)
         expected = "False, because only codes of 8 bits have a reduced range"
         checks.require(
-            not self.reduce_range or dtype in _EIGHT_BITS, _SPEC, "reduce_range", expected, f"True with {dtype}"
+            not self.reduce_range or dtype in dtypes.EIGHT_BITS, _SPEC, "reduce_range", expected, f"True with {dtype}"
         )
         checks.require(
             is_integer or symmetric, _SPEC, "symmetric", f"True, because {dtype} has no zero point", symmetric
@@ -492,7 +486,7 @@ class QuantSpec:
     @property
     def carrier(self) -> np.dtype:
         """The dtype of the codes: `dtype`, int8 or uint8 for narrow integers, or the dtype of a codebook's indices."""
-        return read_carrier(self.dtype)
+        return self.dtype.carrier if isinstance(self.dtype, Codebook | NarrowInteger) else self.dtype
 
     @property
     def codebook(self) -> Codebook | None:

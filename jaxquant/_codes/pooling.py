@@ -136,13 +136,7 @@ def average_pool(
     return make_array(codes, result, q.dtype)
 
 
-def mean(
-    q: Codes,
-    axis: int | Sequence[int] | None = None,
-    keepdims: bool = False,
-    *,
-    output: Output,
-) -> Any:
+def mean(q: Codes, axis: int | Sequence[int] | None = None, keepdims: bool = False, *, output: Output) -> Any:
     """Return the mean along axes, as ONNX Runtime's QLinearGlobalAveragePool and QLinearReduceMean do.
 
     The codes are what `qlinear_reduce_mean` returns: the sum of the codes is exact.

@@ -207,7 +207,7 @@ def encode_small_float(value: jax.Array, dtype: np.dtype, saturate: bool) -> jax
     signed = code + jnp.where(negative, sign_bit, 0)
     if _is_fnuz(dtype):  # the code of -0 means NaN, so a zero gets the code of +0 and an overflow the code of -0
         signed = jnp.where(code == 0, 0, jnp.where(code > largest, sign_bit, signed))
-    nan = sign_bit if is_float4 or _is_fnuz(dtype) else _read_nan_code(dtype)
+    nan = sign_bit if is_float4 or _is_fnuz(dtype) else int(np.asarray(np.nan, dtype).view(np.uint8)) & 0x7F
     signed = jnp.where(jnp.isnan(value), nan, signed)
     return lax.bitcast_convert_type(signed.astype(_view_unsigned(dtype)), dtype)
 
@@ -265,10 +265,6 @@ def _view_unsigned(dtype: np.dtype) -> np.dtype:
 
 def _read_largest_code(dtype: np.dtype) -> int:
     return int(np.asarray(jnp.finfo(dtype).max, dtype).view(np.uint8))
-
-
-def _read_nan_code(dtype: np.dtype) -> int:
-    return int(np.asarray(np.nan, dtype).view(np.uint8)) & 0x7F
 
 
 def _is_fnuz(dtype: np.dtype) -> bool:

@@ -237,12 +237,7 @@ def derive_scale_shape(function: str, granularity: Choice, shape: tuple[int, ...
 
 
 def resolve_onnx(
-    function: str,
-    argument: str,
-    scale: jax.Array,
-    shape: tuple[int, ...],
-    axis: int,
-    block_size: int,
+    function: str, argument: str, scale: jax.Array, shape: tuple[int, ...], axis: int, block_size: int
 ) -> Granularity:
     """Return the granularity of an ONNX operator's scale, read from its shape; raise for any other shape.
 
@@ -252,7 +247,11 @@ def resolve_onnx(
     checks.check_integer(function, "block_size", block_size)
     checks.require(block_size >= 0, function, "block_size", "0 or a positive integer", block_size)
     if block_size > 0:
-        return _resolve_blocked(function, argument, scale, shape, axis, block_size)
+        dimension = checks.check_axis(function, axis, len(shape))
+        expected = (*shape[:dimension], -(-shape[dimension] // block_size), *shape[dimension + 1 :])
+        reason = f"x has shape {shape}, axis={axis}, block_size={block_size}"
+        checks.check_shape(function, argument, scale, expected, reason)
+        return Blocked(dimension, int(block_size))
     checks.check_integer(function, "axis", axis)
     if scale.ndim == 0 or scale.shape == (1,):
         return PerTensor()
@@ -269,28 +268,11 @@ def resolve_onnx(
     return PerAxis(dimension)
 
 
-def _resolve_blocked(
-    function: str,
-    argument: str,
-    scale: jax.Array,
-    shape: tuple[int, ...],
-    axis: int,
-    block_size: int,
-) -> Blocked:
-    dimension = checks.check_axis(function, axis, len(shape))
-    blocks = -(-shape[dimension] // block_size)
-    expected = (*shape[:dimension], blocks, *shape[dimension + 1 :])
-    reason = f"x has shape {shape}, axis={axis}, block_size={block_size}"
-    checks.check_shape(function, argument, scale, expected, reason)
-    return Blocked(dimension, int(block_size))
-
-
 def check_matching(function: str, argument: str, zero_point: jax.Array, scale: jax.Array, scale_name: str) -> None:
     """Raise ContractValueError unless a zero point has the shape of its scale; () matches (1,), as in ONNX Runtime."""
     single = ((), (1,))
     if not (zero_point.shape in single and scale.shape in single):
-        reason = f"the shape of {scale_name}"
-        checks.check_shape(function, argument, zero_point, scale.shape, reason)
+        checks.check_shape(function, argument, zero_point, scale.shape, f"the shape of {scale_name}")
 
 
 def resolve_axis(function: str, axis: int | None, shape: tuple[int, ...]) -> Granularity:

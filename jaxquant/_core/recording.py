@@ -183,22 +183,16 @@ def mark(name: str, find_results: Callable[..., Any], batch: Callable[..., Any] 
                 return function(*positional, **named)
             bound = signature.bind(*positional, **named)
             bound.apply_defaults()
-            return _bind(name, function, find_results, batch, bound.arguments)
+            arguments = bound.arguments
+            results = find_results(**arguments)
+            is_single = not isinstance(results, list)
+            is_array = {key: isinstance(value, jax.Array | np.ndarray | np.generic) for key, value in arguments.items()}
+            statics = tuple((key, OPERAND if is_array[key] else value) for key, value in arguments.items())
+            pairs = tuple((tuple(shape), np.dtype(dtype)) for shape, dtype in ([results] if is_single else results))
+            operands = [jnp.asarray(value) for key, value in arguments.items() if is_array[key]]
+            outputs = _make_primitive().bind(*operands, mark=Mark(name, function, statics, pairs, is_single, batch))
+            return outputs[0] if is_single else tuple(outputs)
 
         return call_or_bind  # type: ignore[return-value]
 
     return decorate
-
-
-def _bind(
-    name: str, function: Callable[..., Any], find_results: Callable[..., Any], batch: Callable[..., Any] | None,
-    arguments: dict[str, Any],
-) -> Any:  # fmt: skip
-    results = find_results(**arguments)
-    is_single = not isinstance(results, list)
-    is_array = {key: isinstance(value, jax.Array | np.ndarray | np.generic) for key, value in arguments.items()}
-    statics = tuple((key, OPERAND if is_array[key] else value) for key, value in arguments.items())
-    pairs = tuple((tuple(shape), np.dtype(dtype)) for shape, dtype in ([results] if is_single else results))
-    operands = [jnp.asarray(value) for key, value in arguments.items() if is_array[key]]
-    outputs = _make_primitive().bind(*operands, mark=Mark(name, function, statics, pairs, is_single, batch))
-    return outputs[0] if is_single else tuple(outputs)

@@ -383,17 +383,13 @@ def _add_entries(table: jax.Array, codes: jax.Array, shift: jax.Array) -> jax.Ar
     # No byte of a sum exceeds 255, so one addition shifts the four codes of a word.
     shifts = lax.optimization_barrier(cut_tiles(shift.astype(jnp.uint32) * np.uint32(0x01010101))[:, :, 0])
 
-    def add_word(total: jax.Array, word: jax.Array) -> jax.Array:
-        word = word + shifts
-        for byte in range(_BYTES):
-            index = lax.shift_right_logical(word, np.uint32(8 * byte)) & np.uint32(255)
-            total = total + look_up(table, index.astype(jnp.uint8))
-        return total
-
     def add_step(step: jax.Array, total: jax.Array, *, size: int) -> jax.Array:
         part = lax.dynamic_slice_in_dim(tiles, step * size, size, 1)
         for i in range(size):
-            total = add_word(total, part[:, i])
+            word = part[:, i] + shifts
+            for byte in range(_BYTES):
+                index = lax.shift_right_logical(word, np.uint32(8 * byte)) & np.uint32(255)
+                total = total + look_up(table, index.astype(jnp.uint8))
         return total
 
     # XLA would reduce in another order than these loops.

@@ -110,7 +110,9 @@ class ReplacingInterpreter(Interpreter):
         """Return the results of an equation: what the mode makes of it, or what JAX computes on arrays."""
         address = visit.address
         if jaxpr.read_name(equation) in jaxpr.REDUCTIONS and jaxpr.is_clipped(visit.program, equation.invars[0]):
-            operands = [self._write_clipped(operands[0])]
+            # XLA:CPU would fuse the clip with the reduction, and write an array of equal elements for its bound.
+            x = operands[0]
+            operands = [x if self.mode.is_parameter(x) or self.mode.is_codes(x) else barriers.compute_once(x)]
         site = self.analysis.sites.get(address)
         if site is not None and self.mode.replaces(site):
             scope = jaxpr.read_scope(equation) or site.operation
@@ -138,13 +140,6 @@ class ReplacingInterpreter(Interpreter):
             with _name_scope(jaxpr.read_scope(equation)):
                 return self.enter(equation, operands, visit)
         return self.compute_equation(equation, self.read_arrays(operands), visit)
-
-    def _write_clipped(self, value: object) -> Any:
-        """Return the result of a clip, which a reduction reads, as an array that XLA:CPU writes to memory.
-
-        XLA:CPU would fuse a clip with a reduction, and write an array of equal elements for the bound of the clip.
-        """
-        return value if self.mode.is_parameter(value) or self.mode.is_codes(value) else barriers.compute_once(value)
 
     def can_move(self, equation: Equation, operands: Sequence[Any]) -> bool:
         """Return whether the elements of parameters can be moved in their form."""
@@ -231,7 +226,11 @@ class ReplacingInterpreter(Interpreter):
 
         branches = [make_branch(*item) for item in enumerate(jaxpr.read_branches(equation))]
         # Each branch returns the records of all, because branches must return trees of one structure.
-        results, updated = _switch(jaxpr.read_platforms(equation), index, branches, records)
+        platforms = jaxpr.read_platforms(equation)
+        if platforms is None:
+            results, updated = lax.switch(index, branches, records)
+        else:
+            results, updated = run_branch(platforms, branches, records)
         if self.mode.updates_records:
             self.records |= updated
         return results
@@ -302,18 +301,6 @@ class ReplacingInterpreter(Interpreter):
         moved, common = lax.while_loop(check_any, step, (carried, shared if updates else {}))
         self.records |= common
         return _merge_carries(carries, moved, invariant)
-
-
-def _switch(
-    platforms: Sequence[Sequence[str] | None],
-    index: jax.Array,
-    branches: Sequence[Callable[..., Any]],
-    records: Records,
-) -> Any:
-    """Return the results of the branch of an index, or of the platform for which the program is compiled."""
-    if platforms is None:
-        return lax.switch(index, branches, records)
-    return run_branch(platforms, branches, records)
 
 
 def _select_examples(going: jax.Array, new: Any, old: Any) -> Any:

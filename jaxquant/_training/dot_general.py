@@ -134,11 +134,7 @@ class DotContraction(NamedTuple):
         self, index: int, qs: Sequence[QuantizedArray], g: jax.Array | QuantizedArray, key: jax.Array | None
     ) -> jax.Array:
         """Return the float32 cotangent of the operand `index`, computed by an integer contraction."""
-        terms, out = self._label_dimensions(qs)
-        return compute_operand_cotangent(self.function, index, terms, out, qs, g, key)
-
-    def _label_dimensions(self, qs: Sequence[QuantizedArray]) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
-        """Return the labels of the dimensions of both operands and of the result, as an einsum would name them."""
+        # The labels of the dimensions of both operands and of the result, as an einsum would name them.
         left, right = match_roles(self.function, qs[0], qs[1], self.numbers)
         terms = []
         for side, (q, role) in enumerate(zip(qs, (left, right), strict=True)):
@@ -152,4 +148,4 @@ class DotContraction(NamedTuple):
         # The result has the batch dimensions first, then the free dimensions of each operand.
         batch = tuple(terms[0][a] for a in left.batch)
         frees = (terms[i][a] for i, role in enumerate((left, right)) for a in role.free)
-        return terms, (*batch, *frees)
+        return compute_operand_cotangent(self.function, index, terms, (*batch, *frees), qs, g, key)

@@ -373,7 +373,7 @@ def _make_positive(scale: jax.Array, reach: jax.Array) -> jax.Array:
     return jnp.where(jnp.abs(reach) < tiny, _ONE, jnp.maximum(scale, tiny))
 
 
-# How a trained scale and a trained zero point become the ones of codes.
+# How a trained scale and a trained zero point become the scale and the zero point of codes.
 
 
 def read_learned_scale(spec: QuantSpec, scale: jax.Array) -> jax.Array:

@@ -43,7 +43,7 @@ def fake_quantize(
     from x, the gradient treats them as constants.
 
     An offset, and scales that are quantized themselves, are found from x: such a spec takes no scale and no zero point,
-    and only `StraightThrough()`. Its gradient passes everywhere, because the range is that of x.
+    and only `StraightThrough()`. Its gradient passes everywhere, because the range is the range of x.
 
     Args:
         x: the values, float32, float16 or bfloat16, of any shape. A Python number becomes float32.

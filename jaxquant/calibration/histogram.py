@@ -102,7 +102,7 @@ class Settings(NamedTuple):
     @property
     def coarse(self) -> int:
         """The number of bins on each side of 0 that are divided; 0 without fine bins."""
-        return choose_coarse(self.bins) if self.has_fine and self.bins <= _MOST_BINS else 0
+        return min(COARSE, self.bins // 4) if self.has_fine and self.bins <= _MOST_BINS else 0
 
     @property
     def fine(self) -> int:
@@ -126,11 +126,6 @@ def build_histogram_calibrator(
     make_empty = functools.partial(_make_empty, settings)
     update = functools.partial(_update, settings=settings)
     return build_calibrator(Parts(function, settings.spec, make_empty, update, _merge_states, _reduce_states, finish))
-
-
-def choose_coarse(bins: int) -> int:
-    """Return the number of bins on each side of 0 that are divided into fine bins."""
-    return min(COARSE, bins // 4)
 
 
 def count_bins(state: HistogramState) -> int:

@@ -99,7 +99,8 @@ def _finish(state: HistogramState, *, q: float, symmetric: bool) -> tuple[jax.Ar
 def _cut_pieces(state: HistogramState, symmetric: bool) -> tuple[Words, jax.Array, jax.Array]:
     """Return the counts of adjacent intervals in ascending order, and the starts and lengths of these, in bins."""
     half = histogram.count_bins(state) // 2
-    below, above = (jax.tree.map(lambda v, part=part: v[..., part], state.counts) for part in _split_halves(half))
+    halves = (slice(None, half), slice(half, None))
+    below, above = (jax.tree.map(lambda v, part=part: v[..., part], state.counts) for part in halves)
     zeros = jax.tree.map(lambda v: v[..., None], state.zeros)
     start, end = np.arange(half, dtype=np.float32), np.arange(1, half + 1, dtype=np.float32)
     if state.fine is not None:
@@ -141,10 +142,6 @@ def _list_divided_bins(half: int, coarse: int) -> tuple[np.ndarray, np.ndarray]:
     near = (octaves[:, None] * (1 + np.arange(coarse) / coarse)).reshape(-1)
     start = np.concatenate([[0], near, np.arange(coarse, half)])
     return start.astype(np.float32), np.append(start[1:], half).astype(np.float32)
-
-
-def _split_halves(half: int) -> tuple[slice, slice]:
-    return slice(None, half), slice(half, None)
 
 
 def _compute_value(counts: Words, start: jax.Array, span: jax.Array, share: Fraction) -> jax.Array:

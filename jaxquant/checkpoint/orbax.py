@@ -92,7 +92,7 @@ def load_orbax(path: str | os.PathLike[str], like: Any = None) -> Any:
         if like is None:
             return restore_tree(_LOAD, checkpointer.restore(os.path.abspath(path)))
         like_saved = _use_saved_orders(lambda: checkpointer.metadata(os.path.abspath(path)).item_metadata.tree, like)
-        # Orbax needs the stored dtypes and shapes, not the ones of the quantized arrays.
+        # Orbax needs the stored dtypes and shapes, not the dtypes and shapes of the quantized arrays.
         target = jax.tree.map(
             lambda leaf: _make_target(leaf) if is_stored_apart(leaf) else leaf, like_saved, is_leaf=is_stored_apart
         )

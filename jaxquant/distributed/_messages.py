@@ -168,12 +168,8 @@ def _move_part(part: jax.Array, move: _Move, rows: int) -> jax.Array:
 def move_plain(x: jax.Array, move: _Move) -> jax.Array:
     """Return an array that is not quantized after a collective has moved it; integers of less than 8 bits as bytes."""
     # All-gathers of 2-bit integers corrupt the memory of XLA:CPU.
-    return move(x.astype(jnp.int8)).astype(x.dtype) if _is_narrow(x.dtype) else move(x)
-
-
-def _is_narrow(dtype: np.dtype) -> bool:
-    """Return whether a dtype is one of integers of less than 8 bits."""
-    return dtype in dtypes.INTEGERS and dtypes.count_bits(dtype) < 8
+    is_narrow = x.dtype in dtypes.INTEGERS and dtypes.count_bits(x.dtype) < 8
+    return move(x.astype(jnp.int8)).astype(x.dtype) if is_narrow else move(x)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

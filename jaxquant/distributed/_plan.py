@@ -459,7 +459,10 @@ def make_plan(
     _check_sizes(sizes, mesh, batch, sequence)
     make_step = make_training_step if is_training else make_decoding_step
     step = make_step(sizes, form, batch, sequence)
-    stored = {name: _count_local(step.arguments[i], step.in_specs[i], mesh) for name, i in step.stored.items()}
+    stored = {
+        name: _count_all_bytes(_local_shapes(step.arguments[i], step.in_specs[i], mesh))
+        for name, i in step.stored.items()
+    }
     abstract = AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
     jaxpr = jax.make_jaxpr(step.map_over(abstract))(*step.arguments)
     if is_training:
@@ -491,9 +494,8 @@ def _is_spec(node: object) -> bool:
 # Bytes of arrays.
 
 
-def _count_local(tree: object, specs: object, mesh: Mapping[str, int]) -> int:
-    """Return the bytes of the parts of arrays that one device holds."""
-    shapes = _local_shapes(tree, specs, mesh)
+def _count_all_bytes(shapes: object) -> int:
+    """Return the bytes of all arrays of a tree."""
     return sum(_count_bytes(leaf) for leaf in jax.tree.leaves(shapes))
 
 
@@ -516,7 +518,7 @@ def _count_moments(form: _Format, step: _ShardedStep, mesh: Mapping[str, int]) -
     """Return the bytes of Adam's two moments of the parameters on one device, cut as the parameters are."""
     shards = jax.tree.leaves(_local_shapes(step.arguments[0], step.in_specs[0], mesh))
     moments = [_make_shape((math.prod(shard.shape),), jnp.float32, form.moments) for shard in shards]
-    return 2 * sum(_count_bytes(leaf) for leaf in jax.tree.leaves(moments))
+    return 2 * _count_all_bytes(moments)
 
 
 def _count_bytes(leaf: Any) -> int:

@@ -115,7 +115,8 @@ def read_checked_model(source: Source, limits: Limits) -> onnx.ModelProto:
         _check_opsets(model)
         _check_node_count(model, limits)
         _run_checker(model)
-        load_external_data(model, locate_folder(source), limits)
+        folder = pathlib.Path(source).resolve().parent if isinstance(source, str | os.PathLike) else None
+        load_external_data(model, folder, limits)
     except ModelError:
         raise
     except Exception as error:  # names that are no UTF-8, and other text that protobuf decodes late
@@ -276,11 +277,6 @@ def load_external_data(model: onnx.ModelProto, folder: pathlib.Path | None, limi
         tensor.ClearField("external_data")
         tensor.ClearField("data_location")
         tensor.raw_data = data
-
-
-def locate_folder(source: Source) -> pathlib.Path | None:
-    """Return the folder of a model's file, or None for a model that is no file."""
-    return pathlib.Path(source).resolve().parent if isinstance(source, str | os.PathLike) else None
 
 
 def _decode(data: bytes) -> onnx.ModelProto:

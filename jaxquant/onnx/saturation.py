@@ -16,11 +16,11 @@ import dataclasses
 import functools
 import os
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, inliner, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, inliner, numpy_helper
 
 from .._core import checks, dtypes
 from .limits import Limits
@@ -294,7 +294,8 @@ class _Scope:
     def list_products(self) -> Iterator[_Use]:
         """Yield the products that can saturate."""
         for node in self.graph.node:
-            for operands in PRODUCTS.get((_read_domain(node), node.op_type), ()):
+            domain = "" if node.domain == "ai.onnx" else node.domain
+            for operands in PRODUCTS.get((domain, node.op_type), ()):
                 match = self._match_weights(node, operands)
                 if match is None:
                     continue
@@ -471,7 +472,8 @@ def _read_scope(graph: GraphProto, parent: _Scope | None) -> _Scope:
     else:
         scope = _Scope(graph, parent, _extend(parent.types), _extend(parent.constants), _extend(parent.producers))
     scope.constants.update({tensor.name: tensor for tensor in graph.initializer})
-    scope.types.update(_read_types((*graph.input, *graph.value_info, *graph.output)))
+    kinds = {x.name: x.type.tensor_type.elem_type for x in (*graph.input, *graph.value_info, *graph.output)}
+    scope.types.update({name: kind for name, kind in kinds.items() if kind})
     scope.types.update({tensor.name: tensor.data_type for tensor in graph.initializer})
     for node in graph.node:
         scope.producers.update(dict.fromkeys(node.output, node))
@@ -485,11 +487,6 @@ def _read_scope(graph: GraphProto, parent: _Scope | None) -> _Scope:
 def _extend(outer: MutableMapping[str, _T]) -> MutableMapping[str, _T]:
     """Return an empty mapping with `outer` behind it: a copy for each of thousands of subgraphs would take long."""
     return ChainMap({}, *(outer.maps if isinstance(outer, ChainMap) else (outer,)))
-
-
-def _read_types(infos: Iterable[ValueInfoProto]) -> dict[str, int]:
-    kinds = {info.name: info.type.tensor_type.elem_type for info in infos}
-    return {name: kind for name, kind in kinds.items() if kind}
 
 
 # The position of the input that has the type of the first result; elsewhere it is the first input.
@@ -541,7 +538,3 @@ def _read_attributes(node: NodeProto) -> dict[str, Any]:
 
 def _get_input(node: NodeProto, position: int) -> str:
     return node.input[position] if len(node.input) > position else ""
-
-
-def _read_domain(node: NodeProto) -> str:
-    return "" if node.domain == "ai.onnx" else node.domain

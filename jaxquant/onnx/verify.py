@@ -295,8 +295,7 @@ def _open_session(
             copy.graph.output.append(helper.make_empty_tensor_value_info(name))
             if kind is not None:
                 copy.graph.output[-1].type.tensor_type.elem_type = kind
-    _widen_inputs(copy.graph)
-    _widen_outputs(copy.graph)
+    _widen_ends(copy.graph)
     return open_session(copy, level), points
 
 
@@ -319,16 +318,14 @@ def _read_narrow_type(graph: GraphProto, point: Any, constants: dict[str, int]) 
     return kind if kind in _NARROW else None
 
 
-def _widen_inputs(graph: GraphProto) -> None:
+def _widen_ends(graph: GraphProto) -> None:
+    """Make small floats among the inputs and the outputs of a graph float32, with a Cast to and from them."""
     for info in [info for info in graph.input if info.type.tensor_type.elem_type in _NARROW]:
         kind = info.type.tensor_type
         inner = f"{info.name}/narrow"
         exports.rename_tensors(graph.node, {info.name: inner})
         graph.node.insert(0, helper.make_node("Cast", [info.name], [inner], to=kind.elem_type))
         kind.elem_type = TensorProto.FLOAT
-
-
-def _widen_outputs(graph: GraphProto) -> None:
     for info in [info for info in graph.output if info.type.tensor_type.elem_type in _NARROW]:
         inner = f"{info.name}/narrow"
         exports.rename_tensors(graph.node, {info.name: inner})

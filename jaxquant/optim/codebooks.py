@@ -31,11 +31,6 @@ def _list_dynamic_levels() -> tuple[float, ...]:
     return (*(-level for level in positive[:0:-1]), 0.0, *positive)
 
 
-def _list_logarithmic_levels() -> tuple[float, ...]:
-    bits = _ONE - (np.arange(254, -1, -1, dtype=np.int32) << _SHIFT)
-    return (0.0, *bits.astype(np.int32).view(np.float32).tolist())
-
-
 dynamic = Codebook("dynamic", _list_dynamic_levels())
 """8 bits for values of both signs: 64 levels from 1/4 to 1, 32 from 1/16 to 1/4, and so on, down to 2**-14.
 
@@ -43,7 +38,8 @@ This is the dynamic map of Dettmers et al., arXiv 2110.02861, section 1.2, with 
 10, and with a level for -1.
 """
 
-logarithmic = Codebook("logarithmic", _list_logarithmic_levels())
+_POWERS = (_ONE - (np.arange(254, -1, -1, dtype=np.int32) << _SHIFT)).astype(np.int32).view(np.float32)
+logarithmic = Codebook("logarithmic", (0.0, *_POWERS.tolist()))
 """8 bits for values that are never negative: 0, and 8 levels in each power of two from 1 down to 2**-31."""
 
 

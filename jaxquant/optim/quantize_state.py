@@ -488,7 +488,8 @@ def run_in_order(function: Callable[[list[Any]], Any], held: Sequence[Any]) -> A
         chosen, waiting = _select_equations(waiting, outputs)
         if token:
             # Also what a part takes from outside, such as gradients: XLA would compute too much of them too early.
-            own = [atom for atom in given if atom in chosen.free and _is_numeric(atom)]
+            # A barrier does not accept keys of `jax.random`.
+            own = [atom for atom in given if atom in chosen.free and jnp.issubdtype(atom.aval.dtype, jnp.number)]
             arrays, _ = lax.optimization_barrier(([given[atom] for atom in own], token))
             values |= given | dict(zip(own, arrays, strict=True))
         _evaluate(chosen, values)
@@ -607,11 +608,6 @@ def _select_equations(equations: Sequence[Any], outputs: list[Any] | None) -> tu
 def _list_operands(equation: core.JaxprEqn) -> list[Any]:
     """Return the variables that an equation reads."""
     return [atom for atom in equation.invars if not isinstance(atom, core.Literal)]
-
-
-def _is_numeric(atom: Any) -> bool:
-    """Return whether a variable holds numbers. A barrier does not accept keys of `jax.random`."""
-    return jnp.issubdtype(atom.aval.dtype, jnp.number)
 
 
 def _evaluate(chosen: _Equations, values: dict[Any, Any]) -> None:

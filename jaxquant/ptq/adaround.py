@@ -185,7 +185,9 @@ def _refine_codes(
     nearest = _grid.encode_values(w, grid, spec)
     limits = (bounds[0].astype(nearest.dtype), bounds[1].astype(nearest.dtype))
     # Coordinate descent stops where no single code can be improved, and which of many such places depends on the start.
-    starts = (learned.astype(nearest.dtype), nearest, _round_with_feedback(w, hessian, grid, spec))
+    factors = jax.tree.map(lambda x: x[0], factor_groups(hessian[None], damping=_DAMPING, is_ordered=True))
+    with_feedback = quantize_group(w, hessian, grid, factors, spec=spec, sweeps=0)[0]
+    starts = (learned.astype(nearest.dtype), nearest, with_feedback)
     # `gptq` rounds values into which it has moved errors, so that its codes may not be among the two candidates.
     descents = [descend(w, jnp.clip(x, *limits), hessian, grid, spec, sweeps, limits) for x in starts]
     best, least = nearest, _compute_costs(w - _grid.decode_values(nearest, grid, spec), hessian)
@@ -193,12 +195,6 @@ def _refine_codes(
         cost = _compute_costs(w - _grid.decode_values(other, grid, spec), hessian)
         best, least = jnp.where(cost < least, other, best), jnp.minimum(cost, least)
     return best
-
-
-def _round_with_feedback(w: jax.Array, hessian: jax.Array, grid: Grid, spec: QuantSpec) -> jax.Array:
-    """Return the codes of `gptq`."""
-    factors = jax.tree.map(lambda x: x[0], factor_groups(hessian[None], damping=_DAMPING, is_ordered=True))
-    return quantize_group(w, hessian, grid, factors, spec=spec, sweeps=0)[0]
 
 
 def _compute_costs(errors: jax.Array, hessian: jax.Array) -> jax.Array:

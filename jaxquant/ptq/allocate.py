@@ -17,12 +17,13 @@ from .._arrays.spec import QuantSpec
 from .._core import checks
 from ..calibration import loop
 from ..transform import Prepared, Rule
-from ..transform.session import Session, Signature, TracedCall, describe_site, find_programs
+from ..transform.session import Session, Signature, TracedCall, describe_site, list_programs
 from .bit_plan import BitPlan, solve_plan
 from .methods import Nearest
 
 _NAME = "ptq.allocate_bits"
 FLOAT = "float"
+_EIGHT_BITS = ("int8", "uint8")  # the dtypes that have a reduced range
 
 
 def allocate_bits(
@@ -87,19 +88,21 @@ def allocate_bits(
     others = [Signature(call) for call in calls]
     measure = _make_measure(prepared, signature, others)
     # Each batch may have a program of its own, if it has other static arguments.
-    traced = [session.trace(*other.rebuild(other.arrays)) for other in find_programs(others)]
-    read = {path for call in traced for path in _list_replaced(prepared, call)}
+    traced = [session.trace(*other.rebuild(other.arrays)) for other in list_programs(others)]
+    replaced = [x for call in traced for x in call.analysis.sites.values() if call.plan.sites[x.name].is_replaced]
+    read = {path for site in replaced for path in describe_site(site, prepared.names).paths}
     missing = [prepared.names[leaf] for leaf in prepared.leaves if prepared.names[leaf] not in read]
     # No damage would be measured for it, and the least dtype would be the best one.
     expected, got = "batches that reach each weight that the rules quantize", f"none for {', '.join(missing[:4])}"
     checks.require(not missing, _NAME, "batches", expected, got)
     table: dict[str, dict[str, tuple[int, float]]] = {}
+    method = Nearest("searched")
     for leaf, plan in prepared.leaves.items():
         w, row = jnp.asarray(signature.arrays[leaf]), {}
         for name in names:
             # A dtype may contradict what the rule says, as a signed one an offset.
             with checks.prefix_errors(f"{prepared.names[leaf]} as {name}"), checks.name_errors(_NAME):
-                q = w if name == FLOAT else _round_leaf(w, _change_spec(plan.spec, name))
+                q = w if name == FLOAT else method.quantize(w, None, _change_dtype(plan.spec, name), -1)
             is_codes = isinstance(q, QuantizedArray)
             size = q.nbytes if isinstance(q, QuantizedArray) else parts.count_stored_bytes(w)
             row[name] = (int(size), measure(leaf, q.dequantize()) if is_codes else 0.0)  # type: ignore[union-attr]
@@ -114,23 +117,10 @@ def allocate_bits(
     )  # fmt: skip
 
 
-def _change_spec(spec: QuantSpec, name: str) -> QuantSpec:
-    """Return a spec with another dtype."""
-    return dataclasses.replace(spec, **_change_dtype(spec, name))
-
-
-def _change_dtype(spec: QuantSpec, name: str) -> dict[str, Any]:
-    """Return the attributes of a spec that another dtype changes: those that follow from the dtype."""
-    attributes = {"dtype": name, "symmetric": None, "narrow_range": None, "zero_point_granularity": None}
-    return {**attributes, "reduce_range": spec.reduce_range and _has_reduced_range(name)}
-
-
-def _has_reduced_range(name: str) -> bool:
-    return name in ("int8", "uint8")
-
-
-def _round_leaf(w: jax.Array, spec: QuantSpec) -> QuantizedArray:
-    return Nearest("searched").quantize(w, None, spec, -1)
+def _change_dtype(spec: QuantSpec, name: str) -> QuantSpec:
+    """Return a spec with another dtype, and with the attributes that follow from the dtype."""
+    follows: dict[str, Any] = {"symmetric": None, "narrow_range": None, "zero_point_granularity": None}
+    return dataclasses.replace(spec, dtype=name, reduce_range=spec.reduce_range and name in _EIGHT_BITS, **follows)
 
 
 def _make_measure(prepared: Prepared, signature: Signature, others: Sequence[Signature]) -> Any:
@@ -164,12 +154,6 @@ def _make_measure(prepared: Prepared, signature: Signature, others: Sequence[Sig
     return measure_damage
 
 
-def _list_replaced(prepared: Prepared, call: TracedCall) -> set[str]:
-    """Return the paths of the weights that contractions of a call get as codes."""
-    sites = [site for site in call.analysis.sites.values() if call.plan.sites[site.name].is_replaced]
-    return {path for site in sites for path in describe_site(site, prepared.names).paths}
-
-
 def _make_rules(prepared: Prepared, calls: Sequence[TracedCall], choices: Mapping[str, str]) -> tuple[Rule, ...]:
     """Return the rules of a prepared function, with another dtype for each weight in front."""
     changed: dict[Rule, int] = {}
@@ -179,9 +163,8 @@ def _make_rules(prepared: Prepared, calls: Sequence[TracedCall], choices: Mappin
         if not plan.sites[site.name].is_replaced:
             continue
         view = describe_site(site, prepared.names)
-        place, rule = next(
-            ((place, rule) for place, rule in enumerate(prepared.rules) if rule.matches(view)), (0, None)
-        )
+        matching = ((index, rule) for index, rule in enumerate(prepared.rules) if rule.matches(view))
+        index, rule = next(matching, (0, None))
         for path in view.paths:
             if rule is None or rule.weight is None or path not in choices:
                 continue
@@ -193,11 +176,11 @@ def _make_rules(prepared: Prepared, calls: Sequence[TracedCall], choices: Mappin
                 # The Weight that was measured, which belongs to another rule where the uses of a tied table differ.
                 weight = weights[path] or rule.weight
                 options = dict(weight.options)
-                if not _has_reduced_range(choices[path]):
+                if choices[path] not in _EIGHT_BITS:
                     options.pop("reduce_range", None)
                 weight = dataclasses.replace(weight, dtype=choices[path], options=options)
                 new = dataclasses.replace(rule, path=pattern, weight=weight)
-            changed.setdefault(new, place)
+            changed.setdefault(new, index)
     # In front, because the first rule that matches applies, and in their order: the rules for the uses of one parameter
     # may have different conditions. The rules of the function still hold for all other contractions.
     return (*sorted(changed, key=changed.__getitem__), *prepared.rules)

@@ -18,7 +18,7 @@ from .._program.jaxpr import Address, Body, Equation
 from .._program.replacing import Records, ReplacingInterpreter
 from ..calibration import loop
 from ..transform import Prepared, QuantizedTree
-from ..transform.session import InspectMode, Ranges, Session, TracedCall, find_programs
+from ..transform.session import InspectMode, Ranges, Session, TracedCall, list_programs
 from . import _grid, inputs, neighbors
 from ._grid import Axis, make_layout
 from .collect import MOMENTS, Statistics, finalize_moments, has_statistics, make_mode, make_states
@@ -123,7 +123,7 @@ def apply(
     loop.check_progress(_NAME, progress)
     checks.check_flag(_NAME, "match_floats", match_floats)
     can_match = not match_floats or not (data is None or isinstance(data, Statistics))
-    checks.require(can_match, _NAME, "data", "batches, with match_floats=True", _describe_data(data))
+    checks.require(can_match, _NAME, "data", "batches, with match_floats=True", checks.describe_value(data))
     has_data = data is not None or not _needs_data(method)
     checks.require(has_data, _NAME, "data", f"batches or statistics for {method}", "None")
     records, signature = session.read_new_ranges(ranges), session.parameters
@@ -284,10 +284,6 @@ def _solve_damped(second: jax.Array, product: jax.Array, damping: jax.Array) -> 
     return jnp.linalg.solve(second + ones * (damping * mean + jnp.finfo(jnp.float32).tiny), product)
 
 
-def _describe_data(data: object) -> str:
-    return "None" if data is None else type(data).__name__
-
-
 def _describe_inputs(moments: Moments) -> str:
     """Return what is unusual about some inputs, or ""."""
     inputs_count = moments.mean.shape[-1]
@@ -399,13 +395,13 @@ class _LayerInterpreter(ReplacingInterpreter):
         self.writers: dict[Address, list[tuple[int, str]]] = {}
         self.waiting: set[str] = set()
         if floats:
-            self._find_addends()
+            self._match_addends()
 
-    def _find_addends(self) -> None:
+    def _match_addends(self) -> None:
         graph = neighbors.make_call_graph(self.call)
         for site in self.analysis.sites.values():
             if has_statistics(self.call.plan, site):
-                array = neighbors.find_addend(graph, site)
+                array = neighbors.match_addend(graph, site)
                 for address, place in () if array is None else graph.program.list_writers(array):
                     self.writers.setdefault(address, []).append((place, site.name))
                     self.waiting.add(site.name)
@@ -551,7 +547,7 @@ def _run_layers(
     """
     calls = [session.trace(args, {**kwargs, **arguments}) for args, kwargs in batches]
     # The constants of two programs may differ, too, and are not part of their text.
-    count = len(find_programs([call.arguments for call in calls]))
+    count = len(list_programs([call.arguments for call in calls]))
     expected = "batches of one shape, dtype and static arguments, because they go through one program together"
     checks.require(count == 1, _NAME, "data", expected, f"{count} kinds of batches")
     first = calls[0]

@@ -6,11 +6,14 @@ import dataclasses
 import importlib
 import types
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .._core import checks
-from ..transform.rules import Rule
+
+if TYPE_CHECKING:
+    from ..transform.rules import Rule
 
 _NAME = "ptq.allocate_bits"
 

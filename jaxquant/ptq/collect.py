@@ -157,7 +157,7 @@ def collect(
         _check_contractions(current, shapes)
         updated = update_states(session, state, current)
         # Looked at after each batch, so that the error names the first batch with a NaN.
-        return updated, _are_finite(updated)
+        return updated, {name: compute_status(state) for name, state in updated.items()}
 
     # The parameters are arguments of the jitted function: arrays that it closes over would be copied into the program.
     step = loop.BatchStep(
@@ -168,7 +168,7 @@ def collect(
     first, again = _take_first(step, batches)
     if first is not None:
         call = session.trace(first[0], {**first[1], **arguments})
-        uses = list_all_uses(session, call)
+        uses = tuple((session.names[leaf], inputs.list_uses(call, leaf)) for leaf in session.leaves)
     # Only the shapes: all states together may not fit.
     shapes = {} if call is None else jax.eval_shape(functools.partial(make_states, call))
     passes = _plan_passes(shapes, limit)
@@ -209,11 +209,6 @@ def _plan_passes(states: Mapping[str, Any], limit: int | None) -> list[list[str]
     return passes
 
 
-def list_all_uses(session: Session, call: TracedCall) -> Uses:
-    """Return how each quantized parameter is read, by its path."""
-    return tuple((session.names[leaf], inputs.list_uses(call, leaf)) for leaf in session.leaves)
-
-
 def _take_first(step: loop.BatchStep, batches: object) -> tuple[Any, Any]:
     """Return the arguments of the first batch, and all batches; None and the value itself if it holds none."""
     if not isinstance(batches, Iterable) or isinstance(batches, jax.Array | Mapping | str) or hasattr(batches, "dtype"):
@@ -222,10 +217,6 @@ def _take_first(step: loop.BatchStep, batches: object) -> tuple[Any, Any]:
     if iterator is batches:  # it cannot be started again
         batches = itertools.chain(() if first is None else (first,), iterator)
     return (None if first is None else loop.split_arguments(step.function, 0, first, step.arguments)), batches
-
-
-def _are_finite(states: Mapping[str, MomentsState]) -> dict[str, jax.Array]:
-    return {name: compute_status(state) for name, state in states.items()}
 
 
 def finalize_moments(function: str, name: str, state: MomentsState) -> Moments:

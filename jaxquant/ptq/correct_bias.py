@@ -25,8 +25,8 @@ from ..transform.session import (
     TracedCall,
     Twin,
     contract_codes,
-    find_programs,
     is_quantized,
+    list_programs,
     match_ranges,
 )
 from . import inputs, neighbors
@@ -120,7 +120,7 @@ def correct_bias(
     else:
         records = session.read_ranges(q.ranges)
         others = [Signature(arguments) for arguments in calls]
-        for other in find_programs(others):
+        for other in list_programs(others):
             again = session.trace(*other.rebuild(other.arrays))
             _check_targets(targets, _match_targets(prepared, again, codes)[0])
         measure = _make_measure(session, targets, records, others)
@@ -145,7 +145,7 @@ def _match_targets(prepared: Prepared, call: TracedCall, codes: Signature) -> tu
         if not reason:
             use = next(iter(uses))
             site = next(s for s in call.analysis.sites.values() if s.name == use.name and has_statistics(call.plan, s))
-            bias = neighbors.find_bias(graph, site, inputs.list_output_dimensions(site))
+            bias = neighbors.match_bias(graph, site, inputs.list_output_dimensions(site))
             if bias is not None and not is_quantized(codes.arrays[bias]):
                 targets.append(_Target(leaf, use, site, bias))
                 continue

@@ -88,8 +88,8 @@ def gptq(
 
     This is the paper's iteration without its inverse: R^-T R^-1 is the inverse of the Hessian, and the paper takes
     the rows of the Cholesky factor. One float32 factorization instead of two keeps more digits. If it fails, the
-    damping is raised tenfold until it succeeds, which the diagnostics tell. The scale and the zero point are those of
-    `jq.quantize`, or of `grid`, and do not change.
+    damping is raised tenfold until it succeeds, which the diagnostics tell. The scale and the zero point are as
+    `jq.quantize` finds them, or as in `grid`, and do not change.
 
     An input without data (0 on the diagonal) is rounded to nearest, and no error is moved to it. Under `jax.jit`, a NaN
     or an infinity in `hessian` cannot raise an error; the scale is then NaN, and with it every value.

@@ -81,7 +81,7 @@ def describe_use(site: Site, view: View, shape: Sequence[int]) -> Uses:
 
 
 def _split_dimensions(site: Site) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the dimensions of the parameter operand that are groups, and the ones that are summed, in order."""
+    """Return the dimensions of the parameter operand that are groups, and the summed dimensions, in order."""
     assert site.weight is not None
     numbers = site.equation.params["dimension_numbers"]
     if site.operation == "dot_general":

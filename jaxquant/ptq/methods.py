@@ -237,13 +237,13 @@ def _refit_scale(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Axis
         """Return v_i^T x of each block, for x [groups, inputs, outputs]."""
         return jnp.sum(parts * cut(rows), 2)
 
-    def find_column(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def compute_column(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         columns, part = block
         return multiply(jnp.matmul(columns, part, precision=jax.lax.Precision.HIGHEST))
 
     # One block at a time: all products H v_i together take as many times the memory of the weight as there are blocks.
     columns = jnp.swapaxes(cut(jnp.swapaxes(hessian, 1, 2)), 2, 3)
-    matrix = jnp.moveaxis(jax.lax.map(find_column, (columns, parts)), (0, 1), (3, 2))
+    matrix = jnp.moveaxis(jax.lax.map(compute_column, (columns, parts)), (0, 1), (3, 2))
     product = multiply(jnp.matmul(hessian, target, precision=jax.lax.Precision.HIGHEST))
     factors = _solve_factors(matrix, jnp.moveaxis(product, 0, 2))
     # [groups, outputs, blocks], in the shape of the scale.

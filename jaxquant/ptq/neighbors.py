@@ -35,11 +35,11 @@ class CallGraph:
     program: ProgramGraph
     leaves: dict[int, int]
 
-    def find_value(self, leaf: int) -> int:
+    def get_value(self, leaf: int) -> int:
         """Return the value of a parameter."""
         return next(value for value, place in self.leaves.items() if place == leaf)
 
-    def find_leaf(self, value: int, size: int | None) -> int | None:
+    def match_leaf(self, value: int, size: int | None) -> int | None:
         """Return the parameter of a size, or of any, that a value is, after moves that keep the order."""
         while value not in self.leaves:
             maker = self.program.producers.get(value)
@@ -49,9 +49,9 @@ class CallGraph:
         leaf = self.leaves[value]
         return leaf if size in (None, math.prod(self.call.parameters.arrays[leaf].shape)) else None
 
-    def find_factor(self, value: int, size: int) -> int | None:
+    def match_factor(self, value: int, size: int) -> int | None:
         """Return the parameter of a size that is a factor of a value."""
-        leaf = self.find_leaf(value, size)
+        leaf = self.match_leaf(value, size)
         if leaf is not None:
             return leaf
         maker = self.program.producers.get(value)
@@ -61,7 +61,7 @@ class CallGraph:
             return None
         # Flax multiplies the scale of a normalization by the reciprocal root of the variance first, and then the
         # inputs.
-        leaves = [self.find_factor(operand, size) for operand in maker.inputs]
+        leaves = [self.match_factor(operand, size) for operand in maker.inputs]
         return next((leaf for leaf in leaves if leaf is not None), None)
 
 
@@ -97,7 +97,7 @@ class Source(NamedTuple):
     reason: str = ""
 
 
-def find_source(graph: CallGraph, value: int | None) -> Source:
+def match_source(graph: CallGraph, value: int | None) -> Source:
     """Return what makes the channels of a value, its last dimension."""
     program, offsets = graph.program, list[int]()
     size = () if value is None else program.get_shape(value)[-1:]
@@ -124,12 +124,12 @@ def _step_back(graph: CallGraph, node: EquationNode, size: int) -> Source | tupl
     """Return the operand that has the channels, with a parameter that was added to it; or what multiplies them."""
     operands = node.inputs
     if node.name == "mul":
-        factors = [graph.find_factor(operand, size) for operand in operands]
+        factors = [graph.match_factor(operand, size) for operand in operands]
         leaf = next((factor for factor in factors if factor is not None), None)
         return None if leaf is None else Source(scale=leaf)
     if node.name == "add":
         for place in range(2):
-            leaf = graph.find_leaf(operands[place], size)
+            leaf = graph.match_leaf(operands[place], size)
             if leaf is not None:
                 return operands[1 - place], leaf
         return None
@@ -140,7 +140,7 @@ def _step_back(graph: CallGraph, node: EquationNode, size: int) -> Source | tupl
     return (operands[0], None) if moves.keeps_order(node.name) or node.name in _HOMOGENEOUS else None
 
 
-def find_bias(graph: CallGraph, site: Site, dimensions: Sequence[int]) -> int | None:
+def match_bias(graph: CallGraph, site: Site, dimensions: Sequence[int]) -> int | None:
     """Return the parameter that is added to the outputs of a contraction and to nothing else, or None.
 
     Args:
@@ -162,12 +162,12 @@ def find_bias(graph: CallGraph, site: Site, dimensions: Sequence[int]) -> int | 
                 return None
             shape = [n if place in dimensions else 1 for place, n in enumerate(program.get_shape(start))]
             size = math.prod(shape)
-            leaf = graph.find_leaf(other[0], size)
+            leaf = graph.match_leaf(other[0], size)
             if leaf is None:
                 return None
             # Each element must be added to the output with its index: the indices take the same moves.
             outputs = np.broadcast_to(np.arange(size).reshape(shape), program.get_shape(start))
-            source = graph.find_value(leaf)
+            source = graph.get_value(leaf)
             indices = np.arange(size).reshape(program.get_shape(source))
             sides = move_indices(graph, value, start, outputs), move_indices(graph, other[0], source, indices)
             is_same = sides[0] is not None and sides[1] is not None and sides[1].ndim == sides[0].ndim
@@ -179,7 +179,7 @@ def find_bias(graph: CallGraph, site: Site, dimensions: Sequence[int]) -> int | 
     return None
 
 
-def find_addend(graph: CallGraph, site: Site) -> int | None:
+def match_addend(graph: CallGraph, site: Site) -> int | None:
     """Return the value of the same shape that is added to the outputs of a contraction, and known before it; or None.
 
     In a residual network this is what goes around the contraction. A bias may be added first.
@@ -195,7 +195,7 @@ def find_addend(graph: CallGraph, site: Site) -> int | None:
         if program.get_shape(reader.outputs[0]) != program.get_shape(value):
             return None
         other = reader.inputs[1 - place] if reader.name == "add" else None
-        is_addend = other is not None and other not in program.constants and graph.find_leaf(other, None) is None
+        is_addend = other is not None and other not in program.constants and graph.match_leaf(other, None) is None
         if other is not None and is_addend and program.get_shape(other) == program.get_shape(value):
             # The equations that write it have smaller addresses if they come first.
             addresses = [address for address, _ in program.list_writers(other)]
@@ -232,7 +232,7 @@ def count_levels(graph: CallGraph, sites: Iterable[Site]) -> dict[str, int]:
     return levels
 
 
-def find_input(graph: CallGraph, site: Site) -> int | None:
+def match_input(graph: CallGraph, site: Site) -> int | None:
     """Return the value that a contraction with a parameter reads, before moves that keep the channels last.
 
     None for a contraction in a loop.

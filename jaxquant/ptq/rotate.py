@@ -285,7 +285,7 @@ def _locate_axis(graph: CallGraph, site: Site, dimension: int) -> int | str:
         return "parameters that are joined in one array"
     (view,) = site.views
     uses = [other for other in graph.call.analysis.sites.values() if view.leaf in other.leaves]
-    source = graph.find_value(view.leaf)
+    source = graph.get_value(view.leaf)
     if len(uses) > 1 or len(graph.program.uses.get(source, [])) > 1:
         return "a parameter with several uses"
     if any(step[0] == "rev" for step in view.history if isinstance(step, tuple)):
@@ -351,7 +351,7 @@ def _is_constant(graph: CallGraph, operation: EquationNode, place: int, dimensio
 def _add_offset(graph: CallGraph, operation: EquationNode, channels: _Channels, place: int) -> list[Any] | str:
     """Return the channels of a sum of them and a parameter."""
     array = operation.inputs[1 - place]
-    leaf = graph.find_leaf(array, None)
+    leaf = graph.match_leaf(array, None)
     if leaf is None:
         return "add reads its outputs"
     (result,) = operation.outputs
@@ -363,7 +363,7 @@ def _list_runs(graph: CallGraph, offset: _Offset, run: int) -> np.ndarray | None
 
     None if they are not all of its elements, each in one run, or if something else reads the parameter.
     """
-    source = graph.find_value(offset.leaf)
+    source = graph.get_value(offset.leaf)
     shape = graph.program.get_shape(source)
     indices = move_indices(graph, offset.array, source, np.arange(math.prod(shape)).reshape(shape))
     if indices is None or len(graph.program.uses[offset.array]) > 1:

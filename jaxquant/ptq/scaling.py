@@ -290,7 +290,7 @@ def smooth(
         params: its parameters, in floats.
         stats: statistics of its inputs, from `collect`.
         batch: one batch, as for `Prepared.calibrate`: the arguments on which the functions are compared.
-        method: "smoothquant" for the factors of `smoothquant`, for quantized activations; "awq" for the ones of `awq`,
+        method: "smoothquant" for the factors of `smoothquant`, for quantized activations; "awq" for factors of `awq`,
             which are searched with the spec of the first weight that reads the array, for weights of few bits.
         alpha: how much "smoothquant" moves, from 0 to 1.
         **arguments: keyword arguments of the call.
@@ -484,12 +484,12 @@ def _list_joints(call: TracedCall, arrays: Sequence[Any]) -> list[_Joint]:
     for site in call.analysis.sites.values():
         if not has_statistics(call.plan, site):
             continue
-        array = neighbors.find_input(graph, site)
+        array = neighbors.match_input(graph, site)
         for view in site.views:
             use = inputs.describe_use(site, view, arrays[view.leaf].shape)
             joints.setdefault(site.name if array is None else array, []).append((view.leaf, use))
     return [
-        _Joint(tuple(uses), neighbors.find_source(graph, key if isinstance(key, int) else None))
+        _Joint(tuple(uses), neighbors.match_source(graph, key if isinstance(key, int) else None))
         for key, uses in joints.items()
     ]
 

@@ -238,7 +238,7 @@ def _shorten_names(names: list[str]) -> list[str]:
 
 
 def _draw_plan(front: list[tuple[int, float]], uniform: dict[str, tuple[int, float]], chosen: tuple[int, float]) -> Any:
-    """Return a figure of damage against bytes: the best plans, those with one dtype, and the chosen one."""
+    """Return a figure of damage against bytes: the best plans, the plans with one dtype, and the chosen plan."""
     figure = _make_figure(figsize=(7, 4.5), layout="constrained")
     axes: Any = figure.subplots()
     axes.plot(*zip(*front, strict=True), color=_COLORS["weight"], marker=".", drawstyle="steps-post",

@@ -116,7 +116,7 @@ def _restore_signature(structure: Structure, arrays: Any) -> Signature:
 jax.tree_util.register_pytree_node(Signature, lambda x: (x.arrays, x.structure), _restore_signature)
 
 
-def find_programs(signatures: Sequence[Signature]) -> list[Signature]:
+def list_programs(signatures: Sequence[Signature]) -> list[Signature]:
     """Return the first of each run of signatures that may have a program of their own.
 
     These are those with other static values, shapes or dtypes.
@@ -281,17 +281,17 @@ def trace_call(
             "Ints, bools, strings and other objects are static: pass what decides on the program as a static value."
         )
         raise
-    origins = _find_origins(described, parameters.names, len(trace.program.invars))
+    origins = _list_origins(described, parameters.names, len(trace.program.invars))
     known = analysis.analyze_program(trace, origins, parameters.names)
     shapes = [tuple(getattr(x, "shape", ())) for x in described]
     plan = make_plan(known, rules, parameters.names, shapes, given)
-    plan = plan_regions(plan, trace, known, _find_places(described))
+    plan = plan_regions(plan, trace, known, _list_places(described))
     # Also calls without a contraction, if codes go through them.
     known = dataclasses.replace(known, entered=known.entered | plan.regions.entered)
     return TracedCall(trace, known, plan, parameters, arguments, planned)
 
 
-def _find_places(parameters: Sequence[Any]) -> dict[int, int]:
+def _list_places(parameters: Sequence[Any]) -> dict[int, int]:
     """Return the place of the operand of the program for each parameter that is one array."""
     places, start = {}, 0
     for place, x in enumerate(parameters):
@@ -302,7 +302,7 @@ def _find_places(parameters: Sequence[Any]) -> dict[int, int]:
     return places
 
 
-def _find_origins(parameters: Sequence[Any], names: Sequence[str], count: int) -> list[views.Origin]:
+def _list_origins(parameters: Sequence[Any], names: Sequence[str], count: int) -> list[views.Origin]:
     """Return the origins of the operands of a program."""
     origins: list[views.Origin] = []
     for place, (x, name) in enumerate(zip(parameters, names, strict=True)):

@@ -166,7 +166,7 @@ def make_coverage(analysis: Analysis, plan: ProgramPlan, names: Sequence[str]) -
 
 
 def _make_row(site: Site, plan: SitePlan, names: Sequence[str], regions: Regions) -> Row:
-    view, point = describe_site(site, names), regions.find_point(site)
+    view, point = describe_site(site, names), regions.get_point(site)
     return Row(
         view.name, view.paths, view.operation, view.shapes, _name_form(site, plan), plan.weight,
         tuple(operand.spec for operand in plan.activations), plan.reason, view.where, view.scope, plan.is_wanted,

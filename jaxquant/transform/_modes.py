@@ -31,7 +31,7 @@ from . import _operations as operations
 from ._learned import LearnedScale, read_learned
 from ._plan import LeafPlan, OperandPlan, ProgramPlan
 from ._ranges import StaticRanges
-from ._regions.folding import find_factor_and_bias
+from ._regions.folding import compute_factor_and_bias
 from ._regions.rounding_points import OUTPUT, Action, RoundingPoint
 from ._regions.run import (
     PendingResult,
@@ -74,7 +74,7 @@ class ObserveMode(_PlannedMode):
     def replaces(self, site: Site) -> bool:
         """Return whether the contraction has a static range."""
         has_range = any(operand.calibrator is not None for operand in self.plan.sites[site.name].activations)
-        return has_range or self.plan.regions.find_point(site) is not None
+        return has_range or self.plan.regions.get_point(site) is not None
 
     def contract(self, site: Site, operands: Sequence[Any], records: Records, stores: Stores) -> tuple[Any, Records]:
         """Return the float result, and the states updated by the activations."""
@@ -172,7 +172,7 @@ class _CodesMode(_PlannedMode):
         quantizer = self.make_quantizer(point, graph.get_shape(point.value), records[point.name][OUTPUT])
         if point.site is None:
             return RegionCodes(combine_codes(graph, point, pending.operands, quantizer))
-        _, bias = find_factor_and_bias(self.statics, point)
+        _, bias = compute_factor_and_bias(self.statics, point)
         return RegionCodes(self.contract_to_codes(point, pending.operands, bias, quantizer))
 
     def finish_contraction(self, site: Site, operands: Sequence[Any], records: Records) -> Any:
@@ -187,7 +187,7 @@ class _CodesMode(_PlannedMode):
         """Return how a result is quantized."""
         spec = point.output.spec
         like: Any = jnp.zeros(shape) if isinstance(part, LearnedScale) else jax.ShapeDtypeStruct(shape, jnp.float32)
-        return Quantizer(spec, *find_scale(spec, like, part))
+        return Quantizer(spec, *compute_scale(spec, like, part))
 
     def contract_to_codes(
         self, point: RoundingPoint, operands: Sequence[Any], bias: jax.Array | None, quantizer: Quantizer
@@ -215,7 +215,7 @@ class IntegerMode(_CodesMode):
                 x = operations.refuse_gradient(operands[place])
                 store[operand.spec] = quantize_activations(operand.spec, x, part)
             codes[place] = store[operand.spec]
-        if self.plan.regions.find_point(site) is not None:
+        if self.plan.regions.get_point(site) is not None:
             return self.finish_contraction(site, codes, records), records
         return operations.make_operation(site.equation).contract_quantized(*codes), records
 
@@ -298,15 +298,15 @@ class TrainMode(_CodesMode):
             place = int(operand.place)
             if not isinstance(operands[place], RegionCodes):
                 part = None if operand.calibrator is None else records[plan.record][str(place)]
-                rule = self.find_rule(part, operands[place].shape)
+                rule = self.choose_rule(part, operands[place].shape)
                 twins[place] = make_twin(operand.spec, operands[place], part, rule)
-        if self.plan.regions.find_point(site) is not None:
+        if self.plan.regions.get_point(site) is not None:
             return self.finish_contraction(site, twins, records), records
         operation = operations.make_operation(site.equation)
         floats, codes = zip(*twins, strict=True)
         return operations.contract_with_gradient(operation, floats, codes), records
 
-    def find_rule(self, part: Any, shape: Sequence[int]) -> Estimator:
+    def choose_rule(self, part: Any, shape: Sequence[int]) -> Estimator:
         """Return the gradient rule of activations of a shape."""
         if not isinstance(part, LearnedScale):
             return StraightThrough()
@@ -318,7 +318,7 @@ class TrainMode(_CodesMode):
 
     def make_quantizer(self, point: RoundingPoint, shape: tuple[int, ...], part: Any) -> Quantizer:
         """Return how a result is quantized, with its gradient rule."""
-        return dataclasses.replace(super().make_quantizer(point, shape, part), gradient=self.find_rule(part, shape))
+        return dataclasses.replace(super().make_quantizer(point, shape, part), gradient=self.choose_rule(part, shape))
 
     def contract_to_codes(
         self, point: RoundingPoint, operands: Sequence[Any], bias: jax.Array | None, quantizer: Quantizer
@@ -371,7 +371,7 @@ class TrainMode(_CodesMode):
         return call(operands, records)
 
 
-def find_scale(spec: QuantSpec, x: Any, part: Any) -> tuple[jax.Array, jax.Array | None]:
+def compute_scale(spec: QuantSpec, x: Any, part: Any) -> tuple[jax.Array, jax.Array | None]:
     """Return the scale and the zero point of an array.
 
     Args:
@@ -388,17 +388,12 @@ def find_scale(spec: QuantSpec, x: Any, part: Any) -> tuple[jax.Array, jax.Array
 
 
 def quantize_activations(spec: QuantSpec, x: jax.Array, part: Any) -> QuantizedArray:
-    """Return activations as codes; the arguments are as in `find_scale`."""
+    """Return activations as codes; the arguments are as in `compute_scale`."""
     if spec.offset or spec.scale_spec is not None:
-        _check_fixed(spec, part)
+        expected = "a spec without an offset and without a scale_spec, because its scale is trained or enlarged"
+        checks.require(not isinstance(part, LearnedScale), _NAME, "spec", expected, spec)
         return quantize(x, spec) if part is None else quantize_under_range(x, spec, *part)
-    return make_array(RoundingConfig(spec), x, *find_scale(spec, x, part), None)
-
-
-def _check_fixed(spec: QuantSpec, part: Any) -> None:
-    """Raise if a scale is trained or enlarged that has an offset, or is quantized itself."""
-    expected = "a spec without an offset and without a scale_spec, because its scale is trained or enlarged"
-    checks.require(not isinstance(part, LearnedScale), _NAME, "spec", expected, spec)
+    return make_array(RoundingConfig(spec), x, *compute_scale(spec, x, part), None)
 
 
 def make_finder(ranges: StaticRanges, records: Mapping[str, Any]) -> Callable[[str, str], Any]:
@@ -410,7 +405,7 @@ def make_finder(ranges: StaticRanges, records: Mapping[str, Any]) -> Callable[[s
                 part, shape = records[name][place], entry.shape
                 is_learned = isinstance(part, LearnedScale)
                 like = jnp.zeros(shape) if is_learned else jax.ShapeDtypeStruct(shape, jnp.float32)
-                return find_scale(entry.operand.spec, like, part)[0]
+                return compute_scale(entry.operand.spec, like, part)[0]
         return None
 
     return find
@@ -427,7 +422,7 @@ def make_twin(spec: QuantSpec, x: jax.Array, part: Any, rule: Estimator) -> Twin
             reached = jnp.maximum(*(jnp.abs(end).reshape(()) for end in part)).astype(x.dtype)
             change = jnp.where(jnp.abs(fixed) <= reached, change, jnp.zeros((), x.dtype))
         return Twin(codes.dequantize() + change, codes)
-    scale, zero_point = find_scale(spec, x, part)
+    scale, zero_point = compute_scale(spec, x, part)
     config = RoundingConfig(spec, rule)
     floats = quantize_and_dequantize(config, x, scale, zero_point, None)
     return Twin(floats, lax.stop_gradient(make_array(config, x, scale, zero_point, None)))

@@ -38,7 +38,9 @@ def move_elements(equation: Equation, operands: Sequence[Any]) -> list[Any]:
     if join is not None:
         axis, is_new = join
         arrays = [_read_scales(q) for q in operands]
-        return [concatenate([_insert_dimension(q, axis) if is_new else q for q in arrays], axis)]
+        if is_new:
+            arrays = [MovedCodes(q).reshape((*q.shape[:axis], 1, *q.shape[axis:])).array for q in arrays]
+        return [concatenate(arrays, axis)]
     move = moves.MOVES[name].move
     assert move is not None
     return [moved.array for moved in move(equation, MovedCodes(operands[0]), *operands[1:])]
@@ -81,7 +83,7 @@ class MovedCodes(moves.Elements):
         Where a merged dimension repeats a sequence of entries, each of its indices gets an entry.
         """
         q = self.array
-        if any(_find_merged(q.shape, tuple(shape))):
+        if any(_match_merged(q.shape, tuple(shape))):
             q = _read_scales(q)
         scale, zero_point = (_spread(q, part, tuple(shape)) for part in (q.scale, q.zero_point))
         return MovedCodes(q.replace(scale=scale, zero_point=zero_point).reshape(tuple(shape)))
@@ -155,15 +157,11 @@ def _read_scales(q: QuantizedArray) -> QuantizedArray:
     return q.replace(scale=read_entries(q.scale)) if isinstance(q.scale, QuantizedArray) else q
 
 
-def _insert_dimension(q: QuantizedArray, axis: int) -> QuantizedArray:
-    return MovedCodes(q).reshape((*q.shape[:axis], 1, *q.shape[axis:])).array
-
-
 def _spread(q: QuantizedArray, part: Any, shape: tuple[int, ...]) -> Any:
     """Return a scale or zero point that can be reshaped with its codes."""
     if part is None:
         return None
-    for axes in _find_merged(q.shape, shape):
+    for axes in _match_merged(q.shape, shape):
         # An entry for all indices of a slower dimension is repeated for all indices of a faster one.
         varying = [axis for axis in axes if part.shape[axis] > 1]
         for axis in axes[: axes.index(varying[-1])] if varying else ():
@@ -171,7 +169,7 @@ def _spread(q: QuantizedArray, part: Any, shape: tuple[int, ...]) -> Any:
     return part
 
 
-def _find_merged(old: Sequence[int], new: Sequence[int]) -> Iterator[list[int]]:
+def _match_merged(old: Sequence[int], new: Sequence[int]) -> Iterator[list[int]]:
     """Yield the dimensions that a reshape merges, or splits in another way."""
     ends, size, axes = set(itertools.accumulate(new, operator.mul)), 1, []
     for axis, length in enumerate(old):

@@ -16,7 +16,7 @@ from .._program import jaxpr, views
 from .._program.analysis import PRODUCTS, UNUSED, Address, Analysis, Site, list_contracted
 from ..calibration.calibrator import Calibrator, Factory
 from ._regions.finder import find_regions
-from ._regions.folding import Fold, find_feature_axes
+from ._regions.folding import Fold, match_feature_axes
 from ._regions.rounding_points import OutputPlan, Regions
 from .rules import Activation, Rule, SiteView, Weight
 
@@ -168,7 +168,7 @@ def _plan_leaves(
             uses.setdefault(view.leaf, []).append(site)
             # The union over all uses, because a scale that varies along a summed axis cannot be taken out of the sum.
             contracted.setdefault(view.leaf, set()).update(view.list_axes(site.contracted))
-            orders.setdefault(view.leaf, []).append(_find_stored_axes(site, view, rule))
+            orders.setdefault(view.leaf, []).append(_choose_stored_axes(site, view, rule))
     plans = {}
     for leaf, places in uses.items():
         if leaf in given:
@@ -226,7 +226,7 @@ def _can_contract(activation: Activation, weight: QuantSpec, site: Site) -> bool
     """Return whether a contraction of codes takes activations and weights of these dtypes."""
     if QuantSpec(activation.dtype).dtype in dtypes.SMALL_FLOATS:
         return weight.dtype in dtypes.SMALL_FLOATS and site.operation == "dot_general"
-    return _has_integers(weight)
+    return weight.codebook is None and weight.carrier in INTEGER_DTYPES
 
 
 def _count_scales(spec: QuantSpec, shape: Sequence[int]) -> int:
@@ -252,7 +252,7 @@ def _describe_weight(weight: Weight) -> str:
     return f"{text}, {', '.join(f'{key}={value}' for key, value in weight.options)}" if weight.options else text
 
 
-def _find_stored_axes(site: Site, view: views.View, rule: Rule) -> tuple[int, ...]:
+def _choose_stored_axes(site: Site, view: views.View, rule: Rule) -> tuple[int, ...]:
     """Return the axes of a parameter that a use reads fastest if they are last in memory."""
     # Float contractions and convolutions have kernels for the logical order.
     if site.operation not in PRODUCTS or rule.activation is None:
@@ -331,11 +331,6 @@ def _plan_site(
     return SitePlan(True, weight, tuple(activations), record, layers, "; ".join(conflicts), True, output)
 
 
-def _has_integers(spec: QuantSpec) -> bool:
-    """Return whether the codes of a spec can be contracted in integers."""
-    return spec.codebook is None and spec.carrier in INTEGER_DTYPES
-
-
 def can_contract_given(site: Site, rule: Rule | None, leaf: int, spec: QuantSpec) -> bool:
     """Return whether a rule can have a contraction run on the codes that a parameter had already."""
     if rule is None or rule.keep is not None or site.reason:
@@ -366,7 +361,7 @@ def plan_regions(
     regions = find_regions(trace, analysis, plan.sites, tuple(plan.leaves), inputs)
     leaves = dict(plan.leaves)
     for point in regions.points:
-        axes = find_feature_axes(point) if point.needs_fold() else None
+        axes = match_feature_axes(point) if point.needs_fold() else None
         if axes is not None and point.site is not None:
             (leaf,) = point.site.leaves
             leaves[leaf] = leaves[leaf]._replace(fold=Fold(regions, point, axes))

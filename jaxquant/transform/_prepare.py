@@ -12,7 +12,6 @@ from .._arrays.scale_from_range import derive_block_size
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._core.granularity import Blocked, PerAxis, PerTensor
-from .._program.analysis import Site
 from . import _coverage, _ranges
 from ._calls import Signature, TracedCall, TracedFunctions, is_quantized, trace_call
 from ._plan import can_contract_given, describe_site
@@ -23,13 +22,7 @@ _NAME = "prepare"
 
 
 def prepare(
-    function: Callable[..., Any],
-    params: Any,
-    /,
-    *args: Any,
-    rules: Sequence[Rule],
-    strict: bool = False,
-    **kwargs: Any,
+    function: Callable[..., Any], params: Any, /, *args: Any, rules: Sequence[Rule], strict: bool = False, **kwargs: Any
 ) -> Prepared:
     """Plan how the contractions of a function run on codes.
 
@@ -154,13 +147,9 @@ def _refuse_unmatched(rule: Rule, call: TracedCall) -> None:
         expected = "each rule before those that match all of its contractions, because the first that matches applies"
         got = f"{rule.path!r} after rules that match {', '.join(hidden[:4])}{', ...' if len(hidden) > 4 else ''}"
         checks.refuse(_NAME, "rules", expected, got)
-    paths = sorted({path for site in sites for path in _list_paths(site, names)})
+    paths = sorted({path for site in sites for path in [names[leaf] for leaf in site.leaves] or [site.name]})
     got = f"{rule.path!r}, which matches none of {', '.join(paths[:12])}{', ...' if len(paths) > 12 else ''}"
     checks.refuse(_NAME, "rules", "paths that match a contraction", got)
-
-
-def _list_paths(site: Site, names: Sequence[str]) -> list[str]:
-    return [names[leaf] for leaf in site.leaves] or [site.name]
 
 
 def _needs_trial(spec: QuantSpec) -> bool:

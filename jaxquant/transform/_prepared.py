@@ -346,7 +346,7 @@ class Prepared:
                 parameters[place] = make_weight_twin(w, plan, learned.weights.get(name), learned.estimator)
         with checks.name_errors("Prepared.fake_apply"):
             # As in `convert`.
-            for place, scale in self._find_larger_scales(arrays, parameters, records).items():
+            for place, scale in self._compute_larger_scales(arrays, parameters, records).items():
                 name, plan = self.names[place], self.leaves[place]
                 w = plan.multiply(arrays[place], arrays)
                 part, codes = learned.weights.get(name), parameters[place].codes
@@ -368,7 +368,7 @@ class Prepared:
                 error.add_note(f"jaxquant.Prepared.{method}: {advice}; here {first} is in front of them.")
             raise
 
-    def _find_larger_scales(
+    def _compute_larger_scales(
         self, arrays: Sequence[Any], parameters: Sequence[Any], records: Any
     ) -> Mapping[int, jax.Array]:
         """Return the scales of `enlarge_scales` for parameters that are quantized during training."""

@@ -62,7 +62,7 @@ def list_ranges(analysis: Analysis, plan: ProgramPlan) -> dict[str, tuple[Static
                 is_constant = isinstance(site.origins[int(operand.place)], Constant)
                 lengths = site.lengths if planned.layers else ()
                 entries.append(StaticRange(operand, shape, lengths, is_constant, site.describe()))
-        point = plan.regions.find_point(site)
+        point = plan.regions.get_point(site)
         if point is not None:
             entries.append(_make_output(plan, point))
         if entries:

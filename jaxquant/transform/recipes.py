@@ -91,7 +91,7 @@ def mxfp8(*, scale_rule: ScaleRule = "rceil") -> tuple[Rule, ...]:
     Convolutions and lookups, whose weights have no blocks, have float8 weights and float activations.
 
     Args:
-        scale_rule: how the powers are chosen, as in `QuantSpec`. "floor" is that of the OCP specification.
+        scale_rule: how the powers are chosen, as in `QuantSpec`. "floor" is the rule of the OCP specification.
 
     Source: OCP Microscaling Formats (MX) Specification 1.0.
     """
@@ -104,7 +104,7 @@ def mxfp4(*, scale_rule: ScaleRule = "rceil", activations: str | None = None) ->
     Convolutions and lookups, whose weights have no blocks, have float8_e4m3fn weights.
 
     Args:
-        scale_rule: how the powers are chosen, as in `QuantSpec`. "floor" is that of the OCP specification.
+        scale_rule: how the powers are chosen, as in `QuantSpec`. "floor" is the rule of the OCP specification.
         activations: None for floats, "float8_e4m3fn" for MXFP8 or "float4_e2m1fn" for MXFP4 activations.
 
     Source: OCP Microscaling Formats (MX) Specification 1.0.

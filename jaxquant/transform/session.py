@@ -15,7 +15,7 @@ from .._program.jaxpr import Address, Equation
 from .._program.replacing import Records, Stores
 from .._training.estimators import StraightThrough
 from . import _operations as operations
-from ._calls import Signature, TracedCall, check_names, find_programs, is_quantized
+from ._calls import Signature, TracedCall, check_names, is_quantized, list_programs
 from ._modes import TrainMode, Twin, quantize_activations
 from ._plan import LeafPlan, OperandPlan, ProgramPlan, describe_site
 from ._prepared import Prepared, read_quantized
@@ -33,8 +33,8 @@ __all__ = [
     "Twin",
     "contract_codes",
     "describe_site",
-    "find_programs",
     "is_quantized",
+    "list_programs",
     "match_ranges",
     "read_quantized",
 ]

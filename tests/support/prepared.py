@@ -86,7 +86,7 @@ def same_trees(actual: Any, expected: Any) -> None:
 
 def find_sqnr(actual: Any, expected: Any) -> float:
     """Return the least ratio, in dB, of the squares of an array of floats to the squares of its error."""
-    return min((_find_ratio(*pair) for pair in _pair_floats(actual, expected)), default=np.inf)
+    return min((_compute_ratio(*pair) for pair in _pair_floats(actual, expected)), default=np.inf)
 
 
 def _pair_floats(actual: Any, expected: Any) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -94,7 +94,7 @@ def _pair_floats(actual: Any, expected: Any) -> list[tuple[np.ndarray, np.ndarra
     return [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs if _is_float(b)]
 
 
-def _find_ratio(actual: np.ndarray, expected: np.ndarray) -> float:
+def _compute_ratio(actual: np.ndarray, expected: np.ndarray) -> float:
     error = np.sum((actual - expected) ** 2)
     with np.errstate(divide="ignore"):
         return float("inf") if error == 0 else float(10 * np.log10(np.sum(expected**2) / error))

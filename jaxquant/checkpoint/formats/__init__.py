@@ -1,4 +1,4 @@
-"""The formats of checkpoints: what a format has to say, and the table of those that are known.
+"""The formats of checkpoints: what a format has to say, and the table of the known formats.
 
 A format is a module of this package with an object `FORMAT`, and a row in `MODULES`. It is imported when a file is to
 be recognized, or when it is named.

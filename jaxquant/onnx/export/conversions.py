@@ -101,8 +101,9 @@ def _saturate(graph: ModelGraph, x: Value, dtype: np.dtype) -> Value:
     container = values.choose_container(dtype)
     if x.is_known:
         array = np.asarray(x.array).astype(np.float64)
-        # int of a Python float is exact, also at the bounds of 64 bits.
-        codes = [0 if number != number else min(max(_truncate(number), low), high) for number in array.flat]
+        # int of a Python float is exact, also at the bounds of 64 bits. No dtype has a bound as far from 0 as 2**70.
+        finite = np.clip(np.where(np.isnan(array), 0, array), -(2.0**70), 2.0**70)
+        codes = [min(max(int(number), low), high) for number in finite.flat]
         return values.make_known(np.asarray(codes, container).reshape(array.shape), x.hint)
     found = derive_range(graph, x)
     fits = found.low > low - 1 and found.high < high + 1
@@ -112,11 +113,6 @@ def _saturate(graph: ModelGraph, x: Value, dtype: np.dtype) -> Value:
     if not found.is_number:
         x = choose(graph, write_operator(graph, "IsNaN", [x], np.bool_), make_scalar(0, x.dtype), x)
     return cast_value(graph, x, container) if fits else _clip(graph, x, container, (low, high))
-
-
-def _truncate(number: float) -> int:
-    # No dtype holds an infinity; every bound is nearer to 0 than this.
-    return int(min(max(number, -(2.0**70)), 2.0**70))
 
 
 def _clip(graph: ModelGraph, x: Value, dtype: np.dtype, bounds: tuple[int, int]) -> Value:

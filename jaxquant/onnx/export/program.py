@@ -94,7 +94,10 @@ class ExportInterpreter(Interpreter):
         """Return the results of an equation: folded if its operands are known, opened if it has bodies, or written."""
         name = jaxpr.read_name(equation)
         if name == "platform_index":
-            return [self.make_known(np.int32(_choose_default_platform(equation)))]
+            # The branch without a platform has none of the forms that only suit XLA on a CPU.
+            platforms = equation.params["platforms"]
+            branch = next((i for i, names in enumerate(platforms) if names is None), len(platforms) - 1)
+            return [self.make_known(np.int32(branch))]
         if all(self.is_constant(x) for x in operands) and self._is_foldable(equation):
             return _fold(self, equation, operands)
         return super().evaluate_equation(equation, operands, visit)
@@ -150,12 +153,6 @@ class ExportInterpreter(Interpreter):
 
 def _read_specs(equation: Equation) -> list[Spec]:
     return [Spec(jaxpr.read_shape(v), jaxpr.read_dtype(v)) for v in equation.outvars]
-
-
-def _choose_default_platform(equation: Any) -> int:
-    """Return the index of the branch without a platform: it has none of the forms that only suit XLA on a CPU."""
-    platforms = equation.params["platforms"]
-    return next((i for i, names in enumerate(platforms) if names is None), len(platforms) - 1)
 
 
 # Known values.

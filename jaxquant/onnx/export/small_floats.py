@@ -1,7 +1,7 @@
 """ONNX nodes of float8, float4 and float8_e8m0fnu, and of scales that are powers of two.
 
 The graph holds float4 as float8_e4m3fn and float8_e8m0fnu as float32. Each has all numbers of the narrower type, and
-ONNX Runtime has kernels of neither of those. In the form "qdq" constant weights keep their own types, because other
+ONNX Runtime has kernels of neither. In the form "qdq" constant weights keep their own types, because other
 runtimes read them: see `write_native`.
 """
 
@@ -95,7 +95,7 @@ def _encode_float4(graph: ModelGraph, x: Value, *, is_even: bool) -> Value:
 @writes_mark("round_to_power_of_two")
 def write_power_above(graph: ModelGraph, call: WriterCall) -> Value:
     """Write the least power of two that is not less than a positive number."""
-    return _find_power(graph, call.parameters["scale"], scale_rules.PowerForm(False, _DIGITS - 1, 0, 254))
+    return _write_power_field(graph, call.parameters["scale"], scale_rules.PowerForm(False, _DIGITS - 1, 0, 254))
 
 
 @writes_mark("compute_power")
@@ -103,7 +103,7 @@ def write_power(graph: ModelGraph, call: WriterCall) -> Value:
     """Write the power of two of a rule."""
     p = call.parameters
     form = scale_rules.describe_power(p["rule"], np.dtype(p["codes"]), np.dtype(p["dtype"]))
-    power = _find_power(graph, p["scale"] if form.is_quotient else p["largest"], form)
+    power = _write_power_field(graph, p["scale"] if form.is_quotient else p["largest"], form)
     return choose(graph, write_is_finite(graph, p["scale"]), power, p["scale"])
 
 
@@ -122,7 +122,7 @@ def refuse_half_scale(graph: ModelGraph, call: WriterCall) -> Value:
     raise UnsupportedError(f"a scale of {dtype} that is found in each call; use scale_dtype float32, or a static range")
 
 
-def _find_power(graph: ModelGraph, x: Value, form: scale_rules.PowerForm) -> Value:
+def _write_power_field(graph: ModelGraph, x: Value, form: scale_rules.PowerForm) -> Value:
     """Return the power of two whose exponent field a form finds in positive normal numbers; others stay as they are."""
     is_finite = write_is_finite(graph, x)
     number = choose(graph, is_finite, x, make_scalar(1, np.float32))

@@ -521,7 +521,10 @@ class _Fuser(FusedGraph):
             source, sink = self.match_dequantize(node.inputs[0]), self.match_quantize(node)
             if source is None or sink is None or not self.have_same_affine(source, sink):
                 continue
-            if _allows_codes(node, self.derive_codes_dtype(source)) and self.allows_scale(node.op, source):
+            dtype = self.derive_codes_dtype(source)
+            # MaxPool has kernels for codes of 8 bits only, and int32 is no dtype of codes.
+            has_kernel = dtype in EIGHT_BITS or (node.op != "MaxPool" and dtype is not None and dtype != jnp.int32)
+            if has_kernel and self.allows_scale(node.op, source):
                 # A chain of such operators becomes a chain on codes.
                 codes = source.inputs[0]
                 replaced[sink.outputs[0]] = dataclasses.replace(
@@ -628,12 +631,6 @@ def _make_transpose(like: Node, x: str, perm: tuple[int, ...], y: str) -> Node:
 def _moves(node: Node) -> bool:
     """Return whether ONNX Runtime moves quantization past a node."""
     return node.op in MOVING and not node.domain and not any(node.outputs[1:])
-
-
-def _allows_codes(node: Node, dtype: np.dtype | None) -> bool:
-    """Return whether an operator runs on codes of this dtype."""
-    # MaxPool has kernels for codes of 8 bits only, and int32 is no dtype of codes.
-    return dtype in EIGHT_BITS or (node.op != "MaxPool" and dtype is not None and dtype != jnp.int32)
 
 
 def is_clip_redundant(bounds: tuple[float, float], scale: Any, point: np.ndarray) -> bool:

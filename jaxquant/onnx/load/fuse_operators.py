@@ -272,9 +272,9 @@ def _allows_bias(fused: FusedGraph, node: Node) -> bool:
     operands = [*_describe(fused, sources[0]), *_describe(fused, sources[1])]
     if _compute_steps(fused, operands).size not in (1, bias.size):
         return False
-    reader = fused.find_reader(last)
+    reader = fused.get_reader(last)
     if reader is not None and reader.op in ("Relu", "Clip"):
-        reader = fused.find_reader(reader)
+        reader = fused.get_reader(reader)
     is_noted = reader is not None and reader.op == "QuantizeLinear"
     return fits_int32(fused, node, bias, operands, is_noted)
 
@@ -300,7 +300,7 @@ def _has_output_scales(fused: FusedGraph, node: Node, source: Node, axis: int | 
     if own == expected:
         return True
     # ONNX Runtime refuses other sizes when it runs, and does not quantize a float bias for such weights.
-    reader = fused.find_reader(node)
+    reader = fused.get_reader(node)
     inputs = node.inputs[2:] if node.op != "MatMul" or reader is None or reader.op != "Add" else reader.inputs
     if any(name in fused.constants for name in inputs):
         return False

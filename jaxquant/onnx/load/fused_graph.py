@@ -94,7 +94,7 @@ class FusedGraph:
         self.producers = {name: node for node in self.nodes for name in node.outputs if name}
         self.readers = list_readers(self.nodes)
 
-    def find_reader(self, node: Node) -> Node | None:
+    def get_reader(self, node: Node) -> Node | None:
         """Return the first node that reads a node's result, if there is one."""
         return next(iter(self.readers[node.outputs[0]]), None)
 

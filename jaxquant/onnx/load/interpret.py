@@ -304,7 +304,15 @@ class _Sources:
                 self._connect(outputs, [inner.get(name) for name in node.body.outputs])
                 self._connect([inner[name] for name in node.body.inputs], inputs)
             for subgraph in (value for value in node.attributes.values() if isinstance(value, Graph)):
-                self._visit_subgraph(node, subgraph, values, inputs, outputs)
+                inner = self.visit(subgraph, values)
+                results = [inner.get(name) for name in subgraph.outputs]
+                # A Loop carries states: outputs from 1 on become inputs from 2 on, and are the node's outputs.
+                is_loop = node.op == "Loop" and not node.domain
+                self._connect(outputs, results[is_loop:])
+                if is_loop:
+                    own = [inner[name] for name in subgraph.inputs]
+                    self._connect(own, inputs)
+                    self._connect(own[2:], results[1:])
             if operator is None:
                 continue
             positions = (*operator.static, *operator.keeps) if self.with_kept else operator.static
@@ -313,19 +321,6 @@ class _Sources:
             for output in outputs if operator.folds else ():
                 self._connect([output] * len(inputs), inputs)
         return values
-
-    def _visit_subgraph(
-        self, node: Node, subgraph: Graph, values: Mapping[str, _Value], inputs: _Values, outputs: _Values
-    ) -> None:
-        inner = self.visit(subgraph, values)
-        results = [inner.get(name) for name in subgraph.outputs]
-        # A Loop carries states: outputs from 1 on become inputs from 2 on, and are the node's outputs.
-        is_loop = node.op == "Loop" and not node.domain
-        self._connect(outputs, results[is_loop:])
-        if is_loop:
-            own = [inner[name] for name in subgraph.inputs]
-            self._connect(own, inputs)
-            self._connect(own[2:], results[1:])
 
     def _connect(self, values: _Values, sources: _Values) -> None:
         """Note that each value is computed of the source at its position, and perhaps of others."""

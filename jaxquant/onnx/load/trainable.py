@@ -286,7 +286,8 @@ def unfold_products(graph: Graph) -> Unfolded:
         constants[product.scale] = _compute_weight_scale(constants, product)
         replaced[product.node.outputs[0]] = nodes
         # The products are reals already.
-        same = dataclasses.replace(product.scaling, op="Identity", inputs=(_read_other(product),), attributes={})
+        (sums,) = (name for name in product.scaling.inputs if name != product.factor)
+        same = dataclasses.replace(product.scaling, op="Identity", inputs=(sums,), attributes={})
         replaced[product.scaling.outputs[0]] = [same]
     # The codes of one QuantizeLinear may have several readers; their floats are the same.
     nodes, seen = [], set()
@@ -407,10 +408,6 @@ def _is_by_column(graph: Graph, factor: np.ndarray, columns: int, between: tuple
     # A reshape splits the columns, which are the last dimension, if the factor has the same last dimensions.
     ends = [tuple(int(n) for n in target[len(target) - len(shape) :]) for target in targets if target is not None]
     return factor.size == columns and all(end == shape for end in ends) and (bool(ends) or len(shape) == 1)
-
-
-def _read_other(product: Product) -> str:
-    return next(name for name in product.scaling.inputs if name != product.factor)
 
 
 def _dequantize_chain(product: Product) -> list[Node]:

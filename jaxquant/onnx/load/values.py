@@ -53,7 +53,8 @@ def convert_to_jax(value: Any) -> Any:
     if not isinstance(value, np.ndarray):
         return value
     if value.dtype == object:
-        return convert_lengths(value)
+        lengths = [jnp.asarray(n).astype(canonicalize_dtype(np.int64)) for n in value.reshape(-1)]
+        return jnp.stack(lengths).reshape(value.shape)
     dtype = canonicalize_dtype(value.dtype)
     if dtype != value.dtype and dtype.kind in "iu":
         bounds = np.iinfo(dtype)
@@ -145,12 +146,6 @@ def wrap_result(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.dtype == object:
         return make_lengths(value.reshape(-1).tolist()).reshape(value.shape)
     return value
-
-
-def convert_lengths(lengths: np.ndarray) -> Any:
-    """Return an array of symbolic lengths as a JAX array."""
-    parts = [jnp.asarray(n).astype(canonicalize_dtype(np.int64)) for n in lengths.reshape(-1)]
-    return jnp.stack(parts).reshape(lengths.shape)
 
 
 def broadcast_shapes(*shapes: Sequence[Any]) -> tuple[Any, ...]:

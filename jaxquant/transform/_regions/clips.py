@@ -14,7 +14,7 @@ import numpy as np
 
 from ..._program import jaxpr
 from ..._program.graph import EquationNode, ProgramGraph, make_graph
-from .statics import find_number
+from .statics import read_number
 
 Bounds = tuple[float | None, float | None]
 _CLIPS = ("max", "min", "clamp")
@@ -53,29 +53,29 @@ class Leak(NamedTuple):
     hidden: tuple[EquationNode, ...]
 
 
-def find_clip(graph: ProgramGraph, node: EquationNode) -> Clip | None:
+def match_clip(graph: ProgramGraph, node: EquationNode) -> Clip | None:
     """Return what a node clips, or None if it gives something else."""
     if node.name in jaxpr.CUSTOM_RULES:
-        return _find_inner_clip(graph, node)
+        return _match_inner_clip(graph, node)
     hidden: list[EquationNode] = []
     if node.name in _CLIPS:
         places = [1] if node.name == "clamp" else [0, 1]
-        values = [node.inputs[place] for place in places if find_number(graph, node.inputs[place]) is None]
+        values = [node.inputs[place] for place in places if read_number(graph, node.inputs[place]) is None]
         value = values[0] if len(values) == 1 else None
     else:
-        value = _find_compared(graph, node)
+        value = _match_compared(graph, node)
     if value is None:
         return None
-    bounds = _find_bounds(graph, node.outputs[0], value, hidden)
+    bounds = _match_bounds(graph, node.outputs[0], value, hidden)
     if bounds is None or bounds == (None, None):
         return None
     inner = tuple({n.address: n for n in hidden if n is not node}.values())
     return Clip(value, *bounds, inner) if _are_private(graph, node, inner) else None
 
 
-def find_leak(graph: ProgramGraph, node: EquationNode) -> Leak | None:
+def match_leak(graph: ProgramGraph, node: EquationNode) -> Leak | None:
     """Return which value goes through a leaky relu with a node as its end, or None."""
-    value = _find_compared(graph, node)
+    value = _match_compared(graph, node)
     if value is not None:
         comparison = _read_comparison(graph, graph.producers[node.inputs[0]])
         if comparison is None or comparison[2] != 0 or len(node.inputs) != 3:
@@ -84,14 +84,14 @@ def find_leak(graph: ProgramGraph, node: EquationNode) -> Leak | None:
         hidden = [graph.producers[node.inputs[0]]]
     elif node.name == "max" and len(set(node.inputs)) == 2:
         # max(x, slope * x) with a slope between 0 and 1.
-        products = [v for v in node.inputs if _find_slope(graph, v, sum(node.inputs) - v) is not None]
+        products = [v for v in node.inputs if _match_slope(graph, v, sum(node.inputs) - v) is not None]
         if len(products) != 1:
             return None
         (negative,), hidden = products, list[EquationNode]()
         value = positive = sum(node.inputs) - negative
     else:
         return None
-    slope = _find_slope(graph, negative, value)
+    slope = _match_slope(graph, negative, value)
     if positive != value or slope is None or (node.name == "max" and not 0 <= slope <= 1):
         return None
     inner = (*hidden, graph.producers[negative])
@@ -100,18 +100,18 @@ def find_leak(graph: ProgramGraph, node: EquationNode) -> Leak | None:
 
 def call_rule(graph: ProgramGraph, node: EquationNode, value: Any) -> Any:
     """Return the result of a function with a derivative rule of its own that clips a value."""
-    clip = find_clip(graph, node)
+    clip = match_clip(graph, node)
     assert clip is not None
     operands = [
-        value if v == clip.value else np.full(graph.get_shape(v), find_number(graph, v), graph.avals[v].dtype)
+        value if v == clip.value else np.full(graph.get_shape(v), read_number(graph, v), graph.avals[v].dtype)
         for v in node.inputs
     ]
     return jaxpr.evaluate(node.equation, operands)[0]
 
 
-def _find_inner_clip(graph: ProgramGraph, node: EquationNode) -> Clip | None:
+def _match_inner_clip(graph: ProgramGraph, node: EquationNode) -> Clip | None:
     """Return what a function with a derivative rule clips."""
-    numbers = [find_number(graph, value) for value in node.inputs]
+    numbers = [read_number(graph, value) for value in node.inputs]
     if numbers.count(None) != 1 or len(node.outputs) != 1:
         return None
     place = numbers.index(None)
@@ -120,7 +120,7 @@ def _find_inner_clip(graph: ProgramGraph, node: EquationNode) -> Clip | None:
     for value, number in zip(inner.inputs, numbers, strict=True):
         if number is not None:
             inner.constants[value] = np.float32(number)
-    bounds = _find_bounds(inner, inner.results[0], inner.inputs[place], [])
+    bounds = _match_bounds(inner, inner.results[0], inner.inputs[place], [])
     return None if bounds is None or bounds == (None, None) else Clip(node.inputs[place], *bounds)
 
 
@@ -133,7 +133,7 @@ def _are_private(graph: ProgramGraph, node: EquationNode, hidden: Sequence[Equat
     return readers <= members and not set(outputs) & set(graph.results)
 
 
-def _find_compared(graph: ProgramGraph, node: EquationNode) -> int | None:
+def _match_compared(graph: ProgramGraph, node: EquationNode) -> int | None:
     """Return the value that decides a selection by its comparison with a number."""
     if node.name != "select_n" or len(node.inputs) != 3:
         return None
@@ -146,7 +146,7 @@ def _read_comparison(graph: ProgramGraph, node: EquationNode) -> tuple[int, bool
     """Return which value is compared with which number, and whether the comparison is true of large values."""
     if node.name not in _COMPARISONS:
         return None
-    numbers = [find_number(graph, value) for value in node.inputs]
+    numbers = [read_number(graph, value) for value in node.inputs]
     if numbers.count(None) != 1:
         return None
     place = numbers.index(None)
@@ -156,7 +156,7 @@ def _read_comparison(graph: ProgramGraph, node: EquationNode) -> tuple[int, bool
     return node.inputs[place], _COMPARISONS[name], number
 
 
-def _find_bounds(graph: ProgramGraph, result: int, value: int, visited: list[EquationNode]) -> Bounds | None:
+def _match_bounds(graph: ProgramGraph, result: int, value: int, visited: list[EquationNode]) -> Bounds | None:
     """Return the numbers between which a result is a clipped value; None for other results.
 
     The nodes on the way are added to `visited`.
@@ -168,22 +168,22 @@ def _find_bounds(graph: ProgramGraph, result: int, value: int, visited: list[Equ
         return None
     visited.append(node)
     if node.name == "clamp":
-        numbers = [find_number(graph, node.inputs[place]) for place in (0, 2)]
-        bounds = _find_bounds(graph, node.inputs[1], value, visited)
+        numbers = [read_number(graph, node.inputs[place]) for place in (0, 2)]
+        bounds = _match_bounds(graph, node.inputs[1], value, visited)
         return None if None in numbers else _tighten(_tighten(bounds, numbers[0], True), numbers[1], False)
     if node.name in ("max", "min"):
-        numbers = [find_number(graph, v) for v in node.inputs]
+        numbers = [read_number(graph, v) for v in node.inputs]
         if numbers.count(None) != 1:
             return None
         place = numbers.index(None)
-        bounds = _find_bounds(graph, node.inputs[place], value, visited)
+        bounds = _match_bounds(graph, node.inputs[place], value, visited)
         return _tighten(bounds, numbers[1 - place], node.name == "max")
     if node.name == "select_n" and len(node.inputs) == 3:
-        return _find_selected(graph, node, value, visited)
+        return _match_selected(graph, node, value, visited)
     return None
 
 
-def _find_selected(graph: ProgramGraph, node: EquationNode, value: int, visited: list[EquationNode]) -> Bounds | None:
+def _match_selected(graph: ProgramGraph, node: EquationNode, value: int, visited: list[EquationNode]) -> Bounds | None:
     """Return the bounds of a selection between a number and a clipped value, where the value is equal to the number."""
     comparison = graph.producers.get(node.inputs[0])
     compared = None if comparison is None else _read_comparison(graph, comparison)
@@ -194,8 +194,8 @@ def _find_selected(graph: ProgramGraph, node: EquationNode, value: int, visited:
     small, large = node.inputs[1:] if compared[1] else node.inputs[:0:-1]
     for end, other, is_low in ((small, large, True), (large, small, False)):
         # Any other number would make a step, which no clip has.
-        if find_number(graph, end) == compared[2]:
-            return _tighten(_find_bounds(graph, other, value, visited), compared[2], is_low)
+        if read_number(graph, end) == compared[2]:
+            return _tighten(_match_bounds(graph, other, value, visited), compared[2], is_low)
     return None
 
 
@@ -209,9 +209,9 @@ def _tighten(bounds: Bounds | None, number: float | None, is_low: bool) -> Bound
     return (number, high) if is_low else (low, number)
 
 
-def _find_slope(graph: ProgramGraph, result: int, value: int) -> float | None:
+def _match_slope(graph: ProgramGraph, result: int, value: int) -> float | None:
     """Return the number by which a value is multiplied, or None for other results."""
     node = graph.producers.get(result)
     if node is None or node.name != "mul" or value not in node.inputs:
         return None
-    return find_number(graph, node.inputs[1 - node.inputs.index(value)])
+    return read_number(graph, node.inputs[1 - node.inputs.index(value)])

@@ -15,7 +15,7 @@ from ..._program.graph import EquationNode, ProgramGraph, make_graph
 from ..._program.jaxpr import Equation
 from ..._program.replacing import is_inlined
 from . import clips, patterns
-from .folding import find_feature_axes
+from .folding import match_feature_axes
 from .rounding_points import Action, OutputPlan, PointStep, Regions, RoundingPoint, is_product
 
 
@@ -70,7 +70,7 @@ class Finder:
             is_moving = any(value in self.moving for value in node.inputs)
             if is_moving and node.outputs[0] not in self.absorbed and not self._extend(node):
                 self._visit(node)
-        useful = self._find_useful()
+        useful = self._list_useful()
         points = self._keep_useful(useful)
         self._explain(useful)
         # A call may return an operand that is codes as it is, without an equation inside that takes codes.
@@ -84,7 +84,7 @@ class Finder:
 
     def _extend(self, node: EquationNode) -> bool:
         """Add a node to the point of its operand, if it can be part of it."""
-        clip = clips.find_clip(self.graph, node)
+        clip = clips.match_clip(self.graph, node)
         if clip is not None:
             return self._extend_by_clip(node, clip)
         places = [place for place, value in enumerate(node.inputs) if value in self.moving]
@@ -136,7 +136,7 @@ class Finder:
             return False
         if not is_product(step) or point.needs_fold():
             return True
-        reason = find_fold_obstacle(self.graph, point, self.parameters)
+        reason = explain_fold_obstacle(self.graph, point, self.parameters)
         if reason:
             assert point.site is not None
             self.reasons[point.site.name] = f"{step.node.describe_node()} multiplies it, and {reason}"
@@ -154,7 +154,7 @@ class Finder:
                 if value is not None:
                     self._add_move(node, [node.outputs[place]], value.point)
             return
-        leak = clips.find_leak(self.graph, node)
+        leak = clips.match_leak(self.graph, node)
         if leak is not None and leak.value in self.values:
             output = self.values[leak.value].point.output
             self.selections[node.address] = leak.value, leak.hidden
@@ -184,7 +184,7 @@ class Finder:
         return True
 
     def _visit_sum(self, node: EquationNode, output: OutputPlan) -> None:
-        mean = patterns.find_mean(self.graph, node)
+        mean = patterns.match_mean(self.graph, node)
         if mean is None:
             return
         name = "mean" if node.name == "reduce_sum" else "average_pool"
@@ -207,11 +207,11 @@ class Finder:
             self.arrivals[site.name] = arrivals
         if plan.output is None:
             return
-        reason = find_site_obstacle(site, plan)
+        reason = explain_site_obstacle(site, plan)
         if reason:
             self.reasons[site.name] = reason
             return
-        features = find_features(site)
+        features = list_features(site)
         rank = len(self.graph.get_shape(node.outputs[0]))
         labels = tuple(features.index(axis) if axis in features else None for axis in range(rank))
         arrived = [self.values[node.inputs[place]].point for place in arrivals]
@@ -220,7 +220,7 @@ class Finder:
 
     # Backward: what is read as codes.
 
-    def _find_useful(self) -> set[int]:
+    def _list_useful(self) -> set[int]:
         """Return the values that a contraction of codes or the caller reads, or from which such a value is made."""
         # What only floats read is not rounded: that would lose digits, and save nothing.
         useful = {value for value in self.graph.results if value in self.values}
@@ -257,7 +257,9 @@ class Finder:
                 if point.site is not None:
                     point.name = self.sites[point.site.name].record
                     continue
-                point.name = _find_new_name(f"{point.operation}@{node.scope}" if node.scope else point.operation, names)
+                stem = f"{point.operation}@{node.scope}" if node.scope else point.operation
+                numbered = (f"{stem}#{number}" if number else stem for number in itertools.count())
+                point.name = next(name for name in numbered if name not in names)
                 names.add(point.name)
         self.actions = kept
         return tuple(points)
@@ -304,18 +306,12 @@ class Finder:
         return patterns.follow_labels(self.graph, node, place, known.labels) is not None
 
 
-def _find_new_name(stem: str, names: Collection[str]) -> str:
-    """Return a name that is not among others: with a number, if needed."""
-    numbered = (f"{stem}#{number}" if number else stem for number in itertools.count())
-    return next(name for name in numbered if name not in names)
-
-
 _ADVICE = " (statistics and biases must be among the parameters)"
 _COMBINED = {"add": "add", "mul": "multiply", "concatenate": "concatenate"}
 _IN_BODY = "it is in a loop, a branch, a checkpoint or a function with its own derivative, whose results are floats"
 
 
-def find_features(site: Site) -> tuple[int, ...]:
+def list_features(site: Site) -> tuple[int, ...]:
     """Return the dimensions of the result of a contraction along which its weights vary, in the order of the result."""
     numbers = site.equation.params["dimension_numbers"]
     if site.operation == "conv_general_dilated":
@@ -328,7 +324,7 @@ def find_features(site: Site) -> tuple[int, ...]:
     return (*range(len(batch[0])), *range(start, start + frees[weight]))
 
 
-def find_site_obstacle(site: Site, plan: Any) -> str:
+def explain_site_obstacle(site: Site, plan: Any) -> str:
     """Return why the result of a planned contraction cannot be rounded to codes, or ""."""
     if not plan.is_replaced:
         return plan.reason
@@ -352,12 +348,12 @@ def find_site_obstacle(site: Site, plan: Any) -> str:
     return "" if terms <= limit else f"it sums {terms} products of codes, and int32 holds {limit}"
 
 
-def find_fold_obstacle(graph: ProgramGraph, point: RoundingPoint, parameters: Mapping[int, int]) -> str:
+def explain_fold_obstacle(graph: ProgramGraph, point: RoundingPoint, parameters: Mapping[int, int]) -> str:
     """Return why weights cannot be multiplied by an array of their features, or ""."""
     site = point.site
     assert site is not None
     assert site.weight is not None
-    if find_feature_axes(point) is None:
+    if match_feature_axes(point) is None:
         return "its weights are not a whole parameter"
     value = point.node.inputs[site.weight]
     while value not in parameters.values():

@@ -21,7 +21,7 @@ from .rounding_points import PointStep, Regions, RoundingPoint
 from .statics import StaticValues, combine
 
 
-def find_feature_axes(point: RoundingPoint) -> tuple[int | None, ...] | None:
+def match_feature_axes(point: RoundingPoint) -> tuple[int | None, ...] | None:
     """Return the axis of the parameter for each feature dimension, or None if they are no whole axes of one parameter.
 
     An axis is None where the dimension has length 1.
@@ -33,7 +33,7 @@ def find_feature_axes(point: RoundingPoint) -> tuple[int | None, ...] | None:
     if not isinstance(origin, views.View):
         return None
     axes: list[int | None] = []
-    for place in find_weight_places(point):
+    for place in list_weight_dimensions(point):
         dimension = origin.dimensions[place]
         size = jaxpr.read_shape(site.equation.invars[site.weight])[place]
         # After a reshape, a view has no axis for a dimension of length 1.
@@ -46,7 +46,7 @@ def find_feature_axes(point: RoundingPoint) -> tuple[int | None, ...] | None:
     return tuple(axes) if len({axis for axis in axes if axis is not None}) == len(axes) - axes.count(None) else None
 
 
-def find_weight_places(point: RoundingPoint) -> tuple[int, ...]:
+def list_weight_dimensions(point: RoundingPoint) -> tuple[int, ...]:
     """Return the dimension of the weight operand for each feature dimension of the result."""
     site = point.site
     assert site is not None
@@ -59,7 +59,7 @@ def find_weight_places(point: RoundingPoint) -> tuple[int, ...]:
     return (*batch, *(axis for axis in range(rank) if axis not in contracted and axis not in batch))
 
 
-def find_factor_and_bias(statics: StaticValues, point: RoundingPoint) -> tuple[jax.Array | None, jax.Array | None]:
+def compute_factor_and_bias(statics: StaticValues, point: RoundingPoint) -> tuple[jax.Array | None, jax.Array | None]:
     """Return what the weights are multiplied by, and the bias, of one shape: the feature dimensions. None is 1 and 0.
 
     (y + a) * b + c is y * b + (a * b + c). Each operation is rounded once.
@@ -133,7 +133,7 @@ class Fold:
         """
         # The contraction reads weights of bfloat16 as float32, so their product is not rounded to bfloat16.
         w = jnp.asarray(w).astype(jnp.float32)
-        factor, _ = find_factor_and_bias(bind_parameters(self.regions, arrays), self.point)
+        factor, _ = compute_factor_and_bias(bind_parameters(self.regions, arrays), self.point)
         assert factor is not None
         axes = [(axis, place) for place, axis in enumerate(self.axes) if axis is not None]
         order = [place for _, place in sorted(axes)]
@@ -151,39 +151,39 @@ _MARGIN = 1.0001  # for what the roundings of codes and of float32 add, as in ON
 
 
 def enlarge_scales(
-    regions: Regions, floats: Sequence[Any], converted: Sequence[Any], find_scale: Callable[[str, str], Any]
+    regions: Regions, floats: Sequence[Any], converted: Sequence[Any], compute_scale: Callable[[str, str], Any]
 ) -> dict[int, jax.Array]:
     """Return the scales of parameters at which every bias fits into int32 together with the products.
 
-    A bias has |bias| / (lhs_scale * scale) steps. Where these exceed what int32 leaves beside the products, as those of
-    a feature with tiny weights do, the scale of the feature is enlarged; the other scales do not change. Parameters of
-    which no scale changes are left out, and so are weights that are no whole axes of one parameter.
+    A bias has |bias| / (lhs_scale * scale) steps. Where int32 does not hold these steps beside the products, as for a
+    feature with tiny weights, the scale of the feature is enlarged; the other scales do not change. Parameters whose
+    scales all stay the same are left out, and so are weights that are no whole axes of one parameter.
 
     Args:
         regions: the program.
         floats: the parameters in floats.
         converted: the parameters with codes.
-        find_scale: a function of the name and the place of a static range, which returns its scale; or None for a range
-            that is found at each call.
+        compute_scale: a function of the name and the place of a static range, which returns its scale; or None for a
+            range that is found at each call.
 
     Raises:
         ContractValueError: the product of two scales is less than the least normal float32.
     """
     result: dict[int, jax.Array] = {}
-    for leaf, axes, bias, x_scale, describe in _list_biases(regions, floats, converted, find_scale):
+    for leaf, axes, bias, x_scale, describe in _list_biases(regions, floats, converted, compute_scale):
         q = converted[leaf]
         if q.scale.dtype != dtypes.FLOAT32:
             continue
         scale = q.scale if (known := result.get(leaf)) is None else known
         with checks.prefix_errors(describe):
-            ratio = _find_ratio(q, q.scale, axes, bias, x_scale)
+            ratio = _compute_ratio(q, q.scale, axes, bias, x_scale)
             if not checks.is_traced(ratio) and bool((ratio == 1).all()):
                 continue
         result[leaf] = barriers.compute_once(jnp.maximum(scale, q.scale * ratio))
     return result
 
 
-def _find_ratio(
+def _compute_ratio(
     q: QuantizedArray, scale: jax.Array, axes: Sequence[int | None], bias: jax.Array, x_scale: jax.Array
 ) -> jax.Array:
     """Return by how much each scale must grow, 1 or more, in the shape of the scale."""
@@ -210,14 +210,14 @@ def _find_ratio(
 
 
 def check_biases(
-    regions: Regions, floats: Sequence[Any], converted: Sequence[Any], find_scale: Callable[[str, str], Any]
+    regions: Regions, floats: Sequence[Any], converted: Sequence[Any], compute_scale: Callable[[str, str], Any]
 ) -> None:
     """Raise ContractValueError if a bias has more steps of the product of the scales than int32 can hold.
 
     Nothing is raised for values that are traced, and for weights that are no whole axes of one parameter. The arguments
     are the same as in `enlarge_scales`.
     """
-    for leaf, axes, bias, x_scale, describe in _list_biases(regions, floats, converted, find_scale):
+    for leaf, axes, bias, x_scale, describe in _list_biases(regions, floats, converted, compute_scale):
         q = converted[leaf]
         places = [axis for axis in axes if axis is not None]
         rest = [axis for axis in range(q.ndim) if axis not in places]
@@ -230,23 +230,23 @@ def check_biases(
 
 
 def _list_biases(
-    regions: Regions, floats: Sequence[Any], converted: Sequence[Any], find_scale: Callable[[str, str], Any]
+    regions: Regions, floats: Sequence[Any], converted: Sequence[Any], compute_scale: Callable[[str, str], Any]
 ) -> Iterator[tuple[int, tuple[int | None, ...], jax.Array, jax.Array, str]]:
     """Yield the parameter of each contraction with a bias, its axes of features, the bias, and the activations' scale.
 
     The last element describes the contraction.
     """
     for point in regions.points:
-        axes = None if point.site is None else find_feature_axes(point)
+        axes = None if point.site is None else match_feature_axes(point)
         if axes is None or point.site is None:
             continue
-        _, bias = find_factor_and_bias(bind_parameters(regions, floats), point)
+        _, bias = compute_factor_and_bias(bind_parameters(regions, floats), point)
         if bias is None:
             continue
         (leaf,) = point.site.leaves
         scale = converted[leaf].scale
         if any(scale.shape[axis] != 1 for axis in range(scale.ndim) if axis not in axes):
             continue  # one of stacked weights, and the whole parameter has other scales
-        x_scale = find_scale(*point.find_source())
+        x_scale = compute_scale(*point.locate_range())
         if x_scale is not None and x_scale.size == 1:
             yield leaf, axes, bias, x_scale, point.site.describe()

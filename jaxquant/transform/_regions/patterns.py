@@ -9,7 +9,7 @@ from ..._codes.pooling import CodeWindows
 from ..._program.graph import EquationNode, ProgramGraph
 from ..._program.moves import BARRIER, MOVES, keeps_place
 from .rounding_points import PointStep
-from .statics import find_number, find_varying
+from .statics import derive_varying, read_number
 
 
 def is_move(graph: ProgramGraph, node: EquationNode) -> bool:
@@ -17,13 +17,13 @@ def is_move(graph: ProgramGraph, node: EquationNode) -> bool:
     if node.name not in MOVES or not MOVES[node.name].on_codes:
         return False
     if node.name == "pad":
-        return find_number(graph, node.inputs[1]) == 0
+        return read_number(graph, node.inputs[1]) == 0
     if node.name == "convert_element_type":
         return node.parameters["new_dtype"] == graph.avals[node.inputs[0]].dtype
-    return node.name != "reduce_window_max" or find_windows(node.parameters) is not None
+    return node.name != "reduce_window_max" or match_windows(node.parameters) is not None
 
 
-def find_windows(parameters: dict[str, Any]) -> CodeWindows | None:
+def match_windows(parameters: dict[str, Any]) -> CodeWindows | None:
     """Return the windows of a pooling with these parameters, or None if they have gaps."""
     if any(n != 1 for name in ("base_dilation", "window_dilation") for n in parameters[name]):
         return None
@@ -36,7 +36,7 @@ def find_windows(parameters: dict[str, Any]) -> CodeWindows | None:
     return CodeWindows(tuple(map(int, lengths)), tuple(map(int, strides)), pairs, axes) if is_covered else None
 
 
-def find_spatial(windows: CodeWindows, rank: int) -> tuple[CodeWindows, bool] | None:
+def match_spatial(windows: CodeWindows, rank: int) -> tuple[CodeWindows, bool] | None:
     """Return windows over all spatial dimensions, and whether the features are last; None for other windows."""
     for channels_last, axes in ((True, range(1, rank - 1)), (False, range(2, rank))):
         if rank >= 3 and set(windows.axes) <= set(axes):
@@ -56,7 +56,7 @@ def is_unit_move(graph: ProgramGraph, node: EquationNode) -> bool:
     return [n for n in before if n != 1] == [n for n in after if n != 1]
 
 
-def find_mean(graph: ProgramGraph, node: EquationNode) -> tuple[dict[str, Any], list[PointStep]] | None:
+def match_mean(graph: ProgramGraph, node: EquationNode) -> tuple[dict[str, Any], list[PointStep]] | None:
     """Return the static arguments of a mean that begins with this sum, and the equations up to its division."""
     value, steps = node.outputs[0], list[PointStep]()
     while (use := graph.match_single_use(value)) is not None:
@@ -79,13 +79,13 @@ def _match_division(
     if graph.get_shape(division.inputs[place]) != graph.get_shape(division.outputs[0]):
         return None
     shape, divisor = graph.get_shape(node.inputs[0]), division.inputs[1 - place]
-    number = find_number(graph, divisor)
+    number = read_number(graph, divisor)
     if node.name == "reduce_sum":
         axes = tuple(node.parameters["axes"])
         count = math.prod(shape[axis] for axis in axes)
         return {"axis": axes} if _is_count(number, count, division.name) else None
-    windows = find_windows(node.parameters)
-    spatial = None if windows is None else find_spatial(windows, len(shape))
+    windows = match_windows(node.parameters)
+    spatial = None if windows is None else match_spatial(windows, len(shape))
     if windows is None or spatial is None:
         return None
     counts_padding = _is_count(number, math.prod(windows.lengths), division.name)
@@ -108,10 +108,10 @@ def _counts_windows(graph: ProgramGraph, divisor: int, node: EquationNode) -> bo
     counter = graph.producers.get(divisor)
     while counter is not None and counter.name in ("broadcast_in_dim", "reshape"):
         counter = graph.producers.get(counter.inputs[0])
-    if counter is None or counter.name != "reduce_window_sum" or find_number(graph, counter.inputs[0]) != 1:
+    if counter is None or counter.name != "reduce_window_sum" or read_number(graph, counter.inputs[0]) != 1:
         return False
     names = ("window_dimensions", "window_strides", "padding", "base_dilation", "window_dilation")
-    windows, shape = find_windows(node.parameters), graph.get_shape(node.inputs[0])
+    windows, shape = match_windows(node.parameters), graph.get_shape(node.inputs[0])
     lengths = graph.get_shape(counter.inputs[0])
     is_alike = all(counter.parameters[name] == node.parameters[name] for name in names)
     return is_alike and windows is not None and all(lengths[axis] == shape[axis] for axis in windows.axes)
@@ -143,5 +143,5 @@ def follow_labels(
     is_affine = node.name in ("add", "sub", "mul") or (node.name == "div" and place == 0)
     if not is_affine or before != after:
         return None
-    varying = find_varying(graph, node.inputs[1 - place])
+    varying = derive_varying(graph, node.inputs[1 - place])
     return ("affine", labels) if all(labels[axis] is not None for axis in varying) else None

@@ -71,7 +71,7 @@ class RoundingPoint:
     name: str = ""
     source: RoundingPoint | None = None
 
-    def find_source(self) -> tuple[str, str]:
+    def locate_range(self) -> tuple[str, str]:
         """Return the name and the place of the range of the activations of a contraction."""
         assert self.site is not None
         assert self.site.weight is not None
@@ -105,9 +105,8 @@ class Action(NamedTuple):
 
     def describe_action(self) -> str:
         """Return the name and the place of the contraction to which it belongs, or its own."""
-        return (
-            self.node.describe_node() if self.point is None or self.point.site is None else self.point.site.describe()
-        )
+        site = None if self.point is None else self.point.site
+        return self.node.describe_node() if site is None else site.describe()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,7 +131,7 @@ class Regions:
     entered: frozenset[Address] = frozenset()
     inputs: dict[int, int] = dataclasses.field(default_factory=dict)
 
-    def find_point(self, site: Site) -> RoundingPoint | None:
+    def get_point(self, site: Site) -> RoundingPoint | None:
         """Return the point of a contraction, or None if its result is floats."""
         action = self.actions.get(site.address)
         return None if action is None or action.kind != "start" else action.point

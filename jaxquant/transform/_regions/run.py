@@ -24,9 +24,9 @@ from ..._program import jaxpr
 from ..._program.graph import EquationNode, ProgramGraph
 from ..._program.jaxpr import Equation
 from ..._program.moves import BARRIER
-from .clips import call_rule, find_clip
-from .folding import find_weight_places
-from .patterns import find_windows
+from .clips import call_rule, match_clip
+from .folding import list_weight_dimensions
+from .patterns import match_windows
 from .rounding_points import Action, RoundingPoint
 
 _NAME = "Prepared.apply"
@@ -72,7 +72,7 @@ def run_move(graph: ProgramGraph, action: Action, operands: Sequence[Any]) -> li
         arrays = _wait_for_all(tuple(x.array if isinstance(x, RegionCodes) else x for x in operands))
         return [RegionCodes(y) if isinstance(x, RegionCodes) else y for x, y in zip(operands, arrays, strict=True)]
     array = next(value.array for value in operands if isinstance(value, RegionCodes))
-    if find_clip(graph, node) is not None:
+    if match_clip(graph, node) is not None:
         return [RegionCodes(_clip(graph, node, array))]
     return [RegionCodes(result) for result in _move(node.equation, array)]
 
@@ -107,7 +107,7 @@ def _evaluate_move(equation: Equation, x: jax.Array, zero: jax.Array) -> list[ja
     if name == "convert_element_type":  # to the dtype of the floats
         return [x]
     if name == "reduce_window_max":
-        windows = find_windows(equation.params)
+        windows = match_windows(equation.params)
         assert windows is not None
         return [pooling.compute_maxima(x, windows=windows)]
     return jaxpr.evaluate(equation, [x])
@@ -115,7 +115,7 @@ def _evaluate_move(equation: Equation, x: jax.Array, zero: jax.Array) -> list[ja
 
 def _clip(graph: ProgramGraph, node: EquationNode, array: Array) -> Array:
     """Return codes clipped by the numbers of a node, in training with the derivative rule that the node may have."""
-    clip = find_clip(graph, node)
+    clip = match_clip(graph, node)
     assert clip is not None
     result = _clip_codes(array, clip.low, clip.high)
     if node.name in jaxpr.CUSTOM_RULES and isinstance(array, FakeQuantizedArray):
@@ -186,7 +186,7 @@ def finish_floats(graph: ProgramGraph, point: RoundingPoint, y: jax.Array, bias:
         y: its result, with the weights multiplied.
         bias: the bias, of the feature dimensions, or None.
     """
-    y = y if bias is None else y + spread_features(point, bias, y.shape)
+    y = y if bias is None else y + lax.broadcast_in_dim(bias, y.shape, point.features)
     for step in point.steps:
         if step.kind == "move":
             (y,) = jaxpr.evaluate(step.node.equation, [y])
@@ -199,16 +199,11 @@ def _clip_floats(graph: ProgramGraph, node: EquationNode, y: jax.Array) -> jax.A
     """Return floats clipped by the numbers of a node, with its derivative rule."""
     if node.name in jaxpr.CUSTOM_RULES:
         return call_rule(graph, node, y)
-    clip = find_clip(graph, node)
+    clip = match_clip(graph, node)
     assert clip is not None
     low, high = clip.low, clip.high
     y = jax.nn.relu(y) if low == 0 else y if low is None else jnp.maximum(y, np.float32(low))
     return y if high is None else jnp.minimum(y, np.float32(high))
-
-
-def spread_features(point: RoundingPoint, part: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """Return an array of the feature dimensions, broadcast to the result of a contraction."""
-    return lax.broadcast_in_dim(part, tuple(shape), point.features)
 
 
 def contract_to_codes(
@@ -234,7 +229,7 @@ def contract_to_codes(
     assert site.weight is not None
     if bias is not None:
         weight, x = operands[site.weight], operands[1 - site.weight]
-        places = find_weight_places(point)
+        places = list_weight_dimensions(point)
         rest = [axis for axis in range(weight.ndim) if axis not in places]
         lengths = [weight.scale.shape[place] for place in places]
         scale = lax.transpose(weight.scale, (*rest, *places)).reshape(lengths)

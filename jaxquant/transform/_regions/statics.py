@@ -30,7 +30,7 @@ _ELEMENTWISE = frozenset(
 )
 
 
-def find_number(graph: ProgramGraph, value: int) -> float | None:
+def read_number(graph: ProgramGraph, value: int) -> float | None:
     """Return the number that all elements of a value are, if the program says it."""
     if value in graph.constants:
         constant = graph.constants[value]
@@ -38,29 +38,29 @@ def find_number(graph: ProgramGraph, value: int) -> float | None:
         return float(np.asarray(constant).reshape(())) if is_number else None
     node = graph.producers.get(value)
     if node is not None and moves.keeps_order(node.name):
-        return find_number(graph, node.inputs[0])
+        return read_number(graph, node.inputs[0])
     return None
 
 
-def find_varying(graph: ProgramGraph, value: int) -> frozenset[int]:
+def derive_varying(graph: ProgramGraph, value: int) -> frozenset[int]:
     """Return the dimensions of a value along which its elements may differ."""
     if value not in graph.varying:
-        graph.varying[value] = _find_varying(graph, value)
+        graph.varying[value] = _derive_varying(graph, value)
     return graph.varying[value]
 
 
-def _find_varying(graph: ProgramGraph, value: int) -> frozenset[int]:
+def _derive_varying(graph: ProgramGraph, value: int) -> frozenset[int]:
     shape, node = graph.get_shape(value), graph.producers.get(value)
     wide = frozenset(axis for axis, length in enumerate(shape) if length != 1)
-    if find_number(graph, value) is not None:
+    if read_number(graph, value) is not None:
         return frozenset()
     if node is None:
         return wide
     if node.name == "broadcast_in_dim":
         places = node.parameters["broadcast_dimensions"]
-        return frozenset(places[axis] for axis in find_varying(graph, node.inputs[0])) & wide
+        return frozenset(places[axis] for axis in derive_varying(graph, node.inputs[0])) & wide
     if node.name in _ELEMENTWISE or moves.keeps_place(node.name):
-        return frozenset().union(*(find_varying(graph, operand) for operand in node.inputs)) & wide
+        return frozenset().union(*(derive_varying(graph, operand) for operand in node.inputs)) & wide
     return wide
 
 
@@ -90,7 +90,7 @@ class StaticValues:
     def read_entries(self, value: int) -> jax.Array:
         """Return a value with length 1 along the dimensions that repeat the same elements."""
         graph, node = self.graph, self.graph.producers.get(value)
-        shape, varying = graph.get_shape(value), find_varying(graph, value)
+        shape, varying = graph.get_shape(value), derive_varying(graph, value)
         if node is not None and node.name == "broadcast_in_dim":
             # The small array, and not an index of a large one.
             entries, places = self.read_entries(node.inputs[0]), node.parameters["broadcast_dimensions"]

@@ -58,9 +58,13 @@ def run_if(call: Call, condition: Tensor) -> Any:
 @register("Scan")
 def run_scan(call: Call, *inputs: jax.Array) -> Any:
     """ONNX Scan, as jax.lax.scan. The form before opset 9, with a batch dimension, is Scan-8."""
-    if call.opset < 9:
-        return _run_batched_scan(call, *inputs)
-    return _scan(call, call.get("body"), inputs, {n: call.get(n) for n in _SCAN_ATTRIBUTES})
+    if call.opset >= 9:
+        return _scan(call, call.get("body"), inputs, {n: call.get(n) for n in _SCAN_ATTRIBUTES})
+    lengths, *batches = inputs
+    if lengths is not None:
+        raise ModelError("Scan-8 with sequence_lens is not supported")
+    names: dict[str, Any] = {**dict.fromkeys(_SCAN_ATTRIBUTES), "scan_input_directions": call.get("directions")}
+    return jax.vmap(lambda *parts: _scan(call, call.get("body"), parts, names))(*batches)
 
 
 _SCAN_ATTRIBUTES = ("scan_input_axes", "scan_input_directions", "scan_output_axes", "scan_output_directions")
@@ -86,15 +90,6 @@ def _scan(call: Call, body: Any, inputs: Sequence[Any], attributes: dict[str, An
         y = jnp.flip(y, 0) if directions and directions[i] else y
         results.append(jnp.moveaxis(y, 0, axes[i] if axes else 0))
     return (*last, *results)
-
-
-def _run_batched_scan(call: Call, lengths: Any, *inputs: Any) -> tuple[Any, ...]:
-    """Scan-8: every input has a batch dimension first."""
-    if lengths is not None:
-        raise ModelError("Scan-8 with sequence_lens is not supported")
-    names: dict[str, Any] = dict.fromkeys(_SCAN_ATTRIBUTES)
-    names["scan_input_directions"] = call.get("directions")
-    return jax.vmap(lambda *parts: _scan(call, call.get("body"), parts, names))(*inputs)
 
 
 # The states are passed as they are, because they may be shapes, which have to stay numpy arrays.

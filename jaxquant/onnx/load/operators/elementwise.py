@@ -203,12 +203,7 @@ def choose(call: Call, condition: Tensor, x: Tensor, y: Tensor) -> Any:
 
 
 @register("Clip", folds=True)
-def clip(
-    call: Call,
-    x: Tensor,
-    low: Tensor | None = None,
-    high: Tensor | None = None,
-) -> Any:
+def clip(call: Call, x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Any:
     """ONNX Clip: the bounds are attributes before opset 11."""
     xp = namespace(x, low, high)
     if call.opset < 11:
@@ -268,12 +263,7 @@ def pass_on(call: Call, x: Tensor) -> Any:
 
 
 @register("Dropout", keeps=(1, 2))
-def drop_out(
-    call: Call,
-    x: jax.Array,
-    ratio: Tensor | None = None,
-    training: Tensor | None = None,
-) -> Any:
+def drop_out(call: Call, x: jax.Array, ratio: Tensor | None = None, training: Tensor | None = None) -> Any:
     """ONNX Dropout without training: the input, and a mask of True."""
     is_training = training is not None and bool(np.asarray(training).reshape(()))
     if is_training and (ratio is None or float(np.asarray(ratio).reshape(())) != 0):

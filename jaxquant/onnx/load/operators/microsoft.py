@@ -104,12 +104,7 @@ def quantize_and_multiply(
 
 @_register("QGemm", keeps=(1, 2, 4, 5, 7, 8))
 def multiply_general_codes(
-    call: Call,
-    a: jax.Array,
-    a_scale: Tensor,
-    a_point: Tensor,
-    b: jax.Array,
-    *inputs: jax.Array,
+    call: Call, a: jax.Array, a_scale: Tensor, a_point: Tensor, b: jax.Array, *inputs: jax.Array
 ) -> Any:
     """ONNX Runtime's QGemm; without y_scale the result is float32."""
     b_scale, b_point, c, y_scale, y_point = [*inputs, *[None] * (5 - len(inputs))]

@@ -74,11 +74,7 @@ def quantize_dynamically(call: Call, x: jax.Array) -> Any:
 
 @register("MatMulInteger", keeps=(2, 3))
 def multiply_codes(
-    call: Call,
-    a: jax.Array,
-    b: jax.Array,
-    a_zero_point: Tensor | None = None,
-    b_zero_point: Tensor | None = None,
+    call: Call, a: jax.Array, b: jax.Array, a_zero_point: Tensor | None = None, b_zero_point: Tensor | None = None
 ) -> Any:
     """ONNX MatMulInteger."""
     return matmul_integer(a, b, read_scalar(a_zero_point), read_scalar(b_zero_point))
@@ -86,11 +82,7 @@ def multiply_codes(
 
 @register("ConvInteger", keeps=(2, 3))
 def convolve_codes(
-    call: Call,
-    x: jax.Array,
-    w: jax.Array,
-    x_zero_point: Tensor | None = None,
-    w_zero_point: Tensor | None = None,
+    call: Call, x: jax.Array, w: jax.Array, x_zero_point: Tensor | None = None, w_zero_point: Tensor | None = None
 ) -> Any:
     """ONNX ConvInteger."""
     points = read_scalar(x_zero_point), read_scalar(w_zero_point)

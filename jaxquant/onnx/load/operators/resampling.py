@@ -33,11 +33,7 @@ def upsample(call: Call, x: jax.Array, scales: np.ndarray | None = None) -> Any:
 
 @register("Resize", static=(1, 2, 3))
 def resize(
-    call: Call,
-    x: jax.Array,
-    roi: np.ndarray | None = None,
-    scales: Any = None,
-    sizes: np.ndarray | None = None,
+    call: Call, x: jax.Array, roi: np.ndarray | None = None, scales: Any = None, sizes: np.ndarray | None = None
 ) -> Any:
     """ONNX Resize."""
     if call.opset < 11:

@@ -216,11 +216,7 @@ def move_space_to_depth(call: Call, x: jax.Array) -> Any:
 
 @register("Pad", static=(1, 3), keeps=(2,), folds=True)
 def pad(
-    call: Call,
-    x: Tensor,
-    pads: np.ndarray | None = None,
-    value: Tensor | None = None,
-    axes: np.ndarray | None = None,
+    call: Call, x: Tensor, pads: np.ndarray | None = None, value: Tensor | None = None, axes: np.ndarray | None = None
 ) -> Any:
     """ONNX Pad, with negative lengths that cut elements off."""
     amounts = list_ints(call.get("pads") if pads is None else pads)
