@@ -523,18 +523,22 @@ def dequantize_parts(parts: ArrayParts, *, static: ArrayStatic, use: Use = "any"
         return affine.round_to_dtype(result if use == "operand" else barriers.round_result(result), arithmetic)
 
     is_real = zero_point is not None and zero_point.dtype in dtypes.FLOATS
-    if static.codebook is None and not (is_real or static.inverse_scale or static.arithmetic):
+    is_plain = not (is_real or static.inverse_scale or static.arithmetic)
+    if static.codebook is None and is_plain:
         values = dequantize_affine(codes, scale, zero_point, aligned, product_dtype, use_of_product)
     else:
-        if static.codebook is not None:
-            steps = static.codebook.decode(codes)
+        if static.codebook is not None and is_plain:
+            product = _scale_levels(codes, scale, static.codebook, aligned)
         else:
-            steps = affine.decode_steps(codes, None if is_real else zero_point, aligned)
-        steps = affine.round_to_dtype(steps, arithmetic)
-        if zero_point is not None and is_real:
-            steps = finish(steps - expand(zero_point), "any")
-        wide = expand(scale)
-        product = affine.divide_steps(steps, wide) if static.inverse_scale else steps * wide
+            if static.codebook is not None:
+                steps = static.codebook.decode(codes)
+            else:
+                steps = affine.decode_steps(codes, None if is_real else zero_point, aligned)
+            steps = affine.round_to_dtype(steps, arithmetic)
+            if zero_point is not None and is_real:
+                steps = finish(steps - expand(zero_point), "any")
+            wide = expand(scale)
+            product = affine.divide_steps(steps, wide) if static.inverse_scale else steps * wide
         product = finish(product, use_of_product)
         values = affine.round_to_dtype(product, product_dtype).astype(product_dtype)
     if offset is not None:
@@ -545,6 +549,14 @@ def dequantize_parts(parts: ArrayParts, *, static: ArrayStatic, use: Use = "any"
         return values
     assert static.permuted_axis is not None
     return restore_permuted(values, permutation, static.permuted_axis)
+
+
+@recording.mark("scale_levels", lambda codes, **_: (codes.shape, jnp.float32))
+def _scale_levels(
+    codes: jax.Array, scale: jax.Array, codebook: Codebook, aligned: granularity.Aligned
+) -> jax.Array:  # fmt: skip
+    """Return the levels of codes times their scales, float32."""
+    return codebook.decode(codes) * aligned.expand(dtypes.scale_as_float32(scale), codes)
 
 
 @recording.mark("add_offset", lambda values, **_: (values.shape, jnp.float32))
@@ -561,6 +573,7 @@ def restore_permuted(values: jax.Array, permutation: jax.Array, axis: int) -> ja
         permutation: int32, [K], or [..., K] with some of the first dimensions of the values.
         axis: ArrayStatic. The permuted axis, negative.
     """
+    permutation = sharding.gather_axes(permutation, (permutation.ndim - 1,))  # JAX does not sort along a sharded axis
     return _gather_values(values, jnp.argsort(permutation, axis=-1), axis)
 
 
@@ -578,6 +591,12 @@ def _gather_tangents(axis: int, primals: tuple[jax.Array, ...], tangents: tuple[
 
 
 def _gather_along(values: jax.Array, positions: jax.Array, axis: int) -> jax.Array:
+    # With explicit mesh axes, JAX does not gather along an axis that is sharded. The result is sharded as it was.
+    whole = sharding.gather_axes(values, (values.ndim + axis,))
+    return sharding.place_like(_gather_whole(whole, positions, axis), values)
+
+
+def _gather_whole(values: jax.Array, positions: jax.Array, axis: int) -> jax.Array:
     if positions.ndim == 1:
         return jnp.take(values, positions, axis, mode="clip")
     between = values.ndim + axis - (positions.ndim - 1)

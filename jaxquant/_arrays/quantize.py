@@ -68,7 +68,7 @@ def quantize(
     the largest number of x's dtype, the scale is the largest at which none does, and the ends of the range saturate, by
     about one step. Scales that are powers of two are reduced by whole powers: such a range may lose half of its reach.
 
-    A float16 scale or offset is at most 65504, also one in which scales are counted (`scale_spec`). A range that needs a
+    A float16 scale or offset is at most 65504, and so is the float16 scale of quantized scales. A range that needs a
     larger one raises an error; if it is traced, its scale or offset is infinite, as for a range with an infinity, so
     that the slice is lost visibly instead of saturating.
 

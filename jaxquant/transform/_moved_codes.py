@@ -1,4 +1,4 @@
-"""The equations that move the elements of a parameter, applied to its codes, scale and zero point."""
+"""The equations that move the elements of a parameter, applied to its codes, scale and zero point or offset."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from .._arrays.quantized_array import QuantizedArray, check_form, read_entries
 from .._core import granularity
 from .._program import jaxpr, moves
 from .._program.jaxpr import Equation
+
+_MOVED_FORMS = ("signed_scale", "packing", "offset")
 
 
 def move_elements(equation: Equation, operands: Sequence[Any]) -> list[Any]:
@@ -48,12 +50,13 @@ def move_elements(equation: Equation, operands: Sequence[Any]) -> list[Any]:
 
 def can_concatenate(arrays: Sequence[QuantizedArray]) -> bool:
     """Return whether the codes of quantized arrays can stand in one array."""
-    return len({(q.format, q.scale.dtype, q.dtype) for q in arrays}) == 1
+    kinds = {(q.format, q.scale.dtype, q.dtype, None if q.offset is None else q.offset.dtype) for q in arrays}
+    return len(kinds) == 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MovedCodes(moves.Elements):
-    """A quantized array and the moves of its codes, scale and zero point."""
+    """A quantized array and the moves of its codes and of the entries that it has for them."""
 
     array: QuantizedArray
 
@@ -85,8 +88,8 @@ class MovedCodes(moves.Elements):
         q = self.array
         if any(_match_merged(q.shape, tuple(shape))):
             q = _read_scales(q)
-        scale, zero_point = (_spread(q, part, tuple(shape)) for part in (q.scale, q.zero_point))
-        return MovedCodes(q.replace(scale=scale, zero_point=zero_point).reshape(tuple(shape)))
+        entries = {name: _spread(q, part, tuple(shape)) for name, part in indexing.list_entries(q).items()}
+        return MovedCodes(q.replace(**entries).reshape(tuple(shape)))
 
     def squeeze(self, axes: Sequence[int], shape: Sequence[int]) -> MovedCodes:
         """Return the codes without some dimensions of length 1."""
@@ -95,20 +98,18 @@ class MovedCodes(moves.Elements):
     def broadcast(self, places: Sequence[int], shape: Sequence[int]) -> MovedCodes:
         """Return the codes repeated along new dimensions; repeated elements share their scale."""
         places, shape, q = tuple(places), tuple(shape), _read_scales(self.array)
-        check_form("prepare", "a parameter", q, ("signed_scale", "packing"))
+        check_form("prepare", "a parameter", q, _MOVED_FORMS)
 
-        def broadcast_part(part: jax.Array | None, is_scale: bool) -> jax.Array | None:
-            if part is None:
-                return None
+        def broadcast_entries(part: jax.Array) -> jax.Array:
+            # Repeated elements share their entry, so a scale gets new dimensions of 1 only.
             wide = [1] * len(shape)
             for axis, place in enumerate(places):
-                wide[place] = part.shape[axis] if is_scale else shape[place]
-            # Repeated elements share their entry, so a scale gets new dimensions of 1 only.
-            return lax.broadcast_in_dim(part, tuple(wide) if is_scale else shape, places)
+                wide[place] = part.shape[axis]
+            return lax.broadcast_in_dim(part, tuple(wide), places)
 
-        scale, zero_point = (broadcast_part(part, True) for part in (q.scale, q.zero_point))
-        codes = broadcast_part(q.codes, False)
-        return MovedCodes(q.replace(codes=codes, scale=scale, zero_point=zero_point, stored_order=None))
+        entries = {name: broadcast_entries(part) for name, part in indexing.list_entries(q).items()}
+        codes = lax.broadcast_in_dim(q.codes, shape, places)
+        return MovedCodes(q.replace(codes=codes, stored_order=None, **entries))
 
     def tile(self, repeats: Sequence[int], shape: Sequence[int]) -> MovedCodes:
         """Return the codes repeated as a whole along each dimension."""
@@ -130,22 +131,19 @@ class MovedCodes(moves.Elements):
     def cut_dynamically(self, starts: Sequence[jax.Array], shape: Sequence[int]) -> MovedCodes:
         """Return a part of the codes along each dimension, from starts that the program computes."""
         q, sizes = _read_scales(self.array), tuple(shape)
-        check_form("prepare", "a parameter", q, ("signed_scale", "packing"))
+        check_form("prepare", "a parameter", q, _MOVED_FORMS)
         # One entry for each index of the axes that are cut, unless all indices share one.
         cut = [axis for axis, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if size != n]
-        parts = []
-        for part in (q.scale, q.zero_point):
-            if part is None:
-                parts.append(None)
-                continue
+        entries = {}
+        for name, part in indexing.list_entries(q).items():
             for axis in cut:
                 part = part if part.shape[axis] == 1 else _expand(q, part, axis)
             zeros = [jnp.zeros_like(start) for start in starts]
-            entries = [start if n != 1 else zero for start, zero, n in zip(starts, zeros, part.shape, strict=True)]
+            places = [start if n != 1 else zero for start, zero, n in zip(starts, zeros, part.shape, strict=True)]
             lengths = [sizes[axis] if axis in cut and n != 1 else n for axis, n in enumerate(part.shape)]
-            parts.append(lax.dynamic_slice(part, entries, lengths))
+            entries[name] = lax.dynamic_slice(part, places, lengths)
         codes = lax.dynamic_slice(q.codes, starts, sizes)
-        return MovedCodes(q.replace(codes=codes, scale=parts[0], zero_point=parts[1], stored_order=None))
+        return MovedCodes(q.replace(codes=codes, stored_order=None, **entries))
 
     def select_index(self, axis: int, index: int) -> MovedCodes:
         """Return the codes at one index of a dimension, without the dimension."""
@@ -153,14 +151,14 @@ class MovedCodes(moves.Elements):
 
 
 def _read_scales(q: QuantizedArray) -> QuantizedArray:
-    """Return an array with float32 scales, where the move of scales that are quantized themselves has no form."""
-    return q.replace(scale=read_entries(q.scale)) if isinstance(q.scale, QuantizedArray) else q
+    """Return an array with floats for scales and offsets that are quantized themselves, which not all moves keep."""
+    if not any(isinstance(part, QuantizedArray) for part in (q.scale, q.offset)):
+        return q
+    return q.replace(scale=read_entries(q.scale), offset=read_entries(q.offset))
 
 
 def _spread(q: QuantizedArray, part: Any, shape: tuple[int, ...]) -> Any:
-    """Return a scale or zero point that can be reshaped with its codes."""
-    if part is None:
-        return None
+    """Return a scale, zero point or offset that can be reshaped with its codes."""
     for axes in _match_merged(q.shape, shape):
         # An entry for all indices of a slower dimension is repeated for all indices of a faster one.
         varying = [axis for axis in axes if part.shape[axis] > 1]
@@ -181,7 +179,7 @@ def _match_merged(old: Sequence[int], new: Sequence[int]) -> Iterator[list[int]]
 
 
 def _expand(q: QuantizedArray, part: jax.Array, axis: int) -> jax.Array:
-    """Return a scale or zero point with an entry for each index of an axis."""
+    """Return a scale, zero point or offset with an entry for each index of an axis."""
     length = q.shape[axis]
     if part.shape[axis] == length:
         return part

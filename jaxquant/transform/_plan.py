@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -249,6 +250,8 @@ def _describe_weight(weight: Weight) -> str:
         text += " with one scale"
     elif weight.block is not None:
         text += f" in blocks of {weight.block}"
+    if weight.scale_block is not None:
+        text += f", with scales in blocks of {weight.scale_block}"
     return f"{text}, {', '.join(f'{key}={value}' for key, value in weight.options)}" if weight.options else text
 
 
@@ -272,6 +275,11 @@ def _make_weight_spec(weight: Weight, contracted: set[int], shape: Sequence[int]
     if weight.block is not None and contracted:
         # The longest axis that is summed has the most blocks.
         axis = max(sorted(contracted), key=lambda axis: shape[axis])
+        if weight.scale_block is not None:
+            blocks = Blocked(axis, weight.scale_block)
+            options["scale_spec"] = dataclasses.replace(
+                options["scale_spec"], granularity=blocks, zero_point_granularity=None
+            )
         return QuantSpec(weight.dtype, Blocked(axis, weight.block), **options)
     # A scale for each element would save nothing, and one along no axis is one for the whole tensor.
     is_split = bool(kept) and bool(contracted)

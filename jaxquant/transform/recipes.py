@@ -247,33 +247,48 @@ def nvfp4(
     )
 
 
-# GGUF's types with one scale for each block: the dtype, and the options of the spec.
-_GGUF: dict[str, tuple[str, dict[str, object]]] = {
-    "Q4_0": ("int4", {"scale_dtype": "float16", "narrow_range": False}),
-    "Q4_1": ("uint4", {"scale_dtype": "float16", "offset": True}),
-    "Q5_0": ("int5", {"scale_dtype": "float16", "narrow_range": False}),
-    "Q5_1": ("uint5", {"scale_dtype": "float16", "offset": True}),
-    "Q8_0": ("int8", {"scale_dtype": "float16"}),
-    "MXFP4": ("float4_e2m1fn", {"scale_dtype": "float8_e8m0fnu", "scale_rule": "floor", "ties": "toward_zero"}),
+def _make_k_type(dtype: str, block: int, scales: str, scale_block: int, *, offset: bool = False) -> Weight:
+    """Return the weights of a type of GGUF with scales that have a scale for each 256 inputs."""
+    options = {"offset": offset, "scale_spec": QuantSpec(scales, scale_dtype="float16")}
+    return Weight(dtype, block=block, options=options, scale_block=scale_block)
+
+
+_HALF = {"scale_dtype": "float16"}
+_GGUF: dict[str, Weight] = {
+    "Q4_0": Weight("int4", block=32, options={**_HALF, "narrow_range": False}),
+    "Q4_1": Weight("uint4", block=32, options={**_HALF, "offset": True}),
+    "Q5_0": Weight("int5", block=32, options={**_HALF, "narrow_range": False}),
+    "Q5_1": Weight("uint5", block=32, options={**_HALF, "offset": True}),
+    "Q8_0": Weight("int8", block=32, options=_HALF),
+    "Q2_K": _make_k_type("uint2", 16, "uint4", 16, offset=True),
+    "Q3_K": _make_k_type("int3", 16, "int6", 16),
+    "Q4_K": _make_k_type("uint4", 32, "uint6", 8, offset=True),
+    "Q5_K": _make_k_type("uint5", 32, "uint6", 8, offset=True),
+    "Q6_K": _make_k_type("int6", 16, "int8", 16),
+    "MXFP4": Weight(
+        "float4_e2m1fn",
+        block=32,
+        options={"scale_dtype": "float8_e8m0fnu", "scale_rule": "floor", "ties": "toward_zero"},
+    ),
 }
 
 
 def gguf(type: str = "Q4_0") -> tuple[Rule, ...]:
-    """Return rules for weights that a type of GGUF holds, in blocks of 32 inputs, with activations in floats.
+    """Return rules for weights that a type of GGUF holds, in blocks of 16 or 32 inputs, with activations in floats.
 
     `jq.ptq.apply` finds codes for them, and `jq.checkpoint.save` writes them, transposed where a model has
     (inputs, outputs), because GGUF has blocks along the last axis. Convolutions and lookups stay in floats. Where the
-    inputs are no multiple of 32 the last block is shorter, and `save` refuses it: put a rule with keep="float" before.
+    inputs are no multiple of 32, or of 256 with a K-type, the last block is shorter, and `save` refuses it: put a rule
+    with keep="float" before.
 
     Args:
-        type: "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0" or "MXFP4". The K-types have scales that are quantized along the
-            inputs, which rules do not describe: `jq.checkpoint.quantize_to` makes them.
+        type: "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0" or "MXFP4"; or "Q2_K", "Q3_K", "Q4_K", "Q5_K" or "Q6_K", whose
+            scales, and offsets, are integers with a float16 for each 256 inputs.
 
     Source: the package gguf, quants.py.
     """
     checks.check_option("recipes.gguf", "type", type, tuple(_GGUF))
-    dtype, options = _GGUF[type]
-    weight = Weight(dtype, block=32, options=options)
+    weight = _GGUF[type]
     return (
         Rule(operation="dot_general", weight=weight),
         Rule(operation="ragged_dot", weight=weight),

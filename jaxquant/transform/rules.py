@@ -28,23 +28,35 @@ class Weight:
             parameter sums over; "tensor" for one scale. A table that is looked up has one scale for each row.
         block: the number of inputs that share a scale, along the axis that is summed. None for all of them.
         options: further attributes of `QuantSpec`, such as {"scale_dtype": "bfloat16"}.
+        scale_block: the number of blocks along that axis whose scales share a scale, with a `scale_spec` in `options`,
+            whose granularity it replaces. None keeps that granularity, by default one scale of all scales.
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: `per` is unknown, or `block` is not positive.
+        ValueError: `per` is unknown, `block` or `scale_block` is not positive, or there is a `scale_block` without
+            blocks or without a `scale_spec`.
     """
 
     dtype: Any
     per: str = "output"
     block: int | None = None
     options: Any = ()
+    scale_block: int | None = None
 
     def __post_init__(self) -> None:
         """Check the arguments, and store the options in a form that can be hashed."""
         checks.check_option("Weight", "per", self.per, ("output", "tensor"))
         if self.block is not None:
             _check_block("Weight", self.block)
-        object.__setattr__(self, "options", _freeze_options("Weight", self.dtype, self.options))
+        options = _freeze_options("Weight", self.dtype, self.options)
+        if self.scale_block is not None:
+            _check_block("Weight", self.scale_block, "scale_block")
+            expected = (
+                "None without block= and without a scale_spec in options, because it counts blocks of their scales"
+            )
+            has_scales = self.block is not None and dict(options).get("scale_spec") is not None
+            checks.require(has_scales, "Weight", "scale_block", expected, self.scale_block)
+        object.__setattr__(self, "options", options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,10 +117,10 @@ class Activation:
         object.__setattr__(self, "options", _freeze_options("Activation", self.dtype, self.options))
 
 
-def _check_block(name: str, block: int) -> None:
+def _check_block(name: str, block: int, argument: str = "block") -> None:
     """Raise unless a number is the length of a block."""
-    checks.check_integer(name, "block", block)
-    checks.require(block > 0, name, "block", "a positive int or None", block)
+    checks.check_integer(name, argument, block)
+    checks.require(block > 0, name, argument, "a positive int or None", block)
 
 
 def _check_range(source: object) -> None:

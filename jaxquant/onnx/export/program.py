@@ -169,7 +169,7 @@ def _is_foldable(equation: Equation, specs: Sequence[Spec]) -> bool:
         # A short vector is more likely to hold zero points.
         is_float = jnp.issubdtype(specs[0].dtype, jnp.floating)
         return not is_float or (is_small and len([n for n in shape if n != 1]) < 2)
-    if name == MARK and equation.params["mark"].name == "dequantize":
+    if name == MARK and equation.params["mark"].name in ("dequantize", "scale_levels"):
         return is_small and len(shape) < 2
     return True
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -16,6 +17,8 @@ from . import elementwise, packed_weights, small_floats, values
 from .elementwise import apply_operator, cast_value, make_scalar
 from .graph import ModelGraph, WriterCall, writes_mark
 from .values import Shape, Value
+
+_UINT4 = np.dtype(jnp.uint4)
 
 
 class ScaleLayout(NamedTuple):
@@ -265,6 +268,24 @@ def write_dequantize(graph: ModelGraph, call: WriterCall) -> Value:
     sizes = derive_sizes(p["granularity"], scale.shape, shape)
     packed_weights.note_weights(graph, result, codes, (factors[0], known), sizes)
     return result
+
+
+@writes_mark("scale_levels")
+def write_levels(graph: ModelGraph, call: WriterCall) -> Value:
+    """Write a lookup of the levels of a codebook, and their product with the scales."""
+    p = call.parameters
+    codes, levels = p["codes"], np.asarray(p["codebook"].levels, np.float32)
+    # ONNX has no codes of 3 bits. Of those of 8 levels, which have 4, the last three count.
+    levels = np.tile(levels, 2) if len(levels) == 8 else levels
+    if codes.is_known and codes.dtype == _UINT4 and graph.opset >= 21:
+        array = np.asarray(codes.array)
+        codes = Value(codes.shape, codes.dtype, graph.add_constant(array, codes.hint))
+        index = graph.add("Cast", [graph.store(codes)], to=values.derive_element_type(np.int32))
+    else:
+        index = graph.store(cast_value(graph, _hold(graph, codes), np.int32))
+    steps = Value(codes.shape, np.dtype(np.float32), graph.add("Gather", [graph.add_constant(levels), index], axis=0))
+    _, factors = _expand_part(graph, p["scale"], np.float32, p["aligned"], call.outputs[0].shape)
+    return apply_operator(graph, "Mul", [steps, factors])
 
 
 @writes_mark("add_offset")
