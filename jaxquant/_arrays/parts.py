@@ -229,7 +229,7 @@ def _check_types(function: str, argument: str, types: ArrayParts, shape: tuple[i
         name = f"{argument}.zero_point"
         expected = f"None, because {codebook or codes_dtype} has no zero point"
         checks.require(has_zero_point, function, name, expected, f"an array of {describe_part(zero_point)}")
-        expected = f"dtype {codes_dtype}, as the codes have, or {dtypes.list_names(dtypes.FLOATS)}"
+        expected = f"dtype {codes_dtype}, the dtype of the codes, or {dtypes.list_names(dtypes.FLOATS)}"
         is_known = zero_point.dtype == codes_dtype or zero_point.dtype in dtypes.FLOATS
         checks.require_type(is_known, function, name, expected, zero_point.dtype)
         _check_aligned(function, name, zero_point.shape, shape, block_size)
