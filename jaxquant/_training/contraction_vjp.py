@@ -301,9 +301,9 @@ def _keep_residuals(side: OperandRounding, values: Sequence[Any], is_needed: Seq
         spec, rule = side.config.spec, side.config.rule
         x, scale = jnp.asarray(values[0]), jnp.asarray(values[1])
         aligned = granularity.Aligned(q.block_size)
-        steps = round_zero_point(spec, values[2])
+        center = round_zero_point(spec, values[2])
         u = divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32)
-        mask = compute_mask(rule, spec, u, None if steps is None else aligned.expand(steps, x))
+        mask = compute_mask(rule, spec, u, None if center is None else aligned.expand(center, x))
     bits = _NO_MASK if mask is None else _name_codes(_pack_mask(mask))
     return _Kept(q, bits, _NO_X, empty)
 

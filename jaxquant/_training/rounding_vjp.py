@@ -70,14 +70,14 @@ def _round_stochastically(value: jax.Array, key: jax.Array) -> jax.Array:
     return lax.select(rounds_up, lax.add(below, np.float32(1)), below)
 
 
-def compute_mask(rule: Estimator, spec: _CodeFormat, u: jax.Array, steps: jax.Array | None) -> jax.Array | None:
+def compute_mask(rule: Estimator, spec: _CodeFormat, u: jax.Array, center: jax.Array | None) -> jax.Array | None:
     """Return a mask of where the gradient passes to x, False for NaN; or None if it passes everywhere.
 
     Args:
         rule: Static. The estimator.
         spec: Static. How x is quantized.
         u: x / scale, float32.
-        steps: the zero point, int32, in u's shape; None for 0.
+        center: the zero point, int32, in u's shape; None for 0.
     """
     if isinstance(rule, StraightThrough | StochasticRounding) and not rule.clip:
         return None
@@ -86,9 +86,9 @@ def compute_mask(rule: Estimator, spec: _CodeFormat, u: jax.Array, steps: jax.Ar
         if spec.codebook is not None:
             return (u >= low) & (u <= high)
         bounds = None if spec.dtype in dtypes.SMALL_FLOATS else (int(low), int(high))
-        return affine.mark_in_range(u, steps, spec.carrier, bounds)
+        return affine.mark_in_range(u, center, spec.carrier, bounds)
     # u + z would be rounded. Subtracting z from the bounds is exact, because they are whole numbers.
-    least, most = (bound if steps is None else bound - steps.astype(jnp.float32) for bound in (low, high))
+    least, most = (bound if center is None else bound - center.astype(jnp.float32) for bound in (low, high))
     if isinstance(rule, StochasticRounding):
         return (u >= least) & (u <= most)
     above = u >= least if isinstance(rule, PACT) and low == (spec.fixed_zero_point or 0) else u > least
@@ -96,7 +96,7 @@ def compute_mask(rule: Estimator, spec: _CodeFormat, u: jax.Array, steps: jax.Ar
 
 
 def _compute_slopes(
-    rule: Estimator, spec: _CodeFormat, u: jax.Array, steps: jax.Array | None, distance: jax.Array
+    rule: Estimator, spec: _CodeFormat, u: jax.Array, center: jax.Array | None, distance: jax.Array
 ) -> tuple[jax.Array | None, jax.Array, bool]:
     """Return the mask of x, the summands of dy/dscale, and whether a zero point gets -scale where the mask is False.
 
@@ -104,10 +104,10 @@ def _compute_slopes(
         rule: Static. The estimator.
         spec: Static. How x is quantized.
         u: x / scale, float32.
-        steps: the zero point, int32, in u's shape; None for 0.
+        center: the zero point, int32, in u's shape; None for 0.
         distance: the number of steps of y, float32.
     """
-    inside = compute_mask(rule, spec, u, steps)
+    inside = compute_mask(rule, spec, u, center)
     if inside is None:
         return None, distance - u, False
     if isinstance(rule, PACT):
@@ -118,7 +118,7 @@ def _compute_slopes(
 
 
 def _compute_factor(
-    rule: Estimator, spec: QuantSpec, x: jax.Array, shape: tuple[int, ...], steps: jax.Array | None
+    rule: Estimator, spec: QuantSpec, x: jax.Array, shape: tuple[int, ...], center: jax.Array | None
 ) -> Any:
     """Return the factor of the gradient of a scale: a float32, or one for each entry of `shape`.
 
@@ -127,7 +127,7 @@ def _compute_factor(
         spec: Static. How x is quantized.
         x: the values.
         shape: Static. The shape of the scale or of the zero point.
-        steps: the zero point, int32; None for 0.
+        center: the zero point, int32; None for 0.
     """
     if not isinstance(rule, LSQ | LSQPlus):
         return _ONE
@@ -136,11 +136,11 @@ def _compute_factor(
         counts = np.maximum(min_max.count_members(x, shape, scale_from_range.derive_block_size(spec)), 1)
         count = counts if counts.size and (counts != counts.flat[0]).any() else counts.max(initial=1)
     most = spec.bounds[1]
-    if steps is None or isinstance(rule, LSQPlus):
+    if center is None or isinstance(rule, LSQPlus):
         return np.asarray(1 / np.sqrt(count * most), np.float32)
     # If the zero point is finer than the scale, the largest number of steps among its entries counts.
-    shared = tuple(a for a, (n, m) in enumerate(zip(steps.shape, shape, strict=True)) if m == 1 != n)
-    reach = np.int32(most) - jnp.min(steps, axis=shared, keepdims=True)
+    shared = tuple(a for a, (n, m) in enumerate(zip(center.shape, shape, strict=True)) if m == 1 != n)
+    reach = np.int32(most) - jnp.min(center, axis=shared, keepdims=True)
     return lax.rsqrt(jnp.maximum(reach, 1).astype(jnp.float32) * np.asarray(count, np.float32))
 
 
@@ -211,9 +211,9 @@ def quantize_and_dequantize(
     x, scale = jnp.asarray(x), jnp.asarray(scale)  # an inlined jit can pass a Python number through
     if config.spec.codebook is not None:
         return dequantize_checked(make_array(config, x, scale, zero_point, key))
-    steps = round_zero_point(config.spec, zero_point)
-    codes = _compute_codes(config, x, scale, steps, key)
-    return dequantize_affine(codes, scale, steps, _derive_granularity(config), x.dtype)
+    center = round_zero_point(config.spec, zero_point)
+    codes = _compute_codes(config, x, scale, center, key)
+    return dequantize_affine(codes, scale, center, _derive_granularity(config), x.dtype)
 
 
 def _quantize_and_dequantize_fwd(
@@ -245,11 +245,11 @@ def compute_cotangents(
     """
     x, scale = jnp.asarray(x), jnp.asarray(scale)
     spec, rule, shared = config.spec, config.rule, _derive_granularity(config)
-    steps = round_zero_point(spec, zero_point)
+    center = round_zero_point(spec, zero_point)
     # The backward pass computes the quotient and the codes again, because x is smaller than all of them together.
     u = _divide(config, x, scale)
-    expanded = None if steps is None else shared.expand(steps, x)
-    distance = _count_steps(config, x, scale, zero_point, steps, key)
+    expanded = None if center is None else shared.expand(center, x)
+    distance = _count_steps(config, x, scale, zero_point, center, key)
     inside, slope, has_offset = _compute_slopes(rule, spec, u, expanded, distance)
     g, zero = g.astype(jnp.float32), np.float32(0)
     dx = g if inside is None else jnp.where(inside, g, zero)
@@ -260,7 +260,7 @@ def compute_cotangents(
     def sum_to_entries(values: jax.Array, like: jax.Array) -> jax.Array:
         factor = np.float32(1)
         if isinstance(spec, QuantSpec):  # ONNX has no estimator with a factor
-            factor = _compute_factor(rule, spec, x, like.shape, steps)
+            factor = _compute_factor(rule, spec, x, like.shape, center)
         return (affine.sum_to_scale(shared, values, like) * factor).astype(like.dtype)
 
     dscale = None if scale.dtype == dtypes.E8M0 else sum_to_entries(g * slope, scale)
@@ -278,7 +278,7 @@ def _count_steps(
     x: jax.Array,
     scale: jax.Array,
     zero_point: jax.Array | None,
-    steps: jax.Array | None,
+    center: jax.Array | None,
     key: jax.Array | None,
 ) -> jax.Array:
     """Return how many steps the rounded x is away from 0, float32: its codes dequantized with a scale of 1."""
@@ -286,23 +286,23 @@ def _count_steps(
     if config.spec.codebook is not None:
         codes = make_array(config, x, scale, zero_point, key)
         return dequantize_checked(codes.replace(scale=unit, dtype=jnp.float32))
-    codes = _compute_codes(config, x, scale, steps, key)
-    return dequantize_affine(codes, unit, steps, _derive_granularity(config), dtypes.FLOAT32)
+    codes = _compute_codes(config, x, scale, center, key)
+    return dequantize_affine(codes, unit, center, _derive_granularity(config), dtypes.FLOAT32)
 
 
 def make_array(
     config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, key: jax.Array | None
 ) -> QuantizedArray:
     """Return x as codes under a scale and a zero point of its rank; `config` holds a QuantSpec."""
-    spec, steps = config.spec, round_zero_point(config.spec, zero_point)
+    spec, center = config.spec, round_zero_point(config.spec, zero_point)
     assert isinstance(spec, QuantSpec)
-    point = None if steps is None else steps.astype(spec.carrier)
+    point = None if center is None else center.astype(spec.carrier)
     if key is None:
-        codes = encode_array(x, scale, steps, spec)
+        codes = encode_array(x, scale, center, spec)
     else:
-        codes = _compute_codes(config, x, scale, steps, key).astype(spec.carrier)
+        codes = _compute_codes(config, x, scale, center, key).astype(spec.carrier)
     # A dimension no longer than a block has one entry: such an array needs no block size.
-    is_cut = any(n not in (1, m) for part in (scale, steps) if part is not None
+    is_cut = any(n not in (1, m) for part in (scale, center) if part is not None
                  for n, m in zip(part.shape, x.shape, strict=True))  # fmt: skip
     size = scale_from_range.derive_block_size(spec) if is_cut else None
     packing = parts.derive_packing(spec.dtype, x.shape, None)
@@ -321,7 +321,7 @@ def round_zero_point(spec: QuantSpec | LinearCodes, zero_point: jax.Array | None
 
 
 def _compute_codes(
-    config: RoundingConfig, x: jax.Array, scale: jax.Array, steps: jax.Array | None, key: jax.Array | None
+    config: RoundingConfig, x: jax.Array, scale: jax.Array, center: jax.Array | None, key: jax.Array | None
 ) -> jax.Array:
     """Return the codes of x; integer codes as int32."""
     spec, value = config.spec, _divide(config, x, scale)
@@ -334,7 +334,7 @@ def _compute_codes(
     low, high = (int(bound) for bound in spec.bounds)
     # int16 holds the codes of every integer dtype except uint16, and unlike narrower codes it needs no packing.
     carrier = spec.dtype if spec.dtype == jnp.uint16 else np.dtype(jnp.int16)
-    expanded = None if steps is None else _derive_granularity(config).expand(steps, x)
+    expanded = None if center is None else _derive_granularity(config).expand(center, x)
     return affine.encode_steps(value, expanded, carrier, (low, high)).astype(jnp.int32)
 
 
