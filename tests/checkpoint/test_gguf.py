@@ -237,6 +237,36 @@ def test_bytes_that_are_no_utf8_come_back(tmp_path: pathlib.Path) -> None:
     assert (tmp_path / "b.gguf").read_bytes() == data
 
 
+def rotate(x: np.ndarray, angles: np.ndarray, *, neighbors: bool) -> np.ndarray:
+    """Return heads (heads, 2 n) rotated by n angles: neighbors together, or element i with element i + n."""
+    n = angles.size
+    first, second = (x[:, ::2], x[:, 1::2]) if neighbors else (x[:, :n], x[:, n:])
+    new = first * np.cos(angles) - second * np.sin(angles), first * np.sin(angles) + second * np.cos(angles)
+    return np.stack(new, axis=-1).reshape(x.shape) if neighbors else np.concatenate(new, axis=-1)
+
+
+def test_rows_of_ropes_in_the_order_of_other_models(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    """The line of the page about downloaded models: rotating halves then gives the attention of the file's order."""
+    heads, rows = 3, 3 * 8
+    write_gguf(tmp_path / "a.gguf", {name: ("Q8_0", draw_data(rng, "Q8_0", (rows,))) for name in ("q", "k")})
+    tensors, info = checkpoint.load(tmp_path / "a.gguf")
+    order = np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    tensors_of_halves = {name: w[order] for name, w in tensors.items()}
+    angles, x = rng.uniform(-3, 3, (2, 4)), rng.normal(size=(2, tensors["q"].shape[1]))
+    scores = {}
+    for neighbors, found in ((True, tensors), (False, tensors_of_halves)):
+        q, k = (
+            rotate((np.asarray(found[name].dequantize(), np.float64) @ x[i]).reshape(heads, -1), angles[i],
+                   neighbors=neighbors)
+            for i, name in enumerate(("q", "k"))
+        )  # fmt: skip
+        scores[neighbors] = (q * k).sum(axis=-1)
+    np.testing.assert_allclose(scores[True], scores[False], rtol=1e-9, atol=1e-9 * np.abs(scores[True]).max())
+    back = {name: w[np.argsort(order)] for name, w in tensors_of_halves.items()}
+    checkpoint.save(tmp_path / "b.gguf", back, info)
+    assert (tmp_path / "b.gguf").read_bytes() == (tmp_path / "a.gguf").read_bytes()
+
+
 def test_alignment_version_and_order_come_back(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
     x = {f"x{i}": ("F32", rng.normal(size=3).astype(np.float32)) for i in range(3)}
     write_gguf(tmp_path / "a.gguf", x, lambda writer: writer.add_custom_alignment(256))
