@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._arrays import parts, quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._core import dtypes, granularity, sharding
-from .._kernels import barriers, float_rows, packed_codes, weight_chunks, word_rows
+from .._kernels import barriers, float_rows, packed_codes, weight_chunks, word_rows, words
 from .._kernels.contraction import Role
 from .._kernels.weight_chunks import Chunk, Cut
 from . import dot_integer
@@ -52,6 +52,7 @@ class _WeightOnlyProduct(NamedTuple):
         is_moved: whether the scale, the zero point and the offset are transposed: the codes of a matrix are stored in
             another order than the logical one.
         has_real_zero_point: whether a zero point of floats is one, and no offset.
+        is_cut: whether the weights are contracted in chunks, on a CPU.
     """
 
     left: Role
@@ -62,6 +63,7 @@ class _WeightOnlyProduct(NamedTuple):
     out_sharding: Any
     is_moved: bool = False
     has_real_zero_point: bool = False
+    is_cut: bool = False
 
     @property
     def role(self) -> Role:
@@ -88,8 +90,9 @@ class _WeightOnlyProduct(NamedTuple):
         """Return the float32 product of x and dequantized codes."""
         is_small = not _is_static(codes.shape) or self.count_codes(codes) <= weight_chunks.WHOLE
         is_whole = is_small or self.has_many_rows(x, codes) or self.choose_axis(codes) is None
-        contract = weight_chunks.contract_at_once if is_whole else weight_chunks.contract_in_chunks
-        return contract(self, x, codes, scale, zero_point)
+        if is_whole:
+            return weight_chunks.contract_at_once(self, x, codes, scale, zero_point)
+        return weight_chunks.contract_in_chunks(self._replace(is_cut=True), x, codes, scale, zero_point)
 
     def has_many_rows(self, x: jax.Array, codes: jax.Array) -> bool:
         """Return whether x has so many rows that all weights are dequantized at once."""
@@ -126,21 +129,29 @@ class _WeightOnlyProduct(NamedTuple):
         frees_before = 0 if self.quantized == 0 else len(self.left.free)
         return Cut(length, width, divisor, len(self.role.batch) + frees_before + self.role.free.index(axis))
 
+    @property
+    def turns_operand(self) -> bool:
+        """Whether the contracted dimension of the float side is moved to the front, where a chunk is read in order."""
+        return self.is_cut and self.cuts_contracted and not self.role.batch
+
     def arrange_operand(self, x: jax.Array) -> jax.Array:
-        """Return the float operand unchanged."""
-        return x
+        """Return the float operand in the order that the products with chunks read."""
+        if not self.turns_operand:
+            return x
+        return barriers.transpose_in_memory(x, (*self.x_role.contracted, *self.x_role.free))
 
     def select_operand(self, x: jax.Array, chunk: Chunk) -> jax.Array:
-        """Return the part of the float operand that one chunk of the weights is multiplied with."""
+        """Return the part of an arranged operand that one chunk of the weights is multiplied with."""
         if not self.cuts_contracted:
             return x
-        return chunk.take(x, self.x_role.contracted[0])
+        return chunk.take(x, 0 if self.turns_operand else self.x_role.contracted[0])
 
     def dequantize_chunk(
         self, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, chunk: Chunk | None,
         wait: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:  # fmt: skip
         """Return the dequantized weights of one chunk, with `wait` applied to its scale; None is all of them."""
+        use = "any" if math.prod(codes.shape[axis] for axis in self.role.contracted) == 1 else "operand"
         if chunk is not None:
             axis = self.choose_axis(codes)
             assert axis is not None
@@ -151,18 +162,49 @@ class _WeightOnlyProduct(NamedTuple):
             if zero_point is not None and zero_point.shape[axis] != 1:
                 zero_point = chunk.take(zero_point, axis, _count_run(q, zero_point, axis))
             codes, scale = chunk.take(codes, axis), wait(scale)
-            if self.static.packing is not None:
-                # Words are unpacked before a scale is read, so they wait, too. The barrier keeps XLA from fusing the
-                # slice into the loop that unpacks them.
-                codes = lax.optimization_barrier(wait(codes))
-        use = "any" if math.prod(codes.shape[axis] for axis in self.role.contracted) == 1 else "operand"
+            if scale.dtype != dtypes.FLOAT32:
+                # The barrier keeps XLA from converting a scale for each code.
+                scale = lax.optimization_barrier(dtypes.scale_as_float32(scale))
+            widened, static = self._widen_codes(codes, wait)
+            wide = self._replace(static=static).unflatten(widened, scale, zero_point)
+            return quantized_array.dequantize_checked(wide, use=use)
         return quantized_array.dequantize_checked(self.unflatten(codes, scale, zero_point), use=use)
+
+    def _widen_codes(
+        self, codes: jax.Array, wait: Callable[[jax.Array], jax.Array]
+    ) -> tuple[jax.Array, parts.ArrayStatic]:
+        """Return the codes of a chunk in 8 bits or more, unpacked after `wait`, and the static part for them."""
+        packing = self.static.packing
+        if packing is None:
+            return packed_codes.widen_codes(codes, wait), self.static
+        is_float = packing.format in dtypes.FLOAT4
+        is_signed = self.static.codebook is None and not is_float and dtypes.read_bounds(packing.format)[0] < 0
+        # The barrier keeps XLA from fusing the slice into the loop that unpacks the words.
+        stored = lax.optimization_barrier(wait(codes))
+        unpacked = words.unpack_words(stored, packing.bits, packing.length, signed=is_signed)
+        # As 8 bits, because a format of 4 bits would be packed once more.
+        unpacked = packed_codes.read_bfloat16(unpacked.astype(jnp.uint32), 0) if is_float else unpacked
+        return unpacked, self.static._replace(packing=None)
 
     def contract_chunk(self, x: jax.Array, weights: jax.Array) -> jax.Array:
         """Return the product in float32, whatever dtype the operands have."""
-        lhs, rhs = (weights, x) if self.quantized == 0 else (x, weights)
-        dimensions = ((self.left.contracted, self.right.contracted), (self.left.batch, self.right.batch))
-        return lax.dot_general(lhs, rhs, dimensions, self.precision, jnp.float32, out_sharding=self.out_sharding)
+        left, right, quantized = self.left, self.right, self.quantized
+        if self.turns_operand:
+            turned = Role((), tuple(range(1, x.ndim)), (0,))
+            left, right = (turned, self.role) if quantized == 1 else (self.role, turned)
+        # XLA:CPU takes up to three times as long for a few rows times weights with the contracted dimension last as for
+        # these weights times the rows, and longer for other weights times the rows.
+        is_last = not barriers.is_moving((*self.role.free, *self.role.contracted), weights.shape)
+        is_swapped = self.is_cut and not self.role.batch and is_last != (quantized == 0)
+        lhs, rhs = (weights, x) if quantized == 0 else (x, weights)
+        if not is_swapped:
+            dimensions = ((left.contracted, right.contracted), (left.batch, right.batch))
+            return lax.dot_general(lhs, rhs, dimensions, self.precision, jnp.float32, out_sharding=self.out_sharding)
+        precision = self.precision[::-1] if isinstance(self.precision, tuple) else self.precision
+        y = lax.dot_general(rhs, lhs, ((right.contracted, left.contracted), ((), ())), precision, jnp.float32)
+        # The barrier keeps XLA from swapping the operands back.
+        columns = len(right.free)
+        return lax.transpose(lax.optimization_barrier(y), (*range(columns, y.ndim), *range(columns)))
 
     def unflatten(self, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None) -> QuantizedArray:
         """Return the quantized side, which has at most one of a zero point and an offset."""
@@ -367,14 +409,14 @@ def read_scaled_codes(q: QuantizedArray, x: jax.Array, *, is_moved: bool) -> flo
     """
     book, packing = q.codebook, q.packing
     decode, levels = (None, ()) if book is None else (book.decode, book.levels)
-    words = None
+    layout = None
     if packing is not None:
         is_signed = book is None and dtypes.read_bounds(packing.format)[0] < 0
-        words = float_rows.WordLayout(packing.bits, packing.length, is_signed)
+        layout = float_rows.WordLayout(packing.bits, packing.length, is_signed)
     stored = q.codes if packing is None else q.stored_codes
     if stored.dtype in dtypes.FLOAT4:
         decode = packed_codes.read_float4
-    matrix = float_rows.ScaledCodes(stored, q.scale, q.zero_point, q.offset, q.block_size, decode, levels, words)
+    matrix = float_rows.ScaledCodes(stored, q.scale, q.zero_point, q.offset, q.block_size, decode, levels, layout)
 
     def prepare(part: jax.Array | None) -> jax.Array | None:
         """Return entries, as float32 if they are no zero point, and in memory if they are transposed."""

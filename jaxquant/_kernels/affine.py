@@ -401,13 +401,15 @@ def decode_steps(x: jax.Array, zero_point: jax.Array | None, granularity: Granul
     """Return codes less their zero point, float32, exactly: integers of up to 16 bits, or small floats.
 
     Args:
-        x: the codes.
+        x: the codes, or numbers of a small float dtype as bfloat16.
         zero_point: in the dtype of the codes, or None for 0.
         granularity: which elements of x share a zero point.
         use: as in `dequantize_affine`.
     """
     if x.dtype in dtypes.SMALL_FLOATS:
         return dtypes.decode_small_float(x)
+    if x.dtype in dtypes.FLOATS:
+        return x.astype(jnp.float32)
     codes = x.astype(jnp.int32)  # the difference of two codes may need one bit more than a code
     if zero_point is not None:
         codes = codes - granularity.expand(zero_point.astype(jnp.int32), x)

@@ -119,6 +119,25 @@ def unpack_entries(codes: jax.Array, predecessor: jax.Array) -> jax.Array:
     return lax.optimization_barrier(read_lane(row, dtype, first_bit).astype(jnp.int8)).reshape(codes.shape)
 
 
+def widen_codes(codes: jax.Array, wait: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Return codes of 4 bits as int8 or uint8, or float4 numbers as bfloat16, by a loop that XLA:CPU vectorizes.
+
+    Codes of other dtypes, and those that cannot be read as words, are returned unchanged. `wait` is applied to words.
+    """
+    words = read_words(codes) if dtypes.count_packed_bits(codes.dtype) == 4 else None
+    if words is None:
+        return codes
+    shape, dtype = (*words.shape, 8), np.dtype(codes.dtype)
+    first_bit = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1) * np.int32(4)
+    # The barriers keep XLA from reading words, or codes, one by one where they are used.
+    row = jnp.broadcast_to(lax.optimization_barrier(wait(words))[..., None], shape)
+    if dtype in dtypes.FLOAT4:
+        wide = read_bfloat16(row, first_bit)
+    else:
+        wide = read_lane(row, dtype, first_bit).astype(jnp.int8 if dtypes.read_bounds(dtype)[0] < 0 else jnp.uint8)
+    return lax.optimization_barrier(wide).reshape(codes.shape)
+
+
 def read_steps(words: jax.Array, width: int, first_bit: int | jax.Array, base: jax.Array, *, signed: bool) -> jax.Array:
     """Return, as float32, the codes that begin at these bits of words, minus a zero point.
 
@@ -157,6 +176,13 @@ def read_float4(words: jax.Array, first_bit: int | jax.Array) -> jax.Array:
     y = lax.min(y, y + y - np.float32(4))
     sign = raised & np.uint32(0x80000000)
     return lax.bitcast_convert_type(lax.bitcast_convert_type(y, jnp.uint32) | sign, jnp.float32)
+
+
+def read_bfloat16(words: jax.Array, first_bit: int | jax.Array) -> jax.Array:
+    """Return the float4 numbers that begin at these bits of words, as bfloat16; see `read_float4`."""
+    bits = lax.bitcast_convert_type(read_float4(words, first_bit) * np.float32(0.25), jnp.uint32)
+    # A bfloat16 is the upper half of a float32. XLA's conversion would round, which takes longer.
+    return lax.bitcast_convert_type(lax.shift_right_logical(bits, np.uint32(16)).astype(jnp.uint16), jnp.bfloat16)
 
 
 def compute_base(zero_point: jax.Array, width: int, *, signed: bool) -> jax.Array:

@@ -31,6 +31,8 @@ WHOLE, WHOLE_OF_MANY_ROWS, MANY_ROWS = 2**20, 2**22, 2**9
 # contraction reads them. More weights than 16 such chunks are cut into chunks of up to twice that, and rows of x can
 # make chunks larger.
 _FEWEST, _MANY, _MOST, _FEW_CHUNKS = 2**19, 2**20, 2**21, 16
+# From this number of rows on, XLA:CPU's contraction is faster with weights from the third-level cache, in fewer chunks.
+_SEVERAL_ROWS, _FEWER_CHUNKS = 64, 4
 # The largest number of chunks, which is limited because the program contains the operations of every chunk.
 _CHUNKS = 32
 
@@ -165,7 +167,10 @@ def contract_in_chunks(
 
 def _choose_chunk_length(cut: Cut, x_size: int) -> int:
     """Return the length of the chunks but the last, from the cut and the number of elements of the float operand."""
-    size = min(max(cut.length * cut.width // _FEW_CHUNKS, _FEWEST), _MANY)
+    total = cut.length * cut.width
+    size = min(max(total // _FEW_CHUNKS, _FEWEST), _MANY)
+    if not isinstance(x_size, int) or x_size >= _SEVERAL_ROWS * (cut.length if cut.axis is None else cut.width):
+        size = min(max(total // _FEWER_CHUNKS, _FEWEST), _MOST)
     length = max(size // cut.width, -(-cut.length // _CHUNKS), 1)
     if cut.axis is None:
         # The products of the chunks are added. Each sum should take no longer than reading the weights of its chunk.

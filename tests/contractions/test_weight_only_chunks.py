@@ -64,19 +64,46 @@ def test_chunks_end_where_blocks_end(name: str, contracted: int, rng: np.random.
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA of jax 0.10 folds the index behind a barrier")
-def test_chunks_are_the_same_program() -> None:
-    """XLA:CPU compiles equal fusions once. Of 16 chunks at most three differ, which are the first and the last."""
+@pytest.mark.parametrize(("rows", "chunks"), [(20, 16), (70, 8)])
+def test_chunks_are_the_same_program(rows: int, chunks: int) -> None:
+    """XLA:CPU compiles equal fusions once. Of many chunks at most three differ, which are the first and the last."""
     codes = jax.ShapeDtypeStruct((4096, 4096), jnp.int8)
     q = QuantizedArray(codes, jax.ShapeDtypeStruct((1, 4096), jnp.float32))
-    program = Program(lambda x, q: x @ q, jax.ShapeDtypeStruct((70, 4096), jnp.float32), q)
+    program = Program(lambda x, q: x @ q, jax.ShapeDtypeStruct((rows, 4096), jnp.float32), q)
     bodies = []
     for body in program.computations.values():
-        if any(array == ("s8", (256, 4096)) for i in body for array in i.results):
+        if any(array == ("s8", (4096 // chunks, 4096)) for i in body for array in i.results):
             numbers: dict[str, str] = {}
             text = "\n".join(f"{i.name} {i.results} {i.opcode}" for i in body)
             bodies.append(re.sub(r"[\w-]+\.\d+|^[\w-]+", lambda m, n=numbers: n.setdefault(m[0], str(len(n))), text))
-    assert len(bodies) == 16
+    assert len(bodies) == chunks
     assert len(set(bodies)) <= 3
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_weights_with_the_contracted_dimension_last_come_first(side: int) -> None:
+    """XLA:CPU contracts a few rows two to three times as fast if weights in this layout are the left operand."""
+    q = QuantizedArray(jax.ShapeDtypeStruct((2048, 1024), jnp.int8), jax.ShapeDtypeStruct((2048, 32), jnp.float32))
+    x = jax.ShapeDtypeStruct((20, 1024), jnp.float32)
+    dimensions = (((1,), (1,)), ((), ()))
+    operands = (q, x) if side == 0 else (x, q)
+    program = Program(lambda a, b: jq.dot_general(a, b, dimensions), *operands)
+    dots = [contraction for contraction in program.contractions() if contraction.opcode == "dot"]
+    assert len(dots) == 4
+    assert {dot.operands for dot in dots} == {(("f32", (512, 1024)), ("f32", (20, 1024)))}
+
+
+@pytest.mark.parametrize("stored_last", [None, 0])
+@pytest.mark.parametrize("name", ["int4", "uint4", "float4_e2m1fn"])
+def test_words_are_unpacked_once(name: str, stored_last: int | None) -> None:
+    """The codes of words have 8 bits or more until they are scaled, and are not packed in another form of 4 bits."""
+    spec = jq.QuantSpec(name, jq.Blocked(0, 32))
+    q = jax.eval_shape(lambda w: jq.quantize(w, spec, stored_last=stored_last).pack(), jnp.ones((2048, 1024)))
+    program = Program(jq.matmul, jax.ShapeDtypeStruct((20, 2048), jnp.float32), q)
+    results = [array for body in program.computations.values() for i in body for array in i.results]
+    assert ("f32", (256, 2048) if stored_last == 0 else (512, 1024)) in results
+    narrow = [array for array in results if array[0] in ("s4", "u4", "f4e2m1fn") and np.prod(array[1]) >= 2**19]
+    assert narrow == []
 
 
 @pytest.mark.parametrize("exponent", [-120, -98, -80, -41, -20, 0, 60])
