@@ -7,13 +7,17 @@ floats, or what `jq.prepare` makes of these: the functions are the same.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import gguf_tokenizer
 import jax
 import jax.numpy as jnp
 
 import jaxquant as jq
+from jaxquant import checkpoint
 
 CHUNK = 128  # the tokens of a call in which a prompt is read
 Params = Mapping[str, Any]
@@ -177,3 +181,38 @@ def attend(q: jax.Array, cache: jq.KVCache | FloatCache, positions: jax.Array) -
     if cache.window is not None:
         mask &= slots > positions[..., None] - cache.window
     return jax.nn.dot_product_attention(q, cache.keys, cache.values, mask=mask[:, None])
+
+
+def sample(logits: jax.Array, key: jax.Array, top_k: int = 1, temperature: float = 1.0) -> jax.Array:
+    """Return a token for each row of logits: the likeliest if top_k is 1, else one of the top_k likeliest by chance."""
+    if top_k == 1:
+        return jnp.argmax(logits, axis=-1)
+    best, tokens = jax.lax.top_k(logits, top_k)
+    chosen = jax.random.categorical(key, best / temperature)
+    return jnp.take_along_axis(tokens, chosen[:, None], axis=-1)[:, 0]
+
+
+class Model(NamedTuple):
+    """A decoder: `run` is `forward` for a configuration, or what `jq.prepare` makes of it."""
+
+    config: Config
+    run: Any
+    params: Any
+    tokenizer: Any
+    bos: list[int]
+    eos: int
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def load(path: str | os.PathLike[str]) -> Model:
+    """Return the decoder of a GGUF file, with the codes of the file."""
+    params, info = checkpoint.load(path)
+    config, metadata = Config.read(info.metadata), info.metadata
+    tokenizer = gguf_tokenizer.load_tokenizer(metadata)
+    bos, eos = (int(metadata[f"tokenizer.ggml.{name}_token_id"]) for name in ("bos", "eos"))
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", metadata["tokenizer.ggml.model"] == "llama")
+    first = [bos] if adds_bos else []
+    return Model(config, functools.partial(forward, config), params, tokenizer, first, eos)
