@@ -163,7 +163,7 @@ def rotate(config: Config, heads: jax.Array, positions: jax.Array, is_local: boo
     """
     half = config.head_dim // 2
     base = config.local_rope_base if is_local else config.rope_base
-    angles = positions[..., None, None] * base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions.astype(jnp.float32)[..., None, None] * base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     # The axis of a pair: after the reshape [..., 2, half], or [..., half, 2].
     axis = -2 if config.is_gemma else -1
