@@ -9,7 +9,6 @@ The models and llama.cpp's bindings are too large for the extra `test`, so the t
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import os
@@ -70,16 +69,17 @@ print("RESULT" + json.dumps({"scores": scores, "tokens": tokens}), flush=True)
 
 
 @pytest.fixture
-def decoder(monkeypatch: pytest.MonkeyPatch) -> Any:
+def decoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name in ("xllamacpp", "tokenizers"):
         load_package(name)
     monkeypatch.syspath_prepend(ROOT / "examples")
-    return importlib.import_module("decoder")
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # as in a user's program
+        yield importlib.import_module("decoder")
 
 
 @pytest.fixture(params=["smollm2", "gemma"])
-def path(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
-    yield find_model(request.param, tmp_path)
+def path(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> pathlib.Path:
+    return find_model(request.param, tmp_path)
 
 
 def find_model(name: str, folder: pathlib.Path) -> pathlib.Path:
@@ -132,7 +132,7 @@ def score(decoder: Any, model: Any, params: Any, rows: list[list[int]]) -> tuple
 
 
 def compare(decoder: Any, model: Any, params: Any, path: pathlib.Path, folder: pathlib.Path, count: int) -> Any:
-    """Return the perplexities in JAX and in llama.cpp, and the part of tokens after which both find one the likeliest."""
+    """Return the perplexities in JAX and in llama.cpp, and how often both find the same token likeliest."""
     rows = cut_rows(model, count)
     ours, best = score(decoder, model, params, rows)
     theirs = np.array(ask_llama_cpp(path, folder, rows=rows)["scores"]).reshape(-1, 2)
@@ -165,3 +165,77 @@ def test_texts_have_the_tokens_of_llama_cpp(
     for text, tokens in zip(texts, expected, strict=True):
         assert tokenizer.encode(text, add_special_tokens=False).ids == tokens, text[:60]
         assert tokenizer.decode(tokens, skip_special_tokens=False) == text.replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
+
+
+def test_floats_have_the_probabilities_of_llama_cpp(decoder: Any, tmp_path: pathlib.Path) -> None:
+    """With all matrices in F32 both compute the same function; llama.cpp's cache is in float16."""
+    path = find_model("smollm2", tmp_path)
+    tensors, info = checkpoint.load(path)
+    floats = dequantize(tensors)
+    checkpoint.save(tmp_path / "floats.gguf", floats, info)
+    model = decoder.load(path)
+    rows = cut_rows(model, 4, decoder.CHUNK)
+    ours, _ = score(decoder, model, floats, rows)
+    theirs = np.array(ask_llama_cpp(tmp_path / "floats.gguf", tmp_path, rows=rows)["scores"])[..., 0].reshape(-1)
+    assert np.abs(ours - theirs).max() < 0.01
+    assert abs(np.mean(ours - theirs)) < 1e-4
+
+
+@pytest.mark.full
+def test_the_codes_of_a_file_have_the_perplexity_of_llama_cpp(
+    decoder: Any, path: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    model = decoder.load(path)
+    ours, theirs, agreement = compare(decoder, model, model.params, path, tmp_path, 8)
+    print(path.name, ours, theirs, agreement)
+    assert abs(ours / theirs - 1) < 0.005
+    assert agreement > 0.96
+
+
+@pytest.mark.full
+def test_a_file_from_jax_has_the_perplexity_of_llama_cpp(decoder: Any, tmp_path: pathlib.Path) -> None:
+    path, made = find_model("smollm2", tmp_path), tmp_path / "made.gguf"
+    model = decoder.load(path)
+    params = write_as(path, made, checkpoint.quantize_to(dequantize(model.params), "q4_0", keep="token_embd*")[0])
+    ours, theirs, agreement = compare(decoder, model, params, made, tmp_path, 8)
+    print(ours, theirs, agreement)
+    assert abs(ours / theirs - 1) < 0.005
+    assert agreement > 0.96
+
+
+def write_as(path: pathlib.Path, made: pathlib.Path, params: dict[str, Any]) -> dict[str, Any]:
+    """Write a file with the metadata and the table of another, and the rest of `params`; return all of it."""
+    tensors, info = checkpoint.load(path)
+    params = {**{name: params[name] for name in tensors}, "token_embd.weight": tensors["token_embd.weight"]}
+    checkpoint.save(made, params, info)
+    return params
+
+
+@pytest.mark.full
+def test_data_lower_the_loss_of_a_file_in_llama_cpp(decoder: Any, tmp_path: pathlib.Path) -> None:
+    """GPTQ saves more than a third of what rounding to nearest loses, in the same format from the same floats."""
+    path = find_model("smollm2", tmp_path)
+    model = decoder.load(path)
+    floats, rows = dequantize(model.params), cut_rows(model, 8)
+
+    def read(params: Any, tokens: jax.Array) -> jax.Array:
+        counts = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
+        caches = decoder.create_caches(model.config, *tokens.shape, "float32")
+        return model.run(params, tokens, counts, counts[:, None] - 1, caches)[0]
+
+    batches = [(jnp.array([row]),) for row in cut_rows(model, 16, start=60_000)]
+    rules = (jq.Rule("token_embd*", keep="float"), *jq.recipes.gguf("Q4_0"))
+    prepared = jq.prepare(read, floats, *batches[0], rules=rules)
+    stats = ptq.collect(prepared, floats, batches)
+    made = {
+        "floats": floats,
+        "nearest": checkpoint.quantize_to(floats, "q4_0", keep="token_embd*")[0],
+        "GPTQ": ptq.apply(prepared, floats, stats, ptq.GPTQ()).tree.params,
+    }
+    losses = {}
+    for name, params in made.items():
+        write_as(path, tmp_path / f"{name}.gguf", params)
+        scores = ask_llama_cpp(tmp_path / f"{name}.gguf", tmp_path, rows=rows)["scores"]
+        losses[name] = -np.array(scores)[..., 0].mean()
+    print(losses)
+    assert losses["GPTQ"] - losses["floats"] < 2 / 3 * (losses["nearest"] - losses["floats"])
