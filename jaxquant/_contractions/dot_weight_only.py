@@ -32,6 +32,8 @@ from . import dot_integer
 _FEW_ROWS_LAST, _FEW_ROWS, _FEW_ROWS_PACKED = 16, 4, 1
 # Below these numbers of codes, all of them are dequantized at once: that takes fewer loops, and each loop has a cost.
 _FEWEST_FOR_DIGITS, _FEWEST_FOR_ROW = 2**20, 2**15
+# From this number of codes on, weights that are dequantized at once wait for the other operand.
+_FEWEST_TO_WAIT = 2**15
 # How many rows of words a loop of `_contract_row_by_row` unpacks at a time if a block does not have more.
 _ROWS_IN_LOOP = 16
 
@@ -91,6 +93,8 @@ class _WeightOnlyProduct(NamedTuple):
         is_small = not _is_static(codes.shape) or self.count_codes(codes) <= weight_chunks.WHOLE
         is_whole = is_small or self.has_many_rows(x, codes) or self.choose_axis(codes) is None
         if is_whole:
+            if _is_static(codes.shape) and self.count_codes(codes) >= _FEWEST_TO_WAIT:
+                codes, scale = weight_chunks.delay_weights(x, codes, scale, self.static.packing is not None)
             return weight_chunks.contract_at_once(self, x, codes, scale, zero_point)
         return weight_chunks.contract_in_chunks(self._replace(is_cut=True), x, codes, scale, zero_point)
 

@@ -206,7 +206,7 @@ def _wait_for(value: jax.Array, predecessor: jax.Array) -> jax.Array:
     if predecessor.size == 0:
         return value
     first = lax.slice(predecessor, (0,) * predecessor.ndim, (1,) * predecessor.ndim).reshape(())
-    bits = lax.bitcast_convert_type(first, jnp.int32)
+    bits = lax.bitcast_convert_type(first if first.dtype.itemsize == 4 else first.astype(jnp.float32), jnp.int32)
     # Without the sign bit the integer is never negative, so the minimum is always 0 and the exclusive or changes
     # nothing. XLA cannot deduce that, and therefore has to compute `predecessor` first.
     zero = jnp.minimum(bits & 0x7FFFFFFF, 0).astype(value.dtype)

@@ -153,7 +153,7 @@ def contract_in_chunks(
     operand = lax.optimization_barrier(config.arrange_operand(x))
     products: list[jax.Array] = []
     for start in range(0, length, rows):
-        wait = functools.partial(_delay_scale, predecessor=products[-1] if products else None)
+        wait = functools.partial(delay_floats, predecessor=products[-1] if products else x)
         chunk = Chunk(start, min(rows, length - start))
         weights = config.dequantize_chunk(codes, scale, zero_point, chunk, wait)
         # The barrier keeps XLA from fusing the dequantization into the contraction: its fast kernel reads
@@ -180,12 +180,12 @@ def _choose_chunk_length(cut: Cut, x_size: int) -> int:
     return -(-length // cut.divisor) * cut.divisor
 
 
-def _delay_scale(scale: jax.Array, predecessor: jax.Array | None) -> jax.Array:
-    """Return the scale, and on a CPU make it wait for `predecessor`.
+def delay_weights(x: jax.Array, codes: jax.Array, scale: jax.Array, is_packed: bool) -> tuple[jax.Array, jax.Array]:
+    """Return codes and a scale that on a CPU wait for x, so that their floats are not made before they are used.
 
-    The dequantization then waits too. The scale is the smallest of its operands, so delaying it costs the least.
+    Otherwise XLA:CPU dequantizes the weights of all layers of a program first, and keeps them in memory.
     """
-    return scale if predecessor is None else delay_floats(scale, predecessor)
+    return barriers.wait_for(codes, x) if is_packed else codes, delay_floats(scale, x)
 
 
 def delay_floats(value: jax.Array, predecessor: jax.Array) -> jax.Array:

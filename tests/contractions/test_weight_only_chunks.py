@@ -124,3 +124,20 @@ def test_a_row_of_many_magnitudes(name: str, exponent: int, rng: np.random.Gener
         x[0, ::7] *= np.float32(2.0**-3)
         x[0, 0] = 3.0
         assert find_error(jax.jit(jq.matmul)(x, q), x, levels[codes] * scale) < LIMIT, scale_exponent
+
+
+@pytest.mark.parametrize("rows", [1, 2, 40])
+@pytest.mark.parametrize("is_last", [False, True], ids=["inputs-outputs", "outputs-inputs"])
+@pytest.mark.parametrize("name", ["int4", "int5", "float4_e2m1fn", "int8"])
+def test_floats_of_one_layer_at_a_time(name: str, is_last: bool, rows: int) -> None:
+    """Weights that are dequantized at once wait for their operand, and reuse the memory of the layer before."""
+    spec = jq.QuantSpec(name, jq.Blocked(int(is_last), 32))
+    layers = jax.eval_shape(lambda w: [jq.quantize(w, spec)] * 8, jnp.ones((640, 640)))
+
+    def run(x: jax.Array, layers: list[jq.QuantizedArray]) -> jax.Array:
+        for q in layers:
+            x = jnp.tanh(x @ (q.T if is_last else q))
+        return x
+
+    program = Program(run, jax.ShapeDtypeStruct((rows, 640), jnp.float32), layers)
+    assert program.memory.temp_size_in_bytes < 1.5 * 4 * 640 * 640
