@@ -126,6 +126,19 @@ def check_spec(function: str, spec: object) -> None:
     checks.require_type(isinstance(spec, QuantSpec), function, "spec", "a QuantSpec", checks.describe_value(spec))
 
 
+def refuse_forms(function: str, spec: QuantSpec) -> None:
+    """Raise if a spec has an offset or a scale_spec, because a calibrator measures codes with a zero point only."""
+    reason = "because it measures the errors of codes with a zero point; minmax, moving_average and percentile do not"
+    checks.require(not spec.offset, function, "spec.offset", f"False, {reason}", True)
+    checks.require(spec.scale_spec is None, function, "spec.scale_spec", f"None, {reason}", spec.scale_spec)
+
+
+def _derive_shape(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the ranges of a batch, which an offset and quantized scales do not change."""
+    plain = dataclasses.replace(spec, offset=False, scale_spec=None, scale_rule=None)
+    return scale_from_range.derive_range_shape(function, plain, shape)
+
+
 def _init(parts: Parts, example: Any) -> Any:
     name = f"{parts.function}.init"
     if isinstance(example, int | float):
@@ -133,7 +146,7 @@ def _init(parts: Parts, example: Any) -> Any:
     has_shape = hasattr(example, "shape") and hasattr(example, "dtype")
     expected = "an array or a jax.ShapeDtypeStruct"
     checks.require_type(has_shape, name, "example", expected, type(example).__name__)
-    state = parts.make_empty(scale_from_range.derive_range_shape(name, parts.spec, tuple(example.shape)))
+    state = parts.make_empty(_derive_shape(name, parts.spec, tuple(example.shape)))
     if checks.is_traced(example):  # under jax.shard_map the carry of a loop must vary over the devices as its data do
         state = jax.tree.map(lambda part: sharding.vary_like(part, example), state)
     return state
@@ -143,7 +156,7 @@ def _update(parts: Parts, state: SliceState, batch: ArrayLike) -> Any:
     name = f"{parts.function}.update"
     _check_state(parts, name, "state", state)
     batch = _read_batch(name, "batch", batch)
-    shape = scale_from_range.derive_range_shape(name, parts.spec, batch.shape)
+    shape = _derive_shape(name, parts.spec, batch.shape)
     if shape != tuple(state.low.shape):
         expected = f"a batch with ranges of shape {tuple(state.low.shape)}, as for the example given to init"
         got = f"ranges of shape {shape} for a batch of shape {batch.shape}"

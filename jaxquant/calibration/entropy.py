@@ -79,6 +79,7 @@ def entropy(spec: QuantSpec, *, bins: int = 2048, every: int = 1) -> Calibrator:
     Source: Migacz, 8-bit Inference with TensorRT, GTC 2017; ONNX Runtime's EntropyCalibrater.
     """
     calibrator.check_spec(_NAME, spec)
+    calibrator.refuse_forms(_NAME, spec)
     allowed = (*(d for d in dtypes.INTEGERS if dtypes.count_bits(d) <= 8), *dtypes.NARROW)
     checks.require_type(spec.dtype in allowed, _NAME, "spec.dtype", dtypes.list_names(allowed), spec.dtype)
     symmetric, (least, most) = bool(spec.symmetric), spec.bounds

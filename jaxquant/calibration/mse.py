@@ -77,6 +77,7 @@ def mse(spec: QuantSpec, *, bins: int = 2048, grid: int = 100, every: int = 1) -
     the error. The estimate from a histogram and the candidates are specific to this library.
     """
     calibrator.check_spec(_NAME, spec)
+    calibrator.refuse_forms(_NAME, spec)
     checks.check_integer(_NAME, "grid", grid)
     checks.require(0 < grid <= 2**16, _NAME, "grid", "an int in [1, 65536]", grid)
     expected = "the granularity of the scale, because each slice is measured with one scale and one zero point"

