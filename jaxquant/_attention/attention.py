@@ -18,7 +18,7 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point
 from .._kernels.barriers import choose_on_cpu
-from .kv_cache import INT8, KEY_AXES, VALUE_AXES, KVCache, check_tokens_whole, is_packed, unpack_codes
+from .kv_cache import KEY_AXES, VALUE_AXES, KVCache, check_tokens_whole, count_blocks, is_packed, unpack_codes
 from .scores_and_values import (
     RowWeights,
     add_bias,
@@ -34,6 +34,7 @@ from .scores_and_values import (
     read_digits,
     read_factor,
     read_mask,
+    rotate_queries,
     ungroup_heads,
     weigh_values,
 )
@@ -52,7 +53,7 @@ def attention(
     mask: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     query_positions: ArrayLike | None = None,
-    spec: QuantSpec = INT8,
+    spec: QuantSpec | None = None,
     scale: float | None = None,
     weight_digits: int = 2,
 ) -> jax.Array:
@@ -80,7 +81,9 @@ def attention(
             newest ones, in order. Pass them for rows of different lengths, or for a query with a token that is not the
             newest. A ring has only the newest tokens: an older query sees what is left of its window.
         spec: Static. How the queries are quantized: a dtype of 8 bits or fewer, with one scale for all features of a
-            query and head, or one for each block of them.
+            query and head, or one for each block of them. Blocks of queries and of keys must end at the same features,
+            or one of the longer ones must consist of whole shorter ones. None stands for int8 with the granularity of
+            the keys.
         scale: Static. What the products of queries and keys are multiplied by. None stands for 1 / sqrt(head_dim).
         weight_digits: Static. The number of digits of 7 bits that a weight has: 1, 2 or 3. With 1, weights below 1/254
             of the largest one of a row become 0. With 2, those below 1/32766.
@@ -106,6 +109,7 @@ def attention(
     Source: Vaswani et al., arXiv 1706.03762, section 3.2.1; Ainslie et al., arXiv 2305.13245, for the shared heads.
     """
     checks.require_type(isinstance(cache, KVCache), _NAME, "cache", "a KVCache", checks.describe_value(cache))
+    spec = QuantSpec(jnp.int8, cache.spec_k.granularity) if spec is None else spec
     check_query_spec(_NAME, "spec", spec)
     digits = read_digits(_NAME, weight_digits)
     names = ("q", "mask", "bias", "query_positions")
@@ -125,6 +129,11 @@ def _attend(
     # Without tokens every query sees none. Without queries or features the result is empty.
     if 0 in (math.prod(q.shape), cache.length):
         return jnp.zeros(q.shape, q.dtype)
+    dtype = q.dtype
+    if cache.smoothing is not None:
+        q = q.astype(jnp.float32) * jnp.repeat(cache.smoothing, q.shape[2] // heads, axis=1)[:, None]
+    if cache.rotate:
+        q = rotate_queries(q)
     grouped = group_queries(quantize(q, spec), heads, factor)
     mask, bias = (None if x is None else group_heads(x, heads) for x in (mask, bias))
     if query_positions is None:
@@ -133,12 +142,12 @@ def _attend(
         query_positions = newest + jnp.arange(queries, dtype=jnp.int32)[None]
     visible = derive_visible_in_cache(cache.positions, query_positions, cache.window)
     scores = add_bias(_score_cache(_NAME, grouped, cache), bias)
-    value_scale = dtypes.scale_as_float32(cache.value_scale)[:, :, None, None, :]
+    value_scale = dtypes.scale_as_float32(cache.value_scale).reshape(q.shape[0], heads, -1, 1, 1, cache.length)
     weights = compute_weights(scores, value_scale, merge_masks([mask, visible]), digits)
     y = _weigh_cache(weights, cache, digits)
     # A compiled program cannot raise an error, and a wrong result would go unnoticed.
     y = jnp.where(jnp.reshape(cache.overflowed, (-1, 1, 1, 1, 1)), np.float32(np.nan), y)
-    return ungroup_heads(y).astype(q.dtype)
+    return ungroup_heads(y).astype(dtype)
 
 
 def _check_queries(q: jax.Array, cache: KVCache) -> None:
@@ -182,9 +191,9 @@ def _read_shapes(
 def _score_cache(function: str, q: QuantizedArray, cache: KVCache) -> jax.Array:
     """Return the scores of queries and the keys of a cache, as `compute_scores` does."""
     tokens = _count_tokens(cache, cache.spec_k)
+    score = functools.partial(_score_keys, function, spec=cache.spec_k, head_dim=cache.head_dim)
     if tokens is None:
-        return compute_scores(function, q, cache.quantized_keys)
-    score = functools.partial(_score_keys, function, spec=cache.spec_k, features=cache.head_dim)
+        return score(q, cache.keys, cache.key_scale)
     in_chunks = functools.partial(_score_chunks, score, tokens=tokens)
     return choose_on_cpu(in_chunks, score, q, cache.keys, cache.key_scale)
 
@@ -192,12 +201,13 @@ def _score_cache(function: str, q: QuantizedArray, cache: KVCache) -> jax.Array:
 def _weigh_cache(weights: RowWeights, cache: KVCache, digits: int) -> jax.Array:
     """Return the values of a cache weighted by each row, as `weigh_values` does."""
     tokens = _count_tokens(cache, cache.spec_v)
+    features = cache.head_dim // count_blocks(cache.spec_v, cache.head_dim)
+    contract = functools.partial(_contract_values, spec=cache.spec_v, head_dim=cache.head_dim)
     if tokens is None:
-        return weigh_values(weights, cache.quantized_values.codes, cache.head_dim, digits)
-    contract = functools.partial(_contract_values, spec=cache.spec_v, features=cache.head_dim)
+        return weigh_values(weights, cache.values, features, digits, contract)
     in_chunks = functools.partial(_contract_chunks, contract, tokens=tokens)
     contract_on_platform = functools.partial(choose_on_cpu, in_chunks, contract)
-    return weigh_values(weights, cache.values, cache.head_dim, digits, contract_on_platform)
+    return weigh_values(weights, cache.values, features, digits, contract_on_platform)
 
 
 def _count_tokens(cache: KVCache, spec: QuantSpec) -> int | None:
@@ -211,10 +221,11 @@ def _count_tokens(cache: KVCache, spec: QuantSpec) -> int | None:
 
 
 def _score_keys(
-    function: str, q: QuantizedArray, keys: jax.Array, scale: jax.Array, *, spec: QuantSpec, features: int
+    function: str, q: QuantizedArray, keys: jax.Array, scale: jax.Array, *, spec: QuantSpec, head_dim: int
 ) -> jax.Array:
-    codes = unpack_codes(keys, spec, KEY_AXES[0], features)
-    return compute_scores(function, q, QuantizedArray(codes, scale[..., None], dtype=jnp.float32))
+    codes = unpack_codes(keys, spec, KEY_AXES[0], head_dim)
+    keys_by_block = QuantizedArray(codes, scale[..., None], dtype=jnp.float32)
+    return compute_scores(function, q, keys_by_block, count_blocks(spec, head_dim))
 
 
 def _score_chunks(
@@ -238,8 +249,8 @@ def _score_chunks(
     return lax.dynamic_update_slice_in_dim(scores, score_from(start, rest), start, 4)
 
 
-def _contract_values(rows: jax.Array, values: jax.Array, *, spec: QuantSpec, features: int) -> jax.Array:
-    return contract_digits(rows, unpack_codes(values, spec, VALUE_AXES[0], features))
+def _contract_values(rows: jax.Array, values: jax.Array, *, spec: QuantSpec, head_dim: int) -> jax.Array:
+    return contract_digits(rows, unpack_codes(values, spec, VALUE_AXES[0], head_dim))
 
 
 def _contract_chunks(

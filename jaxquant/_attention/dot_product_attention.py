@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point
+from .._core.granularity import Blocked
 from .._training.fake_quantize import Quantizer, read_parts, read_quantizer, split_quantizer
 from .._training.rounding_vjp import RoundingConfig, compute_cotangents, make_array
 from .kv_cache import INT8, check_tokens_whole
@@ -27,6 +28,7 @@ from .scores_and_values import (
     compute_reciprocal,
     compute_scores,
     compute_weights,
+    count_rotated,
     derive_visible,
     group_heads,
     group_queries,
@@ -34,6 +36,9 @@ from .scores_and_values import (
     read_digits,
     read_factor,
     read_mask,
+    rotate_keys,
+    rotate_queries,
+    split_features,
     ungroup_heads,
     weigh_values,
 )
@@ -56,10 +61,11 @@ def quantized_dot_product_attention(
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     implementation: None = None,
-    query_spec: QuantSpec | Quantizer = INT8,
+    query_spec: QuantSpec | Quantizer | None = None,
     key_spec: QuantSpec | Quantizer = INT8,
     value_spec: QuantSpec | Quantizer = INT8,
     weight_digits: int = 2,
+    rotate: bool = False,
 ) -> jax.Array:
     """Compute `jax.nn.dot_product_attention` in integers, with a gradient.
 
@@ -90,10 +96,13 @@ def quantized_dot_product_attention(
             pair. None is no limit.
         implementation: Static. None, the only implementation.
         query_spec: how queries are quantized: a QuantSpec, which finds the scale from them, or a `Quantizer`. A dtype
-            of 8 bits or fewer, with one scale for all features of a query and head, or one for each block of them.
+            of 8 bits or fewer, with one scale for all features of a query and head, or one for each block of them. None
+            stands for int8, with blocks where the keys have blocks.
         key_spec: the same for keys.
-        value_spec: the same for values: a signed symmetric dtype, with one scale for all features of a token and head.
+        value_spec: the same for values: a signed symmetric dtype.
         weight_digits: Static. The number of digits of 7 bits that a weight has: 1, 2 or 3, as in `attention`.
+        rotate: Static. Whether queries and keys are multiplied by the same Hadamard matrix before they are quantized,
+            as in `KVCache.create`.
 
     Returns:
         An array with the query's shape and dtype.
@@ -121,6 +130,9 @@ def quantized_dot_product_attention(
         the cotangent of the scores.
     """
     checks.require(implementation is None, _NAME, "implementation", "None", checks.describe_value(implementation))
+    if query_spec is None:
+        granularity = getattr(key_spec.spec if isinstance(key_spec, Quantizer) else key_spec, "granularity", None)
+        query_spec = QuantSpec(jnp.int8, granularity) if isinstance(granularity, Blocked) else INT8
     specs = (query_spec, key_spec, value_spec)
     quantizers = tuple(_read_spec(name, spec) for name, spec in zip(_SPECS, specs, strict=True))
     _check_value_spec(quantizers[2].spec)
@@ -130,22 +142,28 @@ def quantized_dot_product_attention(
     named = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
     named |= dict(zip(_LENGTHS, (query_seq_lengths, key_value_seq_lengths), strict=True))
     arrays = entry_point.convert_arrays(_NAME, {name: entry_point.unwrap_array(x) for name, x in named.items()})
+    checks.check_flag(_NAME, "rotate", rotate)
     operands = _read_operands(*arrays)
+    features = arrays[0].shape[-1]
+    expected = f"False, because a head of {features} features has no pairs that a rotation could mix"
+    checks.require(not rotate or count_rotated(features) > 1, _NAME, "rotate", expected, rotate)
     hiding = Hiding(bool(is_causal), window)
     options = (hiding, read_factor(_NAME, scale, arrays[0].shape[-1]), digits)
-    return _round_and_attend(operands[:3], quantizers, *operands[3:], options=options)
+    return _round_and_attend(operands[:3], quantizers, *operands[3:], options=options, rotate=bool(rotate))
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("options",))
+@functools.partial(jax.jit, inline=True, static_argnames=("options", "rotate"))
 def _round_and_attend(
     xs: tuple[jax.Array, jax.Array, jax.Array], quantizers: Sequence[Quantizer], bias: jax.Array | None,
     mask: jax.Array | None, query_lengths: jax.Array | None, token_lengths: jax.Array | None, *,
-    options: tuple[Hiding, float, int],
+    options: tuple[Hiding, float, int], rotate: bool,
 ) -> jax.Array:  # fmt: skip
     query = xs[0]
     # Without tokens every query sees none. Without queries or features the result is empty.
     if 0 in (math.prod(query.shape), xs[1].shape[-3]):
         return jnp.zeros(query.shape, query.dtype)
+    if rotate:
+        xs = (rotate_queries(query), rotate_keys(xs[1]), xs[2])
     configs, rounded = [], []
     for name, spec_name, x, quantizer in zip(("query", "key", "value"), _SPECS, xs, quantizers, strict=True):
         config, (scale, zero_point, rounding_key) = split_quantizer(quantizer)
@@ -154,7 +172,7 @@ def _round_and_attend(
         configs.append(config)
         # The shape of a scale follows from x.shape, so the batch is added afterwards.
         rounded.append((*(None if part is None else _add_batch(part) for part in parts), rounding_key))
-    _check_value_scale(rounded[2][1])
+    _check_value_scale(rounded[2][1], query.shape[-1])
     heads = xs[1].shape[-2]
     mask, bias = (None if x is None else group_heads(x, heads) for x in (mask, bias))
     operands = _AttentionArrays(tuple(rounded), bias, mask, query_lengths, token_lengths)
@@ -197,10 +215,13 @@ def _check_value_spec(spec: QuantSpec) -> None:
     checks.require(spec.fixed_zero_point == 0, _NAME, "value_spec", expected, spec)
 
 
-def _check_value_scale(scale: jax.Array) -> None:
-    """Check that the features of a value share a scale."""
-    expected = "one scale for all features of a token and head, such as PerToken()"
-    checks.require(scale.shape[3] == 1, _NAME, "value_spec", expected, f"{scale.shape[3]} scales")
+def _check_value_scale(scale: jax.Array, features: int) -> None:
+    """Check that the features of a value share a scale, or those of each block."""
+    blocks = scale.shape[3]
+    expected = "a scale for all features of a token and head, such as PerToken(), or for blocks whose size divides "
+    expected += f"{features}"
+    fits = blocks == 1 or (blocks < features and features % blocks == 0)
+    checks.require(fits, _NAME, "value_spec", expected, f"{blocks} scales")
 
 
 def _read_window(size: Any) -> tuple[int, int] | None:
@@ -286,6 +307,7 @@ class _AttentionArrays(NamedTuple):
 def _attend(statics: _AttentionOptions, operands: _AttentionArrays) -> jax.Array:
     """Return the attention, float32 [batch, kv heads, groups, queries, features]; all arguments are checked."""
     _, _, values, weights = _weigh(statics, operands)
+    values, _ = split_features(values)
     codes = lax.transpose(values.codes, (0, 1, 3, 2))
     return weigh_values(weights, codes, codes.shape[2], statics.digits)
 
@@ -301,15 +323,21 @@ def _attend_bwd(statics: _AttentionOptions, operands: _AttentionArrays, g: jax.A
     reciprocal = compute_reciprocal(weights.total)
     # A hidden token, or one with an underflowing weight, gets no gradient and gives none, even with a NaN in it.
     has_weight = weights.exponentials != 0
+    has_weights, total = (lax.expand_dims(x, (2,)) for x in (has_weight, weights.total))
     # The weights that were contracted: the codes without the scales of the values' tokens. A NaN has the code 0.
-    is_used = has_weight & ((weights.codes != 0) | jnp.isnan(weights.total))
-    rounded = weights.codes.astype(jnp.float32) * (weights.step * reciprocal)
+    is_used = lax.expand_dims(has_weight, (2,)) & (
+        (weights.codes != 0) | jnp.isnan(lax.expand_dims(weights.total, (2,)))
+    )
+    rounded = weights.codes.astype(jnp.float32) * (weights.step * compute_reciprocal(total))
     rounded = _keep_where(is_used, rounded / _read_token_scale(v))
-    d_values = jnp.einsum("bkgts,bkgtd->bksd", rounded, g)
-    d_weights = _keep_where(has_weight, jnp.einsum("bkgtd,bksd->bkgts", g, values))
+    # The features of values with a scale for each block are cut into blocks, which have their own weights.
+    blocks = rounded.shape[2]
+    g, cut = (x.reshape(*x.shape[:-1], blocks, x.shape[-1] // blocks) for x in (g, values))
+    d_values = jnp.einsum("bkngts,bkgtne->bksne", rounded, g).reshape(values.shape)
+    d_rounded = _keep_where(has_weights, jnp.einsum("bkgtne,bksne->bkngts", g, cut))
     softmax = weights.exponentials * reciprocal
-    mean = jnp.sum(rounded * d_weights, axis=-1, keepdims=True)
-    d_scores = _keep_where(has_weight, softmax * (d_weights - mean))
+    mean = jnp.sum(jnp.sum(rounded * d_rounded, axis=-1, keepdims=True), axis=2)
+    d_scores = _keep_where(has_weight, softmax * (jnp.sum(d_rounded, axis=2) - mean))
     # A row that sees a NaN has a NaN in `d_scores`. For the other rows its product with 0 must be 0.
     queries, keys = (_keep_where(jnp.isfinite(x), x) for x in (queries, keys))
     # `queries` includes the factor of the scores.
@@ -352,7 +380,7 @@ def _weigh(
     q, k, v = (make_array(config, *parts) for config, parts in zip(statics.configs, operands.rounded, strict=True))
     queries = group_queries(q, k.shape[2], statics.factor)
     keys, values = (_move_heads(x) for x in (k, v))
-    scores = add_bias(compute_scores(statics.function, queries, keys), operands.bias)
+    scores = add_bias(compute_scores(statics.function, queries, *split_features(keys)), operands.bias)
     arrays = (operands.mask, operands.query_lengths, operands.token_lengths)
     visible = derive_visible(statics.hiding, q.shape[1], k.shape[1], *arrays)
     return queries, keys, values, compute_weights(scores, _read_token_scale(values), visible, statics.digits)
@@ -367,9 +395,9 @@ def _move_heads(q: QuantizedArray) -> QuantizedArray:
 
 
 def _read_token_scale(values: QuantizedArray) -> jax.Array:
-    """Return the scales of values by head, float32 [batch, heads, 1, 1, tokens]; dimensions may be 1."""
+    """Return the scales of values by head, float32 [batch, heads, blocks, 1, 1, tokens]; dimensions may be 1."""
     scale = dtypes.scale_as_float32(values.scale)
-    return lax.expand_dims(lax.squeeze(scale, (3,)), (2, 3))
+    return lax.expand_dims(jnp.swapaxes(scale, 2, 3), (3, 4))
 
 
 def _sum_to_shape(values: jax.Array, like: jax.Array) -> jax.Array:

@@ -19,10 +19,12 @@ from .._arrays.quantize import quantize
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point, sharding
-from .._core.granularity import PerToken
-from .._kernels.barriers import choose_on_cpu
+from .._core.granularity import Blocked, PerToken
+from .._kernels.barriers import choose_on_cpu, round_result
+from .scores_and_values import count_rotated, rotate_keys, rotate_queries
 
-_CREATE, _APPEND, _CHECK = "KVCache.create", "KVCache.append", "KVCache.check"
+_CREATE, _APPEND, _CHECK, _FIND = (f"KVCache.{name}" for name in ("create", "append", "check", "find_smoothing"))
+_TINY = np.finfo(np.float32).tiny
 INT8 = QuantSpec(jnp.int8, PerToken())
 _DTYPES = (np.dtype(jnp.int8), np.dtype(jnp.int4))
 _SCALES = dtypes.FLOATS
@@ -36,7 +38,7 @@ VALUE_AXES = (2, 3)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class KVCache:
-    """The keys and values of a decoder as codes of 8 or 4 bits, with a scale for each token and head.
+    """The keys and values of a decoder as codes of 8 or 4 bits, with a scale for each token and head, or block of it.
 
     A cache is a pytree: an argument, a result or the carry of a loop. It is immutable, so `append` returns a new one. A
     jitted function that donates the cache, and the body of `jax.lax.scan`, write the new tokens in place.
@@ -51,17 +53,25 @@ class KVCache:
 
     Attributes:
         keys: the codes of the keys, [batch, kv_heads, length, head_dim] of int8; or, for int4, uint8 with half the
-            features: byte i holds feature i in its low bits, and feature i + ceil(head_dim / 2) in its high bits.
+            features: byte i holds feature i in its low bits, and feature i + ceil(head_dim / 2) in its high bits. With
+            blocks of features each block is stored as a head of its own: block j of head i is head i * blocks + j, with
+            the features of the block in place of head_dim. For int4 half of the blocks are stored, if their number is
+            even: these have feature i + head_dim / 2 in their high bits, too.
         values: the codes of the values, [batch, kv_heads, head_dim, length] of int8; or, for int4, uint8 with half the
-            features, packed in the same way. A contraction with few rows reads codes fastest if the contracted
-            dimension is the last one, for keys the features and for values the tokens.
-        key_scale: the value of a step of each token and head, [batch, kv_heads, length], in the scale_dtype of spec_k.
+            features, packed in the same way, and with blocks stored in the same way. A contraction with few rows reads
+            codes fastest if the contracted dimension is the last one, for keys the features and for values the tokens.
+        key_scale: the value of a step of each token and head, [batch, kv_heads, length], or [batch, kv_heads * blocks,
+            length], in the scale_dtype of spec_k.
         value_scale: the same of the values.
         index: the number of tokens that were appended, int32: one for all rows, or [batch].
         spec_k: Static. How keys are quantized.
         spec_v: Static. How values are quantized.
         head_dim: Static. The number of features of a token and head.
         window: Static. The number of tokens that a query attends to, itself included; None for all.
+        rotate: Static. Whether keys are rotated before they are quantized.
+        mean_key: what is subtracted from keys before they are quantized, float32 [batch, kv_heads, head_dim], or None.
+        smoothing: powers of 2, by which the features of keys are divided before they are rotated and quantized, and
+            those of queries multiplied, in the same shape, or None.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -87,6 +97,9 @@ class KVCache:
     spec_v: QuantSpec = dataclasses.field(default=INT8, metadata={"static": True})
     head_dim: int = dataclasses.field(default=0, metadata={"static": True})
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
+    rotate: bool = dataclasses.field(default=False, metadata={"static": True})
+    mean_key: Any = None
+    smoothing: Any = None
 
     @classmethod
     def create(
@@ -97,6 +110,9 @@ class KVCache:
         *,
         window: int | None = None,
         per_row: bool = False,
+        rotate: bool = False,
+        mean_key: ArrayLike | None = None,
+        smoothing: ArrayLike | None = None,
     ) -> KVCache:
         """Return an empty cache.
 
@@ -104,49 +120,110 @@ class KVCache:
             shape: Static. (batch, length, kv_heads, head_dim): the shape of the keys, with the number of tokens that
                 the cache holds.
             spec_k: Static. How keys are quantized: int8 or int4, symmetric, with the granularity `PerToken()`, that is
-                a scale for each token and head. The scales are stored in its scale_dtype: float32, or float16 or
-                bfloat16, which take half the bytes and make a step up to 2**-10 or 2**-7 longer, because a scale is
-                rounded up.
+                a scale for each token and head, or `Blocked(-1, size)`, a scale for each block of features, whose size
+                divides head_dim. The scales are stored in its scale_dtype: float32, or float16 or bfloat16, which take
+                half the bytes and make a step up to 2**-10 or 2**-7 longer, because a scale is rounded up.
             spec_v: Static. How values are quantized, as for keys.
             window: Static. The number of tokens that a query attends to, itself included. The cache is then a ring, and
                 `length` must be at least the window. A call of `attention` takes at most length - window + 1 queries,
                 so that the ring holds their windows as a whole. None keeps all tokens.
             per_row: Static. Whether each row of the batch has its own index, for prompts of different lengths.
+            rotate: Static. Whether keys, and the queries that attend to them, are multiplied by the same Hadamard
+                matrix before they are quantized. It spreads a feature with large values over all features of a head,
+                or, if head_dim is no power of 2, over runs of the largest power of 2 that divides it. The scores are
+                the same, except for rounding.
+            mean_key: a key that is subtracted from all keys before they are quantized, float [kv_heads, head_dim] or
+                [batch, kv_heads, head_dim]: their mean, as `find_smoothing` finds it. It stays the same for all tokens
+                of a cache. All scores of a query change by the same number, on which the softmax does not depend, so
+                that another key has the same results, except for rounding. None subtracts nothing.
+            smoothing: positive numbers of such a shape, by which the features of keys are divided and those of queries
+                multiplied before they are rotated and quantized. They are rounded to powers of 2, so that the products
+                are exact. None stands for 1.
 
         Raises:
             TypeError: the shape is not a tuple of four ints; a spec is not a QuantSpec, or has another dtype or
-                scale_dtype; the window is not an int; or per_row is not a bool.
-            ValueError: a dimension is negative, a spec has another granularity or is asymmetric, or the window is not
-                within 1 and the length.
+                scale_dtype; the window is not an int; per_row or rotate is not a bool; or mean_key or smoothing is not
+                float.
+            ValueError: a dimension is negative, a spec has another granularity or is asymmetric, the size of a block
+                does not divide head_dim, the window is not within 1 and the length, an odd head_dim is to be rotated,
+                or mean_key or smoothing has another shape; or a known number of smoothing is not positive.
         """
         sizes = _read_shape(shape)
-        for argument, spec in (("spec_k", spec_k), ("spec_v", spec_v)):
-            _check_spec(argument, spec)
-        checks.check_flag(_CREATE, "per_row", per_row)
         batch, length, heads, features = sizes
+        for argument, spec in (("spec_k", spec_k), ("spec_v", spec_v)):
+            _check_spec(argument, spec, features)
+        checks.check_flag(_CREATE, "per_row", per_row)
+        checks.check_flag(_CREATE, "rotate", rotate)
+        expected = f"False, because a head of {features} features has no pairs that a rotation could mix"
+        checks.require(not rotate or count_rotated(features) > 1, _CREATE, "rotate", expected, rotate)
+        arrays = _read_features({"mean_key": mean_key, "smoothing": smoothing}, (batch, heads, features))
         if window is not None:
             checks.check_integer(_CREATE, "window", window)
             expected = f"an int in [1, {length}], the length of the cache, or None"
             checks.require(1 <= window <= length, _CREATE, "window", expected, window)
-        keys, values = (_count_packed(spec, features) for spec in (spec_k, spec_v))
+        key_blocks, value_blocks = (count_blocks(spec, features) for spec in (spec_k, spec_v))
+        (key_heads, keys), (value_heads, values) = (_count_stored(spec, features) for spec in (spec_k, spec_v))
         return cls(
-            jnp.zeros((batch, heads, length, keys), _derive_stored_dtype(spec_k)),
-            jnp.zeros((batch, heads, values, length), _derive_stored_dtype(spec_v)),
-            jnp.zeros((batch, heads, length), spec_k.scale_dtype),
-            jnp.zeros((batch, heads, length), spec_v.scale_dtype),
+            jnp.zeros((batch, heads * key_heads, length, keys), _derive_stored_dtype(spec_k)),
+            jnp.zeros((batch, heads * value_heads, values, length), _derive_stored_dtype(spec_v)),
+            jnp.zeros((batch, heads * key_blocks, length), spec_k.scale_dtype),
+            jnp.zeros((batch, heads * value_blocks, length), spec_v.scale_dtype),
             jnp.zeros((batch,) if per_row else (), jnp.int32),
-            spec_k, spec_v, features, None if window is None else int(window),
+            spec_k, spec_v, features, None if window is None else int(window), bool(rotate), *arrays,
         )  # fmt: skip
+
+    @staticmethod
+    def find_smoothing(q: ArrayLike, k: ArrayLike) -> tuple[jax.Array, jax.Array]:
+        """Return the mean key and the smoothing, the arguments of `create`, that suit some queries and keys.
+
+        smoothing = sqrt(standard deviation of the keys / root mean square of the queries that read them), per feature
+
+        Of all factors these make the expected error of a score smallest, if keys are rotated. Features that hardly vary
+        count as if they varied by 1/64 of the average of their head.
+
+        Args:
+            q: queries, float [batch, queries, heads, head_dim], after all that the model does to them before attention.
+            k: the keys of a prompt or of calibration, float [batch, tokens, kv_heads, head_dim].
+
+        Returns:
+            The mean key and the smoothing, float32 [kv_heads, head_dim].
+
+        Raises:
+            TypeError: an array is not float32, float16 or bfloat16.
+            ValueError: a shape does not fit, or there is no token.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxquant as jq
+            >>> k = jax.random.normal(jax.random.key(0), (1, 100, 1, 4)) * jnp.array([[[[16.0, 1.0, 1.0, 1.0]]]])
+            >>> mean_key, smoothing = jq.KVCache.find_smoothing(jnp.ones((1, 100, 2, 4)), k + 3.0)
+            >>> cache = jq.KVCache.create((1, 100, 1, 4), rotate=True, mean_key=mean_key, smoothing=smoothing)
+            >>> cache.smoothing
+            Array([[[4., 1., 1., 1.]]], dtype=float32)
+        """
+        arrays = entry_point.convert_arrays(_FIND, {"q": entry_point.unwrap_array(q), "k": entry_point.unwrap_array(k)})
+        queries, keys = (_check_samples(name, x) for name, x in zip("qk", arrays, strict=True))
+        batch, _, heads, features = keys.shape
+        fits = (queries.shape[0], queries.shape[3]) == (batch, features) and queries.shape[2] % heads == 0
+        expected = f"shape ({batch}, queries, a multiple of {heads}, {features}), because of k"
+        checks.require(fits, _FIND, "q", expected, f"shape {queries.shape}")
+        mean = jnp.mean(keys, axis=(0, 1), keepdims=True)
+        queries = queries.reshape(*queries.shape[:2], heads, -1, features)
+        spreads = (jnp.mean(jnp.square(keys - mean), axis=(0, 1)), jnp.mean(jnp.square(queries), axis=(0, 1, 3)))
+        least = np.float32(2.0**-12)
+        k_spread, q_spread = (jnp.maximum(x, least * jnp.mean(x, -1, keepdims=True) + _TINY) for x in spreads)
+        return mean[0, 0], jnp.sqrt(jnp.sqrt(k_spread / q_spread))
 
     def __repr__(self) -> str:
         """Return the dtypes and shapes of the arrays, without their elements, and the static attributes."""
         texts = []
-        for name in ("keys", "values", "key_scale", "value_scale", "index"):
+        names = ("keys", "values", "key_scale", "value_scale", "index")
+        for name in (*names, *(name for name in ("mean_key", "smoothing") if getattr(self, name) is not None)):
             leaf = getattr(self, name)
             # JAX builds pytrees with leaves that are no arrays.
             is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
             texts.append(f"{name}={leaf.dtype}[{','.join(map(str, leaf.shape))}]" if is_array else f"{name}={leaf!r}")
         texts += [f"head_dim={self.head_dim}"] + ([] if self.window is None else [f"window={self.window}"])
+        texts += ["rotate=True"] if self.rotate else []
         return f"KVCache({', '.join(texts)})"
 
     def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None) -> KVCache:
@@ -195,7 +272,7 @@ class KVCache:
     def shape(self) -> tuple[int, int, int, int]:
         """The shape that `create` got: (batch, length, kv_heads, head_dim)."""
         batch, heads, length = self.key_scale.shape
-        return batch, length, heads, self.head_dim
+        return batch, length, heads // count_blocks(self.spec_k, self.head_dim), self.head_dim
 
     @property
     def nbytes(self) -> int:
@@ -235,19 +312,37 @@ class KVCache:
         """Return the keys and values as float32 [batch, length, kv_heads, head_dim], in the order of the slots."""
         pairs = ((self.quantized_keys, (0, 2, 1, 3)), (self.quantized_values, (0, 3, 1, 2)))
         keys, values = (lax.transpose(dequantize_checked(q), order) for q, order in pairs)
-        return keys, values
+        if self.rotate:
+            keys = rotate_queries(keys)
+        if self.smoothing is not None:
+            keys = keys * self.smoothing[:, None]
+        return keys if self.mean_key is None else keys + self.mean_key[:, None], values
 
     @property
     def quantized_keys(self) -> QuantizedArray:
-        """The keys as a QuantizedArray [batch, kv_heads, length, head_dim] of int8 codes."""
-        codes = unpack_codes(self.keys, self.spec_k, KEY_AXES[0], self.head_dim)
-        return QuantizedArray(codes, self.key_scale[..., None], dtype=jnp.float32)
+        """The keys as a QuantizedArray [batch, kv_heads, length, head_dim] of int8 codes, as they were quantized:
+
+        less `mean_key`, divided by `smoothing` and rotated.
+        """
+        return self._read_codes(self.keys, self.key_scale[..., None], self.spec_k, KEY_AXES[0])
 
     @property
     def quantized_values(self) -> QuantizedArray:
         """The values as a QuantizedArray [batch, kv_heads, head_dim, length] of int8 codes."""
-        codes = unpack_codes(self.values, self.spec_v, VALUE_AXES[0], self.head_dim)
-        return QuantizedArray(codes, self.value_scale[:, :, None], dtype=jnp.float32)
+        return self._read_codes(self.values, self.value_scale[:, :, None], self.spec_v, VALUE_AXES[0])
+
+    def _read_codes(self, stored: jax.Array, scale: jax.Array, spec: QuantSpec, axis: int) -> QuantizedArray:
+        """Return codes and their scales with the blocks of a head beside each other along the axis of the features."""
+        blocks = count_blocks(spec, self.head_dim)
+        codes = unpack_codes(stored, spec, axis, self.head_dim)
+
+        def join(part: jax.Array) -> jax.Array:
+            batch, heads = part.shape[0], part.shape[1] // blocks
+            part = jnp.moveaxis(part.reshape(batch, heads, blocks, *part.shape[2:]), 2, axis)
+            shape = (*part.shape[:axis], blocks * part.shape[axis + 1], *part.shape[axis + 2 :])
+            return part.reshape(shape)
+
+        return QuantizedArray(join(codes), join(scale), dtype=jnp.float32)
 
     def partition_specs(
         self, batch: str | tuple[str, ...] | None = None, heads: str | tuple[str, ...] | None = None
@@ -260,7 +355,9 @@ class KVCache:
         """
         whole = PartitionSpec(batch, heads)
         index = PartitionSpec(batch) if jnp.ndim(self.index) else PartitionSpec()
-        return dataclasses.replace(self, keys=whole, values=whole, key_scale=whole, value_scale=whole, index=index)
+        arrays = dict.fromkeys(("keys", "values", "key_scale", "value_scale"), whole)
+        mean_key, smoothing = (None if x is None else whole for x in (self.mean_key, self.smoothing))
+        return dataclasses.replace(self, **arrays, index=index, mean_key=mean_key, smoothing=smoothing)
 
 
 @jax.jit
@@ -271,6 +368,13 @@ def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | Non
     if lengths is not None:
         # An index must never decrease or count tokens that do not exist, whatever the caller passes.
         counts = jnp.clip(lengths, np.int32(0), np.int32(tokens))
+    if cache.mean_key is not None:
+        # A product of the caller's must not be merged with the difference.
+        k = round_result(k.astype(jnp.float32)) - cache.mean_key[:, None]
+    if cache.smoothing is not None:
+        k = k.astype(jnp.float32) * (np.float32(1) / cache.smoothing[:, None])
+    if cache.rotate:
+        k = rotate_keys(k)
     codes, scales = _encode_tokens(k, cache.spec_k, KEY_AXES)
     value_codes, value_scales = _encode_tokens(v, cache.spec_v, VALUE_AXES)
     updates = ((codes, KEY_AXES[1]), (value_codes, VALUE_AXES[1]), (scales, 2), (value_scales, 2))
@@ -326,15 +430,58 @@ def _read_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(n) for n in shape)
 
 
-def _check_spec(argument: str, spec: QuantSpec) -> None:
+def _check_spec(argument: str, spec: QuantSpec, features: int) -> None:
     """Check that a cache can hold codes of a spec."""
     checks.require_type(isinstance(spec, QuantSpec), _CREATE, argument, "a QuantSpec", checks.describe_value(spec))
     checks.require_type(spec.dtype in _DTYPES, _CREATE, argument, "dtype int8 or int4", spec.dtype)
-    expected = "PerToken(), a scale for each token and head"
-    checks.require(spec.granularity == PerToken(), _CREATE, argument, expected, spec.granularity)
+    granularity: Any = spec.granularity
+    is_blocked = isinstance(granularity, Blocked) and granularity.axis in (-1, 3) and isinstance(granularity.size, int)
+    size: Any = granularity.size if is_blocked else 1
+    expected = "PerToken(), a scale for each token and head, or Blocked(-1, size), one for each block of features"
+    checks.require(granularity == PerToken() or is_blocked, _CREATE, argument, expected, granularity)
+    if is_blocked:
+        fits = features > 0 and features % size == 0
+        expected = f"blocks of a size that divides head_dim, {features}"
+        checks.require(fits, _CREATE, argument, expected, granularity)
     checks.require(bool(spec.symmetric), _CREATE, argument, "a symmetric spec", spec)
     expected = f"scale_dtype {dtypes.list_names(_SCALES)}"
     checks.require_type(spec.scale_dtype in _SCALES, _CREATE, argument, expected, spec.scale_dtype)
+
+
+def _read_features(named: dict[str, ArrayLike | None], shape: tuple[int, int, int]) -> list[jax.Array | None]:
+    """Return the mean key and the smoothing as float32 [batch, kv_heads, head_dim], or None."""
+    arrays = entry_point.convert_arrays(_CREATE, {name: entry_point.unwrap_array(x) for name, x in named.items()})
+    results: list[jax.Array | None] = []
+    for name, x in zip(named, arrays, strict=True):
+        if x is None:
+            results.append(None)
+            continue
+        checks.check_array(_CREATE, name, x, dtypes.FLOATS)
+        fits = x.shape in (shape, shape[1:])
+        checks.require(fits, _CREATE, name, f"shape {shape[1:]} or {shape}", f"shape {x.shape}")
+        x = jnp.broadcast_to(x.astype(jnp.float32), shape)
+        if name == "smoothing":
+            known = entry_point.read_elements(x)
+            is_positive = known is None or bool(np.all(np.isfinite(known) & (known > 0)))
+            checks.require(is_positive, _CREATE, name, "positive, finite numbers", known)
+            x = _round_to_powers(x)
+        results.append(x)
+    return results
+
+
+def _check_samples(argument: str, x: jax.Array) -> jax.Array:
+    """Return queries or keys as float32, after a check."""
+    checks.check_array(_FIND, argument, x, dtypes.FLOATS)
+    expected = "rank 4, (batch, tokens, heads, head_dim), with a token and a head"
+    checks.require(x.ndim == 4 and 0 not in x.shape[:3], _FIND, argument, expected, f"shape {x.shape}")
+    return x.astype(jnp.float32)
+
+
+def _round_to_powers(x: jax.Array) -> jax.Array:
+    """Return positive float32 numbers rounded to powers of 2, halfway between them on a logarithmic scale."""
+    # The fraction of sqrt(2) and of larger ones overflows into the exponent.
+    bits = lax.bitcast_convert_type(x, jnp.int32) + np.int32(0x800000 - 0x3504F3)
+    return lax.bitcast_convert_type(bits & np.int32(0x7F800000), jnp.float32)
 
 
 def _check_tokens(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | None) -> None:
@@ -364,9 +511,19 @@ def is_packed(spec: QuantSpec) -> bool:
     return dtypes.count_packed_bits(spec.dtype) == 4
 
 
-def _count_packed(spec: QuantSpec, features: int) -> int:
-    """Return the number of bytes that hold the codes of the features of a token and head."""
-    return math.ceil(features / 2) if is_packed(spec) else features
+def count_blocks(spec: QuantSpec, features: int) -> int:
+    """Return the number of blocks of features of a token and head that have a scale."""
+    size: Any = spec.granularity.size if isinstance(spec.granularity, Blocked) else max(features, 1)
+    return features // size if features else 1
+
+
+def _count_stored(spec: QuantSpec, features: int) -> tuple[int, int]:
+    """Return as how many heads a head is stored, and how many bytes hold the codes of a token in each of these."""
+    blocks = count_blocks(spec, features)
+    length = features // blocks
+    if not is_packed(spec):
+        return blocks, length
+    return (blocks // 2, length) if blocks % 2 == 0 else (blocks, math.ceil(length / 2))
 
 
 def _encode_tokens(x: jax.Array, spec: QuantSpec, axes: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
@@ -374,19 +531,37 @@ def _encode_tokens(x: jax.Array, spec: QuantSpec, axes: tuple[int, int]) -> tupl
 
     Args:
         x: float [batch, tokens, heads, features].
-        spec: how to quantize, with a scale for each token and head.
+        spec: how to quantize, with a scale for each token and head, or for each block of its features.
         axes: `KEY_AXES` or `VALUE_AXES`.
 
     Returns:
         Codes [batch, heads, tokens, features] of keys, or [batch, heads, features, tokens] of values, and scales
-        [batch, heads, tokens].
+        [batch, heads, tokens]; each block of features is a head.
     """
     q = quantize(x, spec)
     order = (0, 2, 1, 3) if axes == KEY_AXES else (0, 2, 3, 1)
-    codes = lax.transpose(q.codes.astype(jnp.int8), order)
+    batch, tokens, heads, features = x.shape
+    blocks = count_blocks(spec, features)
+    codes = q.codes.astype(jnp.int8)
+    if blocks > 1:
+        codes = codes.reshape(batch, tokens, heads * blocks, features // blocks)
+    codes = lax.transpose(codes, order)
     if is_packed(spec):
-        codes = _pack_halves(codes, axes[0])
-    return codes, lax.transpose(lax.squeeze(q.scale, (3,)), (0, 2, 1))
+        codes = _pack_codes(codes, blocks, axes[0])
+    return codes, lax.transpose(q.scale.reshape(batch, tokens, heads * blocks), (0, 2, 1))
+
+
+def _pack_codes(codes: jax.Array, blocks: int, axis: int) -> jax.Array:
+    """Return 4-bit codes, int8 with a head for each block, as bytes; the axis is that of the features."""
+    if blocks % 2:
+        return _pack_halves(codes, axis)
+    packed = _pack_halves(_split_heads(codes, blocks), 2)
+    return packed.reshape(packed.shape[0], -1, *packed.shape[3:])
+
+
+def _split_heads(stored: jax.Array, blocks: int) -> jax.Array:
+    """Return [batch, heads * blocks, ...] as [batch, heads, blocks, ...]."""
+    return stored.reshape(stored.shape[0], stored.shape[1] // blocks, blocks, *stored.shape[2:])
 
 
 def _pack_halves(codes: jax.Array, axis: int) -> jax.Array:
@@ -404,14 +579,26 @@ def _pack_halves(codes: jax.Array, axis: int) -> jax.Array:
     return low | lax.pad(high, np.uint8(0), padding)
 
 
-def unpack_codes(stored: jax.Array, spec: QuantSpec, axis: int, features: int) -> jax.Array:
-    """Return the codes of a cache as int8, with `features` entries along the axis of the features."""
+def unpack_codes(stored: jax.Array, spec: QuantSpec, axis: int, head_dim: int) -> jax.Array:
+    """Return the codes of a cache as int8, with a head for each block of features.
+
+    Args:
+        stored: the codes as they are stored.
+        spec: Static. How they were quantized.
+        axis: Static. The axis of the features.
+        head_dim: Static. The number of features of a token and head.
+    """
     if not is_packed(spec):
         return stored
+    blocks = count_blocks(spec, head_dim)
     signed = lax.bitcast_convert_type(stored, jnp.int8)
     # A shift to the right extends the sign.
     low, high = (signed << np.int8(4)) >> np.int8(4), signed >> np.int8(4)
-    return lax.slice_in_dim(lax.concatenate([low, high], axis), 0, features, axis=axis)
+    if blocks % 2:
+        return lax.slice_in_dim(lax.concatenate([low, high], axis), 0, head_dim // blocks, axis=axis)
+    # The halves of a head are whole blocks.
+    codes = lax.concatenate([_split_heads(x, blocks // 2) for x in (low, high)], 2)
+    return codes.reshape(codes.shape[0], -1, *codes.shape[3:])
 
 
 def _run_once(function: Callable[[Any], Any], arrays: Any) -> Any:

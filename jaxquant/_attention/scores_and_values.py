@@ -17,6 +17,8 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._contractions.einsum import contract_operands
 from .._core import checks, dtypes
+from .._core.granularity import Aligned
+from .._kernels.accumulator import scale_by_both, sum_over_blocks
 from .._kernels.barriers import pin_layout, round_result
 from .._kernels.contraction import Role, contract_roles
 
@@ -168,6 +170,48 @@ def derive_visible_in_cache(positions: jax.Array, query_positions: jax.Array, wi
     return visible if window is None else visible & (position > query - np.int32(window))
 
 
+# Rotations of queries and keys.
+
+
+def count_rotated(features: int) -> int:
+    """Return how many neighboring features a rotation mixes: the largest power of 2 that divides their number."""
+    return features & -features
+
+
+def rotate_keys(k: jax.Array) -> jax.Array:
+    """Return keys [..., features], in float32, times a Hadamard matrix and a power of 2.
+
+    The product of `rotate_keys(k)` and `rotate_queries(q)` is that of k and q; `rotate_queries` inverts `rotate_keys`.
+    """
+    return _multiply_hadamard(k, math.ceil(math.log2(count_rotated(k.shape[-1])) / 2))
+
+
+def rotate_queries(q: jax.Array) -> jax.Array:
+    """Return queries [..., features], in float32, times a Hadamard matrix and a power of 2."""
+    return _multiply_hadamard(q, math.floor(math.log2(count_rotated(q.shape[-1])) / 2))
+
+
+def _multiply_hadamard(x: jax.Array, halvings: int) -> jax.Array:
+    """Return runs of features times Sylvester's Hadamard matrix, whose elements are 1 and -1, times 2**-halvings.
+
+    The sums are added in pairs, in the same order in every program, so the result is the same in all of them. A product
+    of matrices would add in an order that depends on its shape.
+    """
+    size = count_rotated(x.shape[-1])
+    # A product of the caller's must not be merged with the first sum.
+    runs = round_result(x.astype(jnp.float32)).reshape(*x.shape[:-1], x.shape[-1] // size, size)
+
+    def add_pairs(_: jax.Array, x: jax.Array) -> jax.Array:
+        # A step mixes pairs that differ in the last bit of the index, and makes this bit the first one. After a step
+        # for each bit, all bits are where they were.
+        pairs = x.reshape(*x.shape[:-1], size // 2, 2)
+        even, odd = (lax.index_in_dim(pairs, i, pairs.ndim - 1, keepdims=False) for i in range(2))
+        return lax.concatenate([even + odd, even - odd], x.ndim - 1)
+
+    runs = lax.fori_loop(np.int32(0), np.int32(size.bit_length() - 1), add_pairs, runs)
+    return (runs * np.float32(2.0**-halvings)).reshape(x.shape)
+
+
 # The scores of queries and keys, contracted as integers.
 
 
@@ -192,14 +236,17 @@ def group_queries(q: QuantizedArray, heads: int, factor: float) -> QuantizedArra
     return QuantizedArray(regroup(q.codes), regroup(scale), zero_point, dtype=jnp.float32, block_size=q.block_size)
 
 
-def compute_scores(function: str, q: QuantizedArray, k: QuantizedArray) -> jax.Array:
+def compute_scores(function: str, q: QuantizedArray, k: QuantizedArray, blocks: int = 1) -> jax.Array:
     """Return the scores, float32 [batch, kv heads, groups, queries, tokens].
 
     Args:
         function: the name of the public function, for errors.
         q: the result of `group_queries`.
-        k: keys [batch, kv heads, tokens, features].
+        k: keys [batch, kv heads * blocks, tokens, features of a block].
+        blocks: Static. The number of blocks of features, each of which is stored as a head of its own.
     """
+    if blocks > 1:
+        return _score_blocks(function, q, k, blocks)
     rows = q.shape[2] * q.shape[3]
     if not _has_few_rows(rows, q, k):
         return contract_operands(function, "bkgtd,bksd->bkgts", (q, k), None, dtypes.FLOAT32)
@@ -210,6 +257,78 @@ def compute_scores(function: str, q: QuantizedArray, k: QuantizedArray) -> jax.A
     # The softmax reads the scores several times, and XLA:CPU would transpose the product of the codes in each of these
     # loops. The scores of a single query are read in order anyway.
     return scores if rows == 1 else pin_layout(scores)
+
+
+def _score_blocks(function: str, q: QuantizedArray, k: QuantizedArray, blocks: int) -> jax.Array:
+    """Return the sum of the scores of all blocks, in ascending order, each product and each sum rounded once."""
+    q = _split_queries(function, q, blocks)
+    batch, heads, _, groups, queries, features = q.shape
+    rows = groups * queries
+    # A scale for each row of a block, and no zero point.
+    is_plain = q.zero_point is None and q.scale.shape[-1] == 1
+    if is_plain and blocks <= _FEW_ROWS and isinstance(rows, int) and rows <= _FEW_ROWS:
+        codes = q.codes.reshape(batch, heads * blocks, rows, features)
+        if rows == 1:
+            codes = jnp.concatenate([codes, jnp.zeros_like(codes)], 2)
+        role = Role((0, 1), (2,), (3,))
+        acc = contract_roles(k.codes, codes, None, None, role, role)
+        acc = lax.slice_in_dim(acc, 0, rows, axis=3).reshape(batch, heads, blocks, -1, rows)
+        k_scale = dtypes.scale_as_float32(k.scale).reshape(-1, heads, blocks, *k.scale.shape[2:])
+        q_scale = jnp.broadcast_to(q.scale, (batch, heads, blocks, groups, queries, 1))
+        parts = (acc, k_scale, q_scale.reshape(batch, heads, blocks, 1, rows))
+        terms = (scale_by_both(*(x[:, :, i] for x in parts)) for i in range(blocks))
+        scores = functools.reduce(lambda total, term: round_result(total + term), terms)
+        scores = lax.transpose(scores, (0, 1, 3, 2)).reshape(batch, heads, groups, queries, -1)
+        return scores if rows == 1 else pin_layout(scores)
+    keys = jax.tree.map(lambda part: part.reshape(-1, heads, blocks, *part.shape[2:]), k)
+
+    def score(block: jax.Array) -> jax.Array:
+        # A part that all blocks share has a single entry, to which the index is clamped.
+        take = functools.partial(lax.dynamic_index_in_dim, index=block, axis=2, keepdims=False)
+        return compute_scores(function, *(jax.tree.map(take, x) for x in (q, keys)))
+
+    return sum_over_blocks(score, jnp.arange(blocks, dtype=jnp.int32))
+
+
+def _split_queries(function: str, q: QuantizedArray, blocks: int) -> QuantizedArray:
+    """Return queries with their features cut into blocks: [batch, heads, blocks, groups, queries, features]."""
+    features = q.shape[-1] // blocks
+    sizes = Aligned(q.block_size).sizes(q.scale.shape, q.shape)
+    assert sizes is not None
+    size = sizes[-1]
+    fits = size % features == 0 or features % size == 0
+    expected = f"blocks of features that end where the keys' blocks of {features} do"
+    checks.require(fits, function, "spec", expected, f"blocks of {size}")
+
+    def split(part: jax.Array) -> jax.Array:
+        if part.shape[-1] == 1:
+            return lax.expand_dims(part, (2,))
+        if part.shape[-1] < blocks:
+            part = jnp.repeat(part, blocks // part.shape[-1], axis=-1)
+        part = part.reshape(*part.shape[:-1], blocks, part.shape[-1] // blocks)
+        return jnp.moveaxis(part, -2, 2)
+
+    zero_point = None if q.zero_point is None else split(q.zero_point)
+    block_size = size if size < features else None
+    return QuantizedArray(split(q.codes), split(q.scale), zero_point, dtype=q.dtype, block_size=block_size)
+
+
+def split_features(x: QuantizedArray) -> tuple[QuantizedArray, int]:
+    """Return keys or values [batch, heads, tokens, features] with each block of features as a head, and their number.
+
+    Those with a zero point, or with blocks of several lengths, are returned as they are, with the number 1.
+    """
+    blocks, features = x.scale.shape[-1], x.shape[-1]
+    if blocks in (1, features) or x.zero_point is not None or features % blocks:
+        return x, 1
+
+    def split(part: jax.Array) -> jax.Array:
+        (batch, _, tokens, n), heads = part.shape, x.shape[1]
+        part = jnp.broadcast_to(part, (batch, heads, tokens, n))
+        part = jnp.moveaxis(part.reshape(batch, heads, tokens, blocks, n // blocks), 3, 2)
+        return part.reshape(batch, heads * blocks, tokens, n // blocks)
+
+    return QuantizedArray(split(x.codes), split(x.scale), dtype=x.dtype), blocks
 
 
 def _has_few_rows(rows: object, q: QuantizedArray, k: QuantizedArray) -> bool:
@@ -242,19 +361,20 @@ def add_bias(scores: jax.Array, bias: jax.Array | None) -> jax.Array:
 # out = (codes contracted with the codes of the values) * step / sum(p)
 #
 # The scales of the values' tokens vary along the contracted dimension, so they belong to the weights before these are
-# rounded. A row has its own step, because with a fixed one, 1 / 255 of the sum, all weights of a row that attends
-# evenly to 1000 tokens would round to 0. The sum is divided by at the end: the codes then depend on element-wise
-# operations and on a maximum, in any order. The sum is one of integers, for the same reason. So hidden
-# tokens change no bit of a result: it is the same with a longer cache, for one query or many, and in training.
+# rounded. Values with a scale for each block of features have weights for each block. A row has its own step, because
+# with a fixed one, 1 / 255 of the sum, all weights of a row that attends evenly to 1000 tokens would round to 0. The
+# sum is divided by at the end: the codes then depend on element-wise operations and on a maximum, in any order. The sum
+# is one of integers, for the same reason. So hidden tokens change no bit of a result: it is the same with a longer
+# cache, for one query or many, and in training.
 
 
 class RowWeights(NamedTuple):
     """The weights of a row of scores.
 
     Attributes:
-        exponentials: exp(s - max(s)), float32; 0 where a token is hidden.
-        codes: int32, 0 where a token is hidden.
-        step: the value of a step of the codes, float32, with one entry along the tokens.
+        exponentials: exp(s - max(s)), float32 [batch, heads, groups, queries, tokens]; 0 where a token is hidden.
+        codes: int32 [batch, heads, blocks, groups, queries, tokens], 0 where a token is hidden.
+        step: the value of a step of the codes, float32, of that shape with one entry along the tokens.
         total: the sum of the exponentials, float32, with one entry along the tokens. NaN if a token that is not hidden
             has a NaN.
     """
@@ -269,8 +389,8 @@ def compute_weights(scores: jax.Array, value_scale: jax.Array, visible: jax.Arra
     """Return the softmax of scores along their last axis, as codes that include the scales of the values.
 
     Args:
-        scores: float32, of any shape.
-        value_scale: float32, of a shape that broadcasts against the scores.
+        scores: float32 [batch, heads, groups, queries, tokens].
+        value_scale: float32 [batch, heads, blocks, 1, 1, tokens]; any dimension but the blocks may be 1.
         visible: bool, of a shape that broadcasts against the scores: False hides a token. None hides none.
         digits: Static. The number of digits of a code.
     """
@@ -279,8 +399,9 @@ def compute_weights(scores: jax.Array, value_scale: jax.Array, visible: jax.Arra
     # In a row that sees no token the difference is infinite, and everything is hidden. In one that sees only scores of
     # -inf it is NaN, as in the softmax of floats.
     exponentials = hide(_exponentiate(scores - top), _ZERO)
-    scaled = hide(exponentials * value_scale, _ZERO)
-    total = _add_exponentials(exponentials, jnp.isnan(scaled))
+    hide_blocks = functools.partial(_hide, visible=None if visible is None else lax.expand_dims(visible, (2,)))
+    scaled = hide_blocks(lax.expand_dims(exponentials, (2,)) * value_scale, _ZERO)
+    total = _add_exponentials(exponentials, jnp.any(jnp.isnan(scaled), axis=2))
     largest = jnp.max(scaled, axis=-1, keepdims=True, initial=0.0)
     most = 2 ** (_DIGIT * digits) - 1
     # A row of zeros gets codes of 0. The reciprocal of a step of this size is finite.
@@ -331,19 +452,19 @@ def compute_reciprocal(total: jax.Array) -> jax.Array:
 def weigh_values(
     weights: RowWeights, values: jax.Array, features: int, digits: int, contract: Callable[..., jax.Array] | None = None
 ) -> jax.Array:
-    """Return the values weighted by each row, float32 [batch, heads, groups, queries, features].
+    """Return the values weighted by each row, float32 [batch, heads, groups, queries, features of all blocks].
 
     A row that sees no token gets 0.
 
     Args:
-        weights: arrays of [batch, heads, groups, queries, tokens].
-        values: the codes of the values, [batch, heads, features, tokens]: int8, or what `contract` takes.
-        features: the number of features.
+        weights: the weights of the rows.
+        values: the codes of the values, [batch, heads * blocks, features, tokens]: int8, or what `contract` takes.
+        features: the number of features of a block.
         digits: Static. The number of digits of a code.
         contract: Static. A function in place of `contract_digits`.
     """
-    batch, heads, groups, queries, tokens = weights.codes.shape
-    rows = weights.codes.reshape(batch, heads, groups * queries, tokens)
+    batch, heads, blocks, groups, queries, tokens = weights.codes.shape
+    rows = weights.codes.reshape(batch, heads * blocks, groups * queries, tokens)
     parts = [(rows >> np.int32(_DIGIT * position)) & np.int32(2**_DIGIT - 1) for position in reversed(range(digits))]
     # The digits are further rows of one contraction, which reads the values once.
     stacked = lax.concatenate([part.astype(jnp.int8) for part in parts], 2)
@@ -355,8 +476,9 @@ def weigh_values(
         total = _add_digits(contract(*chunk), digits)
         y = total if y is None else y + total
     assert y is not None
-    y = y.reshape(batch, heads, groups, queries, features)
-    return y * (weights.step * compute_reciprocal(weights.total))
+    y = y.reshape(batch, heads, blocks, groups, queries, features)
+    y = y * (weights.step * compute_reciprocal(lax.expand_dims(weights.total, (2,))))
+    return lax.transpose(y, (0, 1, 3, 4, 2, 5)).reshape(batch, heads, groups, queries, blocks * features)
 
 
 def contract_digits(digits: jax.Array, values: jax.Array) -> jax.Array:

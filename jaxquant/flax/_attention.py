@@ -20,16 +20,18 @@ class AttentionOptions(NamedTuple):
     """How a layer quantizes the operands of its attention.
 
     Attributes:
-        query_spec: how queries are quantized.
+        query_spec: how queries are quantized; None for int8 with the granularity of the keys.
         key_spec: how keys are quantized, also in a cache.
         value_spec: how values are quantized, also in a cache.
         weight_digits: the number of digits of the weights.
+        rotate: whether queries and keys are rotated, also in a cache.
     """
 
-    query_spec: QuantSpec
+    query_spec: QuantSpec | None
     key_spec: QuantSpec
     value_spec: QuantSpec
     weight_digits: int
+    rotate: bool
 
 
 def check_options(layer: str, fixed: Mapping[str, tuple[object, object]]) -> None:
@@ -69,6 +71,7 @@ def attend_to_tokens(
     y = quantized_dot_product_attention(
         *operands, mask=_merge_mask(mask, batch), is_causal=is_causal, query_spec=options.query_spec,
         key_spec=options.key_spec, value_spec=options.value_spec, weight_digits=options.weight_digits,
+        rotate=options.rotate,
     )  # fmt: skip
     return y.reshape(query.shape)
 
@@ -90,7 +93,7 @@ def attend_to_cache(
 def make_cache(options: AttentionOptions, shape: tuple[int, ...], window: int | None = None) -> KVCache:
     """Return an empty cache for keys [batch..., length, kv_heads, head_dim] of a shape; with a window it is a ring."""
     sizes: Any = (math.prod(shape[:-3]), *shape[-3:])
-    return KVCache.create(sizes, options.key_spec, options.value_spec, window=window)
+    return KVCache.create(sizes, options.key_spec, options.value_spec, window=window, rotate=options.rotate)
 
 
 def _merge_batch(x: jax.Array) -> jax.Array:

@@ -241,7 +241,8 @@ def test_exponentials_of_long_rows_are_those_of_short_ones(rng: np.random.Genera
     @jax.jit
     def run(scores: jax.Array) -> jax.Array:
         visible = jnp.arange(scores.shape[1])[None] < 96
-        return compute_weights(scores, jnp.ones((1, 1)), visible, 2).exponentials
+        scores, visible = (x.reshape(1, 1, 1, *x.shape) for x in (scores, visible))
+        return compute_weights(scores, jnp.ones((1,) * 6), visible, 2).exponentials[0, 0, 0]
 
     np.testing.assert_array_equal(run(scores)[:, :96], run(scores[:, :96]))
 
@@ -431,7 +432,7 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mask": np.ones((2, 4, 1, 3), bool)}, ValueError, r"mask: expected a shape that broadcasts against \(2, 4, 1, 4"),
     ({"bias": np.ones((5,), np.float32)}, ValueError, "bias: expected a shape that broadcasts"),
     ({"query_positions": np.ones((2, 2), np.int32)}, ValueError, r"query_positions: expected shape \(2 or 1, 1\)"),
-    ({"spec": None}, TypeError, "spec: expected a QuantSpec"),
+    ({"spec": "int8"}, TypeError, "spec: expected a QuantSpec"),
     ({"spec": jq.QuantSpec("uint16")}, TypeError, "spec: expected an integer dtype of 8 bits or fewer, got uint16"),
     ({"spec": jq.QuantSpec("int8", jq.PerAxis(-1))}, ValueError, "lhs: expected one scale along the contracted"),
     ({"scale": 0.0}, ValueError, "scale: expected a positive number"),

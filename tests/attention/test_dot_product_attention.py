@@ -29,7 +29,8 @@ def test_signature() -> None:
     mine = list(inspect.signature(jq.quantized_dot_product_attention).parameters.values())
     expected = [(p.name, p.kind, p.default) for p in theirs if p.name != "return_residual"]
     assert [(p.name, p.kind, p.default) for p in mine[: len(expected)]] == expected
-    assert [p.name for p in mine[len(expected) :]] == ["query_spec", "key_spec", "value_spec", "weight_digits"]
+    added = ["query_spec", "key_spec", "value_spec", "weight_digits", "rotate"]
+    assert [p.name for p in mine[len(expected) :]] == added
 
 
 def attend_in_floats(q: Any, k: Any, v: Any, specs: Any, digits: int, **options: Any) -> Any:
@@ -298,10 +299,10 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"local_window_size": -1}, ValueError, "local_window_size: expected 0 or more tokens"),
     ({"local_window_size": (1, 2, 3)}, ValueError, "local_window_size: expected an int or a pair"),
     ({"is_causal": "yes"}, TypeError, "is_causal: expected True or False"),
-    ({"query_spec": None}, TypeError, "query_spec: expected a QuantSpec or a Quantizer"),
+    ({"query_spec": "int8"}, TypeError, "query_spec: expected a QuantSpec, a Quantizer or None"),
     ({"key_spec": jq.QuantSpec("int16")}, TypeError, "key_spec: expected an integer dtype of 8 bits or fewer"),
     ({"value_spec": jq.QuantSpec("uint8", jq.PerToken())}, ValueError, "value_spec: expected a signed symmetric spec"),
-    ({"value_spec": jq.QuantSpec("int8", jq.PerAxis(-1))}, ValueError, "value_spec: expected one scale for all"),
+    ({"value_spec": jq.QuantSpec("int8", jq.PerAxis(-1))}, ValueError, "value_spec: expected a scale for all"),
     ({"key_spec": jq.QuantSpec("int8", jq.PerAxis(-1))}, ValueError, "rhs: expected one scale along the contracted"),
     ({"weight_digits": True}, TypeError, "weight_digits: expected an int"),
 ]

@@ -18,7 +18,8 @@ HEADS, LENGTH = 2, 6
 
 
 def make_cache(dtype: str, features: int, **options: Any) -> jq.KVCache:
-    spec = jq.QuantSpec(dtype, jq.PerToken())
+    granularity = options.pop("granularity", jq.PerToken())
+    spec = jq.QuantSpec(dtype, granularity)
     return jq.KVCache.create((2, LENGTH, HEADS, features), spec, spec, **options)
 
 
@@ -37,6 +38,16 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "odd features": (5, {}),  # the last byte holds one code
     "a ring": (6, {"window": 3}),
     "an index for each row": (5, {"per_row": True}),
+    "blocks": (8, {"granularity": jq.Blocked(-1, 4)}),
+    "blocks, rotated, less a mean": (
+        12,
+        {
+            "granularity": jq.Blocked(-1, 4),
+            "rotate": True,
+            "mean_key": np.full((HEADS, 12), 0.7, F32),
+            "smoothing": np.full((HEADS, 12), 4.0, F32),
+        },
+    ),
 }
 
 

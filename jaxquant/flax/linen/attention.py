@@ -39,6 +39,7 @@ class _LinenAttention(nn.Module):
         key_spec: how to quantize keys.
         value_spec: how to quantize values.
         weight_digits: the number of digits of the weights of the attention.
+        rotate: whether queries and keys are rotated.
         cache_window: the number of tokens that a query attends to in decode mode, or None for all.
     """
 
@@ -47,10 +48,11 @@ class _LinenAttention(nn.Module):
     weight_range: RangeSource = Dynamic()
     activation_range: RangeSource = Dynamic()
     backward: Backward = FloatBackward()
-    query_spec: QuantSpec = INT8
+    query_spec: QuantSpec | None = None
     key_spec: QuantSpec = INT8
     value_spec: QuantSpec = INT8
     weight_digits: int = 2
+    rotate: bool = False
     cache_window: int | None = None
 
     def __post_init__(self) -> None:
@@ -82,11 +84,13 @@ class MultiHeadDotProductAttention(_LinenAttention, nn.MultiHeadDotProductAttent
         activation_range: As in `Dense`.
         backward: How the gradients of the projections are contracted, as in `Dense`. Those of the attention are
             contracted in floats.
-        query_spec: How to quantize queries, as in `jq.quantized_dot_product_attention`: int8 with a scale for each
-            token and head by default.
-        key_spec: The same for keys. A cache needs int8 or int4 with the granularity `PerToken()`.
+        query_spec: How to quantize queries, as in `jq.quantized_dot_product_attention`. None stands for int8 with a
+            scale for each token and head, or with blocks where the keys have blocks.
+        key_spec: The same for keys. A cache needs int8 or int4 with the granularity `PerToken()` or
+            `Blocked(-1, size)`.
         value_spec: The same for values.
         weight_digits: The number of digits of 7 bits of the weights of the attention, 1, 2 or 3.
+        rotate: Whether queries and keys are rotated before they are quantized, as in `jq.KVCache.create`.
         cache_window: The number of tokens that a query attends to in decode mode, itself included. The cache is then a
             ring for as many tokens as the inputs of `init` have, as in `jq.KVCache.create`. None keeps all
             tokens. Without decode mode it has no effect: pass the band of the window as the mask.
@@ -178,7 +182,7 @@ class MultiHeadDotProductAttention(_LinenAttention, nn.MultiHeadDotProductAttent
     @nn.nowrap
     def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> jax.Array:
         """Return the attention, in decode mode to the cache."""
-        options = AttentionOptions(self.query_spec, self.key_spec, self.value_spec, self.weight_digits)
+        options = AttentionOptions(self.query_spec, self.key_spec, self.value_spec, self.weight_digits, self.rotate)
         if self.decode:
             # `init` makes the cache, for the length of its inputs.
             is_initialized = self.has_variable("cache", "kv_cache")

@@ -56,11 +56,13 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         backward: How the gradients of the projections are contracted, as in `Linear`. Those of the attention are
             contracted in floats.
         use_running_average: As in `Linear`.
-        query_spec: How to quantize queries, as in `jq.quantized_dot_product_attention`: int8 with a scale for each
-            token and head by default.
-        key_spec: The same for keys. A cache needs int8 or int4 with the granularity `PerToken()`.
+        query_spec: How to quantize queries, as in `jq.quantized_dot_product_attention`. None stands for int8 with a
+            scale for each token and head, or with blocks where the keys have blocks.
+        key_spec: The same for keys. A cache needs int8 or int4 with the granularity `PerToken()` or
+            `Blocked(-1, size)`.
         value_spec: The same for values.
         weight_digits: The number of digits of 7 bits of the weights of the attention, 1, 2 or 3.
+        rotate: Whether queries and keys are rotated before they are quantized, as in `jq.KVCache.create`.
         dtype: As in flax's layer.
         param_dtype: As in flax's layer.
         dropout_rate: As in flax's layer; a call in training needs 0.0.
@@ -103,8 +105,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         num_kv_heads: int | None = None, in_kv_features: int | None = None, *, weight_spec: QuantSpec,
         activation_spec: QuantSpec | None = None, weight_range: RangeSource = Dynamic(),
         activation_range: RangeSource = Dynamic(), backward: Backward = FloatBackward(),
-        use_running_average: bool = False, query_spec: QuantSpec = INT8, key_spec: QuantSpec = INT8,
-        value_spec: QuantSpec = INT8, weight_digits: int = 2,
+        use_running_average: bool = False, query_spec: QuantSpec | None = None, key_spec: QuantSpec = INT8,
+        value_spec: QuantSpec = INT8, weight_digits: int = 2, rotate: bool = False,
         dtype: DTypeLike | None = None, param_dtype: DTypeLike = jnp.float32, dropout_rate: float = 0.0,
         deterministic: bool | None = None, precision: PrecisionLike = None,
         kernel_init: Initializer = default_kernel_init, out_kernel_init: Initializer | None = None,
@@ -127,7 +129,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         self.head_dim = self.qkv_features // num_heads
         self.dtype, self.param_dtype, self.normalize_qk = dtype, param_dtype, normalize_qk
         self.dropout_rate, self.deterministic, self.decode = dropout_rate, deterministic, decode
-        self.options = AttentionOptions(query_spec, key_spec, value_spec, weight_digits)
+        self.options = AttentionOptions(query_spec, key_spec, value_spec, weight_digits, rotate)
         project = functools.partial(
             LinearGeneral, dtype=dtype, param_dtype=param_dtype, use_bias=use_bias, precision=precision,
             weight_spec=weight_spec, activation_spec=activation_spec, weight_range=weight_range,
