@@ -1,7 +1,7 @@
 """The contraction of one float row with a matrix of codes in uint32 words: see `words` and `float_rows`.
 
-The words are read as they are, and no code is written to memory. The lanes of a word belong to distant codes, so a
-vector of words becomes, lane by lane, vectors of neighboring codes.
+The words are read as they are, or copied as they are if they have two planes, and no code is written to memory. The
+lanes of a word belong to distant codes, so a vector of words becomes, lane by lane, vectors of neighboring codes.
 """
 
 from __future__ import annotations
