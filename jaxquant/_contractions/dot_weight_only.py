@@ -415,10 +415,10 @@ def read_scaled_codes(q: QuantizedArray, x: jax.Array, *, is_moved: bool) -> flo
     decode, levels = (None, ()) if book is None else (book.decode, book.levels)
     layout = None
     if packing is not None:
-        is_signed = book is None and dtypes.read_bounds(packing.format)[0] < 0
+        is_signed = book is None and packing.format not in dtypes.FLOAT4 and dtypes.read_bounds(packing.format)[0] < 0
         layout = float_rows.WordLayout(packing.bits, packing.length, is_signed)
     stored = q.codes if packing is None else q.stored_codes
-    if stored.dtype in dtypes.FLOAT4:
+    if (stored.dtype if packing is None else packing.format) in dtypes.FLOAT4:
         decode = packed_codes.read_float4
     matrix = float_rows.ScaledCodes(stored, q.scale, q.zero_point, q.offset, q.block_size, decode, levels, layout)
 

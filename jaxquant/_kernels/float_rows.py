@@ -154,10 +154,13 @@ _MANY_TERMS, _MANY = (16, 8), 2**18
 # The least number of rows in a loop over words of codes. LLVM unrolls the codes of a word if the loop has fewer
 # operations, and then does not vectorize it, which takes four times as long with 8 rows.
 _WORD_TERMS = 16
-# The numbers of codes that are handled together, of less than 8 bits and of 8 bits, and the largest number of chunks,
-# which is limited because the program contains the operations of every chunk. XLA:CPU copies codes of less than 8 bits
-# to read them as words; the copy of a chunk stays in the second-level caches.
-_CHUNK, _BYTE_CHUNK, _MOST_CHUNKS = 2**22, 2**26, 16
+# A loop reads one vector of each of its rows, and the rest of a cache line later. Rows whose distance in memory is a
+# multiple of _PAGE bytes share one set of the first-level cache, which holds _WAYS lines at least.
+_PAGE, _WAYS = 2**12, 8
+# The number of codes that are handled together, and the largest number of chunks, which is limited because the program
+# contains the operations of every chunk. XLA:CPU copies codes of less than 8 bits to read them as words; the copy of a
+# chunk stays in the second-level caches, and so do the sums of a chunk.
+_CHUNK, _MOST_CHUNKS = 2**22, 16
 # The largest magnitude of a row is scaled to about 2**_LARGEST_EXPONENT. Then magnitudes down to _LEAST_ELEMENT, and
 # scales and offsets down to _LEAST_SCALE, or down to _LEAST_SCALE_OF_LEVELS for levels of a codebook of at least
 # _SMALLEST_LEVEL, have products that are normal float32 numbers.
@@ -264,7 +267,15 @@ def choose_terms(q: ScaledCodes, role: Role) -> int | None:
     if any(depth % run for run in runs) or not q.has_usual_levels():
         return None
     terms = _MANY_TERMS if q.decode is not None or q.codes.size >= _MANY else _TERMS
+    if q.codes.dtype in dtypes.EIGHT_BITS:
+        most = count_cached_rows(q.codes.size // depth)
+        terms = tuple(n for n in terms if n <= most or n == terms[-1])
     return next((n for n in terms if all(run % n == 0 for run in runs)), None)
+
+
+def count_cached_rows(row_bytes: int) -> int:
+    """Return of how many neighboring rows of a matrix the first-level cache holds a line at the same place."""
+    return _WAYS * _PAGE // math.gcd(row_bytes, _PAGE)
 
 
 def contract_row(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tuple[jax.Array, jax.Array]:
@@ -520,9 +531,8 @@ def _cut_rows(q: ScaledCodes, terms: int) -> list[Chunk]:
     They also keep these arrays below the size from which malloc maps new pages in each call.
     """
     depth = q.codes.shape[0]
-    most = _CHUNK if dtypes.count_packed_bits(q.codes.dtype) < 8 else _BYTE_CHUNK
     step = math.lcm(terms, *(run for run in q.list_runs(0) if run != depth))
-    count = min(-(-q.codes.size // most), _MOST_CHUNKS, depth // step)
+    count = min(-(-q.codes.size // _CHUNK), _MOST_CHUNKS, depth // step)
     length = -(-depth // (step * count)) * step
     return [Chunk(start, min(length, depth - start)) for start in range(0, depth, length)]
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # Below this number of codes, XLA's own conversion costs less than an additional loop.
 _LARGE = 2**16
 # The float32 whose last bit is worth 1, and its bits.
-_UNIT, _UNIT_BITS = 2**23, 0x4B000000
+_UNIT, UNIT_BITS = 2**23, 0x4B000000
 
 
 def count_per_byte(codes: jax.Array, dtype: np.dtype | None = None) -> int:
@@ -155,7 +155,7 @@ def read_steps(words: jax.Array, width: int, first_bit: int | jax.Array, base: j
     shift = np.uint32(first_bit) if isinstance(first_bit, int) else first_bit.astype(jnp.uint32)
     # Changing the sign bit turns two's complement into codes from 0 on.
     code = lax.shift_right_logical(wide, jnp.broadcast_to(shift, wide.shape)) & np.uint32(2**width - 1)
-    return lax.bitcast_convert_type(code ^ np.uint32(_UNIT_BITS + signed * 2 ** (width - 1)), jnp.float32) - base
+    return lax.bitcast_convert_type(code ^ np.uint32(UNIT_BITS + signed * 2 ** (width - 1)), jnp.float32) - base
 
 
 def read_float4(words: jax.Array, first_bit: int | jax.Array) -> jax.Array:
@@ -173,7 +173,8 @@ def read_float4(words: jax.Array, first_bit: int | jax.Array) -> jax.Array:
     magnitude = lax.shift_right_logical(raised, np.uint32(6)) & np.uint32(0x01C00000)
     y = lax.bitcast_convert_type(magnitude | np.uint32(0x40000000), jnp.float32)
     # Numbers with the lowest exponent are subnormal in float4: 2 and 3 stand for 0 and 2. Others become no smaller.
-    y = lax.min(y, y + y - np.float32(4))
+    # XLA merges this product and this difference to one operation, and would not merge two sums.
+    y = lax.min(y, y * np.float32(2) - np.float32(4))
     sign = raised & np.uint32(0x80000000)
     return lax.bitcast_convert_type(lax.bitcast_convert_type(y, jnp.uint32) | sign, jnp.float32)
 

@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 
 from .._core import sharding
+from . import packed_codes
 
 
 class _Layout(NamedTuple):
@@ -67,6 +68,11 @@ def count_lanes(bits: int) -> int:
 def count_parts(bits: int) -> int:
     """Return the number of words of the first plane that share a word of the second one; 1 if there is none."""
     return _LAYOUTS[bits].parts
+
+
+def count_planes(bits: int) -> int:
+    """Return the number of planes: 1 for 2 and 4 bits, 2 for 3, 5 and 6 bits."""
+    return 2 if _LAYOUTS[bits].high else 1
 
 
 def count_words(length: int, bits: int) -> int:
@@ -135,9 +141,20 @@ def split_vectors(
     return tuple(plane.reshape(*lead, parts, -1, size) for plane, (_, _, parts) in zip(cut, spans, strict=True))
 
 
-def read_lane(
-    planes: tuple[jax.Array, ...], bits: int, lane: int | jax.Array, *, signed: bool, part_axis: int = -2
-) -> jax.Array:
+def align_parts(plane: jax.Array, shape: tuple[int, ...], bits: int, axis: int) -> jax.Array:
+    """Return the words of the second plane for each part, shifted to the right until the bits of the part come first.
+
+    Args:
+        plane: the second plane, as `split_vectors` returns it.
+        shape: the shape of the first plane.
+        bits: the number of bits of a code.
+        axis: the dimension of the parts.
+    """
+    part = lax.broadcasted_iota(jnp.uint32, shape, axis)
+    return lax.shift_right_logical(jnp.broadcast_to(plane, shape), part * np.uint32(_LAYOUTS[bits].unit))
+
+
+def read_lane(planes: tuple[jax.Array, ...], bits: int, lane: int | jax.Array, *, signed: bool) -> jax.Array:
     """Return, as int32, the codes of one lane of rows of words, in their order.
 
     They are the codes `lane * w` to `lane * w + w - 1`, or 0 beyond the end of a row.
@@ -147,7 +164,6 @@ def read_lane(
         bits: the number of bits of a code.
         lane: an int, or int32 of a shape that broadcasts with the planes, for several lanes at once.
         signed: whether the codes are in two's complement.
-        part_axis: the dimension of the parts, negative.
 
     Returns:
         int32 of the common shape, [..., parts, v].
@@ -159,12 +175,54 @@ def read_lane(
     # A shift to the left and back removes the other bits and extends the sign.
     code = _raise_lane(low, layout.low, lane)
     if layout.high:
-        part = sharding.place_like(lax.broadcasted_iota(jnp.int32, shape, len(shape) + part_axis), low)
+        part = sharding.place_like(lax.broadcasted_iota(jnp.int32, shape, len(shape) - 2), low)
         raised = _raise_lane(high[0], layout.high, lane, part * np.int32(layout.unit))
         # The high bits of the code are the highest bits of the word, and the low ones follow.
         mask = np.int32(-(2 ** (32 - layout.high)))
         code = lax.bitwise_or(raised & mask, lax.shift_right_logical(code, np.int32(layout.high)))
     return (lax.shift_right_arithmetic if signed else lax.shift_right_logical)(code, np.int32(32 - bits))
+
+
+def read_lane_steps(
+    planes: tuple[jax.Array, ...], bits: int, lane: int | jax.Array, part: int | jax.Array, base: jax.Array, *,
+    signed: bool,
+) -> jax.Array:  # fmt: skip
+    """Return, as float32, the codes of one lane of rows of words minus a zero point, as `packed_codes.read_steps` does.
+
+    They take fewer operations than the codes of `read_lane`, and no shift of the first plane by a number of bits that
+    is the same for all lanes: XLA:CPU would make that number an operand of the loop, because it is used so often.
+
+    Args:
+        planes: two planes as `split_words` returns them, or the same rows and words of both.
+        bits: the number of bits of a code: 3, 5 or 6.
+        lane: an int, or int32 of a shape that broadcasts with the planes, for several lanes at once.
+        part: like `lane`, the part of each word; 0 if `align_parts` returned the second plane.
+        base: what `packed_codes.compute_base` returns for the zero point, of a shape that broadcasts.
+        signed: whether the codes are in two's complement.
+
+    Returns:
+        float32 of the common shape.
+    """
+    layout = _LAYOUTS[bits]
+    shape = jnp.broadcast_shapes(*(plane.shape for plane in planes), np.shape(lane))
+    low, high = (jnp.broadcast_to(plane, shape) for plane in planes)
+    low = _shift_right(low, lane * layout.low) & np.uint32(2**layout.low - 1)
+    first_bit = part * layout.unit + lane * layout.high
+    if isinstance(first_bit, int):
+        high = _shift_right(high, first_bit - layout.low)
+    else:
+        high = _shift_right(_shift_right(high, first_bit), -layout.low)
+    high = high & np.uint32((2**layout.high - 1) << layout.low)
+    code = (low ^ np.uint32(packed_codes.UNIT_BITS + signed * 2 ** (bits - 1))) ^ high
+    return lax.bitcast_convert_type(code, jnp.float32) - base
+
+
+def _shift_right(plane: jax.Array, count: int | jax.Array) -> jax.Array:
+    """Return uint32 shifted to the right, or by an int below 0 to the left."""
+    if isinstance(count, int):
+        shift = lax.shift_left if count < 0 else lax.shift_right_logical
+        return shift(plane, np.uint32(abs(count)))
+    return lax.shift_right_logical(plane, count.astype(jnp.uint32))
 
 
 def _raise_lane(plane: jax.Array, width: int, lane: jax.Array, first_bit: jax.Array | None = None) -> jax.Array:

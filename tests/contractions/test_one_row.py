@@ -261,7 +261,8 @@ def test_memory_of_blocks(name: str, stored_last: int | None) -> None:
 @pytest.mark.parametrize("stored_last", [None, 0])
 @pytest.mark.parametrize("columns", [96, 93])
 @pytest.mark.parametrize("scale_dtype", ["float32", "float8_e8m0fnu"])
-def test_all_float4_numbers(scale_dtype: str, columns: int, stored_last: int | None) -> None:
+@pytest.mark.parametrize("pack", [False, True])
+def test_all_float4_numbers(pack: bool, scale_dtype: str, columns: int, stored_last: int | None) -> None:
     """A row with one 1 returns the numbers themselves; an odd number of columns is not read as words."""
     depth = 512
     bits = np.arange(depth * columns, dtype=np.uint8).reshape(depth, columns) * 7 % 16
@@ -270,6 +271,7 @@ def test_all_float4_numbers(scale_dtype: str, columns: int, stored_last: int | N
     scale = jnp.asarray(2.0 ** (np.arange(16 * columns).reshape(16, columns) % 5 - 2), scale_dtype)
     order = (-1, -2) if stored_last == 0 else None
     q = QuantizedArray(jnp.asarray(real, "float4_e2m1fn"), scale, dtype=jnp.float32, stored_order=order)
+    q = q.pack() if pack else q
     want = real * np.repeat(np.asarray(scale, np.float32), 32, 0)
     multiply = jax.jit(jq.matmul)
     for k in range(0, depth, 37):

@@ -197,6 +197,31 @@ def test_words_of_large_weights(rng: np.random.Generator) -> None:
 
 
 @on_cpu
+@pytest.mark.parametrize("stored_last", [None, 0])
+@pytest.mark.parametrize(("codes", "form"), [("int5", "signed"), ("uint5", "words"), ("int6", "offset")])
+def test_chunks_of_words(codes: str, form: str, stored_last: int | None, rng: np.random.Generator) -> None:
+    """Words of two planes are copied in chunks that end where blocks do, and never all of them."""
+    depth, columns = 2048, 2112
+    spec = QuantSpec(codes, Blocked(0, 32), symmetric=codes != "uint5")
+    q = jq.quantize(rng.normal(size=(depth, columns)).astype(np.float32), spec, stored_last=stored_last)
+    if form == "signed":
+        q = q.replace(scale=q.scale * rng.choice(np.asarray([-1, 0, 1], np.float32), q.scale.shape), signed_scale=True)
+    real = np.asarray(q.dequantize(), np.float64)
+    magnitudes = np.abs(real)
+    if form == "offset":
+        offset = rng.normal(size=q.scale.shape).astype(np.float32)
+        q = q.replace(offset=jnp.asarray(offset))
+        spread = np.repeat(offset.astype(np.float64), 32, 0)
+        real, magnitudes = real + spread, magnitudes + np.abs(spread)
+    x = rng.normal(size=(1, depth)).astype(np.float32)
+    got = jax.jit(multiply)(x, q)
+    assert np.all(np.abs(got - x.astype(np.float64) @ real) <= 2e-6 * (np.abs(x.astype(np.float64)) @ magnitudes))
+    program = Program(multiply, x, q)
+    assert program.widest() < q.stored_codes.size
+    assert any(i.opcode == "conditional" for body in program.computations.values() for i in body)
+
+
+@on_cpu
 def test_memory_of_words() -> None:
     """With several rows, the words of a chunk are unpacked when it is contracted, not those of all chunks before."""
     w = jax.ShapeDtypeStruct((4096, 2048), jnp.float32)
