@@ -375,7 +375,7 @@ def _contract_row_by_row(row: jax.Array, q: QuantizedArray, axis: int) -> jax.Ar
 
 def _add(x: jax.Array, y: jax.Array) -> jax.Array:
     """Return x + y. XLA does not see that, and so does not hand the sum to a library that reads it from memory."""
-    return jnp.where(x == x, x + y, x)
+    return lax.select(x == x, x + y, x)
 
 
 def _contract_planes(

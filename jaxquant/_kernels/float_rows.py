@@ -151,6 +151,9 @@ _TERMS = (32, 16, 8)
 # From this number of codes on, or if they are decoded by selections, loops of fewer rows are faster. With fewer codes
 # they are not: XLA:CPU then waits for a second thread.
 _MANY_TERMS, _MANY = (16, 8), 2**18
+# The number of rows or groups whose products are one array, which is cut again to add them: XLA takes the longer to
+# compile the more operations a program has. XLA fuses an operation that it must repeat up to 15 times.
+_SLICES = 8
 # The least number of rows in a loop over words of codes. LLVM unrolls the codes of a word if the loop has fewer
 # operations, and then does not vectorize it, which takes four times as long with 8 rows.
 _WORD_TERMS = 16
@@ -340,11 +343,12 @@ def contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tupl
         return jnp.broadcast_to(q.expand(part, role.free), (*shape[:-1], 1)).reshape(-1, 1, 1)
 
     zero_point = None if q.zero_point is None else take(q.zero_point.astype(jnp.int32))
-    products = []
-    for i in range(terms):
-        steps = codes[:, :, i].astype(jnp.int32)
-        steps = steps if zero_point is None else steps - zero_point
-        products.append(factors[None, :, i] * steps.astype(jnp.float32))
+    products: list[jax.Array] = []
+    for start in range(0, terms, _SLICES):
+        steps = codes[:, :, start : start + _SLICES].astype(jnp.int32)
+        steps = steps if zero_point is None else steps - zero_point[..., None]
+        several = factors[None, :, start : start + _SLICES] * steps.astype(jnp.float32)
+        products += [lax.index_in_dim(several, i, 2, keepdims=False) for i in range(several.shape[2])]
     # The barrier keeps XLA from fusing this sum with the loop of products.
     y = jnp.sum(lax.optimization_barrier(functools.reduce(jnp.add, products)), axis=(1, 2))
     return finish((y * take(q.scale).reshape(-1)).reshape(shape[:-1]), unit)
@@ -501,7 +505,8 @@ def scale_row(x: jax.Array, *, is_float4: bool = False) -> tuple[jax.Array, jax.
     For float4 codes, of which `packed_codes.read_float4` returns four times the numbers, the row is divided by 4.
     """
     factor, unit = compute_powers(jnp.max(jnp.abs(x)), _LARGEST_EXPONENT)
-    scaled = jnp.where(_is_tiny(x, 0), np.float32(np.nan), _replace_tiny(x * factor, _LEAST_ELEMENT))
+    scaled = x * factor
+    scaled = _replace(_is_tiny(x, 0) | _is_tiny(scaled, _LEAST_ELEMENT), scaled)
     scaled = scaled * np.float32(0.25) if is_float4 else scaled
     # The barrier keeps XLA from scaling the row again for each column.
     return lax.optimization_barrier(scaled), unit
@@ -509,7 +514,12 @@ def scale_row(x: jax.Array, *, is_float4: bool = False) -> tuple[jax.Array, jax.
 
 def _replace_tiny(value: jax.Array, least: float) -> jax.Array:
     """Return float32 numbers with NaN for magnitudes below `least` other than 0."""
-    return jnp.where(_is_tiny(value, least), np.float32(np.nan), value)
+    return _replace(_is_tiny(value, least), value)
+
+
+def _replace(is_replaced: jax.Array, value: jax.Array) -> jax.Array:
+    """Return NaN where a condition holds. A `jnp.where` would be a call, which takes longer to compile."""
+    return lax.select(is_replaced, lax.full_like(value, np.nan), value)
 
 
 def _is_tiny(value: jax.Array, least: float) -> jax.Array:
@@ -578,18 +588,25 @@ def _contract_rows(
         plane_zero_point = None if zero_point is None else _take_plane(zero_point, position, count)
 
         def decode(
-            row: jax.Array, position: int = position, zero_point: jax.Array | None = plane_zero_point
+            part: jax.Array, position: int = position, zero_point: jax.Array | None = plane_zero_point
         ) -> jax.Array:
             if decode_levels is not None:
-                return decode_levels(row, position * 8 // count)
+                return decode_levels(part, position * 8 // count)
             if zero_point is not None and count > 1:
                 width, signed = 8 // count, dtypes.read_bounds(dtype)[0] < 0
                 base = packed_codes.compute_base(zero_point, width, signed=signed)
-                return packed_codes.read_steps(row, width, position * width, base, signed=signed)
-            steps = packed_codes.read_plane(row, dtype, position, count)
+                return packed_codes.read_steps(part, width, position * width, base, signed=signed)
+            steps = packed_codes.read_plane(part, dtype, position, count)
             return (steps if zero_point is None else steps - zero_point.astype(jnp.int32)).astype(jnp.float32)
 
-        products = [factors[:, i, None] * decode(rows[:, i]) for i in range(terms)]
+        products: list[jax.Array] = []
+        if zero_point is not None:
+            # XLA would write the zero points of each group of rows to memory if several arrays of products read them.
+            products = [factors[:, i, None] * decode(rows[:, i]) for i in range(terms)]
+        else:
+            for start in range(0, terms, _SLICES):
+                several = factors[:, start : start + _SLICES, None] * decode(rows[:, start : start + _SLICES])
+                products += [lax.index_in_dim(several, i, 1, keepdims=False) for i in range(several.shape[1])]
         total = add_terms(products, decode_levels) * _take_plane(scale, position, count)
         sums.append(_sum_groups(total if offset is None else total + _take_plane(offset, position, count)))
     return jnp.stack(sums)
@@ -618,7 +635,7 @@ def _contract_words(
         dtype: the dtype of the codes.
         decode_levels: as `ScaledCodes.decode`.
     """
-    groups, terms, words = rows.shape
+    (groups, terms, words), stored = rows.shape, lax.bitcast_convert_type(rows, jnp.int32)
     shape = (groups, words, 8)
 
     def spread(part: jax.Array) -> jax.Array:
@@ -629,14 +646,15 @@ def _contract_words(
     base = None if zero_point is None else packed_codes.compute_base(spread(zero_point), 4, signed=is_signed)
     products = []
     for i in range(terms):
-        row = jnp.broadcast_to(rows[:, i, :, None], shape)
+        row, factor = (lax.index_in_dim(part, i, 1, keepdims=False) for part in (stored, factors))
+        row = lax.broadcast_in_dim(row, shape, (0, 1))
         if decode_levels is not None:
             weights = decode_levels(row, first_bit)
         elif base is None:
             weights = packed_codes.read_lane(row, dtype, first_bit).astype(jnp.float32)
         else:
             weights = packed_codes.read_steps(row, 4, first_bit, base, signed=is_signed)
-        products.append(factors[:, i, None, None] * weights)
+        products.append(lax.broadcast_in_dim(factor, shape, (0,)) * weights)
     total = add_terms(products, decode_levels) * spread(scale)
     total = total if offset is None else total + spread(offset)
     return _sum_groups(total.reshape(groups, -1))[None]
