@@ -27,9 +27,9 @@ from .._kernels.contraction import Role
 from .._kernels.weight_chunks import Chunk, Cut
 from . import dot_integer
 
-# The largest number of rows that are contracted as digits: for codes with their contracted dimensions last, for others
-# of 8 bits, and for others of less. With more rows, six int8 rows take longer than dequantizing in chunks.
-_FEW_ROWS_LAST, _FEW_ROWS, _FEW_ROWS_PACKED = 16, 4, 1
+# The largest number of rows that are contracted as digits: for codes of 8 bits or with their contracted dimensions
+# last, and for others. With more rows, their int8 digits take longer than dequantizing in chunks.
+_FEW_ROWS, _FEW_ROWS_PACKED = 4, 1
 # Below these numbers of codes, all of them are dequantized at once: that takes fewer loops, and each loop has a cost.
 _FEWEST_FOR_DIGITS, _FEWEST_FOR_ROW = 2**20, 2**15
 # From this number of codes on, weights that are dequantized at once wait for the other operand.
@@ -454,9 +454,7 @@ def _has_digits(q: QuantizedArray, role: Role) -> bool:
 def _choose_few_rows(q: QuantizedArray, role: Role) -> int:
     """Return the largest number of rows that are contracted as digits."""
     is_last = not barriers.is_moving((*role.free, *role.contracted), q.shape)
-    if is_last:
-        return _FEW_ROWS_LAST
-    return _FEW_ROWS if dtypes.count_packed_bits(q.codes.dtype) == 8 else _FEW_ROWS_PACKED
+    return _FEW_ROWS if is_last or dtypes.count_packed_bits(q.codes.dtype) == 8 else _FEW_ROWS_PACKED
 
 
 def _count_run(q: QuantizedArray, part: jax.Array, axis: int) -> int:
