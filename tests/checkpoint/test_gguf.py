@@ -474,3 +474,22 @@ def test_what_a_file_cannot_hold(tensor: np.ndarray, metadata: Any, text: str, t
     with pytest.raises(checkpoint.CheckpointError, match=text):
         checkpoint.save(tmp_path / "a.gguf", {"w": tensor}, checkpoint.Info("gguf", metadata))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("\ud800", 1, "expected names and texts that UTF-8 has"),
+        ("key", "\ud800", "expected names and texts that UTF-8 has"),
+        ("key", 1e300, "metadata 'key': expected a float that float32 holds, or a numpy.float64, got 1e+300"),
+        ("key", [1.0, -1e300], "metadata 'key': expected a float that float32 holds, or a numpy.float64, got -1e+300"),
+    ],
+)
+def test_metadata_that_gguf_cannot_hold_are_refused(
+    tmp_path: pathlib.Path, name: str, value: object, text: str
+) -> None:
+    path = tmp_path / "model.gguf"
+    with pytest.raises(checkpoint.CheckpointError) as error:
+        checkpoint.save(path, {"a": np.ones(2, np.float32)}, checkpoint.Info("gguf", {name: value}))
+    assert text in str(error.value)
+    assert not path.exists()

@@ -282,7 +282,10 @@ def write_header(
 
 
 def _write_string(text: str) -> bytes:
-    data = text.encode("utf-8", "surrogateescape")
+    try:
+        data = text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"expected names and texts that UTF-8 has, got {shorten_name(text)!r}") from error
     return struct.pack("<Q", len(data)) + data
 
 
@@ -335,7 +338,12 @@ def _encode_array(key: str, value: list[Any] | tuple[Any, ...] | np.ndarray, dep
 
 def _convert_number(key: str, value: float) -> np.generic:
     if isinstance(value, float):
-        return np.float32(value)
+        with np.errstate(over="ignore"):
+            number = np.float32(value)
+        if np.isinf(number) and not np.isinf(value):
+            expected = "a float that float32 holds, or a numpy.float64"
+            raise CheckpointError(f"metadata {shorten_name(key)!r}: expected {expected}, got {value}")
+        return number
     for dtype in (np.uint32, np.int32, np.uint64, np.int64):
         if np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
             return dtype(value)
