@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
@@ -182,6 +183,7 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], info: Info
             checked[name] = quantized_array.check_array(_SAVE, place, tensor, supports=quantized_array.FORMS)
             continue
         is_array = isinstance(tensor, jax.Array | np.ndarray) and not checks.is_traced(tensor)
+        is_array = is_array and not jnp.issubdtype(tensor.dtype, jax.dtypes.extended)  # keys of jax.random
         expected = "an array or a QuantizedArray that is not traced"
         checks.require_type(is_array, _SAVE, place, expected, checks.describe_value(tensor))
         checked[name] = tensor

@@ -68,6 +68,8 @@ def save_safetensors(path: str | os.PathLike[str], tree: object) -> None:
     library = import_library(_SAVE, "safetensors.numpy")
     tensors, bits, arrays = {}, {}, {}
     structure = _describe_node(to_arrays(tree), "tree", (), arrays)
+    reserved = "__metadata__"  # where a header has its metadata: a file with such a tensor could not be loaded
+    checks.require(reserved not in arrays, _SAVE, "tree", "names that safetensors has not reserved", repr(reserved))
     for name, leaf in arrays.items():
         array = np.asarray(leaf)
         if array.dtype in _AS_BITS and array.dtype.isbuiltin != 1:

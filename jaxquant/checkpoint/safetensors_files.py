@@ -39,6 +39,7 @@ _MOST_HEADER_BYTES = 100_000_000  # as the package safetensors
 _MOST_CONFIG_BYTES = 16 * 2**20
 _MOST_TENSORS = 500_000
 _MOST_FILES = 2000
+_METADATA = "__metadata__"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 # The configurations that say how tensors are quantized; those that a folder has are read and written back.
 CONFIGS = ("config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
@@ -148,9 +149,9 @@ class SafetensorsFiles:
             )
         text = self.kept[path.name] = file.view(8, 8 + length).tobytes()
         header = _parse_object(path, text)
-        metadata = header.pop("__metadata__", {})
+        metadata = header.pop(_METADATA, {})
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-            raise CheckpointError(f"{path}: expected '__metadata__' to be an object of strings")
+            raise CheckpointError(f"{path}: expected {_METADATA!r} to be an object of strings")
         self.metadata.update(metadata)
         if len(self.entries) + len(header) > _MOST_TENSORS:
             raise CheckpointError(f"{path}: expected at most {_MOST_TENSORS} tensors in all files, got more")
@@ -373,7 +374,10 @@ class SafetensorsFormat:
         texts = {}
         for name, value in values.items():
             is_same = name in kept and _parse_object(pathlib.Path(name), kept[name]) == value
-            texts[name] = kept[name] if is_same else json.dumps(value, indent=2).encode()
+            try:
+                texts[name] = kept[name] if is_same else json.dumps(value, indent=2).encode()
+            except (TypeError, ValueError) as error:
+                raise CheckpointError(f"info.metadata[{name!r}]: expected values that JSON has: {error}") from error
         return texts
 
     def _describe_new(self, name: str, tensor: Tensor, info: Info) -> TensorInfo:
@@ -387,7 +391,7 @@ def _merge_metadata(kept: Mapping[str, bytes]) -> dict[str, str]:
     merged: dict[str, str] = {}
     for name, text in kept.items():
         if name.endswith(".safetensors"):
-            merged.update(_parse_object(pathlib.Path(name), text).get("__metadata__", {}))
+            merged.update(_parse_object(pathlib.Path(name), text).get(_METADATA, {}))
     return merged
 
 
@@ -433,13 +437,19 @@ class _Writer:
             parts: for each of the file's tensors, the name of the tensor that it belongs to.
         """
         old = _parse_object(pathlib.Path(_SINGLE), header)
-        metadata, is_same = old.pop("__metadata__", None), True
+        metadata, is_same = old.pop(_METADATA, None), True
         kept = self._info.container.get("kept", {})
         if _merge_metadata(kept) != self._info.metadata.get("safetensors", {}):
             metadata, is_same = self._info.metadata.get("safetensors"), False
+            if not isinstance(metadata, dict | None) or not all(
+                isinstance(text, str) for pair in (metadata or {}).items() for text in pair
+            ):
+                raise CheckpointError(f"info.metadata['safetensors']: expected a dict of strings, got {metadata!r}")
         # In the order of the bytes, which may differ from the header's.
         order = sorted((name for name in old if name in parts), key=lambda name: old[name]["data_offsets"])
         order += [name for name in parts if name not in old]
+        if _METADATA in parts:  # a header has its metadata under this name, so that `load` would not find the tensor
+            raise CheckpointError(f"tensor {_METADATA!r}: expected a name that safetensors has not reserved")
         # The data are written first: the header needs their shapes, and converting all tensors twice takes long.
         with tempfile.TemporaryFile() as body:
             fields: dict[str, dict[str, Any]] = {}
@@ -456,7 +466,7 @@ class _Writer:
                 }  # fmt: skip
                 start += data.size
             if fields != old or not is_same:
-                new: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+                new: dict[str, Any] = {} if metadata is None else {_METADATA: metadata}
                 header = json.dumps(new | fields, separators=(",", ":")).encode()
                 header += b" " * (-len(header) % 8)
             stream.write(len(header).to_bytes(8, "little"))

@@ -474,3 +474,10 @@ def test_refusals(row: tuple[str, Any, type[Exception], str]) -> None:
     with pytest.raises(error, match=rf"jaxquant\.checkpoint\..*{text}"):
         call()
     assert not os.path.exists("nowhere")
+
+
+def test_a_name_that_safetensors_reserves_is_refused(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "tree.safetensors"
+    with pytest.raises(ValueError, match=r"save_safetensors: tree: expected names that safetensors has not reserved"):
+        checkpoint.save_safetensors(path, {"__metadata__": np.ones(2)})
+    assert not path.exists()

@@ -326,3 +326,30 @@ def test_rename_lists_what_is_left_on_both_sides() -> None:
     with pytest.raises(TypeError, match=r"rules\['a'\]: expected a path"):
         checkpoint.rename(tensors, {"a": 3})  # pyright: ignore
     assert checkpoint.rename(tensors, {"a": "x", "{n}": None}) == {"x": tensors["a"]}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tensor", "text"),
+    [
+        ({}, "__metadata__", "'__metadata__': expected a name that safetensors has not reserved"),
+        ({"safetensors": {"a": 1}}, "a", "expected a dict of strings, got {'a': 1}"),
+        ({"safetensors": ["a"]}, "a", "expected a dict of strings, got ['a']"),
+        ({"config.json": {"a": np.float32(1)}}, "a", "info.metadata['config.json']: expected values that JSON has"),
+    ],
+)
+def test_what_load_could_not_read_is_not_saved(
+    tmp_path: pathlib.Path, metadata: dict[str, Any], tensor: str, text: str
+) -> None:
+    path = tmp_path / "model"
+    checkpoint.save(path, {"a": np.ones(2, np.float32)}, checkpoint.Info("safetensors"))
+    with pytest.raises(checkpoint.CheckpointError) as error:
+        checkpoint.save(path, {tensor: np.zeros(2, np.float32)}, checkpoint.Info("safetensors", metadata))
+    assert text in str(error.value)
+    # The old file is still there.
+    np.testing.assert_array_equal(checkpoint.load(path)[0]["a"], np.ones(2))
+
+
+@pytest.mark.parametrize("format", ["gguf", "safetensors"])
+def test_random_keys_are_no_arrays_of_a_file(tmp_path: pathlib.Path, format: str) -> None:
+    with pytest.raises(TypeError, match=r"checkpoint.save: tensors\['a'\]: expected an array"):
+        checkpoint.save(tmp_path / f"model.{format}", {"a": jax.random.key(0)}, checkpoint.Info(format))

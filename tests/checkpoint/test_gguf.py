@@ -474,3 +474,44 @@ def test_what_a_file_cannot_hold(tensor: np.ndarray, metadata: Any, text: str, t
     with pytest.raises(checkpoint.CheckpointError, match=text):
         checkpoint.save(tmp_path / "a.gguf", {"w": tensor}, checkpoint.Info("gguf", metadata))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("\ud800", 1, "expected names and texts that UTF-8 has"),
+        ("key", "\ud800", "expected names and texts that UTF-8 has"),
+        ("key", 1e300, "metadata 'key': expected a float that float32 holds, or a numpy.float64, got 1e+300"),
+        ("key", [1.0, -1e300], "metadata 'key': expected a float that float32 holds, or a numpy.float64, got -1e+300"),
+        ("key", [-1, 2**63], "metadata 'key': expected integers that int64 or uint64 holds"),
+        ("key", [2**60 + 1, 0.5], "metadata 'key': expected numbers that one type holds, got float64"),
+    ],
+)
+def test_metadata_that_gguf_cannot_hold_are_refused(
+    tmp_path: pathlib.Path, name: str, value: object, text: str
+) -> None:
+    path = tmp_path / "model.gguf"
+    with pytest.raises(checkpoint.CheckpointError) as error:
+        checkpoint.save(path, {"a": np.ones(2, np.float32)}, checkpoint.Info("gguf", {name: value}))
+    assert text in str(error.value)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        ([1, -1], np.int32),
+        ([0, 2**32 - 1], np.uint32),
+        ([-1, 2**31], np.int64),
+        ([2**63 - 1, -1], np.int64),
+        ([1, 2**64 - 1], np.uint64),
+    ],
+)
+def test_lists_of_ints_keep_their_values(tmp_path: pathlib.Path, values: list[int], dtype: type[np.generic]) -> None:
+    path = tmp_path / "model.gguf"
+    checkpoint.save(
+        path, {"a": np.ones(2, np.float32)}, checkpoint.Info("gguf", {"general.architecture": "x", "k": values})
+    )
+    found = checkpoint.load(path)[1].metadata["k"]
+    assert (found.dtype, found.tolist()) == (dtype, values)
+    assert gguf.GGUFReader(path).fields["k"].contents() == values

@@ -282,7 +282,10 @@ def write_header(
 
 
 def _write_string(text: str) -> bytes:
-    data = text.encode("utf-8", "surrogateescape")
+    try:
+        data = text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"expected names and texts that UTF-8 has, got {shorten_name(text)!r}") from error
     return struct.pack("<Q", len(data)) + data
 
 
@@ -315,9 +318,14 @@ def _encode_array(key: str, value: list[Any] | tuple[Any, ...] | np.ndarray, dep
         is_bool = all(isinstance(x, bool) for x in value)
         is_plain = is_bool or all(isinstance(x, np.generic) for x in numbers)
         found: Any = np.array(numbers) if is_plain else None
-        # Of ints, the widest that one of them needs; int32 before uint32, as other writers have it.
-        if found is not None and found.dtype == np.uint32 and found.max() < 2**31:
-            found = found.astype(np.int32)
+        if found is not None and all(type(x) is int for x in value):
+            found = _convert_integers(key, value)
+        elif found is not None and any(
+            isinstance(x, int | np.integer) and x != int(y) for x, y in zip(value, found, strict=True)
+        ):
+            raise CheckpointError(
+                f"metadata {shorten_name(key)!r}: expected numbers that one type holds, got {found.dtype}"
+            )
         value = tuple(value) if found is None else found
     if isinstance(value, np.ndarray) and value.ndim == 1 and (value.dtype in _CODES or value.dtype == np.bool_):
         code = _BOOL if value.dtype == np.bool_ else _CODES[value.dtype]
@@ -333,9 +341,23 @@ def _encode_array(key: str, value: list[Any] | tuple[Any, ...] | np.ndarray, dep
     raise CheckpointError(f"metadata {shorten_name(key)!r}: expected {expected}, got {type(value).__name__}")
 
 
+def _convert_integers(key: str, values: list[int]) -> np.ndarray:
+    """Return ints in the narrowest type that holds all; int32 before uint32, as other writers have it."""
+    for dtype in (np.int32, np.uint32, np.uint64, np.int64):
+        if np.iinfo(dtype).min <= min(values) and max(values) <= np.iinfo(dtype).max:
+            return np.array(values, dtype)
+    expected = "integers that int64 or uint64 holds"
+    raise CheckpointError(f"metadata {shorten_name(key)!r}: expected {expected}, got {min(values)} and {max(values)}")
+
+
 def _convert_number(key: str, value: float) -> np.generic:
     if isinstance(value, float):
-        return np.float32(value)
+        with np.errstate(over="ignore"):
+            number = np.float32(value)
+        if np.isinf(number) and not np.isinf(value):
+            expected = "a float that float32 holds, or a numpy.float64"
+            raise CheckpointError(f"metadata {shorten_name(key)!r}: expected {expected}, got {value}")
+        return number
     for dtype in (np.uint32, np.int32, np.uint64, np.int64):
         if np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
             return dtype(value)
