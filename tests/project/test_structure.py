@@ -10,7 +10,7 @@ import pytest
 from tests.project import structure
 
 MODULES = 257
-CODE_LINES = 39_600
+CODE_LINES = 40_000
 CLOSURE = (17, 64)  # median and 90th percentile
 CLOSURE_AT_IMPORT = (17, 64)
 PRIVATE_IMPORTS = 0
