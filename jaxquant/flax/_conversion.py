@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,11 @@ def check_kernel(weight: LayerOperand, kernel: QuantizedArray) -> None:
     spec, argument = weight.spec, weight.argument
     expected = f"codes of {spec.dtype}, the dtype of the layer's spec"
     checks.require_type(kernel.format == spec.dtype, "flax", argument, expected, kernel.format)
+    expected = f"an offset: {spec.offset}, a quantized scale: {spec.scale_spec is not None}, as in the layer's spec"
+    forms = kernel.offset is not None, isinstance(kernel.scale, QuantizedArray)
+    checks.require(forms == (spec.offset, spec.scale_spec is not None), "flax", argument, expected, kernel)
+    # Offsets and scales of scales have no part in these two shapes.
+    spec = dataclasses.replace(spec, offset=False, scale_spec=None)
     shape = scale_from_range.derive_shapes("flax", spec, kernel.shape)[0]
     expected = f"scales of shape {shape}, the shape for the layer's spec"
     checks.require(kernel.scale.shape == shape, "flax", argument, expected, f"shape {kernel.scale.shape}")
@@ -34,8 +40,10 @@ def check_kernel(weight: LayerOperand, kernel: QuantizedArray) -> None:
     checks.require(kernel.block_size == block_size, "flax", argument, expected, kernel.block_size)
 
 
-def check_servable(function: str, operand: LayerOperand, scale: jax.Array) -> None:
+def check_servable(function: str, operand: LayerOperand, scale: jax.Array | QuantizedArray) -> None:
     """Raise ContractValueError unless a known scale is finite and, if it was learned, positive."""
+    if isinstance(scale, QuantizedArray):
+        scale = scale.dequantize()
     if checks.is_traced(scale):
         return
     values = np.asarray(dtypes.scale_as_float32(scale))

@@ -21,14 +21,14 @@ from .._contractions.einsum import einsum
 from .._contractions.take import take
 from .._core import checks
 from .._core.granularity import PerAxis, PerFeature, PerTensor
-from .._training.backward import Backward
+from .._training.backward import Backward, FloatBackward
 from .._training.conv_general_dilated import quantized_conv_general_dilated
 from .._training.dot_general import quantized_dot_general
 from .._training.einsum import quantized_einsum
 from .._training.fake_quantize import Quantizer
 from .._training.range_sources import Dynamic
 from ._operand_ranges import Parameters, make_quantizer, quantize_operand
-from ._quantization import LayerOperand, Operands, resolve_tokens
+from ._quantization import LayerOperand, Operands, has_forms, resolve_tokens
 
 # The arguments of `jax.lax.conv_general_dilated` after its operands, in its order.
 _CONV_ARGUMENTS = (
@@ -74,6 +74,7 @@ class LayerOperation:
         train: takes a float kernel, and `lhs_spec` and `rhs_spec`, the Quantizers of x and of the kernel (None leaves
             an operand in floats), `backward` and `key`, as in `quantized_dot_general`. Returns floats.
         serve: takes a quantized kernel, and returns floats.
+        contract_floats: JAX's operation on two float arrays, for kernels with offsets or quantized scales that train.
         list_stored_axes: takes a LayerCall, and returns the axes of its kernel, counted from the back, that a converted
             kernel holds last in memory: those that an integer contraction sums, in the order of the axes of x.
         quantizes_x: whether x is quantized; the indices of a lookup are not.
@@ -84,6 +85,7 @@ class LayerOperation:
     list_feature_axes: Callable[[LayerCall], tuple[int, ...]]
     train: Callable[..., jax.Array]
     serve: Callable[..., jax.Array]
+    contract_floats: Callable[..., jax.Array]
     list_stored_axes: Callable[[LayerCall], tuple[int, ...]] = _list_no_axes
     quantizes_x: bool = True
     list_x_axes: Callable[[LayerCall], Sequence[int]] | None = None
@@ -159,7 +161,16 @@ def run_operation(
         variables.record_operands(weight, activation, kernel, stored_axes)
         # The activations come first: calibrators and learned scales are created in this order.
         x_quantizer = _make_quantizer(variables, quantized, x)
-        quantizers = {"lhs_spec": x_quantizer, "rhs_spec": _make_quantizer(variables, weight, kernel)}
+        kernel_quantizer = _make_quantizer(variables, weight, kernel)
+        if has_forms(weight):
+            # The contractions that train find no offsets and quantize no scales, so the kernel is rounded before them.
+            assert kernel_quantizer is not None
+            expected = "FloatBackward(), because weight_spec has an offset or a scale_spec"
+            checks.require(isinstance(backward, FloatBackward), "flax", "backward", expected, backward)
+            kernel, kernel_quantizer = kernel_quantizer(kernel), None
+            if x_quantizer is None:
+                return operation.contract_floats(x, kernel, **arguments)
+        quantizers = {"lhs_spec": x_quantizer, "rhs_spec": kernel_quantizer}
         key = variables.make_key() if operation.quantizes_x else None
         return operation.train(x, kernel, **arguments, **quantizers, backward=backward, key=key)
 
@@ -305,6 +316,11 @@ def _train_einsum(
     return quantized_einsum(subscripts, x, kernel, specs=(lhs_spec, rhs_spec), **arguments)
 
 
+def _contract_float_einsum(x: jax.Array, kernel: jax.Array, *, subscripts: str, **arguments: Any) -> jax.Array:
+    """Return the einsum of two float arrays."""
+    return jnp.einsum(subscripts, x, kernel, **arguments)
+
+
 def _serve_einsum(x: jax.Array | QuantizedArray, kernel: QuantizedArray, *, subscripts: str, **arguments: Any) -> Any:
     """Return the einsum with a converted kernel."""
     return einsum(subscripts, x, kernel, **arguments)
@@ -328,7 +344,12 @@ def _train_lookup(
 ) -> jax.Array:
     """Return rows of the quantized table, NaN for an index beyond it."""
     del lhs_spec, backward, key  # a lookup quantizes no activations, and its gradient is a sum
-    return jnp.take(rhs_spec(table), indices, axis=0)
+    return _look_up_floats(indices, rhs_spec(table))
+
+
+def _look_up_floats(indices: jax.Array, table: jax.Array) -> jax.Array:
+    """Return rows of a float table, NaN for an index beyond it."""
+    return jnp.take(table, indices, axis=0)
 
 
 def _serve_lookup(indices: jax.Array, table: QuantizedArray) -> Any:
@@ -340,14 +361,25 @@ def _serve_lookup(indices: jax.Array, table: QuantizedArray) -> Any:
 # The table.
 
 DOT_GENERAL = LayerOperation(
-    _bind_dot_general, _list_dot_general_features, quantized_dot_general, dot_general, _list_dot_general_summed,
+    _bind_dot_general, _list_dot_general_features, quantized_dot_general, dot_general, jax.lax.dot_general,
+    _list_dot_general_summed,
     list_x_axes=lambda call: call.arguments["dimension_numbers"][0][0],
 )  # fmt: skip
 # The rows of a table are contiguous for lookups, and so its last axis, which `attend` contracts, is already the last.
-ATTEND = LayerOperation(_bind_attend, _list_dot_general_features, quantized_dot_general, dot_general)
-CONV_GENERAL_DILATED = LayerOperation(
-    _bind_conv_general_dilated, _list_convolution_features, quantized_conv_general_dilated, conv_general_dilated
+ATTEND = LayerOperation(
+    _bind_attend, _list_dot_general_features, quantized_dot_general, dot_general, jax.lax.dot_general
 )
-EINSUM = LayerOperation(_bind_einsum, _list_einsum_features, _train_einsum, _serve_einsum, _list_einsum_summed)
-LOOKUP = LayerOperation(_bind_lookup, _list_lookup_features, _train_lookup, _serve_lookup, quantizes_x=False)
+CONV_GENERAL_DILATED = LayerOperation(
+    _bind_conv_general_dilated,
+    _list_convolution_features,
+    quantized_conv_general_dilated,
+    conv_general_dilated,
+    jax.lax.conv_general_dilated,
+)
+EINSUM = LayerOperation(
+    _bind_einsum, _list_einsum_features, _train_einsum, _serve_einsum, _contract_float_einsum, _list_einsum_summed
+)
+LOOKUP = LayerOperation(
+    _bind_lookup, _list_lookup_features, _train_lookup, _serve_lookup, _look_up_floats, quantizes_x=False
+)
 TABLE_FEATURES = list_kept_axes(2, (1,))  # of `ATTEND` and `LOOKUP`

@@ -145,8 +145,11 @@ def _check_integers(layer: str, operand: LayerOperand) -> None:
 def _check_source(layer: str, operand: LayerOperand) -> None:
     """Raise ContractValueError unless the source of an operand's range can hold what its spec asks for."""
     spec, source = operand.spec, operand.source
-    expected = "a spec without an offset and without a scale_spec (jq.prepare takes weights with both)"
-    checks.require(not spec.offset and spec.scale_spec is None, layer, operand.argument, expected, spec)
+    if has_forms(operand):
+        expected = "a spec without an offset and without a scale_spec, which only weights can have"
+        checks.require(operand.role == "weight", layer, operand.argument, expected, spec)
+        expected = "Dynamic(), because no estimator trains the offsets and the quantized scales of weight_spec"
+        checks.require(source == Dynamic(), layer, "weight_range", expected, source)
     if operand.role == "activation" and not isinstance(source, Dynamic):
         expected = (
             "PerTensor(), PerFeature(), or activation_range=Dynamic(): a stored range with an entry for each index of "
@@ -161,6 +164,11 @@ def _check_source(layer: str, operand: LayerOperand) -> None:
         expected = f"a signed dtype, symmetric=True, or Learned(LSQPlus()): {UNSIGNED_AT_ZERO}"
         fits = operand.role != "weight" or not is_unsigned_at_zero(operand)
         checks.require(fits, layer, operand.argument, expected, spec)
+
+
+def has_forms(operand: LayerOperand) -> bool:
+    """Return whether an operand has offsets or quantized scales, which only a whole fake quantization finds."""
+    return operand.spec.offset or operand.spec.scale_spec is not None
 
 
 def is_unsigned_at_zero(operand: LayerOperand) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from .._arrays.scale_rules import ScaleRule
-from .._arrays.spec import QuantSpec
+from .._arrays.spec import Codebook, QuantSpec
 from .._core import checks
 from .._training.range_sources import Dynamic, Static
 from ..calibration.calibrator import Factory
 from ..calibration.running import minmax
+from ..checkpoint.formats.gguf_blocks import IQ4_NL
 from .rules import Activation, Rule, Weight
 
 __all__ = [
@@ -247,7 +248,7 @@ def nvfp4(
     )
 
 
-def _make_k_type(dtype: str, block: int, scales: str, scale_block: int, *, offset: bool = False) -> Weight:
+def _make_k_type(dtype: str | Codebook, block: int, scales: str, scale_block: int, *, offset: bool = False) -> Weight:
     """Return the weights of a type of GGUF with scales that have a scale for each 256 inputs."""
     options = {"offset": offset, "scale_spec": QuantSpec(scales, scale_dtype="float16")}
     return Weight(dtype, block=block, options=options, scale_block=scale_block)
@@ -265,6 +266,8 @@ _GGUF: dict[str, Weight] = {
     "Q4_K": _make_k_type("uint4", 32, "uint6", 8, offset=True),
     "Q5_K": _make_k_type("uint5", 32, "uint6", 8, offset=True),
     "Q6_K": _make_k_type("int6", 16, "int8", 16),
+    "IQ4_NL": Weight(IQ4_NL, block=32, options=_HALF),
+    "IQ4_XS": _make_k_type(IQ4_NL, 32, "int6", 8),
     "MXFP4": Weight(
         "float4_e2m1fn",
         block=32,
@@ -278,12 +281,12 @@ def gguf(type: str = "Q4_0") -> tuple[Rule, ...]:
 
     `jq.ptq.apply` finds codes for them, and `jq.checkpoint.save` writes them, transposed where a model has
     (inputs, outputs), because GGUF has blocks along the last axis. Convolutions and lookups stay in floats. Where the
-    inputs are no multiple of 32, or of 256 with a K-type, the last block is shorter, and `save` refuses it: put a rule
-    with keep="float" before.
+    inputs are no multiple of 32, or of 256 with a K-type or IQ4_XS, the last block is shorter, and `save` refuses it:
+    put a rule with keep="float" before.
 
     Args:
-        type: "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0" or "MXFP4"; or "Q2_K", "Q3_K", "Q4_K", "Q5_K" or "Q6_K", whose
-            scales, and offsets, are integers with a float16 for each 256 inputs.
+        type: "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL" or "MXFP4"; or "Q2_K", "Q3_K", "Q4_K", "Q5_K",
+            "Q6_K" or "IQ4_XS", whose scales, and offsets, are integers with a float16 for each 256 inputs.
 
     Source: the package gguf, quants.py.
     """

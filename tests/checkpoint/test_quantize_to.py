@@ -117,7 +117,7 @@ def test_empty_matrices() -> None:
         assert q.dequantize().shape == shape
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4"])
 def test_weights_of_the_recipe_are_saved(kind: str, rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
     """Rounded to nearest, and with the codes that GPTQ finds."""
     x = jnp.asarray(rng.normal(size=(16, 64)), jnp.float32)

@@ -90,20 +90,22 @@ class PartitionedCodes(nnx.Pytree):
         codes: a `Codes` variable with an array, the codes in their stored order.
         scale: a `Codes` variable with an array.
         zero_point: a `Codes` variable with an array, or None.
+        offset: a `Codes` variable with an array, or None.
         static: Static. The attributes of the QuantizedArray that are not arrays.
     """
 
     def __init__(self, q: QuantizedArray, box: Callable[[jax.Array, StoredOrder], nnx.Variable]) -> None:
-        check_form("convert", "a partitioned kernel", q, ("signed_scale", "block_sizes"))
-        (codes, scale, zero_point, *_), self.static = q.tree_flatten()
+        check_form("convert", "a partitioned kernel", q, ("offset", "signed_scale", "block_sizes"))
+        (codes, scale, zero_point, offset, _), self.static = q.tree_flatten()
         self.codes, self.scale = box(codes, q.stored_order), box(scale, None)
         # `nnx.data` marks None as a missing variable and not as a static value.
         self.zero_point = nnx.data(None if zero_point is None else box(zero_point, None))
+        self.offset = nnx.data(None if offset is None else box(offset, None))
 
     def get_value(self) -> QuantizedArray:
         """Return the QuantizedArray."""
-        zero_point = None if self.zero_point is None else self.zero_point[...]
-        return QuantizedArray.tree_unflatten(self.static, (self.codes[...], self.scale[...], zero_point))
+        zero_point, offset = (None if part is None else part[...] for part in (self.zero_point, self.offset))
+        return QuantizedArray.tree_unflatten(self.static, (self.codes[...], self.scale[...], zero_point, offset, None))
 
     def __getitem__(self, index: object) -> QuantizedArray:
         """Return the QuantizedArray at an index; `...` returns all of it, as for a variable."""
