@@ -11,7 +11,14 @@ SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # what SentencePiece has in place of a spa
 
 def load_tokenizer(metadata: Mapping[str, Any]) -> Any:
     """Return a `tokenizers.Tokenizer`, for "gpt2" with SmolLM's rules, or "llama", which is SentencePiece's BPE."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import (  # pyright: ignore[reportMissingImports]
+        AddedToken,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+    )
 
     kind, rules = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "default")
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
