@@ -109,12 +109,16 @@ def test_a_loaded_model_is_exported_in_the_same_form(name: str, recipe: str) -> 
         models.append(jqonnx.export(loaded, params, [x]))
     first, second, third = (sorted(list_nodes(model)) for model in models)
     assert second == third
+    sizes = [list_bytes(model) for model in models]
+    if recipe == "weight_only_int4":
+        # `load` computes the Gather that repeats the scales of blocks (docs/onnx-import.md).
+        first, second = ([node for node in nodes if node != ".Gather"] for nodes in (first, second))
+        sizes = sizes[1:]
     if (name, recipe) in NEARLY_EQUAL:
         assert len(second) <= len(first) + 1
     else:
         assert first == second
     # What differs are scalars that the first model shares.
-    sizes = [list_bytes(model) for model in models]
     assert max(sizes) <= 1.02 * min(sizes) + 512
 
 
