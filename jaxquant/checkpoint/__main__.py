@@ -109,7 +109,9 @@ def _check_configurations(output: pathlib.Path) -> None:
         text = path.read_text() if path.exists() else ""
         if text and (path.name != "config.json" or any(f'"{key}"' in text for key in QUANTIZATION_KEYS)):
             expected = f"a folder without the configuration of a quantization, got {path.name}"
-            raise CheckpointError(f"{output}: expected {expected}, which would be taken for that of the floats")
+            raise CheckpointError(
+                f"{output}: expected {expected}, which would be read as the configuration of the floats"
+            )
 
 
 def _remove_quantization(metadata: Mapping[str, Any]) -> dict[str, Any]:
