@@ -66,7 +66,7 @@ class _Task:
         widths: the widths of the network's layers.
         batch: the batch size.
         plan: the epochs and the initial learning rate of training from scratch.
-        plan_on: those of the further training.
+        plan_on: the data of the further training.
     """
 
     name: str

@@ -137,7 +137,7 @@ def _attend(dtype: str, batch: int, heads: int, groups: int, length: int, featur
 
 
 def _score(dtype: str, batch: int, heads: int, groups: int, length: int, features: int) -> Contest:
-    """A part of attention: the contraction of the codes of the keys with those of the queries."""
+    """A part of attention: the contraction of the keys' codes with the queries' codes."""
     keys = _fill(dtype, batch, heads, length, features).quantized_keys
     q = _draw(batch, heads, groups, features, seed=3)
     codes = jq.quantize(q, jq.QuantSpec("int8", jq.PerToken()))

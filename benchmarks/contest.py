@@ -40,7 +40,7 @@ class Contest:
         jaxquant: the call to measure.
         opponents: the other calls, by the name of their column.
         expected: returns the correct result; called once and not timed. Sums of products of integers are exact ones,
-            not those of ONNX Runtime, which saturate on some processors.
+            not ONNX Runtime's results, which saturate on some processors.
         bytes_read: the size of jaxquant's inputs, from which the bandwidth is computed.
         unlike: the opponents whose results differ by design and are not compared.
         compared: selects the part of a contestant's result that `expected` returns.

@@ -31,7 +31,7 @@ def along(parameter: np.ndarray, axis: int | None) -> np.ndarray:
 
 
 def near_ties(shape: tuple[int, ...], scale: np.ndarray, dtype: Any) -> np.ndarray:
-    """Return float32 values, half of which are ties or one ulp away from a tie.
+    """Return float32 values; half of them are ties or one ulp away from a tie.
 
     They exceed both bounds of the dtype for every zero point. A few are infinite or NaN.
     """

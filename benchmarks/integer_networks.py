@@ -5,7 +5,7 @@
 - separable: the same images, five depthwise and pointwise convolutions of 32 to 128 features, a mean, a dense layer
 - mlp: three dense layers of 1024 features
 
-A shape is that of the batch of codes. The float32 network of plain JAX has the dequantized weights. The opponent
+A shape is the shape of the batch of codes. The float32 network of plain JAX has the dequantized weights. The opponent
 "contractions alone" runs nothing but the contractions, on int8 codes that exist already; it is left out where XLA's own
 depthwise convolution would be measured, which jaxquant does not use.
 """
@@ -35,7 +35,7 @@ Step = Callable[[Any, Sequence[Any]], Any]
 class _Network:
     """A network in three forms: on codes, in floats, and as the nodes of a graph for ONNX Runtime.
 
-    Each array has a number. The scales of results are those of the ranges that the float network has on a sample.
+    Each array has a number. The scales of results come from the ranges of the float network on a sample.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:

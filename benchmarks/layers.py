@@ -1,6 +1,6 @@
 """The rows on single converted layers of Linen and NNX, each against Flax's own layer in float32.
 
-Both are jitted functions of the variables and the batch. A shape is that of the input. The schemes:
+Both are jitted functions of the variables and the batch. A shape is the shape of the input. The schemes:
 
 - static, dynamic: int8 weights with a scale for each output feature, uint8 activations with a fixed or a computed range
 - w8, w4: int8 or int4 weights with a scale for each output feature, float32 activations

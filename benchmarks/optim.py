@@ -5,7 +5,7 @@ were not chosen.
 
 Two networks are trained with AdamW, each with five seeds, which determine the initial weights and the order of the
 batches: a convolutional network on scikit-learn's digits, and a transformer on sequences of a Markov chain whose words
-are as unequally frequent as those of a language. The table shows means and standard deviations over the seeds. A
+are as unequally frequent as in a language. The table shows means and standard deviations over the seeds. A
 state "ends within the spread" if its mean loss on data that were not trained on differs from that of float32 by at most
 the standard deviation of float32, or is lower.
 

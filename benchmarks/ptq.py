@@ -20,7 +20,7 @@ of the results against float32's. The last column is the median over the weights
 outputs, relative to round-to-nearest.
 
 JAX has no dtype of 3 bits. Eight levels are a codebook with 16 entries, of which two each are equal but for 1e-6, so
-the arithmetic is that of 3 bits; the memory is that of 4. The levels have the least squared error for a normal
+the arithmetic has 3 bits, and the memory 4. The levels have the least squared error for a normal
 distribution among those with a 0 (the iteration of Max, IRE Transactions on Information Theory 6 (1960), with one level
 held at 0): 0.0359 of the variance, and 0.0345 without a 0. int4 has all its 16 codes, and int2 its 4; nf4 is a table of
 16 levels, and "4 bits, 16 levels" one with the least squared error, found as the eight levels: 0.0096 of the variance.
@@ -292,7 +292,7 @@ def _measure_seed(name: str, seed: int, rows: Sequence[tuple[str, str]]) -> Iter
         prepared = jq.prepare(task.apply, task.params, *task.test, rules=_RULES[rules])
         arguments = (prepared, task.params, task.calibration)
         first = _STACKS.get(algorithm, algorithm)
-        # The first part of a stack may have been a row of its own, or that of another stack.
+        # The first part of a stack may have been a row of its own, or another stack's row.
         q, notes = known.get((rules, first)) or _ALGORITHMS[first](*arguments)
         if first in _STACKS.values():
             known[rules, first] = q, notes

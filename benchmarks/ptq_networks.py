@@ -148,7 +148,7 @@ def _shuffle(texts: Sequence[str], rng: np.random.Generator) -> list[str]:
 
 
 def _read_paragraphs() -> list[str]:
-    """Return the paragraphs of Python's language reference, each once: some topics repeat those of others."""
+    """Return the paragraphs of Python's language reference, each once, although topics repeat each other's."""
     texts = (" ".join(text.split()) for topic in sorted(topics) for text in topics[topic].split("\n\n"))
     return list(dict.fromkeys(texts))
 

@@ -1,4 +1,4 @@
-"""GPTQ, AWQ and SmoothQuant beside those of qwix.contrib, on one matrix: errors and times, for benchmarks.ptq."""
+"""GPTQ, AWQ and SmoothQuant beside qwix.contrib's, on one matrix: errors and times, for benchmarks.ptq."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _make_calls(w: jax.Array, x: jax.Array) -> dict[str, tuple[Call, Call]]:
 
 
 def _compare(ours: Call, theirs: Call) -> tuple[list[str], float, float]:
-    """Return the milliseconds of the fastest of some calls of both, the ratio of these, and that of the errors."""
+    """Return the milliseconds of the fastest of some calls of both, their ratio, and the ratio of the errors."""
     seconds, errors = [], []
     for call, measure in (ours, theirs):
         times, result = [], call()  # the first call compiles

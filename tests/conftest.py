@@ -1,6 +1,6 @@
 """Strict JAX, eight host devices (only the sharding tests use more than one) and a seed for each test.
 
-By default the inputs are the same in every run, those of seed 0. JAXQUANT_SEED=n samples others, also in the property
+By default the inputs are the same in every run, with seed 0. JAXQUANT_SEED=n samples others, also in the property
 tests. The continuous integration uses a random seed in one of its runs, so a test must pass for every seed, or use
 `fixed_rng`. Check a new test like this:
 

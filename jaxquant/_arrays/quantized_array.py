@@ -738,7 +738,7 @@ def _rebuild_array(static: tuple[Any, ...], children: tuple[Any, ...]) -> Quanti
     return QuantizedArray.tree_unflatten(static, children)
 
 
-# What an array may have beside codes, a scale and a zero point. A function refuses those that it does not support.
+# What an array may have beside codes, a scale and a zero point. A function refuses parts that it does not support.
 _FORMS = {
     "offset": ("offset", "None", "no offset"),
     "nested": ("scale", "an array of floats", "no scale or offset that is quantized itself"),

@@ -480,7 +480,7 @@ def _count_steps(spec: QuantSpec, zero_point: jax.Array) -> tuple[jax.Array, jax
 
 def _compute_largest_product(dtype: np.dtype) -> np.float32:
     """Return a float32 that is finite in the dtype, even after the errors of a quotient and a product."""
-    # Only float32 has no margin between its largest number and those that round to infinity.
+    # Only float32 has no margin between its largest number and the numbers that round to infinity.
     return np.float32(float(jnp.finfo(dtype).max) * (1 - 2.0**-22 if dtype == dtypes.FLOAT32 else 1))
 
 

@@ -216,7 +216,7 @@ def _check_value_spec(spec: QuantSpec) -> None:
 
 
 def _check_value_scale(scale: jax.Array, features: int) -> None:
-    """Check that the features of a value share a scale, or those of each block."""
+    """Check that all features of a value, or the features of each block, share a scale."""
     blocks = scale.shape[3]
     expected = "a scale for all features of a token and head, such as PerToken(), or for blocks whose size divides "
     expected += f"{features}"

@@ -57,7 +57,6 @@ class _Layout(NamedTuple):
 
 
 _LAYOUTS = {2: _Layout(2, 0), 3: _Layout(2, 1), 4: _Layout(4, 0), 5: _Layout(4, 1), 6: _Layout(4, 2)}
-WIDTHS = tuple(_LAYOUTS)
 
 
 def count_lanes(bits: int) -> int:

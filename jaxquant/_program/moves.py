@@ -82,7 +82,7 @@ class Move(NamedTuple):
             elements of each result. None if nothing is followed through it.
         join: for a primitive that joins its operands, a function of the equation, which returns the dimension along
             which they are joined, and whether it is a new one.
-        keeps: "place" if each element stays at its index, so that indices do not change and ONNX needs no operator;
+        keeps: "indices" if each element stays at its index, so that indices do not change and ONNX needs no operator;
             "order" if the elements keep their order, apart from repetitions, and the equation itself moves indices; or
             "".
         on_codes: whether codes with one scale can take it between contractions: on integers it is the same equation,
@@ -140,15 +140,15 @@ def _cut_dynamically(equation: Equation, x: Elements, *starts: object) -> list[A
 
 MOVES: dict[str, Move] = {
     # No element moves. "name" is the primitive of `jax.ad_checkpoint.checkpoint_name`.
-    "convert_element_type": Move(lambda e, x: [x.convert(e.params["new_dtype"])], keeps="place", on_codes=True),
-    "copy": Move(_keep, keeps="place", on_codes=True),
-    "copy_p": Move(_keep, keeps="place", on_codes=True),
-    "name": Move(_keep, keeps="place", on_codes=True),
-    "sharding_constraint": Move(_keep, keeps="place", on_codes=True),
-    "stop_gradient": Move(_keep, keeps="place", on_codes=True),
-    "pvary": Move(lambda e, x: [x.vary(e)], keeps="place"),
-    "reshard": Move(keeps="place"),
-    "mesh_cast": Move(keeps="place"),
+    "convert_element_type": Move(lambda e, x: [x.convert(e.params["new_dtype"])], keeps="indices", on_codes=True),
+    "copy": Move(_keep, keeps="indices", on_codes=True),
+    "copy_p": Move(_keep, keeps="indices", on_codes=True),
+    "name": Move(_keep, keeps="indices", on_codes=True),
+    "sharding_constraint": Move(_keep, keeps="indices", on_codes=True),
+    "stop_gradient": Move(_keep, keeps="indices", on_codes=True),
+    "pvary": Move(lambda e, x: [x.vary(e)], keeps="indices"),
+    "reshard": Move(keeps="indices"),
+    "mesh_cast": Move(keeps="indices"),
     # The elements keep their order.
     "reshape": Move(_reshape, keeps="order", on_codes=True),
     "squeeze": Move(_squeeze, keeps="order", on_codes=True),
@@ -173,9 +173,9 @@ MOVES: dict[str, Move] = {
 BARRIER, SELECTION = "optimization_barrier", "select_n"
 
 
-def keeps_place(name: str) -> bool:
+def keeps_indices(name: str) -> bool:
     """Return whether a primitive leaves each element at its index."""
-    return name in MOVES and MOVES[name].keeps == "place"
+    return name in MOVES and MOVES[name].keeps == "indices"
 
 
 def keeps_order(name: str) -> bool:

@@ -320,6 +320,6 @@ def _name_scope(scope: str) -> Any:
 
 
 def _merge_carries(carries: Sequence[Any], moving: Sequence[Any], invariant: frozenset[int]) -> list[Any]:
-    """Return the carries of a loop: those that hold a parameter as they are outside of it, and the others."""
+    """Return the carries of a loop that hold a parameter, as they are outside of it, and the other carries."""
     rest = iter(moving)
     return [x if carry in invariant else next(rest) for carry, x in enumerate(carries)]

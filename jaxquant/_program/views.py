@@ -215,7 +215,7 @@ def combine(origins: Sequence[Origin], reason: str) -> Origin:
 
 
 def _read_selection(origin: Origin) -> Origin:
-    """Return the origin of elements that are computed with: those that activations select depend on activations."""
+    """Return the origin of elements that are computed with: elements that activations select depend on activations."""
     reason = _describe_selection(origin)
     return Data(list_leaves(origin), reason) if reason else origin
 
@@ -272,7 +272,7 @@ def follow_equation(equation: Equation, origins: Sequence[Origin]) -> list[Origi
         return None
     origin = origins[0]
     axis = origin.axis if isinstance(origin, Joined) else None
-    if axis is not None and name != "transpose" and not moves.keeps_place(name):
+    if axis is not None and name != "transpose" and not moves.keeps_indices(name):
         return None
     # Further operands are the indices of a dynamic slice.
     views = [_follow_view(equation, row.move, view, origins[1:]) for view in list_views(origin)]
@@ -293,7 +293,7 @@ def _follow_view(equation: Equation, move: Callable[..., Any], view: View, other
     if any(result is None for result in results):
         return None
     # A copy has equal elements, and is not part of the history; a conversion may round them.
-    if moves.keeps_place(name) and name != "convert_element_type":
+    if moves.keeps_indices(name) and name != "convert_element_type":
         return results
     # Where a dynamic slice starts is not known, so its elements are equal to no others.
     step = object() if name == "dynamic_slice" else (name, tuple(equation.params.items()))

@@ -183,7 +183,7 @@ def _grow_to(state: HistogramState, exponent: jax.Array) -> HistogramState:
     def halve(carry: Any) -> Any:
         left, parts = carry
 
-        # The slices need different numbers of steps: those that are done keep their bins.
+        # The slices need different numbers of steps: slices that are done keep their bins.
         def choose(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(lax.expand_dims(left > 0, range(left.ndim, new.ndim)), new, old)
 

@@ -90,7 +90,7 @@ class Info:
 
 
 def shorten_name(name: str) -> str:
-    """Return a name from a file for a message: at most 100 characters, and a sign for those that cannot be printed."""
+    """Return a name from a file for a message: at most 100 characters, and a sign for each that cannot be printed."""
     text = name if name.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in name[:101])
     return text if len(text) <= 100 else f"{text[:97]}..."
 

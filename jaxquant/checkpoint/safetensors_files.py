@@ -41,7 +41,7 @@ _MOST_TENSORS = 500_000
 _MOST_FILES = 2000
 _METADATA = "__metadata__"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-# The configurations that say how tensors are quantized; those that a folder has are read and written back.
+# The configurations that say how tensors are quantized; a folder's own are read and written back.
 CONFIGS = ("config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
 # Where config.json says so.
 QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")

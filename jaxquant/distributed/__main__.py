@@ -83,7 +83,7 @@ def read_formats(text: str) -> list[str]:
 
 
 def read_sizes(arguments: argparse.Namespace, preset: str | None) -> ModelSizes:
-    """Return the sizes of a preset, with those that are given in their place."""
+    """Return the sizes of a preset, replaced by the sizes that are given."""
     start = PRESETS[preset] if preset else None
     values = {name: getattr(arguments, name) for name in ModelSizes._fields}
     if start is None:

@@ -143,7 +143,7 @@ def split_messages(x: jax.Array, count: int) -> jax.Array:
 
 
 def join_messages(rows: jax.Array, like: jax.Array) -> jax.Array:
-    """Return the elements of messages in the shape and the dtype of another array, without those that filled up."""
+    """Return the elements of messages in the shape and the dtype of another array, without the padding."""
     return rows.reshape(-1)[: math.prod(like.shape)].reshape(like.shape).astype(like.dtype)
 
 

@@ -67,12 +67,12 @@ class Operands:
     Attributes:
         activations: the activations, or None if the operator quantizes them itself, to uint8.
         weights: the weights.
-        weight_point: the zero point of the weights, or None for an operator on floats.
+        weight_zero_point: the zero point of the weights, or None for an operator on floats.
     """
 
     activations: int | None
     weights: int
-    weight_point: int | None
+    weight_zero_point: int | None
 
 
 # Operators that move elements of their first input.
@@ -230,13 +230,13 @@ class _Use(NamedTuple):
         product: what is reported.
         node: the node that reads the codes of the weights: the product itself, or their DequantizeLinear.
         weights: the position of the codes.
-        point: the position of their zero point.
+        zero_point: the position of their zero point.
     """
 
     product: SaturatingProduct
     node: NodeProto
     weights: int
-    point: int
+    zero_point: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,12 +299,12 @@ class _Scope:
                 match = self._match_weights(node, operands)
                 if match is None:
                     continue
-                holder, weights, point, moves = match
+                holder, weights, zero_point, moves = match
                 pairs = self._count_pairs(node, holder.input[weights], moves)
                 if pairs[0] != 0:
                     name = holder.input[weights]
                     product = SaturatingProduct(node.name or node.output[0], node.op_type, name, *pairs)
-                    yield _Use(product, holder, weights, point)
+                    yield _Use(product, holder, weights, zero_point)
 
     def _count_pairs(self, node: NodeProto, name: str, moves: list[NodeProto]) -> tuple[int | None, int | None]:
         """Return what `count_pairs` does for weights that `moves` rearrange; None for weights that are computed."""
@@ -334,7 +334,7 @@ class _Scope:
         the weights between it and the product.
         """
         weights = _get_input(node, operands.weights)
-        if operands.weight_point is None:  # an operator on floats, which the runtime fuses
+        if operands.weight_zero_point is None:  # an operator on floats, which the runtime fuses
             sides = [self._match_dequantize(name) for name in (_get_input(node, 0), weights)]
             if sides[0] is None or sides[1] is None:
                 return None
@@ -343,7 +343,7 @@ class _Scope:
             return (holder, 0, 2, moves) if is_pair else None
         kind = _UINT8 if operands.activations is None else self.types.get(_get_input(node, operands.activations))
         is_pair = kind == _UINT8 and self.types.get(weights) == _INT8
-        return (node, operands.weights, operands.weight_point, []) if is_pair else None
+        return (node, operands.weights, operands.weight_zero_point, []) if is_pair else None
 
     def _match_dequantize(self, name: str) -> tuple[NodeProto, list[NodeProto]] | None:
         """Return the DequantizeLinear that computes a tensor, and the nodes that move its elements after it."""
@@ -388,11 +388,13 @@ class _Mover:
         node = use.node
         if scope.types.get(node.input[use.weights]) != _INT8:
             return  # moved already, for another product that reads the same DequantizeLinear
-        while len(node.input) <= use.point:
+        while len(node.input) <= use.zero_point:
             node.input.append("")
         node.input[use.weights] = self._move(scope, node, node.input[use.weights])
-        point = node.input[use.point]
-        node.input[use.point] = self._move(scope, node, point) if point else self._make_point(scope, node)
+        zero_point = node.input[use.zero_point]
+        node.input[use.zero_point] = (
+            self._move(scope, node, zero_point) if zero_point else self._make_zero_point(scope, node)
+        )
 
     def _move(self, scope: _Scope, node: NodeProto, name: str) -> str:
         """Return the name of an int8 tensor as uint8, moved by 128."""
@@ -414,21 +416,21 @@ class _Mover:
         scope.insert_before(node, steps)
         return moved
 
-    def _make_point(self, scope: _Scope, node: NodeProto) -> str:
+    def _make_zero_point(self, scope: _Scope, node: NodeProto) -> str:
         """Return the name of a zero point of 128; in a DequantizeLinear it has the shape of the scale."""
         if node.op_type != "DequantizeLinear":
             return self._add_constant("zero_point_128", np.asarray(128, np.uint8))
         scale = node.input[1]
         if scale in scope.constants:
             return self._add_constant("zero_point_128", np.full(scope.constants[scale].dims, 128, np.uint8))
-        shape, point = self._make_name(f"{scale}.shape"), self._make_name("zero_point_128")
+        shape, zero_point = self._make_name(f"{scale}.shape"), self._make_name("zero_point_128")
         value = numpy_helper.from_array(np.full(1, 128, np.uint8))
         steps = [
             helper.make_node("Shape", [scale], [shape]),
-            helper.make_node("ConstantOfShape", [shape], [point], value=value),
+            helper.make_node("ConstantOfShape", [shape], [zero_point], value=value),
         ]
         scope.insert_before(node, steps)
-        return point
+        return zero_point
 
     def _add_constant(self, hint: str, array: np.ndarray) -> str:
         name = self._make_name(hint)
@@ -515,8 +517,8 @@ def _derive_types(node: NodeProto, types: Mapping[str, int]) -> list[int]:
         value = attributes.get("value")
         return [attributes.get("to", 0) if value is None else value.data_type]
     if operator == "QuantizeLinear":
-        point = _get_input(node, 2)
-        return [types.get(point, 0) if point else attributes.get("output_dtype", 0) or _UINT8]
+        zero_point = _get_input(node, 2)
+        return [types.get(zero_point, 0) if zero_point else attributes.get("output_dtype", 0) or _UINT8]
     graphs = list(_list_graphs(node))
     if graphs:  # If, Loop and Scan give the results of their graphs; a Loop's graph returns its condition first
         results = graphs[0].output[1 if operator == "Loop" else 0 :]

@@ -69,7 +69,7 @@ def describe_use(site: Site, view: View, shape: Sequence[int]) -> Uses:
     whole = {axis for axis, size in enumerate(shape) if size == 1}
     if sorted({*kept, *inputs} | whole) != list(range(len(shape))) or len({*kept, *inputs}) < len((*kept, *inputs)):
         return Uses(site.name, reason="a part of a parameter, or a parameter with repeated axes")
-    # An axis of length 1 may belong to any side; the outputs take those that no side has.
+    # An axis of length 1 may belong to any side; the outputs take axes that no side has.
     kept = (*kept, *sorted(whole - {*kept, *inputs}))
     count = math.prod(shape[axis] for axis in (*layers, *groups)) * _count_groups(site)
     if site.operation != "conv_general_dilated":

@@ -190,7 +190,7 @@ def match_addend(graph: CallGraph, site: Site) -> int | None:
     value = node.outputs[0]
     while (use := program.match_single_use(value)) is not None:
         reader, place = use
-        if not moves.keeps_place(reader.name) and reader.name != "add":
+        if not moves.keeps_indices(reader.name) and reader.name != "add":
             return None
         if program.get_shape(reader.outputs[0]) != program.get_shape(value):
             return None
@@ -214,7 +214,7 @@ def move_indices(graph: CallGraph, value: int, source: int, indices: np.ndarray)
             return None
     # The equations themselves move the indices: no rule for each kind of reshape is needed.
     for node in reversed(nodes):
-        if not moves.keeps_place(node.name):
+        if not moves.keeps_indices(node.name):
             (result,) = jaxpr.evaluate(node.equation, [indices])
             indices = np.asarray(result)
     return indices

@@ -304,7 +304,7 @@ def _follow(graph: CallGraph, channels: _Channels, operation: EquationNode) -> l
         return f"{operation.name} reads its outputs"
     place, (result,) = operation.inputs.index(array), operation.outputs
     shape, parameters = graph.program.get_shape(result), operation.equation.params
-    if moves.keeps_place(operation.name):
+    if moves.keeps_indices(operation.name):
         return [_Channels(result, dimension, run)]
     if operation.name == "transpose":
         return [_Channels(result, parameters["permutation"].index(dimension), run)]

@@ -101,7 +101,7 @@ def tune(
         **arguments: keyword arguments of every call.
 
     Returns:
-        A `QuantizedTree` with the same codes and ranges, or with those that were learned, and notes: a row for each
+        A `QuantizedTree` with the same codes and ranges, or the learned ones, and notes: a row for each
         parameter that is an array of floats or codes, which says how many codes have changed. If the error of the
         results does not become smaller, the parameters are unchanged, and the notes say so. With `held_out`, the errors
         before and after are measured on these batches.

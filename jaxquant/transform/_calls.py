@@ -189,7 +189,7 @@ def _name_path(path: Sequence[Any]) -> str:
 
 
 def _name_paths(paths: Sequence[Sequence[Any]]) -> tuple[str, ...]:
-    """Return the names of leaves; those that would have one name in common have keys in brackets."""
+    """Return the names of leaves; leaves that would share a name have keys in brackets."""
     names = [_name_path(path) for path in paths]
     # {"a": {"b": x}} and {"a/b": x} have the same path with separators.
     counts = collections.Counter(names)

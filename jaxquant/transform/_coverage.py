@@ -182,7 +182,7 @@ _MOVES = {
 
 
 def _list_operations(regions: Regions) -> Iterator[Operation]:
-    """Yield the operations that stay in codes; those that are part of a contraction or of another one do not count."""
+    """Yield the operations that stay in codes, without the parts of contractions and of other operations."""
     for action in regions.actions.values():
         node, point = action.node, action.point
         shape = jaxpr.read_shape(node.equation.outvars[0])
@@ -207,7 +207,7 @@ def _list_cells(row: Row) -> tuple[str, ...]:
     shapes = " and ".join("x".join(map(str, shape)) or "scalar" for shape in row.shapes)
     activations = ", ".join(_shorten_spec(spec) for spec in row.activations)
     weight = "" if row.weight is None else _shorten_spec(row.weight)
-    return (row.name, row.operation, shapes, row.form, weight, activations, _shorten_place(row.where), row.reason)
+    return (row.name, row.operation, shapes, row.form, weight, activations, _shorten_location(row.where), row.reason)
 
 
 def _describe_output(row: Row) -> str:
@@ -222,7 +222,7 @@ def _shorten_spec(spec: QuantSpec) -> str:
     return f"{spec.dtype} {kind}({values.strip(', ')})"
 
 
-def _shorten_place(where: str) -> str:
+def _shorten_location(where: str) -> str:
     """Return the last folder and file of a place, with its line."""
     path, _, _ = where.partition(" (")
     file, _, position = path.partition(":")

@@ -118,7 +118,7 @@ def _check_spec(spec: QuantSpec, estimator: ScaleEstimator) -> None:
 
 
 def read_learned(function: str, part: LearnedScale, x: Any, spec: QuantSpec) -> tuple[jax.Array, Any]:
-    """Return the scale and the zero point of x, from those that are learned."""
+    """Return the scale and the zero point of x, computed from what is learned."""
     scale, zero_point = read_learned_scale(spec, part.scale), part.zero_point
     if zero_point is not None:
         zero_point = read_learned_zero_point(spec, zero_point)

@@ -140,7 +140,7 @@ def make_plan(
         chosen[site.name] = next((rule for rule in rules if rule.matches(view)), None)
     wanted = [site for site in analysis.sites.values() if _is_replaceable(site, chosen[site.name])]
     leaves = _plan_leaves(wanted, chosen, names, shapes, given)
-    records = _plan_records(analysis.sites.values(), chosen, names)
+    records = _name_ranges(analysis.sites.values(), chosen, names)
     sites = {
         site.name: _plan_site(site, chosen[site.name], leaves, names, *records[site.name], given)
         for site in analysis.sites.values()
@@ -173,7 +173,7 @@ def _plan_leaves(
     plans = {}
     for leaf, places in uses.items():
         if leaf in given:
-            text = f"the codes of {names[leaf]} are those that it had"
+            text = f"{names[leaf]} keeps its codes"
             plans[leaf] = LeafPlan(given[leaf], (), tuple(shapes[leaf]), conflict=text)
             continue
         rules = [chosen[site.name] for site in places]
@@ -286,7 +286,7 @@ def _make_weight_spec(weight: Weight, contracted: set[int], shape: Sequence[int]
     return QuantSpec(weight.dtype, PerAxis(kept) if is_split else PerTensor(), **options)
 
 
-def _plan_records(
+def _name_ranges(
     sites: Collection[Site], chosen: dict[str, Rule | None], names: Sequence[str]
 ) -> dict[str, tuple[str, tuple[Address, ...]]]:
     """Return the name of each site's static range, and the scans with a range for each iteration."""

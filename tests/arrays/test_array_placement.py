@@ -38,7 +38,7 @@ def mesh(kind: AxisType) -> Any:
 
 
 def shard(tree: Any, axis: int | None, kind: AxisType) -> Any:
-    """Every array cut along one axis, but for those that have no eight equal parts of it: they are on every device."""
+    """Every array is cut along one axis; arrays without eight equal parts are on every device."""
 
     def place(x: Any) -> jax.Array:
         spec = P(*("d" if a == axis and n % 8 == 0 else None for a, n in enumerate(np.shape(x))))

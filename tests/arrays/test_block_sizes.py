@@ -101,7 +101,7 @@ def test_ranges(rng: np.random.Generator) -> None:
 
 
 def test_refusals() -> None:
-    """Blocks of the zero point that do not fit those of the scale, and what finds scales otherwise."""
+    """Blocks of the zero point that do not fit the scale's blocks, and what computes scales otherwise."""
     spec = jq.QuantSpec("int8", jq.Blocked((0, 1), SIZES))
     x = jnp.ones(SHAPE)
     other = jq.QuantSpec("uint8", jq.Blocked((0, 1), SIZES), zero_point_granularity=jq.Blocked((0, 1), (5, 4)))

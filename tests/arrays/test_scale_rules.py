@@ -195,7 +195,7 @@ def test_bad_rules(options: dict[str, object], match: str) -> None:
 
 
 def test_ties_in_training_and_fake_quantization(rng: np.random.Generator) -> None:
-    """Every function that rounds takes the ties of the spec: the codes of `quantize` are those of the others."""
+    """Every function that rounds takes the ties of the spec, and gives the codes of `quantize`."""
     blocks = text.draw_blocks(rng, 8, BLOCK, "float4_e2m1fn")
     spec = make_spec("float4_e2m1fn", "floor", "toward_zero", "float32")
     expected = np.asarray(jq.quantize(blocks, spec).dequantize())

@@ -185,7 +185,7 @@ SERVED: dict[str, tuple[jq.QuantSpec, str, dict[str, tuple[int, ...]], int | Non
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(SERVED))
 def test_served_bits_are_those_of_training(name: str, rng: np.random.Generator) -> None:
-    """In a cache of any length, and for a prompt or token by token, the bits are those of the trained attention."""
+    """A cache of any length, for a prompt or token by token, gives the bits of the trained attention."""
     query_spec, codes, shapes, window = SERVED[name]
     spec = SPECS[codes]
     q, k, v = sample(rng, 2, 6, 4, 8), *(sample(rng, 2, 6, 2, 8) for _ in "kv")
@@ -234,7 +234,7 @@ def test_served_bits_are_those_of_training(name: str, rng: np.random.Generator) 
 
 
 def test_exponentials_of_long_rows_are_those_of_short_ones(rng: np.random.Generator) -> None:
-    """XLA:CPU computes those of long rows in a call of a library, if nothing prevents it (jax 0.12)."""
+    """XLA:CPU computes sums of long rows in a call of a library, if nothing prevents it (jax 0.12)."""
     scores = np.full((32, 2048), -1e9, np.float32)
     scores[:, :96] = 3 * sample(rng, 32, 96)
 
@@ -260,7 +260,7 @@ def test_equals_dot_product_attention_bit_for_bit(rng: np.random.Generator) -> N
 
 @pytest.mark.slow
 def test_chunks_of_int4_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
-    """Int4 codes are unpacked in chunks of tokens, here of 4 of 14: the bits are those of int8 codes of one piece."""
+    """Int4 codes are unpacked in chunks of tokens, here 4 of 14, and give the bits of int8 codes in one piece."""
     q, k, v = sample(rng, 2, 3, 4, 5), *(sample(rng, 2, 13, 2, 5) for _ in "kv")
     bias = sample(rng, 1, 4, 3, 14)
     small = jq.QuantSpec("int4", jq.PerToken())
@@ -306,7 +306,7 @@ def test_queries_without_tokens_and_old_faults(rng: np.random.Generator) -> None
 
 @pytest.mark.slow
 def test_each_row_has_its_index_under_vmap(rng: np.random.Generator) -> None:
-    """Caches with different numbers of tokens, mapped: the bits of each are those of the cache alone."""
+    """Mapped caches with different numbers of tokens each give the bits of the cache alone."""
     q, k, v = sample(rng, 3, 1, 1, 4, 8), *(sample(rng, 3, 1, 7, 2, 8) for _ in "kv")
     counts = np.array([1, 4, 7], np.int32)
 

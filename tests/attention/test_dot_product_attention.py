@@ -24,7 +24,7 @@ def sample(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def test_signature() -> None:
-    """The parameters are those of jax.nn, in its order, without the residual; further ones are keywords."""
+    """The parameters are jax.nn's, in its order, without the residual; further ones are keywords."""
     theirs = list(inspect.signature(jax.nn.dot_product_attention).parameters.values())
     mine = list(inspect.signature(jq.quantized_dot_product_attention).parameters.values())
     expected = [(p.name, p.kind, p.default) for p in theirs if p.name != "return_residual"]
@@ -87,7 +87,7 @@ def test_results_and_gradients(specs: Any, options: dict[str, Any], rng: np.rand
 
     y, served, z, mine, theirs = run(q, k, v, bias)
     np.testing.assert_array_equal(y, served)  # what trains is what serves
-    # Of the weights some are rounded to another code than those of float scores.
+    # Some weights are rounded to another code than with float scores.
     np.testing.assert_allclose(y, z, atol=1e-3)
     for a, b in zip(mine, theirs, strict=True):
         if a is not None:

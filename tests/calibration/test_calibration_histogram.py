@@ -37,7 +37,7 @@ def check_equal(a: Any, b: Any) -> None:
 
 
 def holds(state: Any, slices: list[np.ndarray], bins: int, every: int = 1) -> None:
-    """Requires the state to be that of numpy's histograms of the slices, one by one."""
+    """Requires the state to equal numpy's histograms of the slices, one by one."""
     rows = [v.reshape(len(slices), -1) for v in (number(state.counts), state.least, state.most) if v is not None]
     for i, x in enumerate(slices):
         # What is not counted still says how far the bins reach.

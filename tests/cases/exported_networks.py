@@ -38,7 +38,7 @@ def convert_network(name: str, recipe: str) -> tuple[Callable[[Any], Any], Any]:
 
 
 def make_integer_mlp(rng: np.random.Generator, *widths: int) -> Callable[[jax.Array], jax.Array]:
-    """Return layers on codes, with int32 biases, as a function of float inputs; widths[0] is that of the input."""
+    """Return layers on codes, with int32 biases, as a function of float inputs of width widths[0]."""
     spec, shapes = jq.QuantSpec(jnp.int8, jq.PerAxis(1)), list(itertools.pairwise(widths))
     weights = [jq.quantize(jnp.asarray(rng.normal(0, 0.2, shape), jnp.float32), spec) for shape in shapes]
     biases = [jnp.asarray(rng.integers(-900, 900, shape[1]), jnp.int32) for shape in shapes]

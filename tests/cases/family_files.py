@@ -218,7 +218,7 @@ def _mlx_floats(mode: str) -> Family:
 
 
 def describe_torchao(kind: str, names: list[str], **data: Any) -> dict[str, str]:
-    """Return the metadata of torchao for one tensor and those that are not quantized."""
+    """Return the metadata of torchao for one tensor and for tensors that are not quantized."""
     plain = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
     metadata = {name: json.dumps({"_type": "Tensor"}) for name in plain}
     metadata[WEIGHT] = json.dumps({"_type": kind, "_data": data, "_tensor_data_names": names})

@@ -12,7 +12,7 @@ import jaxquant as jq
 
 from ..oracles.file_formats import BF16, E2M1, E4M3, F16, F32, Parts
 
-# The dtypes of integer codes. Others are held in 8 bits, and those of 3, 5 and 6 bits in words.
+# The dtypes of integer codes. Others are held in 8 bits, and codes of 3, 5 and 6 bits in words.
 _INTEGERS = {1: "int2", 2: "int2", 4: "int4"}
 _PACKED = (3, 5, 6)
 _FLOATS = (F16, BF16, F32)
@@ -82,7 +82,7 @@ def count_bits(part: np.ndarray | Parts | None, bits: int = 0) -> int:
         return part.size * (bits or 8 * part.dtype.itemsize)
     total = count_bits(part.codes, part.bits) + count_bits(part.scale) + count_bits(part.offset)
     has_codes = part.zero_point is not None and part.zero_point.dtype in (np.int8, np.uint8)
-    # Zero points are in the dtype of the unpacked codes, so those of 3 bits have 8.
+    # Zero points are in the dtype of the unpacked codes: 8 bits for codes of 3 bits.
     total += count_bits(part.zero_point, (8 if part.bits in _PACKED else part.bits) if has_codes else 0)
     return total + count_bits(part.permutation)
 

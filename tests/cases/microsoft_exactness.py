@@ -219,9 +219,9 @@ class Tables(NamedTuple):
     """A function that samples tables in blocks of 16, indices into them, scales and zero points.
 
     Attributes:
-        dtype: that of the codes.
-        bits: the width of a code; those of uint8 are packed.
-        shape: that of the codes.
+        dtype: the dtype of the codes.
+        bits: the width of a code; uint8 codes are packed.
+        shape: the shape of the codes.
         axes: the axis that is cut into blocks, and the axis of the lookup.
         scales: the dtype of the scales.
         has_points: whether there are zero points.

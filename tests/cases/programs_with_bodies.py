@@ -85,7 +85,7 @@ def custom_jvp_around(params, x):
 
 @jax.custom_vjp
 def scaled_dense(w, x):
-    """Return a product whose gradient is seven times that of a product."""
+    """Return a product with seven times the gradient of a product."""
     return x @ w
 
 

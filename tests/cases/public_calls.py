@@ -24,9 +24,9 @@ class Call(NamedTuple):
         name: the function's, as its errors give it.
         function: takes every argument by name.
         arguments: good ones.
-        operands: the names of those that are arrays, and neither scales nor zero points.
+        operands: the names of arrays that are neither scales nor zero points.
         parts: the names of the scales and zero points among them.
-        dtypes: the names of those that are dtypes.
+        dtypes: the names of arguments that are dtypes.
     """
 
     name: str

@@ -31,7 +31,7 @@ def from_torch(x: Any) -> np.ndarray:
 
 
 def check(path: pathlib.Path, expected: dict[str, np.ndarray], *, has_zero_sign: bool = True) -> None:
-    """Compare the values of a folder with those of its package, and the bytes of what is saved."""
+    """Compare the values of a folder with its package's, and the bytes of what is saved."""
     loaded, info = checkpoint.load(path)
     for name, values in expected.items():
         q = loaded[name]

@@ -109,7 +109,7 @@ def test_three_bits_of_gptq_cross_words(tmp_path: pathlib.Path) -> None:
 
 
 def test_order_of_nibbles_of_awq(tmp_path: pathlib.Path) -> None:
-    """Nibble i of a word is that of the output 0, 2, 4, 6, 1, 3, 5, 7."""
+    """Nibbles 0 to 7 of a word hold the outputs 0, 2, 4, 6, 1, 3, 5, 7."""
     word = np.array([[0x76543210]], np.int32)
     file = {
         f"{MODULE}.qweight": np.repeat(word, 4, axis=0),
@@ -630,7 +630,7 @@ def test_arrays_that_jax_made_take_the_place_of_loaded_ones(rng: np.random.Gener
 
 
 def make_nested(x: np.ndarray, *, inverse: bool) -> jq.QuantizedArray:
-    """Return NVFP4, of which the scale of the tensor is multiplied with the scales of blocks, or divides them."""
+    """Return NVFP4 with a scale of the tensor that multiplies the scales of blocks, or divides them."""
     q = jq.quantize(x, jq.QuantSpec("float4_e2m1fn", jq.Blocked(1, 16), scale_spec=jq.QuantSpec("float8_e4m3fn")))
     whole = q.scale.scale
     return q.replace(scale=q.scale.replace(scale=1 / whole, inverse_scale=True)) if inverse else q

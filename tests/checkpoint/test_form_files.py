@@ -39,7 +39,7 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 
 def test_files(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
-    """The arrays of a file are those that were saved, bit for bit, and have the same values."""
+    """The arrays of a file equal the saved ones, bit for bit, and have the same values."""
     tree = make_tree(rng)
     values = jax.tree.map(lambda q: q.dequantize(), tree, is_leaf=lambda q: isinstance(q, jq.QuantizedArray))
     checkpoint.save_safetensors(tmp_path / "file", tree)

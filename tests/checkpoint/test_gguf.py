@@ -111,7 +111,7 @@ def test_saved_bytes_are_those_of_the_file(
     same_floats(tensors["w"].dequantize(), dequantize_with_package(data, kind), kind)
     checkpoint.save(tmp_path / "b.gguf", tensors, info)
     assert (tmp_path / "b.gguf").read_bytes() == (tmp_path / "a.gguf").read_bytes()
-    # The type is that of the array, whatever the file had, and the order in memory does not matter.
+    # The array decides the type, whatever the file had, and the order in memory does not matter.
     # Narrow integers that are not packed count as int8.
     moved = tensors["w"] if isinstance(tensors["w"].format, type(jq.QuantSpec("int5").dtype)) else tensors["w"].unpack()
     moved = moved.store_last(0) if moved.ndim > 1 else moved

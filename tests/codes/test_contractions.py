@@ -94,7 +94,7 @@ def test_matmul(names: tuple[str, str], rng: np.random.Generator) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("names", KERNELS, ids="-".join)
 def test_convolution(names: tuple[str, str], rng: np.random.Generator) -> None:
-    """In both layouts, with groups, the codes are those of QLinearConv."""
+    """In both layouts, with groups, the codes equal QLinearConv's."""
     groups = int(rng.choice([1, 2]))
     x, w = draw(rng, names[0], (2, 6, 7, 5)), draw(rng, names[1], (8, 6 // groups, 3, 2), 0)
     output, bias = draw_output(rng, names[0]), draw_bias(rng, 8)

@@ -22,7 +22,7 @@ NUMBERS = ("NHWC", "HWIO", "NHWC")
 class Recorder:
     """Builds a network of our functions on images (N, H, W, C), and the same graph for ONNX Runtime (N, C, H, W).
 
-    The scales of results are those of the ranges that the float operations have on the dequantized operands.
+    The scales of results come from the ranges of the float operations on the dequantized operands.
     """
 
     def __init__(self, rng: np.random.Generator, x: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""Codes with scales that may be negative: their order is that of the values reversed."""
+"""Codes with scales that may be negative, which reverses the order of the values."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def scales(lhs: jq.QuantizedArray, rhs: jq.QuantizedArray, name: str) -> np.ndar
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", list(CASES))
 def test_two_quantized_arrays(name: str, rng: np.random.Generator) -> None:
-    """The sums are those of jax.lax over int32; the scales are multiplied first, both products rounded once."""
+    """The sums equal jax.lax's over int32; the scales are multiplied first, both products rounded once."""
     lhs, rhs = draw_pair(name, rng)
     _, _, positional, keywords = CASES[name]
     call = functools.partial(jq.conv_general_dilated, window_strides=positional[0], padding=positional[1], **keywords)

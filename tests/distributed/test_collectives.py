@@ -1,4 +1,4 @@
-"""Collectives of codes on eight devices, against those of jax.lax and numpy's sums in float64."""
+"""Collectives of codes on eight devices, against jax.lax's collectives and numpy's sums in float64."""
 
 from __future__ import annotations
 

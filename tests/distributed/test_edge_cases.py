@@ -38,7 +38,7 @@ def rotate(size: int) -> list[tuple[int, int]]:
 
 
 def pair_collectives(size: int, spec: jq.QuantSpec, axis_name: Any = "d") -> dict[str, tuple[Any, Any]]:
-    """Return each collective beside that of jax.lax, for arrays whose first dimension is `size`."""
+    """Return each collective beside jax.lax's, for arrays whose first dimension is `size`."""
     name, options = axis_name, {"axis_name": axis_name}
     return {
         "psum": (lambda x: jqd.psum(x, name, spec=spec), lambda x: lax.psum(x, name)),
@@ -76,7 +76,7 @@ def assert_close(actual: Any, expected: Any, step: float, label: str = "") -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_float_dtype(rng: np.random.Generator, dtype: str) -> None:
-    """Results have the dtype of x, and differ from those of jax.lax by steps of the codes and of the dtype."""
+    """Results have the dtype of x, and differ from jax.lax's by steps of the codes and of the dtype."""
     x = jnp.asarray(rng.normal(size=(8, 8, 5)), dtype)
     collectives = pair_collectives(8, INT8)
     results = map_devices(lambda x: {n: (ours(x), theirs(x)) for n, (ours, theirs) in collectives.items()})(x)
@@ -157,7 +157,7 @@ def test_any_number_of_devices(rng: np.random.Generator, count: int) -> None:
 
 @pytest.mark.slow
 def test_integers_and_bools_travel_as_they_are(rng: np.random.Generator) -> None:
-    """Also those of 4 bits and floats of 8 bits, which some backends cannot send: bit for bit."""
+    """Codes of 4 bits and floats of 8 bits, which some backends cannot send, arrive bit for bit."""
     values = {
         "int4": jnp.asarray(rng.integers(-8, 8, (8, 8, 3)), jnp.int8).astype(jnp.int4),
         "uint2": jnp.asarray(rng.integers(0, 4, (8, 8, 3)), jnp.uint8).astype(jnp.uint2),

@@ -28,7 +28,7 @@ SCALES: list[tuple[tuple[int, ...], jq.QuantSpec, PartitionSpec, PartitionSpec]]
     ((16, 8), jq.QuantSpec(jnp.int4, jq.Blocked(0, 8)), P("model", "data"), P("model", "data")),
     # The last of three blocks is short.
     ((20, 8), jq.QuantSpec(jnp.int8, jq.Blocked(0, 8)), P("model"), P(None, None)),
-    # Two blocks: each of two devices would have one, but not that of all its rows.
+    # Two blocks: each of two devices would have one, but not the block of all its rows.
     ((12, 8), jq.QuantSpec(jnp.int8, jq.Blocked(0, 8)), P("model"), P(None, None)),
     ((48, 8), jq.QuantSpec(jnp.int8, jq.Blocked((0, 1), 4)), P("data", "model"), P("data", "model")),
     ((3, 16, 8), jq.QuantSpec(jq.nf4, jq.Blocked(2, 4)), P(None, "data", "model"), P(None, "data", "model")),
@@ -60,7 +60,7 @@ def test_scales_go_where_their_codes_are(
 
 
 def test_stored_orders_trees_and_functions() -> None:
-    """A partition is that of the logical shape; one of a tree of partitions, or a function, may stand for many."""
+    """A partition is given for the logical shape; a tree of partitions, or a function, may give many."""
     q = jax.eval_shape(lambda: jq.quantize(jnp.zeros((16, 8)), jq.QuantSpec(jnp.int8, jq.PerAxis(1)), stored_last=0))
     tree = {"layers": [{"w": q, "gain": jnp.ones(8)}], "count": 3}
     cut: Any = jqd.find_shardings(q, MESH, P("data", "model"))
@@ -79,7 +79,7 @@ def test_stored_orders_trees_and_functions() -> None:
     assert seen == {"layers/0/w": (16, 8), "layers/0/gain": (8,), "count": ()}
     assert jax.tree.structure(by_path) == jax.tree.structure(tree)
     assert by_path["layers"][0]["w"].stored_codes.spec == P(None, "data")
-    # A tree of partitions may reach into an array, as that of a cache does.
+    # A tree of partitions may reach into an array, as a cache's does.
     cache: Any = jq.KVCache.create((8, 4, 2, 16))
     placed: Any = jqd.find_shardings(cache, MESH, cache.partition_specs("data", "model"))
     assert (placed.keys.spec, placed.index.spec) == (P("data", "model"), P())
@@ -87,7 +87,7 @@ def test_stored_orders_trees_and_functions() -> None:
 
 @pytest.mark.slow
 def test_arrays_are_placed_and_restored_bits_stay(rng: np.random.Generator) -> None:
-    """`jax.device_put`, `jax.jit` and `jax.shard_map` take the shardings; the values are those of one device."""
+    """`jax.device_put`, `jax.jit` and `jax.shard_map` take the shardings; the values equal one device's."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     floats = {
         "a": (rng.normal(size=(16, 8)), jq.QuantSpec(jnp.int4, jq.Blocked(0, 4)), P("data", "model")),

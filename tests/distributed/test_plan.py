@@ -37,7 +37,7 @@ def sum_by_kind(collectives: list[jqd.Collective]) -> dict[str, int]:
     ],
 )
 def test_counts_are_those_of_eight_devices(name: str, is_training: bool) -> None:
-    """The bytes that the compiled step sends, and those of arrays that devices hold."""
+    """The bytes that the compiled step sends, and the bytes of arrays that devices hold."""
     form, mesh = FORMATS[name], Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
     plan = make_plan(SMALL, form, AXES, batch=4, sequence=16, is_training=is_training)
     make_step = make_training_step if is_training else make_decoding_step
@@ -155,7 +155,7 @@ def test_the_tables_of_the_documentation(capsys: pytest.CaptureFixture[str], com
 
 @pytest.mark.slow
 def test_the_command_compares_plans(capsys: pytest.CaptureFixture[str]) -> None:
-    """Totals of two presets on two meshes: those of the single plans."""
+    """The totals of two presets on two meshes equal the single plans."""
     options = "--batch 8 --sequence 32 --formats float32,int8 --step decode"
     meshes = ("model=8", "data=2,model=4")
     repeated = [part for mesh in meshes for part in ("--mesh", mesh)]

@@ -117,7 +117,7 @@ def test_a_nan_of_one_device_is_reported_by_all(folder: pathlib.Path, results: d
 
 @pytest.mark.slow
 def test_the_script_of_the_documentation(tmp_path: pathlib.Path) -> None:
-    """Two processes run it as it is printed, but for the port and the folder; the ranges are those of all batches."""
+    """Two processes run it as it is printed, but for the port and the folder; the ranges cover all batches."""
     text = DOCS.read_text()
     script = text.split("```python\n")[1].split("```")[0]
     assert "127.0.0.1:12345" in script

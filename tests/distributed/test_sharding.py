@@ -74,7 +74,7 @@ def list_gathers(compiled: Any) -> set[str]:
 @pytest.mark.parametrize("is_dynamic", [False, True])
 @pytest.mark.parametrize("name", SPECS)
 def test_fsdp_under_jit(rng: np.random.Generator, name: str, is_dynamic: bool) -> None:
-    """A sharding constraint on a QuantizedArray gathers its codes; the results are those of one device."""
+    """A sharding constraint on a QuantizedArray gathers its codes; the results equal one device's."""
     mesh, (params, x) = make_mesh(), make_block(rng, SPECS[name])
     cut = place(params, mesh, lambda n: 0)
     whole = NamedSharding(mesh, P())
@@ -245,7 +245,7 @@ def cut_tokens(cache: jq.KVCache, mesh: Mesh) -> jq.KVCache:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_attention_over_a_cache_that_is_cut_along_its_tokens(rng: np.random.Generator, dtype: str) -> None:
-    """The bits are those of one device, and no codes or scores travel, but their maxima and sums."""
+    """The bits equal one device's; no codes or scores travel, only their maxima and sums."""
     spec, mesh = jq.QuantSpec(dtype, jq.PerToken()), make_mesh(AxisType.Auto)
     query, key = rng.normal(size=(2, 3, 8, 16)).astype(np.float32), rng.normal(size=(2, 31, 2, 16)).astype(np.float32)
     cache = jq.KVCache.create((2, 32, 2, 16), spec, spec).append(key, -key)
@@ -275,7 +275,7 @@ def test_explicit_axes_that_cut_tokens_are_reported(rng: np.random.Generator) ->
 
 @pytest.mark.slow
 def test_converted_functions_and_convolutions_with_explicit_shardings(rng: np.random.Generator) -> None:
-    """With the batch sharded, the results are those of one device, and sharded as the batch is."""
+    """With the batch sharded, the results equal one device's, and are sharded as the batch is."""
     mesh = make_mesh(AxisType.Explicit)
     x = rng.normal(size=(16, 8, 6, 6)).astype(np.float32)
     shapes = {"kernel": (8, 8, 3, 3), "w": (8, 4)}

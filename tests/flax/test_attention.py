@@ -130,7 +130,7 @@ def test_nnx_decodes_with_shared_heads(rng: np.random.Generator) -> None:
 
 @pytest.mark.slow
 def test_nnx_decodes_into_a_ring(rng: np.random.Generator) -> None:
-    """Long after the ring is full, the results are those of a cache of all tokens with a banded mask."""
+    """Long after the ring is full, the results equal a cache of all tokens with a banded mask."""
     x, window = sample(rng, 2, 11, 8), 3
     specs: Any = {**SPECS, "key_spec": jq.QuantSpec("int4", jq.PerToken())}
     model = qnnx.MultiHeadAttention(4, 8, num_kv_heads=2, **specs, decode=True, rngs=nnx.Rngs(0))
@@ -156,7 +156,7 @@ def test_nnx_decodes_into_a_ring(rng: np.random.Generator) -> None:
 
 @pytest.mark.slow
 def test_linen_decodes_into_a_ring(rng: np.random.Generator) -> None:
-    """Linen's ring holds the bits of NNX's; the results are those of a cache of all tokens with a banded mask."""
+    """Linen's ring holds the bits of NNX's; the results equal a cache of all tokens with a banded mask."""
     x, window = sample(rng, 2, 11, 8), 3
     specs: Any = {**DYNAMIC, "key_spec": jq.QuantSpec("int4", jq.PerToken())}
     ring: Any = qnn.MultiHeadAttention(num_heads=2, decode=True, cache_window=window, **specs)

@@ -305,7 +305,7 @@ def test_groups_of_channels_are_trained(rng: np.random.Generator, name: str) -> 
     y, (dparams, dx) = find_gradients(variables["params"], x)
     serving = qflax.convert(module, variables)
     np.testing.assert_array_equal(jax.jit(module.apply)(serving, x), y)
-    # Of the first batch nothing saturates: the gradient is that of the float layer on what the codes stand for.
+    # Nothing in the first batch saturates: the gradient equals the float layer's on dequantized inputs.
     kernel = serving["params"]["kernel"].dequantize()
     steps = x
     if module.activation_spec is not None:

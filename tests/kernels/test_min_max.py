@@ -92,7 +92,7 @@ def test_extremes_have_the_bits_of_numpys(name: str) -> None:
 
 
 def check_magnitudes(bits: jax.Array, low: np.ndarray, high: np.ndarray) -> None:
-    """Check the bits of the largest magnitude of each slice, of which those without elements have 0."""
+    """Check the bits of the largest magnitude of each slice; a slice without elements has 0."""
     assert bits.shape == tuple(n for n in low.shape if n != 1)
     actual, has_nan = np.asarray(bits).reshape(low.shape), np.isnan(low)
     assert (actual[has_nan] > F32(np.inf).view(np.int32)).all()

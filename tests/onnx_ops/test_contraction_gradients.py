@@ -214,7 +214,7 @@ def test_a_result_of_zero_has_a_gradient(rng: np.random.Generator, dtype: Any) -
 
 @pytest.mark.slow
 def test_the_range_of_a_is_a_constant(rng: np.random.Generator) -> None:
-    """The cotangent of a is that of a plain product with dequantized weights, saturated or not, NaN or not."""
+    """The cotangent of a equals a plain product's with dequantized weights, saturated or not, NaN or not."""
     b, scale = rng.integers(-128, 128, (12, 5)).astype(np.int8), np.float32(0.25)
     weights = b.astype(np.float32) * scale
     for a in (np.zeros((4, 12), np.float32), np.full((4, 12), np.nan, np.float32), np.full((4, 12), 7, np.float32)):

@@ -66,7 +66,7 @@ def around(**keywords: Any) -> Callable[..., jax.Array]:
 
 # Float operands have more elements than what `barriers.split_small_fusion` splits, which writes one wide buffer.
 # The contracted sizes are large and the results small: whatever is wide and larger than two results is an operand.
-# XLA has its kernel for more than a few thousand products only, and for those of small convolutions no int8 at all.
+# XLA has its kernel for more than a few thousand products only, and no int8 at all for small convolutions.
 FORMS: dict[str, Form] = {
     **{
         f"matmul_integer {np.dtype(left)} {np.dtype(right)}": Form(

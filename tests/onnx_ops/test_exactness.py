@@ -18,7 +18,7 @@ from ..support.matrix import as_full
 
 
 def list_parameters() -> Iterator[Any]:
-    """A case with the transforms that run by default, then the same with those that are left."""
+    """A case with the transforms that run by default, then the same case with the other transforms."""
     runs: collections.Counter[tuple[str, ...]] = collections.Counter()
     for case in exactness.cases():
         line, operator = (case.operator, case.dtype, case.oracle), (case.operator,)

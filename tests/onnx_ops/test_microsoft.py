@@ -317,7 +317,7 @@ def test_softmax_of_any_scale(rng: np.random.Generator) -> None:
 
 
 def test_copies_need_the_same_scale(rng: np.random.Generator) -> None:
-    """Codes whose scale and zero point are those of the result do not change, whatever the scale."""
+    """Codes with the scale and zero point of the result do not change, whatever the scale."""
     x = cases.draw_codes(rng, "int8", (50,))
     for scale in (F(0.1), F(3e38), F(2.0**-120)):
         same(jq.ops.qlinear_concat(scale, -3, x, scale, -3, axis=0), x)

@@ -56,7 +56,7 @@ def test_moments_of_one_parameter_at_a_time(name: str) -> None:
 
 
 def test_parts_share_no_array() -> None:
-    """Results that depend on the same arrays are computed together, also those of calls; others later, or never."""
+    """Results that depend on the same arrays, also results of calls, are computed together; others later, or never."""
 
     def run(xs: list[jax.Array]) -> Any:
         a, b, c, d = xs
@@ -76,7 +76,7 @@ def test_parts_share_no_array() -> None:
 
 @pytest.mark.slow
 def test_the_order_changes_no_bit(rng: np.random.Generator) -> None:
-    """The update outside of `jax.jit` is not ordered; its codes are those of the compiled one."""
+    """The update outside of `jax.jit` is not ordered; it has the codes of the compiled one."""
     tx = _quantize(optax.trace(0.5), min_size=1)
     gradients = [{f"w{i}": jnp.asarray(rng.normal(size=(20, 33)), jnp.float32) for i in range(3)} for _ in range(2)]
     mine = theirs = tx.init(gradients[0])

@@ -55,7 +55,7 @@ def test_shards_need_no_communication(kind: AxisType, rng: np.random.Generator) 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 0])
 def test_explicit_axes_that_cut_blocks(seed: int | None, rng: np.random.Generator) -> None:
-    """Blocks that lie on several devices, short blocks and stochastic rounding: the codes are those of one device."""
+    """Blocks that lie on several devices, short blocks and stochastic rounding give the codes of one device."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     shapes = {"rows": (24, 33), "columns": (20, 64), "vector": (104,)}
     specs = {"rows": PartitionSpec("data"), "columns": PartitionSpec(None, "data"), "vector": PartitionSpec("data")}

@@ -116,7 +116,7 @@ def decode(leaf: Any) -> Any:
 
 
 def check_leaf(leaf: Any, expected: Any) -> None:
-    """Compare a leaf of a new state with that of floats. The two programs may differ in a last bit of a float."""
+    """Compare a leaf of a new state with the leaf of floats. The two programs may differ in a last bit of a float."""
     if not is_quantized(leaf):
         np.testing.assert_allclose(leaf, expected, rtol=1e-5, atol=1e-7)
         return

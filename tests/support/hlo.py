@@ -67,7 +67,7 @@ class Program:
                 current.append(Instruction(match[2], arrays(match[3]), match[4], match[5], bool(match[1])))
 
     def in_memory(self) -> Iterator[Instruction]:
-        """Yield the instructions outside of fusions: those of the entry, of the bodies of loops and of calls."""
+        """Yield the instructions outside of fusions, in the entry and the bodies of loops and calls."""
         waiting, names = [self.entry], set()
         while waiting:
             name = waiting.pop()

@@ -101,7 +101,7 @@ def _compute_ratio(actual: np.ndarray, expected: np.ndarray) -> float:
 
 
 def check_gradients(actual: Any, expected: Any, cosine: float) -> None:
-    """Check that gradients are finite, reach the same arrays as those of floats, and have about their direction."""
+    """Check that gradients are finite, reach the same arrays as float gradients, and have about their direction."""
     for a, b in _pair_floats(actual, expected):
         assert np.isfinite(a).all()
         assert a.any() == b.any()

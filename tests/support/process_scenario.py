@@ -185,7 +185,7 @@ def make_observe(mesh: Mesh, x: np.ndarray) -> Any:
 
 
 def find_fault(mesh: Mesh, x: np.ndarray) -> str:
-    """Return the message of the error for a range of all devices, of which one, of the second process, has a NaN."""
+    """Return the message of the error for a range of all devices, one of which, in the second process, has a NaN."""
     minmax, x = jq.calibration.minmax(jq.QuantSpec(jnp.uint8)), x.copy()
     x[5, 1, 2] = np.nan
     state = make_observe(mesh, x)(minmax.all_reduce, lambda x: minmax.update(minmax.init(x), x))

@@ -49,7 +49,7 @@ def run_together(
         folder: where they print, into log0.txt, log1.txt and so on.
         time_limit: seconds after which processes that still run are ended.
         devices: how many each process has.
-        is_over: whether to end those that still run, by the exit statuses so far. None: after the first failure,
+        is_over: whether to end processes that still run, by the exit statuses so far. None: after the first failure,
             because the others would wait for it.
     """
     logs = [folder / f"log{i}.txt" for i in range(len(commands))]

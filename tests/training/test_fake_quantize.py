@@ -86,7 +86,7 @@ SOME_HALVES = [("uint4", "float16"), ("int8", "bfloat16"), ("nf4", "bfloat16"), 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("case", "dtype"), mark_others_full(HALVES, SOME_HALVES))
 def test_halves(rng: np.random.Generator, case: str, dtype: str) -> None:
-    """Divided and multiplied in float32, rounded once to the dtype of x, whatever that of the scale."""
+    """Divided and multiplied in float32, rounded once to the dtype of x, whatever the dtype of the scale."""
     name = gradient_rules.CASES[case][0]
     spec, kind = gradient_rules.spec_of(case), onnx_text.dtype(dtype)
     levels = gradient_rules.BOOKS[name].levels if name in gradient_rules.BOOKS else None

@@ -63,7 +63,7 @@ def test_current_scaling(way: str, rng: np.random.Generator) -> None:
 
 
 def test_delayed_scaling(rng: np.random.Generator) -> None:
-    """The scale is that of the largest magnitude of the last steps; what saturates gets no gradient."""
+    """The scale comes from the largest magnitude of the last steps; what saturates gets no gradient."""
     histories = [jq.AmaxHistory.start(2), jq.AmaxHistory.start(2)]
 
     @jax.jit

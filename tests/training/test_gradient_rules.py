@@ -107,7 +107,7 @@ def test_vectors_by_hand() -> None:
 
 @pytest.mark.slow
 def test_pact_by_hand() -> None:
-    """alpha = 15 * 0.5 = 7.5, at its ends and beside them; the cotangent of the scale is 15 times that of alpha."""
+    """alpha = 15 * 0.5 = 7.5, at its ends and beside them; the cotangent of the scale is 15 times alpha's."""
     x = np.array([-1.0, -1e-30, 0.0, 1e-30, 7.25, np.nextafter(F32(7.5), F32(0)), 7.5, 7.75, np.inf], F32)
     fake = lambda x, s: jq.fake_quantize(x, jq.QuantSpec(jnp.uint4), s, 0, gradient=jq.PACT())  # noqa: E731
     dx, ds = jax.vmap(jax.grad(fake, (0, 1)), in_axes=(0, None))(x, jnp.float32(0.5))

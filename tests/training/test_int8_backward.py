@@ -192,7 +192,7 @@ def test_the_two_cotangents_draw_apart(fixed_rng: np.random.Generator) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_halves(rng: np.random.Generator, dtype: str) -> None:
-    """The integers are those of float32; each cotangent is rounded once, to its operand's dtype."""
+    """The integers are the same as in float32; each cotangent is rounded once, to its operand's dtype."""
     x, w, g = (rng.normal(size=shape).astype(F32) for shape in ((4, 11), (11, 6), (4, 6)))
     x, w = jnp.asarray(x, dtype), jnp.asarray(w, dtype)
     call = functools.partial(jq.quantized_dot_general, dimension_numbers=MATRIX, lhs_spec=I8, rhs_spec=I8)

@@ -86,7 +86,7 @@ BY_DEFAULT = (
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "kind"), mark_others_full(KINDS, BY_DEFAULT))
 def test_cotangents_are_exact(name: str, kind: str, rng: np.random.Generator) -> None:
-    """In floats and in integers, on numbers that neither rounds: to the bit those of the float convolution."""
+    """In floats and in integers, on numbers that neither rounds, the bits of the float convolution."""
     left, right, strides, padding, rest = CASES[name]
     numbers = numbers_of(name)
     sides, xs = [], []
@@ -148,7 +148,7 @@ PAIRS = ("both asymmetric", "depthwise", "4 bits, float16", "weights of a table"
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", mark_others_full(FORWARD, PAIRS))
 def test_results_and_gradients(name: str, rng: np.random.Generator) -> None:
-    """Bit for bit those of `conv_general_dilated` of `quantize`; gradients as floats have them, in bfloat16, too."""
+    """The bits of `conv_general_dilated` of `quantize`, and the gradients of floats, in bfloat16, too."""
     case, *specs, more = FORWARD[name]
     left, right, strides, padding, rest = CASES[case]
 

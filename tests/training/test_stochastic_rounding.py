@@ -167,7 +167,7 @@ def test_the_gradient_is_that_of_the_draw(rng: np.random.Generator, case: str, c
 
 @pytest.mark.slow
 def test_a_range_that_is_found(fixed_rng: np.random.Generator) -> None:
-    """Without a scale: that of x, whose extremes stay where they are."""
+    """Without a scale, the range of x is used, and its extremes stay where they are."""
     x = fixed_rng.normal(size=SHAPE).astype(F32)
     for case in ("uint4", "int8"):
         spec = spec_of(case)

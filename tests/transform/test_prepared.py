@@ -566,7 +566,7 @@ def test_contractions_run_on_the_codes_that_parameters_have(rules: str, params: 
     prepared = jq.prepare(apply, given, x, rules=RULES[rules], strict=True)
     row, other = prepared.coverage.rows
     assert row.form == ("weight-only" if rules == "weight_only" else "integer")
-    assert row.reason == "the codes of first/kernel are those that it had"
+    assert row.reason == "first/kernel keeps its codes"
     assert other.reason == ""
     ranges = prepared.calibrate(given, batches)
     converted = prepared.convert(given, ranges)

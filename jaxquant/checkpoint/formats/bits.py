@@ -1,6 +1,6 @@
 """Codes of 1 to 8 bits in bytes and words, in numpy: the dense streams of bits that most formats of files have.
 
-The lowest bits of a stream are those of the first code; a code may cross the bytes and the words.
+The first code is in the lowest bits of a stream; a code may cross the bytes and the words.
 """
 
 from __future__ import annotations

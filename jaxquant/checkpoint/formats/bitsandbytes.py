@@ -150,7 +150,7 @@ def _find_excluded(settings: family.Settings, module: str) -> str | None:
 
 
 def _make_book(name: str, table: np.ndarray) -> Codebook:
-    """Return the codebook of a table, which is that of jaxquant where it has the same numbers."""
+    """Return the codebook of a table: jaxquant's own where it has the same numbers."""
     levels = tuple(float(level) for level in table)
     return spec.nf4 if levels == spec.nf4.levels else Codebook(name, levels)
 

@@ -49,7 +49,7 @@ def get_settings(configs: Mapping[str, Any]) -> Settings:
 
 
 def matches_target(pattern: str, module: str) -> bool:
-    """Return whether a name, or an expression after "re:", is that of a module."""
+    """Return whether a name, or an expression after "re:", matches a module."""
     if pattern.startswith("re:"):
         return family.matches_pattern(pattern[3:], module)
     return pattern == module

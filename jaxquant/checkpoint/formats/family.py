@@ -206,7 +206,7 @@ def hold_codes(codes: np.ndarray, bits: int) -> np.ndarray:
     """Return int8 or uint8 codes in the narrowest dtype that numpy has for them: of 1, 2, 4 or up to 8 bits."""
     prefix = "" if codes.dtype == INT8 else "u"
     name = {1: "int2", 2: "int2", 4: "int4"}.get(bits)
-    # The bytes of these dtypes are those of int8 and uint8.
+    # These dtypes are saved as int8 and uint8, byte for byte.
     return codes if name is None else codes.view(np.dtype(getattr(ml_dtypes, prefix + name)))
 
 
@@ -285,7 +285,7 @@ def check_written(
         q: the array.
         formats: the names of the formats of codes that the file holds.
         sizes: for each dimension, how many indices share a scale in the file.
-        forms: of "zero_point", "offset" and "permutation", those that the file holds.
+        forms: which of "zero_point", "offset" and "permutation" the file holds.
         arithmetic: the dtype that the values are computed in when the file is loaded, or None for float32.
     """
     if q.shape != entry.shape:
@@ -305,7 +305,7 @@ def check_written(
         raise refuse_array(entry, "a scale that codes are multiplied with, inverse_scale=False", repr(q))
     if isinstance(q.scale, QuantizedArray) and q.scale.zero_point is not None:
         raise refuse_array(entry, "a nested scale without a zero point", repr(q.scale))
-    # Blocks of another size may be as many as those of the file.
+    # The file may have as many blocks, of another size.
     for part in (q.scale, q.zero_point, q.offset):
         shape = q.shape if part is None else tuple(part.shape)
         found = Aligned(q.block_size).sizes(shape, q.shape) or ()
@@ -394,7 +394,7 @@ def count_words(length: int, bits: int) -> int:
 
 
 def get_bits(q: QuantizedArray) -> int:
-    """Return the bits of the codes of an array: those of integers, or 0 for a codebook."""
+    """Return the number of bits of an array's integer codes, or 0 for a codebook."""
     digits = re.sub(r"\D", "", q.format.name) if q.codebook is None else ""
     return int(digits or 0)
 

@@ -243,7 +243,7 @@ def _column(part: np.ndarray) -> np.ndarray:
 
 
 def _negate(half: np.ndarray) -> np.ndarray:
-    """Return float16 numbers with the other sign, also those of NaN."""
+    """Return float16 numbers with the other sign, NaN included."""
     return (np.ascontiguousarray(half).view(np.uint16) ^ np.uint16(0x8000)).view(_F16)
 
 

@@ -24,7 +24,7 @@ _VERSIONS = {"gptq": 1, "gptq_v2": 2}
 
 
 def get_settings(configs: Mapping[str, Any]) -> Settings:
-    """Return the settings of a model: those of config.json, or of the older quantize_config.json."""
+    """Return the settings of a model, from config.json or the older quantize_config.json."""
     return family.get_quantization(configs) or configs.get("quantize_config.json", {})
 
 

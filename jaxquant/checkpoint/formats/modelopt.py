@@ -26,7 +26,7 @@ _SIZE = 16
 
 
 def get_settings(configs: Mapping[str, Any]) -> Settings:
-    """Return the settings of a model: those of hf_quant_config.json, or of config.json."""
+    """Return the settings of a model, from hf_quant_config.json or config.json."""
     own = configs.get("hf_quant_config.json", {}).get("quantization")
     return own if isinstance(own, dict) else family.get_quantization(configs)
 

@@ -267,7 +267,7 @@ def read_feature_axes(module: nnx.Module, rank: int) -> tuple[int, ...] | None:
 def _read_stored_axes(module: nnx.Module, rank: int) -> tuple[int, ...]:
     """Return the axes of a layer's kernel, counted from the back, that the converted codes hold last in memory.
 
-    They are those that the layer contracts, in the order of the axes of its input.
+    The layer contracts these axes, in the order of the axes of its input.
     """
     if isinstance(module, nnx.LinearGeneral):
         # The kernel has the batch axes first, then those that are contracted; flax sorts both.

@@ -65,15 +65,15 @@ def write_requantization(graph: ModelGraph, call: WriterCall) -> Value | None:
     rhs_scale = _store_vector(graph, p["b_scale"], axis)
     offset = None if bias is None else _store_bias(graph, bias, axis, acc.shape)
     # In the operators with scales, unlike in the integer ones, zero points are required inputs.
-    points = [_read_point(graph, node.input, i) for i in (0, 1)]
+    zero_points = [_read_zero_point(graph, node.input, i) for i in (0, 1)]
     if rhs_scale is None or (bias is not None and offset is None):
         return None
     # ONNX Runtime wants the scale and the zero point of the weights in one shape.
     count = 1 if _is_single(p["b_scale"]) else p["b_scale"].shape[axis]
-    if count != graph.count_elements(points[1]):
-        points[1] = _repeat_point(graph, node.input, count)
+    if count != graph.count_elements(zero_points[1]):
+        zero_points[1] = _repeat_zero_point(graph, node.input, count)
     scales = [_store_scalar(graph, p["a_scale"], _FLOAT32), rhs_scale, _store_scalar(graph, y_scale, _FLOAT32)]
-    operands = [node.input[0], scales[0], points[0], node.input[1], scales[1], points[1]]
+    operands = [node.input[0], scales[0], zero_points[0], node.input[1], scales[1], zero_points[1]]
     result = [scales[2], _store_scalar(graph, y_center, dtype)]
     name = _write_contraction(graph, node, operands, offset, result, len(acc.shape))
     return Value(tuple(call.outputs[0].shape), dtype, name)
@@ -109,29 +109,29 @@ def _store_bias(graph: ModelGraph, bias: Value, axis: int, shape: Shape) -> str 
     return graph.add("Expand", [name, graph.add_shape((shape[axis],))])
 
 
-def _read_point(graph: ModelGraph, inputs: Any, place: int) -> str:
+def _read_zero_point(graph: ModelGraph, inputs: Any, place: int) -> str:
     """Return the zero point of an operand, which the integer operators may leave out."""
     if len(inputs) > 2 + place and inputs[2 + place]:
         return inputs[2 + place]
     return graph.add_constant(np.zeros((), graph.derive_dtype(inputs[place]) or _UINT8))
 
 
-def _repeat_point(graph: ModelGraph, inputs: Any, count: int) -> str:
+def _repeat_zero_point(graph: ModelGraph, inputs: Any, count: int) -> str:
     """Return the zero point of the right operand with as many entries as it has scales."""
-    point = _read_point(graph, inputs, 1)
-    if point in graph.arrays:
-        return graph.add_constant(np.broadcast_to(graph.arrays[point], (count,)))
-    return graph.add("Expand", [point, graph.ints(count)])
+    zero_point = _read_zero_point(graph, inputs, 1)
+    if zero_point in graph.arrays:
+        return graph.add_constant(np.broadcast_to(graph.arrays[zero_point], (count,)))
+    return graph.add("Expand", [zero_point, graph.ints(count)])
 
 
 def _write_qdq(graph: ModelGraph, node: Any, operands: Any, offset: str | None, result: Any, rank: int) -> str:
     """Return the codes of a float operator between DequantizeLinear and QuantizeLinear."""
-    x, x_scale, x_point, w, w_scale, w_point = operands
+    x, x_scale, x_zero_point, w, w_scale, w_zero_point = operands
     is_conv = node.op_type == "ConvInteger"
     # A scalar scale has no axis, and runtimes ignore the attribute then.
     names = [
-        graph.add("DequantizeLinear", [x, x_scale, x_point]),
-        graph.add("DequantizeLinear", [w, w_scale, w_point], axis=0 if is_conv else graph.derive_rank(w) - 1),
+        graph.add("DequantizeLinear", [x, x_scale, x_zero_point]),
+        graph.add("DequantizeLinear", [w, w_scale, w_zero_point], axis=0 if is_conv else graph.derive_rank(w) - 1),
     ]
     if offset is not None:
         scale = graph.add_product(x_scale, w_scale)
@@ -242,9 +242,9 @@ def _is_fusible(graph: ModelGraph, dtype: DTypeLike) -> bool:
 def _store_affine(graph: ModelGraph, parameters: Any, side: str, dtype: np.dtype = _UINT8) -> list[str]:
     """Return the scale and the zero point of an operand or of the result, with codes of a dtype."""
     # Without a zero point, ONNX Runtime takes codes of int8 for uint8, and does not load the model.
-    point = parameters[f"{side}_zero_point"]
-    point = values.make_known(np.zeros((), dtype)) if point is None else point
-    return [_store_scalar(graph, parameters[f"{side}_scale"], _FLOAT32), _store_scalar(graph, point, dtype)]
+    zero_point = parameters[f"{side}_zero_point"]
+    zero_point = values.make_known(np.zeros((), dtype)) if zero_point is None else zero_point
+    return [_store_scalar(graph, parameters[f"{side}_scale"], _FLOAT32), _store_scalar(graph, zero_point, dtype)]
 
 
 def _write_between(graph: ModelGraph, operator: str, operands: Any, result: Any, **attributes: Any) -> str:

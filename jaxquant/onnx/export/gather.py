@@ -30,7 +30,7 @@ def write_gather(graph: ModelGraph, call: WriterCall) -> Value:
     elif len(axes) == 1:
         name = _gather_axis(graph, x, index, x_shape, index_shape, numbers, sizes)
     else:
-        name = _gather_points(graph, x, index, x_shape, index_shape, numbers, sizes)
+        name = _gather_nd(graph, x, index, x_shape, index_shape, numbers, sizes)
     output = call.outputs[0]
     result = Value(tuple(output.shape), values.choose_container(output.dtype), name)
     return result if is_inside is None else _fill_outside(graph, result, is_inside, numbers, p["fill_value"])
@@ -110,7 +110,7 @@ def _place_window(window: Sequence[int], batch: Sequence[int], offsets: Sequence
     return order
 
 
-def _gather_points(
+def _gather_nd(
     graph: ModelGraph, x: str, index: str, x_shape: Shape, index_shape: Shape, numbers: Any, sizes: Sequence[int]
 ) -> str:  # fmt: skip
     """Return a gather with indices that have an entry for each of several axes."""
@@ -182,7 +182,7 @@ def _spread_indices(
     if not values.is_static(tuple(lengths[axis] for axis in windows)):
         raise UnsupportedError("slices of symbolic length")
     if batching or short:
-        counts = [_count_places(graph, batch, d) for d in index_batching]
+        counts = [_make_batch_indices(graph, batch, d) for d in index_batching]
         zeros = graph.store_full(values.make_known(np.zeros((1,) * (len(batch) + 1), np.int64)), (*batch, len(short)))
         index = _join_last(graph, [*counts, *([index] if named else []), *([zeros] if short else [])])
     if windows:
@@ -194,7 +194,7 @@ def _spread_indices(
     return axes, index
 
 
-def _count_places(graph: ModelGraph, batch: Shape, dimension: int) -> str:
+def _make_batch_indices(graph: ModelGraph, batch: Shape, dimension: int) -> str:
     """Return for each place its index along a dimension of the places, in a last dimension of 1."""
     line = tuple(-1 if d == dimension else 1 for d in range(len(batch) + 1))
     length = batch[dimension]

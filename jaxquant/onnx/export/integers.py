@@ -16,8 +16,8 @@ from .values import Shape, Value
 _UINT8, _INT32, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.float32)
 
 
-def _is_zero(steps: Value | None) -> bool:
-    return steps is None or (steps.is_known and not np.any(np.asarray(steps.array)))
+def _is_zero(zero_point: Value | None) -> bool:
+    return zero_point is None or (zero_point.is_known and not np.any(np.asarray(zero_point.array)))
 
 
 def _count(x: Value) -> int:
@@ -34,27 +34,29 @@ def write_contraction(graph: ModelGraph, call: WriterCall) -> Value:
     output, left, right = call.outputs[0].shape, p["left"], p["right"]
     lhs = Matrix(_to_container(graph, p["lhs"]), lhs_shape, *left)
     rhs = Matrix(_to_container(graph, p["rhs"]), rhs_shape, *right)
-    points = p["lhs_center"], p["rhs_center"]
-    columns = _derive_column_points(points[1], rhs)
+    zero_points = p["lhs_center"], p["rhs_center"]
+    columns = _derive_zero_point_shape(zero_points[1], rhs)
     if columns is None:
         # A MatMul of int32 wraps around as MatMulInteger does, but takes many times as long.
-        sides = [_subtract(graph, side, point) for side, point in zip((lhs, rhs), points, strict=True)]
+        sides = [_subtract(graph, side, zero_point) for side, zero_point in zip((lhs, rhs), zero_points, strict=True)]
         name = contractions.multiply(graph, sides[0], sides[1], lambda a, b: graph.add("MatMul", [a, b]))
-    elif _is_zero(points[0]) or _count(points[0]) == 1:
-        name = _multiply(graph, lhs, rhs, points, columns)
+    elif _is_zero(zero_points[0]) or _count(zero_points[0]) == 1:
+        name = _multiply(graph, lhs, rhs, zero_points, columns)
     else:
-        name = _multiply_rows(graph, lhs, rhs, points, columns)
+        name = _multiply_rows(graph, lhs, rhs, zero_points, columns)
     return Value(tuple(output), _INT32, name)
 
 
 def _multiply(
-    graph: ModelGraph, lhs: Matrix, rhs: Matrix, points: tuple[Value | None, Value | None], columns: Shape
+    graph: ModelGraph, lhs: Matrix, rhs: Matrix, zero_points: tuple[Value | None, Value | None], columns: Shape
 ) -> str:  # fmt: skip
     """Return MatMulInteger with one zero point on the left, and one on the right or one for each of its columns."""
-    lhs, points = _match_signs(graph, lhs, rhs, points)
+    lhs, zero_points = _match_signs(graph, lhs, rhs, zero_points)
     names = [
-        "" if _is_zero(point) else _store_point(graph, _read_point(graph, point, side.value.dtype), shape)
-        for point, side, shape in zip(points, (lhs, rhs), ((), columns), strict=True)
+        ""
+        if _is_zero(zero_point)
+        else _store_zero_point(graph, _read_zero_point(graph, zero_point, side.value.dtype), shape)
+        for zero_point, side, shape in zip(zero_points, (lhs, rhs), ((), columns), strict=True)
     ]
     # ONNX Runtime's fused kernel reads a zero point for each column where there is a scale for each column.
     while names and not names[-1]:
@@ -69,33 +71,33 @@ def _multiply(
 
 
 def _multiply_rows(
-    graph: ModelGraph, lhs: Matrix, rhs: Matrix, points: tuple[Value | None, Value | None], columns: Shape
+    graph: ModelGraph, lhs: Matrix, rhs: Matrix, zero_points: tuple[Value | None, Value | None], columns: Shape
 ) -> str:  # fmt: skip
     """Return the product of a left operand that has a zero point for each row.
 
     ONNX Runtime's MatMulInteger takes only one. So it multiplies the codes themselves, and the product of each zero
-    point and the sums over the columns of the right operand is subtracted, modulo 2**32, as everything here.
+    zero_point and the sums over the columns of the right operand is subtracted, modulo 2**32, as everything here.
     """
-    steps = points[0]
-    assert steps is not None
+    zero_point = zero_points[0]
+    assert zero_point is not None
     if lhs.value.dtype == np.int8 and rhs.value.dtype == _UINT8:
         offset = values.make_known(np.int32(128))
-        steps = apply_operator(graph, "Add", [cast_value(graph, steps, _INT32), offset])
+        zero_point = apply_operator(graph, "Add", [cast_value(graph, zero_point, _INT32), offset])
         lhs = lhs._replace(value=_to_unsigned(graph, lhs.value, None)[0])
-    product = _multiply(graph, lhs, rhs, (None, points[1]), columns)
-    sums = _sum_columns(graph, lhs, rhs, points[1], columns)
+    product = _multiply(graph, lhs, rhs, (None, zero_points[1]), columns)
+    sums = _sum_columns(graph, lhs, rhs, zero_points[1], columns)
     # The zero points in the dimensions of the result, which are 1 for the columns.
-    rows = graph.transpose(graph.store(steps), [*lhs.batch, *lhs.free, *lhs.contracted])
-    shape = (*(steps.shape[axis] for axis in (*lhs.batch, *lhs.free)), *(1 for _ in rhs.free))
+    rows = graph.transpose(graph.store(zero_point), [*lhs.batch, *lhs.free, *lhs.contracted])
+    shape = (*(zero_point.shape[axis] for axis in (*lhs.batch, *lhs.free)), *(1 for _ in rhs.free))
     rows = rows if len(lhs.contracted) == len(rhs.free) else graph.reshape(rows, shape)
     return graph.add("Sub", [product, graph.add("Mul", [rows, sums])])
 
 
-def _sum_columns(graph: ModelGraph, lhs: Matrix, rhs: Matrix, steps: Value | None, columns: Shape) -> str:
+def _sum_columns(graph: ModelGraph, lhs: Matrix, rhs: Matrix, zero_point: Value | None, columns: Shape) -> str:
     """Return int32 sums over the right operand, less its zero points, in the dimensions of the result."""
-    if rhs.value.is_known and (steps is None or steps.is_known):
+    if rhs.value.is_known and (zero_point is None or zero_point.is_known):
         codes = np.broadcast_to(np.asarray(rhs.value.array), rhs.shape).astype(np.int32)
-        array = codes if steps is None else codes - np.asarray(steps.array, np.int32)
+        array = codes if zero_point is None else codes - np.asarray(zero_point.array, np.int32)
         total = array.sum(tuple(rhs.contracted), dtype=np.int32, keepdims=True)
         total = total.transpose([*rhs.batch, *rhs.contracted, *rhs.free])
         shape = (*(rhs.shape[axis] for axis in rhs.batch), *(1 for _ in lhs.free), *(rhs.shape[a] for a in rhs.free))
@@ -103,66 +105,66 @@ def _sum_columns(graph: ModelGraph, lhs: Matrix, rhs: Matrix, steps: Value | Non
     # A row of ones. With a batch, each matrix has its own.
     shape = tuple(1 if axis in lhs.free else n for axis, n in enumerate(lhs.shape))
     ones = graph.fill(values.make_known(np.ones((1,) * len(shape), np.uint8)), shape)
-    return _multiply(graph, lhs._replace(value=ones, shape=shape), rhs, (None, steps), columns)
+    return _multiply(graph, lhs._replace(value=ones, shape=shape), rhs, (None, zero_point), columns)
 
 
 def _match_signs(
-    graph: ModelGraph, lhs: Matrix, rhs: Matrix, points: tuple[Value | None, Value | None]
+    graph: ModelGraph, lhs: Matrix, rhs: Matrix, zero_points: tuple[Value | None, Value | None]
 ) -> tuple[Matrix, tuple[Value | None, Value | None]]:
     """Return a left operand of int8 as uint8 if the right one is uint8, and the zero points.
 
     ONNX Runtime has no MatMulIntegerToFloat for int8 by uint8, and does not load a model in which it fuses this product
     with the scales, which it does if one of them is computed.
     """
-    is_static = lhs.value.is_known and (points[1] is None or points[1].is_known)
+    is_static = lhs.value.is_known and (zero_points[1] is None or zero_points[1].is_known)
     if is_static or lhs.value.dtype != np.int8 or rhs.value.dtype != _UINT8:
-        return lhs, points
-    value, point = _to_unsigned(graph, lhs.value, points[0])
-    return lhs._replace(value=value), (point, points[1])
+        return lhs, zero_points
+    value, zero_point = _to_unsigned(graph, lhs.value, zero_points[0])
+    return lhs._replace(value=value), (zero_point, zero_points[1])
 
 
 def _to_container(graph: ModelGraph, codes: Value) -> Value:
     return cast_value(graph, codes, values.choose_container(codes.dtype))
 
 
-def _read_point(graph: ModelGraph, steps: Value | None, dtype: DTypeLike) -> Value:
+def _read_zero_point(graph: ModelGraph, zero_point: Value | None, dtype: DTypeLike) -> Value:
     """Return a zero point of one element in the dtype of its codes."""
-    if steps is None:
+    if zero_point is None:
         return values.make_known(np.zeros((), dtype))
-    return cast_value(graph, steps, dtype)
+    return cast_value(graph, zero_point, dtype)
 
 
-def _derive_column_points(steps: Value | None, rhs: Matrix) -> Shape | None:
+def _derive_zero_point_shape(zero_point: Value | None, rhs: Matrix) -> Shape | None:
     """Return the shape in which MatMulInteger takes a zero point: (), or one entry for each column; or None."""
-    if _is_zero(steps) or steps is None or _count(steps) == 1:
+    if _is_zero(zero_point) or zero_point is None or _count(zero_point) == 1:
         return ()
-    varies = [axis for axis, n in enumerate(steps.shape) if not bool(n == 1)]
+    varies = [axis for axis, n in enumerate(zero_point.shape) if not bool(n == 1)]
     if len(rhs.free) == 1 and varies == [rhs.free[0]]:
         return (rhs.shape[rhs.free[0]],)
     return None
 
 
-def _store_point(graph: ModelGraph, point: Value, shape: Shape) -> str:
+def _store_zero_point(graph: ModelGraph, zero_point: Value, shape: Shape) -> str:
     """Return a zero point in a shape."""
-    if point.is_known:
+    if zero_point.is_known:
         # A zero point that is 0 everywhere is a scalar, whatever its shape.
-        array = np.asarray(point.array)
+        array = np.asarray(zero_point.array)
         array = array.reshape(-1)[:1] if shape == () else array
         return graph.add_constant(array.reshape(shape))
-    assert point.name is not None
-    if shape == () and point.shape != ():
-        scalar = graph.read_scalar_name(point.name)
-        return graph.reshape(point.name, ()) if scalar == point.name else scalar
-    return point.name if point.shape == shape else graph.reshape(point.name, shape)
+    assert zero_point.name is not None
+    if shape == () and zero_point.shape != ():
+        scalar = graph.read_scalar_name(zero_point.name)
+        return graph.reshape(zero_point.name, ()) if scalar == zero_point.name else scalar
+    return zero_point.name if zero_point.shape == shape else graph.reshape(zero_point.name, shape)
 
 
-def _subtract(graph: ModelGraph, side: Matrix, steps: Value | None) -> Matrix:
+def _subtract(graph: ModelGraph, side: Matrix, zero_point: Value | None) -> Matrix:
     """Return an operand as int32 with its zero points subtracted."""
     wide = cast_value(graph, side.value, np.int32)
-    if not _is_zero(steps):
-        assert steps is not None
+    if not _is_zero(zero_point):
+        assert zero_point is not None
         wide = graph.fill(wide, side.shape) if wide.is_known else wide
-        wide = apply_operator(graph, "Sub", [wide, steps])
+        wide = apply_operator(graph, "Sub", [wide, zero_point])
     return side._replace(value=wide)
 
 
@@ -176,26 +178,26 @@ def write_convolution(graph: ModelGraph, call: WriterCall) -> Value:
         {"window_strides": geometry.strides, "padding": geometry.padding, "rhs_dilation": geometry.rhs_dilation},
         geometry.groups,
     )  # fmt: skip
-    x, point = _to_unsigned(graph, _to_container(graph, p["x"]), p["x_center"])
+    x, x_center = _to_unsigned(graph, _to_container(graph, p["x"]), p["x_center"])
     w = _to_container(graph, p["w"])
     name = graph.store_full(x, x_shape)
-    kernel, steps = graph.store_full(w, w_shape), p["w_center"]
+    kernel, w_center = graph.store_full(w, w_shape), p["w_center"]
     graph.note_dtype(name, x.dtype)
     graph.note_dtype(kernel, w.dtype)
-    x_point = _store_point(graph, point, ())
+    x_zero_point = _store_zero_point(graph, x_center, ())
     if any(step != 1 for step in geometry.lhs_dilation):
         # The zero point between the elements counts as 0, like the padding of ConvInteger.
-        name = contractions.spread_image(graph, name, x_shape, geometry.lhs_dilation, [x_point])
-    if _is_zero(steps) or _count(steps) == 1:
-        w_point = _store_point(graph, _read_point(graph, steps, w.dtype), ())
-        acc = graph.add("ConvInteger", [name, kernel, x_point, w_point], **attributes)
+        name = contractions.spread_image(graph, name, x_shape, geometry.lhs_dilation, [x_zero_point])
+    if _is_zero(w_center) or _count(w_center) == 1:
+        w_zero_point = _store_zero_point(graph, _read_zero_point(graph, w_center, w.dtype), ())
+        acc = graph.add("ConvInteger", [name, kernel, x_zero_point, w_zero_point], **attributes)
     else:
         # ConvInteger takes one zero point of the kernel. The others multiply the sums over windows of x.
-        acc = graph.add("ConvInteger", [name, kernel, x_point], **attributes)
+        acc = graph.add("ConvInteger", [name, kernel, x_zero_point], **attributes)
         ones = graph.add_constant(np.ones(w_shape, np.int8))
-        sums = graph.add("ConvInteger", [name, ones, x_point], **attributes)
-        points = graph.reshape(graph.store(steps), (1, w_shape[0], *(1,) * (len(w_shape) - 2)))
-        acc = graph.add("Sub", [acc, graph.add("Mul", [sums, points])])
+        sums = graph.add("ConvInteger", [name, ones, x_zero_point], **attributes)
+        zero_points = graph.reshape(graph.store(w_center), (1, w_shape[0], *(1,) * (len(w_shape) - 2)))
+        acc = graph.add("Sub", [acc, graph.add("Mul", [sums, zero_points])])
     return Value(tuple(call.outputs[0].shape), _INT32, acc)
 
 
@@ -228,18 +230,20 @@ def _drop_ones(graph: ModelGraph, x: Value) -> Value:
     return x
 
 
-def _to_unsigned(graph: ModelGraph, x: Value, steps: Value | None) -> tuple[Value, Value]:
+def _to_unsigned(graph: ModelGraph, x: Value, zero_point: Value | None) -> tuple[Value, Value]:
     """Return uint8 codes and their zero point: ONNX Runtime's ConvInteger takes no int8 images."""
     if x.dtype == _UINT8:
-        return x, _read_point(graph, steps, _UINT8)
+        return x, _read_zero_point(graph, zero_point, _UINT8)
     # Codes and zero point both move by 128, so the sums do not change.
     wide = apply_operator(graph, "Add", [cast_value(graph, x, np.int32), values.make_known(np.int32(128))])
-    steps = values.make_known(np.int32(0)) if steps is None else steps
-    if steps.is_known:
-        point = values.make_known(np.asarray(np.asarray(steps.array) + 128, np.uint8).reshape(()))
+    zero_point = values.make_known(np.int32(0)) if zero_point is None else zero_point
+    if zero_point.is_known:
+        zero_point = values.make_known(np.asarray(np.asarray(zero_point.array) + 128, np.uint8).reshape(()))
     else:
-        point = cast_value(graph, apply_operator(graph, "Add", [steps, values.make_known(np.int32(128))]), _UINT8)
-    return cast_value(graph, wide, _UINT8), point
+        zero_point = cast_value(
+            graph, apply_operator(graph, "Add", [zero_point, values.make_known(np.int32(128))]), _UINT8
+        )
+    return cast_value(graph, wide, _UINT8), zero_point
 
 
 # Shifts of bits.
@@ -248,25 +252,25 @@ def _to_unsigned(graph: ModelGraph, x: Value, steps: Value | None) -> tuple[Valu
 @writes("shift_left", "shift_right_logical", "shift_right_arithmetic")
 def write_shift(graph: ModelGraph, call: WriterCall) -> Value:
     """Write a shift of bits; of signed integers by known numbers, as a multiplication or a division."""
-    x, steps = call.inputs
+    x, distances = call.inputs
     dtype = np.dtype(x.dtype)
-    is_known = steps.is_known and dtype.kind == "i"
+    is_known = distances.is_known and dtype.kind == "i"
     if is_known and call.name == "shift_right_arithmetic":
-        return _shift_right(graph, x, np.asarray(steps.array))
+        return _shift_right(graph, x, np.asarray(distances.array))
     bits = 8 * dtype.itemsize
-    if is_known and call.name == "shift_left" and not np.any((steps.array < 0) | (steps.array >= bits)):
-        power = values.make_known(np.left_shift(np.ones_like(np.asarray(steps.array)), np.asarray(steps.array)))
+    if is_known and call.name == "shift_left" and not np.any((distances.array < 0) | (distances.array >= bits)):
+        power = values.make_known(np.left_shift(np.ones_like(np.asarray(distances.array)), np.asarray(distances.array)))
         return apply_operator(graph, "Mul", [x, power])
-    return _shift_unsigned(graph, call.name, x, steps, bits)
+    return _shift_unsigned(graph, call.name, x, distances, bits)
 
 
-def _shift_unsigned(graph: ModelGraph, name: str, x: Value, steps: Value, bits: int) -> Value:
+def _shift_unsigned(graph: ModelGraph, name: str, x: Value, distances: Value, bits: int) -> Value:
     """Return integers shifted by numbers that the model computes, as the unsigned integers of their bits."""
     dtype, is_left = np.dtype(x.dtype), name == "shift_left"
     if name == "shift_right_arithmetic" and dtype.kind == "u":
         # It copies the highest bit, which is a sign in an integer of the same bits.
-        x, steps = (cast_value(graph, v, np.dtype(dtype.name[1:])) for v in (x, steps))
-        return cast_value(graph, _shift_unsigned(graph, name, x, steps, bits), dtype)
+        x, distances = (cast_value(graph, v, np.dtype(dtype.name[1:])) for v in (x, distances))
+        return cast_value(graph, _shift_unsigned(graph, name, x, distances, bits), dtype)
     # ONNX Runtime shifts integers of 32 and of 64 bits, and keeps the low bits of one that is cast.
     unsigned = np.dtype(f"u{dtype.name.removeprefix('u')}")
     wide = np.dtype(np.uint64 if bits == 64 else np.uint32)
@@ -277,9 +281,9 @@ def _shift_unsigned(graph: ModelGraph, name: str, x: Value, steps: Value, bits: 
         return cast_value(graph, moved, dtype)
 
     zero, last = make_scalar(0, dtype), make_scalar(bits - 1, dtype)
-    outside = [apply_operator(graph, o, [steps, end], np.bool_) for o, end in (("Less", zero), ("Greater", last))]
+    outside = [apply_operator(graph, o, [distances, end], np.bool_) for o, end in (("Less", zero), ("Greater", last))]
     is_outside = write_operator(graph, "Or", outside, np.bool_)
-    inside = choose(graph, is_outside, last, steps)
+    inside = choose(graph, is_outside, last, distances)
     if name != "shift_right_arithmetic":
         return choose(graph, is_outside, zero, shift(x))
     # The bits of a negative x are the inverted bits of -1 - x, and so are the bits that a shift brings in.
@@ -288,13 +292,13 @@ def _shift_unsigned(graph: ModelGraph, name: str, x: Value, steps: Value, bits: 
     return choose(graph, is_negative, apply_operator(graph, "Sub", [minus, size]), size)
 
 
-def _shift_right(graph: ModelGraph, x: Value, steps: np.ndarray) -> Value:
+def _shift_right(graph: ModelGraph, x: Value, distances: np.ndarray) -> Value:
     """Return signed integers shifted by known numbers, as divisions that round down: (x - mod(x, p)) / p."""
-    most = 8 * steps.dtype.itemsize - 1
+    most = 8 * distances.dtype.itemsize - 1
     # A shift by all bits or more leaves the sign, as one by all but the last does. JAX counts a negative one so, too.
-    steps = np.where((steps < 0) | (steps > most), most, steps).astype(steps.dtype)
+    distances = np.where((distances < 0) | (distances > most), most, distances).astype(distances.dtype)
     # The dtype does not hold 2**most, so the longest shift takes two divisions.
-    for part in (np.minimum(steps, most - 1), np.maximum(steps - (most - 1), 0)):
+    for part in (np.minimum(distances, most - 1), np.maximum(distances - (most - 1), 0)):
         if np.any(part):
             power = values.make_known(np.left_shift(np.ones_like(part), part))
             rest = apply_operator(graph, "Mod", [x, power])

@@ -150,15 +150,20 @@ def _write_operator(
 ) -> Value:  # fmt: skip
     container = values.choose_container(dtype)
     scale = _reshape_value(graph, scale, layout.shape)
-    point = _read_point(graph, zero_point, layout.shape, container)
     name = graph.add(
-        "QuantizeLinear", [graph.store_full(x, shape), graph.store(scale), graph.store(point)],
-        axis=layout.axis, block_size=layout.block or None,
-    )  # fmt: skip
+        "QuantizeLinear",
+        [
+            graph.store_full(x, shape),
+            graph.store(scale),
+            graph.store(_read_zero_point(graph, zero_point, layout.shape, container)),
+        ],
+        axis=layout.axis,
+        block_size=layout.block or None,
+    )
     return _saturate(graph, Value(tuple(shape), container, name), dtype, bounds)
 
 
-def _read_point(graph: ModelGraph, zero_point: Value | None, shape: Shape, container: np.dtype) -> Value:
+def _read_zero_point(graph: ModelGraph, zero_point: Value | None, shape: Shape, container: np.dtype) -> Value:
     if zero_point is None:
         return graph.fill(make_scalar(0, container), shape)
     return _reshape_value(graph, cast_value(graph, zero_point, container), shape)
@@ -259,10 +264,10 @@ def write_dequantize(graph: ModelGraph, call: WriterCall) -> Value:
         if native is not None:
             return cast_value(graph, native, np.dtype(p["dtype"]))
     if zero_point is None or is_float:
-        known, point = None, None
+        known, held = None, None
     else:
-        known, point = _expand_part(graph, zero_point, np.int32, p["granularity"], shape)
-    steps = _write_steps(graph, codes, known, point)
+        known, held = _expand_part(graph, zero_point, np.int32, p["granularity"], shape)
+    steps = _write_steps(graph, codes, known, held)
     factors = _expand_part(graph, scale, np.float32, p["granularity"], shape)
     result = cast_value(graph, apply_operator(graph, "Mul", [steps, factors[1]]), np.dtype(p["dtype"]))
     sizes = derive_sizes(p["granularity"], scale.shape, shape)
@@ -310,16 +315,16 @@ def _expand_part(
     return expanded, expand_scale(graph, cast_value(graph, stored, dtype), granularity, shape)
 
 
-def _write_steps(graph: ModelGraph, codes: Value, known: Value | None, point: Value | None) -> Value:
+def _write_steps(graph: ModelGraph, codes: Value, known: Value | None, zero_point: Value | None) -> Value:
     """Return codes minus their zero points, int32 in the shape of the codes or None, as float32.
 
     Args:
         graph: the graph.
         codes: the codes.
         known: the zero points, as they are known.
-        point: the zero points, as the graph holds them.
+        zero_point: the zero points, as the graph holds them.
     """
-    if point is None or known is None:
+    if zero_point is None or known is None:
         return cast_value(graph, _hold(graph, codes), np.float32)
     if codes.is_known and known.is_known and dtypes.count_packed_bits(np.dtype(codes.dtype)) <= 4:
         # The difference of constants fits into the byte of a code. The zero points of blocks would take four bytes more
@@ -327,7 +332,7 @@ def _write_steps(graph: ModelGraph, codes: Value, known: Value | None, point: Va
         difference = np.asarray(codes.array).astype(np.int8) - np.asarray(known.array).astype(np.int8)
         known = values.make_known(difference, codes.hint and f"{codes.hint}.centered")
         return cast_value(graph, _hold(graph, known), np.float32)
-    steps = apply_operator(graph, "Sub", [cast_value(graph, _hold(graph, codes), np.int32), point])
+    steps = apply_operator(graph, "Sub", [cast_value(graph, _hold(graph, codes), np.int32), zero_point])
     return cast_value(graph, steps, np.float32)
 
 
@@ -433,8 +438,7 @@ def write_dynamic_range(graph: ModelGraph, call: WriterCall) -> list[Value] | No
         apply_operator(graph, bound, [Value((), float32, graph.reduce(operator, name, axes)), zero])
         for operator, bound in (("ReduceMin", "Min"), ("ReduceMax", "Max"))
     )
-    point = Value((), np.dtype(np.uint8), zero_point, hint="dynamic")
-    return [low, high, Value((), float32, scale), point]
+    return [low, high, Value((), float32, scale), Value((), np.dtype(np.uint8), zero_point, hint="dynamic")]
 
 
 def _quantize_dynamically(graph: ModelGraph, x: Value, shape: Shape, ones: Shape) -> tuple[str, str, str]:
@@ -452,12 +456,14 @@ def write_own_range(graph: ModelGraph, call: WriterCall) -> list[Value] | None:
     """Write DynamicQuantizeLinear for the range of a whole array and codes of uint8: its integers are the same."""
     p = call.parameters
     spec, x = p["spec"], p["x"]
-    (scale_shape, scale_dtype), (point_shape, point_dtype) = call.outputs
+    (scale_shape, scale_dtype), (zero_point_shape, point_dtype) = call.outputs
     # DynamicQuantizeLinear has one formula: uint8, all codes, and a scale that is not rounded to a power of two.
     is_plain = spec.codebook is None and not spec.power_of_two and tuple(spec.bounds) == (0, 255)
     is_plain = is_plain and np.dtype(point_dtype) == np.uint8 and scale_dtype == x.dtype == dtypes.FLOAT32
-    if not is_plain or any(not bool(n == 1) for n in (*scale_shape, *point_shape)):
+    if not is_plain or any(not bool(n == 1) for n in (*scale_shape, *zero_point_shape)):
         return None
     _, scale, zero_point = _quantize_dynamically(graph, x, p["input_shapes"][0], scale_shape)
-    point = Value(tuple(point_shape), np.dtype(np.uint8), zero_point, hint="dynamic")
-    return [Value(tuple(scale_shape), np.dtype(np.float32), scale), point]
+    return [
+        Value(tuple(scale_shape), np.dtype(np.float32), scale),
+        Value(tuple(zero_point_shape), np.dtype(np.uint8), zero_point, hint="dynamic"),
+    ]

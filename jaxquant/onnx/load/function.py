@@ -545,7 +545,7 @@ def _list_saturating(fn: LoadedFunction, params: Any) -> Iterator[str]:
             names = [*node.inputs, *[""] * 12]  # trailing inputs may be left out
             weights = values.get(names[operands.weights])
             kind = _UINT8 if operands.activations is None else kinds.get(names[operands.activations])
-            if kind != _UINT8 or weights is None or weights.dtype != np.int8 or operands.weight_point is None:
+            if kind != _UINT8 or weights is None or weights.dtype != np.int8 or operands.weight_zero_point is None:
                 continue
             if node.op != "ConvInteger" and count_pairs(node.op, np.asarray(weights), node.attributes)[0]:
                 yield label

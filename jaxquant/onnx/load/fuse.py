@@ -143,13 +143,13 @@ class _Fuser(FusedGraph):
             if sink is None or not self.is_per_tensor(sink) or self.derive_codes_dtype(sink) not in EIGHT_BITS:
                 continue
             bounds = self._read_bounds(node)
-            scale, point = (np.asarray(self.constants[name]).reshape(()) for name in self.read_affine(sink))
+            scale, zero_point = (np.asarray(self.constants[name]).reshape(()) for name in self.read_affine(sink))
             if bounds is None:
                 continue
             # The bounds may be wider than the values of the codes: QuantizeLinear saturates first.
-            if is_clip_redundant(bounds, scale, point):
+            if is_clip_redundant(bounds, scale, zero_point):
                 renamed[node.outputs[0]] = node.inputs[0]
-            elif drops_clip(node.op, bounds, scale, point):
+            elif drops_clip(node.op, bounds, scale, zero_point):
                 model = f"cuts values off at {bounds[0]:.9g} and {bounds[1]:.9g}, before the scale {scale:.9g}"
                 self.allows_deviation(node, model, "drops it", can_follow=False)
         self._rename_inputs(renamed)

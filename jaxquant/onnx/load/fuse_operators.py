@@ -189,8 +189,8 @@ def _compute_steps(fused: FusedGraph, operands: list[str]) -> np.ndarray:
 def _fits_accumulator(fused: FusedGraph, source: Node, operands: list[str], close: tuple[float, float]) -> bool:
     """Return whether a bias has no zero point, and its scale is about the product of the scales of x and w."""
     scale, products = fused.constants.get(source.inputs[1]), _compute_steps(fused, operands)
-    point = fused.constants.get("".join(source.inputs[2:3]), np.zeros(()))
-    if scale is None or scale.size not in (1, products.size) or np.any(point):
+    zero_point = fused.constants.get("".join(source.inputs[2:3]), np.zeros(()))
+    if scale is None or scale.size not in (1, products.size) or np.any(zero_point):
         return False
     distance = np.abs(scale.reshape(-1).astype(np.float64) - products)
     return bool(np.all(distance <= close[0] + close[1] * np.abs(products)))
@@ -206,13 +206,13 @@ def _keeps_bias(fused: FusedGraph, node: Node, source: Node, operands: list[str]
     if _fits_accumulator(fused, source, operands, (0.0, _ROUNDING)):
         return True
     scale = fused.constants.get(source.inputs[1])
-    point = fused.constants.get("".join(source.inputs[2:3]), np.zeros(1, np.int32))
+    zero_point = fused.constants.get("".join(source.inputs[2:3]), np.zeros(1, np.int32))
     products = _compute_steps(fused, operands)
     sizes = (1, codes.size)
-    if scale is None or not {scale.size, point.size, products.size} <= set(sizes):
+    if scale is None or not {scale.size, zero_point.size, products.size} <= set(sizes):
         text = "adds a bias with a scale that is an input" if scale is None else "adds a bias with scales of its own"
         return fused.allows_deviation(node, text, "takes the scales of x and w", can_follow=False)
-    meant = (codes - point.reshape(-1)) * scale.reshape(-1).astype(np.float64)
+    meant = (codes - zero_point.reshape(-1)) * scale.reshape(-1).astype(np.float64)
     used = codes * products
     index = int(np.argmax(np.abs(used - meant)))
     if used[index] == meant[index]:
@@ -338,8 +338,8 @@ def _select_matmul(fused: FusedGraph, node: Node) -> Match | None:
     # A product with several readers stays in floats if one of them quantizes it.
     if any(reader.op == "QuantizeLinear" for reader in readers) or _feeds_clip(fused, node):
         return None
-    a, a_scale, a_point, b, b_scale, b_point = operands
-    inputs = [a, b, a_scale, b_scale, a_point, b_point]
+    a, a_scale, a_zero_point, b, b_scale, b_zero_point = operands
+    inputs = [a, b, a_scale, b_scale, a_zero_point, b_zero_point]
     return node, [_make_node(node, "MatMulIntegerToFloat", _MICROSOFT, inputs, node.outputs[0], {})]
 
 
@@ -398,8 +398,8 @@ def _select_gemm(
     bias = _select_bias(fused, gemm, operands)
     if bias is None:
         return None
-    a, a_scale, a_point, b, b_scale, b_point = operands
-    inputs = [a, a_scale, a_point, b, b_scale, b_point, *(bias[0] or [""])]
+    a, a_scale, a_zero_point, b, b_scale, b_zero_point = operands
+    inputs = [a, a_scale, a_zero_point, b, b_scale, b_zero_point, *(bias[0] or [""])]
     attributes = {key: gemm.attributes[key] for key in ("alpha", "transA", "transB") if key in gemm.attributes}
     end = last
     if has_codes:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..._codes.pooling import CodeWindows
 from ..._program.graph import EquationNode, ProgramGraph
-from ..._program.moves import BARRIER, MOVES, keeps_place
+from ..._program.moves import BARRIER, MOVES, keeps_indices
 from .rounding_points import PointStep
 from .statics import derive_varying, read_number
 
@@ -130,7 +130,7 @@ def follow_labels(
     """
     before, after = graph.get_shape(node.inputs[place]), graph.get_shape(node.outputs[0])
     # The bias that follows a stop_gradient has a gradient, and would lose it.
-    is_kept = keeps_place(node.name) and is_move(graph, node) and node.name != "stop_gradient"
+    is_kept = keeps_indices(node.name) and is_move(graph, node) and node.name != "stop_gradient"
     if is_kept or node.name == BARRIER:
         return "move", labels
     if node.name == "transpose":

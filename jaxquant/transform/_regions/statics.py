@@ -59,7 +59,7 @@ def _derive_varying(graph: ProgramGraph, value: int) -> frozenset[int]:
     if node.name == "broadcast_in_dim":
         places = node.parameters["broadcast_dimensions"]
         return frozenset(places[axis] for axis in derive_varying(graph, node.inputs[0])) & wide
-    if node.name in _ELEMENTWISE or moves.keeps_place(node.name):
+    if node.name in _ELEMENTWISE or moves.keeps_indices(node.name):
         return frozenset().union(*(derive_varying(graph, operand) for operand in node.inputs)) & wide
     return wide
 
