@@ -252,7 +252,7 @@ def test_names_of_other_libraries_exist(library: str) -> None:
 def test_the_module_map_is_current() -> None:
     """It names every package and every module, and nothing else."""
     page = module_map.PAGE.read_text()
-    assert page == module_map.insert_map(page), f"run {module_map.COMMAND}"
+    assert page == module_map.insert_map(page), f"run {generate.COMMAND}"
     rows = re.findall(r"^\| `(\w+)` \| (?:\S.*) \|$", page, re.MULTILINE)
     modules = [path.stem for path in (ROOT / "jaxquant").rglob("*.py") if path.name != "__init__.py"]
     assert sorted(rows) == sorted(modules), "a module without a docstring"

@@ -114,7 +114,7 @@ def test_the_file_of_signatures_is_current() -> None:
 def test_operators_have_a_standard() -> None:
     """An operator has the name that ONNX or ONNX Runtime gives it."""
     ours = {name for name, function in PUBLIC.items() if function.__module__.startswith("jaxquant._onnx_ops.")}
-    assert ours == set(OPERATORS)
+    assert ours == set(OPERATORS), "expected names of ONNX's or ONNX Runtime's operators that _is_quantized knows"
 
 
 @pytest.mark.parametrize("name", OPERATORS)
