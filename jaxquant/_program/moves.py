@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from . import jaxpr
@@ -138,6 +139,15 @@ def _cut_dynamically(equation: Equation, x: Elements, *starts: object) -> list[A
     return [x.cut_dynamically(starts, equation.params["slice_sizes"])]
 
 
+def _put(equation: Equation, x: Elements, *others: object) -> list[Any]:
+    # One equation puts all arrays of a tree, and each result has the elements of another operand. A sharding has the
+    # rank of the array, which is not that of the scale.
+    place = equation.params["devices"][0]
+    if others or not (place is None or isinstance(place, jax.Device)):
+        return [None] * len(equation.outvars)
+    return [x.vary(equation)]
+
+
 MOVES: dict[str, Move] = {
     # No element moves. "name" is the primitive of `jax.ad_checkpoint.checkpoint_name`.
     "convert_element_type": Move(lambda e, x: [x.convert(e.params["new_dtype"])], keeps="indices", on_codes=True),
@@ -154,6 +164,8 @@ MOVES: dict[str, Move] = {
     "squeeze": Move(_squeeze, keeps="order", on_codes=True),
     "expand_dims": Move(lambda e, x: [x.reshape(jaxpr.read_shape(e.outvars[0]))], keeps="order"),
     "broadcast_in_dim": Move(_broadcast, keeps="order", on_codes=True),
+    # Each element stays at its index, but `keeps` is about the first operand, and there may be several.
+    "device_put": Move(_put),
     # Other orders, parts and repetitions.
     "transpose": Move(lambda e, x: [x.transpose(e.params["permutation"])], on_codes=True),
     "rev": Move(lambda e, x: [x.reverse(e.params["dimensions"])], on_codes=True),

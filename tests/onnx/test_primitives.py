@@ -45,6 +45,7 @@ def apply_arrangements(x: jax.Array, i: jax.Array) -> list[jax.Array]:
         *(f(x, axis=1) for f in (jnp.sum, jnp.max, jnp.min, jnp.prod, jnp.mean, jnp.argmax, jnp.argmin, jnp.cumsum)),
         *(f(v, 1, reverse) for f in (lax.cummax, lax.cummin) for v in (x, x * np.nan) for reverse in (False, True)),
         *(jnp.any(x > 1, axis=0), jnp.all(x > -1), jnp.sum(x > 0), jnp.sort(x, axis=1), lax.top_k(x, 3)[0]),
+        *jax.device_put((x, i), jax.devices()[0]),
         *(x[::-1], x[:, 1:5:2], x[1], x.T, x.reshape(2, -1), jnp.flip(x, 1), jnp.roll(x, 2, 1), jnp.tile(x, (2, 1))),
         *(jnp.pad(x, ((1, 2), (0, 3)), constant_values=7.0), jnp.stack([x, x], 1), jnp.concatenate([x, x], 1)),
         lax.pad(x, np.float32(0), ((1, 0, 1), (-1, 2, 0))),

@@ -89,6 +89,7 @@ def test_variables_have_last_uses() -> None:
 FUNCTIONS = {
     "convert_element_type": lambda x: x.astype(jnp.bfloat16),
     "copy": jnp.copy,
+    "device_put": jax.device_put,
     "name": lambda x: checkpoint_name(x, "x"),
     "reshape": lambda x: x.reshape(24),
     "squeeze": lambda x: jnp.squeeze(x.reshape(4, 1, 6), 1),

@@ -223,3 +223,24 @@ def test_a_shared_range_has_one_rank(rng: np.random.Generator) -> None:
 
     with pytest.raises(ValueError, match=r"prepare: rules: expected operands of the same rank in all uses of w"):
         jq.prepare(function, {"w": _sample(rng, 16, 16)}, _sample(rng, 4, 16), rules=SHARED)
+
+
+def test_a_parameter_is_put_on_a_device_by_itself(rng: np.random.Generator) -> None:
+    """Trees go to a device in one equation, whose parameters stay in floats; so do those with a sharding."""
+    params, x = {"a": _sample(rng, 16, 16), "b": _sample(rng, 16, 16)}, _sample(rng, 4, 16)
+    device = jax.devices()[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    for place, several, summary in (
+        (None, False, "2 integer"), (device, False, "2 integer"), (device, True, "2 float"),
+        (sharding, False, "2 float"),
+    ):  # fmt: skip
+
+        def function(params: Any, x: jax.Array, place: Any = place, several: bool = several) -> jax.Array:
+            pair = (params["a"], params["b"])
+            a, b = jax.device_put(pair, place) if several else [jax.device_put(w, place) for w in pair]
+            return jnp.tanh(x @ a) @ b.T
+
+        prepared = jq.prepare(function, params, x, rules=DYNAMIC)
+        assert prepared.coverage.summary == summary
+        got = jax.jit(prepared.apply)(prepared.convert(params), x)
+        assert find_sqnr(got, function(params, x)) > 25

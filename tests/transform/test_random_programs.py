@@ -27,6 +27,7 @@ MOVES = {
     "split": lambda w: jnp.concatenate(jnp.split(w, 4, axis=1)[::-1], axis=1),
     "dynamic slice": lambda w: lax.dynamic_slice(w, (0, 0), (16, 16)),
     "broadcast": lambda w: jnp.broadcast_to(w[:, None], (16, 2, 16))[:, 1],
+    "device": jax.device_put,
     "flip": lambda w: w[::-1],
     "unstack": lambda w: jnp.concatenate(jnp.unstack(w.reshape(16, 2, 8), axis=1)[::-1], axis=1),
     "barrier": lambda w: lax.optimization_barrier((w, w))[1],

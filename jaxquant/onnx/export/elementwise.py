@@ -349,7 +349,10 @@ def choose(graph: ModelGraph, condition: Value, chosen: Value, other: Value) -> 
 
 
 # A conversion has a writer of its own.
-@writes(*(name for name in moves.MOVES if moves.keeps_indices(name) and name != "convert_element_type"), moves.BARRIER)
+@writes(
+    *(name for name in moves.MOVES if moves.keeps_indices(name) and name != "convert_element_type"),
+    *("device_put", moves.BARRIER),
+)
 def write_identity(graph: ModelGraph, call: WriterCall) -> list[Value]:
     """Write nothing: the results are the operands."""
     return list(call.inputs)
