@@ -195,6 +195,7 @@ def apply_to_integers(i: jax.Array, codes: jax.Array) -> list[jax.Array]:
         *(lax.shift_right_arithmetic(i, jnp.int32(steps)) for steps in (0, 1, 30, 31, 32, -1)),
         *(lax.shift_right_arithmetic(codes, jnp.int8(steps)) for steps in (6, 7)),
         lax.shift_right_arithmetic(i, jnp.arange(8, dtype=jnp.int32) * 5),
+        *(lax.population_count(x) for x in (*arrays, i.astype(jnp.uint32), i.astype(jnp.int16))),
         *(lax.cumsum(codes), lax.integer_pow(codes, 0)),
         *(reduce(x, lax.max, "VALID") for x in arrays),
         *(reduce(x, lax.min, "SAME") for x in arrays),
@@ -211,6 +212,7 @@ def test_integers(rng: np.random.Generator) -> None:
 def apply_to_unsigned(i: jax.Array) -> list[jax.Array]:
     return [
         *(i + i, i * i, i - 7, i // 3, i % 5, lax.rem(i, jnp.uint32(7)), i >> 1, i << 3, ~i, i**3, jnp.sign(i)),
+        lax.population_count(i),
         *(i > 5, i <= jnp.uint32(2**31), i == 77, i.astype(jnp.float32)),
         *(jnp.minimum(i, jnp.uint32(2**31 + 4)), jnp.maximum(i, 9)),
         *(jnp.max(i), jnp.min(i), jnp.argmax(i), jnp.argmin(i), jnp.sort(i), lax.top_k(i, 3)[1], jnp.sum(i)),

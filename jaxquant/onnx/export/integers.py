@@ -1,4 +1,4 @@
-"""ONNX nodes of jaxquant's integer contractions, MatMulInteger and ConvInteger, and of shifts of bits."""
+"""ONNX nodes of jaxquant's integer contractions, MatMulInteger and ConvInteger, of shifts of bits and counts of bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import contractions, values
 from .contractions import Matrix
 from .elementwise import apply_operator, cast_value, choose, make_scalar, write_operator
 from .graph import ModelGraph, WriterCall, writes, writes_mark
-from .values import Shape, Value
+from .values import Shape, UnsupportedError, Value
 
 _UINT8, _INT32, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.float32)
 
@@ -304,3 +304,30 @@ def _shift_right(graph: ModelGraph, x: Value, distances: np.ndarray) -> Value:
             rest = apply_operator(graph, "Mod", [x, power])
             x = apply_operator(graph, "Div", [apply_operator(graph, "Sub", [x, rest]), power])
     return x
+
+
+# Counts of bits.
+
+_COUNTS = np.array([i.bit_count() for i in range(256)], np.int32)
+
+
+@writes("population_count")
+def write_population_count(graph: ModelGraph, call: WriterCall) -> Value:
+    """Write the number of ones among the bits of integers: of each byte a lookup in a table."""
+    (x,), dtype = call.inputs, np.dtype(call.parameters["input_dtypes"][0])
+    container = values.choose_container(dtype)
+    if dtype != container:
+        raise UnsupportedError(f"population_count of {dtype}")
+    # ONNX Runtime shifts integers of 32 and of 64 bits, and keeps the low bits of one that is cast.
+    wide = np.dtype(np.uint64 if dtype.itemsize == 8 else np.uint32)
+    unsigned = np.dtype(f"u{dtype.name.removeprefix('u')}")
+    x = cast_value(graph, cast_value(graph, x, unsigned), wide)
+    table, total = graph.add_constant(_COUNTS), None
+    for byte in range(dtype.itemsize):
+        steps = make_scalar(8 * byte, wide)
+        part = write_operator(graph, "BitShift", [x, steps], wide, direction="RIGHT") if byte else x
+        index = cast_value(graph, cast_value(graph, part, _UINT8), np.int32)
+        count = Value(x.shape, _INT32, graph.add("Gather", [table, graph.store(index)], axis=0))
+        total = count if total is None else apply_operator(graph, "Add", [total, count])
+    assert total is not None
+    return cast_value(graph, total, dtype)
