@@ -18,7 +18,7 @@ from .._core.entry_point import compile_entry_point
 from .._core.granularity import PerTensor
 from .._kernels import accumulator, affine, barriers
 from .._kernels.affine import dequantize_affine
-from .encodings import Encoding, check_eight_bits, convert_numbers, read_encoding
+from .encodings import Encoding, check_eight_bits, convert_numbers, infer_one, read_encoding
 
 # ONNX's attributes of a pooling, and the windows that follow from them and the shape of x.
 
@@ -214,15 +214,23 @@ def qlinear_average_pool(
     return _qlinear_average_pool(x, x_scale, x_zero_point, y_scale, y_zero_point, attributes=attributes)
 
 
-def _match_pooled_shape(x: jax.Array, attributes: PoolAttributes, **_: object) -> tuple[tuple[int, ...], Any]:
+def _infer_pooled(x: jax.Array, attributes: PoolAttributes, **arguments: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Return the shape and the dtype of a recorded result, after the checks of the arguments."""
+    _, dtype = infer_one(_QLINEAR_AVERAGE_POOL, x, **arguments)
+    _check_image(x)
     first = 1 if attributes.channels_last else 2
     axes = range(first, first + x.ndim - 2)
     positions = iter(derive_windows(_QLINEAR_AVERAGE_POOL, tuple(x.shape[axis] for axis in axes), attributes).positions)
-    return tuple(next(positions) if axis in axes else n for axis, n in enumerate(x.shape)), x.dtype
+    return tuple(next(positions) if axis in axes else n for axis, n in enumerate(x.shape)), dtype
+
+
+def _check_image(x: jax.Array) -> None:
+    expected = "an array (N, C, *spatial) or, with channels_last, (N, *spatial, C)"
+    checks.require(x.ndim >= 3, _QLINEAR_AVERAGE_POOL, "x", expected, f"shape {x.shape}")
 
 
 @compile_entry_point(_QLINEAR_AVERAGE_POOL)
-@recording.mark("qlinear_average_pool", _match_pooled_shape)
+@recording.mark("qlinear_average_pool", _infer_pooled)
 def _qlinear_average_pool(
     x: jax.Array, x_scale: jax.Array, x_zero_point: jax.Array | None, y_scale: jax.Array,
     y_zero_point: jax.Array | None, *, attributes: PoolAttributes,
@@ -230,8 +238,7 @@ def _qlinear_average_pool(
     dtype = check_eight_bits(_QLINEAR_AVERAGE_POOL, "x", x)
     x_encoding = read_encoding(_QLINEAR_AVERAGE_POOL, "x", x_scale, x_zero_point, dtype)
     y_encoding = read_encoding(_QLINEAR_AVERAGE_POOL, "y", y_scale, y_zero_point, dtype)
-    expected = "an array (N, C, *spatial) or, with channels_last, (N, *spatial, C)"
-    checks.require(x.ndim >= 3, _QLINEAR_AVERAGE_POOL, "x", expected, f"shape {x.shape}")
+    _check_image(x)
     first = 1 if attributes.channels_last else 2
     axes = tuple(range(first, first + x.ndim - 2))
     windows = derive_windows(_QLINEAR_AVERAGE_POOL, tuple(x.shape[axis] for axis in axes), attributes)
@@ -355,13 +362,20 @@ def qlinear_global_average_pool(
     )
 
 
-def _match_global_shape(x: jax.Array, channels_last: bool, **_: object) -> tuple[tuple[Any, ...], Any]:
+def _infer_global(x: jax.Array, channels_last: bool, **arguments: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Return the shape and the dtype of a recorded result, after the checks of the arguments."""
+    _, dtype = infer_one(_QLINEAR_GLOBAL_AVERAGE_POOL, x, **arguments)
+    _check_rank(x)
     kept = (0, x.ndim - 1) if channels_last else (0, 1)
-    return tuple(n if axis in kept else 1 for axis, n in enumerate(x.shape)), x.dtype
+    return tuple(n if axis in kept else 1 for axis, n in enumerate(x.shape)), dtype
+
+
+def _check_rank(x: jax.Array) -> None:
+    checks.require(x.ndim >= 3, _QLINEAR_GLOBAL_AVERAGE_POOL, "x", "an array of rank 3 or more", f"shape {x.shape}")
 
 
 @compile_entry_point(_QLINEAR_GLOBAL_AVERAGE_POOL)
-@recording.mark("qlinear_global_average_pool", _match_global_shape)
+@recording.mark("qlinear_global_average_pool", _infer_global)
 def _qlinear_global_average_pool(
     x: jax.Array, x_scale: jax.Array, x_zero_point: jax.Array | None, y_scale: jax.Array,
     y_zero_point: jax.Array | None, *, channels_last: bool,
@@ -369,7 +383,7 @@ def _qlinear_global_average_pool(
     dtype = check_eight_bits(_QLINEAR_GLOBAL_AVERAGE_POOL, "x", x)
     x_encoding = read_encoding(_QLINEAR_GLOBAL_AVERAGE_POOL, "x", x_scale, x_zero_point, dtype)
     y_encoding = read_encoding(_QLINEAR_GLOBAL_AVERAGE_POOL, "y", y_scale, y_zero_point, dtype)
-    checks.require(x.ndim >= 3, _QLINEAR_GLOBAL_AVERAGE_POOL, "x", "an array of rank 3 or more", f"shape {x.shape}")
+    _check_rank(x)
     first = 1 if channels_last else 2
     return average_codes(x, x_encoding, y_encoding, tuple(range(first, first + x.ndim - 2)), keepdims=True)
 

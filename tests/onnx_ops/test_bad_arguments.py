@@ -13,7 +13,7 @@ import pytest
 
 import jaxquant as jq
 from jaxquant import checkpoint
-from jaxquant._core import dtypes, entry_point
+from jaxquant._core import dtypes, entry_point, recording
 
 from ..cases import public_calls
 from ..cases.public_calls import CODES, DOT, Call, X, ones, quantized
@@ -73,6 +73,29 @@ def test_what_is_no_array_is_refused_by_name(name: str) -> None:
         for value in spoilers.values():
             text = refused(prefix(call), lambda a=argument, v=value: call.spoiled(**{a: v}))
             assert re.sub("^(operands|inputs|range)_", r"\1[", argument) in text.replace("]", "")
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name.startswith("ops.")])
+def test_an_exporter_sees_the_same_errors(name: str) -> None:
+    """Marked operations, whose arithmetic is not traced then, check dtypes and shapes, too."""
+    call = CALLS[name]
+    for argument in (*call.operands, *call.parts):
+        good = call.arguments[argument]
+        spoilers = [jnp.ones(np.shape(good), jnp.float16), jnp.ones((*np.shape(good), 3), np.asarray(good).dtype)]
+        for value in spoilers:
+            with recording.record():
+                exported = error_of(lambda a=argument, v=value: jax.make_jaxpr(lambda x: call.spoiled(**{a: x}))(v))
+            plain = error_of(lambda a=argument, v=value: jax.make_jaxpr(lambda x: call.spoiled(**{a: x}))(v))
+            assert exported == plain, (argument, value.shape)
+
+
+def error_of(call: Callable[[], Any]) -> str | None:
+    """Return the text of the error of a call, or None."""
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
 
 
 @pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.dtypes])
