@@ -1,4 +1,4 @@
-"""ONNX nodes of jaxquant's integer contractions, MatMulInteger and ConvInteger, of shifts of bits and counts of bits."""
+"""ONNX nodes of jaxquant's integer contractions, MatMulInteger and ConvInteger, of shifts and counts of bits."""
 
 from __future__ import annotations
 
