@@ -119,6 +119,7 @@ if TYPE_CHECKING:
     from . import distributed as distributed
     from . import flax as flax
     from . import integer as integer
+    from . import lora as lora
     from . import onednn as onednn
     from . import onnx as onnx
     from . import ops as ops
@@ -146,8 +147,8 @@ if TYPE_CHECKING:
     __version__: str
 else:  # type checkers would take every name for one that is there
     _LAZY = (
-        "calibration", "checkpoint", "codes", "distributed", "flax", "integer", "onednn", "onnx", "ops", "optim", "ptq",
-        "report", "transform",
+        "calibration", "checkpoint", "codes", "distributed", "flax", "integer", "lora", "onednn", "onnx", "ops",
+        "optim", "ptq", "report", "transform",
     )  # fmt: skip
     _NEEDED_PACKAGES = {"flax": "flax", "onnx": "onnx", "optim": "optax"}  # which jaxquant does not depend on
     _LAZY_NAMES = {

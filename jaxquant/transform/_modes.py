@@ -371,6 +371,24 @@ class TrainMode(_CodesMode):
         return call(operands, records)
 
 
+class FrozenMode(IntegerMode):
+    """The program on codes that stay as they are, with a gradient for activations.
+
+    A contraction of floats with codes has a gradient of its own, which dequantizes the codes again and keeps no floats.
+    """
+
+    def contract(self, site: Site, operands: Sequence[Any], records: Records, stores: Stores) -> tuple[Any, Records]:
+        """Return the result of the contraction of codes, with the gradient of the activations."""
+        if not self.plan.sites[site.name].activations:
+            return super().contract(site, operands, records, stores)
+        twins = [Twin(x.dequantize(), x) if isinstance(x, QuantizedArray) else x for x in operands]
+        return TrainMode(self.plan, self.statics, StraightThrough()).contract(site, twins, records, stores)
+
+    def call_with_rule(self, equation: Equation, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+        """Return the results of the body, with the derivative that the rule of the function gives its floats."""
+        return operations.call_with_rule(equation, operands, run, records)
+
+
 def compute_scale(spec: QuantSpec, x: Any, part: Any) -> tuple[jax.Array, jax.Array | None]:
     """Return the scale and the zero point of an array.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -86,18 +86,33 @@ class RaggedContraction(NamedTuple):
 
 def look_up(equation: Equation, table: QuantizedArray, indices: jax.Array) -> jax.Array:
     """Return the entries of a quantized table that a gather selects."""
+    return arrange_lookup(equation, indices, lambda index, axis: take(table, index, axis, mode="clip"))
+
+
+def arrange_lookup(
+    equation: Equation, indices: jax.Array, take_entries: Callable[[jax.Array, int], jax.Array], fill: Any = None
+) -> jax.Array:
+    """Return the entries that a gather selects, in its layout.
+
+    Args:
+        equation: the gather.
+        indices: its second operand.
+        take_entries: a function of the indices along one axis and of this axis, which returns the entries.
+        fill: what an index out of range gets in place of what the gather has for it, where it has something.
+    """
     numbers, mode, value = (equation.params[name] for name in ("dimension_numbers", "mode", "fill_value"))
     axis = analysis.match_lookup(equation)
     assert axis is not None
     # The last dimension holds an index for each of these axes; indices of the other axes select all entries.
     indices = lax.index_in_dim(indices, numbers.start_index_map.index(axis), indices.ndim - 1, keepdims=False)
-    entries = take(table, indices, axis, mode="clip")
+    entries = take_entries(indices, axis)
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
         # Negative indices are out of range, too: where they count from the end, the program has added the length.
-        is_inside = (indices >= 0) & (indices < table.shape[axis])
+        is_inside = (indices >= 0) & (indices < jaxpr.read_shape(equation.invars[0])[axis])
         mask = lax.broadcast_in_dim(is_inside, entries.shape, tuple(range(axis, axis + indices.ndim)))
-        fill = jnp.asarray(np.nan if value is None else value, entries.dtype)
-        entries = jnp.where(sharding.place_like(mask, entries), entries, fill)
+        outside = (np.nan if value is None else value) if fill is None else fill
+        filled = jnp.asarray(outside, entries.dtype)
+        entries = jnp.where(sharding.place_like(mask, entries), entries, filled)
     return _arrange_entries(entries, numbers, axis, indices.ndim)
 
 
@@ -170,7 +185,7 @@ def call_with_rule(equation: Equation, operands: Sequence[Any], run: Any, record
 
     Args:
         equation: a call of a function with a derivative rule.
-        operands: its operands; a parameter is a `Twin`.
+        operands: its operands; a parameter is a `Twin`, or codes that stay as they are.
         run: a function of the operands and the records, which returns the results and the records.
         records: what `run` reads. It gets no cotangent.
     """
@@ -188,5 +203,7 @@ def call_with_rule(equation: Equation, operands: Sequence[Any], run: Any, record
         return list(pull(cotangents)), None, None
 
     call.defvjp(call_fwd, call_bwd)
-    floats = [getattr(value, "floats", value) for value in operands]
+    floats = [
+        value.dequantize() if hasattr(value, "dequantize") else getattr(value, "floats", value) for value in operands
+    ]
     return call(floats, lax.stop_gradient(operands), lax.stop_gradient(records)), records

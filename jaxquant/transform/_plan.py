@@ -16,6 +16,7 @@ from .._core.granularity import Blocked, PerAxis, PerTensor
 from .._program import jaxpr, views
 from .._program.analysis import PRODUCTS, UNUSED, Address, Analysis, Site, list_contracted
 from ..calibration.calibrator import Calibrator, Factory
+from ._adapter_axes import AdapterAxes, match_adapter_axes
 from ._regions.finder import find_regions
 from ._regions.folding import Fold, match_feature_axes
 from ._regions.rounding_points import OutputPlan, Regions
@@ -81,6 +82,7 @@ class LeafPlan(NamedTuple):
         weight: the Weight of the rule that the spec comes from.
         conflict: the Weights that the rules of its uses name, as text, if they differ; or that the parameter had codes
             already; or "".
+        adapter: the axes of the factors of an adapter, or why the parameter can have none.
     """
 
     spec: QuantSpec
@@ -89,6 +91,7 @@ class LeafPlan(NamedTuple):
     fold: Fold | None = None
     weight: Weight | None = None
     conflict: str = ""
+    adapter: AdapterAxes | str = ""
 
     def multiply(self, w: Any, arrays: Sequence[Any]) -> Any:
         """Return the parameter as it is quantized: multiplied by what follows its contraction, if anything does."""
@@ -174,7 +177,8 @@ def _plan_leaves(
     for leaf, places in uses.items():
         if leaf in given:
             text = f"{names[leaf]} keeps its codes"
-            plans[leaf] = LeafPlan(given[leaf], (), tuple(shapes[leaf]), conflict=text)
+            adapter = match_adapter_axes(places, leaf, shapes[leaf])
+            plans[leaf] = LeafPlan(given[leaf], (), tuple(shapes[leaf]), conflict=text, adapter=adapter)
             continue
         rules = [chosen[site.name] for site in places]
         pairs = [(site, rule) for site, rule in zip(places, rules, strict=True) if rule is not None]
@@ -183,7 +187,10 @@ def _plan_leaves(
         (order, *others) = set(orders[leaf])
         # Uses that read different axes fastest leave the codes in the order of the parameter.
         stored_last = () if others else order
-        plans[leaf] = LeafPlan(spec, stored_last, tuple(shapes[leaf]), weight=weight, conflict=conflict)
+        adapter = match_adapter_axes(places, leaf, shapes[leaf])
+        plans[leaf] = LeafPlan(
+            spec, stored_last, tuple(shapes[leaf]), weight=weight, conflict=conflict, adapter=adapter
+        )
     return plans
 
 

@@ -18,6 +18,7 @@ from .._training.estimators import PACT, StraightThrough
 from ..calibration import loop
 from ..calibration.calibrator import Range, is_finite_state
 from . import _coverage, _modes, _ranges
+from ._adapted_mode import AdaptedMode
 from ._calls import Signature, TracedCall, TracedFunctions, check_leaves, check_names, is_quantized, trace_call
 from ._learned import LearnedScale, LearnedScales, ScaleEstimator, make_scales, read_part
 from ._modes import make_larger_twin, make_weight_twin, quantize_weight, quantize_with_scale
@@ -25,6 +26,7 @@ from ._plan import LeafPlan
 from ._regions.folding import check_biases, enlarge_scales
 from ._regions.rounding_points import Regions
 from ._trees import FixedRanges, QuantizedTree, Ranges, TrainableTree
+from .adapters import AdaptedTree, attach_adapters
 from .rules import Rule
 
 # What a tree of fixed ranges has in place of learned scales.
@@ -290,11 +292,11 @@ class Prepared:
 
     # Calls.
 
-    def apply(self, q: QuantizedTree, /, *args: Any, **kwargs: Any) -> Any:
+    def apply(self, q: QuantizedTree | AdaptedTree, /, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the function, with contractions of codes.
 
         Args:
-            q: the converted parameters and the ranges.
+            q: the converted parameters and the ranges; or an `AdaptedTree`, which has adapters for some of them.
             *args: the other arguments of the function.
             **kwargs: its keyword arguments.
 
@@ -303,15 +305,25 @@ class Prepared:
             ValueError: the parameters were not converted or have other paths; a range is missing; or the rules quantize
                 a weight in another way at these arguments than at the arguments of `prepare`.
         """
-        q = read_quantized("Prepared.apply", q)
-        records = self._read_records("apply", "q.ranges", q.ranges)
-        with self._explain_arguments("apply", "q", args):
-            call = self._trace("apply", q.params, args, kwargs)
-        self._check_converted(call)
-        self._check_records("apply", "q.ranges", call, records)
-        mode = _modes.IntegerMode(call.plan, call.bind_statics())
+        adapted = q if isinstance(q, AdaptedTree) else None
+        frozen = read_quantized("Prepared.apply", q if adapted is None else adapted.frozen)
+        call, records = self._trace_converted("apply", frozen, args, kwargs)
+        mode: Mode = _modes.IntegerMode(call.plan, call.bind_statics())
+        arrays = call.parameters.arrays
         with checks.name_errors("Prepared.apply"):
-            return self._interpret(mode, call, call.parameters.arrays, records)[0]
+            if adapted is not None:
+                mode = AdaptedMode(mode)
+                arrays = attach_adapters("Prepared.apply", adapted, self.names, self.leaves, arrays)
+            return self._interpret(mode, call, arrays, records)[0]
+
+    def _trace_converted(self, method: str, q: QuantizedTree, args: Any, kwargs: Any) -> tuple[TracedCall, Any]:
+        """Return the program of a call on codes, and the ranges of its activations."""
+        records = self._read_records(method, "q.ranges", q.ranges)
+        with self._explain_arguments(method, "q", args):
+            call = self._trace(method, q.params, args, kwargs)
+        self._check_converted(method, call)
+        self._check_records(method, "q.ranges", call, records)
+        return call, records
 
     def fake_apply(self, t: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Return the result of `apply` on the converted parameters, bit for bit, with a gradient for training.
@@ -320,7 +332,8 @@ class Prepared:
         `jq.StraightThrough()`, or of the estimator of trained scales.
 
         Args:
-            t: a `TrainableTree`; or the parameters alone, in floats, if no activation has a static range.
+            t: a `TrainableTree`; the parameters alone, in floats, if no activation has a static range; or an
+                `AdaptedTree`, whose codes stay as they are, for the gradient of its adapters.
             *args: the other arguments of the function.
             **kwargs: its keyword arguments.
 
@@ -328,6 +341,8 @@ class Prepared:
             TypeError: t has no ranges, and activations are static.
             ValueError: as for `apply`; the parameters must be floats.
         """
+        if isinstance(t, AdaptedTree):
+            return self._train_adapters(t, args, kwargs)
         params, records, learned = self._read_trainable(t)
         with self._explain_arguments("fake_apply", "t", args):
             call = self._trace("fake_apply", params, args, kwargs)
@@ -351,6 +366,18 @@ class Prepared:
                 w = plan.multiply(arrays[place], arrays)
                 part, codes = learned.weights.get(name), parameters[place].codes
                 parameters[place] = make_larger_twin(w, plan, part, learned.estimator, codes, scale)
+            return self._interpret(mode, call, parameters, records)[0]
+
+    def _train_adapters(self, t: AdaptedTree, args: Any, kwargs: Any) -> Any:
+        """Return the result of `fake_apply` for adapters on codes."""
+        function = "Prepared.fake_apply"
+        call, records = self._trace_converted("fake_apply", read_quantized(function, t.frozen), args, kwargs)
+        arrays = list(call.parameters.arrays)
+        for place in self.leaves:
+            arrays[place] = jax.lax.stop_gradient(arrays[place])
+        mode = AdaptedMode(_modes.FrozenMode(call.plan, None))
+        with checks.name_errors(function):
+            parameters = attach_adapters(function, t, self.names, self.leaves, arrays)
             return self._interpret(mode, call, parameters, records)[0]
 
     @contextlib.contextmanager
@@ -455,13 +482,13 @@ class Prepared:
             got = "a quantized array, as for apply"
             checks.require(not has_codes, f"Prepared.{method}", "params", f"floats at {name}", got)
 
-    def _check_converted(self, call: TracedCall) -> None:
+    def _check_converted(self, method: str, call: TracedCall) -> None:
         for place, plan in self.leaves.items():
             x, name = call.parameters.arrays[place], self.names[place]
             expected = f"a quantized array at {name}, as convert returns it"
             got = "floats" if not is_quantized(x) else f"{x.format} codes for {plan.spec}"
             holds = is_quantized(x) and x.format == plan.spec.dtype
-            checks.require(holds, "Prepared.apply", "q.params", expected, got)
+            checks.require(holds, f"Prepared.{method}", "q.params", expected, got)
 
     def _read_ranges(self, method: str, ranges: Any) -> Mapping[str, Any]:
         """Return the ranges that the user passes: none if no activation is static."""
@@ -550,7 +577,7 @@ def _holds_ranges(value: Any) -> bool:
 
 def _refuse_trees(function: str, params: Any) -> None:
     """Raise if the parameters are in a tree of this module."""
-    is_plain = not isinstance(params, TrainableTree | QuantizedTree)
+    is_plain = not isinstance(params, TrainableTree | QuantizedTree | AdaptedTree)
     expected = "the parameters of the function, in floats"
     expected += ", such as t.params" if isinstance(params, TrainableTree) else ""
     checks.require_type(is_plain, function, "params", expected, f"a {type(params).__name__}")

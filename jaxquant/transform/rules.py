@@ -269,13 +269,13 @@ class Rule:
         if self.keep is None and is_weight != (self.operands == "weight"):
             return False
         paths = site.paths or (site.name,)
-        if not any(self._matches_path(path) for path in paths):
+        if not any(matches_pattern(self.path, path) for path in paths):
             return False
         return self.where is None or bool(self.where(site))
 
-    def _matches_path(self, path: str) -> bool:
-        if self.path is None:
-            return True
-        if isinstance(self.path, str):
-            return fnmatch.fnmatchcase(path, self.path)
-        return self.path.search(path) is not None
+
+def matches_pattern(pattern: str | re.Pattern[str] | None, path: str) -> bool:
+    """Return whether a path matches a pattern as of a shell, or a regular expression somewhere; None matches all."""
+    if pattern is None:
+        return True
+    return fnmatch.fnmatchcase(path, pattern) if isinstance(pattern, str) else pattern.search(path) is not None

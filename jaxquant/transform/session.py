@@ -31,6 +31,7 @@ __all__ = [
     "Signature",
     "TracedCall",
     "Twin",
+    "check_float_results",
     "contract_codes",
     "describe_site",
     "is_quantized",
@@ -138,14 +139,19 @@ class Session:
 
 
 def check_prepared(function: str, prepared: Any) -> None:
+    """Raise unless a value is a prepared function of floats, and all its contractions return floats."""
+    check_float_results(function, prepared)
+    names = [prepared.names[place] for place in sorted(prepared.given)]
+    expected = "a function of parameters that were floats in prepare"
+    checks.require(not names, function, "prepared", expected, f"codes at {', '.join(names[:4])}")
+
+
+def check_float_results(function: str, prepared: Any) -> None:
     """Raise unless a value is a prepared function and all its contractions return floats.
 
     A contraction that returns codes has the factors of a batch normalization in its weights, and a bias of integers.
     """
     checks.require_type(isinstance(prepared, Prepared), function, "prepared", "a Prepared", type(prepared).__name__)
-    names = [prepared.names[place] for place in sorted(prepared.given)]
-    expected = "a function of parameters that were floats in prepare"
-    checks.require(not names, function, "prepared", expected, f"codes at {', '.join(names[:4])}")
     names = [row.name for row in prepared.coverage.rows if row.output is not None]
     expected = "rules without `output`, such as jq.recipes.w8a8_static()"
     got = f"codes as the result of {', '.join(names[:4])}"

@@ -37,6 +37,7 @@ MODULES = {
     "jaxquant.checkpoint": jq.checkpoint,
     "jaxquant.codes": jq.codes,
     "jaxquant.distributed": jq.distributed,
+    "jaxquant.lora": jq.lora,
     "jaxquant.onnx": jq.onnx,
     "jaxquant.ops": jq.ops,
     "jaxquant.optim": jq.optim,

