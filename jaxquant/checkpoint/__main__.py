@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import os
 import pathlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from .._arrays.quantized_array import QuantizedArray
-from .._core import checks
+from .._core.command_line import CommandParser, run_command
 from ..calibration.loop import Bar
 from . import formats
 from .files import open_checkpoint
@@ -40,12 +39,6 @@ _FILE_TYPES = {
     "IQ4_NL": 25, "IQ4_XS": 30, "TQ2_0": 37, "MXFP4": 38,
 }  # fmt: skip
 _FLOATS = ("F32", "F16", "BF16", "F64")
-
-
-class _CommandParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Print one line, and exit with 2."""
-        self.exit(2, f"error: {message}\n")
 
 
 class _Tensors(Mapping[str, Tensor]):
@@ -187,9 +180,7 @@ def _measure_error(x: np.ndarray, values: np.ndarray) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = _CommandParser(
-        prog="python -m jaxquant.checkpoint", description="Print, convert and quantize checkpoints."
-    )
+    parser = CommandParser(prog="python -m jaxquant.checkpoint", description="Print, convert and quantize checkpoints.")
     commands = parser.add_subparsers(required=True, metavar="command")
     known = tuple(formats.MODULES)
 
@@ -219,19 +210,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return 2 after an error in the arguments or the files."""
-    arguments = make_parser().parse_args(argv)
-    try:
-        arguments.function(arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        # Python would report the pipe once more when it flushes its output at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 2
-    except (CheckpointError, OSError, checks.ContractValueError, checks.ContractTypeError) as error:
-        text = " ".join(str(error).split())
-        print(f"error: {text}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(make_parser(), argv, (CheckpointError,))
 
 
 if __name__ == "__main__":

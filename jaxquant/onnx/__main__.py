@@ -1,7 +1,8 @@
-"""ONNX models from a shell: print, run, export and verify them.
+"""ONNX models from a shell: print, run, quantize, export and verify them.
 
     python -m jaxquant.onnx inspect model.onnx
     python -m jaxquant.onnx run model.onnx --inputs x.npz
+    python -m jaxquant.onnx quantize model.onnx small.onnx --data calibration.npz
     python -m jaxquant.onnx export package.module:function model.onnx --inputs x.npz
     python -m jaxquant.onnx verify package.module:function model.onnx --inputs x.npz
 
@@ -16,6 +17,7 @@ import contextlib
 import importlib
 import inspect
 import os
+import pathlib
 import sys
 import zipfile
 import zlib
@@ -25,10 +27,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._core import checks, dtypes
+from .._core import dtypes
+from .._core.command_line import CommandParser, run_command
 from ..transform import Prepared
-from . import Limits, ModelError, export, load, save, verify
+from . import Limits, ModelError, export, load, quantize, save, verify
 from .limits import count_model_bytes
+from .model_file import read_checked_model
+from .quantization.data import list_inputs, read_images, split_arrays
+from .quantization.recipes import CALIBRATORS, RECIPES
 
 
 @contextlib.contextmanager
@@ -143,20 +149,69 @@ def export_function(arguments: argparse.Namespace) -> None:
     print(f"{arguments.model}: {len(model.graph.node)} nodes, {count_model_bytes(model):,} bytes")
 
 
-def verify_model(arguments: argparse.Namespace) -> None:
-    """Compare a model with the function that it was exported from; raise ModelError if they differ."""
+def verify_model(arguments: argparse.Namespace) -> int:
+    """Compare a model with the function that it was exported from; return 1 if they differ."""
     function, params, inputs = import_call(arguments)
     with name_file(arguments.model):
         compare: Any = verify  # as `export`
         report = compare(arguments.model, function, *params, [tuple(inputs)], level=arguments.level)
     print(report)
     if not report.is_exact:
-        raise ModelError("the model and the function differ")
+        print("error: the model and the function differ", file=sys.stderr)
+    return not report.is_exact
+
+
+def quantize_model(arguments: argparse.Namespace) -> None:
+    """Quantize a model, and print what became of it."""
+    with name_file(arguments.model):
+        data = read_data(arguments)
+        report = quantize(
+            arguments.model, arguments.output, recipe=arguments.recipe, data=data, random=arguments.random,
+            keep=arguments.keep, calibrator=arguments.calibrator, block=arguments.block,
+            exact_everywhere=arguments.exact_everywhere,
+        )  # fmt: skip
+    print(report)
+    print(f"{arguments.output}: {len(report.model.graph.node)} nodes, {report.bytes_after:,} bytes")
+
+
+def read_data(arguments: argparse.Namespace) -> Any:
+    """Return the batches of `--data`, or None without it."""
+    if arguments.data is None:
+        return None
+    path = pathlib.Path(arguments.data)
+    if not path.exists() and ":" in arguments.data:
+        function = import_name("--data", arguments.data)
+        if not callable(function):
+            raise ModelError(f"--data: expected a function, got {arguments.data!r}, of type {type(function).__name__}")
+        return function()
+    inputs = list_inputs(read_checked_model(arguments.model, Limits()))
+    if path.is_dir():
+        return read_images(inputs, path, arguments.mean, arguments.std)
+    if path.suffix == ".npy" and len(inputs) == 1:
+        return split_arrays(inputs, {inputs[0].name: read_array(arguments.data)}, arguments.data)
+    return split_arrays(inputs, read_arrays(arguments.data), arguments.data)
+
+
+def read_array(path: str) -> np.ndarray:
+    """Return the array of an .npy file; raise ModelError if it is damaged or another file."""
+    try:
+        with open(path, "rb") as stream:
+            array = np.load(stream, allow_pickle=False)
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ModelError(f"{path}: expected a file of numpy.save: {error}") from error
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
+        raise ModelError(f"{path}: expected a file of numpy.save with numbers")
+    return array
+
+
+def read_numbers(text: str) -> list[float]:
+    """Return the numbers of an argument such as 0.5,0.5,0.5."""
+    return [float(part) for part in text.split(",")]
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         "python -m jaxquant.onnx", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True)
@@ -183,6 +238,7 @@ def make_parser() -> argparse.ArgumentParser:
     write.add_argument("--weights", help="int8, or uint8 for the same integers on every processor")
     write.add_argument("--batch", help="the name of a symbolic first dimension")
     compare.add_argument("--level", default="all", help="disabled, basic, extended or all (default %(default)s)")
+    add_quantize(commands)
     for command in (show, run):
         command.add_argument("model", help="the model's file")
         default = Limits().memory_bytes
@@ -191,20 +247,32 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def add_quantize(commands: Any) -> None:
+    """Add the command that quantizes a model."""
+    command = commands.add_parser("quantize", help="quantize a float model, and compare it in ONNX Runtime")
+    command.set_defaults(function=quantize_model)
+    command.add_argument("model", help="the float model's file")
+    command.add_argument("output", help="the file to write")
+    command.add_argument("--recipe", choices=RECIPES, default="static", help="default %(default)s")
+    text = "an .npz file by names of inputs, an .npy file, a folder of images, or package.module:function for batches"
+    command.add_argument("--data", help=text)
+    command.add_argument("--random", action="store_true", help="use random numbers in place of data")
+    text = "a pattern of nodes, outputs or operators that stay in floats; may be repeated"
+    command.add_argument("--keep", action="append", default=[], metavar="PATTERN", help=text)
+    text = "how static ranges are found (default %(default)s)"
+    command.add_argument("--calibrator", choices=CALIBRATORS, default="minmax", help=text)
+    text = "how many inputs share a scale, of 4 bits (default %(default)s)"
+    command.add_argument("--block", type=int, default=32, help=text)
+    text = "weights of 7 bits, which give the same integers on every processor"
+    command.add_argument("--exact-everywhere", action="store_true", help=text)
+    for name, default in (("--mean", "0"), ("--std", "1")):
+        text = f"of images: a number, or one for each channel (default {default})"
+        command.add_argument(name, type=read_numbers, default=default, metavar="NUMBERS", help=text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return 1 after an error in the arguments or the files."""
-    arguments = make_parser().parse_args(argv)
-    try:
-        arguments.function(arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        # Python would report the pipe once more when it flushes its output at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (ModelError, OSError, checks.ContractValueError, checks.ContractTypeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    """Run a command; return 2 after an error in the arguments or the files, and 1 if `verify` finds a difference."""
+    return run_command(make_parser(), argv, (ModelError,))
 
 
 if __name__ == "__main__":

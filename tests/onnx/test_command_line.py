@@ -42,9 +42,9 @@ def test_commands(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsy
         ("layer", "expected package.module:name"), ("layers_of_a_test:none", "can be imported"),
         ("layers_of_a_test:__name__", "expected a function, got 'layers_of_a_test:__name__', of type str"),
     ):  # fmt: skip
-        assert main(["export", place, "model.onnx", *inputs]) == 1
+        assert main(["export", place, "model.onnx", *inputs]) == 2
         assert text in capsys.readouterr().err
-    assert main(["export", "layers_of_a_test:layer", "model.onnx", *inputs, "--opset", "9"]) == 1
+    assert main(["export", "layers_of_a_test:layer", "model.onnx", *inputs, "--opset", "9"]) == 2
     assert "opset: expected a number from 13 to 25, got 9" in capsys.readouterr().err
 
 
@@ -67,7 +67,7 @@ def test_a_prepared_function(
         (["--params", "prepared_of_a_test:none"], "--params: expected a name that can be imported"),
         (["--params", "prepared_of_a_test:params"], "q: expected a QuantizedTree"),
     ):
-        assert main(["export", "prepared_of_a_test:prepared", *rest, *params]) == 1
+        assert main(["export", "prepared_of_a_test:prepared", *rest, *params]) == 2
         assert text in capsys.readouterr().err
 
 
@@ -99,7 +99,7 @@ def test_files_and_shapes_that_do_not_fit(
         (["inspect", "x.npz"], "x.npz"),
     )
     for arguments, text in commands:
-        assert main(arguments) == 1, arguments
+        assert main(arguments) == 2, arguments
         error = capsys.readouterr().err
         assert error.startswith("error: "), arguments
         assert text in error, (arguments, error)
@@ -132,7 +132,7 @@ def test_arrays_and_names_that_numpy_does_not_save(
         (["inspect", "."], "expected a regular file, got '.'"),
     )
     for arguments, text in commands:
-        assert main(arguments) == 1, arguments
+        assert main(arguments) == 2, arguments
         error = capsys.readouterr().err
         assert error.startswith("error: "), arguments
         assert text in error, (arguments, error)

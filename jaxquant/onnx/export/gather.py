@@ -92,6 +92,8 @@ def _gather_axis(
 
 def _squeeze_last(graph: ModelGraph, index: str, axis: int) -> str:
     """Return indices without their last dimension, of 1, which JAX has added to the indices of one axis."""
+    if index in graph.arrays:
+        return graph.add_constant(graph.arrays[index].squeeze(axis))
     place = graph.ints(axis)
     cast = graph.look_up_node(index)
     if cast is not None and cast.op_type == "Cast":

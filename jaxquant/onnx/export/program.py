@@ -171,6 +171,9 @@ def _is_foldable(equation: Equation, specs: Sequence[Spec]) -> bool:
         return not is_float or (is_small and len([n for n in shape if n != 1]) < 2)
     if name == MARK and equation.params["mark"].name in ("dequantize", "scale_levels"):
         return is_small and len(shape) < 2
+    if name == "gather" and jnp.issubdtype(specs[0].dtype, jnp.floating):
+        # The scales of blocks stay as few as they are: the model repeats them.
+        return math.prod(shape) <= math.prod(jaxpr.read_shape(equation.invars[0]))
     return True
 
 

@@ -1,0 +1,1 @@
+"""Float models of ONNX with integers in place of floats."""
