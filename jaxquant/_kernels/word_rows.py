@@ -18,7 +18,7 @@ from jax import lax
 
 from . import barriers, packed_codes, words
 from .contraction import Role
-from .float_rows import ScaledCodes, WordLayout, add_terms, count_cached_rows, finish, scale_row
+from .float_rows import ScaledCodes, WordLayout, add_terms, count_cached_rows, scale_row
 from .weight_chunks import Chunk
 
 # The number of rows that one loop adds up, if they stay in the first-level cache. With 8, XLA:CPU writes and reads as
@@ -33,7 +33,7 @@ _LINE = 16
 _VECTOR, _MOST_VECTORS = 8, 4
 
 
-def choose_form(q: ScaledCodes, role: Role) -> Callable[..., tuple[jax.Array, jax.Array]] | None:
+def choose_form(q: ScaledCodes, role: Role) -> Callable[..., jax.Array] | None:
     """Return the function of a row, q and role that contracts them, or None: one of the functions below.
 
     Every word and every block must be full, and the codes must be a matrix with one contracted dimension.
@@ -55,7 +55,7 @@ def choose_form(q: ScaledCodes, role: Role) -> Callable[..., tuple[jax.Array, ja
     return functools.partial(contract_word_lanes, run=run) if run % _VECTOR == 0 else None
 
 
-def contract_word_rows(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tuple[jax.Array, jax.Array]:
+def contract_word_rows(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> jax.Array:
     """Return what `float_rows.contract_row` returns, for words along the dimension that is not contracted.
 
     Args:
@@ -64,13 +64,13 @@ def contract_word_rows(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> 
         role: the role of each dimension of the codes.
         terms: the number of rows that one loop adds up, which share their entries.
     """
-    scaled, unit = scale_row(x, is_float4=q.decode is packed_codes.read_float4)
+    scaled, unit = scale_row(x, q)
     sums: list[jax.Array] = []
     for chunk in _cut_rows(q, terms):
         piece = _take_piece(q, chunk, sums[-1] if sums else scaled)
         factors = scaled if chunk.length == q.shape[0] else chunk.take(scaled, 0)
         sums.append(_contract_rows(factors, piece, role, terms))
-    return finish(functools.reduce(jnp.add, sums), unit)
+    return functools.reduce(jnp.add, sums) * unit
 
 
 def _contract_rows(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> jax.Array:
@@ -117,7 +117,7 @@ def _contract_rows(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> jax.
     return y.transpose(2, 0, 1, 3).reshape(columns)
 
 
-def contract_word_lanes(x: jax.Array, q: ScaledCodes, role: Role, run: int) -> tuple[jax.Array, jax.Array]:
+def contract_word_lanes(x: jax.Array, q: ScaledCodes, role: Role, run: int) -> jax.Array:
     """Return what `float_rows.contract_row` returns, for words along the contracted dimension.
 
     Args:
@@ -126,12 +126,12 @@ def contract_word_lanes(x: jax.Array, q: ScaledCodes, role: Role, run: int) -> t
         role: the role of each dimension of the codes.
         run: how many neighboring words share their entries, in each lane.
     """
-    scaled, unit = scale_row(x, is_float4=q.decode is packed_codes.read_float4)
+    scaled, unit = scale_row(x, q)
     sums: list[jax.Array] = []
     for chunk in _cut_rows(q, 1):
         piece = _take_piece(q, chunk, sums[-1] if sums else scaled)
         sums.append(_contract_lanes(scaled, piece, role, run))
-    return finish(jnp.concatenate(sums), unit)
+    return jnp.concatenate(sums) * unit
 
 
 def _contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, run: int) -> jax.Array:
