@@ -164,9 +164,10 @@ _PAGE, _WAYS = 2**12, 8
 # contains the operations of every chunk. XLA:CPU copies codes of less than 8 bits to read them as words; the copy of a
 # chunk stays in the second-level caches, and so do the sums of a chunk.
 _CHUNK, _MOST_CHUNKS = 2**22, 16
-# A row with a magnitude above _LARGE is multiplied by _SHRINK. Then the sum of its products with codes, or with levels
-# of a codebook of at most _LARGEST_LEVEL, does not overflow before it is scaled, in rows of up to 2**20 elements.
-_LARGE, _SHRINK, _LARGEST_LEVEL = 2.0**88, 2.0**-40, 2.0**20
+# A row with a magnitude above _LARGE is divided by _POWER. Then the sum of its products with codes, or with levels of a
+# codebook of at most _LARGEST_LEVEL, does not overflow before it is scaled, in rows of up to 2**20 elements. A row with
+# no magnitude above 1 / _LARGE is multiplied by _POWER, so that the products of its sums and scales are not subnormal.
+_LARGE, _POWER, _LARGEST_LEVEL = 2.0**88, 2.0**40, 2.0**20
 # The codes that one vector of `contract_blocks` holds: eight words of eight codes, or 16 bytes.
 _WORD_SPAN, _BYTE_SPAN = 64, LANES
 # The numbers of vectors that one loop of it adds up. LLVM does not vectorize a loop of one vector of steps; with more
@@ -511,9 +512,15 @@ def scale_row(x: jax.Array, q: ScaledCodes) -> tuple[jax.Array, jax.Array]:
     """
     magnitude = jnp.abs(x)
     largest = jnp.max(magnitude)
-    is_large, quarter = largest > np.float32(_LARGE), 0.25 if q.decode is packed_codes.read_float4 else 1
-    scaled = x * lax.select(is_large, np.float32(_SHRINK * quarter), np.float32(quarter))
-    unit = lax.select(is_large, np.float32(1 / _SHRINK), np.float32(1))
+    is_large, is_small = largest > np.float32(_LARGE), largest < np.float32(1 / _LARGE)
+
+    def choose(if_large: float, if_small: float, otherwise: float) -> jax.Array:
+        rest = lax.select(is_small, np.float32(if_small), np.float32(otherwise))
+        return lax.select(is_large, np.float32(if_large), rest)
+
+    quarter = 0.25 if q.decode is packed_codes.read_float4 else 1
+    scaled = x * choose(quarter / _POWER, quarter * _POWER, quarter)
+    unit = choose(_POWER, 1 / _POWER, 1)
     if q.offset is not None:
         # The sum of an infinite multiple of a code and one of an offset would be NaN if they differ in sign. With its
         # sign in place of the infinity, and zeros for finite numbers, the sign of the sum is the result's.

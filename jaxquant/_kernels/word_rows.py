@@ -29,6 +29,8 @@ _CHUNK, _MOST_CHUNKS = 2**19, 16
 # The number of words in a cache line. Words of two planes are read a line at a time for all of their lanes, so that
 # the lines of all rows stay in the first-level cache.
 _LINE = 16
+# Up to this number of codes, the sums over lanes stay in the second-level caches.
+_FEW = 2**22
 # The number of words in a vector of a CPU with AVX2, and the most vectors that one loop adds up in each lane.
 _VECTOR, _MOST_VECTORS = 8, 4
 
@@ -51,6 +53,9 @@ def choose_form(q: ScaledCodes, role: Role) -> Callable[..., jax.Array] | None:
         fits = (n for n in _TERMS if n * planes <= count_cached_rows(row_bytes) or n == _TERMS[-1])
         terms = next((n for n in fits if all(run % n == 0 for run in (q.shape[0], *runs))), None)
         return None if terms is None else functools.partial(contract_word_rows, terms=terms)
+    run = math.gcd(packed.length // words.count_lanes(packed.bits), *runs)
+    if run % _VECTOR == 0 and q.zero_point is None and math.prod(q.shape) <= _FEW:
+        return functools.partial(contract_few_words, run=run)
     run = math.gcd(_count_part(packed), *runs)
     return functools.partial(contract_word_lanes, run=run) if run % _VECTOR == 0 else None
 
@@ -175,11 +180,51 @@ def _contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, run: int) -> jax.A
         sums.append(functools.reduce(jnp.add, products) * get(scale, lane))
     # The barrier keeps XLA from fusing this sum with the loop of products.
     y = jnp.sum(lax.optimization_barrier(functools.reduce(jnp.add, sums)), axis=(1, 2, 3))
-    if q.offset is not None:
-        offset = q.expand(q.offset, role.free)
-        sums = lax.optimization_barrier(jnp.sum(x.reshape(offset.shape[1], -1), axis=1))
-        y = y + jnp.sum(offset * sums[None], axis=1)
-    return y
+    return y if q.offset is None else y + _contract_offset(x, q, role)
+
+
+def contract_few_words(x: jax.Array, q: ScaledCodes, role: Role, run: int) -> jax.Array:
+    """Return what `contract_word_lanes` returns, in fewer operations, for codes without a zero point.
+
+    The loop over words adds up only lanes, and writes a sum for each word of the first plane. The units of the second
+    plane are copied in the order of these words, so that a row may have any number of words.
+
+    Args:
+        x: float32 [K].
+        q: words [N, W].
+        role: the role of each dimension of the codes.
+        run: how many neighboring words of the first plane share their entries, in each lane.
+    """
+    packed = q.words
+    assert packed is not None
+    scaled, unit = scale_row(x, q)
+    lanes = words.count_lanes(packed.bits)
+    steps = packed.length // lanes // run
+    # The barriers keep XLA from arranging the row for each row of words, and from reading words that are constants.
+    factors = lax.optimization_barrier(scaled.reshape(lanes, steps, run))
+    planes = words.split_units(lax.optimization_barrier(q.codes), packed.bits, packed.length, scaled)
+    planes = tuple(plane.reshape(-1, steps, run) for plane in planes)
+    scale = q.expand(q.scale, role.free)
+    if scale.shape[1] > 1:
+        rows, entries = scale.shape
+        scale = jnp.broadcast_to(scale[:, :, None], (rows, entries, lanes * steps // entries)).reshape(rows, lanes, -1)
+    else:
+        scale = jnp.broadcast_to(scale[:, :, None], (scale.shape[0], lanes, 1))
+    products = [
+        factors[None, lane] * _read_weights(q, planes, lane, 0, None) * scale[:, lane, :, None] for lane in range(lanes)
+    ]
+    # The barrier keeps XLA from fusing this sum with the loop of products.
+    total = lax.optimization_barrier(functools.reduce(jnp.add, products).reshape(-1, steps * run))
+    y = jnp.sum(total, axis=1)
+    return (y if q.offset is None else y + _contract_offset(scaled, q, role)) * unit
+
+
+def _contract_offset(x: jax.Array, q: ScaledCodes, role: Role) -> jax.Array:
+    """Return the contraction of a scaled row with the offsets of rows of words."""
+    assert q.offset is not None
+    offset = q.expand(q.offset, role.free)
+    sums = lax.optimization_barrier(jnp.sum(x.reshape(offset.shape[1], -1), axis=1))
+    return jnp.sum(offset * sums[None], axis=1)
 
 
 def _cut_rows(q: ScaledCodes, terms: int) -> list[Chunk]:
