@@ -34,8 +34,6 @@ _FEW_ROWS, _FEW_ROWS_PACKED = 4, 1
 _FEWEST_FOR_DIGITS, _FEWEST_FOR_ROW = 2**20, 2**15
 # From this number of codes on, weights that are dequantized at once wait for the other operand.
 _FEWEST_TO_WAIT = 2**15
-# How many rows of words a loop of `_contract_row_by_row` unpacks at a time if a block does not have more.
-_ROWS_IN_LOOP = 16
 
 # The forms whose values have roundings of their own, so that no scaled sum of codes has the same ones.
 _ROUNDED = {"real_zero_point", "inverse_scale", "arithmetic"}
@@ -306,17 +304,7 @@ def _contract_by_size(
         choose = float_rows.choose_form if matrix.words is None else word_rows.choose_form
         contract_row = choose(matrix, role)
         if contract_row is not None:
-            y, is_exact = contract_row(x.reshape(-1), matrix, role)
-            # A transpose of the entries is undone here, and done again in the branch.
-            turn: Callable[[jax.Array], jax.Array] = (lambda part: part.T) if config.is_moved else (lambda part: part)
-            moved_scale, moved_point = turn(scale), None if zero_point is None else turn(zero_point)
-
-            def contract_slowly() -> jax.Array:
-                point = None if moved_point is None else turn(moved_point)
-                return contract(x.reshape(-1), config.unflatten(codes, turn(moved_scale), point), role.contracted[0])
-
-            contract = _contract_term_by_term if matrix.words is None else _contract_row_by_row
-            y = lax.cond(is_exact, lambda: y, contract_slowly)
+            y = contract_row(x.reshape(-1), matrix, role)
             shape = (*(x.shape[axis] for axis in x_role.free), *(q.shape[axis] for axis in role.free))
             return config.swap_sides(y.reshape(shape))
     if q.packing is not None:
@@ -331,51 +319,6 @@ def _contract_by_size(
         is_exact &= float_rows.has_moderate_scales(q.scale)
         return config.swap_sides(lax.cond(is_exact, lambda: y, contract_swapped))
     return contract_dequantized()
-
-
-def _contract_term_by_term(row: jax.Array, q: QuantizedArray, axis: int) -> jax.Array:
-    """Return the float32 contraction of a row with one dimension of q: a slow loop, but hardly any code.
-
-    It is for a branch that is compiled for every contraction of a row, and is hardly ever taken. It multiplies and adds
-    float32 numbers, which is the highest precision that the caller may ask for, so it ignores which one that is.
-    """
-    shape, depth = q.shape, q.shape[axis]
-    products = lax.broadcast_in_dim(row, shape, (axis,)) * quantized_array.dequantize_checked(q, use="operand")
-    # Two sums, because an error grows with the number of terms. XLA would cut a sum of more than 32 terms by itself,
-    # and write the products to memory for that.
-    length = next(n for n in (16, 8, 4, 2, 1) if depth % n == 0)
-    products = products.reshape(*shape[:axis], depth // length, length, *shape[axis + 1 :])
-    return jnp.sum(lax.reduce(products, np.float32(0), _add, (axis + 1,)), axis=axis)
-
-
-def _contract_row_by_row(row: jax.Array, q: QuantizedArray, axis: int) -> jax.Array:
-    """Return what `_contract_term_by_term` returns, for a matrix of words: a loop that unpacks a few rows at a time."""
-    names = [name for name in ("scale", "zero_point", "offset") if getattr(q, name) is not None]
-    runs = [_count_run(q, getattr(q, name), 0) for name in names if getattr(q, name).shape[0] != 1]
-    length = math.lcm(*runs)
-    if length == 1 and q.shape[0] % _ROWS_IN_LOOP == 0:
-        length = _ROWS_IN_LOOP
-    sizes = {"codes": length} | {
-        n: length // _count_run(q, getattr(q, n), 0) for n in names if getattr(q, n).shape[0] != 1
-    }
-    cut = {"codes": q.stored_codes} | {name: getattr(q, name) for name in sizes if name != "codes"}
-    cut = {name: part.reshape(-1, sizes[name], part.shape[1]) for name, part in cut.items()}
-
-    def contract(parts_of_rows: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        children = q._parts._replace(**parts_of_rows)
-        weights = quantized_array.dequantize_checked(QuantizedArray.tree_unflatten(q._static, children), use="operand")
-        return lax.dot_general(x, weights, (((0,), (axis,)), ((), ())), None, jnp.float32)
-
-    if axis == 1:
-        return lax.map(lambda each: contract(each, row), cut).reshape(-1)
-    pieces = row.reshape(-1, length)
-    start = jnp.zeros(q.shape[1], jnp.float32)
-    return lax.scan(lambda y, each: (y + contract(*each), None), start, (cut, pieces))[0]
-
-
-def _add(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return x + y. XLA does not see that, and so does not hand the sum to a library that reads it from memory."""
-    return lax.select(x == x, x + y, x)
 
 
 def _contract_planes(
@@ -427,7 +370,7 @@ def read_scaled_codes(q: QuantizedArray, x: jax.Array, *, is_moved: bool) -> flo
         if part is None:
             return None
         original = part.T if is_moved else part  # This cancels the transpose.
-        original = matrix.guard(original) if part is not q.zero_point else packed_codes.unpack_entries(original, x)
+        original = float_rows.widen(original) if part is not q.zero_point else packed_codes.unpack_entries(original, x)
         if not is_moved:
             return original
         if original.dtype == dtypes.FLOAT32:

@@ -164,11 +164,10 @@ _PAGE, _WAYS = 2**12, 8
 # contains the operations of every chunk. XLA:CPU copies codes of less than 8 bits to read them as words; the copy of a
 # chunk stays in the second-level caches, and so do the sums of a chunk.
 _CHUNK, _MOST_CHUNKS = 2**22, 16
-# The largest magnitude of a row is scaled to about 2**_LARGEST_EXPONENT. Then magnitudes down to _LEAST_ELEMENT, and
-# scales and offsets down to _LEAST_SCALE, or down to _LEAST_SCALE_OF_LEVELS for levels of a codebook of at least
-# _SMALLEST_LEVEL, have products that are normal float32 numbers.
-_LARGEST_EXPONENT, _LEAST_ELEMENT = 50, 2.0**-60
-_LEAST_SCALE_OF_LEVELS, _SMALLEST_LEVEL = 2.0**-40, 2.0**-20
+# A row with a magnitude above _LARGE is divided by _POWER. Then the sum of its products with codes, or with levels of a
+# codebook of at most _LARGEST_LEVEL, does not overflow before it is scaled, in rows of up to 2**20 elements. A row with
+# no magnitude above 1 / _LARGE is multiplied by _POWER, so that the products of its sums and scales are not subnormal.
+_LARGE, _POWER, _LARGEST_LEVEL = 2.0**88, 2.0**40, 2.0**20
 # The codes that one vector of `contract_blocks` holds: eight words of eight codes, or 16 bytes.
 _WORD_SPAN, _BYTE_SPAN = 64, LANES
 # The numbers of vectors that one loop of it adds up. LLVM does not vectorize a loop of one vector of steps; with more
@@ -197,10 +196,10 @@ class ScaledCodes(NamedTuple):
 
     Attributes:
         codes: integers, of rank 2 or more, with static dimensions.
-        scale: float32, as `guard` returns it, of the rank of the codes; each dimension is `shape[i]`, 1, or the number
+        scale: float32, as `widen` returns it, of the rank of the codes; each dimension is `shape[i]`, 1, or the number
             of blocks.
         zero_point: integers of 8 bits, of a shape that a scale may have; or None for 0.
-        offset: float32, as `guard` returns it, of a shape that a scale may have, which is added to the scaled codes;
+        offset: float32, as `widen` returns it, of a shape that a scale may have, which is added to the scaled codes;
             or None for 0.
         block_size: Static. The number of indices in a block, or None if all blocks are equally long.
         decode: Static. A function from codes, and the position of a code's lowest bit, to the float32 levels of a
@@ -240,14 +239,20 @@ class ScaledCodes(NamedTuple):
 
     def has_usual_levels(self) -> bool:
         """Return whether products with the levels of the codebook neither overflow nor underflow."""
-        return all(level == 0 or _SMALLEST_LEVEL <= abs(level) <= 1 / _SMALLEST_LEVEL for level in self.levels)
-
-    def guard(self, part: jax.Array) -> jax.Array:
-        """Return a scale or an offset as float32, with NaN for numbers that are too small."""
-        return _replace_tiny(dtypes.scale_as_float32(part), _LEAST_SCALE_OF_LEVELS if self.levels else _LEAST_SCALE)
+        return all(level == 0 or 1 / _LARGEST_LEVEL <= abs(level) <= _LARGEST_LEVEL for level in self.levels)
 
 
-def choose_form(q: ScaledCodes, role: Role) -> Callable[..., tuple[jax.Array, jax.Array]] | None:
+def widen(part: jax.Array) -> jax.Array:
+    """Return a scale or an offset as float32, with NaN in place of infinities.
+
+    An infinite scale makes a NaN of each code 0. The sum of several codes, which the functions below scale, is not 0.
+    """
+    wide = dtypes.scale_as_float32(part)
+    # Of finite numbers this product is a zero, and of infinities NaN.
+    return wide + wide * np.float32(0)
+
+
+def choose_form(q: ScaledCodes, role: Role) -> Callable[..., jax.Array] | None:
     """Return the function of a row, q and role that contracts them, or None: one of the functions below."""
     for choose, contract in (
         (choose_terms, contract_row), (choose_groups, contract_lanes), (choose_vectors, contract_blocks)
@@ -281,12 +286,13 @@ def count_cached_rows(row_bytes: int) -> int:
     return _WAYS * _PAGE // math.gcd(row_bytes, _PAGE)
 
 
-def contract_row(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tuple[jax.Array, jax.Array]:
-    """Return the float32 contraction of a row with the first dimension of scaled codes, and whether it is exact.
+def contract_row(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> jax.Array:
+    """Return the float32 contraction of a row with the first dimension of scaled codes.
 
-    It is not if the row or a scale has an infinity, a NaN, or numbers so far from 1 that a product could overflow, or
-    be lost as a subnormal number. Numbers that are too small are replaced by NaN, so all of these give a result that
-    is not finite, and the results alone tell.
+    As in XLA's float contraction, subnormal numbers count as 0. So do elements below 2**-86 of a row that has one above
+    2**88, and products of elements and levels that are subnormal before they are scaled. Infinities and NaN reach the
+    results that they reach in floats, as what they are there, with two exceptions, in which the result may be another
+    one of NaN and the infinities: infinite scales and offsets, and rows with several infinities if there is an offset.
 
     Args:
         x: float32 [K].
@@ -295,10 +301,10 @@ def contract_row(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tuple[
         terms: what `choose_terms` returns.
 
     Returns:
-        float32 [...]; a bool.
+        float32 [...].
     """
     depth, kept = q.codes.shape[0], q.codes.shape[1:]
-    scaled, unit = scale_row(x, is_float4=q.codes.dtype in dtypes.FLOAT4)
+    scaled, unit = scale_row(x, q)
     # The barrier keeps XLA from converting codes that are constants while it compiles.
     q = q._replace(codes=lax.optimization_barrier(q.codes))
     parts: list[jax.Array] = []
@@ -306,7 +312,7 @@ def contract_row(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tuple[
         piece = _take_rows(q, role, chunk)
         factors = scaled if chunk.length == depth else chunk.take(scaled, 0)
         parts.append(_contract_rows(factors, *piece, parts[-1] if parts else scaled, q.decode, terms))
-    return finish(functools.reduce(jnp.add, parts).T.reshape(kept), unit)
+    return functools.reduce(jnp.add, parts).T.reshape(kept) * unit
 
 
 def choose_groups(q: ScaledCodes, role: Role) -> int | None:
@@ -323,7 +329,7 @@ def choose_groups(q: ScaledCodes, role: Role) -> int | None:
     return contraction.choose_lane_terms(q.codes.shape[-1])
 
 
-def contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tuple[jax.Array, jax.Array]:
+def contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> jax.Array:
     """Return the same as `contract_row`, for codes with the contracted dimension last.
 
     Args:
@@ -332,7 +338,7 @@ def contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tupl
         role: the role of each dimension of the codes.
         terms: what `choose_groups` returns.
     """
-    scaled, unit = scale_row(x)
+    scaled, unit = scale_row(x, q)
     lanes, shape = LANES, q.codes.shape
     groups = shape[-1] // (terms * lanes)
     factors = scaled.reshape(groups, terms, lanes)
@@ -351,7 +357,7 @@ def contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tupl
         products += [lax.index_in_dim(several, i, 2, keepdims=False) for i in range(several.shape[2])]
     # The barrier keeps XLA from fusing this sum with the loop of products.
     y = jnp.sum(lax.optimization_barrier(functools.reduce(jnp.add, products)), axis=(1, 2))
-    return finish((y * take(q.scale).reshape(-1)).reshape(shape[:-1]), unit)
+    return (y * take(q.scale).reshape(-1)).reshape(shape[:-1]) * unit
 
 
 def choose_vectors(q: ScaledCodes, role: Role) -> int | None:
@@ -381,7 +387,7 @@ def choose_vectors(q: ScaledCodes, role: Role) -> int | None:
     return next((n for n in fits if all(run % (n * span) == 0 or (n * span) % run == 0 for run in runs)), None)
 
 
-def contract_blocks(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tuple[jax.Array, jax.Array]:
+def contract_blocks(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> jax.Array:
     """Return the same as `contract_row`, for codes with the contracted dimension last and scaled in blocks.
 
     Args:
@@ -390,7 +396,7 @@ def contract_blocks(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tup
         role: the role of each dimension of the codes.
         terms: what `choose_vectors` returns.
     """
-    scaled, unit = scale_row(x, is_float4=q.codes.dtype in dtypes.FLOAT4)
+    scaled, unit = scale_row(x, q)
     shape, depth = q.codes.shape, q.codes.shape[-1]
     is_packed = dtypes.count_packed_bits(q.codes.dtype) == 4
     # The element of a lane comes from one position of each word: [positions, groups, terms, lanes].
@@ -423,7 +429,7 @@ def contract_blocks(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tup
         assert scale is not None
         done = parts[-1] if parts else scaled
         parts.append(_contract_vectors(factors, piece, scale, zero_point, offset, sums, done, q.decode))
-    return finish(jnp.concatenate(parts).reshape(shape[:-1]), unit)
+    return jnp.concatenate(parts).reshape(shape[:-1]) * unit
 
 
 # A jit, so that JAX keeps the trace: matrices of the same shape have the same operations.
@@ -499,40 +505,32 @@ def _contract_vectors(
     return jnp.sum(lax.optimization_barrier(functools.reduce(jnp.add, products)), axis=(1, 2))
 
 
-def scale_row(x: jax.Array, *, is_float4: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Return a row scaled to magnitudes of about 2**50, with NaN for numbers that are too small, and its unit.
+def scale_row(x: jax.Array, q: ScaledCodes) -> tuple[jax.Array, jax.Array]:
+    """Return a row whose sums of products with codes do not overflow, and the unit that its results are multiplied by.
 
     For float4 codes, of which `packed_codes.read_float4` returns four times the numbers, the row is divided by 4.
     """
-    factor, unit = compute_powers(jnp.max(jnp.abs(x)), _LARGEST_EXPONENT)
-    scaled = x * factor
-    scaled = _replace(_is_tiny(x, 0) | _is_tiny(scaled, _LEAST_ELEMENT), scaled)
-    scaled = scaled * np.float32(0.25) if is_float4 else scaled
+    magnitude = jnp.abs(x)
+    largest = jnp.max(magnitude)
+    is_large, is_small = largest > np.float32(_LARGE), largest < np.float32(1 / _LARGE)
+
+    def choose(if_large: float, if_small: float, otherwise: float) -> jax.Array:
+        rest = lax.select(is_small, np.float32(if_small), np.float32(otherwise))
+        return lax.select(is_large, np.float32(if_large), rest)
+
+    quarter = 0.25 if q.decode is packed_codes.read_float4 else 1
+    scaled = x * choose(quarter / _POWER, quarter * _POWER, quarter)
+    unit = choose(_POWER, 1 / _POWER, 1)
+    if q.offset is not None:
+        # The sum of an infinite multiple of a code and one of an offset would be NaN if they differ in sign. With its
+        # sign in place of the infinity, and zeros for finite numbers, the sign of the sum is the result's.
+        is_infinite = magnitude == np.float32(np.inf)
+        signs = lax.select(is_infinite, jnp.sign(scaled), scaled * np.float32(0))
+        has_infinity = largest == np.float32(np.inf)
+        scaled = lax.select(jnp.broadcast_to(has_infinity, x.shape), signs, scaled)
+        unit = lax.select(has_infinity, np.float32(np.inf), unit)
     # The barrier keeps XLA from scaling the row again for each column.
     return lax.optimization_barrier(scaled), unit
-
-
-def _replace_tiny(value: jax.Array, least: float) -> jax.Array:
-    """Return float32 numbers with NaN for magnitudes below `least` other than 0."""
-    return _replace(_is_tiny(value, least), value)
-
-
-def _replace(is_replaced: jax.Array, value: jax.Array) -> jax.Array:
-    """Return NaN where a condition holds. A `jnp.where` would be a call, which takes longer to compile."""
-    return lax.select(is_replaced, lax.full_like(value, np.nan), value)
-
-
-def _is_tiny(value: jax.Array, least: float) -> jax.Array:
-    """Return which magnitudes are below `least` but not 0; subnormal numbers count as below any number."""
-    # As integers, because XLA:CPU compares subnormal floats as 0. Zero becomes the largest integer.
-    bits = lax.bitcast_convert_type(value, jnp.uint32) & np.uint32(0x7FFFFFFF)
-    bound = np.float32(max(least, 2.0**-126)).view(np.uint32)
-    return bits - np.uint32(1) < bound - np.uint32(1)
-
-
-def finish(y: jax.Array, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return results in the unit of a row, and whether all of them are finite numbers."""
-    return y * unit, jnp.isfinite(jnp.sum(y))
 
 
 def _cut_rows(q: ScaledCodes, terms: int) -> list[Chunk]:

@@ -18,7 +18,7 @@ from jax import lax
 
 from . import barriers, packed_codes, words
 from .contraction import Role
-from .float_rows import ScaledCodes, WordLayout, add_terms, count_cached_rows, finish, scale_row
+from .float_rows import ScaledCodes, WordLayout, add_terms, count_cached_rows, scale_row
 from .weight_chunks import Chunk
 
 # The number of rows that one loop adds up, if they stay in the first-level cache. With 8, XLA:CPU writes and reads as
@@ -29,11 +29,13 @@ _CHUNK, _MOST_CHUNKS = 2**19, 16
 # The number of words in a cache line. Words of two planes are read a line at a time for all of their lanes, so that
 # the lines of all rows stay in the first-level cache.
 _LINE = 16
+# Up to this number of codes, the sums over lanes stay in the second-level caches.
+_FEW = 2**22
 # The number of words in a vector of a CPU with AVX2, and the most vectors that one loop adds up in each lane.
 _VECTOR, _MOST_VECTORS = 8, 4
 
 
-def choose_form(q: ScaledCodes, role: Role) -> Callable[..., tuple[jax.Array, jax.Array]] | None:
+def choose_form(q: ScaledCodes, role: Role) -> Callable[..., jax.Array] | None:
     """Return the function of a row, q and role that contracts them, or None: one of the functions below.
 
     Every word and every block must be full, and the codes must be a matrix with one contracted dimension.
@@ -51,11 +53,14 @@ def choose_form(q: ScaledCodes, role: Role) -> Callable[..., tuple[jax.Array, ja
         fits = (n for n in _TERMS if n * planes <= count_cached_rows(row_bytes) or n == _TERMS[-1])
         terms = next((n for n in fits if all(run % n == 0 for run in (q.shape[0], *runs))), None)
         return None if terms is None else functools.partial(contract_word_rows, terms=terms)
+    run = math.gcd(packed.length // words.count_lanes(packed.bits), *runs)
+    if run % _VECTOR == 0 and q.zero_point is None and math.prod(q.shape) <= _FEW:
+        return functools.partial(contract_few_words, run=run)
     run = math.gcd(_count_part(packed), *runs)
     return functools.partial(contract_word_lanes, run=run) if run % _VECTOR == 0 else None
 
 
-def contract_word_rows(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> tuple[jax.Array, jax.Array]:
+def contract_word_rows(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> jax.Array:
     """Return what `float_rows.contract_row` returns, for words along the dimension that is not contracted.
 
     Args:
@@ -64,13 +69,13 @@ def contract_word_rows(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> 
         role: the role of each dimension of the codes.
         terms: the number of rows that one loop adds up, which share their entries.
     """
-    scaled, unit = scale_row(x, is_float4=q.decode is packed_codes.read_float4)
+    scaled, unit = scale_row(x, q)
     sums: list[jax.Array] = []
     for chunk in _cut_rows(q, terms):
         piece = _take_piece(q, chunk, sums[-1] if sums else scaled)
         factors = scaled if chunk.length == q.shape[0] else chunk.take(scaled, 0)
         sums.append(_contract_rows(factors, piece, role, terms))
-    return finish(functools.reduce(jnp.add, sums), unit)
+    return functools.reduce(jnp.add, sums) * unit
 
 
 def _contract_rows(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> jax.Array:
@@ -117,7 +122,7 @@ def _contract_rows(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> jax.
     return y.transpose(2, 0, 1, 3).reshape(columns)
 
 
-def contract_word_lanes(x: jax.Array, q: ScaledCodes, role: Role, run: int) -> tuple[jax.Array, jax.Array]:
+def contract_word_lanes(x: jax.Array, q: ScaledCodes, role: Role, run: int) -> jax.Array:
     """Return what `float_rows.contract_row` returns, for words along the contracted dimension.
 
     Args:
@@ -126,12 +131,12 @@ def contract_word_lanes(x: jax.Array, q: ScaledCodes, role: Role, run: int) -> t
         role: the role of each dimension of the codes.
         run: how many neighboring words share their entries, in each lane.
     """
-    scaled, unit = scale_row(x, is_float4=q.decode is packed_codes.read_float4)
+    scaled, unit = scale_row(x, q)
     sums: list[jax.Array] = []
     for chunk in _cut_rows(q, 1):
         piece = _take_piece(q, chunk, sums[-1] if sums else scaled)
         sums.append(_contract_lanes(scaled, piece, role, run))
-    return finish(jnp.concatenate(sums), unit)
+    return jnp.concatenate(sums) * unit
 
 
 def _contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, run: int) -> jax.Array:
@@ -175,11 +180,51 @@ def _contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, run: int) -> jax.A
         sums.append(functools.reduce(jnp.add, products) * get(scale, lane))
     # The barrier keeps XLA from fusing this sum with the loop of products.
     y = jnp.sum(lax.optimization_barrier(functools.reduce(jnp.add, sums)), axis=(1, 2, 3))
-    if q.offset is not None:
-        offset = q.expand(q.offset, role.free)
-        sums = lax.optimization_barrier(jnp.sum(x.reshape(offset.shape[1], -1), axis=1))
-        y = y + jnp.sum(offset * sums[None], axis=1)
-    return y
+    return y if q.offset is None else y + _contract_offset(x, q, role)
+
+
+def contract_few_words(x: jax.Array, q: ScaledCodes, role: Role, run: int) -> jax.Array:
+    """Return what `contract_word_lanes` returns, in fewer operations, for codes without a zero point.
+
+    The loop over words adds up only lanes, and writes a sum for each word of the first plane. The units of the second
+    plane are copied in the order of these words, so that a row may have any number of words.
+
+    Args:
+        x: float32 [K].
+        q: words [N, W].
+        role: the role of each dimension of the codes.
+        run: how many neighboring words of the first plane share their entries, in each lane.
+    """
+    packed = q.words
+    assert packed is not None
+    scaled, unit = scale_row(x, q)
+    lanes = words.count_lanes(packed.bits)
+    steps = packed.length // lanes // run
+    # The barriers keep XLA from arranging the row for each row of words, and from reading words that are constants.
+    factors = lax.optimization_barrier(scaled.reshape(lanes, steps, run))
+    planes = words.split_units(lax.optimization_barrier(q.codes), packed.bits, packed.length, scaled)
+    planes = tuple(plane.reshape(-1, steps, run) for plane in planes)
+    scale = q.expand(q.scale, role.free)
+    if scale.shape[1] > 1:
+        rows, entries = scale.shape
+        scale = jnp.broadcast_to(scale[:, :, None], (rows, entries, lanes * steps // entries)).reshape(rows, lanes, -1)
+    else:
+        scale = jnp.broadcast_to(scale[:, :, None], (scale.shape[0], lanes, 1))
+    products = [
+        factors[None, lane] * _read_weights(q, planes, lane, 0, None) * scale[:, lane, :, None] for lane in range(lanes)
+    ]
+    # The barrier keeps XLA from fusing this sum with the loop of products.
+    total = lax.optimization_barrier(functools.reduce(jnp.add, products).reshape(-1, steps * run))
+    y = jnp.sum(total, axis=1)
+    return (y if q.offset is None else y + _contract_offset(scaled, q, role)) * unit
+
+
+def _contract_offset(x: jax.Array, q: ScaledCodes, role: Role) -> jax.Array:
+    """Return the contraction of a scaled row with the offsets of rows of words."""
+    assert q.offset is not None
+    offset = q.expand(q.offset, role.free)
+    sums = lax.optimization_barrier(jnp.sum(x.reshape(offset.shape[1], -1), axis=1))
+    return jnp.sum(offset * sums[None], axis=1)
 
 
 def _cut_rows(q: ScaledCodes, terms: int) -> list[Chunk]:

@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 
 from .._core import sharding
-from . import packed_codes
+from . import barriers, packed_codes
 
 
 class _Layout(NamedTuple):
@@ -138,6 +138,31 @@ def split_vectors(
         spans.append((first // size, (first + second) // size, 1))
     cut = (lax.slice_in_dim(vectors, start + number, end, count, len(lead)) for start, end, _ in spans)
     return tuple(plane.reshape(*lead, parts, -1, size) for plane, (_, _, parts) in zip(cut, spans, strict=True))
+
+
+def split_units(words: jax.Array, bits: int, length: int, predecessor: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the planes of rows of words, with the unit of the second plane that belongs to each word of the first one.
+
+    The units are a copy, which XLA:CPU makes after `predecessor`. The planes must be even.
+
+    Args:
+        words: uint32 [..., count_words(length, bits)].
+        bits: the number of bits of a code.
+        length: the number of codes in a row.
+        predecessor: an array to wait for.
+
+    Returns:
+        The first plane, uint32 [..., w]; for 3, 5 and 6 bits also the units, uint32 [..., w].
+    """
+    layout, (first, second) = _LAYOUTS[bits], _count_plane_words(length, bits)
+    if not layout.high:
+        return (words,)
+    low, high = (lax.slice_in_dim(words, *span, axis=-1) for span in ((0, first), (first, first + second)))
+    shape = (*words.shape[:-1], layout.parts, second)
+    units = align_parts(barriers.wait_for(high, predecessor)[..., None, :], shape, bits, len(shape) - 2)
+    # The barrier keeps XLA from finding the part of each word by divisions.
+    units = lax.optimization_barrier(units.astype(f"uint{layout.unit}")).reshape(low.shape)
+    return low, units.astype(jnp.uint32)
 
 
 def align_parts(plane: jax.Array, shape: tuple[int, ...], bits: int, axis: int) -> jax.Array:

@@ -12,7 +12,9 @@ import pytest
 import jaxquant as jq
 from jaxquant import Blocked, PerAxis, PerTensor, QuantizedArray, QuantSpec
 from jaxquant._contractions import dot_weight_only
-from jaxquant._kernels import float_rows
+from jaxquant._contractions.dot_weight_only import read_scaled_codes
+from jaxquant._kernels import float_rows, word_rows
+from jaxquant._kernels.contraction import Role
 
 from ..support.hlo import Program
 from ..support.matrix import mark_others_full
@@ -103,8 +105,7 @@ def test_kernels_read_them(codes: str, form: str, stored_last: int | None, rng: 
     program = Program(multiply, x, q)
     assert program.widest() < q.size // 2
     assert program.memory.temp_size_in_bytes < 1.5 * q.size
-    # The kernel's result, or that of the other branch if a number is not finite.
-    assert any(i.opcode == "conditional" for body in program.computations.values() for i in body)
+    assert not any(i.opcode in ("conditional", "dot") for body in program.computations.values() for i in body)
 
 
 @on_cpu
@@ -158,13 +159,92 @@ def test_gradients(codes: str, stored_last: int | None, rng: np.random.Generator
 @pytest.mark.parametrize("stored_last", [None, 0])
 @pytest.mark.parametrize("codes", ["int4", "int3", "uint5", "int6"])
 def test_words_with_unusual_scales(codes: str, stored_last: int | None, rng: np.random.Generator) -> None:
-    """One block has a scale that is 0, negative, subnormal, or far from 1: the loop over blocks takes over."""
+    """One block has a scale that is 0, negative, subnormal, or far from 1."""
     q = make_array(codes, "words", stored_last, rng).replace(signed_scale=True)
     x = rng.normal(size=(1, DEPTH)).astype(np.float32)
     for scale in (0.0, -0.5, 1e-30, 1e30):
         unusual = q.replace(scale=q.scale.at[3].set(scale))
         want = x.astype(np.float64) @ np.asarray(unusual.dequantize(), np.float64)
         assert np.all(np.abs(jax.jit(multiply)(x, unusual) - want) <= find_limit(x, unusual))
+
+
+@on_cpu
+@pytest.mark.parametrize("stored_last", [None, 0])
+@pytest.mark.parametrize(
+    ("codes", "form"), [("int4", "signed"), ("nf4", "words"), ("int6", "signed"), ("int6", "offset")]
+)
+def test_unusual_rows(codes: str, form: str, stored_last: int | None, rng: np.random.Generator) -> None:
+    """The largest float32 numbers beside others of 2**-80, a row of 1e-28, and infinities in any number of places."""
+    q = make_array(codes, form, stored_last, rng)
+    q = q.replace(scale=q.scale * np.float32(1e-6), offset=None if q.offset is None else jnp.asarray(q.offset) * 1e-6)
+    real, largest = np.asarray(q.dequantize(), np.float64), np.finfo(np.float32).max
+    x = rng.normal(size=(1, DEPTH)).astype(np.float32)
+    huge = x.copy()
+    huge[0, ::2] = largest * np.sign(x[0, ::2])
+    mixed = huge * np.where(np.arange(DEPTH) < DEPTH // 2, np.float32(2.0**-80), np.float32(1))
+    for row in (huge, mixed, x * np.float32(1e-28)):
+        got = np.asarray(jax.jit(multiply)(row, q))
+        assert np.all(np.abs(got - row.astype(np.float64) @ real) <= find_limit(row, q))
+    infinite = x.copy()
+    infinite[0, [3, 100]] = np.inf, -np.inf
+    with np.errstate(invalid="ignore"):
+        want = np.float32([np.inf, -np.inf]) @ real[[3, 100]].astype(np.float32)
+    got = np.asarray(jax.jit(multiply)(infinite, q))[0]
+    assert not np.any(np.isfinite(got))
+    if form != "offset":
+        np.testing.assert_array_equal(got, want)
+
+
+@on_cpu
+@pytest.mark.parametrize("stored_last", [None, 0])
+@pytest.mark.parametrize("special", [np.inf, np.nan])
+@pytest.mark.parametrize("name", ["scale", "offset"])
+def test_entries_that_are_not_finite(
+    name: str, special: float, stored_last: int | None, rng: np.random.Generator
+) -> None:
+    """They make the results of their columns NaN, and no others."""
+    for codes in ("int4", "int8", "int6"):
+        q = make_array(codes, "offset", stored_last, rng)
+        q = q.replace(**{name: jnp.asarray(getattr(q, name)).at[2, 5].set(special)})
+        got = np.asarray(jax.jit(multiply)(rng.normal(size=(1, DEPTH)).astype(np.float32), q))
+        np.testing.assert_array_equal(np.isnan(got[0]), np.arange(COLUMNS) == 5)
+
+
+@on_cpu
+@pytest.mark.parametrize("codes", ["int4", "nf4", "int3", "int6"])
+def test_two_forms_of_words_stored_last(codes: str, rng: np.random.Generator) -> None:
+    """The form of few words and the one of many agree on the same words."""
+    q = make_array(codes, "words", 0, rng)
+    x, real = rng.normal(size=(1, DEPTH)).astype(np.float32), np.asarray(q.dequantize(), np.float64)
+    for contract in (word_rows.contract_few_words, word_rows.contract_word_lanes):
+
+        def multiply_row(row: Any, q: QuantizedArray, contract: Any = contract) -> jax.Array:
+            return contract(row, read_scaled_codes(q, row, is_moved=False), Role((), (0,), (1,)), run=16)
+
+        got = jax.jit(multiply_row)(jnp.asarray(x[0]), q.T)
+        assert np.all(np.abs(got - x[0].astype(np.float64) @ real) <= find_limit(x, q)[0])
+
+
+@on_cpu
+@pytest.mark.parametrize("depth", [576, 640, 896])
+@pytest.mark.parametrize(("codes", "block"), [("int5", 32), ("int6", 16), ("int3", 16), ("int4", 32)])
+def test_words_of_rows_of_any_length(codes: str, block: int, depth: int, rng: np.random.Generator) -> None:
+    """The words of the second plane begin anywhere in a block, as in files with rows of 640 codes."""
+    w = rng.normal(size=(COLUMNS, depth)).astype(np.float32)
+    q = jq.quantize(w, QuantSpec(codes, Blocked(1, block)))
+    q = q.pack() if q.packing is None else q
+    x, real = rng.normal(size=(3, depth)).astype(np.float32), np.asarray(q.dequantize(), np.float64).T
+    want = x.astype(np.float64) @ real
+    limit = 2e-6 * (np.abs(x.astype(np.float64)) @ np.abs(real))
+    function = jax.jit(lambda x, q: x @ q.T)
+    assert np.all(np.abs(function(x[:1], q) - want[:1]) <= limit[:1])
+    assert np.all(np.abs(jax.lax.scan(lambda _, row: (None, function(row[None], q)[0]), None, x)[1] - want) <= limit)
+    is_even = depth // (16 if codes == "int3" else 8) % 8 == 0
+    program = Program(lambda x, q: x @ q.T, x[:1], q)
+    has_dot = any(i.opcode == "dot" for body in program.computations.values() for i in body)
+    assert has_dot is not is_even
+    if is_even:
+        assert program.widest() < q.size // 2
 
 
 @on_cpu
@@ -218,7 +298,7 @@ def test_chunks_of_words(codes: str, form: str, stored_last: int | None, rng: np
     assert np.all(np.abs(got - x.astype(np.float64) @ real) <= 2e-6 * (np.abs(x.astype(np.float64)) @ magnitudes))
     program = Program(multiply, x, q)
     assert program.widest() < q.stored_codes.size
-    assert any(i.opcode == "conditional" for body in program.computations.values() for i in body)
+    assert not any(i.opcode in ("conditional", "dot") for body in program.computations.values() for i in body)
 
 
 @on_cpu
