@@ -112,7 +112,7 @@ def find_smoothing(config: Config, params: Params, tokens: ArrayLike) -> Smoothi
         return attend(q, cache, positions)
 
     tokens = jnp.asarray(tokens, jnp.int32)
-    counts, caches = jnp.array([tokens.shape[1]]), create_caches(config, *tokens.shape, "float32")
+    counts, caches = jnp.array([tokens.shape[1]]), create_caches(config, tokens.shape[0], tokens.shape[1], "float32")
     forward(config, params, tokens, counts, jnp.zeros((1, 0), jnp.int32), caches, observe)
     return found
 

@@ -128,7 +128,7 @@ def main() -> int:
     text = args.text.read_text() if args.text else "\n\n".join(topics[name] for name in sorted(topics))
     tokens = model.encode(text)
     # Of a part of the text that the perplexity does not use.
-    sample = [model.bos + tokens[-4 * decoder.CHUNK :]]
+    sample = np.array([model.bos + tokens[-4 * decoder.CHUNK :]])
     if args.cache != "float32":
         model = model._replace(smoothing=decoder.find_smoothing(model.config, model.params, sample))
     model = quantize(model, args.to) if args.to else model
