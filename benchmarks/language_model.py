@@ -11,10 +11,11 @@ text, which is not measured. Weight rows have a cache in float32, and cache rows
 
 Codes of 4 and 3 bits have zero points and a float32 scale for each 32 inputs, and the table, which is looked up and
 makes the logits, has 8 bits: see `jq.recipes.weight_only_int4`. Bytes are those of all parameters, or of the caches of
-a row. A step reads one token of one prompt, and its time is the median of some. Times are of processors (all threads
-together), so that other programs on the machine count less. The peak of memory is that of a process that measures this
-row alone: it loads the file, quantizes, compiles and reads the text. A cache row also counts how many of ten texts of
-128 tokens, the likeliest ones after 64 tokens of the reference, equal those with a float32 cache.
+a row, with two codes of 4 bits in a byte, as files have them; an array of int4 takes twice as much in memory. A step
+reads one token of one prompt, and its time is the median of some. Times are of processors (all threads together), so
+that other programs on the machine count less. The peak of memory is that of a process that measures this row alone: it
+loads the file, quantizes, compiles and reads the text. A cache row also counts how many of ten texts of 128 tokens, the
+likeliest ones after 64 tokens of the reference, equal those with a float32 cache.
 
 With xllamacpp, llama.cpp reads two rows with the file's own codes. The exit status is 1 if it finds another loss than
 JAX does, by 0.02 nats or more; if the file's own codes have another loss than their floats, by 0.002; or if codes of 8
@@ -54,6 +55,7 @@ decoder: Any = importlib.import_module("decoder")
 
 _TEXT, _CALIBRATION, _STEPS, _TEXTS, _WRITTEN, _PROMPT = 512, 8, 8, 10, 128, 64
 _FLOAT, _OWN, _CACHE = "floats of the file's codes", "the file's own codes", "cache: "
+_DYNAMIC_DOWN = jq.Rule("*ffn_down*", weight=jq.Weight("int8"), activation=jq.Activation("uint8", per="row"))
 _LIMIT = 10**9  # bytes of states of statistics at a time
 _TABLE = "token_embd*"
 # The most nats that a row may lose, and llama.cpp's may differ.
@@ -68,11 +70,10 @@ class Sample(NamedTuple):
 
 
 class Served(NamedTuple):
-    """A function and parameters that are measured; `first` reads the first token, if another pair does."""
+    """A function and parameters that are measured."""
 
     run: Any
     params: Any
-    first: tuple[Any, Any] | None = None
 
 
 # A function of a model, with codes, and a sample.
@@ -153,21 +154,23 @@ def _apply(method: Any, data: str) -> Callable[[Any, Any, list[Any]], Any]:
     return quantize
 
 
-def _calibrate(*, skips_first: bool = False, in_floats: bool = False) -> Serve:
-    """Return a row of static ranges, with those of the first token or without; it may be read in floats."""
+def _calibrate(*rules: jq.Rule, skips_first: bool = False, smooths: bool = False) -> Serve:
+    """Return a row of static ranges, where no other rule applies: with those of the first token or without."""
 
     def serve(model: Any, sample: Sample) -> Served:
         floats = _dequantize(model.params)
-        prepared = _prepare(model, floats, jq.recipes.w8a8_static())
-        read = jax.jit(model.run)
-        batches = []
-        for row in sample.calibration:
-            caches = decoder.create_caches(model.config, 1, 1 + _TEXT, "float32")
+        prepared = _prepare(model, floats, (*rules, *jq.recipes.w8a8_static()))
+        batches = [_call(model, row[None, :_TEXT]) for row in sample.calibration]
+        if smooths:
+            stats = ptq.collect(prepared, floats, batches, limit=_LIMIT, progress=False)
+            floats = ptq.smooth(prepared, floats, stats, batches[0]).tree
+        read, begun = jax.jit(model.run), []
+        for row in sample.calibration if skips_first else ():
+            caches = decoder.create_caches(model.config, 1, 1 + decoder.CHUNK, "float32")
             _, caches = read(floats, *_call(model, row[None, :1], caches))
-            batches.append(_call(model, row[None, 1 : 1 + decoder.CHUNK], caches))
-            batches += [] if skips_first else [_call(model, row[None, : decoder.CHUNK])]
-        ranges = prepared.calibrate(floats, batches, progress=False)
-        return Served(prepared.apply, prepared.convert(floats, ranges), (model.run, floats) if in_floats else None)
+            begun.append(_call(model, row[None, 1 : 1 + decoder.CHUNK], caches))
+        ranges = prepared.calibrate(floats, begun or batches, progress=False)
+        return Served(prepared.apply, prepared.convert(floats, ranges))
 
     return serve
 
@@ -184,7 +187,8 @@ def _list_rows() -> dict[str, Serve]:
         "8 bits: w8a8_dynamic": _convert(jq.recipes.w8a8_dynamic()),
         "static: w8a8_static": _calibrate(),
         "static: ranges without the first token": _calibrate(skips_first=True),
-        "static: the same, the first token in floats": _calibrate(skips_first=True, in_floats=True),
+        "static: SmoothQuant": _calibrate(smooths=True),
+        "static: dynamic ranges before ffn_down": _calibrate(_DYNAMIC_DOWN),
         "float8: weight_only_fp8": _convert(jq.recipes.weight_only_fp8()),
         "4 bits: gguf Q4_0": _convert((table, *jq.recipes.gguf("Q4_0"))),
         "4 bits: gguf Q4_K": _convert((table, *jq.recipes.gguf("Q4_K"))),
@@ -226,7 +230,7 @@ def measure(model: Any, name: str, sample: Sample, texts: int = _TEXTS) -> Figur
         found = decoder.find_smoothing(model.config, model.params, sample.calibration[:1, :_TEXT])
         model = model._replace(smoothing=found)
     began = time.process_time()
-    run, params, first = _list_rows()[name](model, sample)
+    run, params = _list_rows()[name](model, sample)
     jax.block_until_ready(params)
     quantizing = time.process_time() - began
 
@@ -244,12 +248,9 @@ def measure(model: Any, name: str, sample: Sample, texts: int = _TEXTS) -> Figur
     began = time.process_time()
     step: Any = read.lower(run, params, token, start()).compile()
     compiling = time.process_time() - began
-    begin: Any = functools.partial(step, params)
-    if first is not None:
-        begin = functools.partial(read, *first)
     scores, size = [], decoder.CHUNK
     for row in sample.test:
-        _, caches = begin(row[None, :2], start())
+        _, caches = step(params, row[None, :2], start())
         found = []
         for place in range(1, 1 + _TEXT, size):
             chunk, caches = read(run, params, row[None, place : place + size + 1], caches)
@@ -264,7 +265,12 @@ def measure(model: Any, name: str, sample: Sample, texts: int = _TEXTS) -> Figur
     held = jax.tree.leaves(caches if name.startswith(_CACHE) else params)
     written = _write(model._replace(run=run, params=params), kind, sample, texts) if name.startswith(_CACHE) else None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Figures(scores, sum(x.nbytes for x in held), quantizing, compiling, float(np.median(times)), peak, written)
+    return Figures(scores, sum(map(_count_bytes, held)), quantizing, compiling, float(np.median(times)), peak, written)
+
+
+def _count_bytes(x: Any) -> int:
+    info = jnp.iinfo if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo
+    return x.size * info(x.dtype).bits // 8
 
 
 def _write(model: Any, kind: str, sample: Sample, texts: int) -> list[str]:
