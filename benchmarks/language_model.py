@@ -56,7 +56,6 @@ decoder: Any = importlib.import_module("decoder")
 _TEXT, _CALIBRATION, _STEPS, _TEXTS, _WRITTEN, _PROMPT = 512, 8, 8, 10, 128, 64
 _FLOAT, _OWN, _CACHE = "floats of the file's codes", "the file's own codes", "cache: "
 _DYNAMIC_DOWN = jq.Rule("*ffn_down*", weight=jq.Weight("int8"), activation=jq.Activation("uint8", per="row"))
-_LIMIT = 10**9  # bytes of states of statistics at a time
 _TABLE = "token_embd*"
 # The most nats that a row may lose, and llama.cpp's may differ.
 _MOST = {_OWN: 0.002, "8 bits: (weight_only|gguf).*": 0.02, f"{_CACHE}int8": 0.02, "llama.cpp": 0.02}
@@ -136,7 +135,7 @@ def _run_pass(bits: int, quantize: Callable[[Any, Any, list[Any]], Any]) -> Serv
 
 
 def _smooth(prepared: Any, floats: Any, batches: list[Any]) -> Any:
-    stats = ptq.collect(prepared, floats, batches, limit=_LIMIT, progress=False)
+    stats = ptq.collect(prepared, floats, batches, progress=False)
     return prepared.convert(ptq.smooth(prepared, floats, stats, batches[0], method="awq").tree)
 
 
@@ -146,7 +145,7 @@ def _apply(method: Any, data: str) -> Callable[[Any, Any, list[Any]], Any]:
     def quantize(prepared: Any, floats: Any, batches: list[Any]) -> Any:
         choices: dict[str, Callable[[], Any]] = {
             "none": lambda: None, "matched": lambda: batches,
-            "statistics": lambda: ptq.collect(prepared, floats, batches, limit=_LIMIT, progress=False),
+            "statistics": lambda: ptq.collect(prepared, floats, batches, progress=False),
         }  # fmt: skip
         options: dict[str, Any] = {"match_floats": data == "matched", "progress": False}
         return ptq.apply(prepared, floats, choices[data](), method, **options).tree
@@ -162,7 +161,7 @@ def _calibrate(*rules: jq.Rule, skips_first: bool = False, smooths: bool = False
         prepared = _prepare(model, floats, (*rules, *jq.recipes.w8a8_static()))
         batches = [_call(model, row[None, :_TEXT]) for row in sample.calibration]
         if smooths:
-            stats = ptq.collect(prepared, floats, batches, limit=_LIMIT, progress=False)
+            stats = ptq.collect(prepared, floats, batches, progress=False)
             floats = ptq.smooth(prepared, floats, stats, batches[0]).tree
         read, begun = jax.jit(model.run), []
         for row in sample.calibration if skips_first else ():
