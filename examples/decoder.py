@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import gguf_tokenizer
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 import jaxquant as jq
 from jaxquant import checkpoint
 
 CHUNK = 128  # the tokens of a call in which a prompt is read
+CACHES = {"float32": None, "int8": ("int8", "int8"), "int8-int4": ("int8", "int4"), "int4": ("int4", "int4")}
+BLOCK = 32  # the features of a key or value that share a scale
 Params = Mapping[str, Any]
+Attend = Callable[[jax.Array, Any, jax.Array], jax.Array]
+Smoothing = Sequence[tuple[jax.Array, jax.Array]]  # the mean key and the smoothing of each layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,27 +92,60 @@ class FloatCache:
         return FloatCache(keys, values, self.index + lengths, self.window)
 
 
-def create_caches(config: Config, batch: int, length: int, dtype: str = "int8") -> tuple[Any, ...]:
-    """Return an empty cache for each layer, of int8 or int4 codes or of float32, for `length` tokens of each row.
+def attend(q: jax.Array, cache: jq.KVCache | FloatCache, positions: jax.Array) -> jax.Array:
+    """Return what queries [batch, tokens, heads, head_dim] at some positions read from a cache."""
+    if isinstance(cache, jq.KVCache):
+        return jq.attention(q, cache, query_positions=positions)
+    slots = jnp.arange(cache.keys.shape[1])
+    mask = slots <= positions[..., None]
+    if cache.window is not None:
+        mask &= slots > positions[..., None] - cache.window
+    return jax.nn.dot_product_attention(q, cache.keys, cache.values, mask=mask[:, None])
 
-    The codes of a local layer are in a ring, which holds its window and one chunk.
+
+def find_smoothing(config: Config, params: Params, tokens: ArrayLike) -> Smoothing:
+    """Return what `create_caches` needs to know of the keys and queries of a text, int32 [1, tokens]."""
+    found = []
+
+    def observe(q: jax.Array, cache: FloatCache, positions: jax.Array) -> jax.Array:
+        found.append(jq.KVCache.find_smoothing(q, cache.keys))
+        return attend(q, cache, positions)
+
+    tokens = jnp.asarray(tokens, jnp.int32)
+    counts, caches = jnp.array([tokens.shape[1]]), create_caches(config, tokens.shape[0], tokens.shape[1], "float32")
+    forward(config, params, tokens, counts, jnp.zeros((1, 0), jnp.int32), caches, observe)
+    return found
+
+
+def create_caches(
+    config: Config, batch: int, length: int, kind: str = "int8", smoothing: Smoothing | None = None
+) -> tuple[Any, ...]:
+    """Return an empty cache for each layer, of a kind in `CACHES`, for `length` tokens of each row.
+
+    Keys and values are rotated, and have a scale for each block of features. The codes of a local layer are in a ring,
+    which holds its window and one chunk.
     """
-    caches, spec = [], None if dtype == "float32" else jq.QuantSpec(dtype, jq.PerToken())
+    caches, dtypes = [], CACHES[kind]
     for layer in range(config.layers):
         window = config.choose_window(layer)
         window = None if window is None or window >= length else window
-        if spec is None:
+        if dtypes is None:
             keys, values = (jnp.zeros((batch, length, config.kv_heads, config.head_dim)) for _ in range(2))
             caches.append(FloatCache(keys, values, jnp.zeros(batch, jnp.int32), window))
-        else:
-            shape = batch, length if window is None else window + CHUNK - 1, config.kv_heads, config.head_dim
-            caches.append(jq.KVCache.create(shape, spec, spec, window=window, per_row=True))
+            continue
+        shape = batch, length if window is None else window + CHUNK - 1, config.kv_heads, config.head_dim
+        blocks = jq.Blocked(-1, math.gcd(BLOCK, config.head_dim))
+        specs = [jq.QuantSpec(dtype, blocks, scale_dtype="bfloat16") for dtype in dtypes]
+        mean_key, factors = smoothing[layer] if smoothing else (None, None)
+        options = {"rotate": True, "rotate_values": True, "mean_key": mean_key, "smoothing": factors}
+        caches.append(jq.KVCache.create(shape, *specs, window=window, per_row=True, **options))
     return tuple(caches)
 
 
 def forward(
-    config: Config, params: Params, tokens: jax.Array, counts: jax.Array, wanted: jax.Array, caches: tuple[Any, ...]
-) -> tuple[jax.Array, tuple[Any, ...]]:
+    config: Config, params: Params, tokens: jax.Array, counts: jax.Array, wanted: jax.Array, caches: tuple[Any, ...],
+    attend: Attend = attend,
+) -> tuple[jax.Array, tuple[Any, ...]]:  # fmt: skip
     """Return the logits of some tokens, and the caches with all of them.
 
     Args:
@@ -117,6 +156,7 @@ def forward(
         wanted: int32 [batch, n], the places of the tokens whose logits are returned. The table of a large vocabulary
             is the largest matrix of a decoder, and reading a prompt needs the logits of its last token only.
         caches: a cache for each layer.
+        attend: how queries at some positions read a cache.
 
     Returns:
         The logits, float32 [batch, n, vocabulary], and the caches.
@@ -172,17 +212,6 @@ def rotate(config: Config, heads: jax.Array, positions: jax.Array, is_local: boo
     return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis).reshape(heads.shape)
 
 
-def attend(q: jax.Array, cache: jq.KVCache | FloatCache, positions: jax.Array) -> jax.Array:
-    """Return what queries [batch, tokens, heads, head_dim] at some positions read from a cache."""
-    if isinstance(cache, jq.KVCache):
-        return jq.attention(q, cache, query_positions=positions)
-    slots = jnp.arange(cache.keys.shape[1])
-    mask = slots <= positions[..., None]
-    if cache.window is not None:
-        mask &= slots > positions[..., None] - cache.window
-    return jax.nn.dot_product_attention(q, cache.keys, cache.values, mask=mask[:, None])
-
-
 def sample(logits: jax.Array, key: jax.Array, top_k: int = 1, temperature: float = 1.0) -> jax.Array:
     """Return a token for each row of logits: the likeliest if top_k is 1, else one of the top_k likeliest by chance."""
     if top_k == 1:
@@ -201,6 +230,7 @@ class Model(NamedTuple):
     tokenizer: Any
     bos: list[int]
     eos: int
+    smoothing: Smoothing | None = None
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""

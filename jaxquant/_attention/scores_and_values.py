@@ -170,7 +170,7 @@ def derive_visible_in_cache(positions: jax.Array, query_positions: jax.Array, wi
     return visible if window is None else visible & (position > query - np.int32(window))
 
 
-# Rotations of queries and keys.
+# Rotations of queries, keys and values.
 
 
 def count_rotated(features: int) -> int:
@@ -178,17 +178,18 @@ def count_rotated(features: int) -> int:
     return features & -features
 
 
-def rotate_keys(k: jax.Array) -> jax.Array:
-    """Return keys [..., features], in float32, times a Hadamard matrix and a power of 2.
+def rotate_tokens(x: jax.Array) -> jax.Array:
+    """Return keys or values [..., features], in float32, times a Hadamard matrix and a power of 2."""
+    return _multiply_hadamard(x, math.ceil(math.log2(count_rotated(x.shape[-1])) / 2))
 
-    The product of `rotate_keys(k)` and `rotate_queries(q)` is that of k and q; `rotate_queries` inverts `rotate_keys`.
+
+def rotate_back(x: jax.Array) -> jax.Array:
+    """Return queries, or rotated keys or values, in float32, times the inverse of the matrix of `rotate_tokens`.
+
+    That inverse is the transpose times a power of 2, so that the product of rotated keys and these queries is the
+    product of keys and queries.
     """
-    return _multiply_hadamard(k, math.ceil(math.log2(count_rotated(k.shape[-1])) / 2))
-
-
-def rotate_queries(q: jax.Array) -> jax.Array:
-    """Return queries [..., features], in float32, times a Hadamard matrix and a power of 2."""
-    return _multiply_hadamard(q, math.floor(math.log2(count_rotated(q.shape[-1])) / 2))
+    return _multiply_hadamard(x, math.floor(math.log2(count_rotated(x.shape[-1])) / 2))
 
 
 def _multiply_hadamard(x: jax.Array, halvings: int) -> jax.Array:

@@ -150,7 +150,8 @@ def collect(
     call: TracedCall | None = None
     uses: Uses = ()
 
-    @jax.jit
+    # The states are the largest arrays, and only a file needs those before a batch that is not finite.
+    @functools.partial(jax.jit, donate_argnums=0 if checkpoint is None else ())
     def observe_batch(state: Any, arrays: Any, batch: Signature) -> tuple[Any, dict[str, jax.Array]]:
         args, kwargs = batch.rebuild(batch.arrays)
         current = session.trace(args, {**kwargs, **arguments}, arrays)

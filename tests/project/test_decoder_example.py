@@ -111,10 +111,12 @@ def compute_logits(architecture: str, params: dict[str, Any], tokens: list[int])
     return normalize(x, "output_norm") @ weights["token_embd"].T
 
 
-def read_in_chunks(decoder: Any, model: Any, params: Any, rows: list[list[int]], cache: str) -> list[np.ndarray]:
+def read_in_chunks(
+    decoder: Any, model: Any, params: Any, rows: list[list[int]], cache: str, smoothing: Any = None
+) -> list[np.ndarray]:
     """Return the logits of all tokens of rows of different lengths, read in chunks together."""
     lengths = np.array([len(row) for row in rows])
-    caches = decoder.create_caches(model.config, len(rows), 24, cache)
+    caches = decoder.create_caches(model.config, len(rows), 24, cache, smoothing)
     run, found = jax.jit(model.run), []
     for start in range(0, lengths.max(), CHUNK):
         parts = [[*row[start : start + CHUNK], *[0] * CHUNK][:CHUNK] for row in rows]
@@ -133,9 +135,13 @@ def test_logits_are_numpys(decoder: Any, model: Any, rng: np.random.Generator) -
     """With a cache of floats, in chunks, for rows of different lengths, some longer than the windows."""
     rows = [rng.integers(0, VOCABULARY, n).tolist() for n in (11, 3, 8)]
     expected = [compute_logits(model.config.architecture, model.params, row) for row in rows]
-    for cache, most in (("float32", 1e-4), ("int8", 0.1)):
-        found = read_in_chunks(decoder, model, model.params, rows, cache)
-        assert max(map(measure_error, found, expected)) < most
+    smoothing = decoder.find_smoothing(model.config, model.params, [rows[0]])
+    for cache, most in (("float32", 1e-4), ("int8", 0.1), ("int8-int4", 0.6), ("int4", 0.8)):
+        for found in (
+            read_in_chunks(decoder, model, model.params, rows, cache),
+            read_in_chunks(decoder, model, model.params, rows, cache, smoothing),
+        ):
+            assert max(map(measure_error, found, expected)) < most
     codes = {
         name: jq.quantize(x, jq.QuantSpec("int8", jq.Blocked(-1, 8))) if x.ndim == 2 else x
         for name, x in model.params.items()
@@ -144,6 +150,19 @@ def test_logits_are_numpys(decoder: Any, model: Any, rng: np.random.Generator) -
     found = read_in_chunks(decoder, model, codes, rows, "float32")
     expected = [compute_logits(model.config.architecture, floats, row) for row in rows]
     assert max(map(measure_error, found, expected)) < 1e-4
+
+
+def test_smoothing_is_of_the_keys_that_caches_hold(decoder: Any, model: Any, rng: np.random.Generator) -> None:
+    tokens = jnp.asarray(rng.integers(0, VOCABULARY, (1, 12)))
+    counts, caches = jnp.array([12]), decoder.create_caches(model.config, 1, 12, "float32")
+    _, caches = model.run(model.params, tokens, counts, counts[:, None] - 1, caches)
+    found = decoder.find_smoothing(model.config, model.params, tokens)
+    jitted = jax.jit(lambda params, tokens: decoder.find_smoothing(model.config, params, tokens))(model.params, tokens)
+    for cache, eager, traced in zip(caches, found, jitted, strict=True):
+        np.testing.assert_allclose(eager[0], np.asarray(cache.keys, np.float64).mean((0, 1)), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(traced[0], eager[0], rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(traced[1], eager[1], rtol=1e-3)
+        assert eager[1].shape == (KV_HEADS, HEAD_DIM)
 
 
 def test_a_row_does_not_depend_on_the_others(decoder: Any, model: Any, rng: np.random.Generator) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -505,6 +505,26 @@ def test_a_limit_of_bytes(rng: np.random.Generator) -> None:
         ptq.collect(prepared, params, batches, limit=size - 1)
     with pytest.raises(TypeError, match=r"jaxquant\.ptq\.collect: batches: expected batches that can be read 3 times"):
         ptq.collect(prepared, params, iter(batches), limit=size)
+
+
+def test_states_are_in_memory_once(tmp_path: pathlib.Path, rng: np.random.Generator) -> None:
+    """While a batch is read, there is one state for each contraction; a file needs the last one that is finite, too."""
+    size = 56  # no other array has this shape
+    params = {"w": jnp.asarray(rng.normal(size=(size, 3)), F32)}
+    batch = jnp.asarray(rng.normal(size=(4, size)), F32)
+    prepared = jq.prepare(lambda params, x: x @ params["w"], params, batch, rules=INT4[1:])
+    counts: list[int] = []
+
+    class Batches:
+        def __iter__(self) -> Iterator[jax.Array]:
+            for _ in range(4):
+                counts.append(sum(x.shape == (1, size, size) for x in jax.live_arrays()))
+                yield batch
+
+    stats = ptq.collect(prepared, params, Batches())
+    assert max(counts[-2:]) == 2  # the two parts of a sum
+    kept = ptq.collect(prepared, params, Batches(), checkpoint=tmp_path / "state")
+    np.testing.assert_array_equal(kept["w"].second, stats["w"].second)
 
 
 def test_integer_outputs_are_refused(rng: np.random.Generator) -> None:
