@@ -9,8 +9,8 @@ import pytest
 
 from tests.project import structure
 
-MODULES = 257
-CODE_LINES = 40_000
+MODULES = 272
+CODE_LINES = 42_200
 CLOSURE = (17, 64)  # median and 90th percentile
 CLOSURE_AT_IMPORT = (17, 64)
 PRIVATE_IMPORTS = 0
