@@ -263,6 +263,20 @@ def test_an_old_opset_and_a_tiny_channel(rng: np.random.Generator) -> None:
     assert np.abs(got - want).max(axis=(0, 2, 3))[3:5].max() < 0.03
 
 
+def test_weights_of_float16(rng: np.random.Generator) -> None:
+    """ONNX Runtime computes them in float32, and so does the quantized model without the weights of float16."""
+    b = Builder(rng, ["N", 24])
+    w, bias = (rng.normal(size=shape).astype(np.float16) for shape in ((24, 32), (32,)))
+    x = b.add("Cast", "x", to=TensorProto.FLOAT16)
+    x = b.add("Gemm", x, b.constant(w), b.constant(bias))
+    model = b.finish(b.add("Cast", x, to=TensorProto.FLOAT))
+    report = jqonnx.quantize(model, data=draw_batches(rng, 50, 24))
+    assert [(row.operator, row.form) for row in report.rows] == [("Gemm", "integer")]
+    assert next(iter(report.outputs.values())) > 25
+    kinds = {tensor.data_type for tensor in report.model.graph.initializer}
+    assert TensorProto.FLOAT16 not in kinds
+
+
 ARGUMENTS: dict[str, tuple[Callable[[list[np.ndarray]], dict[str, Any]], str]] = {
     "recipe": (lambda data: {"recipe": "int8"}, "recipe: expected 'static' or"),
     "calibrator": (lambda data: {"calibrator": "max"}, "calibrator: expected 'minmax' or"),

@@ -39,6 +39,13 @@ class GraphEditor:
                 self.readers[name].append(node)
             for subgraph in list_subgraphs(node):
                 self.captured |= _list_read_names(subgraph)
+        # ONNX Runtime puts a Cast behind weights of float16, which it has few kernels of.
+        self._casts = {
+            node.output[0]: node.input[0] for node in self.nodes
+            if node.op_type == "Cast" and node.input[0] in self._tensors
+            and self._tensors[node.input[0]].data_type == TensorProto.FLOAT16
+            and get_attribute(node, "to") == TensorProto.FLOAT
+        }  # fmt: skip
         self._names = {*inputs, *self._tensors, *self.producers, *self.captured, ""}
         self._places = {id(node): i for i, node in enumerate(self.nodes)}
         self._before: dict[int, list[NodeProto]] = collections.defaultdict(list)
@@ -46,20 +53,21 @@ class GraphEditor:
         self._replaced: dict[int, list[NodeProto]] = {}
 
     def is_constant(self, name: str) -> bool:
-        """Return whether a value is an initializer that no input can replace."""
-        return name in self._tensors
+        """Return whether a value is an initializer that no input can replace, or one of float16 as float32."""
+        return name in self._tensors or name in self._casts
 
     def read_constant(self, name: str) -> np.ndarray:
         """Return the array of an initializer."""
         if name not in self._arrays:
-            self._arrays[name] = numpy_helper.to_array(self._tensors[name])
+            array = numpy_helper.to_array(self._tensors[self._casts.get(name, name)])
+            self._arrays[name] = array.astype(np.float32) if name in self._casts else array
         return self._arrays[name]
 
     def read_weight(self, node: NodeProto, place: int) -> np.ndarray | None:
         """Return the constant float32 input of a node, or None if it has no such."""
         name = node.input[place] if len(node.input) > place else ""
-        is_float = self.is_constant(name) and self._tensors[name].data_type == TensorProto.FLOAT
-        return self.read_constant(name) if is_float else None
+        array = self.read_constant(name) if self.is_constant(name) else None
+        return array if array is not None and array.dtype == np.float32 else None
 
     def find_only_reader(self, name: str) -> NodeProto | None:
         """Return the node that alone reads a value, which no subgraph reads and the graph does not return."""
@@ -118,7 +126,8 @@ class GraphEditor:
             nodes += [*self._before[id(node)], *self._replaced.get(id(node), [node]), *self._after[id(node)]]
         graph = self.model.graph
         del graph.node[:]
-        graph.node.extend(nodes)
+        names = {name for node in nodes for name in node.input} | self.captured
+        graph.node.extend(node for node in nodes if node.output[0] not in self._casts or node.output[0] in names)
         read = {info.name for info in (*graph.input, *graph.output)}
         for node in graph.node:
             read.update(node.input)

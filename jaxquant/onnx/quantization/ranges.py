@@ -31,6 +31,18 @@ def add_outputs(model: ModelProto, names: Iterable[str]) -> ModelProto:
     return copy
 
 
+def open_quiet_session(model: ModelProto, level: str = "all", threads: int = 0) -> onnxruntime.InferenceSession:
+    """Return a session that writes nothing to the error stream: what fails in it is an exception, too."""
+    return open_session(model, level, make_quiet_options(threads))
+
+
+def make_quiet_options(threads: int = 0) -> onnxruntime.SessionOptions:
+    """Return the options of such a session; 0 threads are as many as ONNX Runtime chooses."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 4, threads
+    return options
+
+
 def run_session(session: onnxruntime.InferenceSession, batch: Batch, names: Sequence[str] | None = None) -> list[Any]:
     """Return outputs of a session; raise ModelError if ONNX Runtime cannot run it."""
     try:
@@ -48,7 +60,7 @@ def observe(
     """Run a model on batches, and give each observer the values of its name."""
     inputs = {info.name for info in model.graph.input}
     names = [name for name in observers if name not in inputs]
-    session = open_session(add_outputs(model, names), "all")
+    session = open_quiet_session(add_outputs(model, names))
     bar = Bar("calibrating", len(batches), progress)
     try:
         for batch in batches:

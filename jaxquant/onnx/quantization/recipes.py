@@ -13,7 +13,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import onnx
-import onnxruntime
 from onnx import ModelProto, NodeProto, version_converter
 
 from ... import calibration, ptq
@@ -29,7 +28,16 @@ from ..session import make_session, open_session
 from . import report, static, weights
 from .data import check_batches, list_inputs, make_random
 from .graph import GraphEditor, list_subgraphs
-from .ranges import Batch, MeanObserver, MomentsObserver, RangeObserver, add_outputs, observe
+from .ranges import (
+    Batch,
+    MeanObserver,
+    MomentsObserver,
+    RangeObserver,
+    add_outputs,
+    make_quiet_options,
+    observe,
+    open_quiet_session,
+)  # fmt: skip
 from .report import NodeRow, QuantizationReport
 
 _NAME = "onnx.quantize"
@@ -140,7 +148,7 @@ def quantize(
         rows = _write_weights(graph, floats, kept, seen, recipe, block, most, progress)
     result = graph.finish()
     _set_opsets(result)
-    before, after = open_session(floats, "all"), make_session(result)
+    before, after = open_quiet_session(floats), make_session(result, options=make_quiet_options())
     errors = report.compare_outputs(before, after, tested, [info.name for info in floats.graph.output])
     times = _measure_times([floats, result], tested)
     rows = _measure_rows(floats, result, rows, tested[:1]) if recipe == "static" else rows
@@ -192,8 +200,7 @@ def _simplify(model: ModelProto) -> ModelProto:
             model = version_converter.convert_version(model, _LEAST_OPSET)
         except Exception as error:  # RuntimeError and what onnx's C++ throws
             raise ModelError(f"onnx cannot convert the model to opset {_LEAST_OPSET}: {error}") from error
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    options = make_quiet_options()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         options.optimized_model_filepath = os.path.join(folder, "model.onnx")
         open_session(model, "basic", options)
@@ -348,9 +355,7 @@ def _measure_times(models: Sequence[ModelProto], tested: Sequence[Batch]) -> lis
     """Return the time of a call of each model in seconds, with one thread; NaN without a batch."""
     if not tested:
         return [np.nan] * len(models)
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 1, 3
-    return report.measure_times([open_session(model, "all", options) for model in models], tested[0])
+    return report.measure_times([open_quiet_session(model, threads=1) for model in models], tested[0])
 
 
 def _measure_rows(
@@ -358,6 +363,6 @@ def _measure_rows(
 ) -> list[NodeRow]:
     """Return the rows with the errors of their outputs."""
     names = [row.name for row in rows if row.form in ("integer", "codes")]
-    before, after = (open_session(add_outputs(part, names), "basic") for part in (floats, result))
+    before, after = (open_quiet_session(add_outputs(part, names), "basic") for part in (floats, result))
     errors = report.compare_outputs(before, after, batches, names)
     return [NodeRow(row.name, row.operator, row.form, row.reason, errors.get(row.name)) for row in rows]
