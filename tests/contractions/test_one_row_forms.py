@@ -188,7 +188,7 @@ def test_unusual_rows(codes: str, form: str, stored_last: int | None, rng: np.ra
     infinite = x.copy()
     infinite[0, [3, 100]] = np.inf, -np.inf
     with np.errstate(invalid="ignore"):
-        want = np.float32([np.inf, -np.inf]) @ real[[3, 100]].astype(np.float32)
+        want = np.asarray([np.inf, -np.inf], np.float32) @ real[[3, 100]].astype(np.float32)
     got = np.asarray(jax.jit(multiply)(infinite, q))[0]
     assert not np.any(np.isfinite(got))
     if form != "offset":
