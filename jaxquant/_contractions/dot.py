@@ -330,6 +330,9 @@ def matmul(
     if math.prod(shapes.b[:-2]) == 1:
         b = b.reshape(shapes.b[-2:]) if b.ndim != 2 else b
         contracted = ((a.ndim - 1,), (0,))
+        if _is_view(rhs) and not isinstance(a, QuantizedArray):
+            # XLA then sees two transposes of the scale, which cancel each other.
+            b, contracted = b.T, ((a.ndim - 1,), (1,))
     else:
         batch = shapes.product[:-2]
         a, b = (_broadcast_batch(x, shape, batch) for x, shape in ((a, shapes.a), (b, shapes.b)))
@@ -343,6 +346,11 @@ def matmul(
         out_sharding=sharding.set_partition(out_sharding, partition and partition[len(partition) - rank :]),
     )  # fmt: skip
     return y if y.shape == shapes.out else y.reshape(shapes.out)  # eager JAX runs a program for a reshape
+
+
+def _is_view(x: object) -> bool:
+    """Return whether x is a matrix in a program, transposed there, with its codes as they were."""
+    return isinstance(x, QuantizedArray) and x.ndim == 2 and x._is_lazy and checks.is_traced(x._stored)
 
 
 def _match_partition(

@@ -363,6 +363,7 @@ def read_scaled_codes(q: QuantizedArray, x: jax.Array, *, is_moved: bool) -> flo
     stored = q.codes if packing is None else q.stored_codes
     if (stored.dtype if packing is None else packing.format) in dtypes.FLOAT4:
         decode = packed_codes.read_float4
+    is_looped = float_rows.is_looped(stored) and not is_moved
     matrix = float_rows.ScaledCodes(stored, q.scale, q.zero_point, q.offset, q.block_size, decode, levels, layout)
 
     def prepare(part: jax.Array | None) -> jax.Array | None:
@@ -370,7 +371,10 @@ def read_scaled_codes(q: QuantizedArray, x: jax.Array, *, is_moved: bool) -> flo
         if part is None:
             return None
         original = part.T if is_moved else part  # This cancels the transpose.
-        original = float_rows.widen(original) if part is not q.zero_point else packed_codes.unpack_entries(original, x)
+        if part is q.zero_point:
+            original = packed_codes.unpack_entries(original, x)
+        elif not is_looped:
+            original = float_rows.widen(original)
         if not is_moved:
             return original
         if original.dtype == dtypes.FLOAT32:

@@ -164,6 +164,8 @@ _PAGE, _WAYS = 2**12, 8
 # contains the operations of every chunk. XLA:CPU copies codes of less than 8 bits to read them as words; the copy of a
 # chunk stays in the second-level caches, and so do the sums of a chunk.
 _CHUNK, _MOST_CHUNKS = 2**22, 16
+# More codes of 8 bits than these are contracted in a loop if they are stored last.
+_LOOP = 2**24
 # A row with a magnitude above _LARGE is divided by _POWER. Then the sum of its products with codes, or with levels of a
 # codebook of at most _LARGEST_LEVEL, does not overflow before it is scaled, in rows of up to 2**20 elements. A row with
 # no magnitude above 1 / _LARGE is multiplied by _POWER, so that the products of its sums and scales are not subnormal.
@@ -196,10 +198,10 @@ class ScaledCodes(NamedTuple):
 
     Attributes:
         codes: integers, of rank 2 or more, with static dimensions.
-        scale: float32, as `widen` returns it, of the rank of the codes; each dimension is `shape[i]`, 1, or the number
-            of blocks.
+        scale: float32, as `widen` returns it, or in any dtype if `is_looped`, of the rank of the codes; each dimension
+            is `shape[i]`, 1, or the number of blocks.
         zero_point: integers of 8 bits, of a shape that a scale may have; or None for 0.
-        offset: float32, as `widen` returns it, of a shape that a scale may have, which is added to the scaled codes;
+        offset: like the scale, of a shape that a scale may have, which is added to the scaled codes;
             or None for 0.
         block_size: Static. The number of indices in a block, or None if all blocks are equally long.
         decode: Static. A function from codes, and the position of a code's lowest bit, to the float32 levels of a
@@ -236,6 +238,12 @@ class ScaledCodes(NamedTuple):
                 assert sizes is not None
                 runs.append(sizes[axis])
         return runs
+
+    def widen_entries(self) -> ScaledCodes:
+        """Return the same with the scale and the offset as `widen` returns them."""
+        if not is_looped(self.codes):
+            return self
+        return self._replace(scale=widen(self.scale), offset=None if self.offset is None else widen(self.offset))
 
     def has_usual_levels(self) -> bool:
         """Return whether products with the levels of the codebook neither overflow nor underflow."""
@@ -303,6 +311,7 @@ def contract_row(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> jax.Ar
     Returns:
         float32 [...].
     """
+    q = q.widen_entries()
     depth, kept = q.codes.shape[0], q.codes.shape[1:]
     scaled, unit = scale_row(x, q)
     # The barrier keeps XLA from converting codes that are constants while it compiles.
@@ -338,6 +347,7 @@ def contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> jax.
         role: the role of each dimension of the codes.
         terms: what `choose_groups` returns.
     """
+    q = q.widen_entries()
     scaled, unit = scale_row(x, q)
     lanes, shape = LANES, q.codes.shape
     groups = shape[-1] // (terms * lanes)
@@ -415,6 +425,18 @@ def contract_blocks(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> jax
         return jnp.broadcast_to(expanded, (*shape[:-1], expanded.shape[-1])).reshape(codes.shape[0], -1)
 
     entries = (take(q.scale), take(q.zero_point), take(q.offset))
+    if is_looped(q.codes):
+        rows = _choose_loop_rows(*codes.shape)
+
+        def contract(parts: tuple[Any, ...]) -> jax.Array:
+            piece, scale, zero_point, offset = parts
+            offset = None if offset is None else widen(offset)
+            # The barrier keeps XLA from converting the scales again in the loop over codes.
+            scale = lax.optimization_barrier(widen(scale))
+            return _contract_vectors(factors, piece, scale, zero_point, offset, sums, scaled, q.decode)
+
+        parts_of_rows = tuple(e if e is None else e.reshape(-1, rows, e.shape[1]) for e in (codes, *entries))
+        return lax.map(contract, parts_of_rows).reshape(shape[:-1]) * unit
     # The loops over levels write twice as many sums, which stay in memory beside the copy of a chunk.
     size = _CHUNK // (1 if q.decode is None else 2) if is_packed else q.codes.size
     pieces = min(-(-q.codes.size // size), _MOST_CHUNKS, codes.shape[0])
@@ -430,6 +452,21 @@ def contract_blocks(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> jax
         done = parts[-1] if parts else scaled
         parts.append(_contract_vectors(factors, piece, scale, zero_point, offset, sums, done, q.decode))
     return jnp.concatenate(parts).reshape(shape[:-1]) * unit
+
+
+def is_looped(codes: jax.Array) -> bool:
+    """Return whether `contract_blocks` contracts these codes in a loop, if it is their form.
+
+    The sums and the scales of all rows of a large matrix would be written to memory, and to new pages in each call.
+    """
+    is_large = codes.dtype in dtypes.EIGHT_BITS and codes.size > _LOOP
+    return is_large and _choose_loop_rows(codes.size // codes.shape[-1], codes.shape[-1]) > 0
+
+
+def _choose_loop_rows(count: int, depth: int) -> int:
+    """Return how many rows of codes each turn of the loop contracts: the most that stay in the cache, 0 if few do."""
+    most = _CHUNK // depth
+    return next((n for n in range(most, most // 8, -1) if count % n == 0), 0)
 
 
 # A jit, so that JAX keeps the trace: matrices of the same shape have the same operations.

@@ -188,7 +188,7 @@ def test_unusual_rows(codes: str, form: str, stored_last: int | None, rng: np.ra
     infinite = x.copy()
     infinite[0, [3, 100]] = np.inf, -np.inf
     with np.errstate(invalid="ignore"):
-        want = np.float32([np.inf, -np.inf]) @ real[[3, 100]].astype(np.float32)
+        want = np.asarray([np.inf, -np.inf], np.float32) @ real[[3, 100]].astype(np.float32)
     got = np.asarray(jax.jit(multiply)(infinite, q))[0]
     assert not np.any(np.isfinite(got))
     if form != "offset":
@@ -208,6 +208,41 @@ def test_entries_that_are_not_finite(
         q = q.replace(**{name: jnp.asarray(getattr(q, name)).at[2, 5].set(special)})
         got = np.asarray(jax.jit(multiply)(rng.normal(size=(1, DEPTH)).astype(np.float32), q))
         np.testing.assert_array_equal(np.isnan(got[0]), np.arange(COLUMNS) == 5)
+
+
+@on_cpu
+@pytest.mark.parametrize("scale_dtype", ["float32", "float16"])
+@pytest.mark.parametrize("form", ["signed", "offset", "zero points"])
+def test_loop_over_chunks(
+    form: str, scale_dtype: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes of 8 bits that are stored last, in each way to write it, without an array for all rows but the result."""
+    rows, depth = 4096, 224
+    monkeypatch.setattr(float_rows, "_LOOP", 2**18)
+    monkeypatch.setattr(float_rows, "_CHUNK", 2**16)
+    spec = QuantSpec("uint8", Blocked(1, 32), symmetric=False, scale_dtype=scale_dtype)
+    q = jq.quantize(rng.normal(size=(rows, depth)).astype(np.float32), spec)
+    if form == "signed":
+        signs = rng.choice(np.asarray([-1, 0, 1]), q.scale.shape)
+        q = q.replace(zero_point=None, scale=q.scale * jnp.asarray(signs, q.scale.dtype), signed_scale=True)
+    if form == "offset":
+        q = q.replace(zero_point=None, offset=jnp.asarray(rng.normal(size=q.scale.shape), scale_dtype))
+    real = np.asarray(q.dequantize(), np.float64).T
+    x = rng.normal(size=(1, depth)).astype(np.float32)
+    steps = np.abs(np.asarray(q.codes, np.float64)) * np.repeat(np.abs(np.asarray(q.scale, np.float64)), 32, 1)
+    limit = 2e-6 * np.abs(x.astype(np.float64)) @ (np.abs(real) + steps.T)
+    for function in (lambda x, q: x @ q.T, lambda x, q: jq.einsum("bk,nk->bn", x, q), lambda x, q: (q @ x.T).T):
+        got = np.asarray(jax.jit(function)(x, q))
+        assert np.all(np.abs(got - x.astype(np.float64) @ real) <= limit)
+        program = Program(function, x, q)
+        assert program.widest() <= rows * 4
+        assert any(i.opcode == "while" for i in program.in_memory())
+        assert program.memory.temp_size_in_bytes < q.size // 2
+    stored = q.T.store_last(0)
+    assert np.all(np.abs(np.asarray(jax.jit(multiply)(x, stored)) - x.astype(np.float64) @ real) <= limit)
+    spoiled = q.replace(scale=q.scale.at[7, 3].set(jnp.inf))
+    got = np.asarray(jax.jit(lambda x, q: x @ q.T)(x, spoiled))[0]
+    np.testing.assert_array_equal(np.isnan(got), np.arange(rows) == 7)
 
 
 @on_cpu
