@@ -89,8 +89,8 @@ def main() -> int:
         batch = train[order.integers(len(train), size=args.rows)]
         value, adapted, state = compiled(adapted, state, batch)
         if number % 10 == 9:
-            seconds = (time.perf_counter() - start) / (number + 1)
-            print(f"step {number + 1:4}  loss {float(value):.3f}  {seconds:.2f} s each")
+            loss = float(value)  # waits for the step
+            print(f"step {number + 1:4}  loss {loss:.3f}  {(time.perf_counter() - start) / (number + 1):.2f} s each")
     print(f"held-out perplexity {measure(adapted):8.3f} after {args.steps} steps")
     return 0
 

@@ -380,7 +380,10 @@ class FrozenMode(IntegerMode):
     def contract(self, site: Site, operands: Sequence[Any], records: Records, stores: Stores) -> tuple[Any, Records]:
         """Return the result of the contraction of codes, with the gradient of the activations."""
         if not self.plan.sites[site.name].activations:
-            return super().contract(site, operands, records, stores)
+            if site.operation != "dot_general" or not isinstance(operands[site.weight or 0].scale, jax.Array):
+                return super().contract(site, operands, records, stores)
+            operation = operations.make_operation(site.equation)
+            return operations.multiply_frozen(operation, operands, site.weight or 0), records
         twins = [Twin(x.dequantize(), x) if isinstance(x, QuantizedArray) else x for x in operands]
         return TrainMode(self.plan, self.statics, StraightThrough()).contract(site, twins, records, stores)
 

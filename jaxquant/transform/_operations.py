@@ -16,6 +16,7 @@ from .._contractions.conv import plan_array_convolution
 from .._contractions.ragged import contract_ragged
 from .._contractions.take import take
 from .._core import checks, sharding
+from .._kernels.weight_chunks import delay_floats
 from .._program import analysis, jaxpr
 from .._program.jaxpr import Equation
 from .._training.conv_general_dilated import ConvContraction
@@ -165,6 +166,84 @@ def _contract_with_gradient_bwd(operation: Any, codes: Sequence[Any], g: jax.Arr
 
 
 contract_with_gradient.defvjp(_contract_with_gradient_fwd, _contract_with_gradient_bwd)
+
+
+# A product of floats with codes that have no gradient: the backward pass dequantizes one part of the codes at a time.
+
+# The number of codes in a part, and the largest number of parts, because the program has the operations of each.
+_PART, _MOST_PARTS = 2**18, 16
+
+
+def multiply_frozen(operation: Any, operands: Sequence[Any], side: int) -> jax.Array:
+    """Return a product of floats with codes, in whose gradient only some of the codes are floats at a time.
+
+    Args:
+        operation: the `DotContraction`.
+        operands: the floats and the codes.
+        side: the place of the codes.
+    """
+    x, q = operands[1 - side], operands[side]
+    contracted, batch = operation.numbers[0][side], operation.numbers[1][side]
+    free = [axis for axis in range(q.ndim) if axis not in (*contracted, *batch)]
+    # Within a block codes cannot be parted.
+    whole = [axis for axis in free if q.scale.shape[axis] in (1, q.shape[axis])]
+    if q.size <= _PART or not whole or q.permutation is not None or operation.out_sharding is not None:
+        return operation.contract_quantized(*operands)
+    axis = max(whole, key=lambda axis: q.shape[axis])
+    start = len(batch) if side == 0 else x.ndim - len(contracted)
+    config = _FrozenProduct(operation, side, axis, start + free.index(axis), x.shape, x.dtype)
+    return _multiply_frozen(config, x, q)
+
+
+class _FrozenProduct(NamedTuple):
+    """A product of floats with codes: the place of the codes, and where they are parted.
+
+    Attributes:
+        operation: the product.
+        side: the place of the codes.
+        axis: the axis of the codes that is cut.
+        dimension: the same axis in the result.
+        shape: the shape of the floats.
+        dtype: their dtype.
+    """
+
+    operation: Any
+    side: int
+    axis: int
+    dimension: int
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def multiply(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        return self.operation.contract_floats(*((x, w) if self.side else (w, x)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply_frozen(config: _FrozenProduct, x: jax.Array, q: QuantizedArray) -> jax.Array:
+    return config.operation.contract_quantized(*((x, q) if config.side else (q, x)))
+
+
+def _multiply_frozen_fwd(config: _FrozenProduct, x: jax.Array, q: QuantizedArray) -> tuple[jax.Array, QuantizedArray]:
+    return _multiply_frozen(config, x, q), q
+
+
+def _multiply_frozen_bwd(config: _FrozenProduct, q: QuantizedArray, g: jax.Array) -> tuple[jax.Array, None]:
+    like, length = jax.ShapeDtypeStruct(config.shape, g.dtype), q.shape[config.axis]
+    width = -(-length // min(-(-q.size // _PART), _MOST_PARTS))
+    total: Any = None
+    for first in range(0, length, width):
+        bounds = (slice(first, first + width) if axis == config.axis else slice(None) for axis in range(q.ndim))
+        part = q[tuple(bounds)]
+        # Otherwise XLA:CPU dequantizes all parts before it multiplies the first one.
+        part = part.replace(scale=delay_floats(part.scale, g if total is None else total))
+        w = lax.optimization_barrier(part.dequantize().astype(g.dtype))
+        pull = jax.linear_transpose(functools.partial(config.multiply, w=w), like)
+        (product,) = pull(lax.slice_in_dim(g, first, min(first + width, length), axis=config.dimension))
+        total = product if total is None else total + product
+    return total.astype(config.dtype), None
+
+
+_multiply_frozen.defvjp(_multiply_frozen_fwd, _multiply_frozen_bwd)
 
 
 @jax.custom_jvp

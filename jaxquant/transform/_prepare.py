@@ -136,7 +136,14 @@ def _read_spec(q: QuantizedArray) -> QuantSpec:
         cut = [axis for axis, length in enumerate(q.scale.shape) if length != q.shape[axis]]
         blocked = [axis for axis in cut if q.scale.shape[axis] == -(-q.shape[axis] // q.block_size)]
         granularity = Blocked((blocked or cut or [q.ndim - 1])[-1], q.block_size)
-    return QuantSpec(q.format, granularity, symmetric=q.zero_point is None, narrow_range=False)
+    else:
+        # The blocks of files are whole, so that their shapes tell their sizes.
+        cut = [axis for axis in scaled if q.scale.shape[axis] != q.shape[axis]]
+        if cut:
+            granularity = Blocked(cut[-1], q.shape[cut[-1]] // q.scale.shape[cut[-1]])
+    offset = q.offset is not None and q.codebook is None
+    symmetric = q.zero_point is None and not offset
+    return QuantSpec(q.format, granularity, symmetric=symmetric, narrow_range=False, offset=offset)
 
 
 def _refuse_unmatched(rule: Rule, call: TracedCall) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen, nnx
 from jax import lax
 
 import jaxquant as jq
@@ -252,6 +254,52 @@ def test_adapters_of_codes_that_were_loaded(rng: np.random.Generator) -> None:
     check_equal(adapted.frozen.params["up"].codes, given["up"].codes)
 
 
+def make_blocks(w: jax.Array, axis: int) -> jq.QuantizedArray:
+    """Return codes with offsets as files have them: the shape of the scale tells the blocks."""
+    q = jq.quantize(w, jq.QuantSpec("uint4", jq.Blocked(axis, 4), symmetric=False, offset=True))
+    return jq.QuantizedArray(q.codes, q.scale, offset=q.offset)
+
+
+def test_adapters_of_codes_whose_blocks_only_their_shapes_tell(rng: np.random.Generator) -> None:
+    program = PROGRAMS["dense"]
+    params, x = program.sample(rng)
+    given = {"up": make_blocks(params["up"], 0), "down": make_blocks(params["down"], 1)}
+    prepared = jq.prepare(program.function, given, x, rules=WEIGHTS["int8"], strict=True)
+    adapted = jq.lora.adapt(prepared, prepared.convert(given), SETTINGS, jax.random.key(0))
+    adapted = adapted.replace(adapters=perturb(adapted.adapters, rng))
+    floats = merge_floats(program, adapted, adapted.adapters)
+    near(jax.jit(prepared.fake_apply)(adapted, x), program.function(floats, x), 1e-5)
+    tree, losses = jq.lora.merge(prepared, adapted)
+    for path, q in tree.params.items():
+        assert q.offset is not None
+        assert q.codes.dtype == jnp.uint4
+        assert losses[path] < 1
+        assert np.abs(q.dequantize() - floats[path]).max() <= float(q.scale.max())
+
+
+@pytest.mark.parametrize("dimensions", ["ij,jk->ik", "ij,kj->ik", "jk,ij->ki", "bij,bjk->bik"])
+def test_large_products_have_the_gradient_of_floats(dimensions: str, rng: np.random.Generator) -> None:
+    """The backward pass dequantizes the codes in parts, the last of which is shorter."""
+    sizes = {"i": 3, "j": 1021, "k": 1030, "b": 2}
+    left, right = dimensions.split("->")[0].split(",")
+    names = (right, left) if "i" in left else (left, right)
+    shapes = [tuple(sizes[letter] for letter in name) for name in names]
+    params = {"w": jnp.asarray(rng.normal(0, 1, shapes[0]).astype(np.float32))}
+    x = jnp.asarray(rng.normal(0, 1, shapes[1]).astype(np.float32))
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.einsum(dimensions, *((x, params["w"]) if "i" in left else (params["w"], x)))
+
+    prepared = jq.prepare(apply, params, x, rules=WEIGHTS["int8"])
+    q = prepared.convert(params)
+    adapted = jq.lora.adapt(prepared, q, jq.lora.LoRA(1), jax.random.key(0))
+    y, pull = jax.vjp(jax.jit(lambda x: prepared.fake_apply(adapted, x)), x)
+    g = jnp.asarray(rng.normal(0, 1, y.shape).astype(np.float32))
+    w = np.asarray(q.params["w"].dequantize(), np.float64)
+    subscripts = f"{dimensions.split('->')[1]},{names[0]}->{names[1]}"
+    near(pull(g)[0], np.einsum(subscripts, np.asarray(g, np.float64), w), 1e-5)
+
+
 def test_refusals() -> None:
     def apply(params: Any, x: jax.Array) -> jax.Array:
         h = x @ jnp.concatenate([params["left"], params["right"]], axis=1)
@@ -323,3 +371,88 @@ def test_refusals() -> None:
 def test_settings_are_checked(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises((ValueError, TypeError), match=text):
         jq.lora.LoRA(**arguments)
+
+
+def make_linen(x: jax.Array) -> tuple[Any, Any]:
+    model = linen.Sequential([linen.Dense(16), linen.relu, linen.Dense(4)])
+    return model.apply, model.init(jax.random.key(1), x)
+
+
+def make_nnx(x: jax.Array) -> tuple[Any, Any]:
+    rngs = nnx.Rngs(0)
+    return lambda model, x: model(x), nnx.Sequential(
+        nnx.Linear(8, 16, rngs=rngs), nnx.relu, nnx.Linear(16, 4, rngs=rngs)
+    )
+
+
+def make_equinox(x: jax.Array) -> tuple[Any, Any]:
+    equinox = pytest.importorskip("equinox")
+    return lambda model, x: jax.vmap(model)(x), equinox.nn.MLP(8, 4, 16, 1, key=jax.random.key(1))
+
+
+def make_haiku(x: jax.Array) -> tuple[Any, Any]:
+    haiku = pytest.importorskip("haiku")
+    transformed = haiku.without_apply_rng(haiku.transform(lambda x: haiku.nets.MLP([16, 4])(x)))
+    return transformed.apply, transformed.init(jax.random.key(1), x)
+
+
+@pytest.mark.parametrize("make", [make_linen, make_nnx, make_equinox, make_haiku])
+def test_models_of_every_library_are_adapted(make: Any, rng: np.random.Generator) -> None:
+    x = jnp.asarray(rng.normal(0, 1, (5, 8)).astype(np.float32))
+    apply, params = make(x)
+    prepared = jq.prepare(apply, params, x, rules=WEIGHTS["int8"], strict=True)
+    adapted = jq.lora.adapt(prepared, prepared.convert(params), jq.lora.LoRA(2), jax.random.key(0))
+    adapted = adapted.replace(adapters=perturb(adapted.adapters, rng))
+
+    def run(adapters: Any) -> jax.Array:
+        return compute_loss(prepared.fake_apply(adapted.replace(adapters=adapters), x))
+
+    gradients = jax.jit(jax.grad(run))(adapted.adapters)
+    assert all(np.asarray(g).any() for g in jax.tree.leaves(gradients))
+    # A step against the gradient makes the sum of squares smaller.
+    norm = sum(float((g**2).sum()) for g in jax.tree.leaves(gradients))
+    stepped = jax.tree.map(lambda w, g: w - 1e-3 / norm * g, adapted.adapters, gradients)
+    change = float(run(stepped)) - float(run(adapted.adapters))
+    assert -1.2e-3 < change < -0.8e-3
+    merged, losses = jq.lora.merge(prepared, adapted)
+    assert set(losses) == set(adapted.adapters)
+    y, expected = (jax.jit(functools.partial(prepared.apply, tree))(x) for tree in (merged, adapted))
+    near(y, expected, 0.05)
+
+
+def test_a_step_needs_the_memory_of_a_step_with_floats(fixed_rng: np.random.Generator) -> None:
+    """Temporaries are at most 1.3 times those of adapters on floats, without a float copy of all weights."""
+    width, inner, rows = 256, 1024, 512
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(fixed_rng.normal(0, 0.05, shape).astype(np.float32))
+
+    params = [{"up": draw(width, inner), "down": draw(inner, width)} for _ in range(4)]
+    x = draw(rows, width)
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        for layer in params:
+            x = x + jax.nn.relu(x @ layer["up"]) @ layer["down"]
+        return x
+
+    def apply_with_floats(adapters: Any, params: Any, x: jax.Array) -> jax.Array:
+        for i, layer in enumerate(params):
+            a, b = (adapters[f"{i}/{name}"] for name in ("up", "down"))
+            h = jax.nn.relu(x @ layer["up"] + x @ a["a"] @ a["b"])
+            x = x + h @ layer["down"] + h @ b["a"] @ b["b"]
+        return x
+
+    def measure(function: Any, *args: Any) -> int:
+        step = jax.jit(jax.value_and_grad(lambda *args: compute_loss(function(*args))))
+        memory: Any = step.lower(*args).compile().memory_analysis()
+        return memory.temp_size_in_bytes
+
+    for rules in (WEIGHTS["int8"], jq.recipes.weight_only_int4(), ACTIVATIONS["dynamic"]):
+        prepared = jq.prepare(apply, params, x, rules=rules)
+        adapted = jq.lora.adapt(prepared, prepared.convert(params), jq.lora.LoRA(8), jax.random.key(0))
+        floats = measure(apply_with_floats, adapted.adapters, params, x)
+        codes = measure(
+            lambda adapters, tree, x, p=prepared: p.fake_apply(tree.replace(adapters=adapters), x),
+            adapted.adapters, adapted, x,
+        )  # fmt: skip
+        assert codes <= 1.3 * floats
