@@ -30,6 +30,19 @@ def _dot(a: Any, b: Any) -> Any:
     return jnp.matmul(a, b, precision=_HIGHEST)
 
 
+def _project(x: Any, w: Any) -> Any:
+    """Return the products of an input with W, those of all directions beside each other.
+
+    One product for all times is many times as fast as one in each step of the scan.
+    """
+    return jnp.concatenate([_dot(x, part.T) for part in w], axis=-1)
+
+
+def _select_direction(projected: Any, d: int, length: int) -> Any:
+    """Return the products of a direction, of the given length."""
+    return projected[:, d * length : (d + 1) * length]
+
+
 def _list_activations(
     call: Call, defaults: tuple[str, ...], direction: int, approximate: bool = False
 ) -> list[Callable[[Any], Any]]:  # fmt: skip
@@ -162,9 +175,10 @@ def run_lstm(call: Call, x: jax.Array, w: jax.Array, r: jax.Array, *inputs: jax.
     bias, lengths, h, c, peepholes = [*inputs, *[None] * (5 - len(inputs))]
     x, lengths, states = _prepare(call, x, r.shape[-1], w.shape[0], lengths, [h, c])
     make_step = _make_lstm_step(
-        call, lambda d, v: _dot(v, w[d].T), lambda d, v: _dot(v, r[d].T), bias, peepholes, call.has_runtime_floats(x)
+        call, lambda d, v: _select_direction(v, d, w.shape[1]), lambda d, v: _dot(v, r[d].T), bias, peepholes,
+        call.has_runtime_floats(x),
     )  # fmt: skip
-    return _run_directions(call, x, lengths, states, make_step)
+    return _run_directions(call, _project(x, w), lengths, states, make_step)
 
 
 @register("DynamicQuantizeLSTM", domain="com.microsoft", keeps=(8, 9, 10, 11))
@@ -191,9 +205,8 @@ def run_quantized_lstm(call: Call, x: jax.Array, w: jax.Array, r: jax.Array, *in
     # All gates of the input at once: the range is of the whole sequence.
     gates = jnp.stack([multiply(x, w, w_scale, w_point, d) for d in range(w.shape[0])], axis=2)
     wide = gates.reshape(*x.shape[:2], -1)
-    count = w.shape[2]
     make_step = _make_lstm_step(
-        call, lambda d, v: v[:, d * count : (d + 1) * count], lambda d, v: multiply(v, r, r_scale, r_point, d), bias,
+        call, lambda d, v: _select_direction(v, d, w.shape[2]), lambda d, v: multiply(v, r, r_scale, r_point, d), bias,
         peepholes, call.has_runtime_floats(x),
     )  # fmt: skip
     return _run_directions(call, wide, lengths, states, make_step)
@@ -210,14 +223,15 @@ def run_gru(call: Call, x: jax.Array, w: jax.Array, r: jax.Array, *inputs: jax.A
         f, g = _list_activations(call, ("Sigmoid", "Tanh"), d)
         both = jnp.zeros((2, 3 * hidden), x.dtype) if bias is None else bias[d].reshape(2, -1)
         (b_zr, b_h), (r_zr, r_h) = (jnp.split(part, [2 * hidden]) for part in both)
+        # Parts of R that are cut out of it in the step would be copied at each time.
+        gates, kernel = jnp.split(r[d].T, [2 * hidden], axis=1)
 
         def step(states: Any, value: Any) -> Any:
             (old,) = states
-            projected = _dot(value, w[d].T)
+            projected = _select_direction(value, d, w.shape[1])
             z, reset = jnp.split(
-                f(_clip(call, projected[:, : 2 * hidden] + _dot(old, r[d][: 2 * hidden].T) + b_zr + r_zr)), 2, axis=-1
+                f(_clip(call, projected[:, : 2 * hidden] + _dot(old, gates) + b_zr + r_zr)), 2, axis=-1
             )
-            kernel = r[d][2 * hidden :].T
             if call.get("linear_before_reset", 0):
                 # Here the reset gate applies to the recurrent bias, too, which is why the two biases are not summed
                 # before.
@@ -229,7 +243,7 @@ def run_gru(call: Call, x: jax.Array, w: jax.Array, r: jax.Array, *inputs: jax.A
 
         return step
 
-    return _run_directions(call, x, lengths, states, make_step)
+    return _run_directions(call, _project(x, w), lengths, states, make_step)
 
 
 @register("RNN")
@@ -241,6 +255,11 @@ def run_rnn(call: Call, x: jax.Array, w: jax.Array, r: jax.Array, *inputs: jax.A
     def make_step(d: int) -> Any:
         (f,) = _list_activations(call, ("Tanh",), d)
         offset = 0 if bias is None else sum(jnp.split(bias[d], 2))
-        return lambda states, value: (f(_clip(call, _dot(value, w[d].T) + _dot(states[0], r[d].T) + offset)),)
 
-    return _run_directions(call, x, lengths, states, make_step)
+        def step(states: Any, value: Any) -> Any:
+            total = _select_direction(value, d, w.shape[1]) + _dot(states[0], r[d].T)
+            return (f(_clip(call, total + offset)),)
+
+        return step
+
+    return _run_directions(call, _project(x, w), lengths, states, make_step)
