@@ -55,7 +55,7 @@ decoder: Any = importlib.import_module("decoder")
 
 _TEXT, _CALIBRATION, _STEPS, _TEXTS, _WRITTEN, _PROMPT = 512, 8, 8, 10, 128, 64
 _FLOAT, _OWN, _CACHE = "floats of the file's codes", "the file's own codes", "cache: "
-_DYNAMIC_DOWN = jq.Rule("*ffn_down*", weight=jq.Weight("int8"), activation=jq.Activation("uint8", per="row"))
+_DYNAMIC = {"weight": jq.Weight("int8"), "activation": jq.Activation("uint8", per="row")}
 _TABLE = "token_embd*"
 # The most nats that a row may lose, and llama.cpp's may differ.
 _MOST = {_OWN: 0.002, "8 bits: (weight_only|gguf).*": 0.02, f"{_CACHE}int8": 0.02, "llama.cpp": 0.02}
@@ -187,7 +187,8 @@ def _list_rows() -> dict[str, Serve]:
         "static: w8a8_static": _calibrate(),
         "static: ranges without the first token": _calibrate(skips_first=True),
         "static: SmoothQuant": _calibrate(smooths=True),
-        "static: dynamic ranges before ffn_down": _calibrate(_DYNAMIC_DOWN),
+        "static: dynamic ranges before ffn_down": _calibrate(down := jq.Rule("*ffn_down*", **_DYNAMIC)),
+        "static: dynamic ranges before ffn_down and the head": _calibrate(down, jq.Rule(_TABLE, **_DYNAMIC)),
         "float8: weight_only_fp8": _convert(jq.recipes.weight_only_fp8()),
         "4 bits: gguf Q4_0": _convert((table, *jq.recipes.gguf("Q4_0"))),
         "4 bits: gguf Q4_K": _convert((table, *jq.recipes.gguf("Q4_K"))),
