@@ -297,10 +297,10 @@ def count_cached_rows(row_bytes: int) -> int:
 def contract_row(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> jax.Array:
     """Return the float32 contraction of a row with the first dimension of scaled codes.
 
-    As in XLA's float contraction, subnormal numbers count as 0. So do elements below 2**-86 of a row that has one above
-    2**88, and products of elements and levels that are subnormal before they are scaled. Infinities and NaN reach the
-    results that they reach in floats, as what they are there, with two exceptions, in which the result may be another
-    one of NaN and the infinities: infinite scales and offsets, and rows with several infinities if there is an offset.
+    As in XLA's float contraction, subnormal numbers count as 0: elements, and their products and sums before they are
+    scaled. So do elements below 2**-86 of a row that has one above 2**88. Infinities and NaN reach the results that
+    they reach in floats, as what they are there, with two exceptions, in which the result may be another one of NaN and
+    the infinities: infinite scales and offsets, and rows with several infinities if there is an offset.
 
     Args:
         x: float32 [K].

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,6 @@ from jax import lax
 
 from .._core import dtypes, sharding
 from . import barriers
-
-if TYPE_CHECKING:
-    pass
 
 # Below this number of codes, XLA's own conversion costs less than an additional loop.
 _LARGE = 2**16

@@ -205,11 +205,8 @@ def contract_few_words(x: jax.Array, q: ScaledCodes, role: Role, run: int) -> ja
     planes = words.split_units(lax.optimization_barrier(q.codes), packed.bits, packed.length, scaled)
     planes = tuple(plane.reshape(-1, steps, run) for plane in planes)
     scale = q.expand(q.scale, role.free)
-    if scale.shape[1] > 1:
-        rows, entries = scale.shape
-        scale = jnp.broadcast_to(scale[:, :, None], (rows, entries, lanes * steps // entries)).reshape(rows, lanes, -1)
-    else:
-        scale = jnp.broadcast_to(scale[:, :, None], (scale.shape[0], lanes, 1))
+    scale = jnp.broadcast_to(scale[:, :, None], (*scale.shape, lanes * steps // scale.shape[1]))
+    scale = scale.reshape(-1, lanes, steps)
     products = [
         factors[None, lane] * _read_weights(q, planes, lane, 0, None) * scale[:, lane, :, None] for lane in range(lanes)
     ]
