@@ -140,10 +140,11 @@ class Session:
 
 def check_prepared(function: str, prepared: Any) -> None:
     """Raise unless a value is a prepared function of floats, and all its contractions return floats."""
-    check_float_results(function, prepared)
-    names = [prepared.names[place] for place in sorted(prepared.given)]
+    given = sorted(prepared.given) if isinstance(prepared, Prepared) else []
+    names = [prepared.names[place] for place in given]
     expected = "a function of parameters that were floats in prepare"
     checks.require(not names, function, "prepared", expected, f"codes at {', '.join(names[:4])}")
+    check_float_results(function, prepared)
 
 
 def check_float_results(function: str, prepared: Any) -> None:
