@@ -15,8 +15,8 @@ from jaxquant import checkpoint
 from jaxquant.checkpoint.__main__ import main
 
 from ..cases.family_files import FAMILIES
+from ..cases.gguf_files import draw_data, write_gguf
 from ..support import equality
-from .test_gguf import draw_data, write_gguf
 
 
 def make_model(rng: np.random.Generator, path: pathlib.Path) -> dict[str, np.ndarray]:

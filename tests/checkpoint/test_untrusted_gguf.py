@@ -13,8 +13,8 @@ import pytest
 
 from jaxquant import checkpoint
 
+from ..cases.gguf_files import add_metadata, write_gguf
 from ..oracles import file_formats
-from .test_gguf import add_metadata, write_gguf
 
 
 def text(data: bytes) -> bytes:

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import language_model as benchmark
 
-from .test_decoder_example import VOCABULARY, decoder, model
+from ..cases.decoders import VOCABULARY, compute_logits, decoder, model
 
 __all__ = ["decoder", "model"]  # fixtures
 TEXT = 8
@@ -45,8 +45,6 @@ def test_rows_on_a_small_decoder(name: str, model: Any, sample: Any) -> None:
 
 
 def test_scores_are_of_the_tokens_after_the_first(model: Any, sample: Any) -> None:
-    from .test_decoder_example import compute_logits
-
     figures = benchmark.measure(model, benchmark._FLOAT, sample)
     row = sample.test[1].tolist()
     logits = compute_logits(model.config.architecture, model.params, row[:-1])
