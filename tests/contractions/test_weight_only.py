@@ -216,7 +216,7 @@ def test_a_row_in_chunks(name: str, rng: np.random.Generator, monkeypatch: pytes
     assert len(float_rows._cut_rows(matrix, terms)) == 2
 
     @jax.jit
-    def contract(x: jax.Array, q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
+    def contract(x: jax.Array, q: QuantizedArray) -> jax.Array:
         return float_rows.contract_row(x, read_scaled_codes(q, x, is_moved=False), role, terms)
 
     y = contract(jnp.asarray(x[0]), q)
