@@ -265,7 +265,7 @@ def test_command_line(mlp: onnx.ModelProto, tmp_path: pathlib.Path, capsys: pyte
         (y,) = file.values()
     np.testing.assert_array_equal(y, run_runtime(mlp, {"x": x})[0])
     path.write_bytes(b"")
-    assert main(["inspect", str(path)]) == 1
+    assert main(["inspect", str(path)]) == 2
     assert "no ONNX model" in capsys.readouterr().err
 
 

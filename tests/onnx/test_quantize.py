@@ -107,7 +107,7 @@ def test_a_network_runs_on_codes(rng: np.random.Generator, tmp_path: pathlib.Pat
         np.testing.assert_array_equal(each, want)
     held_out = batches[-2:]
     want, got = (
-        np.concatenate([run(batch) for batch in held_out])
+        np.concatenate([np.asarray(run(batch)) for batch in held_out])
         for run in (lambda x: run_runtime(model, {"x": x})[0], lambda x: session.run(None, {"x": x})[0])
     )
     assert measure_error(want, got) > (18 if exact_everywhere else 22)

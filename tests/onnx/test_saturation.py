@@ -405,7 +405,7 @@ def test_the_command_line_takes_the_dtype_of_weights(tmp_path, monkeypatch, rng)
     assert main(["export", *place, "--weights", "uint8"]) == 0
     assert jqonnx.find_saturating_products("model.onnx") == ()
     assert main(["verify", *place]) == 0
-    assert main(["export", *place, "--weights", "int4"]) == 1
+    assert main(["export", *place, "--weights", "int4"]) == 2
 
 
 def run_with_exact_option(model, feeds):
