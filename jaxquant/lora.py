@@ -24,6 +24,9 @@ from .transform.adapters import (
     LoRA,
     align,
     align_factors,
+    check_adapter,
+    check_paths,
+    compute_factor,
     compute_norms,
     list_factor_shapes,
     multiply_factors,
@@ -76,7 +79,8 @@ def adapt(
         TypeError: an argument has a wrong type.
         ValueError: targets match no parameter that is quantized; a parameter that they match can have no adapter,
             because it is concatenated with others, contracted in groups or along several of its axes in turn, or a
-            result is rounded to codes; or the variant does not fit the parameter.
+            result is rounded to codes; the variant does not fit the parameter; or an array of `params` has another
+            shape than its codes.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -95,6 +99,7 @@ def adapt(
     2310.08659.
     """
     settings = _read_settings(lora)
+    dtype = checks.check_dtype(_ADAPT, "dtype", dtype, dtypes.FLOATS)
     check_float_results(_ADAPT, prepared)
     checks.require_type(checks.is_key(key), _ADAPT, "key", "a key of jax.random", checks.describe_value(key))
     signature = Signature(read_quantized(_ADAPT, q).params)
@@ -112,7 +117,12 @@ def adapt(
         with checks.prefix_errors(path):
             check_variant(_ADAPT, setting, plan, w)
         x = None if floats is None else floats.arrays[place]
-        adapters[path] = _start_adapter(setting, plan, w, x, jax.random.fold_in(key, place), jnp.dtype(dtype))
+        if x is not None:
+            expected = f"floats of shape {plan.shape} at {path}"
+            holds = not isinstance(x, QuantizedArray) and jnp.issubdtype(jnp.result_type(x), jnp.floating)
+            checks.require_type(holds, _ADAPT, "params", expected, checks.describe_value(x))
+            checks.require(jnp.shape(x) == plan.shape, _ADAPT, "params", expected, f"shape {jnp.shape(x)}")
+        adapters[path] = _start_adapter(setting, plan, w, x, jax.random.fold_in(key, place), dtype)
         found.append((path, setting))
     return AdaptedTree(q, adapters, tuple(found))
 
@@ -135,8 +145,8 @@ def match_targets(function: str, prepared: Prepared, settings: Sequence[LoRA]) -
     names = [prepared.names[place] for place in prepared.leaves]
     for setting in settings:
         is_used = any(setting is other for other in chosen.values())
-        expected = f"targets that match one of the quantized parameters {', '.join(names[:8])}"
-        expected += ", ..." if len(names) > 8 else ""
+        listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") or "(there are none)"
+        expected = f"targets that match one of the quantized parameters {listed}, which no LoRA before it matches"
         checks.require(is_used, function, "lora", expected, repr(setting.targets))
     return chosen
 
@@ -154,6 +164,8 @@ def check_variant(function: str, lora: LoRA, plan: LeafPlan, q: QuantizedArray) 
         is_integer = q.codebook is None and q.codes.dtype not in dtypes.SMALL_FLOATS
         expected = "a parameter with integer codes, which can have offsets, or another variant"
         checks.require(is_integer, function, "lora", expected, f'"qa" for {q.format} codes')
+        expected = 'variant="lora" for a table that is only looked up, whose offsets would be as many as its codes'
+        checks.require(axes.operations != ("take",), function, "lora", expected, '"qa"')
 
 
 def _start_adapter(
@@ -244,7 +256,7 @@ def merge(prepared: Prepared, adapted: AdaptedTree) -> Merged:
 
     Raises:
         TypeError: prepared is no `Prepared`, or adapted no `AdaptedTree`.
-        ValueError: the tree has other paths than in `prepare`.
+        ValueError: the tree has other paths than in `prepare`, or adapters of other paths or shapes than `adapt` made.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -269,11 +281,13 @@ def merge(prepared: Prepared, adapted: AdaptedTree) -> Merged:
     signature, settings = Signature(read_quantized(_MERGE, adapted.frozen).params), dict(adapted.settings)
     same = signature.names == prepared.names
     checks.require(same, _MERGE, "adapted", "the paths of the parameters of prepare", ", ".join(signature.names[:4]))
+    check_paths(_MERGE, adapted, prepared.names, prepared.leaves)
     arrays, losses = list(signature.arrays), {}
     for place, plan in prepared.leaves.items():
         path = prepared.names[place]
         if path in settings:
             with checks.prefix_errors(path), checks.name_errors(_MERGE):
+                check_adapter(_MERGE, path, adapted.adapters[path], settings[path], plan, arrays[place])
                 arrays[place], losses[path] = _merge_adapter(
                     arrays[place], adapted.adapters[path], settings[path], plan
                 )
@@ -288,7 +302,7 @@ def _merge_adapter(q: QuantizedArray, adapter: Any, lora: LoRA, plan: LeafPlan) 
     after = before + multiply_factors(factors["a"], factors["b"])
     if lora.variant == "dora":
         magnitude = align(jnp.asarray(adapter["magnitude"])[..., None], (*axes.shared, *axes.outputs), after.ndim)
-        after *= magnitude[..., 0] / compute_norms(q, factors["a"], factors["b"], axes)
+        after *= compute_factor(magnitude[..., 0], compute_norms(q, factors["a"], factors["b"], axes))
     new = _shift_blocks(q, adapter, lora, plan) if lora.variant == "qa" else quantize_kernel(
         after.astype(q.dtype), plan.spec, plan.stored_last
     )  # fmt: skip
@@ -359,6 +373,10 @@ def save_peft(
     is_tree = isinstance(adapted, AdaptedTree)
     checks.require_type(is_tree, _SAVE, "adapted", "an AdaptedTree", checks.describe_value(adapted))
     check_float_results(_SAVE, prepared)
+    expected = "the name of a model, as text, or None"
+    is_name = base_model is None or isinstance(base_model, str)
+    checks.require_type(is_name, _SAVE, "base_model", expected, checks.describe_value(base_model))
+    check_paths(_SAVE, adapted, prepared.names, prepared.leaves)
     settings = dict(adapted.settings)
     expected = "adapters with one variant, dropout and rule of scaling, because a file has one of each"
     kinds = {(x.variant == "dora", float(x.dropout), x.rank_stabilized) for x in settings.values()}
@@ -370,6 +388,7 @@ def save_peft(
         path = prepared.names[place]
         if path in settings:
             axes = _read_axes(_SAVE, "adapted", path, plan)
+            check_adapter(_SAVE, path, adapted.adapters[path], settings[path], plan, q[place])
             factors = _to_matrices(adapted.adapters[path], plan, axes, q[place])
             for module, index in _list_modules(_SAVE, path, plan, axes, names):
                 checks.require(module not in modules, _SAVE, "names", "a name of its own for each parameter", module)
@@ -457,6 +476,8 @@ def _list_modules(
     function: str, path: str, plan: LeafPlan, axes: AdapterAxes, names: Naming | None
 ) -> list[tuple[str, int]]:
     """Return the names of the torch modules of a parameter, each with its index in the stack."""
+    expected = "a function from the path of a parameter to a name, or None"
+    checks.require_type(names is None or callable(names), function, "names", expected, checks.describe_value(names))
     name = _name_module(path) if names is None else names(path)
     checks.require_type(isinstance(name, str), function, "names", "a function that returns text", repr(name))
     if not axes.shared:
@@ -493,11 +514,11 @@ def _to_matrices(adapter: Mapping[str, Any], plan: LeafPlan, axes: AdapterAxes, 
 
 def _make_config(modules: Mapping[str, LoRA], base_model: str | None) -> dict[str, Any]:
     first = next(iter(modules.values()))
-    ranks = {name: lora.rank for name, lora in modules.items() if lora.rank != first.rank}
-    alphas = {name: _read_alpha(lora) for name, lora in modules.items() if _read_alpha(lora) != _read_alpha(first)}
+    ranks = peft.write_patterns({name: int(lora.rank) for name, lora in modules.items()}, first.rank)
+    alphas = peft.write_patterns({name: _read_alpha(lora) for name, lora in modules.items()}, _read_alpha(first))
     return {
         "peft_type": "LORA", "base_model_name_or_path": base_model, "task_type": None, "inference_mode": True,
-        "r": first.rank, "lora_alpha": _read_alpha(first), "lora_dropout": first.dropout,
+        "r": int(first.rank), "lora_alpha": _read_alpha(first), "lora_dropout": first.dropout,
         "target_modules": sorted(modules), "use_rslora": first.rank_stabilized, "use_dora": first.variant == "dora",
         "bias": "none", "fan_in_fan_out": False, "modules_to_save": None, "rank_pattern": ranks,
         "alpha_pattern": alphas,
@@ -505,7 +526,7 @@ def _make_config(modules: Mapping[str, LoRA], base_model: str | None) -> dict[st
 
 
 def _read_alpha(lora: LoRA) -> float:
-    return lora.rank if lora.alpha is None else lora.alpha
+    return int(lora.rank) if lora.alpha is None else lora.alpha
 
 
 def _choose_settings(config: Mapping[str, Any], path: str, modules: list[str]) -> LoRA:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from .._core import checks
+from .containers import replace_folder
 from .safetensors import load_safetensors, save_safetensors
 
 CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -20,6 +21,8 @@ _PLAIN = {
     "bias": ("none",), "modules_to_save": (None, []), "fan_in_fan_out": (False, None), "lora_bias": (False, None),
     "layer_replication": (None, []), "trainable_token_indices": (None, []), "use_qalora": (False, None),
     "target_parameters": (None, []), "alora_invocation_tokens": (None, []), "use_bdlora": (None, False),
+    # The other initial values also change the weights of the model, which no file of adapters holds.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
     "arrow_config": (None,), "kasa_config": (None,), "monteclora_config": (None,), "velora_config": (None,),
 }  # fmt: skip
 
@@ -27,9 +30,10 @@ _PLAIN = {
 def write_folder(folder: str | os.PathLike[str], config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
     """Write the settings and the tensors of adapters."""
     target = pathlib.Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    save_safetensors(target / _TENSORS, dict(tensors))
-    (target / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with replace_folder(target) as new:
+        save_safetensors(new / _TENSORS, dict(tensors))
+        (new / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def read_folder(function: str, folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -49,7 +53,8 @@ def _read_config(function: str, path: pathlib.Path) -> dict[str, Any]:
     checks.require(config.get("peft_type") == "LORA", function, CONFIG, 'peft_type "LORA"', config.get("peft_type"))
     for name, values in _PLAIN.items():
         value = config.get(name, values[0])
-        checks.require(value in values, function, CONFIG, f"{name} {json.dumps(values[0])}", repr(value))
+        expected = " or ".join(map(json.dumps, values))
+        checks.require(value in values, function, CONFIG, f"{name} {expected}", repr(value))
     kinds = {
         "r": int, "lora_alpha": int | float, "lora_dropout": int | float, "use_rslora": bool, "use_dora": bool,
         "rank_pattern": dict, "alpha_pattern": dict,
@@ -69,6 +74,23 @@ def _read_config(function: str, path: pathlib.Path) -> dict[str, Any]:
     return result
 
 
+def write_patterns(numbers: Mapping[str, Any], default: Any) -> dict[str, Any]:
+    """Return the patterns that give modules their numbers, those of the modules whose number is not the default.
+
+    Args:
+        numbers: the number of each module by its name.
+        default: the number of the modules that no pattern matches.
+    """
+    patterns = {}
+    for module, number in numbers.items():
+        if number != default:
+            # PEFT searches for the name at the end of others, too, and takes the first pattern that matches.
+            is_plain = re.fullmatch(r"[\w.-]*", module) is not None
+            is_plain = is_plain and all(other == number for name, other in numbers.items() if _matches(module, name))
+            patterns[module if is_plain else f"^{re.escape(module)}"] = number
+    return patterns
+
+
 def match_patterns(function: str, config: Mapping[str, Any], module: str) -> tuple[Any, Any]:
     """Return the rank and the alpha of a module."""
     rank = _match_pattern(function, config, "rank_pattern", "r", module)
@@ -79,9 +101,13 @@ def _match_pattern(function: str, config: Mapping[str, Any], pattern: str, defau
     """Return the number that a pattern of a file gives a module."""
     for key, number in config[pattern].items():
         try:
-            is_match = re.match(rf"(.*\.)?({key})$", module) is not None
+            is_match = _matches(key, module)
         except re.error as error:
             checks.refuse(function, CONFIG, f"regular expressions as keys of {pattern}", f"{key!r}: {error}")
         if is_match:
             return number
     return config[default]
+
+
+def _matches(pattern: str, module: str) -> bool:
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None

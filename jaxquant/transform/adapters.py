@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,9 @@ __all__ = [
     "align",
     "align_factors",
     "attach_adapters",
+    "check_adapter",
+    "check_paths",
+    "compute_factor",
     "compute_norms",
     "list_factor_shapes",
     "multiply_factors",
@@ -57,7 +61,8 @@ class LoRA:
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the rank is not positive, the dropout is not in [0, 1), or the variant is unknown.
+        ValueError: the rank is not positive, alpha is 0 or not finite, the dropout is not in [0, 1), or the variant is
+            unknown.
 
     Example:
         >>> import jaxquant as jq
@@ -89,6 +94,8 @@ class LoRA:
                 isinstance(value, int | float) and not isinstance(value, bool)
             )
             checks.require_type(is_number, "LoRA", name, "a number", checks.describe_value(value))
+        is_scaling = self.alpha is None or (math.isfinite(self.alpha) and self.alpha != 0)
+        checks.require(is_scaling, "LoRA", "alpha", "a finite number other than 0", self.alpha)
         checks.require(0 <= self.dropout < 1, "LoRA", "dropout", "a number in [0, 1)", self.dropout)
         checks.check_option("LoRA", "variant", self.variant, _VARIANTS)
         checks.check_flag("LoRA", "rank_stabilized", self.rank_stabilized)
@@ -207,6 +214,55 @@ def compute_norms(q: QuantizedArray, a: jax.Array, b: jax.Array, axes: AdapterAx
     return lax.map(lambda parts: measure(parts[0], parts[1], parts[2], inner), (q.per_index(0), a, b))
 
 
+def compute_factor(magnitude: jax.Array, norms: jax.Array) -> jax.Array:
+    """Return what weights of some lengths are multiplied by to have others; weights that are all 0 stay 0."""
+    return magnitude / jnp.where(norms == 0, 1, norms)
+
+
+def check_paths(function: str, tree: AdaptedTree, names: Sequence[str], leaves: Mapping[int, LeafPlan]) -> None:
+    """Raise unless a tree has the adapters that it was made with, all of them of parameters that are quantized.
+
+    Args:
+        function: the name of the public function that errors name.
+        tree: the tree.
+        names: the path of each parameter.
+        leaves: the plans of those that are quantized.
+    """
+    settings, given = dict(tree.settings), tree.adapters
+    expected = "the paths that the tree was made with"
+    is_mapping = isinstance(given, Mapping)
+    got = (", ".join(sorted(map(str, given))[:4]) or "none") if is_mapping else checks.describe_value(given)
+    checks.require(is_mapping and set(given) == set(settings), function, "adapters", expected, got)
+    quantized = {names[place] for place in leaves}
+    for path in settings:
+        expected = f"adapters of parameters that are quantized, as {path} is not"
+        checks.require(path in quantized, function, "adapters", expected, path)
+
+
+def check_adapter(function: str, path: str, adapter: Any, lora: LoRA, plan: LeafPlan, q: QuantizedArray) -> None:
+    """Raise unless an adapter has the arrays of its settings.
+
+    Args:
+        function: the name of the public function that errors name.
+        path: the path of the parameter.
+        adapter: the arrays by name.
+        lora: its settings.
+        plan: the plan of the parameter.
+        q: its codes.
+    """
+    axes, argument = plan.adapter, f"adapters[{path!r}]"
+    assert isinstance(axes, AdapterAxes)
+    expected = list_factor_shapes(lora, plan.shape, axes, q)
+    text = f"arrays of the shapes {expected}"
+    is_mapping = isinstance(adapter, Mapping)
+    checks.require_type(is_mapping, function, argument, text, checks.describe_value(adapter))
+    got = {name: tuple(jnp.shape(part)) for name, part in adapter.items()}
+    checks.require(got == expected, function, argument, text, got)
+    kinds = {name: str(jnp.result_type(part)) for name, part in adapter.items()}
+    holds = all(jnp.issubdtype(kind, jnp.floating) for kind in kinds.values())
+    checks.require_type(holds, function, argument, "arrays of floats", kinds)
+
+
 def attach_adapters(
     function: str, tree: AdaptedTree, names: Sequence[str], leaves: Mapping[int, LeafPlan], parameters: Sequence[Any]
 ) -> list[Any]:
@@ -220,14 +276,10 @@ def attach_adapters(
         parameters: the parameters.
     """
     settings, attached = dict(tree.settings), list(parameters)
-    expected = "the paths that the tree was made with"
-    same = isinstance(tree.adapters, Mapping) and set(tree.adapters) == set(settings)
-    checks.require(same, function, "adapters", expected, ", ".join(sorted(map(str, tree.adapters))[:4]) or "none")
+    check_paths(function, tree, names, leaves)
     previous: jax.Array | None = None
     for place, path in enumerate(names):
         if path in settings:
-            expected = f"adapters of parameters that are quantized, as {path} is not"
-            checks.require(place in leaves, function, "adapters", expected, path)
             value, adapter = attached[place], tree.adapters[path]
             parts = _prepare_parts(function, path, adapter, settings[path], leaves[place], value, previous)
             previous = parts.get("factor", previous)
@@ -252,9 +304,7 @@ def _prepare_parts(
     """Return the parts of an adapter, aligned; what dequantizes the codes waits for `previous`."""
     axes, shape = plan.adapter, plan.shape
     assert isinstance(axes, AdapterAxes)
-    expected = list_factor_shapes(lora, shape, axes, q)
-    got = {name: tuple(jnp.shape(part)) for name, part in adapter.items()}
-    checks.require(got == expected, function, f"adapters[{path!r}]", f"arrays of the shapes {expected}", got)
+    check_adapter(function, path, adapter, lora, plan, q)
     parts = align_factors(adapter, lora, shape, axes, q)
     if lora.variant == "dora":
         if previous is not None and isinstance(q.scale, jax.Array):
@@ -263,5 +313,5 @@ def _prepare_parts(
         # The paper's section 4.3: the gradient of the length is left out.
         norms = compute_norms(lax.stop_gradient(q), *lax.stop_gradient((parts["a"], parts["b"])), axes)
         magnitude = jnp.asarray(adapter["magnitude"])[..., None]
-        parts["factor"] = align(magnitude, (*axes.shared, *axes.outputs), len(shape)) / norms[..., None]
+        parts["factor"] = compute_factor(align(magnitude, (*axes.shared, *axes.outputs), len(shape)), norms[..., None])
     return parts

@@ -329,6 +329,8 @@ def test_refusals() -> None:
     refuse(f"window: {prefix}it is a convolution in groups at window", jq.lora.LoRA(1, "window"))
     refuse(f"vector: {prefix}it is a vector", jq.lora.LoRA(1, "vector"))
     refuse("expected targets that match one of the quantized parameters left, right, ", jq.lora.LoRA(1, "nothing"))
+    first, second = jq.lora.LoRA(1, "turned"), jq.lora.LoRA(2, "tur*")
+    refuse(r"which no LoRA before it matches, got 'tur\*'", (first, second))
     refuse("lora: expected a LoRA or a sequence of them, got 8", 8, error=TypeError)
     refuse("q: expected a QuantizedTree", jq.lora.LoRA(1, "turned"), tree=params, error=TypeError)
     refuse("key: expected a key of jax.random", jq.lora.LoRA(1, "turned"), key=1, error=TypeError)
@@ -353,6 +355,8 @@ def test_refusals() -> None:
         ValueError, match=r't: jaxquant\.lora\.adapt: lora: expected variant="lora" or "qa" for a param'
     ):
         jq.lora.adapt(table, table.convert({"t": jnp.ones((4, 8))}), jq.lora.LoRA(1, variant="dora"), key)
+    with pytest.raises(ValueError, match="for a table that is only looked up, whose offsets would be as many as its"):
+        jq.lora.adapt(table, table.convert({"t": jnp.ones((4, 8))}), jq.lora.LoRA(1, variant="qa"), key)
     floats = jq.prepare(lambda p, x: x @ p["w"], {"w": jnp.ones((4, 8))}, x, rules=WEIGHTS["fp8"])
     with pytest.raises(ValueError, match="expected a parameter with integer codes, which can have offsets"):
         jq.lora.adapt(floats, floats.convert({"w": jnp.ones((4, 8))}), jq.lora.LoRA(1, variant="qa"), key)
@@ -366,11 +370,58 @@ def test_refusals() -> None:
         ({"rank": 1, "variant": "vera"}, "LoRA: variant: expected"),
         ({"rank": 1, "targets": 3}, "LoRA: targets: expected a pattern"),
         ({"rank": 1, "alpha": "8"}, "LoRA: alpha: expected a number"),
+        ({"rank": 1, "alpha": 0}, "LoRA: alpha: expected a finite number other than 0, got 0"),
+        ({"rank": 1, "alpha": float("nan")}, "LoRA: alpha: expected a finite number other than 0, got nan"),
     ],
 )
 def test_settings_are_checked(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises((ValueError, TypeError), match=text):
         jq.lora.LoRA(**arguments)
+
+
+def test_arrays_are_checked() -> None:
+    params, x, key = {"w": jnp.ones((4, 8))}, jnp.ones((5, 4)), jax.random.key(0)
+    prepared = jq.prepare(lambda p, x: x @ p["w"], params, x, rules=WEIGHTS["int8"])
+    q, settings = prepared.convert(params), jq.lora.LoRA(2)
+    for dtype in ("int8", "float64", "float8_e4m3fn"):
+        with pytest.raises(TypeError, match=r"jaxquant\.lora\.adapt: dtype: expected dtype float32"):
+            jq.lora.adapt(prepared, q, settings, key, dtype=dtype)
+    # The first one would be broadcast.
+    with pytest.raises(ValueError, match=r"adapt: params: expected floats of shape \(4, 8\) at w, got shape \(4, 1\)"):
+        jq.lora.adapt(prepared, q, settings, key, params={"w": jnp.ones((4, 1))})
+    with pytest.raises(TypeError, match=r"adapt: params: expected floats of shape \(4, 8\) at w, got QuantizedArray"):
+        jq.lora.adapt(prepared, q, settings, key, params=q.params)
+    adapted = jq.lora.adapt(prepared, q, settings, key)
+    for adapters, error, text in (
+        (None, ValueError, "adapters: expected the paths that the tree was made with, got None"),
+        ({"w": [1, 2]}, TypeError, r"adapters\['w'\]: expected arrays of the shapes"),
+        (
+            {"w": {"a": jnp.ones((4, 2)), "b": jnp.ones((2, 8), complex)}},
+            TypeError,
+            r"\['w'\]: expected arrays of floats",
+        ),
+    ):
+        with pytest.raises(error, match=text):
+            prepared.apply(adapted.replace(adapters=adapters), x)
+
+
+def test_dora_keeps_weights_that_are_zero(rng: np.random.Generator) -> None:
+    w = rng.normal(0, 1, (8, 4)).astype(np.float32)
+    w[:, 2] = 0  # as the padding of a vocabulary
+    params, x = {"w": jnp.asarray(w)}, jnp.asarray(rng.normal(0, 1, (5, 8)).astype(np.float32))
+    prepared = jq.prepare(lambda p, x: x @ p["w"], params, x, rules=WEIGHTS["int8"])
+    adapted = jq.lora.adapt(prepared, prepared.convert(params), jq.lora.LoRA(2, variant="dora"), jax.random.key(0))
+    expected = np.asarray(x, np.float64) @ np.asarray(adapted.frozen.params["w"].dequantize(), np.float64)
+    near(prepared.apply(adapted, x), expected, 1e-5)
+    assert (np.asarray(prepared.apply(adapted, x))[:, 2] == 0).all()
+
+    def run(adapters: Any) -> jax.Array:
+        return jnp.sum(prepared.fake_apply(adapted.replace(adapters=adapters), x))
+
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(jax.grad(run)(adapted.adapters)))
+    tree, losses = jq.lora.merge(prepared, adapted)
+    assert (np.asarray(tree.params["w"].dequantize())[:, 2] == 0).all()
+    assert np.isfinite(losses["w"])
 
 
 def make_linen(x: jax.Array) -> tuple[Any, Any]:

@@ -84,3 +84,15 @@ def test_refusals() -> None:
     prepared = jq.prepare(lambda p, x: x @ p["w"], params, x, rules=RULES["int8"])
     with pytest.raises(TypeError, match=r"jaxquant\.lora\.merge: adapted: expected an AdaptedTree"):
         jq.lora.merge(prepared, prepared.convert(params))  # pyright: ignore[reportArgumentType]
+    adapted = jq.lora.adapt(prepared, prepared.convert(params), jq.lora.LoRA(2), jax.random.key(0))
+    with pytest.raises(ValueError, match=r"merge: adapters: expected the paths that the tree was made with, got none"):
+        jq.lora.merge(prepared, adapted.replace(adapters={}))
+    # Otherwise this factor a would be broadcast.
+    wrong = {"w": {"a": jnp.ones((1, 2)), "b": jnp.ones((2, 2))}}
+    with pytest.raises(ValueError, match=r"jaxquant\.lora\.merge: adapters\['w'\]: expected arrays of the shapes"):
+        jq.lora.merge(prepared, adapted.replace(adapters=wrong))
+    floats = jq.prepare(lambda p, x: x @ p["w"], params, x, rules=())
+    with pytest.raises(
+        ValueError, match=r"merge: adapters: expected adapters of parameters that are quantized, as w is"
+    ):
+        jq.lora.merge(floats, adapted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 from typing import Any
 
 import jax
@@ -130,6 +131,46 @@ def test_what_a_file_cannot_hold_is_refused(rng: np.random.Generator, tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
+def test_the_patterns_of_a_file_mean_one_module_each(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    """PEFT searches for a pattern at the end of names, so that "head" would mean "a.head", too."""
+    params = {"a": {"head": jnp.ones((8, 8))}, "b(": jnp.ones((8, 8)), "head": jnp.ones((8, 4))}
+    x = jnp.asarray(rng.normal(0, 1, (3, 8)).astype(np.float32))
+    prepared = jq.prepare(lambda p, x: x @ p["a"]["head"] @ p["b("] @ p["head"], params, x, rules=RULES)
+    rank: Any = np.int64(2)
+    settings = [jq.lora.LoRA(rank, "a/*", alpha=8), jq.lora.LoRA(3, "head", alpha=2), jq.lora.LoRA(4)]
+    adapted = jq.lora.adapt(prepared, prepared.convert(params), settings, jax.random.key(0))
+    jq.lora.save_peft(tmp_path, prepared, adapted)
+    loaded = jq.lora.load_peft(tmp_path, prepared, adapted.frozen)
+    found = {path: (lora.rank, lora.alpha) for path, lora in loaded.settings}
+    assert found == {"a/head": (2, 8), "b(": (4, 4), "head": (3, 2)}
+    _, config = read(tmp_path)
+    assert config["alpha_pattern"] == {"^head": 2, r"^b\(": 4}
+    # The function get_pattern_key of PEFT 0.21.
+    matches = {
+        m: [k for k in config["alpha_pattern"] if re.match(rf"(.*\.)?({k})$", m)] for m in ("a.head", "head", "b(")
+    }
+    assert matches == {"a.head": [], "head": ["^head"], "b(": [r"^b\("]}
+
+
+def test_nothing_is_written_of_bad_arguments(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    prepared, adapted, _ = adapt(rng)
+
+    def refuse(error: Any, text: str, tree: Any = adapted, **arguments: Any) -> None:
+        with pytest.raises(error, match=rf"jaxquant\.lora\.save_peft: {text}"):
+            jq.lora.save_peft(tmp_path, prepared, tree, **{"names": name_module, **arguments})
+
+    refuse(TypeError, "base_model: expected the name of a model, as text", base_model=pathlib.Path("a"))
+    refuse(TypeError, "names: expected a function from the path", names={"layers": "layers.{}"})
+    refuse(
+        ValueError, "adapters: expected the paths that the tree was made with, got none", adapted.replace(adapters={})
+    )
+    turned = {path: {**parts, "b": parts["b"].mT} for path, parts in adapted.adapters.items()}
+    refuse(ValueError, r"adapters\['layers'\]: expected arrays of the shapes", adapted.replace(adapters=turned))
+    codes = jax.tree.map(lambda part: part.astype(jnp.int32), dict(adapted.adapters))
+    refuse(TypeError, r"adapters\['layers'\]: expected arrays of floats", adapted.replace(adapters=codes))
+    assert not list(tmp_path.iterdir())
+
+
 def spoil_config(folder: pathlib.Path, **changes: Any) -> None:
     _, config = read(folder)
     (folder / "adapter_config.json").write_text(json.dumps({**config, **changes}))
@@ -151,6 +192,10 @@ DAMAGES = {
     "no LoRA": (lambda f: spoil_config(f, peft_type="IA3"), 'expected peft_type "LORA", got IA3'),
     "biases": (lambda f: spoil_config(f, bias="all"), 'expected bias "none"'),
     "modules": (lambda f: spoil_config(f, modules_to_save=["head"]), "expected modules_to_save null"),
+    "weights of the model": (
+        lambda f: spoil_config(f, init_lora_weights="pissa"), 'init_lora_weights true or .* got \'pissa\''
+    ),
+    "not a number": (lambda f: spoil_config(f, lora_alpha=float("nan")), "alpha: expected a finite number"),
     "rank": (lambda f: spoil_config(f, r="four"), "expected a number, a bool or an object at r, got 'four'"),
     "no rank": (lambda f: spoil_config(f, r=0), "rank: expected a positive int, got 0"),
     "a bool": (lambda f: spoil_config(f, r=True), "at r, got True"),
