@@ -206,7 +206,10 @@ def read_array(path: str) -> np.ndarray:
 
 def read_numbers(text: str) -> list[float]:
     """Return the numbers of an argument such as 0.5,0.5,0.5."""
-    return [float(part) for part in text.split(",")]
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers with commas between them, got {text!r}") from None
 
 
 def make_parser() -> argparse.ArgumentParser:
