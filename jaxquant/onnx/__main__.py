@@ -176,6 +176,8 @@ def quantize_model(arguments: argparse.Namespace) -> None:
 
 def read_data(arguments: argparse.Namespace) -> Any:
     """Return the batches of `--data`, or None without it."""
+    if (arguments.mean, arguments.std) != ([0], [1]) and not os.path.isdir(arguments.data or ""):
+        raise ModelError(f"--mean, --std: expected a folder of images as --data, got {arguments.data}")
     if arguments.data is None:
         return None
     path = pathlib.Path(arguments.data)

@@ -118,6 +118,13 @@ def test_a_network_runs_on_codes(rng: np.random.Generator, tmp_path: pathlib.Pat
         assert not jqonnx.find_saturating_products(report.model)
 
 
+def test_a_model_with_codes_is_not_called_a_float_model(rng: np.random.Generator) -> None:
+    batches = draw_batches(rng, 2, 3, 16, 16)
+    report = jqonnx.quantize(jqonnx.quantize(make_network(rng), data=batches).model, data=batches)
+    assert {row.reason for row in report.rows} == {"its weights are codes already"}
+    assert all(error == np.inf for error in report.outputs.values())
+
+
 def test_the_codes_are_those_of_the_formulas(rng: np.random.Generator) -> None:
     b = Builder(rng, ["N", 24])
     model = b.finish(b.add("Gemm", "x", b.draw(16, 24), b.draw(16), transB=1))
@@ -405,6 +412,12 @@ ARGUMENTS: dict[str, tuple[Callable[[list[np.ndarray]], dict[str, Any]], str]] =
     "nan": (lambda data: {"data": [*data, data[0] * np.nan]}, "data[8]['x']: expected finite numbers"),
     "overflow": (lambda data: {"data": [data[0] * 1e38]}, "for which all values of the model are finite"),
     "block of floats": (lambda data: {"recipe": "gptq", "block": 32.0}, "block: expected 16, 32, 64, 128 or 256"),
+    "calibrator of another recipe": (
+        lambda data: {"recipe": "dynamic", "calibrator": "mse"},
+        "calibrator: expected 'minmax', as the recipe 'dynamic' does not use it, got mse",
+    ),
+    "block of another recipe": (lambda data: {"block": 64}, "block: expected 32, as the recipe 'static' does"),
+    "no elements": (lambda data: {"data": [*data, data[0][:0]]}, "data[8]: expected an array with elements, got none"),
     "no patterns": (lambda data: {"keep": None}, "keep: expected a sequence of patterns"),
     "numbers": (lambda data: {"keep": [1]}, "keep: expected a sequence of patterns"),
     "model": (lambda data: {"model": 3}, "model: expected a path, bytes or an onnx.ModelProto, got int"),
@@ -505,6 +518,8 @@ def test_bad_input_on_the_command_line(
         (["in.onnx", "none/out.onnx", "--random"], "none/out.onnx"),
         (["in.onnx", "out.onnx", "--data", "none.npz"], "none.npz"),
         (["in.onnx", "out.onnx", "--data", "text.npz"], "text.npz"),
+        (["in.onnx", "out.onnx", "--data", "data.npz", "--std", "2"], "--mean, --std: expected a folder of images"),
+        (["in.onnx", "out.onnx", "--random", "--mean", "2"], "--mean, --std: expected a folder of images as --data"),
         (["in.onnx", "out.onnx", "--data", "named.npz"], "expected arrays for the inputs ['x'], got a file without"),
         (["in.onnx", "out.onnx", "--data", "more.npz"], "got a file with ['y']"),
         (["in.onnx", "out.onnx", "--data", "narrow.npz"], "x: expected float32[?, 3, 16, 16]"),

@@ -78,7 +78,10 @@ def _check_batch(inputs: Sequence[ModelInput], batch: Any, label: str) -> Batch:
     missing, unknown = sorted(set(names) - set(batch)), sorted(set(batch) - set(names))
     got = ", ".join(f"{what} {part}" for what, part in (("without", missing), ("with", unknown)) if part)
     checks.require(not got, _NAME, label, f"arrays for the inputs {names}", got)
-    return {x.name: _check_array(x, batch[x.name], f"{label}[{x.name!r}]") for x in inputs}
+    result = {x.name: _check_array(x, batch[x.name], f"{label}[{x.name!r}]") for x in inputs}
+    is_empty = bool(result) and not any(array.size for array in result.values())
+    checks.require(not is_empty, _NAME, label, "an array with elements", "none")
+    return result
 
 
 def _check_array(declared: ModelInput, value: Any, label: str) -> np.ndarray:

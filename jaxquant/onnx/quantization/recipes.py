@@ -96,9 +96,9 @@ def quantize(
         keep: patterns, as in a shell, of operators and of names of nodes and their outputs that stay in floats. A layer
             stays in floats together with the addition and the Relu or Clip that its codes would contain. Names are
             those after the basic optimizations, as in the report.
-        calibrator: of "static": "minmax", "mse", "percentile" (99.99) or "entropy", as in
+        calibrator: only of "static": "minmax", "mse", "percentile" (99.99) or "entropy", as in
             `jaxquant.calibration`.
-        block: of "weight_only_int4" and "gptq": how many inputs share a scale: 16, 32, 64, 128 or 256.
+        block: only of "weight_only_int4" and "gptq": how many inputs share a scale: 16, 32, 64, 128 or 256.
         exact_everywhere: whether weights that are multiplied by codes have 7 bits, -64 to 64, with which ONNX Runtime
             has the same integers on every processor, also on x86-64 without VNNI.
         progress: whether to show a progress bar, which needs the package rich; None shows it on a terminal, if that
@@ -134,6 +134,12 @@ def quantize(
         checks.check_flag(_NAME, name, value)
     is_size = isinstance(block, int | np.integer) and block in (16, 32, 64, 128, 256)
     checks.require(is_size, _NAME, "block", "16, 32, 64, 128 or 256", block)
+    for name, value, default, recipes in (
+        ("calibrator", calibrator, "minmax", ("static",)),
+        ("block", block, 32, ("weight_only_int4", "gptq")),
+    ):
+        expected = f"{default!r}, as the recipe {recipe!r} does not use it"
+        checks.require(recipe in recipes or value == default, _NAME, name, expected, value)
     check_progress(_NAME, progress)
     are_patterns = not isinstance(keep, str) and isinstance(keep, Iterable)
     keep = tuple(keep) if are_patterns else ()
@@ -328,7 +334,9 @@ def _list_float_rows(graph: GraphEditor, node: NodeProto, kept: set[int]) -> lis
     if node.op_type in ("Conv", "ConvTranspose", "MatMul", "Gemm", "LSTM", "GRU", "RNN"):
         names = [name for name in node.input[:2] if name]
         reason = "no operand is constant"
-        if any(graph.find_weight(name) is not None for name in names):
+        if any(name in graph.producers and graph.producers[name].op_type == "DequantizeLinear" for name in names[1:]):
+            reason = "its weights are codes already"
+        elif any(graph.find_weight(name) is not None for name in names):
             reason = "its weights are few"
         elif any(map(graph.is_constant, names)):
             reason = "its weights are not finite numbers of float32"
