@@ -369,6 +369,15 @@ def test_an_output_without_signal_or_of_another_shape_is_not_exact(rng: np.rando
     assert f"error    {indices}: -inf dB" in str(report)
 
 
+def test_integer_outputs_are_not_compared(rng: np.random.Generator) -> None:
+    b = Builder(rng, ["N", 32])
+    x = b.add("MatMul", "x", b.draw(32, 32))
+    model = b.finish(x, b.add("ArgMax", x))
+    model.graph.output[1].type.tensor_type.elem_type = TensorProto.INT64
+    report = jqonnx.quantize(model, data=draw_batches(rng, 16, 32))
+    assert list(report.outputs) == [x]
+
+
 def test_an_infinity_in_an_output_is_no_noise_if_both_have_it(rng: np.random.Generator) -> None:
     b = Builder(rng, ["N", 32])
     mask = np.where(np.arange(32) % 2, np.float32(-np.inf), np.float32(0))
