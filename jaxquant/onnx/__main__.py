@@ -176,6 +176,8 @@ def quantize_model(arguments: argparse.Namespace) -> None:
 
 def read_data(arguments: argparse.Namespace) -> Any:
     """Return the batches of `--data`, or None without it."""
+    if (arguments.mean, arguments.std) != ([0], [1]) and not os.path.isdir(arguments.data or ""):
+        raise ModelError(f"--mean, --std: expected a folder of images as --data, got {arguments.data}")
     if arguments.data is None:
         return None
     path = pathlib.Path(arguments.data)
@@ -206,7 +208,10 @@ def read_array(path: str) -> np.ndarray:
 
 def read_numbers(text: str) -> list[float]:
     """Return the numbers of an argument such as 0.5,0.5,0.5."""
-    return [float(part) for part in text.split(",")]
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers with commas between them, got {text!r}") from None
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -115,6 +116,13 @@ def test_a_network_runs_on_codes(rng: np.random.Generator, tmp_path: pathlib.Pat
     if exact_everywhere:
         assert not report.saturating
         assert not jqonnx.find_saturating_products(report.model)
+
+
+def test_a_model_with_codes_is_not_called_a_float_model(rng: np.random.Generator) -> None:
+    batches = draw_batches(rng, 2, 3, 16, 16)
+    report = jqonnx.quantize(jqonnx.quantize(make_network(rng), data=batches).model, data=batches)
+    assert {row.reason for row in report.rows} == {"its weights are codes already"}
+    assert all(error == np.inf for error in report.outputs.values())
 
 
 def test_the_codes_are_those_of_the_formulas(rng: np.random.Generator) -> None:
@@ -277,6 +285,125 @@ def test_weights_of_float16(rng: np.random.Generator) -> None:
     assert TensorProto.FLOAT16 not in kinds
 
 
+def test_the_names_of_the_report_keep_layers_in_floats(rng: np.random.Generator) -> None:
+    """A layer is named after the activation at its end, or by its own output, which may have brackets."""
+    b = Builder(rng, ["N", 3, 8, 8])
+    x = b.add("Relu", b.conv("x", 3, 16))
+    model, batches = b.finish(b.conv(x, 16, 16)), draw_batches(rng, 2, 3, 8, 8)
+    model.graph.node[-1].output[0] = model.graph.output[0].name = "layers[1].out"
+    rows = jqonnx.quantize(model, data=batches).rows
+    assert [(row.name, row.form) for row in rows] == [("t1", "integer"), ("layers[1].out", "integer")]
+    for i, row in enumerate(rows):
+        kept = jqonnx.quantize(model, data=batches, keep=[row.name])
+        forms = [other.form for other in kept.rows if other.operator == "Conv"]
+        assert forms == ["float" if j == i else "integer" for j in range(2)]
+        assert sum(node.op_type == "QuantizeLinear" for node in kept.model.graph.node) == 2
+
+
+def test_a_bias_for_each_row(rng: np.random.Generator) -> None:
+    """As many rows as outputs: a bias [rows, 1] has the length of a bias of outputs."""
+    b = Builder(rng, [16, 32])
+    bias = b.constant(10 * np.arange(16, dtype=np.float32)[:, None])
+    model = b.finish(b.add("Gemm", "x", b.draw(32, 16), bias))
+    for recipe in ("static", "dynamic"):
+        report = jqonnx.quantize(model, data=draw_batches(rng, 16, 32), recipe=recipe)
+        assert all(error > 40 for error in report.outputs.values())
+
+
+def test_initializers_that_are_inputs(rng: np.random.Generator) -> None:
+    """Before version 4 of the format all constants are inputs, too; since then such an input is a default."""
+    batches = draw_batches(rng, 1, 3, 16, 16)
+    for version, form in ((3, "integer"), (8, "float")):
+        model = make_network(rng)
+        model.ir_version = version
+        model.graph.input.extend(
+            helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            for tensor in model.graph.initializer
+        )
+        report = jqonnx.quantize(model, data=batches)
+        rows = [row for row in report.rows if row.operator in ("Conv", "Gemm")]
+        assert {row.form for row in rows} == {form}
+        assert {row.reason for row in rows} == (
+            {""} if version == 3 else {"its weights are inputs of the model, with defaults"}
+        )
+        assert (len(report.model.graph.input) == 1) == (version == 3)
+
+
+def test_an_activation_with_a_default(rng: np.random.Generator) -> None:
+    b = Builder(rng, ["N", 32])
+    model = b.finish(b.add("Add", b.add("MatMul", "state", b.draw(32, 32)), "x"))
+    state = rng.normal(size=(4, 32)).astype(np.float32)
+    model.graph.input.append(helper.make_tensor_value_info("state", TensorProto.FLOAT, [4, 32]))
+    model.graph.initializer.append(numpy_helper.from_array(state, "state"))
+    report = jqonnx.quantize(model, data=draw_batches(rng, 4, 32))
+    assert next(iter(report.outputs.values())) > 30
+    scale = next(numpy_helper.to_array(x) for x in report.model.graph.initializer if x.name == "state_scale")
+    assert scale == np.float32((float(state.max()) - float(state.min())) / 255)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_without_codes(rng: np.random.Generator, recipe: str) -> None:
+    """A NaN, an infinity, and float64: they stay as they are, and the report says so."""
+    weights = [rng.normal(size=(32, 32)).astype(np.float32) for _ in range(2)]
+    weights[0][3, 5], weights[1][3, 5] = np.nan, np.inf
+    for w in (*weights, rng.normal(size=(32, 32))):
+        b = Builder(rng, ["N", 32])
+        x = b.add("Cast", "x", to=helper.np_dtype_to_tensor_dtype(w.dtype))
+        model = b.finish(b.add("Cast", b.add("MatMul", x, b.constant(w)), to=TensorProto.FLOAT))
+        report = jqonnx.quantize(model, data=draw_batches(rng, 4, 32), recipe=recipe)
+        assert [(row.form, row.reason) for row in report.rows] == [
+            ("float", "its weights are not finite numbers of float32")
+        ]
+        batch = rng.normal(size=(4, 32)).astype(np.float32)
+        (want,), (got,) = (run_runtime(part, {"x": batch}) for part in (model, report.model))
+        np.testing.assert_array_equal(got, want)
+        assert all(np.isinf(error) and error > 0 for error in report.outputs.values())
+
+
+def test_an_output_without_signal_or_of_another_shape_is_not_exact(rng: np.random.Generator) -> None:
+    b = Builder(rng, ["N", 32])
+    x = b.add("Relu", b.add("MatMul", "x", b.draw(32, 32)))
+    indices = b.add("Cast", b.add("NonZero", x), to=TensorProto.FLOAT)
+    report = jqonnx.quantize(b.finish(indices), data=draw_batches(rng, 64, 32), recipe="dynamic")
+    assert report.outputs == {indices: -np.inf}
+    assert f"error    {indices}: -inf dB" in str(report)
+
+
+def test_integer_outputs_are_not_compared(rng: np.random.Generator) -> None:
+    b = Builder(rng, ["N", 32])
+    x = b.add("MatMul", "x", b.draw(32, 32))
+    model = b.finish(x, b.add("ArgMax", x))
+    model.graph.output[1].type.tensor_type.elem_type = TensorProto.INT64
+    report = jqonnx.quantize(model, data=draw_batches(rng, 16, 32))
+    assert list(report.outputs) == [x]
+
+
+def test_an_infinity_in_an_output_is_no_noise_if_both_have_it(rng: np.random.Generator) -> None:
+    b = Builder(rng, ["N", 32])
+    mask = np.where(np.arange(32) % 2, np.float32(-np.inf), np.float32(0))
+    model = b.finish(b.add("Add", b.add("MatMul", "x", b.draw(32, 32)), b.constant(mask)))
+    for recipe in ("static", "dynamic"):
+        report = jqonnx.quantize(model, data=draw_batches(rng, 16, 32), recipe=recipe)
+        assert all(30 < error < 100 for error in report.outputs.values())
+        assert [row.form for row in report.rows] == [("integer" if recipe == "dynamic" else "weights")]
+
+
+def test_gptq_names_the_value_that_is_not_finite(rng: np.random.Generator) -> None:
+    b = Builder(rng, ["N", 32])
+    model = b.finish(b.add("MatMul", b.add("Log", "x"), b.draw(32, 32)))
+    with pytest.raises(ValueError, match=r"onnx.quantize: data: expected data for which all values .* in 't0'"):
+        jqonnx.quantize(model, data=draw_batches(rng, 4, 32), recipe="gptq")
+
+
+def test_integers_that_the_input_does_not_hold(rng: np.random.Generator) -> None:
+    b = Builder(rng, ["N", 32])
+    model = b.finish(b.add("MatMul", b.add("Cast", "x", to=1), b.draw(32, 32)), kind=TensorProto.UINT8)
+    for number in (-1, 256):
+        with pytest.raises(ValueError, match=rf"data\[0\]\['x'\]: expected numbers that uint8 holds, got {number}"):
+            jqonnx.quantize(model, data=[np.full((1, 32), number)])
+    jqonnx.quantize(model, data=[np.full((1, 32), 255)])
+
+
 ARGUMENTS: dict[str, tuple[Callable[[list[np.ndarray]], dict[str, Any]], str]] = {
     "recipe": (lambda data: {"recipe": "int8"}, "recipe: expected 'static' or"),
     "calibrator": (lambda data: {"calibrator": "max"}, "calibrator: expected 'minmax' or"),
@@ -293,6 +420,17 @@ ARGUMENTS: dict[str, tuple[Callable[[list[np.ndarray]], dict[str, Any]], str]] =
     "count": (lambda data: {"data": [(data[0], data[0])]}, "data[0]: expected 1 arrays, ['x'], got 2"),
     "nan": (lambda data: {"data": [*data, data[0] * np.nan]}, "data[8]['x']: expected finite numbers"),
     "overflow": (lambda data: {"data": [data[0] * 1e38]}, "for which all values of the model are finite"),
+    "block of floats": (lambda data: {"recipe": "gptq", "block": 32.0}, "block: expected 16, 32, 64, 128 or 256"),
+    "calibrator of another recipe": (
+        lambda data: {"recipe": "dynamic", "calibrator": "mse"},
+        "calibrator: expected 'minmax', as the recipe 'dynamic' does not use it, got mse",
+    ),
+    "block of another recipe": (lambda data: {"block": 64}, "block: expected 32, as the recipe 'static' does"),
+    "no elements": (lambda data: {"data": [*data, data[0][:0]]}, "data[8]: expected an array with elements, got none"),
+    "no patterns": (lambda data: {"keep": None}, "keep: expected a sequence of patterns"),
+    "numbers": (lambda data: {"keep": [1]}, "keep: expected a sequence of patterns"),
+    "model": (lambda data: {"model": 3}, "model: expected a path, bytes or an onnx.ModelProto, got int"),
+    "ragged": (lambda data: {"data": [([[1], [1, 2]],)]}, "data[0]['x']: expected float32[?, 3, 16, 16]"),
     "folder": (lambda data: {"out": "/none/model.onnx"}, "out: expected a path in a folder that exists"),
 }  # fmt: skip
 
@@ -301,9 +439,9 @@ ARGUMENTS: dict[str, tuple[Callable[[list[np.ndarray]], dict[str, Any]], str]] =
 def test_bad_arguments(rng: np.random.Generator, tmp_path: pathlib.Path, case: str) -> None:
     make, text = ARGUMENTS[case]
     data = draw_batches(rng, 2, 3, 16, 16)
-    arguments = {"data": data, "out": tmp_path / "out.onnx", **make(data)}
+    arguments = {"model": make_network(rng), "data": data, "out": tmp_path / "out.onnx", **make(data)}
     with pytest.raises((ValueError, TypeError)) as caught:
-        jqonnx.quantize(make_network(rng), arguments.pop("out"), **arguments)
+        jqonnx.quantize(arguments.pop("model"), arguments.pop("out"), **arguments)
     assert str(caught.value).startswith("jaxquant.onnx.quantize: "), caught.value
     assert text in str(caught.value)
     assert list(tmp_path.iterdir()) == []
@@ -334,7 +472,8 @@ def test_the_command(
 
 
 def test_a_folder_of_images(
-    rng: np.random.Generator, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    rng: np.random.Generator, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     image = pytest.importorskip("PIL.Image")
     jqonnx.save(make_network(rng), tmp_path / "in.onnx")
@@ -352,6 +491,17 @@ def test_a_folder_of_images(
     (folder / "4.png").write_text("no image")
     assert main(command) == 2
     assert "4.png: expected an image" in capsys.readouterr().err
+    (folder / "4.png").unlink()
+    for option, text in (
+        ("--mean=1,2", "--mean: expected a number, or 3"), ("--std=0", "no --std of 0"), ("--mean=nan", "finite"),
+    ):  # fmt: skip
+        assert main([*command, option]) == 2
+        captured = capsys.readouterr().err
+        assert text in captured
+        assert captured.count("\n") == 1
+    monkeypatch.setattr(image, "MAX_IMAGE_PIXELS", 100)  # Pillow refuses what has twice as many
+    assert main(command) == 2
+    assert "0.png: expected an image: Image size (600 pixels)" in capsys.readouterr().err
 
 
 def test_bad_input_on_the_command_line(
@@ -368,13 +518,17 @@ def test_bad_input_on_the_command_line(
     np.savez("more.npz", x=images, y=images)
     pathlib.Path("text.npz").write_text("no array")
     pathlib.Path("cut.onnx").write_bytes(pathlib.Path("in.onnx").read_bytes()[:1000])
+    os.mkfifo("pipe")
     before = sorted(path.name for path in tmp_path.iterdir())
     commands = (
+        (["in.onnx", "pipe", "--random"], "out: expected the path of a regular file, got pipe"),
         (["in.onnx", "out.onnx"], "data: expected batches for the recipe 'static'"),
         (["none.onnx", "out.onnx", "--random"], "none.onnx"), (["cut.onnx", "out.onnx", "--random"], "cut.onnx"),
         (["in.onnx", "none/out.onnx", "--random"], "none/out.onnx"),
         (["in.onnx", "out.onnx", "--data", "none.npz"], "none.npz"),
         (["in.onnx", "out.onnx", "--data", "text.npz"], "text.npz"),
+        (["in.onnx", "out.onnx", "--data", "data.npz", "--std", "2"], "--mean, --std: expected a folder of images"),
+        (["in.onnx", "out.onnx", "--random", "--mean", "2"], "--mean, --std: expected a folder of images as --data"),
         (["in.onnx", "out.onnx", "--data", "named.npz"], "expected arrays for the inputs ['x'], got a file without"),
         (["in.onnx", "out.onnx", "--data", "more.npz"], "got a file with ['y']"),
         (["in.onnx", "out.onnx", "--data", "narrow.npz"], "x: expected float32[?, 3, 16, 16]"),
@@ -393,5 +547,8 @@ def test_bad_input_on_the_command_line(
         with pytest.raises(SystemExit) as caught:
             main(["quantize", *arguments])
         assert caught.value.code == 2
-        assert capsys.readouterr().err.count("\n") == 1
+        captured = capsys.readouterr().err
+        assert captured.count("\n") == 1
+        assert "read_numbers" not in captured
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert pathlib.Path("pipe").is_fifo()

@@ -78,16 +78,26 @@ def _check_batch(inputs: Sequence[ModelInput], batch: Any, label: str) -> Batch:
     missing, unknown = sorted(set(names) - set(batch)), sorted(set(batch) - set(names))
     got = ", ".join(f"{what} {part}" for what, part in (("without", missing), ("with", unknown)) if part)
     checks.require(not got, _NAME, label, f"arrays for the inputs {names}", got)
-    return {x.name: _check_array(x, batch[x.name], f"{label}[{x.name!r}]") for x in inputs}
+    result = {x.name: _check_array(x, batch[x.name], f"{label}[{x.name!r}]") for x in inputs}
+    is_empty = bool(result) and not any(array.size for array in result.values())
+    checks.require(not is_empty, _NAME, label, "an array with elements", "none")
+    return result
 
 
 def _check_array(declared: ModelInput, value: Any, label: str) -> np.ndarray:
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError as error:  # lists of different lengths
+        checks.refuse(_NAME, label, declared.describe(), str(error))
     kinds = "fiub" if declared.dtype.kind == "f" else "iub"
     fits = declared.fits(array.shape) and array.dtype.kind in kinds
     checks.require(fits, _NAME, label, declared.describe(), f"{array.dtype}{list(array.shape)}")
     is_finite = array.dtype.kind != "f" or bool(np.all(np.isfinite(array)))
     checks.require(is_finite, _NAME, label, "finite numbers", "a NaN or an infinity")
+    if declared.dtype.kind in "iu" and array.size:
+        ends, limits = (int(array.min()), int(array.max())), np.iinfo(declared.dtype)
+        holds = limits.min <= ends[0] and ends[1] <= limits.max
+        checks.require(holds, _NAME, label, f"numbers that {declared.dtype} holds", f"{ends[0]} to {ends[1]}")
     return np.ascontiguousarray(array.astype(declared.dtype))
 
 
@@ -161,12 +171,18 @@ def read_images(
     channels, (height, width) = declared.shape[3 if last else 1], declared.shape[1:3] if last else declared.shape[2:]
     if channels not in (1, 3):
         raise ModelError(f"{folder}: expected an input with 1 or 3 channels, got {declared.describe()}")
+    for option, numbers in (("--mean", mean), ("--std", std)):
+        if len(numbers) not in (1, channels):
+            raise ModelError(f"{option}: expected a number, or {channels}, one for each channel, got {len(numbers)}")
+    if not np.all(np.isfinite([*mean, *std])) or not np.all(std):
+        raise ModelError(f"--mean, --std: expected finite numbers, and no --std of 0, got {mean} and {std}")
     batches = []
     for path in paths:
         try:
             with Image.open(path) as file:
                 image = file.convert("L" if channels == 1 else "RGB")
-        except (OSError, ValueError) as error:
+        # SyntaxError is what Pillow raises for a damaged PNG file.
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise ModelError(f"{path}: expected an image: {error}") from error
         size = (width or max(image.width // 32 * 32, 32), height or max(image.height // 32 * 32, 32))
         pixels = np.asarray(image.resize(size), np.float32).reshape(size[1], size[0], channels) / 255

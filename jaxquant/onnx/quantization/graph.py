@@ -22,6 +22,7 @@ class GraphEditor:
         producers: the node that computes a value.
         readers: the nodes that read a value, once for each of their inputs.
         captured: the values that subgraphs read, or the graph returns.
+        defaults: the inputs with an initializer, which a caller can replace.
     """
 
     def __init__(self, model: ModelProto) -> None:
@@ -29,7 +30,9 @@ class GraphEditor:
         self.nodes = list(model.graph.node)
         inputs = {info.name for info in model.graph.input}
         self._tensors = {tensor.name: tensor for tensor in model.graph.initializer if tensor.name not in inputs}
+        self.defaults = inputs & {tensor.name for tensor in model.graph.initializer}
         self._arrays: dict[str, np.ndarray] = {}
+        self._weights: dict[str, np.ndarray | None] = {}
         self._stored: dict[Any, str] = {}
         self.producers = {name: node for node in self.nodes for name in node.output if name}
         self.readers: dict[str, list[NodeProto]] = collections.defaultdict(list)
@@ -64,10 +67,16 @@ class GraphEditor:
         return self._arrays[name]
 
     def read_weight(self, node: NodeProto, place: int) -> np.ndarray | None:
-        """Return the constant float32 input of a node, or None if it has no such."""
-        name = node.input[place] if len(node.input) > place else ""
-        array = self.read_constant(name) if self.is_constant(name) else None
-        return array if array is not None and array.dtype == np.float32 else None
+        """Return the constant input of a node if it is float32 and finite, or None."""
+        return self.find_weight(node.input[place] if len(node.input) > place else "")
+
+    def find_weight(self, name: str) -> np.ndarray | None:
+        """Return a constant if it is float32 and finite, or None."""
+        if name not in self._weights:
+            array = self.read_constant(name) if self.is_constant(name) else None
+            is_weight = array is not None and array.dtype == np.float32 and bool(np.isfinite(array).all())
+            self._weights[name] = array if is_weight else None
+        return self._weights[name]
 
     def find_only_reader(self, name: str) -> NodeProto | None:
         """Return the node that alone reads a value, which no subgraph reads and the graph does not return."""

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import onnxruntime
-from onnx import ModelProto, helper
+from onnx import ModelProto, helper, numpy_helper
 
 from ..._arrays.spec import QuantSpec
 from ..._core import checks
@@ -59,6 +59,9 @@ def observe(
 ) -> None:
     """Run a model on batches, and give each observer the values of its name."""
     inputs = {info.name for info in model.graph.input}
+    defaults = {
+        tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer if tensor.name in inputs
+    }
     names = [name for name in observers if name not in inputs]
     session = open_quiet_session(add_outputs(model, names))
     bar = Bar("calibrating", len(batches), progress)
@@ -66,7 +69,7 @@ def observe(
         for batch in batches:
             values = dict(zip(names, run_session(session, batch, names), strict=True)) if names else {}
             for name, functions in observers.items():
-                x = batch[name] if name in inputs else values[name]
+                x = {**defaults, **batch, **values}[name]
                 for function in functions:
                     function(x)
             bar.count_step()
@@ -93,9 +96,7 @@ class RangeObserver:
         if not x.size:
             return
         lo, hi = float(x.min()), float(x.max())
-        if not (np.isfinite(lo) and np.isfinite(hi)):
-            expected = "data for which all values of the model are finite"
-            checks.refuse("onnx.quantize", "data", expected, f"a NaN or an infinity in {self._name!r}")
+        _require_finite(self._name, lo, hi)
         self._ends = (min(self._ends[0], lo), max(self._ends[1], hi))
         if self._calibrator is None:
             return
@@ -117,6 +118,12 @@ class RangeObserver:
         return float(lo.reshape(())), float(hi.reshape(()))
 
 
+def _require_finite(name: str, *numbers: Any) -> None:
+    if not all(np.isfinite(number).all() for number in numbers):
+        expected = "data for which all values of the model are finite"
+        checks.refuse("onnx.quantize", "data", expected, f"a NaN or an infinity in {name!r}")
+
+
 class MeanObserver:
     """The mean of a value for each index of an axis."""
 
@@ -135,13 +142,18 @@ class MeanObserver:
 
 
 class MomentsObserver:
-    """The mean of x x^T of the rows x of a value, along its last axis."""
+    """The mean of x x^T of the rows x of a value, along its last axis.
 
-    def __init__(self) -> None:
-        self._sum, self._count = np.zeros(()), 0
+    Args:
+        name: the name of the value, for errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._sum, self._count = name, np.zeros(()), 0
 
     def __call__(self, x: np.ndarray) -> None:
         """Count the rows of an array."""
+        _require_finite(self._name, x)
         rows = x.reshape(-1, x.shape[-1])
         self._sum = self._sum + (rows.T @ rows).astype(np.float64)
         self._count += len(rows)

@@ -49,6 +49,8 @@ _CALIBRATORS: dict[str, Factory | None] = {
 CALIBRATORS = tuple(_CALIBRATORS)
 # The least opset with DequantizeLinear of scales along an axis.
 _LEAST_OPSET = 13
+# Before this version all initializers are constants, and yet inputs.
+_LEAST_IR = 4
 _RANDOM = 4
 
 
@@ -72,7 +74,7 @@ def quantize(
 
     Args:
         model: the path of a file, its bytes, or an onnx.ModelProto, of less than 2 GB.
-        out: the path to write to, or None. The file is written when all else has succeeded.
+        out: the path of a regular file to write to, or None. The file is written when all else has succeeded.
         recipe: how to quantize.
 
             "static": int8 weights with a scale for each output, uint8 activations with ranges of `data`, int32 biases,
@@ -91,10 +93,12 @@ def quantize(
         data: batches: tuples of arrays in the order of the inputs, mappings by name, or single arrays. Of four or more
             the last quarter is left for the comparison. "static" and "gptq" need data; without it nothing is compared.
         random: whether to use four batches of random numbers in place of data. Their ranges are not those of real data.
-        keep: patterns, as in a shell, of operators and of names of nodes and their outputs that stay in floats.
-        calibrator: of "static": "minmax", "mse", "percentile" (99.99) or "entropy", as in
+        keep: patterns, as in a shell, of operators and of names of nodes and their outputs that stay in floats. A layer
+            stays in floats together with the addition and the Relu or Clip that its codes would contain. Names are
+            those after the basic optimizations, as in the report.
+        calibrator: only of "static": "minmax", "mse", "percentile" (99.99) or "entropy", as in
             `jaxquant.calibration`.
-        block: of "weight_only_int4" and "gptq": how many inputs share a scale: 16, 32, 64, 128 or 256.
+        block: only of "weight_only_int4" and "gptq": how many inputs share a scale: 16, 32, 64, 128 or 256.
         exact_everywhere: whether weights that are multiplied by codes have 7 bits, -64 to 64, with which ONNX Runtime
             has the same integers on every processor, also on x86-64 without VNNI.
         progress: whether to show a progress bar, which needs the package rich; None shows it on a terminal, if that
@@ -128,10 +132,21 @@ def quantize(
     checks.check_option(_NAME, "calibrator", calibrator, CALIBRATORS)
     for name, value in (("random", random), ("exact_everywhere", exact_everywhere)):
         checks.check_flag(_NAME, name, value)
-    checks.require(block in (16, 32, 64, 128, 256), _NAME, "block", "16, 32, 64, 128 or 256", block)
+    is_size = isinstance(block, int | np.integer) and block in (16, 32, 64, 128, 256)
+    checks.require(is_size, _NAME, "block", "16, 32, 64, 128 or 256", block)
+    for name, value, default, recipes in (
+        ("calibrator", calibrator, "minmax", ("static",)),
+        ("block", block, 32, ("weight_only_int4", "gptq")),
+    ):
+        expected = f"{default!r}, as the recipe {recipe!r} does not use it"
+        checks.require(recipe in recipes or value == default, _NAME, name, expected, value)
     check_progress(_NAME, progress)
-    is_text = isinstance(keep, str)
-    checks.require_type(not is_text, _NAME, "keep", "a sequence of patterns, such as ('Gemm',)", repr(keep))
+    are_patterns = not isinstance(keep, str) and isinstance(keep, Iterable)
+    keep = tuple(keep) if are_patterns else ()
+    are_patterns = are_patterns and all(isinstance(pattern, str) for pattern in keep)
+    checks.require_type(are_patterns, _NAME, "keep", "a sequence of patterns, such as ('Gemm',)", repr(keep))
+    is_source = isinstance(model, str | bytes | os.PathLike | ModelProto)
+    checks.require_type(is_source, _NAME, "model", "a path, bytes or an onnx.ModelProto", type(model).__name__)
     path = _check_output(out)
     given = read_checked_model(model, Limits())
     size = report.count_bytes(given)
@@ -168,7 +183,10 @@ def _check_output(out: Any) -> pathlib.Path | None:
     checks.require_type(is_path, _NAME, "out", "the path of a file, or None", type(out).__name__)
     path = pathlib.Path(out)
     checks.require(path.parent.is_dir(), _NAME, "out", "a path in a folder that exists", str(path))
-    checks.require(not path.is_dir(), _NAME, "out", "the path of a file", f"the folder {path}")
+    # A pipe or a device, such as /dev/null, would be replaced by the file.
+    is_file = path.is_file() or not path.exists()
+    expected = "the path of a file" if path.is_dir() else "the path of a regular file"
+    checks.require(is_file, _NAME, "out", expected, f"the folder {path}" if path.is_dir() else str(path))
     return path
 
 
@@ -195,6 +213,8 @@ def _simplify(model: ModelProto) -> ModelProto:
     """Return a model after ONNX Runtime's basic optimizations, in opset 13 or later."""
     if is_large(model):
         raise ModelError("expected a model of less than 2 GB")
+    if model.ir_version < _LEAST_IR:
+        model = _list_no_constants(model)
     if list_opsets(model.opset_import).get("", _LEAST_OPSET) < _LEAST_OPSET:
         try:
             model = version_converter.convert_version(model, _LEAST_OPSET)
@@ -206,6 +226,17 @@ def _simplify(model: ModelProto) -> ModelProto:
         open_session(model, "basic", options)
         result = onnx.load(options.optimized_model_filepath)
     _set_opsets(result)
+    return result
+
+
+def _list_no_constants(model: ModelProto) -> ModelProto:
+    """Return a model of which no input is an initializer, as in IR versions that require this of constants."""
+    result = ModelProto()
+    result.CopyFrom(model)
+    constants = {tensor.name for tensor in model.graph.initializer}
+    del result.graph.input[:]
+    result.graph.input.extend(info for info in model.graph.input if info.name not in constants)
+    result.ir_version = _LEAST_IR
     return result
 
 
@@ -252,7 +283,9 @@ def _find_kept(graph: GraphEditor, keep: Sequence[str]) -> set[int]:
 
 
 def _fits(node: NodeProto, pattern: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for name in (node.name, node.op_type, *node.output))
+    # Names may contain brackets, which are special in a pattern.
+    names = (node.name, node.op_type, *node.output)
+    return pattern in names or any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
 def _write_static(
@@ -299,8 +332,16 @@ def _list_float_rows(graph: GraphEditor, node: NodeProto, kept: set[int]) -> lis
         reason = "" if node.op_type == "Gather" else "only the weights are codes"
         return [NodeRow(name, node.op_type, "weights", reason)]
     if node.op_type in ("Conv", "ConvTranspose", "MatMul", "Gemm", "LSTM", "GRU", "RNN"):
-        is_known = any(graph.read_weight(node, place) is not None for place in (0, 1))
-        reason = "its weights are few" if is_known else "no operand is constant"
+        names = [name for name in node.input[:2] if name]
+        reason = "no operand is constant"
+        if any(name in graph.producers and graph.producers[name].op_type == "DequantizeLinear" for name in names[1:]):
+            reason = "its weights are codes already"
+        elif any(graph.find_weight(name) is not None for name in names):
+            reason = "its weights are few"
+        elif any(map(graph.is_constant, names)):
+            reason = "its weights are not finite numbers of float32"
+        elif any(name in graph.defaults for name in names):
+            reason = "its weights are inputs of the model, with defaults"
         return [NodeRow(name, node.op_type, "float", reason)]
     return []
 
@@ -322,7 +363,7 @@ def _write_weights(
     }  # fmt: skip
     moments: dict[str, MomentsObserver] = {}
     if recipe == "gptq":
-        moments = {node.input[0]: MomentsObserver() for node, _ in products.values()}
+        moments = {node.input[0]: MomentsObserver(node.input[0]) for node, _ in products.values()}
         observe(floats, seen, {name: [observer] for name, observer in moments.items()}, progress)
     form = "integer" if recipe == "dynamic" else "weights"
     rows = []

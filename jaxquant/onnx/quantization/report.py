@@ -101,7 +101,7 @@ class QuantizationReport:
 
 def describe_sqnr(sqnr: float | None) -> str:
     """Return decibels as text."""
-    return "exact" if sqnr is None or np.isinf(sqnr) else f"{sqnr:.1f} dB"
+    return "exact" if sqnr is None or sqnr == np.inf else f"{sqnr:.1f} dB"
 
 
 class Error:
@@ -111,16 +111,22 @@ class Error:
         self.signal = self.noise = 0.0
 
     def add(self, expected: Any, got: Any) -> None:
-        """Count the elements of two arrays."""
+        """Count the elements of two arrays; a NaN or an infinity is noise unless both have it."""
         x, y = (np.asarray(part).astype(np.float64) for part in (expected, got))
-        self.signal += float(np.square(x).sum())
-        self.noise += float(np.square(x - y).sum()) if x.shape == y.shape else np.inf
+        self.signal += float(np.square(x[np.isfinite(x)]).sum())
+        if x.shape != y.shape:
+            self.noise = np.inf
+            return
+        differs = (x != y) & ~(np.isnan(x) & np.isnan(y))
+        noise = np.square(x[differs] - y[differs]).sum()
+        self.noise += np.inf if np.isnan(noise) else float(noise)
 
     def read(self) -> float:
-        """Return the ratio in decibels: inf without noise."""
+        """Return the ratio in decibels: inf without noise, -inf without signal or if the shapes differ."""
         if not self.noise:
             return np.inf
-        return float(10 * np.log10(self.signal / self.noise)) if self.signal else -np.inf
+        ratio = self.signal / self.noise
+        return float(10 * np.log10(ratio)) if ratio else -np.inf
 
 
 def compare_outputs(

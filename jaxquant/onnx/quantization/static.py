@@ -84,7 +84,7 @@ def make_plan(graph: GraphEditor, kept: set[int]) -> Plan:
 
     Args:
         graph: the graph.
-        kept: the nodes that stay in floats, by their id.
+        kept: the nodes that stay in floats, by their id; it gets the other parts of their layers, too.
     """
     plan, candidates = Plan(), list[NodeProto]()
     layers = {id(node): layer for node in graph.nodes if (layer := _read_layer(graph, node, kept)) is not None}
@@ -107,8 +107,8 @@ def make_plan(graph: GraphEditor, kept: set[int]) -> Plan:
 
 
 def _read_layer(graph: GraphEditor, node: NodeProto, kept: set[int]) -> Layer | None:
-    """Return a node with what follows it as a layer, or None."""
-    if id(node) in kept or node.domain:
+    """Return a node with what follows it as a layer, or None; if one part of it is kept, all are."""
+    if node.domain:
         return None
     addition = None
     if not _is_convolution(graph, node):
@@ -117,6 +117,10 @@ def _read_layer(graph: GraphEditor, node: NodeProto, kept: set[int]) -> Layer | 
             return None
         addition = _find_addition(graph, node, product) if node.op_type == "MatMul" else None
     activation, top = _find_activation(graph, addition or node)
+    parts = {id(part) for part in (node, addition, activation) if part is not None}
+    if kept & parts:
+        kept |= parts
+        return None
     return Layer(node, addition, activation, top)
 
 
@@ -138,7 +142,9 @@ def _is_convolution(graph: GraphEditor, node: NodeProto) -> bool:
 def _has_known_bias(graph: GraphEditor, product: MatrixProduct) -> bool:
     if product.bias is None:
         return True
-    return graph.is_constant(product.bias) and graph.read_constant(product.bias).size == product.weight.shape[1]
+    bias = graph.find_weight(product.bias)
+    # [outputs, 1] is a bias for each row, where there are as many rows as outputs.
+    return bias is not None and bias.size == product.weight.shape[1] and bias.shape[-1:] in ((), (bias.size,))
 
 
 def _find_activation(graph: GraphEditor, node: NodeProto) -> tuple[NodeProto | None, float | None]:
