@@ -193,8 +193,8 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-# These let `jax.export` save a program that takes one of these trees.
-def _register(kind: type, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
+def register_serialization(kind: type, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
+    """Let `jax.export` save a program that takes a tree of this kind, with its static part as JSON."""
     export.register_pytree_node_serialization(
         kind, serialized_name=f"jaxquant.{kind.__name__}",
         serialize_auxdata=lambda static: json.dumps(encode(static)).encode(),
@@ -220,11 +220,11 @@ def _decode_ranges(static: dict[str, Any]) -> Any:
     return FixedRanges.tree_unflatten(names, ends)
 
 
-_register(QuantizedTree, lambda _: None, lambda _: ())
-_register(TrainableTree, lambda _: None, lambda _: ())
-_register(FixedRanges, _encode_ranges, _decode_ranges)
+register_serialization(QuantizedTree, lambda _: None, lambda _: ())
+register_serialization(TrainableTree, lambda _: None, lambda _: ())
+register_serialization(FixedRanges, _encode_ranges, _decode_ranges)
 _ESTIMATORS = {kind.__name__: kind for kind in get_args(ScaleEstimator)}
-_register(
+register_serialization(
     LearnedScales,
     lambda static: [type(static[0]).__name__, dataclasses.asdict(static[0])],
     lambda saved: (_ESTIMATORS[saved[0]](**saved[1]),),

@@ -22,7 +22,7 @@ from .._core import checks, granularity
 from .._kernels.weight_chunks import delay_floats
 from ._adapter_axes import AdapterAxes
 from ._moved_factors import AdaptedParameter, multiply_factors
-from ._trees import QuantizedTree
+from ._trees import QuantizedTree, register_serialization
 
 if TYPE_CHECKING:
     from ._plan import LeafPlan
@@ -150,6 +150,28 @@ class AdaptedTree:
         ranks = [f"{path}: rank {lora.rank}" for path, lora in self.settings[:4]]
         more = [f"{len(self.settings) - 4} more"] if len(self.settings) > 4 else []
         return f"AdaptedTree({', '.join([repr(self.frozen), *ranks, *more])})"
+
+
+def _encode_settings(static: tuple[tuple[tuple[str, LoRA], ...]]) -> list[Any]:
+    rows = []
+    for path, lora in static[0]:
+        targets = lora.targets
+        pattern = [targets.pattern, targets.flags] if isinstance(targets, re.Pattern) else targets
+        rows.append([path, {**dataclasses.asdict(lora), "targets": pattern}])
+    return rows
+
+
+def _decode_settings(saved: list[Any]) -> tuple[tuple[tuple[str, LoRA], ...]]:
+    rows = []
+    for path, fields in saved:
+        targets = fields["targets"]
+        rows.append(
+            (path, LoRA(**{**fields, "targets": re.compile(*targets) if isinstance(targets, list) else targets}))
+        )
+    return (tuple(rows),)
+
+
+register_serialization(AdaptedTree, _encode_settings, _decode_settings)
 
 
 def list_factor_shapes(

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -510,3 +511,17 @@ def test_a_step_needs_the_memory_of_a_step_with_floats(fixed_rng: np.random.Gene
         # jax 0.10's XLA removes the barriers that let the codes of activations take the place of the floats.
         is_old = jax.__version_info__ < (0, 12) and rules is dynamic
         assert codes <= (1.6 if is_old else 1.3) * floats
+
+
+@pytest.mark.parametrize("targets", [None, "*", re.compile("w", re.IGNORECASE)])
+def test_an_exported_program_takes_an_adapted_tree(targets: Any, rng: np.random.Generator) -> None:
+    params = {"w": jnp.asarray(rng.normal(size=(8, 4)).astype(np.float32))}
+    x = jnp.asarray(rng.normal(size=(3, 8)).astype(np.float32))
+    prepared = jq.prepare(lambda p, x: x @ p["w"], params, x, rules=jq.recipes.weight_only_int8())
+    settings = jq.lora.LoRA(2, targets, alpha=4, rank_stabilized=True)
+    adapted = jq.lora.adapt(prepared, prepared.convert(params), settings, jax.random.key(0), params=params)
+    call = jax.jit(prepared.apply)
+    saved = jax.export.export(call)(adapted, x).serialize()
+    loaded = jax.export.deserialize(saved)
+    np.testing.assert_array_equal(loaded.call(adapted, x), call(adapted, x))
+    assert loaded.in_tree == jax.tree.structure(((adapted, x), {}))
