@@ -10,7 +10,7 @@ import pytest
 from tests.project import structure
 
 MODULES = 272
-CODE_LINES = 42_200
+CODE_LINES = 42_300
 CLOSURE = (17, 64)  # median and 90th percentile
 CLOSURE_AT_IMPORT = (17, 64)
 PRIVATE_IMPORTS = 0
