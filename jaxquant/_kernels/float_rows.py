@@ -160,10 +160,11 @@ _WORD_TERMS = 16
 # A loop reads one vector of each of its rows, and the rest of a cache line later. Rows whose distance in memory is a
 # multiple of _PAGE bytes share one set of the first-level cache, which holds _WAYS lines at least.
 _PAGE, _WAYS = 2**12, 8
-# The number of codes that are handled together, and the largest number of chunks, which is limited because the program
-# contains the operations of every chunk. XLA:CPU copies codes of less than 8 bits to read them as words; the copy of a
-# chunk stays in the second-level caches, and so do the sums of a chunk.
-_CHUNK, _MOST_CHUNKS = 2**22, 16
+# The numbers of codes that are handled together, of less than 8 bits and of 8 bits, and the largest number of chunks,
+# which is limited because the program contains the operations of every chunk. XLA:CPU copies codes of less than 8 bits
+# to read them as words; the copy of a chunk stays in the second-level caches, and so do the sums of a chunk. Codes of
+# 8 bits are read where they are, but chunks of them would be copied.
+_CHUNK, _BYTE_CHUNK, _MOST_CHUNKS = 2**22, 2**26, 16
 # More codes of 8 bits than these are contracted in a loop if they are stored last.
 _LOOP = 2**24
 # A row with a magnitude above _LARGE is divided by _POWER. Then the sum of its products with codes, or with levels of a
@@ -576,8 +577,9 @@ def _cut_rows(q: ScaledCodes, terms: int) -> list[Chunk]:
     They also keep these arrays below the size from which malloc maps new pages in each call.
     """
     depth = q.codes.shape[0]
+    most = _BYTE_CHUNK if q.codes.dtype in dtypes.EIGHT_BITS else _CHUNK
     step = math.lcm(terms, *(run for run in q.list_runs(0) if run != depth))
-    count = min(-(-q.codes.size // _CHUNK), _MOST_CHUNKS, depth // step)
+    count = min(-(-q.codes.size // most), _MOST_CHUNKS, depth // step)
     length = -(-depth // (step * count)) * step
     return [Chunk(start, min(length, depth - start)) for start in range(0, depth, length)]
 

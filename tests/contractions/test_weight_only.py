@@ -312,10 +312,10 @@ def test_infinities_and_nan(name: str, arrangement: str, rng: np.random.Generato
 def test_a_row_does_not_depend_on_others(rng: np.random.Generator) -> None:
     """Sums of digits are exact: the same bits with other rows, under vmap, and with the depth reversed."""
     q = jq.quantize(rng.normal(size=(1024, 1030)).astype(np.float32), QuantSpec(jnp.int8, PerAxis(0)))
-    x = rng.normal(size=(9, 1030)).astype(np.float32)
+    x = rng.normal(size=(4, 1030)).astype(np.float32)
     contract = functools.partial(jq.dot_general, dimension_numbers=(((1,), (1,)), ((), ())))
     whole = contract(x, q)
-    np.testing.assert_array_equal(whole[2:5], contract(x[2:5], q))
+    np.testing.assert_array_equal(whole[1:3], contract(x[1:3], q))
     np.testing.assert_array_equal(whole, jax.vmap(lambda row: contract(row[None], q)[0])(x))
     np.testing.assert_array_equal(whole, contract(x[:, ::-1], q[:, ::-1]))
 
