@@ -1,4 +1,4 @@
-"""The evaluation of a program with parameters of which some have adapters.
+"""The evaluation of a program in which some parameters have adapters.
 
 The contraction of an adapted parameter is that of its codes plus two small ones, with the factors.
 """
@@ -22,7 +22,7 @@ from ._moved_factors import AdaptedParameter, MovedFactors
 
 
 class AdaptedMode:
-    """A mode on parameters of which some have adapters.
+    """A mode in which some parameters have adapters.
 
     Args:
         mode: the mode that contracts the codes.

@@ -1,4 +1,4 @@
-"""A graph of which nodes are replaced: its constants, and who computes and who reads a value."""
+"""A graph with nodes that can be replaced: its constants, and who computes and who reads a value."""
 
 from __future__ import annotations
 
