@@ -419,7 +419,7 @@ ARGUMENTS: dict[str, tuple[Callable[[list[np.ndarray]], dict[str, Any]], str]] =
     "name": (lambda data: {"data": [{"y": data[0]}]}, "data[0]: expected arrays for the inputs ['x'], got without"),
     "count": (lambda data: {"data": [(data[0], data[0])]}, "data[0]: expected 1 arrays, ['x'], got 2"),
     "nan": (lambda data: {"data": [*data, data[0] * np.nan]}, "data[8]['x']: expected finite numbers"),
-    "overflow": (lambda data: {"data": [data[0] * 1e38]}, "for which all values of the model are finite"),
+    "overflow": (lambda data: {"data": [np.full_like(data[0], 2e38)]}, "for which all values of the model are finite"),
     "block of floats": (lambda data: {"recipe": "gptq", "block": 32.0}, "block: expected 16, 32, 64, 128 or 256"),
     "calibrator of another recipe": (
         lambda data: {"recipe": "dynamic", "calibrator": "mse"},
