@@ -421,7 +421,9 @@ def transpose_array(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
     # The codes stay in memory as they are. Others see the order that the user has chosen, or else the logical one.
     # Words cannot be transposed later, because the packed axis would not be the last one.
     is_lazy = (q._is_lazy or q._order is None) and q.packing is None
-    return new._with_stored(q._stored, derive_transposed_order(q._order, order), is_lazy=is_lazy)
+    result = new._with_stored(q._stored, derive_transposed_order(q._order, order), is_lazy=is_lazy)
+    object.__setattr__(result, "_is_view", q._order is None)
+    return result
 
 
 def transpose_entries(q: QuantizedArray, order: Sequence[int]) -> dict[str, Any]:

@@ -241,8 +241,10 @@ class QuantizedArray(RefusedOperators):
 
     # The codes and the static attributes are private: they are read through properties and set only by `_fill`.
     # `_is_lazy`: the stored order comes from a transpose that nothing has needed yet, and is hidden from others.
+    # `_is_view`: the array is the transpose of one without a stored order, made by `transpose`.
     __slots__ = (
-        "_is_checked", "_is_lazy", "_restored", "_static", "_stored", "offset", "permutation", "scale", "zero_point",
+        "_is_checked", "_is_lazy", "_is_view", "_restored", "_static", "_stored", "offset", "permutation", "scale",
+        "zero_point",
     )  # fmt: skip
 
     scale: Any
@@ -252,6 +254,7 @@ class QuantizedArray(RefusedOperators):
     _stored: Any
     _static: parts.ArrayStatic
     _is_lazy: bool
+    _is_view: bool
     _is_checked: bool
     _restored: Any
 
@@ -301,6 +304,7 @@ class QuantizedArray(RefusedOperators):
         set_attribute(self, "permutation", children[4])
         set_attribute(self, "_static", static)
         set_attribute(self, "_is_lazy", False)
+        set_attribute(self, "_is_view", False)
         set_attribute(self, "_restored", None)
         set_attribute(self, "_is_checked", False)
 
@@ -811,9 +815,10 @@ def check_array(
     q = check_lazy(function, argument, q, supports=supports, is_awaited=is_awaited)
     if not q._is_lazy:
         return q
-    q = q._with_stored(q._stored, q._order)
-    object.__setattr__(q, "_is_checked", True)
-    return q
+    stored = q._with_stored(q._stored, q._order)
+    object.__setattr__(stored, "_is_view", q._is_view)
+    object.__setattr__(stored, "_is_checked", True)
+    return stored
 
 
 def check_lazy(
@@ -867,8 +872,9 @@ def _check_children(function: str, argument: str, q: QuantizedArray, *, is_await
         _check_nested_scale(function, f"{argument}.scale", nested["scale"], is_awaited=is_awaited)
     # In the usual case nothing was converted: return the same object.
     if any(new is not old for new, old in zip(checked, children, strict=True)):
-        is_lazy, q = q._is_lazy, QuantizedArray.tree_unflatten(static, checked)
+        is_lazy, is_view, q = q._is_lazy, q._is_view, QuantizedArray.tree_unflatten(static, checked)
         object.__setattr__(q, "_is_lazy", is_lazy)
+        object.__setattr__(q, "_is_view", is_view)
     object.__setattr__(q, "_is_checked", True)
     return q
 

@@ -141,6 +141,11 @@ def contract_checked(
     """Return the `dot_general` of checked operands and dimension numbers, with errors that name `function`."""
     sharding.check_out_sharding(function, out_sharding)
     preferred = check_options(function, precision, preferred)
+    match_roles(function, lhs, rhs, numbers)  # raises errors that name the axes that the caller knows
+    if caller_axes is None:
+        caller_axes = tuple(zip(*numbers[0], strict=True))
+    lhs, numbers = _undo_transpose(lhs, rhs, numbers, 0)
+    rhs, numbers = _undo_transpose(rhs, lhs, numbers, 1)
     return contract_dimensions(
         lhs, rhs, epilogue, function=function, numbers=numbers, precision=precision, preferred=preferred,
         out_sharding=out_sharding, caller_axes=caller_axes,
@@ -167,6 +172,7 @@ def contract_dimensions(
     left, right = match_roles(function, lhs, rhs, numbers)
     is_weight_only = not all(isinstance(x, QuantizedArray) for x in (lhs, rhs))
     finish = None
+    is_nested = any(isinstance(x, QuantizedArray) and dot_integer.has_nested(x) for x in (lhs, rhs))
     if is_weight_only:
         lhs, rhs = (dot_integer.read_nested(x) if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
         lhs, rhs, finish = simplify_weights(lhs, rhs, left, right)
@@ -182,8 +188,9 @@ def contract_dimensions(
     (lhs, left), (rhs, right) = (_read_as_stored(*side, is_integer=is_integer) for side in ((lhs, left), (rhs, right)))
     if finish is not None:
         contract, operands, dtype = choose_contraction(
-            lhs, rhs, left, right, precision, out_sharding, is_moved=any(order is not None for order in orders)
-        )
+            lhs, rhs, left, right, precision, out_sharding, is_moved=any(order is not None for order in orders),
+            is_nested=is_nested,
+        )  # fmt: skip
         dtype = preferred or dtype
         return affine.round_to_dtype(finish(contract(*operands)), dtype).astype(dtype)
     if not is_integer:
@@ -330,9 +337,7 @@ def matmul(
     if math.prod(shapes.b[:-2]) == 1:
         b = b.reshape(shapes.b[-2:]) if b.ndim != 2 else b
         contracted = ((a.ndim - 1,), (0,))
-        if _is_view(rhs) and not isinstance(a, QuantizedArray):
-            # XLA then sees two transposes of the scale, which cancel each other.
-            b, contracted = b.T, ((a.ndim - 1,), (1,))
+        b, (contracted, _) = _undo_transpose(b, a, (contracted, ((), ())), 1)
     else:
         batch = shapes.product[:-2]
         a, b = (_broadcast_batch(x, shape, batch) for x, shape in ((a, shapes.a), (b, shapes.b)))
@@ -348,9 +353,28 @@ def matmul(
     return y if y.shape == shapes.out else y.reshape(shapes.out)  # eager JAX runs a program for a reshape
 
 
+def _undo_transpose(x: Any, other: Any, numbers: DotDimensionNumbers, side: int) -> tuple[Any, DotDimensionNumbers]:
+    """Return a quantized matrix as it was before a transpose in this program, if its product with `other` is the same.
+
+    XLA then sees two transposes of the scale, which cancel each other.
+
+    Args:
+        x: the operand.
+        other: the other operand.
+        numbers: the dimension numbers.
+        side: 0 if x is the left operand, 1 if it is the right one.
+    """
+    contracted, batch = numbers
+    if not _is_view(x) or isinstance(other, QuantizedArray) or batch[side] or len(contracted[side]) != 1:
+        return x, numbers
+    axes = [tuple(axes) for axes in contracted]
+    axes[side] = (1 - axes[side][0],)
+    return x.T, (tuple(axes), batch)  # type: ignore
+
+
 def _is_view(x: object) -> bool:
     """Return whether x is a matrix in a program, transposed there, with its codes as they were."""
-    return isinstance(x, QuantizedArray) and x.ndim == 2 and x._is_lazy and checks.is_traced(x._stored)
+    return isinstance(x, QuantizedArray) and x.ndim == 2 and x._is_view and checks.is_traced(x._stored)
 
 
 def _match_partition(

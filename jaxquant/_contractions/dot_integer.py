@@ -24,6 +24,11 @@ from .output import Epilogue
 DOT_FORMS = ("offset", "nested", "signed_scale", "block_sizes", "packing")
 
 
+def has_nested(q: QuantizedArray) -> bool:
+    """Return whether the scale or the offset of an array is quantized itself."""
+    return any(isinstance(part, QuantizedArray) for part in (q.scale, q.offset))
+
+
 def read_nested(q: QuantizedArray) -> QuantizedArray:
     """Return an array with float32 entries in place of a scale or an offset that is quantized itself."""
     parts = {name: getattr(q, name) for name in ("scale", "offset")}

@@ -51,6 +51,7 @@ class _WeightOnlyProduct(NamedTuple):
         static: the static part of the quantized side, as its `tree_flatten` returns it.
         is_moved: whether the scale, the zero point and the offset are transposed: the codes of a matrix are stored in
             another order than the logical one.
+        is_nested: whether the scale or the offset has been computed from one that is quantized itself.
         has_real_zero_point: whether a zero point of floats is one, and no offset.
         is_cut: whether the weights are contracted in chunks, on a CPU.
     """
@@ -62,6 +63,7 @@ class _WeightOnlyProduct(NamedTuple):
     precision: Any
     out_sharding: Any
     is_moved: bool = False
+    is_nested: bool = False
     has_real_zero_point: bool = False
     is_cut: bool = False
 
@@ -237,10 +239,12 @@ class _WeightOnlyProduct(NamedTuple):
 def choose_contraction(
     lhs: QuantizedArray | jax.Array, rhs: QuantizedArray | jax.Array, left: Role, right: Role,
     precision: lax.PrecisionLike, out_sharding: NamedSharding | PartitionSpec | None, *, is_moved: bool = False,
+    is_nested: bool = False,
 ) -> tuple[Callable[..., jax.Array], tuple[Any, ...], np.dtype]:  # fmt: skip
     """Return how to contract a quantized and a float array: a function, its operands, and the dtype of the result.
 
-    The function returns the product in float32. `is_moved` is as in `_WeightOnlyProduct`.
+    The function returns the product in float32. `is_moved` and `is_nested` are as in
+    `_WeightOnlyProduct`.
     """
     quantized = 0 if isinstance(lhs, QuantizedArray) else 1
     q: Any = (lhs, rhs)[quantized]
@@ -258,7 +262,7 @@ def choose_contraction(
     codes, scale, zero_point, offset, _ = q._parts
     leaves, static = (codes, scale, zero_point if offset is None else offset), q.astype(wide)._static
     is_real = "real_zero_point" in quantized_array.list_forms(q)
-    product = _WeightOnlyProduct(left, right, quantized, static, precision, out_sharding, is_moved, is_real)
+    product = _WeightOnlyProduct(left, right, quantized, static, precision, out_sharding, is_moved, is_nested, is_real)
     # Reshapes and slices of an array with its sharding in its type may not be possible.
     is_placed = out_sharding is not None or sharding.is_placed(x) or sharding.is_placed(q.codes)
     contract = weight_chunks.contract_at_once if is_placed else weight_chunks.contract_weights
@@ -300,7 +304,7 @@ def _contract_by_size(
         return y if config.quantized == 1 else lax.transpose(y, (*range(columns, y.ndim), *range(columns)))
 
     if rows == 1 and math.prod(q.shape) >= _FEWEST_FOR_ROW and float_rows.IS_VECTORIZED:
-        matrix = read_scaled_codes(q, x, is_moved=config.is_moved)
+        matrix = read_scaled_codes(q, x, is_moved=config.is_moved, is_nested=config.is_nested)
         choose = float_rows.choose_form if matrix.words is None else word_rows.choose_form
         contract_row = choose(matrix, role)
         if contract_row is not None:
@@ -345,7 +349,9 @@ def _contract_planes(
     return packed_codes.join_planes(results, before + role.free.index(last))
 
 
-def read_scaled_codes(q: QuantizedArray, x: jax.Array, *, is_moved: bool) -> float_rows.ScaledCodes:
+def read_scaled_codes(
+    q: QuantizedArray, x: jax.Array, *, is_moved: bool, is_nested: bool = False
+) -> float_rows.ScaledCodes:
     """Return the parts of an array in the form of the kernels.
 
     Args:
@@ -353,6 +359,7 @@ def read_scaled_codes(q: QuantizedArray, x: jax.Array, *, is_moved: bool) -> flo
         x: float32, an array to wait for. XLA would unpack and transpose the zero points and scales of all products of a
             program first, and keep them in memory until they are used.
         is_moved: whether the scale, the zero point and the offset of a matrix are transposed.
+        is_nested: whether the scale or the offset has been computed from one that is quantized itself.
     """
     book, packing = q.codebook, q.packing
     decode, levels = (None, ()) if book is None else (book.decode, book.levels)
@@ -376,7 +383,11 @@ def read_scaled_codes(q: QuantizedArray, x: jax.Array, *, is_moved: bool) -> flo
         elif not is_looped:
             original = float_rows.widen(original)
         if not is_moved:
-            return original
+            is_float = part is not q.zero_point and not is_looped
+            if not is_float or (part.dtype == dtypes.FLOAT32 and not is_nested):
+                return original
+            # The barrier keeps XLA from converting or computing an entry for each code.
+            return lax.optimization_barrier(weight_chunks.delay_floats(original, x))
         if original.dtype == dtypes.FLOAT32:
             original = weight_chunks.delay_floats(original, x)
         elif original.dtype in dtypes.INTEGERS:

@@ -197,7 +197,7 @@ def wait_for(value: jax.Array, predecessor: jax.Array) -> jax.Array:
 
     This orders the chunks of a computation, so that intermediate results stay in the cache. Without the order
     XLA:CPU computes the intermediate results of all chunks before it uses the first, which has then left the cache.
-    A loop would order them too, but XLA:CPU runs element-wise work in the body of a loop on one thread.
+    A loop would order them too, but XLA:CPU runs a loop that calls no library on one thread.
     """
     return lax.platform_dependent(value, predecessor, cpu=_wait_for, default=sharding.vary_like)
 

@@ -166,7 +166,7 @@ _PAGE, _WAYS = 2**12, 8
 # 8 bits are read where they are, but chunks of them would be copied.
 _CHUNK, _BYTE_CHUNK, _MOST_CHUNKS = 2**22, 2**26, 16
 # More codes of 8 bits than these are contracted in a loop if they are stored last.
-_LOOP = 2**24
+_LOOP = 2**22
 # A row with a magnitude above _LARGE is divided by _POWER. Then the sum of its products with codes, or with levels of a
 # codebook of at most _LARGEST_LEVEL, does not overflow before it is scaled, in rows of up to 2**20 elements. A row with
 # no magnitude above 1 / _LARGE is multiplied by _POWER, so that the products of its sums and scales are not subnormal.
@@ -312,17 +312,72 @@ def contract_row(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> jax.Ar
     Returns:
         float32 [...].
     """
-    q = q.widen_entries()
     depth, kept = q.codes.shape[0], q.codes.shape[1:]
     scaled, unit = scale_row(x, q)
     # The barrier keeps XLA from converting codes that are constants while it compiles.
     q = q._replace(codes=lax.optimization_barrier(q.codes))
+    rows = _choose_piece(q, terms)
+    if rows:
+        return _contract_pieces(scaled, _take_rows(q, role, Chunk(0, depth)), terms, rows).reshape(kept) * unit
+    q = q.widen_entries()
     parts: list[jax.Array] = []
     for chunk in _cut_rows(q, terms):
         piece = _take_rows(q, role, chunk)
         factors = scaled if chunk.length == depth else chunk.take(scaled, 0)
         parts.append(_contract_rows(factors, *piece, parts[-1] if parts else scaled, q.decode, terms))
     return functools.reduce(jnp.add, parts).T.reshape(kept) * unit
+
+
+def _choose_piece(q: ScaledCodes, terms: int) -> int:
+    """Return how many rows each turn of a loop contracts, or 0 if all rows, or chunks of them, are contracted at once.
+
+    Only codes of 8 bits are contracted in a loop, where they are: the sums of the groups of a large matrix would be
+    written to new pages of memory in each call, and a chunk of it would be copied.
+    """
+    depth = q.codes.shape[0]
+    if q.codes.dtype not in dtypes.EIGHT_BITS or q.codes.size <= _LOOP:
+        return 0
+    step = math.lcm(terms, *(run for run in q.list_runs(0) if run != depth))
+    most = _CHUNK * depth // q.codes.size
+    return next((rows for rows in range(most // step * step, most // 8, -step) if depth % rows == 0), 0)
+
+
+def _contract_pieces(x: jax.Array, parts: tuple[jax.Array, jax.Array, Any, Any], terms: int, rows: int) -> jax.Array:
+    """Return the contraction of a scaled row with codes of 8 bits, [K, columns], some rows at a time: [columns].
+
+    Args:
+        x: float32 [K].
+        parts: the codes, scale, zero point and offset, as `_take_rows` returns them.
+        terms: the number of rows that one loop adds up.
+        rows: the number of rows in each turn, which divides K, and which the length of a block divides.
+    """
+    codes, *entries = parts
+    (depth, columns), groups = codes.shape, rows // terms
+    stored, factors = codes.reshape(depth // terms, terms, columns), x.reshape(depth // terms, terms)
+
+    def add_piece(number: jax.Array, y: jax.Array) -> jax.Array:
+        def select(part: jax.Array | None) -> Any:
+            """Return the entries of the piece for each group, scales and offsets as float32."""
+            if part is None:
+                return None
+            count = part.shape[0] * rows // depth
+            part = part if part.shape[0] == 1 else lax.dynamic_slice_in_dim(part, number * count, count)
+            return _spread_entries(part if part.dtype in dtypes.INTEGERS else widen(part), groups)
+
+        def decode(term: int) -> jax.Array:
+            # XLA fuses a slice with the loop that reads it if nothing else does.
+            row = lax.dynamic_slice(stored, (number * groups, term, 0), (groups, 1, columns)).reshape(groups, columns)
+            steps = row.astype(jnp.int32)
+            return (steps if zero_point is None else steps - zero_point.astype(jnp.int32)).astype(jnp.float32)
+
+        scale, zero_point, offset = map(select, entries)
+        piece = lax.dynamic_slice_in_dim(factors, number * groups, groups)
+        total = add_terms([piece[:, i, None] * decode(i) for i in range(terms)], None) * scale
+        if offset is not None:
+            total = total + offset * jnp.sum(piece, axis=1, keepdims=True)
+        return y + _sum_groups(total)
+
+    return lax.fori_loop(0, depth // rows, add_piece, jnp.zeros(columns, jnp.float32))
 
 
 def choose_groups(q: ScaledCodes, role: Role) -> int | None:
@@ -366,8 +421,7 @@ def contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> jax.
         steps = steps if zero_point is None else steps - zero_point[..., None]
         several = factors[None, :, start : start + _SLICES] * steps.astype(jnp.float32)
         products += [lax.index_in_dim(several, i, 2, keepdims=False) for i in range(several.shape[2])]
-    # The barrier keeps XLA from fusing this sum with the loop of products.
-    y = jnp.sum(lax.optimization_barrier(functools.reduce(jnp.add, products)), axis=(1, 2))
+    y = sum_rows(functools.reduce(jnp.add, products))
     return (y * take(q.scale).reshape(-1)).reshape(shape[:-1]) * unit
 
 
@@ -425,19 +479,16 @@ def contract_blocks(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> jax
         expanded = q.expand(part, role.free)
         return jnp.broadcast_to(expanded, (*shape[:-1], expanded.shape[-1])).reshape(codes.shape[0], -1)
 
-    entries = (take(q.scale), take(q.zero_point), take(q.offset))
+    scale = take(q.scale)
+    assert scale is not None
+    entries = (scale, take(q.zero_point), take(q.offset))
     if is_looped(q.codes):
-        rows = _choose_loop_rows(*codes.shape)
+        count = _choose_loop_rows(*codes.shape)
 
-        def contract(parts: tuple[Any, ...]) -> jax.Array:
-            piece, scale, zero_point, offset = parts
-            offset = None if offset is None else widen(offset)
-            # The barrier keeps XLA from converting the scales again in the loop over codes.
-            scale = lax.optimization_barrier(widen(scale))
-            return _contract_vectors(factors, piece, scale, zero_point, offset, sums, scaled, q.decode)
+        def contract(start: jax.Array) -> jax.Array:
+            return _contract_vectors(factors, codes, *entries, sums, scaled, q.decode, start, count)
 
-        parts_of_rows = tuple(e if e is None else e.reshape(-1, rows, e.shape[1]) for e in (codes, *entries))
-        return lax.map(contract, parts_of_rows).reshape(shape[:-1]) * unit
+        return lax.map(contract, jnp.arange(0, codes.shape[0], count)).reshape(shape[:-1]) * unit
     # The loops over levels write twice as many sums, which stay in memory beside the copy of a chunk.
     size = _CHUNK // (1 if q.decode is None else 2) if is_packed else q.codes.size
     pieces = min(-(-q.codes.size // size), _MOST_CHUNKS, codes.shape[0])
@@ -471,10 +522,11 @@ def _choose_loop_rows(count: int, depth: int) -> int:
 
 
 # A jit, so that JAX keeps the trace: matrices of the same shape have the same operations.
-@functools.partial(jax.jit, inline=True, static_argnames="decode_levels")
+@functools.partial(jax.jit, inline=True, static_argnames=("decode_levels", "length"))
 def _contract_vectors(
     factors: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, offset: jax.Array | None,
-    sums: jax.Array, done: jax.Array, decode_levels: Callable[..., jax.Array] | None,
+    sums: jax.Array, done: jax.Array, decode_levels: Callable[..., jax.Array] | None, start: jax.Array | None = None,
+    length: int = 0,
 ) -> jax.Array:  # fmt: skip
     """Return the contraction of the columns of a chunk, computed after `done`: [columns].
 
@@ -487,6 +539,9 @@ def _contract_vectors(
         sums: the sums of the factors over positions, [groups, vectors, lanes].
         done: an array to wait for: without it XLA:CPU would read all words of a program before the first product.
         decode_levels: as `ScaledCodes.decode`.
+        start: the number of the first column to contract, or None for all columns. If there is one, the codes have 8
+            bits, and the scales and offsets any dtype.
+        length: Static. The number of columns from `start` on.
     """
     count, groups, terms, lanes = factors.shape
     columns, span, dtype = codes.shape[0], lanes * count, np.dtype(codes.dtype)
@@ -499,30 +554,44 @@ def _contract_vectors(
     stored = stored.reshape(columns, groups, terms, lanes)
     lane = lax.broadcasted_iota(jnp.int32, (1, 1, lanes), 2)
 
+    def select(part: jax.Array, index: int | None = None) -> jax.Array:
+        """Return the columns to contract, at an index of the third dimension if there is one."""
+        if start is None:
+            return part if index is None else lax.index_in_dim(part, index, 2, keepdims=False)
+        starts, sizes = [start, *(0 for _ in part.shape[1:])], [length, *part.shape[1:]]
+        if index is not None:
+            starts[2], sizes[2] = index, 1
+        # XLA fuses a slice with the loop that reads it once. It would copy the columns if each vector cut them again.
+        selected = lax.dynamic_slice(part, starts, sizes)
+        return selected if index is None else selected.reshape(*sizes[:2], *sizes[3:])
+
     def take(part: jax.Array, vector: int) -> jax.Array:
         """Return the entries of a vector: [columns, groups, lanes or 1]."""
         run = terms * groups * span // part.shape[1]
         if run >= terms * span:  # one entry for several groups
-            each = part[:, :, None]
-            each = jnp.broadcast_to(each, (columns, part.shape[1], groups // part.shape[1]))
-            return each.reshape(columns, groups)[:, :, None]
+            each = select(part)[:, :, None]
+            each = jnp.broadcast_to(each, (*each.shape[:2], groups // part.shape[1]))
+            return each.reshape(each.shape[0], groups)[:, :, None]
         each = part.reshape(columns, groups, -1)
         first, several = vector * span // run, max(span // run, 1)
-        entries = [each[:, :, first + i][:, :, None] for i in range(several)]
+        entries = [select(each, first + i)[:, :, None] for i in range(several)]
         value = entries[0]
         for i in range(1, several):
             value = jnp.where(lane < i * (lanes // several), value, entries[i])
         return value
 
-    products = []
-    for vector in range(terms):
+    def take_float(part: jax.Array, vector: int) -> jax.Array:
+        return take(part, vector) if start is None else widen(take(part, vector))
+
+    def contract(vector: int) -> jax.Array:
+        """Return the sum over positions of the products of a vector, before they are scaled."""
         # A slice is converted, not the whole, which XLA:CPU would write to memory.
-        part = stored[:, :, vector]
+        part = select(stored, vector)
         part = lax.bitcast_convert_type(part, jnp.int32) if count > 1 else part.astype(jnp.int32)
         point = None if zero_point is None else take(zero_point, vector)
         if point is not None and count > 1:
             point = packed_codes.compute_base(point, 4, signed=is_signed)
-        total = None
+        products = []
         for position in range(count):
             if decode_levels is not None:
                 weights = decode_levels(part, jnp.full(part.shape, 4 * position, jnp.int32))
@@ -532,15 +601,20 @@ def _contract_vectors(
                 weights = packed_codes.read_nibble(part, dtype, 4 * position).astype(jnp.float32)
             else:
                 weights = packed_codes.read_steps(part, 4, 4 * position, point, signed=is_signed)
-            product = factors[position][None, :, vector] * weights
-            total = product if total is None else total + product
-        assert total is not None
-        total = total * take(scale, vector)
-        if offset is not None:
-            total = total + sums[None, :, vector] * take(offset, vector)
-        products.append(total)
-    # The barrier keeps XLA from fusing this sum with the loop of products.
-    return jnp.sum(lax.optimization_barrier(functools.reduce(jnp.add, products)), axis=(1, 2))
+            products.append(factors[position][None, :, vector] * weights)
+        return functools.reduce(jnp.add, products)
+
+    # Neighboring vectors with the same scale are added first.
+    shared = min(max(groups * terms // scale.shape[1], 1), terms)
+    totals = []
+    for vector in range(0, terms, shared):
+        total = functools.reduce(jnp.add, map(contract, range(vector, vector + shared)))
+        totals.append(total * take_float(scale, vector))
+    if offset is not None:
+        totals += [sums[None, :, vector] * take_float(offset, vector) for vector in range(terms)]
+    total = functools.reduce(jnp.add, totals)
+    # XLA:CPU runs a loop that calls no library, as it does for this sum, on one thread.
+    return sum_rows(total) if start is None else jnp.sum(lax.optimization_barrier(total), axis=(1, 2))
 
 
 def scale_row(x: jax.Array, q: ScaledCodes) -> tuple[jax.Array, jax.Array]:
@@ -611,9 +685,11 @@ def _contract_rows(
     """Return the contraction of the rows of a chunk, computed after `done`: [planes, columns / planes]."""
     groups, count, dtype = codes.shape[0] // terms, packed_codes.count_per_byte(codes), np.dtype(codes.dtype)
     words = packed_codes.read_words(codes) if terms >= _WORD_TERMS else None
+    words = None if words is None else lax.bitcast_convert_type(words, jnp.int32)
     stored = packed_codes.read_bytes(codes) if words is None else words
     if stored is not codes:  # a copy, which is made when it is needed
-        stored = barriers.wait_for(stored, done)
+        # The barrier keeps the copy in two dimensions: XLA:CPU copies a slice in three dimensions code by code.
+        stored = lax.optimization_barrier(barriers.wait_for(stored, done))
     factors, rows = x.reshape(groups, terms), stored.reshape(groups, terms, -1)
     scale = _spread_entries(scale, groups)
     zero_point = None if zero_point is None else _spread_entries(zero_point, groups)
@@ -665,14 +741,14 @@ def _contract_words(
 
     Args:
         factors: float32 [groups, terms].
-        rows: uint32 [groups, terms, words].
+        rows: the bits of the words, int32 [groups, terms, words].
         scale: float32 [groups, columns or 1].
         zero_point: [groups, columns or 1], or None.
         offset: the offset times the sum of the factors, float32 [groups, columns or 1], or None.
         dtype: the dtype of the codes.
         decode_levels: as `ScaledCodes.decode`.
     """
-    (groups, terms, words), stored = rows.shape, lax.bitcast_convert_type(rows, jnp.int32)
+    groups, terms, words = rows.shape
     shape = (groups, words, 8)
 
     def spread(part: jax.Array) -> jax.Array:
@@ -683,7 +759,7 @@ def _contract_words(
     base = None if zero_point is None else packed_codes.compute_base(spread(zero_point), 4, signed=is_signed)
     products = []
     for i in range(terms):
-        row, factor = (lax.index_in_dim(part, i, 1, keepdims=False) for part in (stored, factors))
+        row, factor = (lax.index_in_dim(part, i, 1, keepdims=False) for part in (rows, factors))
         row = lax.broadcast_in_dim(row, shape, (0, 1))
         if decode_levels is not None:
             weights = decode_levels(row, first_bit)
@@ -707,6 +783,16 @@ def add_terms(products: Sequence[jax.Array], decode_levels: Callable[..., jax.Ar
         return functools.reduce(jnp.add, products)
     even, odd = (functools.reduce(jnp.add, products[start::2]) for start in (0, 1))
     return even + odd
+
+
+def sum_rows(products: jax.Array) -> jax.Array:
+    """Return the sums over all dimensions but the first: float32 [rows].
+
+    A product with ones takes XLA:CPU a fifth of the time of a reduction, if rows are short.
+    """
+    # The barrier keeps XLA from fusing this sum with the loop of products.
+    flat = lax.optimization_barrier(products).reshape(products.shape[0], -1)
+    return lax.dot(flat, jnp.ones(flat.shape[1], jnp.float32), precision=lax.Precision.HIGHEST)
 
 
 def _sum_groups(products: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 Dequantized at once, the weights of a large layer are written to memory and read again, which takes as long as reading
 float weights. On a CPU they are therefore dequantized a chunk at a time, and a chunk is contracted while it is in the
 second-level caches. The chunks wait for each other, because XLA:CPU would dequantize all of them first. They are
-written out one by one instead of in a loop: XLA:CPU runs element-wise work in the body of a loop on one thread.
+written out one by one instead of in a loop: XLA:CPU runs a loop that calls no library on one thread.
 
 Few weights are dequantized at once, because each chunk has a cost of its own; so are more weights if there are so many
 rows that the contraction takes most of the time. Other backends dequantize all weights at once.

@@ -18,7 +18,7 @@ from jax import lax
 
 from . import barriers, packed_codes, words
 from .contraction import Role
-from .float_rows import ScaledCodes, WordLayout, add_terms, count_cached_rows, scale_row
+from .float_rows import ScaledCodes, WordLayout, add_terms, count_cached_rows, scale_row, sum_rows
 from .weight_chunks import Chunk
 
 # The number of rows that one loop adds up, if they stay in the first-level cache. With 8, XLA:CPU writes and reads as
@@ -178,8 +178,7 @@ def _contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, run: int) -> jax.A
             weights = _read_weights(q, planes[vector], lane, 0, point)
             products.append(factors[None, lane, :, :, vector] * weights)
         sums.append(functools.reduce(jnp.add, products) * get(scale, lane))
-    # The barrier keeps XLA from fusing this sum with the loop of products.
-    y = jnp.sum(lax.optimization_barrier(functools.reduce(jnp.add, sums)), axis=(1, 2, 3))
+    y = sum_rows(functools.reduce(jnp.add, sums))
     return y if q.offset is None else y + _contract_offset(x, q, role)
 
 
@@ -210,9 +209,7 @@ def contract_few_words(x: jax.Array, q: ScaledCodes, role: Role, run: int) -> ja
     products = [
         factors[None, lane] * _read_weights(q, planes, lane, 0, None) * scale[:, lane, :, None] for lane in range(lanes)
     ]
-    # The barrier keeps XLA from fusing this sum with the loop of products.
-    total = lax.optimization_barrier(functools.reduce(jnp.add, products).reshape(-1, steps * run))
-    y = jnp.sum(total, axis=1)
+    y = sum_rows(functools.reduce(jnp.add, products).reshape(-1, steps * run))
     return (y if q.offset is None else y + _contract_offset(scaled, q, role)) * unit
 
 
@@ -221,7 +218,7 @@ def _contract_offset(x: jax.Array, q: ScaledCodes, role: Role) -> jax.Array:
     assert q.offset is not None
     offset = q.expand(q.offset, role.free)
     sums = lax.optimization_barrier(jnp.sum(x.reshape(offset.shape[1], -1), axis=1))
-    return jnp.sum(offset * sums[None], axis=1)
+    return lax.dot(offset, sums, precision=lax.Precision.HIGHEST)
 
 
 def _cut_rows(q: ScaledCodes, terms: int) -> list[Chunk]:

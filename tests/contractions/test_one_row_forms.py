@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jaxquant._contractions.dot_weight_only import read_scaled_codes
 from jaxquant._kernels import float_rows, word_rows
 from jaxquant._kernels.contraction import Role
 
-from ..support.hlo import Program
+from ..support.hlo import Program, buffers_of
 from ..support.matrix import mark_others_full
 
 on_cpu = pytest.mark.skipif(
@@ -105,7 +106,8 @@ def test_kernels_read_them(codes: str, form: str, stored_last: int | None, rng: 
     program = Program(multiply, x, q)
     assert program.widest() < q.size // 2
     assert program.memory.temp_size_in_bytes < 1.5 * q.size
-    assert not any(i.opcode in ("conditional", "dot") for body in program.computations.values() for i in body)
+    assert not any(i.opcode == "conditional" for body in program.computations.values() for i in body)
+    assert program.count_contracted() < q.size // 2
 
 
 @on_cpu
@@ -238,11 +240,49 @@ def test_loop_over_chunks(
         assert program.widest() <= rows * 4
         assert any(i.opcode == "while" for i in program.in_memory())
         assert program.memory.temp_size_in_bytes < q.size // 2
+        # The loop reads the codes where they are.
+        assert not any(dtype in ("s8", "u8") for i in program.in_memory() for dtype, _ in buffers_of(i))
     stored = q.T.store_last(0)
     assert np.all(np.abs(np.asarray(jax.jit(multiply)(x, stored)) - x.astype(np.float64) @ real) <= limit)
     spoiled = q.replace(scale=q.scale.at[7, 3].set(jnp.inf))
     got = np.asarray(jax.jit(lambda x, q: x @ q.T)(x, spoiled))[0]
     np.testing.assert_array_equal(np.isnan(got), np.arange(rows) == 7)
+
+
+@on_cpu
+@pytest.mark.parametrize("scale_dtype", ["float32", "float16"])
+@pytest.mark.parametrize("form", ["signed", "offset", "zero points", "one scale per column"])
+def test_loop_over_rows(form: str, scale_dtype: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes of 8 bits that are stored as [in, out], without an array for all groups of rows."""
+    depth, columns = 2048, 448
+    monkeypatch.setattr(float_rows, "_LOOP", 2**18)
+    monkeypatch.setattr(float_rows, "_CHUNK", 2**17)
+    blocks = PerAxis(1) if form == "one scale per column" else Blocked(0, 32)
+    spec = QuantSpec("uint8", blocks, symmetric=False, scale_dtype=scale_dtype)
+    q = jq.quantize(rng.normal(size=(depth, columns)).astype(np.float32), spec)
+    if form == "signed":
+        signs = rng.choice(np.asarray([-1, 0, 1]), q.scale.shape)
+        q = q.replace(zero_point=None, scale=q.scale * jnp.asarray(signs, q.scale.dtype), signed_scale=True)
+    if form == "offset":
+        q = q.replace(zero_point=None, offset=jnp.asarray(rng.normal(size=q.scale.shape), scale_dtype))
+    real = np.asarray(q.dequantize(), np.float64)
+    x = rng.normal(size=(1, depth)).astype(np.float32)
+    run = depth // q.scale.shape[0]
+    steps = np.abs(np.asarray(q.codes, np.float64)) * np.repeat(np.abs(np.asarray(q.scale, np.float64)), run, 0)
+    limit = 2e-6 * np.abs(x.astype(np.float64)) @ (np.abs(real) + steps)
+    program = Program(multiply, x, q)
+    assert any(i.opcode == "while" for i in program.in_memory())
+    assert program.memory.temp_size_in_bytes < q.size // 2
+    # The loop reads the codes where they are.
+    codes = [shape for i in program.in_memory() for dtype, shape in buffers_of(i) if dtype in ("s8", "u8")]
+    assert all(math.prod(shape) <= q.scale.size for shape in codes)
+    for function in (multiply, jax.jit(multiply)):
+        assert np.all(np.abs(np.asarray(function(x, q)) - x.astype(np.float64) @ real) <= limit)
+    large = np.asarray(jax.jit(multiply)(x * np.float32(2.0**100), q)) / 2.0**100
+    assert np.all(np.abs(large - x.astype(np.float64) @ real) <= limit)
+    spoiled = q.replace(scale=q.scale.at[-1, 7].set(jnp.inf))
+    got = np.asarray(jax.jit(multiply)(x, spoiled))[0]
+    np.testing.assert_array_equal(np.isnan(got), np.arange(columns) == 7)
 
 
 @on_cpu
@@ -276,8 +316,8 @@ def test_words_of_rows_of_any_length(codes: str, block: int, depth: int, rng: np
     assert np.all(np.abs(jax.lax.scan(lambda _, row: (None, function(row[None], q)[0]), None, x)[1] - want) <= limit)
     is_even = depth // (16 if codes == "int3" else 8) % 8 == 0
     program = Program(lambda x, q: x @ q.T, x[:1], q)
-    has_dot = any(i.opcode == "dot" for body in program.computations.values() for i in body)
-    assert has_dot is not is_even
+    # Sums over words and over blocks are dots, too.
+    assert (program.count_contracted() < q.size // 2) is is_even
     if is_even:
         assert program.widest() < q.size // 2
 
@@ -333,7 +373,8 @@ def test_chunks_of_words(codes: str, form: str, stored_last: int | None, rng: np
     assert np.all(np.abs(got - x.astype(np.float64) @ real) <= 2e-6 * (np.abs(x.astype(np.float64)) @ magnitudes))
     program = Program(multiply, x, q)
     assert program.widest() < q.stored_codes.size
-    assert not any(i.opcode in ("conditional", "dot") for body in program.computations.values() for i in body)
+    assert not any(i.opcode == "conditional" for body in program.computations.values() for i in body)
+    assert program.count_contracted() < q.size // 2
 
 
 @on_cpu

@@ -6,7 +6,7 @@ import pytest
 
 import jaxquant as jq
 
-from ..support.hlo import Program
+from ..support.hlo import Program, buffers_of
 
 pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax 0.10 has other forms for one row")
 
@@ -30,3 +30,31 @@ def test_one_row(dtype: str, block: int | None, stored_last: int | None, most: i
     q = jax.eval_shape(lambda w: jq.quantize(w, spec, stored_last=stored_last), jnp.ones((640, 1024)))
     program = Program(jq.matmul, jax.ShapeDtypeStruct((1, 640), jnp.float32), q)
     assert sum(len(body) for body in program.computations.values()) <= most
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "int5"])
+@pytest.mark.parametrize("scale_dtype", ["float32", "float16"])
+def test_a_transpose_is_undone(dtype: str, scale_dtype: str) -> None:
+    """The scale is read as it is in memory, whichever way a product with the transpose is written."""
+    spec = jq.QuantSpec(dtype, jq.Blocked(1, 32), scale_dtype=scale_dtype)
+    x = jax.ShapeDtypeStruct((1, 576), jnp.float32)
+    q = jax.eval_shape(lambda w: jq.quantize(w, spec), jnp.ones((1536, 576)))
+    for array in (q, jax.eval_shape(lambda q: q.pack(), q)) if dtype == "int4" else (q,):
+        for function in (
+            lambda x, q: x @ q.T,
+            lambda x, q: jq.dot_general(x, q.T, (((1,), (0,)), ((), ()))),
+            lambda x, q: jq.dot_general(x, q, (((1,), (1,)), ((), ()))),
+            lambda x, q: (q @ x.T).T,
+        ):
+            program = Program(function, x, array)
+            shapes = {shape for i in program.in_memory() for _, shape in buffers_of(i)}
+            assert (18, 1536) not in shapes
+
+
+def test_chunks_of_words_have_two_dimensions() -> None:
+    """XLA:CPU copies a slice of words code by code if the copy has three dimensions, which takes five times as long."""
+    q = jax.eval_shape(lambda w: jq.quantize(w, jq.QuantSpec("int4", jq.Blocked(0, 32))), jnp.ones((4096, 4096)))
+    program = Program(jq.matmul, jax.ShapeDtypeStruct((1, 4096), jnp.float32), q)
+    words = [shape for i in program.in_memory() for dtype, shape in buffers_of(i) if dtype in ("s32", "u32")]
+    assert words.count((1024, 512)) == 4
+    assert all(len(shape) <= 2 for shape in words)

@@ -40,6 +40,11 @@ class Instruction:
     is_root: bool
 
 
+def buffers_of(instruction: Instruction) -> list[Shape]:
+    """Return the arrays that an instruction writes to memory."""
+    return [] if instruction.opcode in _NO_BUFFERS else instruction.results
+
+
 @dataclasses.dataclass(frozen=True)
 class Contraction:
     """A dot or a convolution in any computation."""
@@ -81,7 +86,7 @@ class Program:
 
     def wide_buffers(self) -> list[Shape]:
         """Return the arrays with more than 8 bits per element that the program writes to memory."""
-        buffers = [s for i in self.in_memory() if i.opcode not in _NO_BUFFERS for s in i.results]
+        buffers = [s for i in self.in_memory() for s in buffers_of(i)]
         return [(dtype, shape) for dtype, shape in buffers if width(dtype) > 8]
 
     def widest(self) -> int:
@@ -99,3 +104,7 @@ class Program:
                     operands = tuple(types[n][0] for n in names[:2])
                     contractions.append(Contraction(i.opcode, operands, i.results[0]))
         return contractions
+
+    def count_contracted(self) -> int:
+        """Return how many elements the larger operands of all dots and convolutions have."""
+        return sum(max(math.prod(shape) for _, shape in c.operands) for c in self.contractions())
