@@ -14,10 +14,10 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._arrays.quantize import quantize
-from .._arrays.quantized_array import QuantizedArray
+from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point
-from .._kernels.barriers import choose_on_cpu
+from .._kernels.barriers import choose_on_cpu, round_result
 from .kv_cache import KEY_AXES, VALUE_AXES, KVCache, check_tokens_whole, count_blocks, is_packed, unpack_codes
 from .scores_and_values import (
     RowWeights,
@@ -56,6 +56,7 @@ def attention(
     spec: QuantSpec | None = None,
     scale: float | None = None,
     weight_digits: int = 2,
+    query_digits: int = 1,
 ) -> jax.Array:
     """Attend with queries to the tokens of a cache, contracting integers.
 
@@ -87,6 +88,9 @@ def attention(
         scale: Static. What the products of queries and keys are multiplied by. None stands for 1 / sqrt(head_dim).
         weight_digits: Static. The number of digits of 7 bits that a weight has: 1, 2 or 3. With 1, weights below 1/254
             of the largest one of a row become 0. With 2, those below 1/32766.
+        query_digits: Static. The number of codes of each feature of a query: 1 or 2. The second code holds what the
+            rounding to the first one leaves, in steps that are 254 times as fine for int8. The contraction with the
+            keys then has twice as many rows. 2 needs a symmetric spec with a signed dtype.
 
     Returns:
         An array with q's shape and dtype. A query that sees no token gets zeros. A row of the batch gets NaN if its
@@ -112,18 +116,23 @@ def attention(
     spec = QuantSpec(jnp.int8, cache.spec_k.granularity) if spec is None else spec
     check_query_spec(_NAME, "spec", spec)
     digits = read_digits(_NAME, weight_digits)
+    checks.check_integer(_NAME, "query_digits", query_digits)
+    # A zero point would be added twice.
+    most = 2 if spec.fixed_zero_point == 0 else 1
+    expected = f"1{' or 2' if most == 2 else ', because the spec of the queries has a zero point'}"
+    checks.require(1 <= query_digits <= most, _NAME, "query_digits", expected, query_digits)
     names = ("q", "mask", "bias", "query_positions")
     values = [entry_point.unwrap_array(x) for x in (q, mask, bias, query_positions)]
     arrays = entry_point.convert_arrays(_NAME, dict(zip(names, values, strict=True)))
     _check_queries(arrays[0], cache)
     factor = read_factor(_NAME, scale, cache.head_dim)
-    return _attend(*_read_shapes(cache, *arrays), spec=spec, factor=factor, digits=digits)
+    return _attend(*_read_shapes(cache, *arrays), spec=spec, factor=factor, digits=digits, query_digits=query_digits)
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("spec", "factor", "digits"))
+@functools.partial(jax.jit, inline=True, static_argnames=("spec", "factor", "digits", "query_digits"))
 def _attend(
     q: jax.Array, cache: KVCache, mask: jax.Array | None, bias: jax.Array | None, query_positions: jax.Array | None, *,
-    spec: QuantSpec, factor: float, digits: int,
+    spec: QuantSpec, factor: float, digits: int, query_digits: int,
 ) -> jax.Array:  # fmt: skip
     queries, heads = q.shape[1], cache.shape[2]
     # Without tokens every query sees none. Without queries or features the result is empty.
@@ -134,14 +143,14 @@ def _attend(
         q = q.astype(jnp.float32) * jnp.repeat(cache.smoothing, q.shape[2] // heads, axis=1)[:, None]
     if cache.rotate:
         q = rotate_back(q)
-    grouped = group_queries(quantize(q, spec), heads, factor)
+    codes = [group_queries(x, heads, factor) for x in _quantize_queries(q, spec, query_digits)]
     mask, bias = (None if x is None else group_heads(x, heads) for x in (mask, bias))
     if query_positions is None:
         # The queries' own tokens are in the cache already. A position may be negative: that query sees no token.
         newest = jnp.reshape(cache.index, (-1, 1)) - np.int32(queries)
         query_positions = newest + jnp.arange(queries, dtype=jnp.int32)[None]
     visible = derive_visible_in_cache(cache.positions, query_positions, cache.window)
-    scores = add_bias(_score_cache(_NAME, grouped, cache), bias)
+    scores = add_bias(_add_scores(_score_cache(_NAME, _stack_codes(codes), cache), query_digits), bias)
     value_scale = dtypes.scale_as_float32(cache.value_scale).reshape(q.shape[0], heads, -1, 1, 1, cache.length)
     weights = compute_weights(scores, value_scale, merge_masks([mask, visible]), digits)
     y = _weigh_cache(weights, cache, digits)
@@ -149,6 +158,35 @@ def _attend(
     y = jnp.where(jnp.reshape(cache.overflowed, (-1, 1, 1, 1, 1)), np.float32(np.nan), y)
     y = ungroup_heads(y)
     return (rotate_back(y) if cache.rotate_values else y).astype(dtype)
+
+
+def _quantize_queries(q: jax.Array, spec: QuantSpec, digits: int) -> list[QuantizedArray]:
+    """Return queries as the sum of one or two arrays of codes."""
+    if digits == 1:
+        return [quantize(q, spec)]
+    # Neither a product of the caller's nor that of codes and scale may be merged with the difference.
+    q = round_result(q.astype(jnp.float32))
+    first = quantize(q, spec)
+    rest = q - round_result(dequantize_checked(first))
+    half = dtypes.scale_as_float32(first.scale) * np.float32(0.5)
+    return [first, quantize(rest, spec, (-half, half))]
+
+
+def _stack_codes(codes: list[QuantizedArray]) -> QuantizedArray:
+    """Return the results of `group_queries` as further groups of one array, so that the keys are read once."""
+    if len(codes) == 1:
+        return codes[0]
+    scales = [jnp.broadcast_to(x.scale, (*x.shape[:-1], x.scale.shape[-1])) for x in codes]
+    stacked = lax.concatenate([x.codes for x in codes], 2)
+    return QuantizedArray(stacked, lax.concatenate(scales, 2), dtype=codes[0].dtype, block_size=codes[0].block_size)
+
+
+def _add_scores(scores: jax.Array, digits: int) -> jax.Array:
+    """Return the sum of the scores of both codes of each query."""
+    if digits == 1:
+        return scores
+    first, rest = jnp.split(round_result(scores), 2, axis=2)
+    return round_result(first + rest)
 
 
 def _check_queries(q: jax.Array, cache: KVCache) -> None:

@@ -126,7 +126,10 @@ def _step_back(graph: CallGraph, node: EquationNode, size: int) -> Source | tupl
     if node.name == "mul":
         factors = [graph.match_factor(operand, size) for operand in operands]
         leaf = next((factor for factor in factors if factor is not None), None)
-        return None if leaf is None else Source(scale=leaf)
+        if leaf is not None:
+            return Source(scale=leaf)
+        operand = _match_linear_operand(graph, operands)
+        return None if operand is None else (operand, None)
     if node.name == "add":
         for place in range(2):
             leaf = graph.match_leaf(operands[place], size)
@@ -138,6 +141,18 @@ def _step_back(graph: CallGraph, node: EquationNode, size: int) -> Source | tupl
         zeros = [place for place in range(2) if _is_zero(node, place)]
         return (operands[1 - zeros[0]], None) if zeros else None
     return (operands[0], None) if moves.keeps_order(node.name) or node.name in _HOMOGENEOUS else None
+
+
+def _match_linear_operand(graph: CallGraph, operands: Sequence[int]) -> int | None:
+    """Return the operand of a product whose channels can take the factors of the product, or None.
+
+    In a gated MLP, activate(x @ gate) * (x @ up), that is x @ up: nothing else reads it, and parameters make it.
+    """
+    for operand in operands:
+        is_alone = operand in graph.program.producers and len(graph.program.uses[operand]) == 1
+        if is_alone and not match_source(graph, operand).reason:
+            return operand
+    return None
 
 
 def match_bias(graph: CallGraph, site: Site, dimensions: Sequence[int]) -> int | None:

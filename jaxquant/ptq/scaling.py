@@ -279,7 +279,8 @@ def smooth(
     """Move the differences between channels from the inputs of contractions into weights, without changing a float.
 
     x W = (x / s) (s W), and 1 / s goes into what makes x: the scale and the offset of a normalization, or the weight
-    and the bias of a contraction, also through a relu, a maximum over windows and reshapes that keep the channels last
+    and the bias of a contraction, also through a relu, a maximum over windows, reshapes that keep the channels last,
+    and the linear factor of a product, such as `x @ up` in the gated MLP `(silu(x @ gate) * (x @ up)) @ down`
 
     All contractions that read one array share its factors s. After this pass, quantize the parameters as usual. The
     new function is computed on the batch and compared with the old one. Factors that change a result by more than
@@ -342,9 +343,9 @@ def equalize(prepared: Prepared, params: Any, batch: Any, **arguments: Any) -> O
     multiplied by it
 
     Between the two may be what commutes with a positive factor: a relu, a maximum over windows, reshapes that keep the
-    channels last. After that, both weights lose the same number of digits to a scale that all channels share. With a
-    scale for each output it changes the first weight's codes only by rounding. The result is compared with the old one,
-    as `smooth` does.
+    channels last, a product with something else, as in a gated MLP. After that, both weights lose the same number of
+    digits to a scale that all channels share. With a scale for each output it changes the first weight's codes only by
+    rounding. The result is compared with the old one, as `smooth` does.
 
     Args:
         prepared: the prepared function.

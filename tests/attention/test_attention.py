@@ -87,6 +87,72 @@ def test_codes_and_results(
     assert (np.abs(np.asarray(results[1], np.float64) - reference) <= bound + 1e-3 * np.abs(v).max()).all()
 
 
+def split_queries(q: np.ndarray, size: int) -> Any:
+    """Return the sum of two codes of 8 bits for each feature of queries, with a scale for each block."""
+    cut = q.reshape(*q.shape[:-1], -1, size)
+    first = quantize_tokens(cut, 127)
+    rest = cut - first.codes.astype(np.float32) * first.scale
+    step = first.scale * np.float32(0.5) / np.float32(127)
+    second = np.clip(np.rint(rest / step), -127, 127)
+    values = first.codes * first.scale.astype(np.float64) + second * step.astype(np.float64)
+    return type(first)(values.reshape(q.shape), np.ones((1,) * 4, np.float32))
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("queries", "size"), [(1, None), (3, None), (1, 4), (9, 4)])
+@pytest.mark.sample(2)
+def test_two_codes_for_each_feature_of_a_query(
+    name: str, queries: int, size: int | None, rng: np.random.Generator
+) -> None:
+    """Results against float64, eager and under jit, vmap and scan, in which no bit differs."""
+    tokens, features = 9, 8
+    granularity = jq.PerToken() if size is None else jq.Blocked(-1, size)
+    spec = jq.QuantSpec(name, granularity)
+    q, k, v = sample(rng, 2, queries, 4, features) * 4, *(sample(rng, 2, tokens, 2, features) for _ in "kv")
+    cache = jq.KVCache.create((2, tokens, 2, features), spec, spec).append(k, v)
+
+    def run(q: Any, cache: Any) -> Any:
+        return jq.attention(q, cache, query_digits=2)
+
+    y = run(q, cache)
+    keys, values = (share_codes(type(x)(x.codes.reshape(k.shape), np.repeat(x.scale[..., 0], size or features, -1)
+                    .reshape(k.shape)), 4) for x in (quantize_tokens(x.reshape(*x.shape[:-1], -1, size or features),
+                    MOST[name]) for x in (k, v)))  # fmt: skip
+    visible = see_causally(queries, tokens)
+    operands = split_queries(q, size or features), keys
+    for start in range(0, features, size or features):
+        block = slice(start, start + (size or features))
+        part = type(values)(values.codes[..., block], values.scale[..., block])
+        expected = attend(*operands, part, features**-0.5, visible, 0.0, 2)
+        assert (np.abs(np.asarray(y)[..., block] - expected.output) <= expected.error + 3e-6 * np.abs(v).max()).all()
+    np.testing.assert_array_equal(jax.jit(run)(q, cache), y)
+    np.testing.assert_array_equal(jax.jit(lambda q: run(q * 2.0, cache))(q * np.float32(0.5)), y)
+    batched = jax.tree.map(lambda x: x[:, None] if x.ndim else x, cache)
+    np.testing.assert_array_equal(jax.vmap(run, in_axes=(0, _list_axes(batched)))(q[:, None], batched)[:, 0], y)
+    _, looped = jax.lax.scan(lambda c, q: (c, run(q, c)), cache, jnp.stack([q, -q]))
+    np.testing.assert_array_equal(looped[0], y)
+
+
+def _list_axes(cache: Any) -> Any:
+    return jax.tree.map(lambda x: 0 if x.ndim else None, cache)
+
+
+def test_a_second_code_removes_the_error_of_queries(rng: np.random.Generator) -> None:
+    """Keys that are codes: only queries are rounded before the softmax, and the values are read exactly."""
+    k = np.eye(8, dtype=np.float32)[None, :, None] * 127
+    q = sample(rng, 1, 5, 2, 8)
+    cache = jq.KVCache.create((1, 8, 1, 8)).append(k, k)
+    positions = np.full((1, 5), 7, np.int32)
+    expected = np.exp(q.astype(np.float64)) / np.exp(q.astype(np.float64)).sum(-1, keepdims=True) * 127
+    # A score is a feature of the query.
+    errors = [
+        np.abs(jq.attention(q, cache, query_positions=positions, scale=1 / 127, query_digits=n) - expected).max()
+        for n in (1, 2)
+    ]
+    assert errors[1] < 0.1 * errors[0]
+    assert errors[1] < 127 * 1e-4
+
+
 @pytest.mark.slow
 def test_masks_bias_and_positions(rng: np.random.Generator) -> None:
     q, k, v = sample(rng, 2, 3, 4, 8), *(sample(rng, 2, 9, 2, 8) for _ in "kv")
@@ -437,6 +503,12 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"spec": jq.QuantSpec("int8", jq.PerAxis(-1))}, ValueError, "lhs: expected one scale along the contracted"),
     ({"scale": 0.0}, ValueError, "scale: expected a positive number"),
     ({"weight_digits": 4}, ValueError, "weight_digits: expected 1, 2 or 3, got 4"),
+    ({"query_digits": 3}, ValueError, "query_digits: expected 1 or 2, got 3"),
+    ({"query_digits": 2.0}, TypeError, "query_digits: expected an int"),
+    (
+        {"query_digits": 2, "spec": jq.QuantSpec("uint8", jq.PerToken())},
+        *(ValueError, "query_digits: expected 1, because the spec of the queries has a zero point, got 2"),
+    ),
 ]
 
 

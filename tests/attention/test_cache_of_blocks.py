@@ -252,6 +252,29 @@ def test_rotated_values(dtype: str, rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(scanned.dequantize()[1], multiply_hadamard(rotated, after))
 
 
+def test_all_codes_of_4_bits(rng: np.random.Generator) -> None:
+    """Without a narrow range a step reaches from -8 to 7: codes against numpy, results against float64, less error."""
+    q, k, v = sample(rng, 2, 3, 4, FEATURES), *(sample(rng, 2, 9, 2, FEATURES) for _ in "kv")
+    errors = {}
+    for most, sizes in ((7, (12, 6)), (8, (12, 6))):
+        specs = [dataclasses.replace(make_spec("int4", size), narrow_range=most == 7) for size in sizes]
+        cache = jax.jit(lambda k, v, specs=specs: jq.KVCache.create((2, 9, 2, FEATURES), *specs).append(k, v))(k, v)
+        parts, expected = read_codes(cache), []
+        for x, size, found, scale in zip((k, v), sizes, parts[::2], parts[1::2], strict=True):
+            cut = x.reshape(*x.shape[:-1], -1, size)
+            ends = (-cut.min(-1, initial=0) / F32(most), cut.max(-1, initial=0) / F32(7))
+            steps = np.maximum(*ends).astype(F32)
+            codes = np.clip(np.rint(cut / steps[..., None]), -most, 7).reshape(x.shape)
+            np.testing.assert_array_equal(scale, steps)
+            np.testing.assert_array_equal(found, codes)
+            expected.append(Codes(codes.astype(np.int64), np.repeat(steps, size, -1)))
+        operands = quantize_blocks(q, 127, sizes[0]), *(share_codes(x, 4) for x in expected)
+        visible = (np.arange(9)[None] <= 6 + np.arange(3)[:, None])[None, None]
+        check_against_float64(jq.attention(q, cache), operands, sizes[1], visible)
+        errors[most] = sum(np.square(c.values - x).sum() for c, x in zip(expected, (k, v), strict=True))
+    assert errors[8] < errors[7]
+
+
 def test_rotated_values_lose_less_to_outliers(rng: np.random.Generator) -> None:
     """One feature of 32 is 30 times as large as the others."""
     q, k, v = sample(rng, 1, 4, 2, 32), *(sample(rng, 1, 20, 1, 32) for _ in "kv")

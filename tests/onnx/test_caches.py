@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -19,13 +20,15 @@ HEADS, LENGTH = 2, 6
 
 def make_cache(dtype: str, features: int, **options: Any) -> jq.KVCache:
     granularity = options.pop("granularity", jq.PerToken())
-    spec = jq.QuantSpec(dtype, granularity)
+    spec = jq.QuantSpec(dtype, granularity, narrow_range=options.pop("narrow_range", None))
     return jq.KVCache.create((2, LENGTH, HEADS, features), spec, spec, **options)
 
 
-def decode(cache: jq.KVCache, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jq.KVCache]:
+def decode(
+    cache: jq.KVCache, q: jax.Array, k: jax.Array, v: jax.Array, query_digits: int = 1
+) -> tuple[jax.Array, jq.KVCache]:
     cache = cache.append(k, v)
-    return jq.attention(q, cache), cache
+    return jq.attention(q, cache, query_digits=query_digits), cache
 
 
 def sample(rng: np.random.Generator, features: int, tokens: int) -> list[np.ndarray]:
@@ -39,6 +42,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "a ring": (6, {"window": 3}),
     "an index for each row": (5, {"per_row": True}),
     "blocks": (8, {"granularity": jq.Blocked(-1, 4)}),
+    "all codes, and two for queries": (
+        8,
+        {"granularity": jq.Blocked(-1, 4), "narrow_range": False, "query_digits": 2},
+    ),
     "blocks, rotated, less a mean": (
         12,
         {
@@ -57,8 +64,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 def test_a_decoder_step_by_step(dtype: str, name: str, rng: np.random.Generator) -> None:
     """The model gets the cache that it returned; each of its arrays equals JAX's, code for code and bit for bit."""
     features, options = CASES[name]
-    cache = make_cache(dtype, features, **options)
-    model = jqonnx.export(decode, [cache, *sample(rng, features, 1)])
+    run = functools.partial(decode, query_digits=options.get("query_digits", 1))
+    cache = make_cache(dtype, features, **{key: x for key, x in options.items() if key != "query_digits"})
+    model = jqonnx.export(run, [cache, *sample(rng, features, 1)])
     # The cache stays as small as it is in JAX: int4 codes are bytes of two.
     stored = {info.name: info.type.tensor_type.elem_type for info in model.graph.input[:2]}
     assert set(stored.values()) == ({2} if dtype == "int4" else {3})  # uint8, int8
@@ -73,7 +81,7 @@ def test_a_decoder_step_by_step(dtype: str, name: str, rng: np.random.Generator)
         ours, theirs = cache, [np.asarray(leaf) for leaf in jax.tree.leaves(cache)]
         for _ in range(4):
             arguments = sample(rng, features, 1)
-            y, ours = jax.jit(decode)(ours, *map(jnp.asarray, arguments))
+            y, ours = jax.jit(run)(ours, *map(jnp.asarray, arguments))
             outputs: Any = session.run(None, dict(zip(names, [*theirs, *arguments], strict=True)))
             result, *theirs = outputs
             for actual, expected in zip(theirs, jax.tree.leaves(ours), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -83,6 +84,54 @@ def test_equalize(block: Any) -> None:
     rows = {note.path.split("/")[1]: note for note in notes}
     assert rows["second"].action.startswith("scaled, with params/first/kernel")
     assert rows["left"].reason == "a normalization, which has no weight to equalize with"
+
+
+@pytest.mark.parametrize("activate", [jax.nn.gelu, jax.nn.silu, jnp.tanh])
+def test_factors_go_through_gated_products(activate: Any, rng: np.random.Generator) -> None:
+    """Those of the last weight go into the linear factor of the product, in either order, and never into the gate."""
+    shapes = {"gate": (6, 8), "up": (6, 8), "bias": (8,), "down": (8, 5)}
+    params = {name: jnp.asarray(rng.normal(size=shape), F32) for name, shape in shapes.items()}
+    params["down"] *= jnp.exp(jnp.asarray(rng.normal(size=(8, 1)), F32))
+    x = jnp.asarray(rng.normal(size=(32, 6)), F32)
+
+    def apply(params: Any, x: jax.Array, is_swapped: bool) -> jax.Array:
+        gate, up = activate(x @ params["gate"]), 0.5 * (x @ params["up"] + params["bias"][None])
+        return (up * gate if is_swapped else gate * up) @ params["down"]
+
+    for is_swapped in (False, True):
+        prepared = jq.prepare(functools.partial(apply, is_swapped=is_swapped), params, x, rules=RULES)
+        stats = ptq.collect(prepared, params, [x], progress=False)
+        hidden = np.asarray(activate(x @ params["gate"])) * np.asarray(0.5 * (x @ params["up"] + params["bias"][None]))
+        expected = np.sqrt(np.abs(hidden).max(0) / np.abs(params["down"]).max(1))
+        for changed, notes in (
+            ptq.smooth(prepared, params, stats, x),
+            ptq.smooth(prepared, params, stats, x, method="awq"),
+            ptq.equalize(prepared, params, x),
+        ):
+            check_same_function(prepared, params, changed, x)
+            assert notes["down"].action == "scaled, with up, bias"
+            np.testing.assert_array_equal(changed["gate"], params["gate"])
+            factors = np.asarray(changed["down"] / params["down"])[:, 0]
+            np.testing.assert_allclose(changed["up"] * factors[None], params["up"], rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(changed["bias"] * factors, params["bias"], rtol=1e-5, atol=1e-6)
+        changed, _ = ptq.smooth(prepared, params, stats, x)
+        factors = np.asarray(changed["down"] / params["down"])[:, 0]
+        np.testing.assert_allclose(factors, expected / np.exp(np.log(expected).mean()), rtol=1e-3)
+
+
+def test_both_factors_of_a_square_stay(rng: np.random.Generator) -> None:
+    """A factor for each channel does not go through (x @ w)**2, nor through a product with itself."""
+    params = {name: jnp.asarray(rng.normal(size=(4, 4)), F32) for name in ("w", "v")}
+    x = jnp.asarray(rng.normal(size=(8, 4)), F32)
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        h = x @ params["w"]
+        return (h * h) @ params["v"]
+
+    prepared = jq.prepare(apply, params, x, rules=RULES)
+    changed, notes = ptq.equalize(prepared, params, x)
+    assert notes["v"].reason == "inputs that mul computes"
+    np.testing.assert_array_equal(changed["w"], params["w"])
 
 
 def test_factors_that_would_change_the_function_are_dropped(rng: np.random.Generator) -> None:
