@@ -89,6 +89,11 @@ def index_array(
     An out_sharding applies to the selected codes; the scale and the zero point are then replicated.
     """
     items = _read_items(q.shape, index)
+    if (sides := _split_between_arrays(q.ndim, index)) is not None:
+        # A new dimension, which is dropped again, parts arrays as an ellipsis that stands for no dimension does.
+        before, behind = sides
+        kept = sum(item is None or isinstance(item, slice) for item in behind)
+        return index_array(index_array(q, (*before, None, *behind)), (..., 0, *[slice(None)] * kept))
     if q.permutation is not None:
         return _index_permuted(q, items, out_sharding)
     parts = list_entries(q)
@@ -230,6 +235,20 @@ def _read_items(shape: tuple[int, ...], index: object) -> list[Any]:
         indices += _convert_mask(item, shape[axis : axis + _count_dimensions(item)])
         axis += _count_dimensions(item)
     return indices
+
+
+def _split_between_arrays(ndim: int, index: object) -> tuple[list[Any], list[Any]] | None:
+    """Return the items on both sides of an ellipsis that stands for no dimension, if it parts arrays of indices.
+
+    The dimensions of such arrays come first. As in numpy, ints beside arrays count as arrays.
+    """
+    items = [_read_item(item) for item in index] if isinstance(index, tuple) else []
+    dots = [i for i, item in enumerate(items) if item is Ellipsis]
+    if not dots or sum(_count_dimensions(item) for item in items) < ndim:
+        return None
+    before, behind = items[: dots[0]], items[dots[0] + 1 :]
+    is_parted = all(side and not (side[0] is None or isinstance(side[0], slice)) for side in (before[::-1], behind))
+    return (before, behind) if is_parted and any(isinstance(i, jax.Array | np.ndarray) for i in items) else None
 
 
 def _is_mask(item: object) -> bool:

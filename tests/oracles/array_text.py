@@ -37,15 +37,19 @@ def spread(part: np.ndarray, block_sizes: Sizes, shape: tuple[int, ...]) -> np.n
     return part[tuple(slice(n) for n in shape)]
 
 
-def aligned(part: np.ndarray, shape: tuple[int, ...], block_size: int | None) -> np.ndarray:
-    """Return a scale or zero point of x's rank expanded to x's shape. The shapes determine the repetitions."""
+def aligned(part: np.ndarray, shape: tuple[int, ...], block_size: int | Sizes | None) -> np.ndarray:
+    """Return a scale or zero point of x's rank expanded to x's shape. The shapes determine the repetitions.
+
+    A block size, or one per dimension, tells those of blocks whose last one may be short.
+    """
     for axis, n in enumerate(shape):
         if part.shape[axis] == 1:
             picked = np.zeros(n, np.int64)
         elif part.shape[axis] == n:
             picked = np.arange(n)
         else:
-            picked = np.arange(n) // (block_size or n // part.shape[axis])
+            size = block_size[axis] if isinstance(block_size, tuple) else block_size
+            picked = np.arange(n) // (size or n // part.shape[axis])
         part = np.take(part, picked, axis=axis)
     return part
 
