@@ -10,7 +10,7 @@ import pytest
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
-collect_ignore = ["_hooks"]
+collect_ignore = ["_hooks", "gallery"]  # tests/project/test_gallery.py executes the notebooks
 
 
 @pytest.fixture(autouse=True)

@@ -15,11 +15,14 @@ from .._core import checks
 _HEADER = ("name", "operation", "form", "weight dB", "activation dB", "output dB", "saturated", "codes used", "bytes")
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #222; }
+body { background: #fff; } .table { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; } th { text-align: left; border-bottom: 2px solid #888; }
-th, td { padding: .25rem .6rem; } td { border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .6rem; } td { border-bottom: 1px solid #8884; font-variant-numeric: tabular-nums; }
 tr.float td { background: #f5f0e6; } .number { text-align: right; } .reason { color: #666; font-size: 13px; }
-td { white-space: nowrap; } .reason, td:first-child { white-space: normal; overflow-wrap: anywhere; }
-svg { max-width: 100%; height: auto; }
+td { white-space: nowrap; } .reason, td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 8rem; }
+svg { max-width: 100%; height: auto; background: #fff; }
+@media (prefers-color-scheme: dark) {
+body { color: #ddd; background: #1b1d22; } tr.float td { background: #3a3326; } .reason { color: #aaa; } }
 """
 
 
@@ -172,9 +175,12 @@ class Report:
 
             picture = write_svg(draw_report(self.rows, self.histograms, self.activations))
         file.write_text(
-            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Quantization report</title>'
+            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1"><title>Quantization report</title>'
             f"<style>{_STYLE}</style></head>\n<body><h1>Quantization report</h1>\n<p>{html.escape(self.summary)}</p>\n"
-            f"<table><thead><tr>{cells}</tr></thead><tbody>\n{rows}\n</tbody></table>\n{picture}</body></html>\n",
+            # Focusable, so that arrow keys scroll a table that is wider than the screen.
+            '<div class="table" tabindex="0" role="region" aria-label="Contractions">'
+            f"<table><thead><tr>{cells}</tr></thead><tbody>\n{rows}\n</tbody></table></div>\n{picture}</body></html>\n",
             encoding="utf-8",
         )
 

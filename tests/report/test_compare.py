@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 from typing import Any
 
 import jax
@@ -103,6 +104,10 @@ def test_figures(rng: np.random.Generator, recipe: str, tmp_path: pathlib.Path, 
     report.to_html(tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert page.count("<tr") == len(rows) + 1
+    # A phone shows it in its own width, keys scroll the table, and nothing is loaded.
+    assert '<meta name="viewport" content="width=device-width' in page
+    assert '<div class="table" tabindex="0"' in page
+    assert not re.search(r"""(src|href)=["'](?!#)|url\((?!#)|@import""", page)
     pytest.importorskip("matplotlib")
     assert "<svg" in page
     report.plot(tmp_path / "report.png")
