@@ -15,7 +15,7 @@ from jax import lax
 
 from .._core import checks
 from .._program import jaxpr
-from .._program.analysis import Site
+from .._program.analysis import Site, read_product_numbers
 from .._program.replacing import Records
 from ..calibration import loop
 from ..transform import Prepared
@@ -94,6 +94,26 @@ def make_states(call: TracedCall, names: Container[str] | None = None) -> dict[s
     return states
 
 
+def share_inputs(call: TracedCall) -> dict[str, str]:
+    """Return for each contraction with statistics the name of the first one with the same inputs.
+
+    The same are the inputs of the contractions that sum the same dimensions of one value, as queries, keys and values
+    do.
+    """
+    first: dict[Any, str] = {}
+    shared = {}
+    for site in call.analysis.sites.values():
+        if has_statistics(call.plan, site):
+            key: Any = site.name
+            if site.operation != "conv_general_dilated":
+                place = 1 - site.weight  # type: ignore[operator]
+                summed, batch = (dimensions[place] for dimensions in read_product_numbers(site.equation))
+                # The value, in its program; another call of the same function has another address.
+                key = (site.address[:-1], id(site.equation.invars[place]), tuple(summed), tuple(batch))
+            shared[site.name] = first.setdefault(key, site.name)
+    return shared
+
+
 def update_states(session: Session, states: Any, call: TracedCall) -> Any:
     """Return the states after one call of the function in floats."""
     return session.inspect(call, functools.partial(_is_counted, call.plan, states), _accumulate, states)
@@ -106,8 +126,9 @@ def collect(
     """Return statistics of the inputs of each contraction with a parameter that the rules quantize.
 
     The function runs in floats on each batch, in one jitted program. A contraction with d inputs has a state of 8 d^2
-    bytes, and statistics of 4 d^2. The inputs of a convolution are its windows. A contraction in a scan over stacked
-    layers has statistics for each layer; in another loop, one for all iterations together.
+    bytes, and statistics of 4 d^2; those that read the same value, as queries, keys and values do, share them. The
+    inputs of a convolution are its windows. A contraction in a scan over stacked layers has statistics for each layer;
+    in another loop, one for all iterations together.
 
     Args:
         prepared: the prepared function.
@@ -155,7 +176,7 @@ def collect(
     def observe_batch(state: Any, arrays: Any, batch: Signature) -> tuple[Any, dict[str, jax.Array]]:
         args, kwargs = batch.rebuild(batch.arrays)
         current = session.trace(args, {**kwargs, **arguments}, arrays)
-        _check_contractions(current, shapes)
+        _check_contractions(current, shared)
         updated = update_states(session, state, current)
         # Looked at after each batch, so that the error names the first batch with a NaN.
         return updated, {name: compute_status(state) for name, state in updated.items()}
@@ -170,8 +191,9 @@ def collect(
     if first is not None:
         call = session.trace(first[0], {**first[1], **arguments})
         uses = tuple((session.names[leaf], inputs.list_uses(call, leaf)) for leaf in session.leaves)
+    shared = {} if call is None else share_inputs(call)
     # Only the shapes: all states together may not fit.
-    shapes = {} if call is None else jax.eval_shape(functools.partial(make_states, call))
+    shapes = {} if call is None else jax.eval_shape(functools.partial(make_states, call, set(shared.values())))
     passes = _plan_passes(shapes, limit)
     can_repeat = len(passes) == 1 or again is batches
     expected = f"batches that can be read {len(passes)} times, such as a list, because of the limit"
@@ -181,16 +203,20 @@ def collect(
         path = checkpoint if index == 0 or checkpoint is None else f"{os.fspath(checkpoint)}.{index}"
         start = {} if call is None else make_states(call, names)
         final = loop.run_loop(step, start, again, checkpoint=path, progress=progress, inspect=lambda state: None)
-        moments |= {name: finalize_moments(_NAME, name, state) for name, state in final.items()}
-    return Statistics(moments, uses)
+        # A state is twice as large as its moments, and is freed before the next ones are made.
+        moments |= {name: finalize_moments(_NAME, name, final.pop(name)) for name in names}
+    return Statistics({name: moments[first] for name, first in shared.items()}, uses)
 
 
-def _check_contractions(call: TracedCall, known: Container[str]) -> None:
-    """Raise unless a call has the contractions of the first batch only, which says how each weight is read."""
-    names = [site.name for site in call.analysis.sites.values() if has_statistics(call.plan, site)]
-    added = [name for name in names if name not in known]
+def _check_contractions(call: TracedCall, known: Mapping[str, str]) -> None:
+    """Raise unless a call has the contractions of the first batch only, which says what each of them reads."""
+    found = share_inputs(call)
+    added = [name for name in found if name not in known]
     expected, got = "batches with calls that have the contractions of the first one", f"also {', '.join(added[:4])}"
     checks.require(not added, _NAME, "batches", expected, got)
+    other = [name for name, first in found.items() if known[name] != first]
+    expected = "batches with calls in which the same contractions share their inputs as in the first one"
+    checks.require(not other, _NAME, "batches", expected, f"others for {', '.join(other[:4])}")
 
 
 def _plan_passes(states: Mapping[str, Any], limit: int | None) -> list[list[str]]:

@@ -224,11 +224,39 @@ def test_errors_name_the_parameter_and_say_what_to_do(rng: np.random.Generator) 
         prepared = jq.prepare(network, params, x, rules=recipe)
         with pytest.raises(ValueError, match=r"codes of hidden.*\.codes need opset 19 or later, got opset 17"):
             jqonnx.export(prepared, prepared.convert(params), [x], opset=17)
-    spec = jq.QuantSpec("int8", scale_dtype="float16")
-    with pytest.raises(ValueError, match="a scale of float16 that is found in each call; use scale_dtype float32"):
-        jqonnx.export(lambda x: jq.quantize(x, spec).codes, [x])
     with pytest.raises(ValueError, match=r"float32 as float4_e2m1fn, .* use jq\.quantize"):
         jqonnx.export(lambda x: x.astype(jnp.float4_e2m1fn), [x])
+
+
+@pytest.mark.parametrize("opset", [13, 21])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_scales_of_16_bits_are_rounded_up(dtype: str, opset: int, rng: np.random.Generator) -> None:
+    """Scales that are found in each call: on numbers of 16 bits, one unit of float32 beside them, and at both ends."""
+    narrow = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16)
+    bits = np.concatenate([rng.integers(1, 0x7BFF, 300), np.arange(1, 40), [0x3FF, 0x400, 0x7BFE, 0x7BFF]])
+    exact = bits.astype(np.uint16).view(narrow).astype(np.float32)
+    scales = np.concatenate([exact, np.nextafter(exact, np.float32(np.inf)), np.nextafter(exact, np.float32(0))])
+    scales = np.concatenate([scales, np.exp(rng.uniform(-20, 12, 500)), [7e4, 1e30, 2.6e36, np.nan]]).astype(np.float32)
+    x = jnp.asarray(scales[:, None] * np.asarray([127, -3, 0.5, 0], np.float32))
+    wide, spec = (jq.QuantSpec("int8", jq.PerToken(), scale_dtype=name) for name in ("float32", dtype))
+
+    def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q = jq.quantize(x, spec)
+        return q.codes, q.scale.astype(jnp.float32)
+
+    model = jqonnx.export(quantize, [x], opset=opset)
+    needed = np.asarray(jq.quantize(x, wide).scale)
+    with np.errstate(over="ignore"):
+        nearest = np.minimum(needed, np.float32(ml_dtypes.finfo(narrow).max) if dtype == "bfloat16" else np.inf)
+        nearest = np.where(np.isnan(needed), needed, nearest).astype(narrow)
+        above = np.nextafter(nearest, np.asarray(np.inf, narrow)).astype(np.float32)
+    expected = np.where(nearest.astype(np.float32) < needed, above, nearest.astype(np.float32))
+    for level in ("none", "all"):
+        codes, scale = run_runtime(model, {model.graph.input[0].name: np.asarray(x)}, level)
+        np.testing.assert_array_equal(scale, expected)
+        np.testing.assert_array_equal(scale, jax.jit(quantize)(x)[1])
+        is_normal = np.abs(x) >= np.finfo(np.float32).tiny  # XLA takes smaller numbers for 0
+        np.testing.assert_array_equal(codes[is_normal], np.asarray(jax.jit(quantize)(x)[0])[is_normal])
 
 
 def test_a_missing_kernel_is_no_damage(rng: np.random.Generator) -> None:

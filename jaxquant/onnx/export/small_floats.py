@@ -116,10 +116,18 @@ def write_e8m0(graph: ModelGraph, call: WriterCall) -> Value:
 
 
 @writes_mark("round_up_to_half")
-def refuse_half_scale(graph: ModelGraph, call: WriterCall) -> Value:
-    """Refuse a scale of 16 bits that is found in each call: its rounding needs the bits of the number."""
-    dtype = call.parameters["dtype"]
-    raise UnsupportedError(f"a scale of {dtype} that is found in each call; use scale_dtype float32, or a static range")
+def write_half_above(graph: ModelGraph, call: WriterCall) -> Value:
+    """Write the least number of float16 or bfloat16 that is not less than a positive number."""
+    scale, dtype = call.parameters["scale"], np.dtype(call.parameters["dtype"])
+    nearest = cast_value(graph, cast_value(graph, scale, dtype), np.float32)
+    # One unit in the last place more is between 1/2 and 1 of eps times the number. So these sums are within half a unit
+    # of the next number: the first of normal numbers, the second, which is exact, of subnormal ones.
+    info = jnp.finfo(dtype)
+    part = apply_operator(graph, "Mul", [nearest, make_scalar(1 + 0.625 * float(info.eps), np.float32)])
+    step = apply_operator(graph, "Add", [nearest, make_scalar(float(info.smallest_subnormal), np.float32)])
+    following = cast_value(graph, cast_value(graph, apply_operator(graph, "Max", [part, step]), dtype), np.float32)
+    is_less = apply_operator(graph, "Less", [nearest, scale], np.bool_)
+    return cast_value(graph, choose(graph, is_less, following, nearest), dtype)
 
 
 def _write_power_field(graph: ModelGraph, x: Value, form: scale_rules.PowerForm) -> Value:
