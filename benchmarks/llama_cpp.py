@@ -21,8 +21,6 @@ params = xllamacpp.CommonParams()
 params.model.path, params.warmup, params.cpuparams.n_threads = path, False, 2
 params.n_parallel = max(len(rows), 1)
 params.n_ctx = params.n_parallel * (max(map(len, rows), default=0) + 32)
-if "adapter" in request:
-    params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(request["adapter"], 1.0)]
 server = xllamacpp.Server(params)
 
 def post(name, **values):
@@ -56,8 +54,8 @@ def is_installed() -> bool:
 def ask(path: pathlib.Path, folder: pathlib.Path, **request: Any) -> dict[str, Any]:
     """Return what `PROGRAM` prints: "scores" of rows of tokens, and "tokens" of texts.
 
-    With "adapter", the path of a GGUF file of LoRA, the model has its adapters. A score is the logarithm of the
-    probability of a token after the ones before it, with the likeliest token there. The folder gets a file.
+    A score is the logarithm of the probability of a token after the ones before it, with the likeliest token there.
+    The folder gets a file.
     """
     (folder / "request.json").write_text(json.dumps(request))
     command = [sys.executable, "-c", PROGRAM, str(path), str(folder / "request.json")]

