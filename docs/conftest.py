@@ -15,6 +15,7 @@ collect_ignore = ["_hooks", "gallery"]  # tests/project/test_gallery.py executes
 
 @pytest.fixture(autouse=True)
 def _promote_as_optax(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Allow the arithmetic of optax's Adam, which mixes dtypes, on the page that calls it."""
-    with jax.numpy_dtype_promotion("standard" if request.node.path.name == "optimizer-states.md" else "strict"):
+    """Allow the arithmetic of optax's Adam, which mixes dtypes, on the pages that call it."""
+    uses_adam = request.node.path.name in ("optimizer-states.md", "train-for-a-format.md")
+    with jax.numpy_dtype_promotion("standard" if uses_adam else "strict"):
         yield

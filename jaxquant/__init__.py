@@ -126,6 +126,7 @@ if TYPE_CHECKING:
     from . import optim as optim
     from . import ptq as ptq
     from . import report as report
+    from . import train as train
     from . import transform as transform
     from ._attention.attention import attention
     from ._attention.dot_product_attention import quantized_dot_product_attention
@@ -148,7 +149,7 @@ if TYPE_CHECKING:
 else:  # type checkers would take every name for one that is there
     _LAZY = (
         "calibration", "checkpoint", "codes", "distributed", "flax", "integer", "lora", "onednn", "onnx", "ops",
-        "optim", "ptq", "report", "transform",
+        "optim", "ptq", "report", "train", "transform",
     )  # fmt: skip
     _NEEDED_PACKAGES = {"flax": "flax", "onnx": "onnx", "optim": "optax"}  # which jaxquant does not depend on
     _LAZY_NAMES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,9 @@ from jax.typing import DTypeLike
 from ._arrays.quantize import quantize_kernel
 from ._arrays.quantized_array import QuantizedArray, read_entries
 from ._core import checks, dtypes, granularity
-from .checkpoint import peft
+from .checkpoint import CheckpointError, Info, peft
+from .checkpoint import load as load_checkpoint
+from .checkpoint import save as save_checkpoint
 from .transform import Prepared, QuantizedTree
 from .transform.adapters import (
     AdaptedTree,
@@ -34,9 +36,10 @@ from .transform.adapters import (
 from .transform.rules import matches_pattern
 from .transform.session import LeafPlan, Signature, check_float_results, read_quantized
 
-__all__ = ["AdaptedTree", "LoRA", "Merged", "adapt", "load_peft", "merge", "save_peft"]
+__all__ = ["AdaptedTree", "LoRA", "Merged", "adapt", "load_gguf", "load_peft", "merge", "save_gguf", "save_peft"]
 
 _ADAPT, _MERGE, _SAVE, _LOAD = "lora.adapt", "lora.merge", "lora.save_peft", "lora.load_peft"
+_SAVE_GGUF, _LOAD_GGUF = "lora.save_gguf", "lora.load_gguf"
 _PREFIX = "base_model.model."
 _FACTORS = {"lora_A.weight": "a", "lora_B.weight": "b"}
 _TABLE_FACTORS = {"lora_embedding_A": "a", "lora_embedding_B": "b"}
@@ -347,6 +350,7 @@ def save_peft(
         None.
 
     Raises:
+        CheckpointError: the folder cannot be made or written to.
         ModuleNotFoundError: safetensors is not installed.
         TypeError: an argument has a wrong type.
         ValueError: an adapter belongs to a convolution, to several stacks, or to a table that is contracted, too, which
@@ -376,26 +380,16 @@ def save_peft(
     expected = "the name of a model, as text, or None"
     is_name = base_model is None or isinstance(base_model, str)
     checks.require_type(is_name, _SAVE, "base_model", expected, checks.describe_value(base_model))
-    check_paths(_SAVE, adapted, prepared.names, prepared.leaves)
     settings = dict(adapted.settings)
     expected = "adapters with one variant, dropout and rule of scaling, because a file has one of each"
     kinds = {(x.variant == "dora", float(x.dropout), x.rank_stabilized) for x in settings.values()}
     checks.require(len(kinds) == 1, _SAVE, "adapted", expected, sorted(kinds))
-    q = Signature(read_quantized(_SAVE, adapted.frozen).params).arrays
     tensors: dict[str, np.ndarray] = {}
     modules: dict[str, LoRA] = {}
-    for place, plan in prepared.leaves.items():
-        path = prepared.names[place]
-        if path in settings:
-            axes = _read_axes(_SAVE, "adapted", path, plan)
-            check_adapter(_SAVE, path, adapted.adapters[path], settings[path], plan, q[place])
-            factors = _to_matrices(adapted.adapters[path], plan, axes, q[place])
-            for module, index in _list_modules(_SAVE, path, plan, axes, names):
-                checks.require(module not in modules, _SAVE, "names", "a name of its own for each parameter", module)
-                modules[module] = settings[path]
-                for suffix, part in _list_suffixes(axes, settings[path]).items():
-                    matrix = factors[part][index]
-                    tensors[f"{_PREFIX}{module}.{suffix}"] = np.asarray(matrix if matrix.ndim == 1 else matrix.T)
+    for entry in _iterate_matrices(_SAVE, prepared, adapted, names or _name_module):
+        modules[entry.module] = entry.lora
+        for suffix, part in _list_suffixes(entry.axes, entry.lora).items():
+            tensors[f"{_PREFIX}{entry.module}.{suffix}"] = entry.parts[part]
     peft.write_folder(folder, _make_config(modules, base_model), tensors)
 
 
@@ -415,7 +409,7 @@ def load_peft(
 
     Raises:
         ModuleNotFoundError: safetensors is not installed.
-        FileNotFoundError: a file is missing.
+        CheckpointError: a file cannot be read.
         TypeError: an argument has a wrong type.
         ValueError: a file is damaged or has settings that change what an adapter computes; a tensor is missing, has
             another shape than its parameter needs, or belongs to no parameter that is quantized.
@@ -446,7 +440,7 @@ def load_peft(
         # Parameters that can have no adapter have no tensors, or the tensors are left over.
         if not isinstance(axes, AdapterAxes) or len(axes.shared) > 1:
             continue
-        modules = _list_modules(_LOAD, path, plan, axes, names)
+        modules = _list_modules(_LOAD, path, plan, axes, names or _name_module)
         suffixes = [*_FACTORS, *_TABLE_FACTORS, _MAGNITUDE]
         if not any(f"{_PREFIX}{module}.{suffix}" in tensors for module, _ in modules for suffix in suffixes):
             continue
@@ -454,12 +448,194 @@ def load_peft(
         lora = _choose_settings(config, path, [module for module, _ in modules])
         with checks.prefix_errors(path):
             check_variant(_LOAD, lora, plan, codes.arrays[place])
-        adapters[path] = _read_adapter(left, lora, plan, axes, [module for module, _ in modules])
+        stems = [f"{_PREFIX}{module}" for module, _ in modules]
+        adapters[path] = _read_adapter(_LOAD, left, lora, plan, axes, stems, _list_suffixes(axes, lora))
         settings.append((path, lora))
     expected = "tensors of quantized parameters, whose names the argument names gives"
     checks.require(not left, _LOAD, "folder", expected, ", ".join(sorted(left)[:4]))
     checks.require(bool(settings), _LOAD, "folder", expected, "a file without tensors")
     return AdaptedTree(q, adapters, tuple(settings))
+
+
+def save_gguf(
+    path: str | os.PathLike[str], prepared: Prepared, adapted: AdaptedTree, *, architecture: str,
+    names: Naming | None = None,
+) -> None:  # fmt: skip
+    """Write adapters as a GGUF file, for llama.cpp to use beside the file of the model.
+
+    The file has the names and shapes that llama.cpp's convert_lora_to_gguf.py gives it: for the tensor
+    "blk.0.attn_q.weight" of the model, "blk.0.attn_q.weight.lora_a" [rank, inputs] and ".lora_b" [outputs, rank], in
+    the dtype of the adapters. A file has one alpha, by which llama.cpp multiplies and divides by each rank: the factors
+    "b" of adapters with another alpha, or of `rank_stabilized` ones with another rank, are multiplied by the quotient.
+
+    Args:
+        path: the file.
+        prepared: the prepared function.
+        adapted: the parameters with their adapters.
+        architecture: the architecture that the model's file names, "general.architecture", such as "llama". llama.cpp
+            refuses adapters of another one.
+        names: a function from the path of a parameter to the name of the tensor in the model's file. Of stacked layers
+            it holds "{}" for the number of the layer. None takes the paths as they are, as of a GGUF file that
+            `jq.checkpoint.load` has read.
+
+    Returns:
+        None.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+        TypeError: an argument has a wrong type.
+        ValueError: an adapter belongs to a table or to a convolution, is of the variant "dora", or two parameters have
+            one name.
+
+    Example:
+        >>> import os, tempfile, jax, jax.numpy as jnp, jaxquant as jq
+        >>> params, x = {"blk.0.ffn_up.weight": jnp.ones((2, 4))}, jnp.ones((1, 4))
+        >>> apply = lambda params, x: x @ params["blk.0.ffn_up.weight"].T
+        >>> prepared = jq.prepare(apply, params, x, rules=jq.recipes.weight_only_int8())
+        >>> q = prepared.convert(params)
+        >>> adapted = jq.lora.adapt(prepared, q, jq.lora.LoRA(rank=3), jax.random.key(0))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "adapter.gguf")
+        ...     jq.lora.save_gguf(path, prepared, adapted, architecture="llama")
+        ...     print(*jq.checkpoint.load(path)[1].tensors)
+        ...     jq.lora.load_gguf(path, prepared, q)
+        blk.0.ffn_up.weight.lora_a blk.0.ffn_up.weight.lora_b
+        AdaptedTree(QuantizedTree(1 quantized array, 0 other, 0 ranges, nbytes=16), blk.0.ffn_up.weight: rank 3)
+
+    Source: llama.cpp, convert_lora_to_gguf.py and src/llama-adapter.cpp.
+    """
+    is_tree = isinstance(adapted, AdaptedTree)
+    checks.require_type(is_tree, _SAVE_GGUF, "adapted", "an AdaptedTree", checks.describe_value(adapted))
+    check_float_results(_SAVE_GGUF, prepared)
+    is_name = isinstance(architecture, str)
+    checks.require_type(is_name, _SAVE_GGUF, "architecture", "text", checks.describe_value(architecture))
+    tensors: dict[str, np.ndarray] = {}
+    alpha = None
+    for module, lora, axes, parts in _iterate_matrices(_SAVE_GGUF, prepared, adapted, names or str):
+        expected = 'adapters of products, and not of the variant "dora"'
+        holds = axes.operations != ("take",) and lora.variant != "dora"
+        checks.require(holds, _SAVE_GGUF, "adapted", expected, f"one of {module} ({lora.variant})")
+        # What llama.cpp divides by the rank.
+        product = lora.scaling * lora.rank
+        alpha = product if alpha is None else alpha
+        b = parts["b"] if product == alpha else (parts["b"] * np.float32(product / alpha)).astype(parts["b"].dtype)
+        tensors |= {f"{module}.lora_a": parts["a"], f"{module}.lora_b": b}
+    metadata = {
+        "general.type": "adapter", "general.architecture": architecture, "adapter.type": "lora",
+        "adapter.lora.alpha": np.float32(alpha or 0),
+    }  # fmt: skip
+    save_checkpoint(path, tensors, Info("gguf", metadata))
+
+
+def load_gguf(
+    path: str | os.PathLike[str], prepared: Prepared, q: QuantizedTree, *, names: Naming | None = None
+) -> AdaptedTree:
+    """Read the adapters of a GGUF file, and put them on converted parameters.
+
+    Args:
+        path: the file, as of `save_gguf` or of llama.cpp's convert_lora_to_gguf.py. It is not trusted.
+        prepared: the prepared function.
+        q: the converted parameters.
+        names: a function from the path of a parameter to the name of the tensor, as in `save_gguf`.
+
+    Returns:
+        The tree. Its adapters have the dtype of the file, or float32 where the file has codes.
+
+    Raises:
+        CheckpointError: the file is damaged, or is no file of adapters.
+        TypeError: an argument has a wrong type.
+        ValueError: a tensor is missing, has another shape than its parameter needs, or belongs to no parameter that is
+            quantized.
+
+    Example:
+        >>> import os, tempfile, jax, jax.numpy as jnp, jaxquant as jq
+        >>> apply = lambda params, x: x @ params["output.weight"].T
+        >>> params, x = {"output.weight": jnp.ones((2, 4))}, jnp.ones((1, 4))
+        >>> prepared = jq.prepare(apply, params, x, rules=jq.recipes.weight_only_int8())
+        >>> q = prepared.convert(params)
+        >>> adapted = jq.lora.adapt(prepared, q, jq.lora.LoRA(rank=3), jax.random.key(0))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "adapter.gguf")
+        ...     jq.lora.save_gguf(path, prepared, adapted, architecture="llama")
+        ...     loaded = jq.lora.load_gguf(path, prepared, q)
+        >>> bool((loaded.adapters["output.weight"]["a"] == adapted.adapters["output.weight"]["a"]).all())
+        True
+
+    Source: llama.cpp, src/llama-adapter.cpp.
+    """
+    check_float_results(_LOAD_GGUF, prepared)
+    codes = Signature(read_quantized(_LOAD_GGUF, q).params)
+    same = codes.names == prepared.names
+    checks.require(same, _LOAD_GGUF, "q.params", "the paths of the parameters of prepare", ", ".join(codes.names[:4]))
+    tensors, info = load_checkpoint(path, format="gguf")
+    for key, value in (("general.type", "adapter"), ("adapter.type", "lora")):
+        if info.metadata.get(key) != value:
+            raise CheckpointError(f"{path}: expected {key} {value!r}, got {info.metadata.get(key)!r}")
+    alpha = info.metadata.get("adapter.lora.alpha", np.float32(0))
+    if not (isinstance(alpha, np.floating) and np.isfinite(alpha)):
+        raise CheckpointError(f"{path}: expected adapter.lora.alpha to be a finite float, got {alpha!r}")
+    left = {name: np.asarray(x.dequantize() if isinstance(x, QuantizedArray) else x) for name, x in tensors.items()}
+    adapters, settings = {}, []
+    for place, plan in prepared.leaves.items():
+        name, axes = prepared.names[place], plan.adapter
+        # Parameters that can have no adapter have no tensors, or the tensors are left over.
+        if not isinstance(axes, AdapterAxes) or len(axes.shared) > 1:
+            continue
+        modules = [module for module, _ in _list_modules(_LOAD_GGUF, name, plan, axes, names or str)]
+        ranks = {left[f"{module}.lora_a"].shape[:1] for module in modules if f"{module}.lora_a" in left}
+        if not ranks:
+            continue
+        _read_axes(_LOAD_GGUF, "path", name, plan)
+        rank = min(ranks)
+        expected = f"matrices of one rank at {name}"
+        checks.require(len(ranks) == 1 and 0 not in rank and rank != (), _LOAD_GGUF, "path", expected, sorted(ranks))
+        # llama.cpp takes an alpha of 0 for none, and multiplies by 1.
+        lora = LoRA(rank[0], name, alpha=float(alpha) or None)
+        with checks.prefix_errors(name):
+            check_variant(_LOAD_GGUF, lora, plan, codes.arrays[place])
+        adapters[name] = _read_adapter(_LOAD_GGUF, left, lora, plan, axes, modules, {"lora_a": "a", "lora_b": "b"})
+        settings.append((name, lora))
+    expected = "tensors of quantized parameters, whose names the argument names gives"
+    checks.require(not left, _LOAD_GGUF, "path", expected, ", ".join(sorted(left)[:4]))
+    checks.require(bool(settings), _LOAD_GGUF, "path", expected, "a file without tensors")
+    return AdaptedTree(q, adapters, tuple(settings))
+
+
+class _NamedAdapter(NamedTuple):
+    """An adapter of one matrix, as files have it.
+
+    Attributes:
+        module: the name of the matrix.
+        lora: the settings.
+        axes: the axes of the parameter that the matrix is, or is a part of.
+        parts: "a" [rank, inputs], "b" [outputs, rank], and the "magnitude" [outputs], if there is one.
+    """
+
+    module: str
+    lora: LoRA
+    axes: AdapterAxes
+    parts: dict[str, np.ndarray]
+
+
+def _iterate_matrices(
+    function: str, prepared: Prepared, adapted: AdaptedTree, names: Naming
+) -> Iterator[_NamedAdapter]:
+    """Yield the adapters of all matrices; a stack has several."""
+    check_paths(function, adapted, prepared.names, prepared.leaves)
+    q = Signature(read_quantized(function, adapted.frozen).params).arrays
+    settings, used = dict(adapted.settings), set()
+    for place, plan in prepared.leaves.items():
+        path = prepared.names[place]
+        if path not in settings:
+            continue
+        axes = _read_axes(function, "adapted", path, plan)
+        check_adapter(function, path, adapted.adapters[path], settings[path], plan, q[place])
+        factors = _to_matrices(adapted.adapters[path], plan, axes, q[place])
+        for module, index in _list_modules(function, path, plan, axes, names):
+            checks.require(module not in used, function, "names", "a name of its own for each parameter", module)
+            used.add(module)
+            parts = {name: x[index] if x.ndim == 2 else x[index].T for name, x in factors.items()}
+            yield _NamedAdapter(module, settings[path], axes, {n: np.ascontiguousarray(x) for n, x in parts.items()})
 
 
 def _read_axes(function: str, argument: str, path: str, plan: LeafPlan) -> AdapterAxes:
@@ -472,13 +648,11 @@ def _read_axes(function: str, argument: str, path: str, plan: LeafPlan) -> Adapt
     return axes
 
 
-def _list_modules(
-    function: str, path: str, plan: LeafPlan, axes: AdapterAxes, names: Naming | None
-) -> list[tuple[str, int]]:
-    """Return the names of the torch modules of a parameter, each with its index in the stack."""
+def _list_modules(function: str, path: str, plan: LeafPlan, axes: AdapterAxes, names: Naming) -> list[tuple[str, int]]:
+    """Return the names of a parameter in a file, each with its index in the stack."""
     expected = "a function from the path of a parameter to a name, or None"
-    checks.require_type(names is None or callable(names), function, "names", expected, checks.describe_value(names))
-    name = _name_module(path) if names is None else names(path)
+    checks.require_type(callable(names), function, "names", expected, checks.describe_value(names))
+    name = names(path)
     checks.require_type(isinstance(name, str), function, "names", "a function that returns text", repr(name))
     if not axes.shared:
         return [(name, 0)]
@@ -544,9 +718,20 @@ def _choose_settings(config: Mapping[str, Any], path: str, modules: list[str]) -
 
 
 def _read_adapter(
-    left: dict[str, Any], lora: LoRA, plan: LeafPlan, axes: AdapterAxes, modules: list[str]
-) -> dict[str, Any]:
-    """Return an adapter from the tensors of its modules, which are taken from `left`."""
+    function: str, left: dict[str, Any], lora: LoRA, plan: LeafPlan, axes: AdapterAxes, stems: list[str],
+    suffixes: Mapping[str, str],
+) -> dict[str, Any]:  # fmt: skip
+    """Return an adapter from the tensors of its matrices, which are taken from `left`.
+
+    Args:
+        function: the public function that errors name.
+        left: the tensors of the file by name.
+        lora: the settings.
+        plan: how the parameter is quantized.
+        axes: the axes of the parameter.
+        stems: the beginning of the names of each matrix of the stack.
+        suffixes: the parts of an adapter by the ends of their names.
+    """
     shared, inputs, outputs = (tuple(plan.shape[i] for i in part) for part in (axes.shared, axes.inputs, axes.outputs))
     flat = {
         "a": (lora.rank, math.prod(inputs)),
@@ -555,15 +740,16 @@ def _read_adapter(
     }
     full = {"a": (*inputs, lora.rank), "b": (lora.rank, *outputs), "magnitude": outputs}
     adapter = {}
-    for suffix, part in _list_suffixes(axes, lora).items():
+    source = "folder" if function == _LOAD else "path"
+    for suffix, part in suffixes.items():
         arrays = []
-        for module in modules:
-            name = f"{_PREFIX}{module}.{suffix}"
-            checks.require(name in left, _LOAD, "folder", f"a tensor {name}", "none")
+        for stem in stems:
+            name = f"{stem}.{suffix}"
+            checks.require(name in left, function, source, f"a tensor {name}", "none")
             array = np.asarray(left.pop(name))
             got = f"{array.dtype} {array.shape}"
             holds = array.shape == flat[part] and array.dtype in (np.float32, jnp.bfloat16, np.float16)
-            checks.require(holds, _LOAD, name, f"float32, bfloat16 or float16 of shape {flat[part]}", got)
+            checks.require(holds, function, name, f"float32, bfloat16 or float16 of shape {flat[part]}", got)
             arrays.append(array if array.ndim == 1 else array.T)
         adapter[part] = jnp.asarray(np.stack(arrays).reshape(*shared, *full[part]))
     return adapter

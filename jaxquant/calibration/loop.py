@@ -151,7 +151,7 @@ def run_loop(
         ContractValueError: there is no batch, a batch is not finite, or the checkpoint does not fit.
     """
     check_batches(step.function, batches)
-    path = _check_path(step.function, checkpoint)
+    path = check_path(step.function, checkpoint)
     check_progress(step.function, progress)
     position, saved = Position(state, 0), time.monotonic()
     positions = _iterate_positions(step, position, _show_progress(batches, progress), path)
@@ -233,7 +233,7 @@ def check_batches(function: str, batches: object, name: str = "batches") -> None
     checks.require_type(is_iterable, function, name, "an iterable of batches, such as [batch]", got)
 
 
-def _check_path(function: str, checkpoint: str | os.PathLike[str] | None) -> pathlib.Path | None:
+def check_path(function: str, checkpoint: str | os.PathLike[str] | None) -> pathlib.Path | None:
     """Return the path of a checkpoint, and check that a file can be written there before the work begins."""
     if checkpoint is None:
         return None

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from .._core import checks
 from .containers import replace_folder
+from .info import CheckpointError
 from .safetensors import load_safetensors, save_safetensors
 
 CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -30,16 +32,29 @@ _PLAIN = {
 def write_folder(folder: str | os.PathLike[str], config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
     """Write the settings and the tensors of adapters."""
     target = pathlib.Path(folder)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with replace_folder(target) as new:
-        save_safetensors(new / _TENSORS, dict(tensors))
-        (new / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    with _name_path(target, "a folder that can be made and written to"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replace_folder(target) as new:
+            save_safetensors(new / _TENSORS, dict(tensors))
+            (new / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def read_folder(function: str, folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return the settings and the tensors of adapters."""
     source = pathlib.Path(folder)
-    return _read_config(function, source / CONFIG), load_safetensors(source / _TENSORS)
+    with _name_path(source / CONFIG, "a file that can be read"):
+        config = _read_config(function, source / CONFIG)
+    with _name_path(source / _TENSORS, "a file that can be read"):
+        return config, load_safetensors(source / _TENSORS)
+
+
+@contextlib.contextmanager
+def _name_path(path: pathlib.Path, expected: str) -> Iterator[None]:
+    """Raise CheckpointError, which says what was expected at a path, in place of the errors of the system."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: expected {expected}, got {error.strerror or error}") from error
 
 
 def _read_config(function: str, path: pathlib.Path) -> dict[str, Any]:

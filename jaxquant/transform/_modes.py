@@ -466,6 +466,37 @@ def quantize_weight(w: Any, plan: LeafPlan, part: LearnedScale | None) -> Any:
     return q.store_last(*plan.stored_last) if plan.stored_last else q
 
 
+def start_at_codes(function: str, w: Any, plan: LeafPlan, q: Any) -> tuple[jax.Array, LearnedScale]:
+    """Return a weight that is rounded to given codes, and their scale as one that is trained.
+
+    Args:
+        function: the public function that errors name.
+        w: the weight, in floats. An element that the given scale rounds to the given code stays as it is.
+        plan: how it is quantized.
+        q: the codes.
+    """
+    spec = plan.spec
+    expected = f"an array of {spec.dtype} of shape {w.shape} with positive {spec.scale_dtype} scales"
+    holds = isinstance(q, QuantizedArray) and (q.format, q.shape) == (spec.dtype, w.shape) and not q.signed_scale
+    holds = holds and isinstance(q.scale, jax.Array) and q.scale.dtype == spec.scale_dtype and q.offset is None
+    checks.require(holds, function, "start", expected, q if isinstance(q, QuantizedArray) else type(q).__name__)
+    expected = "codes of a weight that no normalization is folded into"
+    checks.require(plan.fold is None, function, "start", expected, "a weight that is multiplied by one")
+    w = jnp.asarray(w)
+    part = LearnedScale(
+        q.scale.astype(jnp.float32), None if spec.symmetric else jnp.asarray(q.zero_point).astype(jnp.float32)
+    )
+    found = make_array(RoundingConfig(spec), w, *read_learned(function, part, w, spec), None)
+    fixed, point = spec.fixed_zero_point, q.zero_point
+    has_fixed = (
+        fixed is None or checks.is_traced(point) or bool(jnp.all(jnp.asarray(0 if point is None else point) == fixed))
+    )
+    expected = f"scales of shape {found.scale.shape} and the zero points of {spec}"
+    checks.require(q.scale.shape == found.scale.shape and has_fixed, function, "start", expected, q)
+    is_same = found.codes.astype(jnp.float32) == q.codes.astype(jnp.float32)
+    return jnp.where(is_same, w, q.dequantize().astype(w.dtype)), part
+
+
 def quantize_with_scale(w: Any, plan: LeafPlan, q: QuantizedArray, scale: jax.Array) -> QuantizedArray:
     """Return a parameter quantized again, with other scales and the same zero points."""
     codes = encode_array(jnp.asarray(w), scale, q.zero_point, plan.spec)

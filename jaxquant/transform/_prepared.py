@@ -14,14 +14,14 @@ import numpy as np
 from .._core import checks, entry_point
 from .._program import jaxpr
 from .._program.replacing import Mode, ReplacingInterpreter
-from .._training.estimators import PACT, StraightThrough
+from .._training.estimators import LSQ, PACT, LSQPlus, StraightThrough
 from ..calibration import loop
 from ..calibration.calibrator import Range, is_finite_state
 from . import _coverage, _modes, _ranges
 from ._adapted_mode import AdaptedMode
 from ._calls import Signature, TracedCall, TracedFunctions, check_leaves, check_names, is_quantized, trace_call
 from ._learned import LearnedScale, LearnedScales, ScaleEstimator, make_scales, read_part
-from ._modes import make_larger_twin, make_weight_twin, quantize_weight, quantize_with_scale
+from ._modes import make_larger_twin, make_weight_twin, quantize_weight, quantize_with_scale, start_at_codes
 from ._plan import LeafPlan
 from ._regions.folding import check_biases, enlarge_scales
 from ._regions.rounding_points import Regions
@@ -255,8 +255,9 @@ class Prepared:
         return QuantizedTree(signature.rebuild(converted), records)
 
     def trainable(
-        self, params: Any, ranges: Ranges | None = None, *, estimator: ScaleEstimator | None = None
-    ) -> TrainableTree:
+        self, params: Any, ranges: Ranges | None = None, *, estimator: ScaleEstimator | None = None,
+        start: QuantizedTree | None = None,
+    ) -> TrainableTree:  # fmt: skip
         """Return the parameters together with the ranges, which stay as they are, or with scales that are trained.
 
         With an estimator, the scales and zero points of weights and of static activations are trained. Those of weights
@@ -268,6 +269,9 @@ class Prepared:
             ranges: the ranges of the static activations, as `calibrate` returns them. None or {} if there are none.
             estimator: the gradient rule of the scales: `jq.LSQ()`, `jq.LSQPlus()` or `jq.PACT()`. With `jq.LSQ()`, a
                 zero point keeps its value. None keeps the ranges.
+            start: codes to begin with in place of those of the estimator, such as those of `jq.ptq.apply`: the scales
+                and zero points of weights start as they are there, and a weight with another code than there starts as
+                the value of that code. It needs an estimator that trains the scales of weights.
 
         Returns:
             A pytree, for `fake_apply`, `convert` and an optimizer. Fixed ranges are not among its leaves, so no
@@ -277,10 +281,14 @@ class Prepared:
         Raises:
             TypeError: estimator is not one of these rules, or ranges are none.
             ValueError: as for `convert`; or, with the name of the weight or contraction in front, a spec has scales
-                that are powers of two, or the estimator keeps the zero point at 0 and the values are not all positive.
+                that are powers of two, the estimator keeps the zero point at 0 and the values are not all positive, or
+                the codes to begin with are of another format, or have scales that are not positive.
         """
         signature = self._read_parameters("trainable", params)
         records = self._read_ranges("trainable", ranges)
+        expected = "None, unless the estimator trains the scales of weights: jq.LSQ() or jq.LSQPlus()"
+        holds = start is None or isinstance(estimator, LSQ | LSQPlus)
+        checks.require(holds, "Prepared.trainable", "start", expected, f"codes with {estimator}")
         if estimator is None:
             return TrainableTree(params, FixedRanges(records))
         parameters = {
@@ -288,7 +296,20 @@ class Prepared:
             for place, plan in self._list_floats().items()
         }
         with checks.name_errors("Prepared.trainable"):
-            return TrainableTree(params, make_scales(parameters, self.static_ranges, records, estimator))
+            scales = make_scales(parameters, self.static_ranges, records, estimator)
+            if start is None:
+                return TrainableTree(params, scales)
+            converted = Signature(read_quantized("Prepared.trainable", start).params)
+            check_names("Prepared.trainable", self.names, converted.names, "start")
+            arrays = list(signature.arrays)
+            for place, plan in self._list_floats().items():
+                name = self.names[place]
+                with checks.prefix_errors(name):
+                    given = converted.arrays[place]
+                    arrays[place], scales.weights[name] = start_at_codes(
+                        "Prepared.trainable", arrays[place], plan, given
+                    )
+            return TrainableTree(signature.rebuild(arrays), scales)
 
     # Calls.
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jaxquant as jq
+from jaxquant.checkpoint import CheckpointError
 from tests.cases.adapted_programs import PROGRAMS
 from tests.support.equality import check_equal
 
@@ -233,8 +234,15 @@ def test_damaged_files_are_refused(damage: str, fixed_rng: np.random.Generator, 
 
 def test_missing_files_are_named(fixed_rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
     prepared, adapted, _ = adapt(fixed_rng)
-    with pytest.raises(FileNotFoundError, match=r"adapter_config\.json"):
-        jq.lora.load_peft(tmp_path, prepared, adapted.frozen)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        jq.lora.save_peft(tmp_path, prepared, adapted, names=name_module)
+        (tmp_path / name).unlink()
+        text = rf"{re.escape(name)}: expected a file that can be read, got No such file or directory"
+        with pytest.raises(CheckpointError, match=text):
+            jq.lora.load_peft(tmp_path, prepared, adapted.frozen, names=name_module)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"file/new: expected a folder that can be made .*, got File exists"):
+        jq.lora.save_peft(tmp_path / "file" / "new", prepared, adapted, names=name_module)
 
 
 @pytest.mark.parametrize("dora", [False, True])

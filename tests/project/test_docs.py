@@ -38,6 +38,7 @@ MODULES = {
     "jaxquant.codes": jq.codes,
     "jaxquant.distributed": jq.distributed,
     "jaxquant.lora": jq.lora,
+    "jaxquant.train": jq.train,
     "jaxquant.onnx": jq.onnx,
     "jaxquant.ops": jq.ops,
     "jaxquant.optim": jq.optim,
@@ -134,7 +135,7 @@ def test_every_public_name_is_in_the_api_reference() -> None:
 def test_the_list_of_modules_is_complete() -> None:
     """A public package has no underscore, and has `__all__`."""
     found = {"jaxquant", "jaxquant.codes", "jaxquant.integer", "jaxquant.lora", "jaxquant.onednn", "jaxquant.ops"}
-    found.add("jaxquant.recipes")
+    found |= {"jaxquant.recipes", "jaxquant.train"}
     for module in pkgutil.walk_packages(jq.__path__, "jaxquant."):
         # The packages that load and export models have no names that users import.
         is_inner = "._" in module.name or module.name.startswith(("jaxquant.onnx.load", "jaxquant.onnx.export"))

