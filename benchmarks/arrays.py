@@ -389,6 +389,8 @@ _FEW_ROWS = [(m, 4096, 4096) for m in (1, 8, 128)]
 _GROUPS = 4
 _INT4, _UINT4 = jq.QuantSpec("int4", jq.Blocked(0, 32)), jq.QuantSpec("uint4", jq.Blocked(0, 32), symmetric=False)
 _FORMS: dict[str, tuple[jq.QuantSpec, str]] = {
+    "int8 per column": (jq.QuantSpec("int8", jq.PerAxis(1)), ""),
+    "int8 in blocks of 32": (jq.QuantSpec("int8", jq.Blocked(0, 32)), ""),
     "int4 in blocks of 32": (_INT4, ""),
     "int4 in words": (_INT4, "words"),
     "int4 with nested scale": (_INT4, "nested"),
@@ -396,6 +398,8 @@ _FORMS: dict[str, tuple[jq.QuantSpec, str]] = {
     "uint4 with offset": (_UINT4, "offset"),
     "nf4 in blocks of 32": (jq.QuantSpec(jq.nf4, jq.Blocked(0, 32)), ""),
     "float4 in blocks of 32": (jq.QuantSpec("float4_e2m1fn", jq.Blocked(0, 32)), ""),
+    "int5 in blocks of 32": (jq.QuantSpec("int5", jq.Blocked(0, 32)), ""),
+    "int6 in blocks of 32": (jq.QuantSpec("int6", jq.Blocked(0, 32)), ""),
 }
 _TABLES = [(1000, 512, _FEW_LOOKUPS), (50000, 512, _LOOKUPS)]
 
