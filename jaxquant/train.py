@@ -89,16 +89,16 @@ def distill(
     evaluate_every: int = 100, checkpoint: str | os.PathLike[str] | None = None, save_seconds: float = 600.0,
     progress: bool | None = None, **arguments: Any,
 ) -> Distilled:  # fmt: skip
-    """Train a prepared function so that its outputs on codes are those of the float function.
+    """Train a prepared function until its outputs on codes come close to the float function's.
 
     minimize temperature^2 * mean KL(softmax(teacher / temperature), softmax(outputs / temperature))
 
-    The outputs are those of `Prepared.fake_apply`, which are the bits of `Prepared.apply` for the converted tree: what
+    The outputs come from `Prepared.fake_apply`, and have the bits of `Prepared.apply` for the converted tree: what
     is trained is the model that will run. The function returns logits, with the classes on the last axis.
 
     Args:
         prepared: the prepared function. It returns one array of floats.
-        params: the parameters of the function, in floats: those of the teacher, and where training begins.
+        params: the parameters of the function, in floats: what the teacher has, and where training begins.
         batches: batches as for `Prepared.calibrate`, one for each step. If there are fewer than `steps`, they are read
             again, so that an iterator has to hold as many as there are steps.
         optimizer: a transformation of optax, or anything with its `init` and `update`. It trains a dict of float

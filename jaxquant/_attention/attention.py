@@ -164,7 +164,7 @@ def _quantize_queries(q: jax.Array, spec: QuantSpec, digits: int) -> list[Quanti
     """Return queries as the sum of one or two arrays of codes."""
     if digits == 1:
         return [quantize(q, spec)]
-    # Neither a product of the caller's nor that of codes and scale may be merged with the difference.
+    # A product may not be merged with the difference, neither the caller's nor the product of codes and scale.
     q = round_result(q.astype(jnp.float32))
     first = quantize(q, spec)
     rest = q - round_result(dequantize_checked(first))

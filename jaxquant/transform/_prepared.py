@@ -269,9 +269,9 @@ class Prepared:
             ranges: the ranges of the static activations, as `calibrate` returns them. None or {} if there are none.
             estimator: the gradient rule of the scales: `jq.LSQ()`, `jq.LSQPlus()` or `jq.PACT()`. With `jq.LSQ()`, a
                 zero point keeps its value. None keeps the ranges.
-            start: codes to begin with in place of those of the estimator, such as those of `jq.ptq.apply`: the scales
-                and zero points of weights start as they are there, and a weight with another code than there starts as
-                the value of that code. It needs an estimator that trains the scales of weights.
+            start: codes to begin with, such as the result of `jq.ptq.apply`, where the estimator would choose others.
+                The scales and zero points of weights start as they are there, and a weight with another code than there
+                starts as the value of that code. It needs an estimator that trains the scales of weights.
 
         Returns:
             A pytree, for `fake_apply`, `convert` and an optimizer. Fixed ranges are not among its leaves, so no

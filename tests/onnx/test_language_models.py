@@ -73,7 +73,7 @@ def hold(array: Any) -> Any:
     ("model", "name", "cache"), mark_others_full(CASES, STEPS_BY_DEFAULT), indirect=["model"]
 )  # fmt: skip
 def test_a_step(name: str, cache: str, decoder: Any, model: Any, rng: np.random.Generator) -> None:
-    """From equal caches: codes of activations, of keys and of values are equal, and the logits are those of JAX."""
+    """From equal caches: codes of activations, keys and values are equal to JAX's, and so are the logits."""
     caches = decoder.create_caches(model.config, 1, LENGTH, cache)
     function, params = quantize(model, name, caches, rng)
     states = list_states(function, params, rng.integers(0, VOCABULARY, 8), caches)

@@ -40,7 +40,7 @@ def spread(part: np.ndarray, block_sizes: Sizes, shape: tuple[int, ...]) -> np.n
 def aligned(part: np.ndarray, shape: tuple[int, ...], block_size: int | Sizes | None) -> np.ndarray:
     """Return a scale or zero point of x's rank expanded to x's shape. The shapes determine the repetitions.
 
-    A block size, or one per dimension, tells those of blocks whose last one may be short.
+    A block size, or one per dimension, tells how long blocks are whose last one may be short.
     """
     for axis, n in enumerate(shape):
         if part.shape[axis] == 1:

@@ -1,4 +1,4 @@
-"""Statistics of contractions that read the same value: collected once, and those of each alone."""
+"""Statistics of contractions that read the same value: collected once, and equal to the statistics of each alone."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_same_inputs_are_counted_once(case: Any) -> None:
 
 
 def test_algorithms_read_shared_statistics(case: Any) -> None:
-    """The codes are those of the statistics of a function in which each contraction has a value of its own."""
+    """The codes are the same as for a function in which each contraction reads a value of its own."""
     params, batches = case
     rules = [jq.Rule(weight=jq.Weight("int4"))]
     prepared = jq.prepare(apply, params, batches[0], rules=rules)
