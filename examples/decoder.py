@@ -221,7 +221,7 @@ def sample(logits: jax.Array, key: jax.Array, top_k: int = 1, temperature: float
     """Return a token for each row of logits: the likeliest if top_k is 1, else one of the top_k likeliest by chance."""
     if top_k == 1:  # jnp.argmax; XLA:CPU takes ten times as long to find the maximum and its place in one pass
         places = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-        is_best = logits == jnp.max(logits, axis=-1, keepdims=True)
+        is_best = (logits == jnp.max(logits, axis=-1, keepdims=True)) | jnp.isnan(logits)  # a NaN first, as in argmax
         return jnp.min(jnp.where(is_best, places, logits.shape[-1]), axis=-1)
     best, tokens = jax.lax.top_k(logits, top_k)
     chosen = jax.random.categorical(key, best / temperature)

@@ -97,14 +97,22 @@ class Source(NamedTuple):
     reason: str = ""
 
 
-def match_source(graph: CallGraph, value: int | None) -> Source:
-    """Return what makes the channels of a value, its last dimension."""
+def match_source(graph: CallGraph, value: int | None, *, is_alone: bool = False) -> Source:
+    """Return what makes the channels of a value, its last dimension.
+
+    Args:
+        graph: the program.
+        value: the value, or None if it is not known.
+        is_alone: whether the value, and those between it and its source, must have no other reader.
+    """
     program, offsets = graph.program, list[int]()
     size = () if value is None else program.get_shape(value)[-1:]
     while value is not None and size:
         node = program.producers.get(value)
         if node is None:
             return Source(reason="inputs of the function")
+        if is_alone and program.match_single_use(value) is None:
+            return Source(reason="inputs that something else reads")
         site = graph.call.analysis.sites.get(node.address)
         if site is not None and site.weight is not None:
             return Source(value, site, None, tuple(offsets))
@@ -112,7 +120,8 @@ def match_source(graph: CallGraph, value: int | None) -> Source:
             return Source(reason="channels that are reshaped")
         step = _step_back(graph, node, size[0])
         if isinstance(step, Source):
-            return step._replace(array=value, offsets=tuple(offsets))
+            array = value if step.array is None else step.array
+            return step._replace(array=array, offsets=(*offsets, *step.offsets))
         if step is None:
             return Source(reason=f"inputs that {node.name} computes")
         value, offset = step
@@ -121,15 +130,17 @@ def match_source(graph: CallGraph, value: int | None) -> Source:
 
 
 def _step_back(graph: CallGraph, node: EquationNode, size: int) -> Source | tuple[int, int | None] | None:
-    """Return the operand that has the channels, with a parameter that was added to it; or what multiplies them."""
+    """Return the operand that has the channels, with a parameter that was added to it; or their source.
+
+    The source is a parameter that multiplies them, without an array; or the source of a factor, with its array.
+    """
     operands = node.inputs
     if node.name == "mul":
         factors = [graph.match_factor(operand, size) for operand in operands]
         leaf = next((factor for factor in factors if factor is not None), None)
         if leaf is not None:
             return Source(scale=leaf)
-        operand = _match_linear_operand(graph, operands)
-        return None if operand is None else (operand, None)
+        return _match_linear_factor(graph, operands)
     if node.name == "add":
         for place in range(2):
             leaf = graph.match_leaf(operands[place], size)
@@ -143,16 +154,14 @@ def _step_back(graph: CallGraph, node: EquationNode, size: int) -> Source | tupl
     return (operands[0], None) if moves.keeps_order(node.name) or node.name in _HOMOGENEOUS else None
 
 
-def _match_linear_operand(graph: CallGraph, operands: Sequence[int]) -> int | None:
-    """Return the operand of a product whose channels can take the factors of the product, or None.
+def _match_linear_factor(graph: CallGraph, operands: Sequence[int]) -> Source | None:
+    """Return the source of the operand of a product whose channels can take the factors of the product, or None.
 
-    In a gated MLP, activate(x @ gate) * (x @ up), that is x @ up: nothing else reads it, and parameters make it.
+    In a gated MLP, activate(x @ gate) * (x @ up), that is x @ up: parameters make it, and nothing else reads it, nor
+    what lies between it and the parameters.
     """
-    for operand in operands:
-        is_alone = operand in graph.program.producers and len(graph.program.uses[operand]) == 1
-        if is_alone and not match_source(graph, operand).reason:
-            return operand
-    return None
+    sources = (match_source(graph, operand, is_alone=True) for operand in operands)
+    return next((source for source in sources if not source.reason), None)
 
 
 def match_bias(graph: CallGraph, site: Site, dimensions: Sequence[int]) -> int | None:

@@ -100,6 +100,14 @@ def test_texts_are_those_of_the_likeliest_tokens(decoder: Any, model: Any, rng: 
         assert model.encode(text)[0] in np.argsort(logits)[-4:]
 
 
+def test_the_likeliest_token_is_that_of_argmax(decoder: Any, rng: np.random.Generator) -> None:
+    """The first of several, and a place of the vocabulary also where a model returns NaN."""
+    logits = rng.integers(-3, 4, (6, 50)).astype(np.float32)
+    logits[1, [7, 20]], logits[2], logits[3, [9, 30]], logits[4, 5] = np.nan, np.nan, np.inf, -np.inf
+    tokens = jax.jit(lambda x: decoder.sample(x, jax.random.key(0)))(logits)
+    np.testing.assert_array_equal(tokens, np.argmax(logits, axis=-1))
+
+
 def test_scores_are_logarithms_of_probabilities(decoder: Any, model: Any, rng: np.random.Generator) -> None:
     serve: Any = importlib.import_module("language_model")
     tokens = rng.integers(0, VOCABULARY, 30).tolist()

@@ -134,6 +134,41 @@ def test_both_factors_of_a_square_stay(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(changed["w"], params["w"])
 
 
+def test_a_factor_of_a_gated_product_has_no_other_reader(rng: np.random.Generator) -> None:
+    """A small change of the results, which their comparison takes for rounding, is a change."""
+    shapes = {"gate": (6, 8), "up": (6, 8), "bias": (8,), "down": (8, 5)}
+    params = {name: jnp.asarray(rng.normal(size=shape), F32) for name, shape in shapes.items()}
+    params["down"] *= jnp.exp(jnp.asarray(rng.normal(size=(8, 1)), F32))
+    x = jnp.asarray(rng.normal(size=(32, 6)), F32)
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        up = x @ params["up"]
+        hidden = jax.nn.silu(x @ params["gate"]) * (up + params["bias"][None])
+        return hidden @ params["down"] + 1e-6 * jnp.tanh(up).sum()
+
+    prepared = jq.prepare(apply, params, x, rules=RULES)
+    changed, notes = ptq.equalize(prepared, params, x)
+    assert notes["down"].reason == "inputs that mul computes"
+    np.testing.assert_array_equal(changed["up"], params["up"])
+
+
+def test_factors_go_through_many_products(rng: np.random.Generator) -> None:
+    """The search takes no time that doubles with each product."""
+    params = {name: jnp.asarray(rng.normal(size=(4, 4)), F32) for name in ("gate", "up", "down")}
+    x = jnp.asarray(rng.normal(size=(8, 4)), F32)
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        up, gate = x @ params["up"], jax.nn.sigmoid(x @ params["gate"])
+        for i in range(40):
+            up = up * (1 + gate / (2 + i))
+        return up @ params["down"]
+
+    prepared = jq.prepare(apply, params, x, rules=RULES)
+    changed, notes = ptq.equalize(prepared, params, x)
+    assert notes["down"].action == "scaled, with up"
+    check_same_function(prepared, params, changed, x)
+
+
 def test_factors_that_would_change_the_function_are_dropped(rng: np.random.Generator) -> None:
     params = {"w": jnp.asarray(rng.normal(size=(4, 4)), F32), "v": jnp.asarray(rng.normal(size=(4, 4)) * 9, F32)}
     x = jnp.asarray(rng.normal(size=(8, 4)), F32)
