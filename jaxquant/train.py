@@ -133,8 +133,8 @@ def distill(
         ModuleNotFoundError: there is a checkpoint, and safetensors is not installed.
         TypeError: an argument has a wrong type, or an output is no array of floats.
         ValueError: there are too few batches; a number is out of range; a pattern matches nothing; the loss of a step
-            is not finite; outputs and target have different shapes; or the file is damaged, or belongs to another
-            training, or to one of more steps.
+            or an array after it is not finite; outputs and target have different shapes; or the file is damaged, or
+            belongs to another training, or to one of more steps.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, jaxquant as jq
@@ -251,7 +251,8 @@ class _Training:
         shapes, given = (_list_shapes(x) for x in (variables, updates))
         checks.require_type(given == shapes, _NAME, "optimizer", f"updates of the form {shapes}", given)
         new = {path: (x + updates[path]).astype(x.dtype) for path, x in variables.items()}
-        return {path: jnp.where(active[path], new[path], x) for path, x in variables.items()}, state, loss
+        variables = {path: jnp.where(active[path], new[path], x) for path, x in variables.items()}
+        return variables, state, loss, jnp.stack([jnp.isfinite(x).all() for x in variables.values()]).all()
 
     def _compute_target(self, arrays: Any, batch: Signature) -> Any:
         args, kwargs = batch.rebuild(batch.arrays)
@@ -271,10 +272,14 @@ class _Training:
         """Return the position after a step; the arrays of the one before are deleted, and its list of losses grows."""
         active = {path: np.bool_(number in self._steps[path]) for path in self._places}
         target = self.teach(batch)
-        variables, state, loss = self._step(position.variables, position.state, self._fixed, active, target, batch)
+        variables, state, loss, is_finite = self._step(
+            position.variables, position.state, self._fixed, active, target, batch
+        )
         value = float(loss)
         expected, got = "batches with a finite loss", f"a loss of {value} in step {number}, counted from 0"
         checks.require(bool(np.isfinite(value)), _NAME, "batches", expected, got)
+        expected, got = "finite updates", f"a NaN or an infinity in an array after step {number}, counted from 0"
+        checks.require(bool(is_finite), _NAME, "optimizer", expected, got)
         position.losses.append(value)
         return position._replace(variables=variables, state=state)
 

@@ -304,6 +304,13 @@ def test_a_loss_that_is_not_finite_stops(fixed_rng: np.random.Generator) -> None
     bad = [*batches[:2], batches[2].at[0, 0].set(jnp.nan)]
     with pytest.raises(ValueError, match=r"batches: expected batches with a finite loss, got a loss of nan in step 2"):
         jq.train.distill(prepared, params, bad, optax.sgd(0.1))
+    # The loss is finite, and its gradient is not.
+    with pytest.raises(
+        ValueError, match=r"optimizer: expected finite updates, got a NaN .* after step 0, counted from 0"
+    ):
+        jq.train.distill(
+            prepared, params, batches[:1], optax.sgd(0.1), label_loss=lambda y, x: jnp.sqrt(jnp.abs(0 * y).sum())
+        )
     with pytest.raises(ValueError, match=r"held_out: expected batches with a finite loss, got nan"):
         jq.train.distill(prepared, params, batches, optax.sgd(0.1), held_out=bad)
 
