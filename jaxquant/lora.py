@@ -484,8 +484,8 @@ def save_gguf(
     Raises:
         CheckpointError: the file cannot be written.
         TypeError: an argument has a wrong type.
-        ValueError: an adapter belongs to a table or to a convolution, is of the variant "dora", or two parameters have
-            one name.
+        ValueError: an adapter belongs to a table or to a convolution, is of the variant "dora", or is too large for
+            its dtype with the alpha of the file; two parameters have one name; or the architecture has none.
 
     Example:
         >>> import os, tempfile, jax, jax.numpy as jnp, jaxquant as jq
@@ -507,8 +507,9 @@ def save_gguf(
     is_tree = isinstance(adapted, AdaptedTree)
     checks.require_type(is_tree, _SAVE_GGUF, "adapted", "an AdaptedTree", checks.describe_value(adapted))
     check_float_results(_SAVE_GGUF, prepared)
-    is_name = isinstance(architecture, str)
-    checks.require_type(is_name, _SAVE_GGUF, "architecture", "text", checks.describe_value(architecture))
+    is_text = isinstance(architecture, str)
+    checks.require_type(is_text, _SAVE_GGUF, "architecture", "text", checks.describe_value(architecture))
+    checks.require(bool(architecture), _SAVE_GGUF, "architecture", "the name of an architecture", "an empty text")
     tensors: dict[str, np.ndarray] = {}
     alpha = None
     for module, lora, axes, parts in _iterate_matrices(_SAVE_GGUF, prepared, adapted, names or str):
@@ -518,7 +519,13 @@ def save_gguf(
         # What llama.cpp divides by the rank.
         product = lora.scaling * lora.rank
         alpha = product if alpha is None else alpha
-        b = parts["b"] if product == alpha else (parts["b"] * np.float32(product / alpha)).astype(parts["b"].dtype)
+        b = parts["b"]
+        if product != alpha:
+            with np.errstate(over="ignore"):
+                b = (b * np.float32(product / alpha)).astype(b.dtype)
+            expected = f"adapters whose b, times {product / alpha:.6g} for the file's one alpha, {b.dtype} can hold"
+            is_finite = bool(np.isfinite(b.astype(np.float32)).all())
+            checks.require(is_finite, _SAVE_GGUF, "adapted", expected, f"others at {module}")
         tensors |= {f"{module}.lora_a": parts["a"], f"{module}.lora_b": b}
     metadata = {
         "general.type": "adapter", "general.architecture": architecture, "adapter.type": "lora",

@@ -101,9 +101,9 @@ def distill(
         params: the parameters of the function, in floats: what the teacher has, and where training begins.
         batches: batches as for `Prepared.calibrate`, one for each step. If there are fewer than `steps`, they are read
             again, so that an iterator has to hold as many as there are steps.
-        optimizer: a transformation of optax, or anything with its `init` and `update`. It trains a dict of float
-            arrays by their paths, such as "params/w" and "scales/weights/w/scale", so that `optax.multi_transform` can
-            give the scales another rate.
+        optimizer: a transformation of optax, or anything with its `init` and `update`, which gets the gradient, the
+            state and the variables, and no loss. It trains a dict of float arrays by their paths, such as "params/w"
+            and "scales/weights/w/scale", so that `optax.multi_transform` can give the scales another rate.
         start: the tree to train: of `Prepared.trainable`, with learned scales or fixed ranges, or of `lora.adapt`, of
             which the adapters are trained. None for `prepared.trainable(params)`.
         teacher: a function of the arguments of a batch that returns the logits to learn, which is called as it is, in
@@ -119,7 +119,9 @@ def distill(
         held_out: batches that nothing is learned from, which are read again at each evaluation.
         evaluate_every: the number of steps between two evaluations.
         checkpoint: the path of a safetensors file from which interrupted training goes on, and which is written at
-            the end, on an error, and every `save_seconds`. It needs the package safetensors.
+            the end, on an error, and every `save_seconds`. It needs the package safetensors. What went on before is
+            known by its arrays, the coverage of `prepared`, the temperature, the weight of labels and the schedule;
+            functions and the settings of the optimizer are not compared.
         save_seconds: the least time between two writes of the file.
         progress: whether to show a progress bar with the time left, with the package rich. None shows it on a terminal.
         **arguments: keyword arguments of every call of the function.
@@ -131,7 +133,8 @@ def distill(
         ModuleNotFoundError: there is a checkpoint, and safetensors is not installed.
         TypeError: an argument has a wrong type, or an output is no array of floats.
         ValueError: there are too few batches; a number is out of range; a pattern matches nothing; the loss of a step
-            is not finite; outputs and target have different shapes; or the file belongs to another training.
+            or an array after it is not finite; outputs and target have different shapes; or the file is damaged, or
+            belongs to another training, or to one of more steps.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, jaxquant as jq
@@ -165,8 +168,7 @@ def distill(
     with checks.name_errors(_NAME):
         tree = prepared.trainable(params) if start is None else start
     is_tree = isinstance(tree, TrainableTree | AdaptedTree)
-    expected = "a tree of Prepared.trainable or lora.adapt"
-    checks.require_type(is_tree, _NAME, "start", expected, checks.describe_value(tree))
+    checks.require_type(is_tree, _NAME, "start", "a tree of Prepared.trainable or lora.adapt", type(tree).__name__)
     loss = _Loss(float(temperature), label_loss, float(label_weight))
     training = _Training(prepared, params, tree, optimizer, teacher, loss, schedule, arguments)
     evaluations = None if held_out is None else loop.read_batches(_NAME, held_out, arguments, "held_out")
@@ -214,6 +216,7 @@ class _Training:
             if path.startswith(prefix) and not is_quantized(x) and checks.has_dtype(x, dtypes.FLOATS)
         }
         self._steps = _read_schedule(schedule, tuple(places))
+        self._settings = (loss.temperature, loss.label_loss and loss.label_weight, schedule)
         self._places = {path: place for path, place in places.items() if len(self._steps[path])}
         checks.require(bool(self._places), _NAME, "schedule", "steps in which an array changes", "none")
         # A step deletes the variables that it is given, and these are the user's.
@@ -235,15 +238,21 @@ class _Training:
         loss = compute_divergence(target, outputs, self._loss.temperature)
         if self._loss.label_loss is None:
             return loss
-        weight = self._loss.label_weight
-        return (1 - weight) * loss + weight * self._loss.label_loss(outputs, *args, **kwargs)
+        label_loss, weight = self._loss.label_loss(outputs, *args, **kwargs), self._loss.label_weight
+        is_scalar = checks.has_dtype(label_loss, dtypes.FLOATS) and label_loss.ndim == 0
+        expected, got = "a function that returns one float, an array of shape ()", checks.describe_value(label_loss)
+        checks.require_type(is_scalar, _NAME, "label_loss", expected, got)
+        return (1 - weight) * loss + weight * label_loss
 
     def _update(self, variables: Any, state: Any, fixed: Any, active: Any, target: jax.Array, batch: Signature) -> Any:
         loss, gradient = jax.value_and_grad(self._compute_loss)(variables, fixed, target, batch)
         gradient = {path: jnp.where(active[path], g, 0) for path, g in gradient.items()}
         updates, state = self.optimizer.update(gradient, state, variables)
+        shapes, given = (_list_shapes(x) for x in (variables, updates))
+        checks.require_type(given == shapes, _NAME, "optimizer", f"updates of the form {shapes}", given)
         new = {path: (x + updates[path]).astype(x.dtype) for path, x in variables.items()}
-        return {path: jnp.where(active[path], new[path], x) for path, x in variables.items()}, state, loss
+        variables = {path: jnp.where(active[path], new[path], x) for path, x in variables.items()}
+        return variables, state, loss, jnp.stack([jnp.isfinite(x).all() for x in variables.values()]).all()
 
     def _compute_target(self, arrays: Any, batch: Signature) -> Any:
         args, kwargs = batch.rebuild(batch.arrays)
@@ -263,10 +272,14 @@ class _Training:
         """Return the position after a step; the arrays of the one before are deleted, and its list of losses grows."""
         active = {path: np.bool_(number in self._steps[path]) for path in self._places}
         target = self.teach(batch)
-        variables, state, loss = self._step(position.variables, position.state, self._fixed, active, target, batch)
+        variables, state, loss, is_finite = self._step(
+            position.variables, position.state, self._fixed, active, target, batch
+        )
         value = float(loss)
         expected, got = "batches with a finite loss", f"a loss of {value} in step {number}, counted from 0"
         checks.require(bool(np.isfinite(value)), _NAME, "batches", expected, got)
+        expected, got = "finite updates", f"a NaN or an infinity in an array after step {number}, counted from 0"
+        checks.require(bool(is_finite), _NAME, "optimizer", expected, got)
         position.losses.append(value)
         return position._replace(variables=variables, state=state)
 
@@ -298,14 +311,20 @@ class _Training:
     @functools.cached_property
     def origin(self) -> int:
         """A checksum of where training began, which a file to go on from must have."""
-        given = {path: self._signature.arrays[place] for path, place in self._places.items()}
-        return zlib.crc32(repr(sorted(self._places)).encode(), loop.compute_fingerprint(given))
+        rows = [(row.name, row.form, row.weight, row.activations) for row in self._prepared.coverage]
+        arrays = [self._signature, None if self._teacher else self._params]
+        content = repr((self._signature.names, sorted(self._places), rows, self._settings))
+        return zlib.crc32(content.encode(), loop.compute_fingerprint([x and x.arrays for x in arrays]))
 
 
 def _check_outputs(argument: str, outputs: Any) -> None:
     is_array = checks.has_dtype(outputs, dtypes.FLOATS) and outputs.ndim > 0
     expected = "one array of float logits with the classes on the last axis"
     checks.require_type(is_array, _NAME, argument, expected, checks.describe_value(outputs))
+
+
+def _list_shapes(updates: Any) -> Any:
+    return jax.tree.map(np.shape, updates)
 
 
 def _read_schedule(schedule: Any, paths: tuple[str, ...]) -> dict[str, range]:
@@ -331,13 +350,16 @@ def _run(
     path: pathlib.Path | None, save_seconds: float, progress: bool | None,
 ) -> _Position:  # fmt: skip
     """Return the position at the end of training."""
-    state = training.optimizer.init(training.start)
+    # A step deletes both, so the state cannot hold the variables themselves.
+    state = jax.tree.map(jnp.copy, training.optimizer.init(training.start))
     position = _Position(training.start, state, None, [], {})
     if path is not None and path.exists():
         position = _load(path, training, position, evaluations is not None)
     elif evaluations is not None:
         position = training.evaluate(position, evaluations)
     done, saved = len(position.losses), time.monotonic()
+    expected, got = f"the {done} steps of the file {path}, or more; delete it to start again", steps
+    checks.require(steps is None or steps >= done, _NAME, "steps", expected, got)
     total = steps if steps is not None else (len(batches) if hasattr(batches, "__len__") else None)  # type: ignore[arg-type]
     bar = loop.Bar("distilling", total, progress)
     try:
@@ -369,10 +391,10 @@ def _repeat(batches: Iterable[Any], steps: int | None) -> Iterator[Any]:
     while True:
         before = count
         for batch in batches:
-            if count == steps:
-                return
             yield batch
             count += 1
+            if count == steps:
+                return
         if count == before or steps is None:
             expected = "at least one batch" if steps is None else f"{steps} batches, or a list, which can be read again"
             checks.require(count > 0 if steps is None else count == steps, _NAME, "batches", expected, count)
@@ -388,11 +410,11 @@ def _save(path: pathlib.Path, training: _Training, position: _Position) -> None:
         "losses": np.asarray(position.losses, np.float64),
         "held_out": np.array(list(position.held_out.items()), np.float64).reshape(-1, 2),
         "variables": [np.asarray(position.variables[name]) for name in sorted(position.variables)],
-        "state": [np.asarray(x) for x in jax.tree.leaves(position.state)],
+        "state": [_to_numpy(x) for x in jax.tree.leaves(position.state)],
         "best": [] if position.best is None else [np.asarray(position.best[name]) for name in sorted(position.best)],
     }
     partial = path.with_name(f"{path.name}.partial")
-    save_safetensors(partial, content)
+    save_safetensors(partial, {**content, "checksum": np.uint32(loop.compute_fingerprint(content))})
     partial.replace(path)
 
 
@@ -403,23 +425,40 @@ def _load(path: pathlib.Path, training: _Training, start: _Position, has_best: b
         content = load_safetensors(path)
     except checks.ContractValueError as error:
         raise checks.ContractValueError(checks.format_message(_NAME, "checkpoint", expected, error)) from error
-    names, leaves = sorted(start.variables), jax.tree.leaves(start.state)
-    is_mapping = isinstance(content, Mapping) and {"origin", "losses", "held_out", "variables", "state", "best"} <= {
-        *content
-    }
-    checks.require(is_mapping, _NAME, "checkpoint", expected, "another file")
-    is_same = int(np.asarray(content["origin"])) == training.origin
-    checks.require(is_same, _NAME, "checkpoint", expected, "a file of training that began with other arrays")
-    variables = [start.variables[name] for name in names]
-    for name, like in (("variables", variables), ("state", leaves), ("best", variables if has_best else [])):
-        found = [(x.shape, x.dtype) for x in map(jnp.asarray, content[name])]
-        needed = [(x.shape, x.dtype) for x in map(jnp.asarray, like)]
+    names = {"origin", "losses", "held_out", "variables", "state", "best", "checksum"}
+    is_known = isinstance(content, dict) and set(content) == names
+    checks.require(is_known, _NAME, "checkpoint", expected, "another file")
+    checksum = content.pop("checksum")
+    is_complete = np.array_equal(checksum, loop.compute_fingerprint(content))
+    checks.require(is_complete, _NAME, "checkpoint", expected, "a damaged file")
+    got = "a file of training with other arrays, rules or settings"
+    checks.require(int(content["origin"]) == training.origin, _NAME, "checkpoint", expected, got)
+    paths, (state, form) = sorted(start.variables), jax.tree.flatten(start.state)
+    variables = [start.variables[path] for path in paths]
+    likes = {"variables": variables, "state": state, "best": variables if has_best else []}
+    for name, like in likes.items():
+        found, needed = ([(x.shape, x.dtype) for x in map(_to_numpy, part)] for part in (content[name], like))
         got = f"{len(found)} arrays in {name}, or others than the {len(needed)} of this optimizer and held_out"
         checks.require(found == needed, _NAME, "checkpoint", expected, got)
+    arrays = {name: list(map(_place, content[name], like)) for name, like in likes.items()}
     return _Position(
-        dict(zip(names, map(jnp.asarray, content["variables"]), strict=True)),
-        jax.tree.unflatten(jax.tree.structure(start.state), list(map(jnp.asarray, content["state"]))),
-        dict(zip(names, map(jnp.asarray, content["best"]), strict=True)) if has_best else None,
-        np.asarray(content["losses"]).tolist(),
-        {int(steps): float(loss) for steps, loss in np.asarray(content["held_out"])},
-    )
+        dict(zip(paths, arrays["variables"], strict=True)), jax.tree.unflatten(form, arrays["state"]),
+        dict(zip(paths, arrays["best"], strict=True)) if has_best else None, content["losses"].tolist(),
+        {int(steps): float(loss) for steps, loss in content["held_out"]},
+    )  # fmt: skip
+
+
+def _to_numpy(x: Any) -> np.ndarray:
+    """Return an array as a file holds it: of a random key its data, which an optimizer that adds noise has."""
+    return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+
+
+def _place(data: np.ndarray, like: jax.Array) -> jax.Array:
+    """Return an array of a file as the one that it stands for, on the same devices."""
+    array = jnp.asarray(data)
+    array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(like)) if _is_key(like) else array
+    return jax.device_put(array, like.sharding) if like.committed else array
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -299,7 +299,7 @@ class Prepared:
             scales = make_scales(parameters, self.static_ranges, records, estimator)
             if start is None:
                 return TrainableTree(params, scales)
-            converted = Signature(read_quantized("Prepared.trainable", start).params)
+            converted = Signature(read_quantized("Prepared.trainable", start, "start").params)
             check_names("Prepared.trainable", self.names, converted.names, "start")
             arrays = list(signature.arrays)
             for place, plan in self._list_floats().items():
@@ -556,14 +556,14 @@ class Prepared:
             checks.require(lengths == planned, f"Prepared.{method}", "args", expected, lengths)
 
 
-def read_quantized(function: str, q: Any) -> QuantizedTree:
+def read_quantized(function: str, q: Any, argument: str = "q") -> QuantizedTree:
     """Return the tree that `apply` and what belongs to it take; raise unless it is a `QuantizedTree`."""
     expected = "a QuantizedTree, as Prepared.convert(params, ranges) returns it"
     # A file that was loaded without a target holds a dict.
     if isinstance(q, Mapping) and set(q) == {"params", "ranges"}:
         expected += ", or QuantizedTree(**tree) of a loaded tree"
     got = "a TrainableTree, as for fake_apply" if isinstance(q, TrainableTree) else _describe_tree(q)
-    checks.require_type(isinstance(q, QuantizedTree), function, "q", expected, got)
+    checks.require_type(isinstance(q, QuantizedTree), function, argument, expected, got)
     assert isinstance(q, QuantizedTree)
     return q
 

@@ -192,6 +192,14 @@ def test_what_a_file_cannot_hold_is_refused(rng: np.random.Generator, tmp_path: 
     prepared, adapted, _ = adapt(rng, jq.lora.LoRA(2))
     with pytest.raises(TypeError, match=r"save_gguf: architecture: expected text, got None"):
         jq.lora.save_gguf(path, prepared, adapted, architecture=None)  # pyright: ignore
+    with pytest.raises(
+        ValueError, match=r"save_gguf: architecture: expected the name of an architecture, got an empty"
+    ):
+        jq.lora.save_gguf(path, prepared, adapted, architecture="", names=NAMES.__getitem__)
+    prepared, adapted, _ = adapt(rng, [jq.lora.LoRA(2, "layers", alpha=1e-3), jq.lora.LoRA(2, alpha=1e4)])
+    half = adapted.replace(adapters=jax.tree.map(lambda x: jnp.full_like(x, 0.1, dtype=jnp.float16), adapted.adapters))
+    with pytest.raises(ValueError, match=r"adapted: .* times 1e\+07 .* float16 can hold, got .* output.weight"):
+        jq.lora.save_gguf(path, prepared, half, architecture="llama", names=NAMES.__getitem__)
     with pytest.raises(ValueError, match="save_gguf: names: expected a name of its own for each parameter"):
         jq.lora.save_gguf(
             path, prepared, adapted, architecture="llama", names=lambda p: "a.{}" if p == "layers" else "a.0"

@@ -30,6 +30,7 @@ RECIPES = {
     "weight_only_int4": jq.recipes.weight_only_int4(),
 }
 WITH_CODES = ("fp8_dynamic", "mxfp8", "mxfp8, floor", "mxfp4, float4 activations")
+TABLES = ("weight_only_fp8", "fp8_dynamic", "mxfp8", "mxfp4", "nvfp4")
 RULES = ("rceil", "floor", "ceil", "even", "nearest", "compressed_tensors")
 FLOAT4 = np.dtype(ml_dtypes.float4_e2m1fn)
 
@@ -67,6 +68,24 @@ def test_recipes_run_in_onnx_runtime(name: str, opset: int, rng: np.random.Gener
         assert any(row.kind == "codes" for row in report.rows) == (name in WITH_CODES)
     loaded, parameters = jqonnx.load(model)
     np.testing.assert_allclose(loaded(parameters, x), prepared.apply(q, x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+@pytest.mark.parametrize("form", ["operators", "qdq"])
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_are_looked_up(name: str, form: Any, mode: str, rng: np.random.Generator) -> None:
+    params = {"table": jnp.asarray(rng.normal(0, 1, (64, 32)), jnp.float32)}
+    rows = np.array([[3, 63, int(rng.integers(64))]], np.int32)
+    prepared = jq.prepare(
+        lambda p, t: jq.take(p["table"], t, mode=mode), params, rows, rules=RECIPES[name], strict=True
+    )
+    q = prepared.convert(params)
+    model = jqonnx.export(prepared, q, [rows], form=form)
+    onnx.checker.check_model(model, full_check=True)
+    np.testing.assert_array_equal(run(model, rows)[0], prepared.apply(q, rows))
+    np.testing.assert_array_equal(run(model, rows)[0][0], np.asarray(q.params["table"].dequantize())[rows[0]])
+    if name != "nvfp4":  # a byte for each code, and a scale for each row or block of 32
+        assert model.ByteSize() < 64 * 32 * 1.2 + 2500
 
 
 @pytest.mark.parametrize("name", ["weight_only_fp8", "mxfp4", "nvfp4"])

@@ -201,15 +201,101 @@ def test_a_file_of_another_training_is_refused(fixed_rng: np.random.Generator, t
 
     run()
     other = prepared.trainable({**params, "up": params["up"] + 1})
-    refuse(r"a file of this training at .*, got a file of training that began with other arrays", start=other)
+    refuse(r"a file of this training at .*, got a file of training with other arrays, rules or settings", start=other)
     refuse("a file of this training at .* delete it .*, got .* arrays in state", optimizer=optax.adam(0.1))
     refuse("a file of this training .*, got 0 arrays in best", held_out=batches)
+    refuse("a file of this training .*, got .*other arrays, rules or settings", temperature=2.0)
+    refuse("a file of this training .*, got .*other arrays, rules or settings", schedule={"*up": range(2)})
+    teacher = {**params, "down": params["down"] + 1}
+    with pytest.raises(ValueError, match="got a file of training with other arrays, rules or settings"):
+        jq.train.distill(prepared, teacher, batches, optax.sgd(0.1), start=prepared.trainable(params), checkpoint=path)
+    finer = prepare(params, batches[0], jq.recipes.gguf("Q8_0"))
+    with pytest.raises(ValueError, match="got a file of training with other arrays, rules or settings"):
+        jq.train.distill(finer, params, batches, optax.sgd(0.1), checkpoint=path)
+    with pytest.raises(ValueError, match=r"train\.distill: steps: expected the 4 steps of the file .*, got 3"):
+        run(steps=3)
     data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    refuse("a file of this training .*, got a damaged file")
     path.write_bytes(data[: len(data) // 2])
     refuse("a file of this training .*, got .*expected a safetensors file")
     checkpoint.save_safetensors(path, {"a": np.ones(3)})
     refuse("a file of this training .*, got another file")
     refuse("a folder that exists", checkpoint=tmp_path / "none" / "a")
+
+
+def test_adapters_go_on_only_with_their_codes(fixed_rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("safetensors")
+    params, batches = sample(fixed_rng)
+    prepared = prepare(params, batches[0], jq.recipes.weight_only_int4(block=32))
+    first, second = (
+        jq.lora.adapt(prepared, prepared.convert(p), jq.lora.LoRA(2), jax.random.key(0))
+        for p in (params, jax.tree.map(lambda x: 2 * x, params))
+    )
+    path = tmp_path / "training.safetensors"
+    jq.train.distill(prepared, params, batches, optax.sgd(0.1), start=first, checkpoint=path)
+    with pytest.raises(ValueError, match="got a file of training with other arrays, rules or settings"):
+        jq.train.distill(prepared, params, batches, optax.sgd(0.1), start=second, checkpoint=path)
+
+
+def test_states_that_hold_the_variables_or_random_keys(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("safetensors")
+    params, batches = sample(rng)
+    prepared, path = prepare(params, batches[0]), tmp_path / "training.safetensors"
+
+    def update(gradient: Any, state: Any, variables: Any) -> Any:
+        # The state begins with the variables themselves, as that of optax.contrib.prodigy.
+        key, origin = state
+        key, part = jax.random.split(key)
+        noise = 0.01 * jax.random.normal(part)
+        updates = jax.tree.map(lambda g, x, y: noise - 0.1 * g + 0.1 * (y - x), gradient, variables, origin)
+        return updates, (key, origin)
+
+    make: Any = optax.GradientTransformation
+    optimizer = make(lambda variables: (jax.random.key(3), variables), update)
+    expected = jq.train.distill(prepared, params, batches, optimizer, steps=4)
+    jq.train.distill(prepared, params, batches, optimizer, steps=2, checkpoint=path)
+    found = jq.train.distill(prepared, params, batches, optimizer, steps=4, checkpoint=path)
+    np.testing.assert_array_equal(found.losses, expected.losses)
+    jax.tree.map(check_equal, found.tree.params, expected.tree.params)
+
+
+def test_arrays_go_on_where_they_were(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("safetensors")
+    params, batches = sample(rng)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("rows",))
+    rows, whole = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (("rows",), ()))
+    params = {name: jax.device_put(x, rows if name == "up" else whole) for name, x in params.items()}
+    batches = [jax.device_put(x, rows) for x in batches]
+    prepared, path = prepare(params, batches[0]), tmp_path / "training.safetensors"
+    expected = jq.train.distill(prepared, params, batches, optax.adam(1e-3), steps=4)
+    jq.train.distill(prepared, params, batches, optax.adam(1e-3), steps=2, checkpoint=path)
+    found = jq.train.distill(prepared, params, batches, optax.adam(1e-3), steps=4, checkpoint=path)
+    assert found.tree.params["up"].sharding.is_equivalent_to(expected.tree.params["up"].sharding, 2)
+    np.testing.assert_array_equal(found.losses, expected.losses)
+    jax.tree.map(check_equal, found.tree.params, expected.tree.params)
+
+
+def test_an_iterator_is_read_no_further_than_the_steps(fixed_rng: np.random.Generator) -> None:
+    params, batches = sample(fixed_rng)
+    stream = iter(batches)
+    jq.train.distill(prepare(params, batches[0]), params, stream, optax.sgd(0.1), steps=2)
+    assert next(stream) is batches[2]
+
+
+def test_functions_that_return_something_else(fixed_rng: np.random.Generator) -> None:
+    params, batches = sample(fixed_rng)
+    prepared = prepare(params, batches[0])
+    for loss, got in ((lambda y, x: y[:, 0], r"float32\[24\]"), (lambda y, x: None, "None")):
+        text = rf"train\.distill: label_loss: expected a function that returns one float, .*, got .*{got}"
+        with pytest.raises(TypeError, match=text):
+            jq.train.distill(prepared, params, batches, optax.sgd(0.1), label_loss=loss)
+    stateless: Any = optax.stateless
+    for updates, got in (({"a": 1.0}, "'a'"), (None, "None")):
+        text = rf"train\.distill: optimizer: expected updates of the form .*'params/up': \(32, 64\).*, got .*{got}"
+        optimizer = stateless(lambda gradient, variables, updates=updates: updates)
+        with pytest.raises(TypeError, match=text):
+            jq.train.distill(prepared, params, batches, optimizer)
 
 
 def test_a_loss_that_is_not_finite_stops(fixed_rng: np.random.Generator) -> None:
@@ -218,6 +304,13 @@ def test_a_loss_that_is_not_finite_stops(fixed_rng: np.random.Generator) -> None
     bad = [*batches[:2], batches[2].at[0, 0].set(jnp.nan)]
     with pytest.raises(ValueError, match=r"batches: expected batches with a finite loss, got a loss of nan in step 2"):
         jq.train.distill(prepared, params, bad, optax.sgd(0.1))
+    # The loss is finite, and its gradient is not.
+    with pytest.raises(
+        ValueError, match=r"optimizer: expected finite updates, got a NaN .* after step 0, counted from 0"
+    ):
+        jq.train.distill(
+            prepared, params, batches[:1], optax.sgd(0.1), label_loss=lambda y, x: jnp.sqrt(jnp.abs(0 * y).sum())
+        )
     with pytest.raises(ValueError, match=r"held_out: expected batches with a finite loss, got nan"):
         jq.train.distill(prepared, params, batches, optax.sgd(0.1), held_out=bad)
 
@@ -333,7 +426,7 @@ def test_codes_that_training_cannot_begin_with_are_refused(fixed_rng: np.random.
 
     refuse(ValueError, "start: expected None, unless the estimator trains the scales of weights", estimator=None)
     refuse(ValueError, "start: expected None, unless the estimator trains the scales", estimator=jq.PACT())
-    refuse(TypeError, "q: expected a QuantizedTree", start=params)
+    refuse(TypeError, "start: expected a QuantizedTree", start=params)
     other = prepare(params, batches[0], jq.recipes.weight_only_int8()).convert(params)
     refuse(ValueError, r"start: expected an array of int4 of shape \(.*\) with positive float16 scales", start=other)
     signed = checkpoint.quantize_to(params, "q4_0", keep="bias")[0]

@@ -21,7 +21,10 @@ def write_gather(graph: ModelGraph, call: WriterCall) -> Value:
     p = call.parameters
     numbers, sizes, mode = p["dimension_numbers"], p["slice_sizes"], lax.GatherScatterMode.from_any(p["mode"])
     x_shape, index_shape = p["input_shapes"]
-    x = graph.store_full(call.inputs[0], x_shape)
+    x, output = graph.store_full(call.inputs[0], x_shape), call.outputs[0]
+    dtype = container = values.choose_container(output.dtype)
+    if container in dtypes.FLOAT8:  # of which ONNX has no Gather, and float32 has all numbers
+        x, dtype = graph.cast(x, np.float32), np.dtype(np.float32)
     axes = numbers.start_index_map
     limits = [x_shape[axis] - sizes[axis] for axis in axes]
     index, is_inside = _read_indices(graph, call.inputs[1], index_shape, limits, mode)
@@ -31,9 +34,10 @@ def write_gather(graph: ModelGraph, call: WriterCall) -> Value:
         name = _gather_axis(graph, x, index, x_shape, index_shape, numbers, sizes)
     else:
         name = _gather_nd(graph, x, index, x_shape, index_shape, numbers, sizes)
-    output = call.outputs[0]
-    result = Value(tuple(output.shape), values.choose_container(output.dtype), name)
-    return result if is_inside is None else _fill_outside(graph, result, is_inside, numbers, p["fill_value"])
+    result = Value(tuple(output.shape), dtype, name)
+    if is_inside is not None:
+        result = _fill_outside(graph, result, is_inside, numbers, p["fill_value"])
+    return elementwise.cast_value(graph, result, container)
 
 
 def _read_indices(
