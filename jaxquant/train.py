@@ -247,7 +247,9 @@ class _Training:
     def _update(self, variables: Any, state: Any, fixed: Any, active: Any, target: jax.Array, batch: Signature) -> Any:
         loss, gradient = jax.value_and_grad(self._compute_loss)(variables, fixed, target, batch)
         gradient = {path: jnp.where(active[path], g, 0) for path, g in gradient.items()}
-        updates, state = self.optimizer.update(gradient, state, variables)
+        # Optimizers of optax mix dtypes, which JAX refuses under `jax_numpy_dtype_promotion="strict"`.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = self.optimizer.update(gradient, state, variables)
         shapes, given = (_list_shapes(x) for x in (variables, updates))
         checks.require_type(given == shapes, _NAME, "optimizer", f"updates of the form {shapes}", given)
         new = {path: (x + updates[path]).astype(x.dtype) for path, x in variables.items()}
