@@ -165,7 +165,7 @@ _PAGE, _WAYS = 2**12, 8
 # to read them as words; the copy of a chunk stays in the second-level caches, and so do the sums of a chunk. Codes of
 # 8 bits are read where they are, but chunks of them would be copied.
 _CHUNK, _BYTE_CHUNK, _MOST_CHUNKS = 2**22, 2**26, 16
-# More codes of 8 bits than these are contracted in a loop if they are stored last.
+# More codes of 8 bits than these are contracted in a loop, a few MB in each turn.
 _LOOP = 2**22
 # A row with a magnitude above _LARGE is divided by _POWER. Then the sum of its products with codes, or with levels of a
 # codebook of at most _LARGEST_LEVEL, does not overflow before it is scaled, in rows of up to 2**20 elements. A row with
@@ -349,7 +349,7 @@ def _contract_pieces(x: jax.Array, parts: tuple[jax.Array, jax.Array, Any, Any],
         x: float32 [K].
         parts: the codes, scale, zero point and offset, as `_take_rows` returns them.
         terms: the number of rows that one loop adds up.
-        rows: the number of rows in each turn, which divides K, and which the length of a block divides.
+        rows: the number of rows in each turn: it divides K, and is a multiple of the length of a block.
     """
     codes, *entries = parts
     (depth, columns), groups = codes.shape, rows // terms
