@@ -6,7 +6,8 @@
 # finds the same lines on pages that it has not seen.
 #
 # ```sh
-# pip install -e ".[onnx]" matplotlib && pip install --no-deps --ignore-requires-python rapidocr-onnxruntime  # a download of 15 MB
+# pip install -e ".[onnx]" matplotlib
+# pip install --no-deps --ignore-requires-python rapidocr-onnxruntime  # a download of 15 MB
 # ```
 
 # %%
