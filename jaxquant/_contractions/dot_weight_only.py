@@ -386,8 +386,10 @@ def read_scaled_codes(
             is_float = part is not q.zero_point and not is_looped
             if not is_float or (part.dtype == dtypes.FLOAT32 and not is_nested):
                 return original
-            # The barrier keeps XLA from converting or computing an entry for each code.
-            return lax.optimization_barrier(weight_chunks.delay_floats(original, x))
+            # The barrier keeps XLA from converting or computing an entry for each code. In one dimension, the loop
+            # consists of vectors only, however few entries a row has.
+            flat = weight_chunks.delay_floats(original.reshape(-1), x)
+            return lax.optimization_barrier(flat).reshape(original.shape)
         if original.dtype == dtypes.FLOAT32:
             original = weight_chunks.delay_floats(original, x)
         elif original.dtype in dtypes.INTEGERS:

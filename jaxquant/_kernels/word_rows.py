@@ -1,7 +1,8 @@
 """The contraction of one float row with a matrix of codes in uint32 words: see `words` and `float_rows`.
 
-The words are read as they are, or copied as they are if they have two planes, and no code is written to memory. The
-lanes of a word belong to distant codes, so a vector of words becomes, lane by lane, vectors of neighboring codes.
+The words are read as they are, and no code is written to memory. If the words hold the contracted dimension, a vector
+holds the codes at one place of neighboring groups, whose scales are neighbors in memory; see `words`. If they hold the
+other dimension, a vector holds the codes of one word, which are neighboring columns.
 """
 
 from __future__ import annotations
@@ -9,55 +10,52 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import barriers, packed_codes, words
+from . import packed_codes, words
 from .contraction import Role
-from .float_rows import ScaledCodes, WordLayout, add_terms, count_cached_rows, scale_row, sum_rows
+from .float_rows import ScaledCodes, add_terms, count_cached_rows, scale_row, sum_rows
 from .weight_chunks import Chunk
 
-# The number of rows that one loop adds up, if they stay in the first-level cache. With 8, XLA:CPU writes and reads as
-# many sums as words.
-_TERMS = (32, 16)
-# The number of words of a chunk, and the most chunks: the program contains the operations of every chunk.
-_CHUNK, _MOST_CHUNKS = 2**19, 16
-# The number of words in a cache line. Words of two planes are read a line at a time for all of their lanes, so that
-# the lines of all rows stay in the first-level cache.
-_LINE = 16
-# Up to this number of codes, the sums over lanes stay in the second-level caches.
-_FEW = 2**22
-# The number of words in a vector of a CPU with AVX2, and the most vectors that one loop adds up in each lane.
-_VECTOR, _MOST_VECTORS = 8, 4
+# The numbers of rows that one loop adds up, if they stay in the first-level cache, for words of low bits only and for
+# others, whose loop has more operations for each row.
+_TERMS, _TERMS_OF_TWO = (16,), (32, 16)
+# The number of codes whose sums one loop writes to memory, which stay in the second-level caches, and the most loops:
+# the program contains the operations of every loop.
+_CHUNK, _MOST_CHUNKS = 2**22, 16
+# The number of words in a vector of a CPU with AVX2.
+_VECTOR = 8
+# The number of lanes that read the same shifted words. XLA fuses an operation that it must repeat up to 15 times.
+_SHARED_LANES = 8
 
 
 def choose_form(q: ScaledCodes, role: Role) -> Callable[..., jax.Array] | None:
     """Return the function of a row, q and role that contracts them, or None: one of the functions below.
 
-    Every word and every block must be full, and the codes must be a matrix with one contracted dimension.
+    Every group and every block must be full, and the codes must be a matrix with one contracted dimension.
     """
     packed = q.words
     assert packed is not None
     is_matrix = len(q.shape) == 2 and not role.batch and len(role.contracted) == 1 and 0 not in q.shape
-    if not is_matrix or not words.is_even(packed.length, packed.bits) or not q.has_usual_levels():
+    if not is_matrix or not words.is_even(packed.length) or not q.has_usual_levels():
         return None
     if any(length % math.lcm(*q.list_runs(axis)) for axis, length in enumerate(q.shape)):
         return None
     runs = q.list_runs(role.contracted[0])
     if role.contracted == (0,):
-        row_bytes, planes = 4 * q.codes.shape[1], 1 if words.count_parts(packed.bits) == 1 else 2
-        fits = (n for n in _TERMS if n * planes <= count_cached_rows(row_bytes) or n == _TERMS[-1])
+        most = count_cached_rows(4 * q.codes.shape[1])
+        numbers = _TERMS if words.count_planes(packed.bits) == 1 else _TERMS_OF_TWO
+        fits = (n for n in numbers if n <= most or n == numbers[-1])
         terms = next((n for n in fits if all(run % n == 0 for run in (q.shape[0], *runs))), None)
         return None if terms is None else functools.partial(contract_word_rows, terms=terms)
-    run = math.gcd(packed.length // words.count_lanes(packed.bits), *runs)
-    if run % _VECTOR == 0 and q.zero_point is None and math.prod(q.shape) <= _FEW:
-        return functools.partial(contract_few_words, run=run)
-    run = math.gcd(_count_part(packed), *runs)
-    return functools.partial(contract_word_lanes, run=run) if run % _VECTOR == 0 else None
+    lanes = words.find_shape(packed.length, packed.bits).lanes
+    # A group has one entry, or one for some of its words.
+    is_aligned = all(run % words.GROUP == 0 or (words.GROUP % run == 0 and run % lanes == 0) for run in runs)
+    return contract_word_groups if is_aligned else None
 
 
 def contract_word_rows(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> jax.Array:
@@ -69,191 +67,123 @@ def contract_word_rows(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> 
         role: the role of each dimension of the codes.
         terms: the number of rows that one loop adds up, which share their entries.
     """
-    scaled, unit = scale_row(x, q)
-    sums: list[jax.Array] = []
-    for chunk in _cut_rows(q, terms):
-        piece = _take_piece(q, chunk, sums[-1] if sums else scaled)
-        factors = scaled if chunk.length == q.shape[0] else chunk.take(scaled, 0)
-        sums.append(_contract_rows(factors, piece, role, terms))
-    return functools.reduce(jnp.add, sums) * unit
-
-
-def _contract_rows(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> jax.Array:
-    """Return the contraction of a scaled row with the words of a chunk, [columns]."""
     packed = q.words
     assert packed is not None
+    scaled, unit = scale_row(x, q)
     depth, columns = q.shape
-    groups, lanes = depth // terms, words.count_lanes(packed.bits)
-    factors, stored = x.reshape(groups, terms), q.codes.reshape(groups, terms, -1)
-
-    parts, length = words.count_parts(packed.bits), _count_part(packed)
-    size = length if words.count_planes(packed.bits) == 1 else math.gcd(length, _LINE)
-    shape = (groups, parts, length // size, lanes, size)
-    lane, number = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (3, 1))
-
-    def split(term: int) -> tuple[jax.Array, ...]:
-        # The row of each group comes first: XLA would copy planes that are cut out of the whole matrix.
-        planes = words.split_words(stored[:, term], packed.bits, columns)
-        return tuple(plane.reshape(groups, -1, length // size, 1, size) for plane in planes)
+    groups, size = depth // terms, words.find_shape(columns, packed.bits)
+    factors = scaled.reshape(groups, terms)
+    # The barrier keeps XLA from reading words that are constants while it compiles.
+    stored = lax.optimization_barrier(q.codes).reshape(groups, terms, -1)
+    shape = (groups, size.tiles, size.groups, size.words, size.parts, size.lanes)
+    part, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (4, 5))
 
     def take(part: jax.Array) -> jax.Array:
-        """Return the entries of a scale, zero point or offset in the order of parts, words, lanes and words."""
+        """Return the entries of a scale, zero point or offset for each code of a row."""
         part = q.expand(part, role.free)
         entries = part.shape[0]
-        if part.shape[1] == 1:
-            part = part.reshape(entries, 1, 1, 1, 1)
-        else:
-            part = part.reshape(entries, lanes, *shape[1:3], size).transpose(0, 2, 3, 1, 4)
-        last = part.shape[1:]
-        return jnp.broadcast_to(part[:, None], (entries, groups // entries, *last)).reshape(groups, *last)
+        part = part.reshape(entries, 1, *((1,) * 5 if part.shape[1] == 1 else shape[1:]))
+        last = part.shape[2:]
+        return jnp.broadcast_to(part, (entries, groups // entries, *last)).reshape(groups, *last)
 
     # The barrier keeps XLA from writing a zero point for each code to memory.
     zero_point = None if q.zero_point is None else take(lax.optimization_barrier(_prepare_zero_point(q)))
     products = []
     for term in range(terms):
-        weights = _read_weights(q, split(term), lane, number, zero_point)
-        products.append(factors[:, term, None, None, None, None] * weights)
+        planes = words.spread_lanes(words.split_words(stored[:, term], packed.bits, columns))
+        weights = _read_weights(q, planes, lane, lane, part, zero_point)
+        products.append(factors[:, term, None, None, None, None, None] * weights)
     total = add_terms(products, q.decode) * take(q.scale)
     if q.offset is not None:
-        sums = jnp.sum(factors, axis=1)[:, None, None, None, None]
-        total = total + sums * take(q.offset)
-    # Before the barrier, a reshape would make XLA find the lane and the word of each code by divisions.
+        total = total + jnp.sum(factors, axis=1)[:, None, None, None, None, None] * take(q.offset)
+    # Before the barrier, a reshape would make XLA find the place of each code by divisions.
     y = jnp.sum(lax.optimization_barrier(jnp.broadcast_to(total, shape)), axis=0)
-    return y.transpose(2, 0, 1, 3).reshape(columns)
+    return y.reshape(columns) * unit
 
 
-def contract_word_lanes(x: jax.Array, q: ScaledCodes, role: Role, run: int) -> jax.Array:
+def contract_word_groups(x: jax.Array, q: ScaledCodes, role: Role) -> jax.Array:
     """Return what `float_rows.contract_row` returns, for words along the contracted dimension.
 
     Args:
         x: float32 [K].
         q: words [N, W].
         role: the role of each dimension of the codes.
-        run: how many neighboring words share their entries, in each lane.
     """
-    scaled, unit = scale_row(x, q)
-    sums: list[jax.Array] = []
-    for chunk in _cut_rows(q, 1):
-        piece = _take_piece(q, chunk, sums[-1] if sums else scaled)
-        sums.append(_contract_lanes(scaled, piece, role, run))
-    return jnp.concatenate(sums) * unit
-
-
-def _contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, run: int) -> jax.Array:
-    """Return the contraction of a scaled row with the words of a chunk, [rows of words]."""
     packed = q.words
     assert packed is not None
-    depth = packed.length
-    lanes, parts, cut = words.count_lanes(packed.bits), words.count_parts(packed.bits), _count_part(packed) // run
-    vectors = next(n for n in range(_MOST_VECTORS, 0, -1) if run % (n * _VECTOR) == 0)
-    # The words that one loop adds up: those of `vectors` vectors, in all lanes. A run may be several of these.
-    steps = run // (vectors * _VECTOR)
-    shape = (parts, cut * steps, vectors, _VECTOR)
-    factors = lax.optimization_barrier(x.reshape(lanes, *shape))
+    scaled, unit = scale_row(x, q)
+    factors = words.arrange_row(scaled, packed.bits)
+    rows = q.shape[0]
+    # XLA would copy a chunk of words of which each is read more than 15 times, as those of low bits only are.
+    is_whole = words.count_planes(packed.bits) == 1 and q.decode is None
+    count = 1 if is_whole else min(-(-math.prod(q.shape) // _CHUNK), _MOST_CHUNKS, rows)
+    step = -(-rows // count)
+    # The barrier keeps XLA from reading words that are constants while it compiles.
+    q = q._replace(codes=lax.optimization_barrier(q.codes))
+    chunks = [Chunk(start, min(step, rows - start)) for start in range(0, rows, step)]
+    sums = [_contract_groups(factors, q, role, chunk) for chunk in chunks]
+    return (sums[0] if len(sums) == 1 else jnp.concatenate(sums)) * unit
+
+
+def _contract_groups(factors: jax.Array, q: ScaledCodes, role: Role, chunk: Chunk) -> jax.Array:
+    """Return the contraction of a row, as `words.arrange_row` returns it, with a chunk of the rows of words."""
+    packed = q.words
+    assert packed is not None
+    size = words.find_shape(packed.length, packed.bits)
+
+    shape = (1, 1, size.words, size.parts, 1)
+    word = lax.broadcasted_iota(jnp.int32, shape, 2) * np.int32(size.parts) + lax.broadcasted_iota(jnp.int32, shape, 3)
+
+    def cut(part: jax.Array) -> jax.Array:
+        """Return the rows of the chunk, at indices that XLA knows: it would copy others."""
+        is_whole = part.shape[0] == 1 or chunk.length == q.shape[0]
+        return part if is_whole else lax.slice_in_dim(part, chunk.start, chunk.start + chunk.length)
 
     def take(part: jax.Array) -> jax.Array:
-        """Return the entries of each loop: [rows or 1, lanes or 1, parts or 1, loops or 1, 1]."""
-        part = q.expand(part, role.free)
-        if part.shape[1] == 1:
+        """Return the entries of each word: [rows or 1, tiles or 1, words or 1, parts or 1, groups or 1]."""
+        part = cut(q.expand(part, role.free))
+        rows, entries = part.shape
+        run = packed.length // entries
+        if entries == 1:
             return part[:, :, None, None, None]
-        repeats = depth // part.shape[1] // (run // steps)
-        if repeats > 1:
-            part = lax.optimization_barrier(jnp.repeat(part, repeats, axis=1))
-        return part.reshape(part.shape[0], lanes, parts, cut * steps, 1)
+        if run >= words.GROUP:
+            if run > words.GROUP:
+                # The barrier keeps XLA from finding the entry of each group by divisions.
+                part = lax.optimization_barrier(jnp.repeat(part, run // words.GROUP, axis=1))
+            return part.reshape(rows, size.tiles, 1, 1, size.groups)
+        each = words.GROUP // run
+        # A strided read in the loop would not be vectorized.
+        ranks = lax.optimization_barrier([lax.slice_in_dim(part, first, None, each, axis=1) for first in range(each)])
+        value, *others = (rank.reshape(rows, size.tiles, 1, 1, size.groups) for rank in ranks)
+        for first, other in enumerate(others, 1):
+            value = jnp.where(word < first * (size.parts * size.words // each), value, other)
+        return value
 
-    def get(part: jax.Array, lane: int) -> jax.Array:
-        return part[:, lane if part.shape[1] > 1 else 0]
-
-    scale = take(q.scale)
-    zero_point = None if q.zero_point is None else take(_prepare_zero_point(q))
-    planes = []
-    for vector in range(vectors):
-        low, *high = words.split_vectors(q.codes, packed.bits, depth, _VECTOR, vector, vectors)
-        planes.append((low, *(words.align_parts(plane, low.shape, packed.bits, axis=1) for plane in high)))
-    sums = []
-    for lane in range(lanes):
-        point = None if zero_point is None else get(zero_point, lane)
-        products = []
-        for vector in range(vectors):
-            weights = _read_weights(q, planes[vector], lane, 0, point)
-            products.append(factors[None, lane, :, :, vector] * weights)
-        sums.append(functools.reduce(jnp.add, products) * get(scale, lane))
-    y = sum_rows(functools.reduce(jnp.add, sums))
-    return y if q.offset is None else y + _contract_offset(x, q, role)
-
-
-def contract_few_words(x: jax.Array, q: ScaledCodes, role: Role, run: int) -> jax.Array:
-    """Return what `contract_word_lanes` returns, in fewer operations, for codes without a zero point.
-
-    The loop over words adds up only lanes, and writes a sum for each word of the first plane. The units of the second
-    plane are copied in the order of these words, so that a row may have any number of words.
-
-    Args:
-        x: float32 [K].
-        q: words [N, W].
-        role: the role of each dimension of the codes.
-        run: how many neighboring words of the first plane share their entries, in each lane.
-    """
-    packed = q.words
-    assert packed is not None
-    scaled, unit = scale_row(x, q)
-    lanes = words.count_lanes(packed.bits)
-    steps = packed.length // lanes // run
-    # The barriers keep XLA from arranging the row for each row of words, and from reading words that are constants.
-    factors = lax.optimization_barrier(scaled.reshape(lanes, steps, run))
-    planes = words.split_units(lax.optimization_barrier(q.codes), packed.bits, packed.length, scaled)
-    planes = tuple(plane.reshape(-1, steps, run) for plane in planes)
-    scale = q.expand(q.scale, role.free)
-    scale = jnp.broadcast_to(scale[:, :, None], (*scale.shape, lanes * steps // scale.shape[1]))
-    scale = scale.reshape(-1, lanes, steps)
-    products = [
-        factors[None, lane] * _read_weights(q, planes, lane, 0, None) * scale[:, lane, :, None] for lane in range(lanes)
+    low, *high = words.split_words(cut(q.codes), packed.bits, packed.length)
+    aligned = [
+        tuple(words.align_parts(plane, low.shape, packed.bits, 3, first) for plane in high)
+        for first in range(0, size.lanes, _SHARED_LANES)
     ]
-    y = sum_rows(functools.reduce(jnp.add, products).reshape(-1, steps * run))
-    return (y if q.offset is None else y + _contract_offset(scaled, q, role)) * unit
-
-
-def _contract_offset(x: jax.Array, q: ScaledCodes, role: Role) -> jax.Array:
-    """Return the contraction of a scaled row with the offsets of rows of words."""
-    assert q.offset is not None
-    offset = q.expand(q.offset, role.free)
-    sums = lax.optimization_barrier(jnp.sum(x.reshape(offset.shape[1], -1), axis=1))
-    return lax.dot(offset, sums, precision=lax.Precision.HIGHEST)
-
-
-def _cut_rows(q: ScaledCodes, terms: int) -> list[Chunk]:
-    """Return chunks of rows of words, which begin where loops of `terms` rows and blocks do.
-
-    Words of two planes are cut. XLA:CPU copies a chunk, in the order of memory, to the second-level cache. Without the
-    copy the loop over codes would read both planes of each row from memory, and wait at the beginning of each.
-    """
-    packed, length = q.words, q.shape[0]
-    assert packed is not None
-    if words.count_planes(packed.bits) == 1:
-        return [Chunk(0, length)]
-    step = math.lcm(terms, *(run for run in q.list_runs(0) if run != length))
-    count = min(-(-q.codes.size // _CHUNK), _MOST_CHUNKS, length // step)
-    rows = -(-length // (step * count)) * step
-    return [Chunk(start, min(rows, length - start)) for start in range(0, length, rows)]
-
-
-def _take_piece(q: ScaledCodes, chunk: Chunk, done: jax.Array) -> ScaledCodes:
-    """Return a chunk of rows of words, copied after `done` if there are several."""
-    # The barrier keeps XLA from reading codes that are constants while it compiles.
-    codes = lax.optimization_barrier(q.codes)
-    if chunk.length == q.shape[0]:
-        return q._replace(codes=codes)
-    runs = iter(q.list_runs(0))
-
-    def take(part: jax.Array | None) -> Any:
-        if part is None:
-            return None
-        run = next(runs)
-        return part if run == q.shape[0] else chunk.take(part, 0, run)
-
-    scale, zero_point, offset = (take(part) for part in (q.scale, q.zero_point, q.offset))
-    codes = lax.optimization_barrier(barriers.wait_for(chunk.take(codes, 0), done))
-    return q._replace(codes=codes, scale=scale, zero_point=zero_point, offset=offset)
+    zero_point = None if q.zero_point is None else take(lax.optimization_barrier(_prepare_zero_point(q)))
+    products = []
+    for lane in range(size.lanes):
+        turn, other = divmod(lane, _SHARED_LANES)
+        products.append(factors[None, lane] * _read_weights(q, (low, *aligned[turn]), lane, other, 0, zero_point))
+    total = functools.reduce(jnp.add, products) if size.lanes == _SHARED_LANES else add_terms(products, q.decode)
+    is_summed = not high and q.decode is None
+    if is_summed and size.groups % _VECTOR:
+        # The loop over all words of a tile consists of vectors only, which the one over groups does not.
+        flat = total.reshape(total.shape[0], size.tiles, size.words * size.groups)
+        total = lax.optimization_barrier(flat).reshape(total.shape)
+    total = total * take(q.scale)
+    if q.offset is not None:
+        # The sum of the elements that each word is multiplied with.
+        total = total + lax.optimization_barrier(jnp.sum(factors, axis=0))[None] * take(q.offset)
+    if is_summed:
+        # The sum of the words of a group is written to memory in place of each of them.
+        total = functools.reduce(jnp.add, (total[:, :, i, 0] for i in range(size.words)))
+    # XLA:CPU would cut a loop over a dimension of length 1 for several threads, and run it on one.
+    return sum_rows(total.reshape(total.shape[0], *(n for n in total.shape[1:] if n != 1)))
 
 
 def _prepare_zero_point(q: ScaledCodes) -> jax.Array:
@@ -265,24 +195,22 @@ def _prepare_zero_point(q: ScaledCodes) -> jax.Array:
 
 
 def _read_weights(
-    q: ScaledCodes, planes: tuple[jax.Array, ...], lane: int | jax.Array, part: int | jax.Array,
-    zero_point: jax.Array | None,
+    q: ScaledCodes, planes: tuple[jax.Array, ...], lane: int | jax.Array, high_lane: int | jax.Array,
+    part: int | jax.Array, zero_point: jax.Array | None,
 ) -> jax.Array:  # fmt: skip
-    """Return the codes of a lane minus what `_prepare_zero_point` returns, or their levels, as float32."""
+    """Return the codes of a lane minus what `_prepare_zero_point` returns, or their levels, as float32.
+
+    The arguments are those of `words.read_lane_steps`.
+    """
     packed = q.words
     assert packed is not None
     width, signed = packed.bits, packed.is_signed
     if q.decode is None and len(planes) == 2:
         base = packed_codes.compute_base(jnp.float32(0), width, signed=signed) if zero_point is None else zero_point
-        return words.read_lane_steps(planes, width, lane, part, base, signed=signed)
+        return words.read_lane_steps(planes, width, lane, high_lane, part, base, signed=signed)
     if zero_point is not None:
-        first_bit = lane * width if isinstance(lane, int) else lane * np.int32(width)
+        first_bit = lane * width
         row = planes[0] if isinstance(lane, int) else jnp.broadcast_to(planes[0], lane.shape)
         return packed_codes.read_steps(row, width, first_bit, zero_point, signed=signed)
-    codes = words.read_lane(planes, width, lane, signed=signed)
+    codes = words.read_lane(planes, width, lane, high_lane, part, signed=signed)
     return codes.astype(jnp.float32) if q.decode is None else q.decode(codes, jnp.zeros(codes.shape, jnp.int32))
-
-
-def _count_part(packed: WordLayout) -> int:
-    """Return the number of words of the first plane that have their bits in the same place of the second one."""
-    return packed.length // words.count_lanes(packed.bits) // words.count_parts(packed.bits)

@@ -1,23 +1,28 @@
 """Codes of 2 to 6 bits in uint32 words: the layout, and the functions that write and read it.
 
-The words hold codes along the last dimension. A row of n codes has one or two planes, one after the other: 2 and 4 bits
-have one plane; 3 bits are 2 low bits and 1 high bit, 5 are 4 and 1, 6 are 4 and 2.
+The words hold codes along the last dimension. A group of 32 neighboring codes takes as many words as a code has bits:
+first those of the low bits of its codes, then those of the high bits. 2 and 4 bits are all low bits; 3 bits are 2 low
+ones and 1 high one, 5 are 4 and 1, 6 are 4 and 2.
 
-The first plane has w = ceil(n / lanes) words: of 16 lanes of 2 bits, or of 8 lanes of 4 bits, from the lowest bits on.
-Lane l of word j belongs to code l * w + j. In the second plane, a unit of 8 or 16 bits belongs to each word of the
-first one, and holds the high bits of the same codes in the same order. It has v = ceil(w * unit / 32) words, and unit
-j is the one from bit unit * (j // v) on of word j % v. All unused bits are 0.
+A word of low bits has 16 lanes of 2 bits, or 8 lanes of 4 bits, from the lowest bits on: lane l of word m belongs to
+code m * lanes + l of the group. The words of high bits hold those of all codes in the same order: a unit of 8 or 16
+bits of them belongs to each word of low bits.
 
-The reason is speed: what is read in a vector is next to each other in memory, with one shift for the whole vector.
-Codes of a lane are neighbors, so neither they nor what they are multiplied with must be moved: a row of floats, a row
-of scales, or the sum over rows is cut into lanes as it is. If the codes of a word were neighbors, as they are in most
-files, the sum over the last dimension would need a scale of a block for a few words only; if the units of a word
-belonged to neighboring words of the first plane, each unit would have to be moved to its place.
+Groups are stored in tiles of 16 groups, of 8 if only that divides their number, and otherwise of all groups of the row.
+A tile holds the first word of each of its groups, then the second word of each, and so on. The codes of a row beyond
+its last multiple of 32 come at its end, as a group of which only the words that are needed are stored. All unused bits
+are 0.
+
+The reason is speed. A vector of neighboring words holds the codes at one place of neighboring groups, whose scales are
+neighbors in memory too, so a block of 32 codes is scaled by one product for all of its codes. The high bits of a vector
+of words are in a vector at the same place of another word. A tile of 16 groups is a cache line of each word, so all
+that a loop over groups reads lies next to each other.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -26,15 +31,21 @@ import numpy as np
 from jax import lax
 
 from .._core import sharding
-from . import barriers, packed_codes
+from . import packed_codes
+
+# The number of codes in a group, and the numbers of groups that a tile may have if a row has more tiles than one.
+GROUP = 32
+_TILE, _LEAST_TILE = 16, 8
+# The number of lanes that XLA:CPU unpacks in one vector, for each number of lanes. With others it unpacks code by code.
+_RUNS = {8: 8, 16: 4}
 
 
 class _Layout(NamedTuple):
     """How codes of a width are stored.
 
     Attributes:
-        low: the number of bits of a code in the first plane.
-        high: the number of bits of a code in the second plane, or 0 if there is none.
+        low: the number of low bits of a code, and of words of low bits in a group.
+        high: the number of high bits of a code, and of words of high bits in a group, or 0 if there are none.
     """
 
     low: int
@@ -42,185 +53,171 @@ class _Layout(NamedTuple):
 
     @property
     def lanes(self) -> int:
-        """The number of codes that share a word of the first plane."""
-        return 32 // self.low
+        """The number of codes that share a word of low bits."""
+        return GROUP // self.low
 
     @property
     def unit(self) -> int:
-        """The number of bits in the second plane that belong to a word of the first one."""
+        """The number of high bits that belong to a word of low bits."""
         return self.high * self.lanes
 
     @property
     def parts(self) -> int:
-        """The number of units in a word of the second plane, or 1."""
-        return 32 // self.unit if self.high else 1
+        """The number of units in a word of high bits, or 1."""
+        return self.low // self.high if self.high else 1
 
 
 _LAYOUTS = {2: _Layout(2, 0), 3: _Layout(2, 1), 4: _Layout(4, 0), 5: _Layout(4, 1), 6: _Layout(4, 2)}
 
 
-def count_lanes(bits: int) -> int:
-    """Return the number of codes that share a word of the first plane: 16 of 2 and 3 bits, 8 of 4, 5 and 6 bits."""
-    return _LAYOUTS[bits].lanes
+class Shape(NamedTuple):
+    """How the codes of a row without unused bits are arranged: `group * 32 + (word * parts + part) * lanes + lane`.
+
+    Attributes:
+        tiles: the number of tiles.
+        words: the number of words of high bits in a group, or of low bits if there are no high ones.
+        parts: the number of words of low bits that share a word of high bits, or 1.
+        groups: the number of groups in a tile.
+        lanes: the number of codes in a word of low bits.
+    """
+
+    tiles: int
+    words: int
+    parts: int
+    groups: int
+    lanes: int
 
 
-def count_parts(bits: int) -> int:
-    """Return the number of words of the first plane that share a word of the second one; 1 if there is none."""
-    return _LAYOUTS[bits].parts
+def find_shape(length: int, bits: int) -> Shape:
+    """Return how rows of `length` codes, a multiple of 32, are arranged."""
+    layout, count = _LAYOUTS[bits], length // GROUP
+    groups = math.gcd(count, _TILE)
+    groups = groups if groups >= _LEAST_TILE else max(count, 1)
+    return Shape(count // groups, layout.low // layout.parts, layout.parts, groups, layout.lanes)
 
 
 def count_planes(bits: int) -> int:
-    """Return the number of planes: 1 for 2 and 4 bits, 2 for 3, 5 and 6 bits."""
+    """Return 2 for 3, 5 and 6 bits, which have words of high bits, and 1 for 2 and 4 bits."""
     return 2 if _LAYOUTS[bits].high else 1
 
 
 def count_words(length: int, bits: int) -> int:
     """Return the number of words that hold a row of `length` codes."""
-    first, second = _count_plane_words(length, bits)
-    return first + second
+    return length // GROUP * bits + sum(_count_rest(length % GROUP, bits))
 
 
-def _count_plane_words(length: int, bits: int) -> tuple[int, int]:
+def _count_rest(length: int, bits: int) -> tuple[int, int]:
+    """Return the numbers of words of low and of high bits for a group of `length` codes."""
     layout = _LAYOUTS[bits]
-    first = -(-length // layout.lanes)
-    return first, -(-first * layout.unit // 32)
+    return -(-length // layout.lanes), -(-length * layout.high // GROUP)
 
 
-def is_even(length: int, bits: int) -> bool:
-    """Return whether the planes of rows of `length` codes have no unused bits, as for all multiples of 32."""
-    return length % (count_lanes(bits) * count_parts(bits)) == 0
+def is_even(length: int) -> bool:
+    """Return whether rows of `length` codes have no unused bits."""
+    return length % GROUP == 0
 
 
 def split_words(words: jax.Array, bits: int, length: int) -> tuple[jax.Array, ...]:
-    """Return the planes of rows of words, in shapes that broadcast to each other.
+    """Return the words of the low bits of rows, and those of their high bits, in shapes that broadcast to each other.
 
     Args:
         words: uint32 [..., count_words(length, bits)].
         bits: the number of bits of a code.
-        length: the number of codes in a row.
+        length: the number of codes in a row, a multiple of 32.
 
     Returns:
-        The first plane, uint32 [..., parts, v], with v = w / parts; for 3, 5 and 6 bits also the second one, uint32
-        [..., 1, v]. If the planes are not even, zeros are added to the first one.
+        uint32 [..., tiles, words, parts, groups], in the sizes of `find_shape`; for 3, 5 and 6 bits also the words of
+        high bits, uint32 [..., tiles, words, 1, groups].
     """
-    layout, (first, second) = _LAYOUTS[bits], _count_plane_words(length, bits)
-    lead = words.shape[:-1]
+    layout, shape, lead = _LAYOUTS[bits], find_shape(length, bits), words.shape[:-1]
+    tiles = words.reshape(*lead, shape.tiles, bits, shape.groups)
+    low = lax.slice_in_dim(tiles, 0, layout.low, axis=-2).reshape(*lead, *shape[:-1])
     if not layout.high:
-        return (words.reshape(*lead, 1, first),)
-    low = _pad_last(lax.slice_in_dim(words, 0, first, axis=-1), layout.parts * second)
-    high = lax.slice_in_dim(words, first, first + second, axis=-1)
-    return low.reshape(*lead, layout.parts, second), high.reshape(*lead, 1, second)
+        return (low,)
+    return low, lax.slice_in_dim(tiles, layout.low, bits, axis=-2)[..., None, :]
 
 
-def split_vectors(
-    words: jax.Array, bits: int, length: int, size: int, number: int, count: int
-) -> tuple[jax.Array, ...]:
-    """Return every `count`-th vector of the planes of rows of words, from one vector on.
-
-    They are cut out of the words as they are in memory, so that XLA:CPU does not copy them. The planes must be even.
+def arrange_row(row: jax.Array, bits: int) -> jax.Array:
+    """Return the elements of a row of floats in the order of the lanes: [lanes, tiles, words, parts, groups].
 
     Args:
-        words: uint32 [..., count_words(length, bits)].
+        row: [length], a multiple of 32.
         bits: the number of bits of a code.
-        length: the number of codes in a row.
-        size: the number of words in a vector.
-        number: the first vector.
-        count: a number that divides the number of vectors of each part.
-
-    Returns:
-        uint32 [..., parts, v / (size * count), size], where `split_words` returns [..., parts, v]; for 3, 5 and 6 bits
-        also those of the second plane, [..., 1, v / (size * count), size].
     """
-    layout, (first, second) = _LAYOUTS[bits], _count_plane_words(length, bits)
-    lead, vectors = words.shape[:-1], words.reshape(*words.shape[:-1], -1, size)
-    spans = [(0, first // size, layout.parts)]
-    if layout.high:
-        spans.append((first // size, (first + second) // size, 1))
-    cut = (lax.slice_in_dim(vectors, start + number, end, count, len(lead)) for start, end, _ in spans)
-    return tuple(plane.reshape(*lead, parts, -1, size) for plane, (_, _, parts) in zip(cut, spans, strict=True))
+    shape = find_shape(row.shape[0], bits)
+    arranged = row.reshape(shape.tiles, shape.groups, shape.words, shape.parts, shape.lanes).transpose(4, 0, 2, 3, 1)
+    # One dimension, because XLA would give an array of several ones another order in memory, and copy nothing.
+    flat = lax.optimization_barrier(arranged.reshape(-1))
+    return flat.reshape(shape.lanes, *shape[:-1])
 
 
-def split_units(words: jax.Array, bits: int, length: int, predecessor: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the planes of rows of words, with the unit of the second plane that belongs to each word of the first one.
-
-    The units are a copy, which XLA:CPU makes after `predecessor`. The planes must be even.
+def align_parts(plane: jax.Array, shape: tuple[int, ...], bits: int, axis: int, lane: int = 0) -> jax.Array:
+    """Return words of high bits for each part, shifted to the right until the bits of one lane of the part come first.
 
     Args:
-        words: uint32 [..., count_words(length, bits)].
-        bits: the number of bits of a code.
-        length: the number of codes in a row.
-        predecessor: an array to wait for.
-
-    Returns:
-        The first plane, uint32 [..., w]; for 3, 5 and 6 bits also the units, uint32 [..., w].
-    """
-    layout, (first, second) = _LAYOUTS[bits], _count_plane_words(length, bits)
-    if not layout.high:
-        return (words,)
-    low, high = (lax.slice_in_dim(words, *span, axis=-1) for span in ((0, first), (first, first + second)))
-    shape = (*words.shape[:-1], layout.parts, second)
-    units = align_parts(barriers.wait_for(high, predecessor)[..., None, :], shape, bits, len(shape) - 2)
-    # The barrier keeps XLA from finding the part of each word by divisions.
-    units = lax.optimization_barrier(units.astype(f"uint{layout.unit}")).reshape(low.shape)
-    return low, units.astype(jnp.uint32)
-
-
-def align_parts(plane: jax.Array, shape: tuple[int, ...], bits: int, axis: int) -> jax.Array:
-    """Return the words of the second plane for each part, shifted to the right until the bits of the part come first.
-
-    Args:
-        plane: the second plane, as `split_vectors` returns it.
-        shape: the shape of the first plane.
+        plane: words of high bits, of a shape that broadcasts to `shape`.
+        shape: the shape of the words of low bits.
         bits: the number of bits of a code.
         axis: the dimension of the parts.
+        lane: the lane.
     """
-    part = lax.broadcasted_iota(jnp.uint32, shape, axis)
-    return lax.shift_right_logical(jnp.broadcast_to(plane, shape), part * np.uint32(_LAYOUTS[bits].unit))
+    layout = _LAYOUTS[bits]
+    first_bit = lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(layout.unit)
+    first_bit = first_bit + np.uint32(lane * layout.high)
+    return lax.shift_right_logical(jnp.broadcast_to(plane, shape), first_bit)
 
 
-def read_lane(planes: tuple[jax.Array, ...], bits: int, lane: int | jax.Array, *, signed: bool) -> jax.Array:
-    """Return, as int32, the codes of one lane of rows of words, in their order.
-
-    They are the codes `lane * w` to `lane * w + w - 1`, or 0 beyond the end of a row.
+def read_lane(
+    planes: tuple[jax.Array, ...], bits: int, lane: int | jax.Array, high_lane: int | jax.Array,
+    part: int | jax.Array, *, signed: bool,
+) -> jax.Array:  # fmt: skip
+    """Return, as int32, the codes of one lane of words.
 
     Args:
-        planes: what `split_words` returns, or the same rows and words of both planes.
+        planes: words of low bits, and for 3, 5 and 6 bits words of high bits, of shapes that broadcast.
         bits: the number of bits of a code.
-        lane: an int, or int32 of a shape that broadcasts with the planes, for several lanes at once.
+        lane: an int, or int32 of the rank of the planes, for several lanes at once.
+        high_lane: like `lane`, the lane in the words of high bits, which `align_parts` may have shifted.
+        part: like `lane`, the part of each word; 0 if `align_parts` returned the words of high bits.
         signed: whether the codes are in two's complement.
 
     Returns:
-        int32 of the common shape, [..., parts, v].
+        int32 of the common shape.
     """
     layout = _LAYOUTS[bits]
-    shape = jnp.broadcast_shapes(*(plane.shape for plane in planes), np.shape(lane))
-    low, *high = (jnp.broadcast_to(plane.astype(jnp.int32), shape) for plane in planes)
-    lane = sharding.place_like(jnp.broadcast_to(np.int32(lane) if isinstance(lane, int) else lane, shape), low)
+    shape = jnp.broadcast_shapes(*(plane.shape for plane in planes), np.shape(lane), np.shape(part))
+    low, *high = (jnp.broadcast_to(plane, shape) for plane in planes)
+    # The words are not converted before they are shifted: XLA would convert them once for all lanes, in memory.
+    if not signed:
+        code = _read_bits(low, layout.low, lane * layout.low)
+        if layout.high:
+            bits_above = _read_bits(high[0], layout.high, part * layout.unit + high_lane * layout.high)
+            code = code | lax.shift_left(bits_above, np.uint32(layout.low))
+        return code.astype(jnp.int32)
     # A shift to the left and back removes the other bits and extends the sign.
-    code = _raise_lane(low, layout.low, lane)
+    code = _raise_bits(low, layout.low, lane * layout.low)
     if layout.high:
-        part = sharding.place_like(lax.broadcasted_iota(jnp.int32, shape, len(shape) - 2), low)
-        raised = _raise_lane(high[0], layout.high, lane, part * np.int32(layout.unit))
+        raised = _raise_bits(high[0], layout.high, part * layout.unit + high_lane * layout.high)
         # The high bits of the code are the highest bits of the word, and the low ones follow.
-        mask = np.int32(-(2 ** (32 - layout.high)))
-        code = lax.bitwise_or(raised & mask, lax.shift_right_logical(code, np.int32(layout.high)))
-    return (lax.shift_right_arithmetic if signed else lax.shift_right_logical)(code, np.int32(32 - bits))
+        mask = np.uint32(2**32 - 2 ** (32 - layout.high))
+        code = (raised & mask) | lax.shift_right_logical(code, np.uint32(layout.high))
+    return lax.shift_right_arithmetic(code.astype(jnp.int32), np.int32(32 - bits))
 
 
 def read_lane_steps(
-    planes: tuple[jax.Array, ...], bits: int, lane: int | jax.Array, part: int | jax.Array, base: jax.Array, *,
-    signed: bool,
+    planes: tuple[jax.Array, ...], bits: int, lane: int | jax.Array, high_lane: int | jax.Array,
+    part: int | jax.Array, base: jax.Array, *, signed: bool,
 ) -> jax.Array:  # fmt: skip
-    """Return, as float32, the codes of one lane of rows of words minus a zero point, as `packed_codes.read_steps` does.
+    """Return, as float32, the codes of one lane of words minus a zero point, as `packed_codes.read_steps` does.
 
-    They take fewer operations than the codes of `read_lane`, and no shift of the first plane by a number of bits that
-    is the same for all lanes: XLA:CPU would make that number an operand of the loop, because it is used so often.
+    They take fewer operations than the codes of `read_lane`.
 
     Args:
-        planes: two planes as `split_words` returns them, or the same rows and words of both.
+        planes: words of low bits and of high bits, of shapes that broadcast.
         bits: the number of bits of a code: 3, 5 or 6.
         lane: an int, or int32 of a shape that broadcasts with the planes, for several lanes at once.
-        part: like `lane`, the part of each word; 0 if `align_parts` returned the second plane.
+        high_lane: like `lane`, the lane in the words of high bits, which `align_parts` may have shifted.
+        part: like `lane`, the part of each word; 0 if `align_parts` returned the words of high bits.
         base: what `packed_codes.compute_base` returns for the zero point, of a shape that broadcasts.
         signed: whether the codes are in two's complement.
 
@@ -230,8 +227,8 @@ def read_lane_steps(
     layout = _LAYOUTS[bits]
     shape = jnp.broadcast_shapes(*(plane.shape for plane in planes), np.shape(lane))
     low, high = (jnp.broadcast_to(plane, shape) for plane in planes)
-    low = _shift_right(low, lane * layout.low) & np.uint32(2**layout.low - 1)
-    first_bit = part * layout.unit + lane * layout.high
+    low = _read_bits(low, layout.low, lane * layout.low)
+    first_bit = part * layout.unit + high_lane * layout.high
     if isinstance(first_bit, int):
         high = _shift_right(high, first_bit - layout.low)
     else:
@@ -241,18 +238,41 @@ def read_lane_steps(
     return lax.bitcast_convert_type(code, jnp.float32) - base
 
 
+def _read_bits(plane: jax.Array, width: int, first_bit: int | jax.Array) -> jax.Array:
+    """Return `width` bits of words from one bit on, as uint32."""
+    if isinstance(first_bit, int) and first_bit + width == 32:
+        return _shift_right(plane, first_bit)
+    return _shift_right(plane, first_bit) & np.uint32(2**width - 1)
+
+
+def _raise_bits(plane: jax.Array, width: int, first_bit: int | jax.Array) -> jax.Array:
+    """Return words, shifted to the left until the `width` bits from one bit on are the highest ones."""
+    if isinstance(first_bit, int):
+        return _shift_right(plane, first_bit + width - 32)
+    shift = _place(np.int32(32 - width) - first_bit, plane)
+    return lax.shift_left(plane, shift)
+
+
 def _shift_right(plane: jax.Array, count: int | jax.Array) -> jax.Array:
     """Return uint32 shifted to the right, or by an int below 0 to the left."""
-    if isinstance(count, int):
-        shift = lax.shift_left if count < 0 else lax.shift_right_logical
-        return shift(plane, np.uint32(abs(count)))
-    return lax.shift_right_logical(plane, count.astype(jnp.uint32))
+    if not isinstance(count, int):
+        return lax.shift_right_logical(plane, _place(count, plane))
+    if count == 0:
+        return plane
+    shift = lax.shift_left if count < 0 else lax.shift_right_logical
+    return shift(plane, np.uint32(abs(count)))
 
 
-def _raise_lane(plane: jax.Array, width: int, lane: jax.Array, first_bit: jax.Array | None = None) -> jax.Array:
-    """Return a plane, shifted to the left until the bits of a lane are the highest ones."""
-    shift = np.int32(32 - width) - lane * np.int32(width)
-    return lax.shift_left(plane, shift if first_bit is None else shift - first_bit)
+def _place(count: jax.Array, plane: jax.Array) -> jax.Array:
+    """Return int32 numbers as uint32 in the shape of a plane, and on its devices."""
+    return sharding.place_like(jnp.broadcast_to(count.astype(jnp.uint32), plane.shape), plane)
+
+
+def spread_lanes(planes: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Return what `split_words` returns in the order of the codes: [..., tiles, groups, words, parts or 1, 1]."""
+    lead = planes[0].ndim - 4
+    order = (*range(lead), lead, lead + 3, lead + 1, lead + 2)
+    return tuple(plane.transpose(order)[..., None] for plane in planes)
 
 
 def unpack_words(words: jax.Array, bits: int, length: int, *, signed: bool) -> jax.Array:
@@ -267,15 +287,49 @@ def unpack_words(words: jax.Array, bits: int, length: int, *, signed: bool) -> j
     Returns:
         int8 or uint8 [..., length].
     """
-    planes, lanes, (width, _) = split_words(words, bits, length), count_lanes(bits), _count_plane_words(length, bits)
-    lead = words.shape[:-1]
-    shape = (*lead, lanes, *planes[0].shape[-2:])
-    planes = tuple(jnp.expand_dims(plane, -3) for plane in planes)
-    codes = read_lane(planes, bits, lax.broadcasted_iota(jnp.int32, shape, len(lead)), signed=signed)
-    # The barrier keeps XLA from finding the lane and the word of each code by divisions.
-    codes = lax.optimization_barrier(codes.astype(jnp.int8 if signed else jnp.uint8))
-    codes = lax.slice_in_dim(codes.reshape(*lead, lanes, shape[-2] * shape[-1]), 0, width, axis=-1)
-    return lax.slice_in_dim(codes.reshape(*lead, lanes * width), 0, length, axis=-1)
+    rest, lead = length % GROUP, words.shape[:-1]
+    full = length - rest
+    if rest:
+        end = lax.slice_in_dim(words, words.shape[-1] - sum(_count_rest(rest, bits)), None, axis=-1)
+        low, high = _count_rest(rest, bits)
+        layout = _LAYOUTS[bits]
+        end = (lax.slice_in_dim(end, 0, low, axis=-1), lax.slice_in_dim(end, low, low + high, axis=-1))
+        end = lax.concatenate([_pad_last(end[0], layout.low), _pad_last(end[1], layout.high)], len(lead))
+        codes = lax.slice_in_dim(unpack_words(end, bits, GROUP, signed=signed), 0, rest, axis=-1)
+        if not full:
+            return codes
+        start = lax.slice_in_dim(words, 0, full // GROUP * bits, axis=-1)
+        return lax.concatenate([unpack_words(start, bits, full, signed=signed), codes], len(lead))
+    layout, size = _LAYOUTS[bits], find_shape(length, bits)
+    planes = spread_lanes(split_words(words, bits, length))
+    low, *high = planes
+    if high and size.words > 1:  # XLA:CPU does not vectorize the loop over both
+        low = low.reshape(*low.shape[:-3], layout.low, 1, 1)
+        code = _unpack_plane(low, layout.low, layout.lanes, length)
+        code = code | _unpack_plane(high[0], layout.high, GROUP // layout.high, length) << np.uint8(layout.low)
+        sign = np.uint8(signed * 2 ** (bits - 1))
+        return lax.bitcast_convert_type((code ^ sign) - sign, jnp.int8) if signed else code
+    run = _RUNS[size.lanes]
+    shape = (*low.shape[:-2], size.parts, size.lanes // run, run)
+    lane, part = _find_lanes(shape, run), lax.broadcasted_iota(jnp.int32, shape, len(shape) - 3)
+    planes = tuple(plane[..., None] for plane in planes)
+    codes = read_lane(planes, bits, lane, lane, part, signed=signed).astype(jnp.int8 if signed else jnp.uint8)
+    # The barrier keeps XLA from finding the place of each code by divisions.
+    return lax.optimization_barrier(codes).reshape(*lead, length)
+
+
+def _unpack_plane(plane: jax.Array, width: int, lanes: int, length: int) -> jax.Array:
+    """Return the bits of one plane as `spread_lanes` returns it, each code's in uint8 [..., length]."""
+    run = _RUNS[lanes]
+    shape = (*plane.shape[:-1], lanes // run, run)
+    bits = _read_bits(jnp.broadcast_to(plane[..., None], shape), width, _find_lanes(shape, run) * np.int32(width))
+    return lax.optimization_barrier(bits.astype(jnp.uint8)).reshape(*plane.shape[:-5], length)
+
+
+def _find_lanes(shape: tuple[int, ...], run: int) -> jax.Array:
+    """Return the lane of each code, int32, for a shape whose last dimensions are runs of lanes."""
+    major, minor = (lax.broadcasted_iota(jnp.int32, shape, len(shape) - n) for n in (2, 1))
+    return major * np.int32(run) + minor
 
 
 def pack_words(codes: jax.Array, bits: int) -> jax.Array:
@@ -288,21 +342,28 @@ def pack_words(codes: jax.Array, bits: int) -> jax.Array:
     Returns:
         uint32 [..., count_words(length, bits)].
     """
-    layout, (first, second), lead = _LAYOUTS[bits], _count_plane_words(codes.shape[-1], bits), codes.shape[:-1]
-    lanes = _pad_last(codes, layout.lanes * first).reshape(*lead, layout.lanes, first)
-    low = _join_lanes(lanes, layout.low, 0)
-    if not layout.high:
-        return low
-    units = _pad_last(_join_lanes(lanes, layout.high, layout.low), layout.parts * second)
-    units = units.reshape(*lead, layout.parts, second)
-    return lax.concatenate([low, _join_lanes(units, layout.unit, 0)], len(lead))
+    layout, lead, rest = _LAYOUTS[bits], codes.shape[:-1], codes.shape[-1] % GROUP
+    full = codes.shape[-1] - rest
+    if rest:
+        end = pack_words(_pad_last(lax.slice_in_dim(codes, full, None, axis=-1), GROUP), bits)
+        low, high = _count_rest(rest, bits)
+        parts = [lax.slice_in_dim(end, first, first + n, axis=-1) for first, n in ((0, low), (layout.low, high))]
+        start = pack_words(lax.slice_in_dim(codes, 0, full, axis=-1), bits)
+        return lax.concatenate([start, *parts], len(lead))
+    size = find_shape(full, bits)
+    lanes = codes.reshape(*lead, size.tiles, size.groups, layout.low, layout.lanes)
+    words = _join_last(lanes, layout.low, 0)
+    if layout.high:
+        units = _join_last(lanes, layout.high, layout.low).reshape(*words.shape[:-1], size.words, size.parts)
+        words = lax.concatenate([words, _join_last(units, layout.unit, 0)], words.ndim - 1)
+    return jnp.moveaxis(words, -1, -2).reshape(*lead, full // GROUP * bits)
 
 
-def _join_lanes(lanes: jax.Array, width: int, first_bit: int) -> jax.Array:
-    """Return `width` bits of each lane, [..., lanes, words], next to each other: uint32 [..., words]."""
+def _join_last(lanes: jax.Array, width: int, first_bit: int) -> jax.Array:
+    """Return `width` bits of each element of the last dimension next to each other: uint32 without that dimension."""
     mask, parts = np.uint32(2**width - 1), []
-    for i in range(lanes.shape[-2]):
-        lane = lanes[..., i, :].astype(jnp.uint32)
+    for i in range(lanes.shape[-1]):
+        lane = lanes[..., i].astype(jnp.uint32)
         parts.append(lax.shift_left(lax.shift_right_logical(lane, np.uint32(first_bit)) & mask, np.uint32(width * i)))
     return functools.reduce(lax.bitwise_or, parts)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-_U8 = np.dtype(np.uint8)
-# Of each number of bits: the bits of a code in the first plane and in the second one.
+from .._kernels.words import find_shape
+
+# Of each number of bits: the numbers of low and of high bits.
 _PLANES = {2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (4, 1), 6: (4, 2)}
+_U64 = np.dtype("<u8")
 
 
 def pack_rows(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
@@ -18,39 +20,64 @@ def pack_rows(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
         out: uint32 [rows, n * bits / 32].
     """
     low, high = _PLANES[bits]
-    lanes = codes.reshape(len(codes), 32 // low, codes.shape[-1] * low // 32)
-    first = lanes.shape[-1]
-    _join(lanes & np.uint8(2**low - 1), low, out[:, :first])
+    size = find_shape(codes.shape[-1], bits)
+    tiles = out.reshape(len(codes), size.tiles, bits, size.groups)  # a view, because rows are contiguous
+    eights = np.ascontiguousarray(codes).view(_U64).reshape(len(codes), size.tiles, size.groups, low, size.lanes // 8)
+    tiles[:, :, :low] = np.moveaxis(_join(_narrow(eights, low), 8 * low), -1, -2)
     if high:
-        units = np.zeros((len(codes), first), np.uint16 if high * lanes.shape[1] == 16 else np.uint8)
-        _join((lanes >> low) & np.uint8(2**high - 1), high, units)
-        count = 4 // units.itemsize
-        _join(units.reshape(len(codes), count, first // count), 8 * units.itemsize, out[:, first:])
-
-
-def _join(lanes: np.ndarray, width: int, out: np.ndarray) -> None:
-    """Write lanes [rows, lanes, n] of `width` bits next to each other into unsigned integers [rows, n]."""
-    out[:] = lanes[:, 0]
-    for i in range(1, lanes.shape[1]):
-        out |= lanes[:, i].astype(out.dtype) << out.dtype.type(width * i)
+        units = _join(_narrow(eights >> np.uint64(low), high), 8 * high)
+        units = units.reshape(*units.shape[:-1], size.words, size.parts)
+        tiles[:, :, low:] = np.moveaxis(_join(units, high * size.lanes), -1, -2)
 
 
 def unpack_rows(words: np.ndarray, bits: int) -> np.ndarray:
     """Return the codes that `pack_rows` wrote, uint8 [rows, n], with zeros in the other bits."""
     low, high = _PLANES[bits]
-    first = words.shape[-1] * low // bits
-    codes = _split(words[:, :first], low, 32 // low)
+    length = words.shape[-1] * 32 // bits
+    size = find_shape(length, bits)
+    tiles = np.moveaxis(words.reshape(len(words), size.tiles, bits, size.groups), -2, -1)
+    eights = _widen(_split(tiles[..., :low].astype(_U64), 8 * low, size.lanes // 8), low)
     if high:
-        lanes = 32 // low
-        unit = np.dtype(f"u{high * lanes // 8}")
-        units = _split(words[:, first:], 8 * unit.itemsize, 4 // unit.itemsize, unit).reshape(len(words), first)
-        codes |= _split(units, high, lanes) << np.uint8(low)
-    return codes.reshape(len(words), first * 32 // low)
+        units = _split(tiles[..., low:].astype(_U64), high * size.lanes, size.parts)
+        units = units.reshape(*units.shape[:-2], low)
+        eights |= _widen(_split(units, 8 * high, size.lanes // 8), high) << np.uint64(low)
+    return eights.reshape(len(words), -1).view(np.uint8)
 
 
-def _split(words: np.ndarray, width: int, lanes: int, dtype: np.dtype = _U8) -> np.ndarray:
-    """Return `width` bits of each lane of unsigned integers [rows, n]: [rows, lanes, n]."""
-    out = np.empty((len(words), lanes, words.shape[-1]), dtype)
-    for i in range(lanes):
-        out[:, i] = (words >> words.dtype.type(width * i)) & words.dtype.type(2**width - 1)
-    return out
+def _narrow(eights: np.ndarray, width: int) -> np.ndarray:
+    """Return the lowest `width` bits of each of the eight bytes of uint64 next to each other."""
+    eights = eights & _mask(width, 8)
+    for size in (8, 16, 32):
+        eights |= eights >> np.uint64(size - width)
+        width *= 2
+        eights &= _mask(width, 2 * size)
+    return eights
+
+
+def _widen(narrow: np.ndarray, width: int) -> np.ndarray:
+    """Return the uint64 of which `_narrow` returns `narrow`, with zeros in the other bits."""
+    for size in (32, 16, 8):
+        bits = width * size // 8
+        narrow = (narrow | (narrow << np.uint64(size - bits))) & _mask(bits, size)
+    return narrow
+
+
+def _mask(width: int, size: int) -> np.uint64:
+    """Return the lowest `width` bits of every `size` bits."""
+    return np.uint64(sum((2**width - 1) << first for first in range(0, 64, size)))
+
+
+def _join(parts: np.ndarray, width: int) -> np.ndarray:
+    """Return `width` bits of each element of the last dimension next to each other, without that dimension."""
+    joined = parts[..., 0].copy()
+    for i in range(1, parts.shape[-1]):
+        joined |= parts[..., i] << np.uint64(width * i)
+    return joined
+
+
+def _split(joined: np.ndarray, width: int, count: int) -> np.ndarray:
+    """Return what `_join` joined, with a last dimension of `count` elements."""
+    parts = np.empty((*joined.shape, count), _U64)
+    for i in range(count):
+        parts[..., i] = (joined >> np.uint64(width * i)) & _mask(width, 64)
+    return parts

@@ -16,7 +16,8 @@ from ..oracles import words_text
 
 FORMATS = [(bits, signed) for bits in range(2, 7) for signed in (True, False)]
 IDS = [f"{'' if signed else 'u'}int{bits}" for bits, signed in FORMATS]
-SHAPES = [(1,), (31,), (32,), (33,), (3, 64), (2, 70), (2, 3, 257), (2, 1, 2, 20), (0,), (3, 0), (0, 5)]
+SHAPES = [(1,), (31,), (32,), (33,), (3, 64), (2, 70), (2, 3, 257), (2, 264), (512,), (1, 640), (2, 1, 2, 20)]
+SHAPES += [(0,), (3, 0), (0, 5)]
 
 pytestmark = pytest.mark.parametrize(("bits", "signed"), FORMATS, ids=IDS)
 
@@ -62,25 +63,37 @@ def test_transforms(rng: np.random.Generator, bits: int, signed: bool) -> None:
         np.testing.assert_array_equal(np.asarray(run(unpack)(jnp.asarray(expected))), codes)
 
 
-def test_lanes_are_runs_of_neighbors(rng: np.random.Generator, bits: int, signed: bool) -> None:
+def test_lanes_are_neighbors(rng: np.random.Generator, bits: int, signed: bool) -> None:
     codes = draw(rng, (2, 96), bits, signed)
     planes = words.split_words(words.pack_words(jnp.asarray(codes), bits), bits, 96)
-    runs = codes.reshape(2, words.count_lanes(bits), words.count_parts(bits), -1)
-    for lane in range(words.count_lanes(bits)):
-        read = words.read_lane(planes, bits, lane, signed=signed)
-        assert read.dtype == jnp.int32
-        np.testing.assert_array_equal(np.asarray(read), runs[:, lane])
-    lanes = jnp.arange(words.count_lanes(bits), dtype=jnp.int32)[:, None, None]
-    read = words.read_lane(tuple(plane[:, None] for plane in planes), bits, lanes[None], signed=signed)
-    np.testing.assert_array_equal(np.asarray(read), runs)
+    shape = words.find_shape(96, bits)
+    arranged = codes.reshape(2, shape.tiles, shape.groups, shape.words, shape.parts, shape.lanes)
+    low, *high = planes
+    aligned: tuple[jax.Array, ...] = (low, *(words.align_parts(plane, low.shape, bits, axis=3) for plane in high))
+    part = jnp.arange(shape.parts, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
+    for lane in range(shape.lanes):
+        expected = arranged[..., lane].transpose(0, 1, 3, 4, 2)
+        for read in (
+            words.read_lane(planes, bits, lane, lane, part, signed=signed),
+            words.read_lane(aligned, bits, lane, lane, 0, signed=signed),
+        ):
+            assert read.dtype == jnp.int32
+            np.testing.assert_array_equal(np.asarray(read), expected)
+    lanes = jnp.arange(shape.lanes, dtype=jnp.int32).reshape(1, 1, 1, 1, 1, -1)
+    spread = part.reshape(1, 1, 1, 1, -1, 1)
+    read = words.read_lane(words.spread_lanes(planes), bits, lanes, lanes, spread, signed=signed)
+    np.testing.assert_array_equal(np.asarray(read), arranged)
+    row = np.arange(96, dtype=np.float32)
+    arranged_row = row.reshape(arranged.shape[1:]).transpose(4, 0, 2, 3, 1)
+    np.testing.assert_array_equal(words.arrange_row(jnp.asarray(row), bits), arranged_row)
 
 
 @pytest.mark.parametrize("length", [256, 257, 640, 1000, 4096])
 def test_words_take_the_bits_of_the_codes(bits: int, signed: bool, length: int) -> None:
     least = length * bits / 32
-    # A row of a length that no lane count divides has up to a lane of unused bits in each plane.
+    # The group at the end of a row may have up to a lane of unused bits in its words of low bits, and of high bits.
     assert words.count_words(length, bits) <= (least if length % 32 == 0 else least + 3)
-    assert words.is_even(length, bits) == (length % (words.count_lanes(bits) * words.count_parts(bits)) == 0)
+    assert words.is_even(length) == (length % 32 == 0)
 
 
 def test_high_bits_of_wider_codes_are_dropped(rng: np.random.Generator, bits: int, signed: bool) -> None:

@@ -9,34 +9,43 @@ import numpy as np
 PLANES = {2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (4, 1), 6: (4, 2)}
 
 
-def count_words(length: int, bits: int) -> tuple[int, int]:
-    """Return the numbers of words in the two planes of a row."""
+def count_words(length: int, bits: int) -> int:
+    """Return the number of words of a row."""
     low, high = PLANES[bits]
-    first = math.ceil(length / (32 // low))
-    return first, math.ceil(first * (32 // low) * high / 32)
+    rest = length % 32
+    return length // 32 * bits + math.ceil(rest * low / 32) + math.ceil(rest * high / 32)
+
+
+def write_group(codes: list[int], bits: int) -> list[int]:
+    """Return the words of a group of up to 32 codes: as many as a code has bits."""
+    low, high = PLANES[bits]
+    words = [0] * bits
+    for index, code in enumerate(codes):
+        pattern = code % 2**bits  # two's complement
+        word, lane = divmod(index, 32 // low)
+        words[word] += (pattern % 2**low) << (low * lane)
+        if high:
+            word, lane = divmod(index, 32 // high)
+            words[low + word] += (pattern >> low) << (high * lane)
+    return words
 
 
 def write_row(codes: list[int], bits: int) -> list[int]:
     """Return the words of a row of codes."""
     low, high = PLANES[bits]
-    first, second = count_words(len(codes), bits)
-    unit = high * (32 // low)
-    words = [0] * (first + second)
-    for index, code in enumerate(codes):
-        pattern = code % 2**bits  # two's complement
-        lane, word = divmod(index, first)
-        words[word] += (pattern % 2**low) << (low * lane)
-        if high:
-            turn, other = divmod(word, second)
-            words[first + other] += (pattern >> low) << (unit * turn + high * lane)
-    return words
+    full = len(codes) // 32
+    groups = [write_group(codes[32 * i : 32 * i + 32], bits) for i in range(full)]
+    tile = next(n for n in (16, 8, max(full, 1)) if full % n == 0)
+    words = [groups[first + i][word] for first in range(0, full, tile) for word in range(bits) for i in range(tile)]
+    rest, last = len(codes) % 32, write_group(codes[32 * full :], bits)
+    return words + last[: math.ceil(rest * low / 32)] + last[low : low + math.ceil(rest * high / 32)]
 
 
 def write(codes: np.ndarray, bits: int) -> np.ndarray:
     """Return the words of an array of codes, along its last dimension."""
     rows = codes.reshape(math.prod(codes.shape[:-1]), codes.shape[-1]).tolist()
     words = np.array([write_row(row, bits) for row in rows], np.uint32)
-    return words.reshape(*codes.shape[:-1], sum(count_words(codes.shape[-1], bits)))
+    return words.reshape(*codes.shape[:-1], count_words(codes.shape[-1], bits))
 
 
 def list_codes(bits: int, signed: bool) -> range:
