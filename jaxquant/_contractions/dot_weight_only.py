@@ -370,7 +370,7 @@ def read_scaled_codes(
     stored = q.codes if packing is None else q.stored_codes
     if (stored.dtype if packing is None else packing.format) in dtypes.FLOAT4:
         decode = packed_codes.read_float4
-    is_looped = float_rows.is_looped(stored) and not is_moved
+    is_looped = not is_moved and (float_rows.is_looped(stored) or (layout is not None and not is_nested))
     matrix = float_rows.ScaledCodes(stored, q.scale, q.zero_point, q.offset, q.block_size, decode, levels, layout)
 
     def prepare(part: jax.Array | None) -> jax.Array | None:

@@ -199,8 +199,8 @@ class ScaledCodes(NamedTuple):
 
     Attributes:
         codes: integers, of rank 2 or more, with static dimensions.
-        scale: float32, as `widen` returns it, or in any dtype if `is_looped`, of the rank of the codes; each dimension
-            is `shape[i]`, 1, or the number of blocks.
+        scale: float32, as `widen` returns it, or in any dtype for words and if `is_looped`; of the rank of the codes,
+            and each dimension is `shape[i]`, 1, or the number of blocks.
         zero_point: integers of 8 bits, of a shape that a scale may have; or None for 0.
         offset: like the scale, of a shape that a scale may have, which is added to the scaled codes;
             or None for 0.

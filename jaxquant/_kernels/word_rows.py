@@ -18,8 +18,8 @@ from jax import lax
 
 from . import packed_codes, words
 from .contraction import Role
-from .float_rows import ScaledCodes, add_terms, count_cached_rows, scale_row, sum_rows
-from .weight_chunks import Chunk
+from .float_rows import ScaledCodes, add_terms, count_cached_rows, scale_row, sum_rows, widen
+from .weight_chunks import Chunk, delay_floats
 
 # The numbers of rows that one loop adds up, if they stay in the first-level cache, for words of low bits only and for
 # others, whose loop has more operations for each row.
@@ -70,6 +70,9 @@ def contract_word_rows(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> 
     packed = q.words
     assert packed is not None
     scaled, unit = scale_row(x, q)
+    # The barriers keep XLA from converting an entry for each code.
+    scale, offset = (_widen_in_memory(part, scaled) for part in (q.scale, q.offset))
+    assert scale is not None
     depth, columns = q.shape
     groups, size = depth // terms, words.find_shape(columns, packed.bits)
     factors = scaled.reshape(groups, terms)
@@ -93,9 +96,9 @@ def contract_word_rows(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> 
         planes = words.spread_lanes(words.split_words(stored[:, term], packed.bits, columns))
         weights = _read_weights(q, planes, lane, lane, part, zero_point)
         products.append(factors[:, term, None, None, None, None, None] * weights)
-    total = add_terms(products, q.decode) * take(q.scale)
-    if q.offset is not None:
-        total = total + jnp.sum(factors, axis=1)[:, None, None, None, None, None] * take(q.offset)
+    total = add_terms(products, q.decode) * take(scale)
+    if offset is not None:
+        total = total + jnp.sum(factors, axis=1)[:, None, None, None, None, None] * take(offset)
     # Before the barrier, a reshape would make XLA find the place of each code by divisions.
     y = jnp.sum(lax.optimization_barrier(jnp.broadcast_to(total, shape)), axis=0)
     return y.reshape(columns) * unit
@@ -175,15 +178,24 @@ def _contract_groups(factors: jax.Array, q: ScaledCodes, role: Role, chunk: Chun
         # The loop over all words of a tile consists of vectors only, which the one over groups does not.
         flat = total.reshape(total.shape[0], size.tiles, size.words * size.groups)
         total = lax.optimization_barrier(flat).reshape(total.shape)
-    total = total * take(q.scale)
+    # An entry is converted where it is read, once for each word or group.
+    total = total * widen(take(q.scale))
     if q.offset is not None:
         # The sum of the elements that each word is multiplied with.
-        total = total + lax.optimization_barrier(jnp.sum(factors, axis=0))[None] * take(q.offset)
+        total = total + lax.optimization_barrier(jnp.sum(factors, axis=0))[None] * widen(take(q.offset))
     if is_summed:
         # The sum of the words of a group is written to memory in place of each of them.
         total = functools.reduce(jnp.add, (total[:, :, i, 0] for i in range(size.words)))
     # XLA:CPU would cut a loop over a dimension of length 1 for several threads, and run it on one.
     return sum_rows(total.reshape(total.shape[0], *(n for n in total.shape[1:] if n != 1)))
+
+
+def _widen_in_memory(part: jax.Array | None, predecessor: jax.Array) -> jax.Array | None:
+    """Return a scale or an offset as `widen` returns it, in memory, after `predecessor`."""
+    if part is None or part.dtype == jnp.float32:
+        return None if part is None else widen(part)
+    flat = lax.optimization_barrier(widen(delay_floats(part.reshape(-1), predecessor)))
+    return flat.reshape(part.shape)
 
 
 def _prepare_zero_point(q: ScaledCodes) -> jax.Array:
