@@ -41,7 +41,7 @@ def unpack_rows(words: np.ndarray, bits: int) -> np.ndarray:
         units = _split(tiles[..., low:].astype(_U64), high * size.lanes, size.parts)
         units = units.reshape(*units.shape[:-2], low)
         eights |= _widen(_split(units, 8 * high, size.lanes // 8), high) << np.uint64(low)
-    return eights.reshape(len(words), -1).view(np.uint8)
+    return eights.reshape(len(words), length // 8).view(np.uint8)
 
 
 def _narrow(eights: np.ndarray, width: int) -> np.ndarray:
