@@ -259,7 +259,7 @@ class _Training:
         loss, gradient = jax.value_and_grad(self._compute_loss)(variables, fixed, target, batch)
         gradient = {path: jnp.where(active[path], g, 0) for path, g in gradient.items()}
         extra = {"value": loss, "grad": gradient, "value_fn": lambda v: self._compute_loss(v, fixed, target, batch)}
-        given = {name: extra[name] for name in _list_extra(self.optimizer, extra)}
+        given = {name: extra[name] for name in _list_extra(self.optimizer.update, extra)}
         # Optimizers of optax mix dtypes, which JAX refuses under `jax_numpy_dtype_promotion="strict"`.
         with jax.numpy_dtype_promotion("standard"):
             try:
@@ -344,9 +344,9 @@ def _check_outputs(argument: str, outputs: Any) -> None:
     checks.require_type(is_array, _NAME, argument, expected, checks.describe_value(outputs))
 
 
-def _list_extra(optimizer: Any, known: Iterable[str]) -> list[str]:
-    """Return the names of the arguments besides the usual ones that the update of an optimizer takes."""
-    parameters = inspect.signature(optimizer.update).parameters
+def _list_extra(update: Callable[..., Any], known: Iterable[str]) -> list[str]:
+    """Return the names of known arguments that the update of an optimizer takes by name."""
+    parameters = inspect.signature(update).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return [name for name in known if takes_all or name in parameters]
 

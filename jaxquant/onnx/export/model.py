@@ -219,7 +219,7 @@ def trace_call(function: Callable[..., Any], params: tuple[Any, ...], structure:
     return Traced(program.trace(flat, [*shapes, *specs]), arrays, names)
 
 
-def _name_path(path: Sequence[Any], params: Any) -> str:
+def _name_path(path: Sequence[Any], params: object) -> str:
     keys = [_read_key(key) for key in path[1:]]
     # These trees have the parameters below names of their own.
     if isinstance(params, AdaptedTree) and keys[0] == "frozen":
