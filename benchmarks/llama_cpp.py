@@ -21,6 +21,8 @@ params = xllamacpp.CommonParams()
 params.model.path, params.warmup, params.cpuparams.n_threads = path, False, 2
 params.n_parallel = max(len(rows), 1)
 params.n_ctx = params.n_parallel * (max(map(len, rows), default=0) + 32)
+if "adapter" in request:
+    params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(request["adapter"], 1.0)]
 server = xllamacpp.Server(params)
 
 def post(name, **values):
@@ -55,7 +57,7 @@ def ask(path: pathlib.Path, folder: pathlib.Path, **request: Any) -> dict[str, A
     """Return what `PROGRAM` prints: "scores" of rows of tokens, and "tokens" of texts.
 
     A score is the logarithm of the probability of a token after the ones before it, with the likeliest token there.
-    The folder gets a file.
+    With "adapter", the path of a GGUF file, the model has its adapters. The folder gets a file.
     """
     (folder / "request.json").write_text(json.dumps(request))
     command = [sys.executable, "-c", PROGRAM, str(path), str(folder / "request.json")]

@@ -44,6 +44,7 @@ _PREFIX = "base_model.model."
 _FACTORS = {"lora_A.weight": "a", "lora_B.weight": "b"}
 _TABLE_FACTORS = {"lora_embedding_A": "a", "lora_embedding_B": "b"}
 _MAGNITUDE = "lora_magnitude_vector"
+_LONGEST_NAME = 63  # bytes: GGML_MAX_NAME of llama.cpp, without the zero at the end
 Naming = Callable[[str], str]
 
 
@@ -485,7 +486,8 @@ def save_gguf(
         CheckpointError: the file cannot be written.
         TypeError: an argument has a wrong type.
         ValueError: an adapter belongs to a table or to a convolution, is of the variant "dora", or is too large for
-            its dtype with the alpha of the file; two parameters have one name; or the architecture has none.
+            its dtype with the alpha of the file; two parameters have one name; a tensor's name has more than 63 bytes,
+            which llama.cpp cannot read; or the architecture has none.
 
     Example:
         >>> import os, tempfile, jax, jax.numpy as jnp, jaxquant as jq
@@ -516,6 +518,9 @@ def save_gguf(
         expected = 'adapters of products, and not of the variant "dora"'
         holds = axes.operations != ("take",) and lora.variant != "dora"
         checks.require(holds, _SAVE_GGUF, "adapted", expected, f"one of {module} ({lora.variant})")
+        size = len(f"{module}.lora_a".encode("utf-8", "surrogateescape"))
+        expected, got = f"names of tensors of at most {_LONGEST_NAME} bytes", f"{size} in {module}.lora_a"
+        checks.require(size <= _LONGEST_NAME, _SAVE_GGUF, "names", expected, got)
         # What llama.cpp divides by the rank.
         product = lora.scaling * lora.rank
         alpha = product if alpha is None else alpha

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import pathlib
 import time
@@ -84,7 +85,7 @@ def compute_divergence(target: jax.Array, outputs: jax.Array, temperature: float
 def distill(
     prepared: Prepared, params: Any, batches: Iterable[Any], optimizer: Any, *,
     start: TrainableTree | AdaptedTree | None = None, teacher: Callable[..., Any] | None = None,
-    temperature: float = 1.0, label_loss: Callable[..., Any] | None = None, label_weight: float = 0.5,
+    temperature: float = 1.0, label_loss: Callable[..., Any] | None = None, label_weight: float | None = None,
     schedule: Mapping[str, range] | None = None, steps: int | None = None, held_out: Iterable[Any] | None = None,
     evaluate_every: int = 100, checkpoint: str | os.PathLike[str] | None = None, save_seconds: float = 600.0,
     progress: bool | None = None, **arguments: Any,
@@ -102,8 +103,10 @@ def distill(
         batches: batches as for `Prepared.calibrate`, one for each step. If there are fewer than `steps`, they are read
             again, so that an iterator has to hold as many as there are steps.
         optimizer: a transformation of optax, or anything with its `init` and `update`, which gets the gradient, the
-            state and the variables, and no loss. It trains a dict of float arrays by their paths, such as "params/w"
-            and "scales/weights/w/scale", so that `optax.multi_transform` can give the scales another rate.
+            state and the variables; and, if it takes them by name, the loss as `value`, the gradient as `grad`, and as
+            `value_fn` a function from variables to the loss of this step. It trains a dict of float arrays by their
+            paths, such as "params/w" and "scales/weights/w/scale", so that `optax.multi_transform` can give the scales
+            another rate.
         start: the tree to train: of `Prepared.trainable`, with learned scales or fixed ranges, or of `lora.adapt`, of
             which the adapters are trained. None for `prepared.trainable(params)`.
         teacher: a function of the arguments of a batch that returns the logits to learn, which is called as it is, in
@@ -111,7 +114,7 @@ def distill(
         temperature: a number that logits are divided by. One above 1 gives unlikely classes more weight.
         label_loss: a function of the outputs and the arguments of the batch that returns a scalar, such as the cross
             entropy of labels, or None.
-        label_weight: the weight of `label_loss` in the sum, from 0 to 1; the divergence has the rest.
+        label_weight: the weight of `label_loss` in the sum, from 0 to 1; the divergence has the rest. None for 0.5.
         schedule: patterns for paths, and the steps in which the arrays there change, counted from 0; the first pattern
             that matches counts, and what none matches changes in each step. In all other steps an array keeps its bits,
             and the optimizer sees the gradient 0. `range(0)` keeps an array out of training and the optimizer.
@@ -121,7 +124,8 @@ def distill(
         checkpoint: the path of a safetensors file from which interrupted training goes on, and which is written at
             the end, on an error, and every `save_seconds`. It needs the package safetensors. What went on before is
             known by its arrays, the coverage of `prepared`, the temperature, the weight of labels and the schedule;
-            functions and the settings of the optimizer are not compared.
+            functions and the settings of the optimizer are not compared. A program of several processes cannot have
+            one: each would write arrays of which it holds a part.
         save_seconds: the least time between two writes of the file.
         progress: whether to show a progress bar with the time left, with the package rich. None shows it on a terminal.
         **arguments: keyword arguments of every call of the function.
@@ -131,10 +135,12 @@ def distill(
 
     Raises:
         ModuleNotFoundError: there is a checkpoint, and safetensors is not installed.
-        TypeError: an argument has a wrong type, or an output is no array of floats.
-        ValueError: there are too few batches; a number is out of range; a pattern matches nothing; the loss of a step
-            or an array after it is not finite; outputs and target have different shapes; or the file is damaged, or
-            belongs to another training, or to one of more steps.
+        TypeError: an argument has a wrong type, an output is no array of floats, or the optimizer needs an argument
+            that it is not given.
+        ValueError: there are too few batches; a number is out of range; there is a weight of labels without their loss;
+            a pattern matches nothing; the loss of a step or an array after it is not finite; outputs and target have
+            different shapes; or the file is damaged, or belongs to another training, or to one of more steps, or there
+            are several processes.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, jaxquant as jq
@@ -155,6 +161,9 @@ def distill(
     section 2, for the choice of the tree.
     """
     checks.require_type(isinstance(prepared, Prepared), _NAME, "prepared", "a Prepared", type(prepared).__name__)
+    is_used = label_weight is None or label_loss is not None
+    checks.require(is_used, _NAME, "label_weight", "None, as there is no label_loss", label_weight)
+    label_weight = 0.5 if label_weight is None else label_weight
     _check_settings(temperature, label_weight, evaluate_every, save_seconds, steps)
     for name, value in (("teacher", teacher), ("label_loss", label_loss)):
         is_function = value is None or callable(value)
@@ -170,6 +179,8 @@ def distill(
     is_tree = isinstance(tree, TrainableTree | AdaptedTree)
     checks.require_type(is_tree, _NAME, "start", "a tree of Prepared.trainable or lora.adapt", type(tree).__name__)
     loss = _Loss(float(temperature), label_loss, float(label_weight))
+    is_alone = checkpoint is None or jax.process_count() == 1
+    checks.require(is_alone, _NAME, "checkpoint", "None, in a program of several processes", checkpoint)
     training = _Training(prepared, params, tree, optimizer, teacher, loss, schedule, arguments)
     evaluations = None if held_out is None else loop.read_batches(_NAME, held_out, arguments, "held_out")
     path = loop.check_path(_NAME, checkpoint)
@@ -247,9 +258,17 @@ class _Training:
     def _update(self, variables: Any, state: Any, fixed: Any, active: Any, target: jax.Array, batch: Signature) -> Any:
         loss, gradient = jax.value_and_grad(self._compute_loss)(variables, fixed, target, batch)
         gradient = {path: jnp.where(active[path], g, 0) for path, g in gradient.items()}
+        extra = {"value": loss, "grad": gradient, "value_fn": lambda v: self._compute_loss(v, fixed, target, batch)}
+        given = {name: extra[name] for name in _list_extra(self.optimizer.update, extra)}
         # Optimizers of optax mix dtypes, which JAX refuses under `jax_numpy_dtype_promotion="strict"`.
         with jax.numpy_dtype_promotion("standard"):
-            updates, state = self.optimizer.update(gradient, state, variables)
+            try:
+                updates, state = self.optimizer.update(gradient, state, variables, **given)
+            except TypeError as error:
+                expected = f"one whose update needs no arguments but gradient, state, variables, {', '.join(extra)}"
+                raise checks.ContractTypeError(
+                    checks.format_message(_NAME, "optimizer", expected, f"the error: {error}")
+                ) from error
         shapes, given = (_list_shapes(x) for x in (variables, updates))
         checks.require_type(given == shapes, _NAME, "optimizer", f"updates of the form {shapes}", given)
         new = {path: (x + updates[path]).astype(x.dtype) for path, x in variables.items()}
@@ -323,6 +342,13 @@ def _check_outputs(argument: str, outputs: Any) -> None:
     is_array = checks.has_dtype(outputs, dtypes.FLOATS) and outputs.ndim > 0
     expected = "one array of float logits with the classes on the last axis"
     checks.require_type(is_array, _NAME, argument, expected, checks.describe_value(outputs))
+
+
+def _list_extra(update: Callable[..., Any], known: Iterable[str]) -> list[str]:
+    """Return the names of known arguments that the update of an optimizer takes by name."""
+    parameters = inspect.signature(update).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return [name for name in known if takes_all or name in parameters]
 
 
 def _list_shapes(updates: Any) -> Any:

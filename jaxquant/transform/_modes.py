@@ -477,8 +477,10 @@ def start_at_codes(function: str, w: Any, plan: LeafPlan, q: Any) -> tuple[jax.A
     """
     spec = plan.spec
     expected = f"an array of {spec.dtype} of shape {w.shape} with positive {spec.scale_dtype} scales"
-    holds = isinstance(q, QuantizedArray) and (q.format, q.shape) == (spec.dtype, w.shape) and not q.signed_scale
-    holds = holds and isinstance(q.scale, jax.Array) and q.scale.dtype == spec.scale_dtype and q.offset is None
+    holds = isinstance(q, QuantizedArray) and (q.format, q.shape) == (spec.dtype, w.shape) and q.offset is None
+    holds = holds and isinstance(q.scale, jax.Array) and q.scale.dtype == spec.scale_dtype
+    # Arrays of a file may have negative scales, whether or not they have some.
+    holds = holds and (not q.signed_scale or (not checks.is_traced(q.scale) and bool((q.scale > 0).all())))
     checks.require(holds, function, "start", expected, q if isinstance(q, QuantizedArray) else type(q).__name__)
     expected = "codes of a weight that no normalization is folded into"
     checks.require(plan.fold is None, function, "start", expected, "a weight that is multiplied by one")

@@ -137,6 +137,43 @@ def test_floats_have_the_probabilities_of_llama_cpp(decoder: Any, tmp_path: path
 
 
 @pytest.mark.full
+def test_llama_cpp_computes_the_same_with_adapters(
+    decoder: Any, tmp_path: pathlib.Path, rng: np.random.Generator
+) -> None:
+    """A file of `lora.save_gguf` beside the codes of a model, whose values llama.cpp has in F32."""
+    path = find_model("smollm2", tmp_path)
+    tensors, info = checkpoint.load(path)
+    checkpoint.save(tmp_path / "floats.gguf", dequantize(tensors), info)
+    model, rows = decoder.load(path), cut_rows(decoder.load(path), 2, decoder.CHUNK)
+    caches = decoder.create_caches(model.config, 1, decoder.CHUNK, "float32")
+    tokens, wanted = jnp.array(rows[:1]), jnp.arange(decoder.CHUNK)[None]
+    arguments = (tokens, jnp.array([decoder.CHUNK]), wanted, caches)
+    prepared = jq.prepare(model.run, model.params, *arguments, rules=jq.recipes.weight_only_int8())
+    # llama.cpp has one alpha in a file, so that the factors of the second rank are written with another scaling.
+    settings = [jq.lora.LoRA(8, "blk.*.attn_*.weight", alpha=16), jq.lora.LoRA(4, "blk.*.ffn_*.weight", alpha=4)]
+    adapted = jq.lora.adapt(prepared, prepared.convert(model.params), settings, jax.random.key(0))
+    moved = {
+        name: {**parts, "b": jnp.asarray(rng.normal(0, 0.05, parts["b"].shape).astype(np.float32))}
+        for name, parts in adapted.adapters.items()
+    }
+    adapted = adapted.replace(adapters=moved)
+    jq.lora.save_gguf(tmp_path / "adapter.gguf", prepared, adapted, architecture="llama")
+    ours, without = (score(decoder, model._replace(run=prepared.apply), q, rows)[0] for q in (adapted, adapted.frozen))
+    request = {"rows": rows, "adapter": str(tmp_path / "adapter.gguf")}
+    theirs = np.array(llama_cpp.ask(tmp_path / "floats.gguf", tmp_path, **request)["scores"])[..., 0].reshape(-1)
+    print(
+        "FIGURES",
+        np.abs(ours - without).mean(),
+        np.abs(ours - theirs).max(),
+        np.abs(ours - theirs).mean(),
+        np.mean(ours - theirs),
+    )
+    assert np.abs(ours - without).mean() > 0.1
+    assert np.abs(ours - theirs).max() < 0.05
+    assert abs(np.mean(ours - theirs)) < 1e-3
+
+
+@pytest.mark.full
 def test_the_codes_of_a_file_have_the_perplexity_of_llama_cpp(
     decoder: Any, path: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:

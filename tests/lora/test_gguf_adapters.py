@@ -204,4 +204,11 @@ def test_what_a_file_cannot_hold_is_refused(rng: np.random.Generator, tmp_path: 
         jq.lora.save_gguf(
             path, prepared, adapted, architecture="llama", names=lambda p: "a.{}" if p == "layers" else "a.0"
         )
+    names = lambda p: "é" * 28 + p[0] + ".{}"  # noqa: E731
+    text = r"save_gguf: names: expected names of tensors of at most 63 bytes, got 6[67] in é"
+    with pytest.raises(ValueError, match=text):
+        jq.lora.save_gguf(path, prepared, adapted, architecture="llama", names=names)
     assert not path.exists()
+    longest = lambda p: "é" * 26 + p[0] + ".{}"  # noqa: E731
+    jq.lora.save_gguf(path, prepared, adapted, architecture="llama", names=longest)
+    assert max(len(name.encode()) for name in read(path)[1]) == 63

@@ -87,6 +87,26 @@ def test_a_prepared_function_is_exported_with_its_tree(recipe: str) -> None:
     assert jqonnx.verify(again, fn, params, [x]).is_exact
 
 
+@pytest.mark.parametrize("recipe", ["weight_only_int8", "w8a8_static", "w8a8_dynamic"])
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+def test_adapters_are_products_of_the_model(variant: Any, recipe: str, rng: np.random.Generator) -> None:
+    prepared, q, x = prepare(recipe)
+    settings = jq.lora.LoRA(2, "layers*", variant=variant, dropout=0.5)
+    adapted = jq.lora.adapt(prepared, q, settings, jax.random.key(0))
+    moved = jax.tree.map(lambda v: v + jnp.asarray(rng.normal(0, 0.1, v.shape).astype(np.float32)), adapted.adapters)
+    adapted = adapted.replace(adapters=moved, key=jax.random.key(1))
+    model = jqonnx.export(prepared, adapted, [x], batch="N", weights="int8")
+    assert [info.name for info in model.graph.input] == ["image"]
+    arrays = {array.name: onnx.numpy_helper.to_array(array) for array in model.graph.initializer}
+    assert {"layers.w.codes", "v.codes", "adapters.layers/w.b"} <= set(arrays)
+    if variant == "lora":  # the weight is not the sum: no array of floats has its shape
+        assert not any(array.shape == (8, 16) and array.dtype == np.float32 for array in arrays.values())
+    products = [node for node in model.graph.node if node.op_type == "MatMul"]
+    assert len(products) == (4 if recipe == "weight_only_int8" else 2)
+    report = jqonnx.verify(model, prepared, adapted, [x, x[:2]])
+    assert report.is_exact, str(report)
+
+
 def test_wrong_numbers_of_arguments_are_named() -> None:
     prepared, q, x = prepare("w8a8_dynamic")
     model = jqonnx.export(prepared, q, [x], weights="int8")

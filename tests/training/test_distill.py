@@ -224,6 +224,18 @@ def test_a_file_of_another_training_is_refused(fixed_rng: np.random.Generator, t
     refuse("a folder that exists", checkpoint=tmp_path / "none" / "a")
 
 
+def test_several_processes_write_no_file(
+    fixed_rng: np.random.Generator, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, batches = sample(fixed_rng)
+    prepared = prepare(params, batches[0])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    text = r"train\.distill: checkpoint: expected None, in a program of several processes, got .*a"
+    with pytest.raises(ValueError, match=text):
+        jq.train.distill(prepared, params, batches, optax.sgd(0.1), checkpoint=tmp_path / "a")
+    assert len(jq.train.distill(prepared, params, batches, optax.sgd(0.1)).losses) == 4
+
+
 def test_adapters_go_on_only_with_their_codes(fixed_rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
     pytest.importorskip("safetensors")
     params, batches = sample(fixed_rng)
@@ -274,6 +286,43 @@ def test_arrays_go_on_where_they_were(rng: np.random.Generator, tmp_path: pathli
     assert found.tree.params["up"].sharding.is_equivalent_to(expected.tree.params["up"].sharding, 2)
     np.testing.assert_array_equal(found.losses, expected.losses)
     jax.tree.map(check_equal, found.tree.params, expected.tree.params)
+
+
+OPTIMIZERS = {
+    "plateau": lambda: optax.chain(optax.adam(1e-3), optax.contrib.reduce_on_plateau(patience=1, rtol=0.5)),
+    "polyak": lambda: optax.polyak_sgd(1e-2),
+    "momo": lambda: optax.contrib.momo(1e-2),
+    "line search": lambda: optax.lbfgs(memory_size=2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_get_the_loss(name: str, rng: np.random.Generator) -> None:
+    """The steps are those of a loop that passes the loss, its gradient and its function."""
+    params, batches = sample(rng)
+    prepared, optimizer = prepare(params, batches[0]), OPTIMIZERS[name]()
+    tree: Any = prepared.trainable(params)
+    variables = {f"params/{path}": x for path, x in tree.params.items()}
+
+    @jax.jit
+    def step(variables: Any, state: Any, x: jax.Array) -> Any:
+        def compute_loss(variables: Any) -> jax.Array:
+            moved = tree.replace(params={path: variables[f"params/{path}"] for path in params})
+            target, found = (jax.nn.log_softmax(y) for y in (network(params, x), prepared.fake_apply(moved, x)))
+            return (jnp.exp(target) * (target - found)).sum(-1).mean()
+
+        value, grad = jax.value_and_grad(compute_loss)(variables)
+        updates, state = optimizer.update(grad, state, variables, value=value, grad=grad, value_fn=compute_loss)
+        return optax.apply_updates(variables, updates), state, value
+
+    state, losses = optimizer.init(variables), []
+    for number in range(6):
+        variables, state, value = step(variables, state, batches[number % 4])
+        losses.append(float(value))
+    result = jq.train.distill(prepared, params, batches, optimizer, steps=6)
+    np.testing.assert_allclose(result.losses, losses, rtol=1e-3)
+    for path in params:
+        np.testing.assert_allclose(result.tree.params[path], variables[f"params/{path}"], rtol=1e-3, atol=1e-4)
 
 
 def test_an_iterator_is_read_no_further_than_the_steps(fixed_rng: np.random.Generator) -> None:
@@ -371,7 +420,12 @@ def test_bad_arguments_are_refused(fixed_rng: np.random.Generator) -> None:
     refuse(ValueError, r"teacher: expected logits of shape \(24, 6\)", teacher=lambda x: x)
     refuse(TypeError, "teacher: expected one array of float logits", teacher=lambda x: (x, x))
     refuse(ValueError, "temperature: expected a positive number, got 0", temperature=0)
-    refuse(ValueError, "label_weight: expected a number from 0 to 1", label_weight=1.5)
+    label_loss = lambda outputs, x: outputs.sum()  # noqa: E731
+    refuse(ValueError, "label_weight: expected a number from 0 to 1", label_weight=1.5, label_loss=label_loss)
+    refuse(ValueError, "label_weight: expected None, as there is no label_loss, got 0.5", label_weight=0.5)
+    make: Any = optax.GradientTransformationExtraArgs
+    needs_more = make(lambda x: (), lambda gradient, state, variables, *, hessian, **extra: (gradient, state))
+    refuse(TypeError, r"optimizer: expected one whose update .* the error: .*hessian", optimizer=needs_more)
     refuse(TypeError, "schedule: expected a mapping from patterns to ranges", schedule={"*": 3})
     refuse(ValueError, r"schedule: expected patterns for params/bias, .*, got 'bias'", schedule={"bias": range(3)})
     refuse(ValueError, "schedule: expected steps in which an array changes, got none", schedule={"*": range(0)})
@@ -413,6 +467,19 @@ def test_training_begins_with_given_codes(name: str, rng: np.random.Generator) -
         is_kept = w == np.asarray(params[path])
         check_equal(w[~is_kept], np.asarray(q.params[path].dequantize())[~is_kept])
     check_equal(jax.jit(prepared.fake_apply)(start, batches[0]), jax.jit(prepared.apply)(q, batches[0]))
+
+
+def test_training_begins_with_the_codes_of_a_file(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    """Q4_0 may have negative scales, so that arrays of a file say that theirs may be, though these are not."""
+    params, batches = sample(rng)
+    prepared = prepare(params, batches[0])
+    q = ptq.apply(prepared, params, ptq.collect(prepared, params, batches), ptq.GPTQ()).tree
+    checkpoint.save(tmp_path / "a.gguf", q.params, checkpoint.Info("gguf"))
+    loaded, _ = checkpoint.load(tmp_path / "a.gguf")
+    assert loaded["up"].signed_scale
+    start = prepared.trainable(params, estimator=jq.LSQ(), start=jq.QuantizedTree(loaded))
+    expected = prepared.trainable(params, estimator=jq.LSQ(), start=q)
+    jax.tree.map(check_equal, jax.tree.leaves(start), jax.tree.leaves(expected))
 
 
 def test_codes_that_training_cannot_begin_with_are_refused(fixed_rng: np.random.Generator) -> None:

@@ -17,6 +17,7 @@ from onnx import GraphProto, ModelProto, NodeProto, helper
 from ..._core import checks
 from ..._program import jaxpr
 from ...transform import Prepared, QuantizedTree
+from ...transform.adapters import AdaptedTree
 from ...transform.session import read_quantized
 from .. import saturation
 from ..load.function import FLOATS, FORMULAS, LoadedFunction
@@ -85,8 +86,8 @@ def export(
     Args:
         function: a function of arrays, or of pytrees of arrays; a `Prepared` stands for its `apply`.
         *arguments: params, unless the function has none: a pytree with arrays that become initializers, named by their
-            paths; for a `Prepared` what `convert` returned. Then inputs, a list of the other arguments; only their
-            shapes and dtypes matter.
+            paths; for a `Prepared` what `convert` returned, or `jq.lora.adapt`, whose adapters are two products in the
+            model. Then inputs, a list of the other arguments; only their shapes and dtypes matter.
         form: "operators", or "qdq" for floats between QuantizeLinear and DequantizeLinear, which ONNX Runtime fuses to
             integer kernels if the results are codes; a warning names each contraction that would run in floats.
         opset: the version of ONNX's operators, 13 to 25.
@@ -172,7 +173,11 @@ def read_call(
     )
     params, inputs = tuple(arguments[:-1]), arguments[-1]
     if is_prepared:
-        read_quantized(name, params[0])
+        (q,) = params
+        if isinstance(q, AdaptedTree):
+            # `apply` has no dropout, and ONNX no keys.
+            params = (q.replace(key=None),)
+        read_quantized(name, q.frozen if isinstance(q, AdaptedTree) else q)
     is_known = not any(map(checks.is_traced, jax.tree.leaves(params)))
     expected = "arrays with known values; call it outside of jax.jit and the like"
     checks.require_type(is_known, name, "q" if is_prepared else "params", expected, "traced arrays")
@@ -210,16 +215,17 @@ def trace_call(function: Callable[..., Any], params: tuple[Any, ...], structure:
         return function(*jax.tree.unflatten(tree, leaves), *jax.tree.unflatten(structure, inputs[len(places) :]))
 
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-    # A `QuantizedTree` has the parameters below a name of its own.
-    start = 2 if params and isinstance(params[0], QuantizedTree) else 1
-    names = [_name_path(paths[i][0], start) for i in places]
+    names = [_name_path(paths[i][0], params[0]) for i in places]
     return Traced(program.trace(flat, [*shapes, *specs]), arrays, names)
 
 
-def _name_path(path: Sequence[Any], start: int) -> str:
-    keys = [_read_key(key) for key in path]
-    is_range = start == 2 and keys[1] != "params"
-    return ".".join(keys[1:] if is_range else keys[start:])
+def _name_path(path: Sequence[Any], params: object) -> str:
+    keys = [_read_key(key) for key in path[1:]]
+    # These trees have the parameters below names of their own.
+    if isinstance(params, AdaptedTree) and keys[0] == "frozen":
+        keys = keys[1:]
+    is_below = isinstance(params, QuantizedTree | AdaptedTree) and keys[0] == "params"
+    return ".".join(keys[1:] if is_below else keys)
 
 
 def _canonicalize(array: Any) -> Any:
