@@ -470,6 +470,7 @@ def _trace_declared(fn: LoadedFunction, params: Any) -> set[str] | None:
 _QUANTIZED = (
     *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QGemm"),
     *("MatMulIntegerToFloat", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "MatMulNBits", "QuantizeBias"),
+    "QAttention",
 )
 # Operators that give elements of their first input.
 _ARRANGEMENTS = (
@@ -582,7 +583,14 @@ def _list_codes(node: Node) -> tuple[str, ...]:
 
 
 def _classify_node(node: Node, codes: set[str]) -> str:
-    if node.op in ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QuantizeBias", "MatMulNBits"):
+    if node.op in (
+        "QuantizeLinear",
+        "DequantizeLinear",
+        "DynamicQuantizeLinear",
+        "QuantizeBias",
+        "MatMulNBits",
+        "MatMulBnb4",
+    ):
         return "quantized"
     if node.op in _QUANTIZED or node.op.startswith("QLinear"):
         return "integer"
