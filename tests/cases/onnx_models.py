@@ -182,3 +182,20 @@ def list_optimized_operators(model: onnx.ModelProto, folder: pathlib.Path) -> li
     options.optimized_model_filepath = str(path)
     onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return [node.op_type for node in onnx.load(path).graph.node]
+
+
+def make_single(
+    op: str, feeds: dict[str, Any], constants: dict[str, Any] | None = None, outputs: int = 1, **attributes: Any
+) -> onnx.ModelProto:
+    """Return a model of one operator of ONNX Runtime; an input that is None is left out."""
+    constants = constants or {}
+    names = [name if value is not None else "" for name, value in {**feeds, **constants}.items()]
+    results = [f"y{i}" for i in range(outputs)]
+    node = helper.make_node(op, names, results, domain="com.microsoft", **attributes)
+    kind = helper.np_dtype_to_tensor_dtype
+    inputs = [helper.make_tensor_value_info(n, kind(x.dtype), x.shape) for n, x in feeds.items() if x is not None]
+    values = [helper.make_empty_tensor_value_info(n) for n in results]
+    tensors = [numpy_helper.from_array(np.asarray(a), n) for n, a in constants.items() if a is not None]
+    graph = helper.make_graph([node], "g", inputs, values, tensors)
+    domains = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=domains, ir_version=10)

@@ -63,6 +63,40 @@ def test_sums_and_approximations_have_the_bits_of_the_runtime(length: int, rng: 
             np.testing.assert_array_equal(actual, y)
 
 
+ANGLES = [node(op, ["x"], [f"y{i}"]) for i, op in enumerate(("Exp", "Sin", "Cos"))]
+
+
+@pytest.mark.parametrize("scale", [0.01, 1, 20, 4000])
+def test_exponentials_and_angles_have_the_bits_of_the_runtime(scale: float, rng: np.random.Generator) -> None:
+    x = (rng.normal(size=4096) * scale).astype(np.float32)
+    x[:8] = 0.0, -0.0, np.pi / 4, -np.pi / 2, np.inf, -np.inf, np.nan, 88.7
+    model = make_model(ANGLES, ("n",))
+    fn, params = jqonnx.load(model)
+    exponentials, *others = run_runtime(model, {"x": x}, "none")
+    # XLA:CPU has no floats below the normal ones.
+    exponentials = np.where(exponentials < np.finfo(np.float32).tiny, 0, exponentials)
+    mapped = jax.jit(jax.vmap(fn, (None, 0)))(params, x.reshape(4, -1))
+    for results in (jax.jit(fn)(params, x), fn(params, x), [y.reshape(-1) for y in mapped]):
+        for actual, y in zip(results, (exponentials, *others), strict=True):
+            np.testing.assert_array_equal(actual, y)
+
+
+def test_angles_that_are_no_packets_are_nearly_equal(rng: np.random.Generator) -> None:
+    x = (rng.normal(size=7) * 100).astype(np.float32)
+    model = make_model(ANGLES[1:], ("n",))
+    fn, params = jqonnx.load(model)
+    for actual, y in zip(jax.jit(fn)(params, x), run_runtime(model, {"x": x}, "none"), strict=True):
+        np.testing.assert_allclose(actual, y, atol=1e-6)
+
+
+def test_derivatives_of_exponentials_and_angles(rng: np.random.Generator) -> None:
+    fn, params = jqonnx.load(make_model(ANGLES, ("n",)))
+    x = rng.normal(size=8).astype(np.float32)
+    for i, slope in enumerate((np.exp, np.cos, lambda x: -np.sin(x))):
+        found = jax.jit(jax.grad(lambda x, i=i: jnp.sum(fn(params, x)[i])))(x)
+        np.testing.assert_allclose(found, slope(x), rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_a_mean_square_norm_has_the_bits_of_the_runtime(rng: np.random.Generator) -> None:
     """XLA would contract the products with the sums, and replace the division by the root."""
@@ -107,6 +141,12 @@ def test_derivatives_and_maps(rng: np.random.Generator) -> None:
     mapped = jax.jit(jax.vmap(lambda row: fn(params, row[None])))(x)
     for y, result in zip(mapped, jax.jit(fn)(params, x), strict=True):
         np.testing.assert_allclose(y[:, 0], result if result.shape == y[:, 0].shape else result[:, 0], atol=1e-6)
+
+
+def test_angles_are_exported_again() -> None:
+    fn, params = jqonnx.load(make_model(ANGLES, ("n",)))
+    model = jqonnx.export(fn, params, [np.zeros(8, np.float32)])
+    assert [node.op_type for node in model.graph.node] == ["Exp", "Sin", "Cos"]
 
 
 def test_the_operators_are_exported_again(rng: np.random.Generator) -> None:

@@ -33,6 +33,9 @@ CACHES = ("int8", "int8-int4", "int4", "float32")
 CASES = [(model, name, cache) for model in ("llama", "gemma3") for name in RECIPES for cache in CACHES]
 FLOATS = [case for case in CASES if "w8a8" not in case[1]]  # of activations
 STEPS_BY_DEFAULT = [("llama", "w8a8_static", "int8"), ("llama", "weight_only_int4", "int8-int4")]
+# The sums of matrix products of floats have another order in each library.
+RUNTIME = [case for case in CASES if "w8a8" in case[1] and case[2] != "float32"]
+RUNTIME_BY_DEFAULT = [("llama", "w8a8_dynamic", "int8"), ("gemma3", "w8a8_dynamic", "int8-int4")]
 TOKENS_BY_DEFAULT = [("llama", "codes of a file", "int8")]
 
 
@@ -73,7 +76,7 @@ def hold(array: Any) -> Any:
     ("model", "name", "cache"), mark_others_full(CASES, STEPS_BY_DEFAULT), indirect=["model"]
 )  # fmt: skip
 def test_a_step(name: str, cache: str, decoder: Any, model: Any, rng: np.random.Generator) -> None:
-    """From equal caches: codes of activations, keys and values are equal to JAX's, and so are the logits."""
+    """From equal caches codes and logits equal JAX's, but for numbers next to a tie and what follows from them."""
     caches = decoder.create_caches(model.config, 1, LENGTH, cache)
     function, params = quantize(model, name, caches, rng)
     states = list_states(function, params, rng.integers(0, VOCABULARY, 8), caches)
@@ -85,11 +88,33 @@ def test_a_step(name: str, cache: str, decoder: Any, model: Any, rng: np.random.
     assert sum(np.prod(array.dims) >= VOCABULARY * 32 for array in exported.graph.initializer) == 1
     report = jqonnx.verify(exported, function, params, states, tolerance=1e-4)
     codes = [row for row in report.rows if row.kind == "codes"]
-    # Floats between contractions are computed by two libraries, so a number next to a tie may get another code.
-    assert sum(row.differing for row in codes) <= 1e-4 * sum(row.elements for row in codes) + 1, str(report)
+    # Floats between contractions are computed by two libraries, so a number next to a tie may get another code. Codes
+    # that follow from it differ by any number; those that differ first are neighbors.
+    first = next((row for row in codes if row.differing), None)
+    assert first is None or (first.largest == 1 and first.differing <= 0.02 * first.elements), str(report)
     assert bool(codes) == (cache != "float32" or name.startswith("w8a8"))
-    if not any(row.differing for row in codes):
-        assert report.is_exact, str(report)
+    assert first is not None or report.is_exact, str(report)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "cache"), mark_others_full(RUNTIME, RUNTIME_BY_DEFAULT), indirect=["model"]
+)  # fmt: skip
+def test_a_loaded_step_has_the_bits_of_the_runtime(
+    name: str, cache: str, decoder: Any, model: Any, rng: np.random.Generator
+) -> None:
+    """With ONNX Runtime's roundings of floats, too, all codes, scales and logits are equal."""
+    caches = decoder.create_caches(model.config, 1, LENGTH, cache)
+    function, params = quantize(model, name, caches, rng)
+    states = list_states(function, params, rng.integers(0, VOCABULARY, 8), caches)
+    exported: Any = jqonnx.export(function, params, list(states[0]), weights="int8")
+    loaded, constants = jqonnx.load(exported, floats="runtime")
+    session = jqonnx.make_session(exported)
+    inputs, run = [info.name for info in session.get_inputs()], jax.jit(loaded)
+    for state in states:
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+        results: Any = session.run(None, dict(zip(inputs, leaves, strict=True)))
+        for actual, expected in zip(run(constants, *leaves), results, strict=True):
+            np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize(

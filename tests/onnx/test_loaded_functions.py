@@ -17,26 +17,9 @@ import jaxquant as jq
 from jaxquant import onnx as jqonnx
 from jaxquant.onnx.__main__ import main
 
-from ..cases.onnx_models import Builder, make_mlp, quantize_model, run_runtime
+from ..cases.onnx_models import Builder, make_mlp, make_single, quantize_model, run_runtime
 from ..oracles import float_kernels_text
 from ..support import processor
-
-
-def make_single(
-    op: str, feeds: dict[str, Any], constants: dict[str, Any] | None = None, outputs: int = 1, **attributes: Any
-) -> onnx.ModelProto:
-    """Return a model of one operator of ONNX Runtime; an input that is None is left out."""
-    constants = constants or {}
-    names = [name if value is not None else "" for name, value in {**feeds, **constants}.items()]
-    results = [f"y{i}" for i in range(outputs)]
-    node = helper.make_node(op, names, results, domain="com.microsoft", **attributes)
-    kind = helper.np_dtype_to_tensor_dtype
-    inputs = [helper.make_tensor_value_info(n, kind(x.dtype), x.shape) for n, x in feeds.items() if x is not None]
-    values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in results]
-    tensors = [numpy_helper.from_array(np.asarray(a), n) for n, a in constants.items() if a is not None]
-    graph = helper.make_graph([node], "g", inputs, values, tensors)
-    domains = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    return helper.make_model(graph, opset_imports=domains, ir_version=10)
 
 
 @pytest.fixture
@@ -267,6 +250,21 @@ def test_command_line(mlp: onnx.ModelProto, tmp_path: pathlib.Path, capsys: pyte
     path.write_bytes(b"")
     assert main(["inspect", str(path)]) == 2
     assert "no ONNX model" in capsys.readouterr().err
+
+
+def test_all_unknown_operators_are_listed_at_once() -> None:
+    info = helper.make_tensor_value_info
+    inner = helper.make_graph([helper.make_node("Inner", [], ["z"], domain="own")], "b", [], [info("z", 1, None)])
+    nodes = [
+        helper.make_node("StringNormalizer", ["x"], ["a"]),
+        helper.make_node("Outer", ["a"], ["b"], domain="own"),
+        helper.make_node("If", ["b"], ["y"], then_branch=inner, else_branch=inner),
+    ]
+    graph = helper.make_graph(nodes, "g", [info("x", TensorProto.FLOAT, [2])], [info("y", 1, None)])
+    domains = [helper.make_opsetid("", 21), helper.make_opsetid("own", 1)]
+    model = helper.make_model(graph, opset_imports=domains, ir_version=10)
+    with pytest.raises(jqonnx.ModelError, match=r"not supported: StringNormalizer, own\.Inner, own\.Outer$"):
+        jqonnx.load(model)
 
 
 def make_powers(names: list[str], exponents: dict[str, Any], literals: dict[str, Any]) -> onnx.ModelProto:

@@ -238,12 +238,21 @@ def write_integer_power(graph: ModelGraph, call: WriterCall) -> Value:
     return result if exponent > 0 else apply_operator(graph, "Div", [one, result])
 
 
-@writes_mark("softmax", "tanh", "logistic")
+# Operators that a loaded model computes by the runtime's approximation, and their attributes, by their marks.
+_RUNTIME: dict[str, tuple[str, dict[str, Any]]] = {
+    "softmax": ("Softmax", {"axis": -1}),
+    "tanh": ("Tanh", {}),
+    "logistic": ("Sigmoid", {}),
+    "exp_of_runtime": ("Exp", {}),
+    "sin_of_runtime": ("Sin", {}),
+    "cos_of_runtime": ("Cos", {}),
+}
+
+
+@writes_mark(*_RUNTIME)
 def write_kernel(graph: ModelGraph, call: WriterCall) -> Value:
     """Write an operator that a loaded model computes by the runtime's approximation."""
-    operator, attributes = {"softmax": ("Softmax", {"axis": -1}), "tanh": ("Tanh", {}), "logistic": ("Sigmoid", {})}[
-        call.name
-    ]
+    operator, attributes = _RUNTIME[call.name]
     # The metadata then names the runtime, and `load` takes the runtime's approximations for this model again.
     (output,), graph.floats = call.outputs, "runtime"
     name = graph.add(operator, [graph.store_full(call.inputs[0], output.shape)], **attributes)

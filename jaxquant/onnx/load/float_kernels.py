@@ -11,6 +11,7 @@ does not, as on other processors or along fewer than 16 elements, a result may d
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from jax import lax
 
 from ..._core import recording
 from ..._kernels import affine
+from ..._kernels.barriers import round_result
 
 # An addition in Eigen has 4 lanes, and a loop adds two of them in turn. The kernel of Softmax for AVX-512 has 16.
 _PACKET, _LANES = 4, 16
@@ -32,6 +34,12 @@ _LOG2_HIGH, _LOG2_LOW = -6.93145752e-1, -1.42860677e-6
 _LEAST_EXPONENT = -88.3762626647949
 # A sum with 1.5 * 2**23 rounds to an integer, which its last bits are.
 _ROUND = 12582912.0
+# 2 / pi, the parts of -pi / 2, and polynomials in the square of an angle up to pi / 4 (Eigen, psincos_float). Its other
+# reduction of angles above the last number is not repeated here.
+_HALF_TURNS = (0.636619746685028076171875, -1.5703125, -4.839897155762e-4, 1.62865035235881805e-7, 5.56443155445e-11)
+_COSINE = (2.43722661252832e-05, -1.38865201734006e-03, 4.16666194796562e-02, -0.5, 1.0)
+_SINE = (-1.959234114083703e-04, 8.332687365561685e-03, -1.666666203982298e-01)
+_LARGE_ANGLE = 18838.0
 # Odd numerators and even denominators in the square of x (MLAS, tanh.cpp and logistic.cpp).
 _TANH = (
     (
@@ -127,14 +135,18 @@ def _evaluate(coefficients: tuple[float, ...], x: jax.Array) -> jax.Array:
 
 def _exponentiate(x: jax.Array) -> jax.Array:
     """Return exp(x) for x <= 0 as the kernel of Softmax approximates it."""
-    x = jnp.maximum(x, np.float32(_LEAST_EXPONENT))
+    integer, rest = _reduce_exponent(jnp.maximum(x, np.float32(_LEAST_EXPONENT)))
+    power = (integer << 23) + np.int32(0x3F800000)
+    return _evaluate((*_EXP, 1.0, 1.0), rest) * lax.bitcast_convert_type(power, jnp.float32)
+
+
+def _reduce_exponent(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return an integer n and r with x = n * log(2) + r."""
     biased = x * np.float32(np.log2(np.e)) + np.float32(_ROUND)
     # XLA would drop an addition of a float and its subtraction.
     integer = lax.bitcast_convert_type(biased, jnp.int32) - np.float32(_ROUND).view(np.int32)
     count = integer.astype(jnp.float32)
-    rest = count * np.float32(_LOG2_LOW) + (count * np.float32(_LOG2_HIGH) + x)
-    power = (integer << 23) + np.int32(0x3F800000)
-    return _evaluate((*_EXP, 1.0, 1.0), rest) * lax.bitcast_convert_type(power, jnp.float32)
+    return integer, count * np.float32(_LOG2_LOW) + (count * np.float32(_LOG2_HIGH) + x)
 
 
 def _map_softmax(_: Any, x: Any) -> Any:
@@ -176,16 +188,16 @@ def _divide_polynomials(x: jax.Array, limit: float, parts: tuple[tuple[float, ..
 
 
 def _approximate(
-    name: str, formula: Callable[[jax.Array], jax.Array], differentiate: Callable[[jax.Array], jax.Array]
+    name: str, formula: Callable[[jax.Array], jax.Array], differentiate: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> Callable[[jax.Array], jax.Array]:
-    """Return a function of float32 with a mark of this name; `differentiate` maps its result to its derivative."""
+    """Return a function of float32 with a mark of this name; `differentiate` maps x and the result to the slope."""
     # The polynomials would give the derivative of the approximation, and 0 where it clips.
     function = jax.custom_jvp(jax.jit(formula))
 
     @function.defjvp
     def differentiate_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
         y = function(*primals)
-        return y, tangents[0] * differentiate(y)
+        return y, tangents[0] * differentiate(primals[0], y)
 
     @recording.mark(name, _keep_shape, recording.map_elements)
     def approximate(x: jax.Array) -> jax.Array:
@@ -203,6 +215,53 @@ def _divide_logistic(x: jax.Array) -> jax.Array:
     return jnp.clip(y, np.float32(0), np.float32(1))
 
 
-# The hyperbolic tangent and the logistic function as ONNX Runtime approximates them.
-tanh = _approximate("tanh", _divide_tanh, lambda y: 1 - y * y)
-apply_logistic = _approximate("logistic", _divide_logistic, lambda y: y * (1 - y))
+def _exponentiate_all(x: jax.Array) -> jax.Array:
+    """Return exp(x) as ONNX Runtime's Exp approximates it, in two steps where the result leaves the normal floats."""
+    x = jnp.clip(x, np.float32(-103.9720840454), np.float32(88.7762626647950))
+    power, rest = _reduce_exponent(x)
+    shift = power << 23
+    normal = jnp.clip(shift, np.int32(-0x3F000000), np.int32(0x3F800000))
+    left, right = (
+        lax.bitcast_convert_type(part + np.int32(0x3F800000), jnp.float32) for part in (shift - normal, normal)
+    )
+    return (_evaluate((*_EXP, 1.0), rest) * (rest * left) + left) * right
+
+
+def _turn(x: jax.Array, is_sine: bool) -> jax.Array:
+    """Return a sine or cosine as Eigen approximates it without fused operations; JAX's own for large angles.
+
+    Eigen computes packets of 4, and what is left of an array by another formula.
+    """
+    own = jnp.sin(x) if is_sine else jnp.cos(x)
+    if math.prod(x.shape) % _PACKET:
+        return own
+    least = jnp.abs(x)
+    biased = round_result(least * np.float32(_HALF_TURNS[0])) + np.float32(_ROUND)
+    quarter = lax.bitcast_convert_type(biased, jnp.int32)
+    count = (quarter - np.float32(_ROUND).view(np.int32)).astype(jnp.float32)
+    rest = least
+    for part in _HALF_TURNS[1:]:
+        rest = rest + round_result(count * np.float32(part))
+    square = round_result(rest * rest)
+    cosine = _evaluate_unfused(_COSINE, square)
+    sine = rest + round_result(round_result(_evaluate_unfused(_SINE, square) * square) * rest)
+    is_even, half = (quarter & 1) == 0, quarter if is_sine else quarter + 1
+    y = jnp.where(is_even, sine, cosine) if is_sine else jnp.where(is_even, cosine, sine)
+    is_negative = ((half & 2) != 0) ^ (jnp.signbit(x) if is_sine else False)
+    return jnp.where(least < np.float32(_LARGE_ANGLE), jnp.where(is_negative, -y, y), own)
+
+
+def _evaluate_unfused(coefficients: tuple[float, ...], x: jax.Array) -> jax.Array:
+    """Return a polynomial by Horner's rule with a rounding after each product."""
+    total = jnp.full_like(x, coefficients[0])
+    for coefficient in coefficients[1:]:
+        total = round_result(total * x) + np.float32(coefficient)
+    return total
+
+
+# Functions as ONNX Runtime approximates them.
+tanh = _approximate("tanh", _divide_tanh, lambda _, y: 1 - y * y)
+apply_logistic = _approximate("logistic", _divide_logistic, lambda _, y: y * (1 - y))
+exponentiate = _approximate("exp_of_runtime", _exponentiate_all, lambda _, y: y)
+compute_sine = _approximate("sin_of_runtime", functools.partial(_turn, is_sine=True), lambda x, _: jnp.cos(x))
+compute_cosine = _approximate("cos_of_runtime", functools.partial(_turn, is_sine=False), lambda x, _: -jnp.sin(x))

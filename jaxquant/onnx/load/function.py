@@ -64,8 +64,8 @@ class LoadedFunction:
         outputs: the names of the outputs.
         graph: the graph that is run, after fusing.
         limits: what a run may take.
-        is_exported: whether `export` wrote the model. Its float operators are then JAX's, as in the function
-            that was exported; in other models they are ONNX Runtime's, where its formulas are known.
+        is_exported: whether the float operators are JAX's, as in a function that was exported, and not ONNX Runtime's,
+            where its formulas are known: `load` with `floats`.
         fusions: which patterns became operators on codes: "all", "safe" or "none".
         deviations: the nodes that ONNX Runtime with all optimizations computes otherwise than the model says, by more
             than rounding; empty unless `fusions` is "all".
@@ -250,6 +250,7 @@ def load(
     fusions: str = "all",
     constants: Mapping[str, Any] | None = None,
     parameters: Collection[str] = (),
+    floats: str | None = None,
 ) -> tuple[LoadedFunction, dict[str, Any]]:
     """Return an ONNX model as a pure function and its parameters: y = fn(params, *inputs).
 
@@ -274,6 +275,9 @@ def load(
             What they decide, such as a branch or a shape, is then known when the function is traced.
         parameters: Static. The names of float constants that are parameters, too: scalars, such as the bounds of a
             Clip, which stay inside the function otherwise.
+        floats: Static. "runtime": operators on floats round as ONNX Runtime's, where its formulas are known, so that
+            codes that are computed from floats are ONNX Runtime's, too. "jax": they are JAX's, as in the function that
+            `export` wrote. None: "jax" for a model that `export` wrote, "runtime" for any other.
 
     Returns:
         fn: a LoadedFunction, to which jax.jit, jax.vmap and jax.grad apply.
@@ -285,8 +289,8 @@ def load(
         ModelError: the model is damaged, unsafe, needs more than its limits, or has operators that are not supported,
             which the error lists.
         TypeError: `model` is none of these types, or a constant does not have the dtype of the input.
-        ValueError: `fusions` is none of these words, a constant does not have the shape of the input, or a name is none
-            of an input or of a constant.
+        ValueError: `fusions` or `floats` is none of these words, a constant does not have the shape of the input, or a
+            name is none of an input or of a constant.
 
     Warns:
         FusionWarning: with `fusions="all"`, a fusion of ONNX Runtime changes the value by more than rounding.
@@ -309,6 +313,8 @@ def load(
     checks.check_flag(_NAME, "trainable", trainable)
     checks.require_type(isinstance(limits, Limits), _NAME, "limits", "Limits or None", checks.describe_value(limits))
     checks.check_option(_NAME, "fusions", fusions, _FUSIONS)
+    if floats is not None:
+        checks.check_option(_NAME, "floats", floats, ("runtime", "jax"))
     constants = {} if constants is None else constants
     holds = isinstance(constants, Mapping)
     checks.require_type(holds, _NAME, "constants", "a mapping of names to values", checks.describe_value(constants))
@@ -316,7 +322,10 @@ def load(
     checks.require_type(names, _NAME, "parameters", "a collection of names", checks.describe_value(parameters))
     proto = read_checked_model(model, limits)
     try:
-        fn, params = _build_function(proto, limits, bool(trainable), fusions, constants, frozenset(parameters))
+        written = next((entry.value for entry in proto.metadata_props if entry.key == FLOATS), "runtime")
+        is_exported = (floats or written) == "jax"
+        names = frozenset(parameters)
+        fn, params = _build_function(proto, limits, bool(trainable), fusions, constants, names, is_exported)
     except (ModelError, checks.ContractTypeError, checks.ContractValueError):
         raise
     except Exception as error:  # whatever a damaged model makes JAX or numpy raise
@@ -332,6 +341,7 @@ def _build_function(
     fusions: str,
     constants: Mapping[str, Any],
     parameters: frozenset[str],
+    is_exported: bool,
 ) -> tuple[LoadedFunction, dict[str, Any]]:
     graph = convert_model(proto, limits)
     _check_operators(graph)
@@ -343,7 +353,6 @@ def _build_function(
     formulas = _read_formula_constants(proto)
     literals = graph.literals | (list_scalars(graph) if formulas is None else formulas)
     graph = dataclasses.replace(graph, literals=literals - parameters, requested=parameters)
-    is_exported = any((entry.key, entry.value) == (FLOATS, "jax") for entry in proto.metadata_props)
     if trainable:
         source = unfold_products(graph)
         return _make_function(make_trainable(source.graph), inputs, limits, is_exported, fusions, source)
@@ -470,6 +479,7 @@ def _trace_declared(fn: LoadedFunction, params: Any) -> set[str] | None:
 _QUANTIZED = (
     *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QGemm"),
     *("MatMulIntegerToFloat", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "MatMulNBits", "QuantizeBias"),
+    "QAttention",
 )
 # Operators that give elements of their first input.
 _ARRANGEMENTS = (
@@ -582,7 +592,14 @@ def _list_codes(node: Node) -> tuple[str, ...]:
 
 
 def _classify_node(node: Node, codes: set[str]) -> str:
-    if node.op in ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QuantizeBias", "MatMulNBits"):
+    if node.op in (
+        "QuantizeLinear",
+        "DequantizeLinear",
+        "DynamicQuantizeLinear",
+        "QuantizeBias",
+        "MatMulNBits",
+        "MatMulBnb4",
+    ):
         return "quantized"
     if node.op in _QUANTIZED or node.op.startswith("QLinear"):
         return "integer"

@@ -27,7 +27,7 @@ _INNER_SUMS = (
 # Operators through which XLA sees that a sum reads a product.
 _PASSING = (
     *("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Flatten", "Expand", "Gather", "Identity", "Split"),
-    *("Tile", "Neg"),
+    *("Tile", "Neg", "Where", "Concat"),
 )
 # Operators that ONNX Runtime moves a Transpose past.
 _ELEMENTWISE = (

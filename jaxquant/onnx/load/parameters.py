@@ -26,6 +26,7 @@ _LAYERS = (
     *("Conv", "ConvTranspose", "ConvInteger", "QLinearConv", "FusedConv", "CausalConvWithState"),
     *("MatMul", "Gemm", "Einsum", "MatMulInteger", "QLinearMatMul", "QGemm", "FusedMatMul", "TransposeMatMul"),
     *("FusedGemm", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "MatMulNBits"),
+    *("MatMulBnb4", "Attention", "QAttention"),
     *("LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"),
 )
 # The axis of the weights, the second input, that is the features of the result.

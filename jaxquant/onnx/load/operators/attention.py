@@ -13,13 +13,13 @@ from jax import lax
 from ...model_file import read_onnx_dtype
 from ..graph import register
 from ..interpret import Call
-from ..values import canonicalize_dtype
+from ..values import canonicalize_dtype, convert_to_jax
 
 _HIGHEST = lax.Precision.HIGHEST
 _WITH_BIAS, _AFTER_SOFTMAX = 2, 3
 
 
-def _split_heads(x: Any, heads: int | None) -> Any:
+def split_heads(x: Any, heads: int | None) -> Any:
     """Return [batch, heads, length, size] of [batch, length, heads * size]; rank 4 stays as it is."""
     if x.ndim == 4:
         return x
@@ -31,8 +31,8 @@ def attend(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, *inputs: jax.Ar
     """ONNX Attention: the result, the past and present keys and values, and the products if asked for."""
     mask, past_k, past_v, lengths = [*inputs, *[None] * (4 - len(inputs))]
     has_heads = q.ndim == 4
-    q = _split_heads(q, call.get("q_num_heads"))
-    k, v = (_split_heads(x, call.get("kv_num_heads")) for x in (k, v))
+    q = split_heads(q, call.get("q_num_heads"))
+    k, v = (split_heads(x, call.get("kv_num_heads")) for x in (k, v))
     k = k if past_k is None else jnp.concatenate([past_k, k], axis=2)
     v = v if past_v is None else jnp.concatenate([past_v, v], axis=2)
     scale = call.get("scale")
@@ -104,6 +104,35 @@ def _compute_weights(call: Call, products: Any, bias: Any) -> tuple[Any, Any]:
     return jnp.where(is_masked, 0, weights), biased
 
 
+@register("FlexAttention", domain="ai.onnx.preview")
+def attend_flexibly(call: Call, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+    """ONNX FlexAttention: subgraphs may change the products, and the probabilities."""
+    scale, precision = call.get("scale"), call.get("softmax_precision")
+    root = np.asarray(math.sqrt(1 / math.sqrt(q.shape[3]) if scale is None else scale)).astype(q.dtype)
+    call.reserve((*q.shape[:3], k.shape[2]), q.dtype)
+    k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    wide = canonicalize_dtype(read_onnx_dtype(precision, call.node.op)) if precision else q.dtype
+    wide = wide if wide.itemsize >= 4 or precision else np.dtype(np.float32)
+    products = jnp.einsum("bhqd,bhkd->bhqk", q * root, k * root, precision=_HIGHEST).astype(wide)
+    for name in ("score_mod", "prob_mod"):
+        products = products if name == "score_mod" else jax.nn.softmax(products, axis=-1)
+        if call.get(name) is not None:
+            products = convert_to_jax(call.run_subgraph(call.get(name), [products])[0]).astype(wide)
+    return jnp.einsum("bhqk,bhkd->bhqd", products, v.astype(wide), precision=_HIGHEST).astype(v.dtype)
+
+
+def rotate_heads(heads: Any, cosines: Any, sines: Any, size: int, is_interleaved: bool) -> Any:
+    """Return arrays with pairs of their first `size` features turned; a pair is two neighbors, or one of each half."""
+    part, rest = heads[..., :size], heads[..., size:]
+    left, right = (part[..., 0::2], part[..., 1::2]) if is_interleaved else jnp.split(part, 2, axis=-1)
+    real, imaginary = cosines * left - sines * right, sines * left + cosines * right
+    if is_interleaved:
+        turned = jnp.stack([real, imaginary], axis=-1).reshape(part.shape)
+    else:
+        turned = jnp.concatenate([real, imaginary], axis=-1)
+    return jnp.concatenate([turned, rest], axis=-1)
+
+
 @register("RotaryEmbedding")
 def rotate_embedding(
     call: Call, x: jax.Array, cosines: jax.Array, sines: jax.Array, positions: jax.Array | None = None
@@ -116,15 +145,7 @@ def rotate_embedding(
         index = positions.astype(jnp.int32)
         cosines, sines = (jnp.take(cache, index, axis=0, mode="clip") for cache in (cosines, sines))
     cosines, sines = cosines[:, :, None], sines[:, :, None]
-    part, rest = heads[..., :size], heads[..., size:]
-    is_interleaved = bool(call.get("interleaved", 0))
-    left, right = (part[..., 0::2], part[..., 1::2]) if is_interleaved else jnp.split(part, 2, axis=-1)
-    real, imaginary = cosines * left - sines * right, sines * left + cosines * right
-    if is_interleaved:
-        turned = jnp.stack([real, imaginary], axis=-1).reshape(part.shape)
-    else:
-        turned = jnp.concatenate([real, imaginary], axis=-1)
-    y = jnp.concatenate([turned, rest], axis=-1)
+    y = rotate_heads(heads, cosines, sines, size, bool(call.get("interleaved", 0)))
     return y.transpose(0, 2, 1, 3) if len(shape) == 4 else y.reshape(shape)
 
 

@@ -328,3 +328,20 @@ def map_sequence(call: Call, sequence: Any, *others: Any) -> Any:
         results.append(call.run_subgraph(body, [value, *extra]))
     columns = list(zip(*results, strict=True)) if results else [()] * len(body.outputs)
     return tuple(list(column) for column in columns)
+
+
+# An optional value is the value itself, or None.
+
+
+@register("Optional", "OptionalGetElement", passes=True)
+def pass_optional(call: Call, value: Any = None) -> Any:
+    """ONNX Optional and OptionalGetElement."""
+    if value is None and call.node.op == "OptionalGetElement":
+        raise ValueError("expected a value, got an optional one that has none")
+    return value
+
+
+@register("OptionalHasElement", passes=True)
+def has_element(call: Call, value: Any = None) -> Any:
+    """ONNX OptionalHasElement."""
+    return np.asarray(value is not None)

@@ -21,7 +21,7 @@ from ..values import Tensor, broadcast_shapes, broadcast_to, canonicalize_dtype,
 
 # Functions that numpy and jax.numpy have under one name.
 _UNARY = {
-    **{name: name.lower() for name in ("Abs", "Ceil", "Sign", "Exp", "Log", "Sin", "Cos", "Tan")},
+    **{name: name.lower() for name in ("Abs", "Ceil", "Sign", "Log", "Tan")},
     **{name: name.lower() for name in ("Sinh", "Cosh", "IsNaN")},
     "Neg": "negative",
     "Asin": "arcsin",
@@ -110,10 +110,21 @@ def compute_root(call: Call, x: Tensor) -> Any:
     return barriers.round_result(y) if call.has_runtime_floats(y) else y
 
 
-@register("Tanh", folds=True)
-def compute_tanh(call: Call, x: Tensor) -> Any:
-    """ONNX Tanh."""
-    return float_kernels.tanh(x) if call.has_runtime_floats(x) else wrap_result(namespace(x).tanh(x)).astype(x.dtype)
+# Functions that ONNX Runtime approximates in another way than XLA.
+_APPROXIMATED = {
+    "Tanh": float_kernels.tanh,
+    "Exp": float_kernels.exponentiate,
+    "Sin": float_kernels.compute_sine,
+    "Cos": float_kernels.compute_cosine,
+}
+
+
+@register(*_APPROXIMATED, folds=True)
+def approximate(call: Call, x: Tensor) -> Any:
+    """ONNX Tanh, Exp, Sin and Cos."""
+    if call.has_runtime_floats(x):
+        return _APPROXIMATED[call.node.op](x)
+    return wrap_result(getattr(namespace(x), call.node.op.lower())(x)).astype(x.dtype)
 
 
 @register("Mean", folds=True)
