@@ -19,7 +19,7 @@ OPERATORS = [name for name in jq.ops.__all__ if name != "DynamicQuantizeLinearOu
 # oneDNN itself is the oracle of the first, in tests/onednn; the second returns floats, which agree up to rounding.
 WITHOUT_EXACTNESS = {"dynamic_dequantize", "matmul_nbits"}
 # Marks with their names in a table, in `jaxquant/onnx/load/float_kernels.py`.
-LOOPED_MARKS = {"tanh", "logistic"}
+LOOPED_MARKS = {"tanh", "logistic", "exp_of_runtime", "sin_of_runtime", "cos_of_runtime"}
 # Folders from which a path in the text may begin, besides the root.
 STARTS = ("", "jaxquant", "tests", "docs")
 

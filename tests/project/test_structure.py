@@ -9,14 +9,14 @@ import pytest
 
 from tests.project import structure
 
-MODULES = 273
-CODE_LINES = 42_800
+MODULES = 276
+CODE_LINES = 43_400
 CLOSURE = (17, 66)  # median and 90th percentile
 CLOSURE_AT_IMPORT = (17, 66)
 PRIVATE_IMPORTS = 0
 CYCLES = 0
 REPEATED_CLASSES = 0
-ANY_PARAMETERS = 794
+ANY_PARAMETERS = 813
 PLATFORM_CALLS = 0
 FRAMES = {
     "jq.matmul(a, q), a float": 7,
