@@ -9,13 +9,14 @@ probability of what follows each of these 512, and its difference is that to the
 token by token, with the standard error of the mean of the differences. Algorithms and static ranges see the end of the
 text, which is not measured. Weight rows have a cache in float32, and cache rows the codes of the file.
 
-Codes of 4 and 3 bits have zero points and a float32 scale for each 32 inputs, and the table, which is looked up and
-makes the logits, has 8 bits: see `jq.recipes.weight_only_int4`. Bytes are those of all parameters, or of the caches of
-a row, with two codes of 4 bits in a byte, as files have them; an array of int4 takes twice as much in memory. A step
-reads one token of one prompt, and its time is the median of some. Times are of processors (all threads together), so
-that other programs on the machine count less. The peak of memory is that of a process that measures this row alone: it
-loads the file, quantizes, compiles and reads the text. A cache row also counts how many of ten texts of 128 tokens, the
-likeliest ones after 64 tokens of the reference, equal those with a float32 cache.
+Codes of 4 and 3 bits have zero points and a float32 scale for each 32 inputs, unless a row names other ones, and the
+table, which is looked up and makes the logits, has 8 bits: see `jq.recipes.weight_only_int4`. Bytes are those of all
+parameters, or of the caches of a row, with two codes of 4 bits in a byte, as files have them; an array of int4 takes
+twice as much in memory. A step reads one token of one prompt, and its time is the median of some. Times are of
+processors (all threads together), so that other programs on the machine count less. The peak of memory is that of a
+process that measures this row alone: it loads the file, quantizes, compiles and reads the text. A cache row also counts
+how many of ten texts of 128 tokens, the likeliest ones after 64 tokens of the reference, equal those with a float32
+cache.
 
 With xllamacpp, llama.cpp reads two rows with the file's own codes. The exit status is 1 if it finds another loss than
 JAX does, by 0.02 nats or more; if the file's own codes have another loss than their floats, by 0.002; or if codes of 8
@@ -54,6 +55,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 decoder: Any = importlib.import_module("decoder")
 
 _TEXT, _CALIBRATION, _STEPS, _TEXTS, _WRITTEN, _PROMPT = 512, 8, 8, 10, 128, 64
+_MATCHED = 16  # rows that calibrate an algorithm which matches floats, because it fits few tokens too closely
 _FLOAT, _OWN, _CACHE = "floats of the file's codes", "the file's own codes", "cache: "
 _DYNAMIC = {"weight": jq.Weight("int8"), "activation": jq.Activation("uint8", per="row")}
 _TABLE = "token_embd*"
@@ -117,15 +119,17 @@ def _convert(rules: Sequence[jq.Rule]) -> Serve:
     return serve
 
 
-def _run_pass(bits: int, quantize: Callable[[Any, Any, list[Any]], Any]) -> Serve:
-    """Return a row of an algorithm, a function of a prepared function, floats and batches."""
-    weight = jq.Weight(f"int{bits}", block=32, options={"symmetric": False})
+def _run_pass(weight: jq.Weight, quantize: Callable[[Any, Any, list[Any]], Any], rows: int = _CALIBRATION) -> Serve:
+    """Return a row of an algorithm: a function of a prepared function, floats and batches, each of them one row."""
 
     def serve(model: Any, sample: Sample) -> Served:
         floats = _dequantize(model.params)
-        # A batch asks for the logits of one token, of which an algorithm would learn nothing about the table.
-        prepared = _prepare(model, floats, (jq.Rule(_TABLE, keep="float"), jq.Rule(weight=weight)))
-        batches = [_call(model, row[None, :_TEXT]) for row in sample.calibration]
+        # A batch asks for the logits of one token, of which an algorithm would learn nothing about the table. Caches
+        # that are returned would stay in memory, those of all batches at once.
+        read = lambda params, *arguments: model.run(params, *arguments)[0]  # noqa: E731
+        rules = (jq.Rule(_TABLE, keep="float"), jq.Rule(weight=weight))
+        prepared = jq.prepare(read, floats, *_call(model, np.zeros((1, 2), np.int32)), rules=rules)
+        batches = [_call(model, row[None, :_TEXT]) for row in sample.calibration[-rows:]]
         found = dict(quantize(prepared, floats, batches).params)
         spec = jq.QuantSpec("int8", jq.PerAxis(0))
         tables = {name: jq.quantize(found[name], spec) for name in found if name.startswith(_TABLE[:-1])}
@@ -159,12 +163,13 @@ def _calibrate(*rules: jq.Rule, skips_first: bool = False, smooths: bool = False
     def serve(model: Any, sample: Sample) -> Served:
         floats = _dequantize(model.params)
         prepared = _prepare(model, floats, (*rules, *jq.recipes.w8a8_static()))
-        batches = [_call(model, row[None, :_TEXT]) for row in sample.calibration]
+        calibration = sample.calibration[-_CALIBRATION:]
+        batches = [_call(model, row[None, :_TEXT]) for row in calibration]
         if smooths:
             stats = ptq.collect(prepared, floats, batches, progress=False)
             floats = ptq.smooth(prepared, floats, stats, batches[0]).tree
         read, begun = jax.jit(model.run), []
-        for row in sample.calibration if skips_first else ():
+        for row in calibration if skips_first else ():
             caches = decoder.create_caches(model.config, 1, 1 + decoder.CHUNK, "float32")
             _, caches = read(floats, *_call(model, row[None, :1], caches))
             begun.append(_call(model, row[None, 1 : 1 + decoder.CHUNK], caches))
@@ -172,6 +177,15 @@ def _calibrate(*rules: jq.Rule, skips_first: bool = False, smooths: bool = False
         return Served(prepared.apply, prepared.convert(floats, ranges))
 
     return serve
+
+
+# What the stacks have: 4.5 and 3.5 bits for each weight. No matrix of Gemma's file is in Q4_0, but a quarter of the
+# weights of its layers is in Q4_K, which would give them back as they are.
+_SIX_BITS = {"offset": True, "scale_spec": jq.QuantSpec("uint6", scale_dtype="float16")}
+_STACKS: dict[int, tuple[str, Any]] = {
+    4: ("gguf Q4_0", jq.recipes.gguf("Q4_0")[0].weight),
+    3: ("scales and offsets of 6 bits", jq.Weight("uint3", block=32, options=_SIX_BITS, scale_block=8)),
+}
 
 
 def _list_rows() -> dict[str, Serve]:
@@ -197,6 +211,7 @@ def _list_rows() -> dict[str, Serve]:
         "4 bits: w4a8": _convert(jq.recipes.w4a8()),
     }
     for bits in (4, 3):
+        weight = jq.Weight(f"int{bits}", block=32, options={"symmetric": False})
         algorithms: dict[str, Any] = {
             "round-to-nearest": lambda prepared, floats, batches: prepared.convert(floats),
             "HQQ": _apply(ptq.HQQ(), "none"),
@@ -205,9 +220,12 @@ def _list_rows() -> dict[str, Serve]:
             ),
             "AWQ": _smooth,
             "GPTQ": _apply(ptq.GPTQ(), "statistics"),
-            "GPTQ that matches floats": _apply(ptq.GPTQ(sweeps=1, refits=1), "matched"),
         }
-        rows |= {f"{bits} bits: {name}": _run_pass(bits, run) for name, run in algorithms.items()}
+        rows |= {f"{bits} bits: {name}": _run_pass(weight, run) for name, run in algorithms.items()}
+        stack = _apply(ptq.GPTQ(sweeps=1, refits=1), "matched")
+        rows[f"{bits} bits: GPTQ that matches floats"] = _run_pass(weight, stack, _MATCHED)
+        name, weight = _STACKS[bits]
+        rows[f"{bits} bits: {name}, GPTQ that matches floats"] = _run_pass(weight, stack, _MATCHED)
     return rows | {f"{_CACHE}{kind}": own for kind in (*decoder.CACHES, _PLAIN)}
 
 
@@ -227,7 +245,7 @@ def measure(model: Any, name: str, sample: Sample, texts: int = _TEXTS) -> Figur
     """Return what is measured of a row."""
     kind = name.removeprefix(_CACHE) if name.startswith(_CACHE) else "float32"
     if kind not in ("float32", _PLAIN):
-        found = decoder.find_smoothing(model.config, model.params, sample.calibration[:1, :_TEXT])
+        found = decoder.find_smoothing(model.config, model.params, sample.calibration[-_CALIBRATION:][:1, :_TEXT])
         model = model._replace(smoothing=found)
     began = time.process_time()
     run, params = _list_rows()[name](model, sample)
@@ -293,7 +311,7 @@ def _write(model: Any, kind: str, sample: Sample, texts: int) -> list[str]:
     return [" ".join(map(str, tokens)) for tokens in np.stack(found, 1).tolist()]
 
 
-def cut(model: Any, rows: int, calibration: int = _CALIBRATION) -> Sample:
+def cut(model: Any, rows: int, calibration: int = _MATCHED) -> Sample:
     """Return the first rows of the reference, and others from its end."""
     tokens = model.encode("\n\n".join(topics[name] for name in sorted(topics)))
     length = 2 + _TEXT - len(model.bos)
