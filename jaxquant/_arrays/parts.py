@@ -29,6 +29,11 @@ from .spec import Codebook
 StoredOrder = tuple[int, ...] | None
 _SCALES = (*dtypes.FLOATS, dtypes.E8M0)
 _WORD = np.dtype(np.uint32)
+# What an error expects and gets if stored words have the layout of an earlier version, in which they hold other codes.
+_LAYOUTS = (
+    "words in the layout of this version",
+    "words in that of an earlier version; unpack the array in the version that stored it, and store it again",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +49,14 @@ class Packing:
 
     format: np.dtype | NarrowInteger
     length: int
+
+    def __reduce__(self) -> Any:
+        """Return how `pickle` and `copy` rebuild the packing, without `__setstate__`."""
+        return Packing, (self.format, self.length)
+
+    def __setstate__(self, state: object) -> None:
+        """Refuse a pickle of an earlier version, whose words have another layout."""
+        checks.refuse("QuantizedArray", "packing", *_LAYOUTS)
 
     def count_words(self) -> int:
         """Return the number of words that hold a row of codes."""
@@ -626,7 +639,8 @@ def encode_static(static: ArrayStatic) -> str:
     # The text of an array without one of these is the same as before they existed.
     later: dict[str, Any] = {
         "stored_order": order,
-        "packing": None if packing is None else {"format": packing.format.name, "length": packing.length},
+        # Another layout of words takes another name, so that a reader of one layout refuses words in the other.
+        "words": None if packing is None else {"format": packing.format.name, "length": packing.length},
         "signed_scale": signed_scale or None,
         "permuted_axis": permuted_axis,
         "inverse_scale": inverse_scale or None,
@@ -686,6 +700,8 @@ def decode_static(function: str, argument: str, fields: Any) -> ArrayStatic:
         if type(flag) is not bool:
             checks.refuse(function, f"{argument}['{name}']", "true or false", _shorten_json(flag))
     arithmetic = fields.get("arithmetic")
+    if fields.get("packing") is not None:
+        checks.refuse(function, f"{argument}['packing']", *_LAYOUTS)
     if arithmetic is not None:
         arithmetic = decode_dtype(function, f"{argument}['arithmetic']", arithmetic, dtypes.FLOATS)
     if axis is not None and not (type(axis) is int and axis < 0):
@@ -695,7 +711,7 @@ def decode_static(function: str, argument: str, fields: Any) -> ArrayStatic:
         granularity.shorten_block_size(tuple(block_size) if isinstance(block_size, list) else block_size),
         _decode_codebook(function, f"{argument}['codebook']", get_field(function, argument, fields, "codebook")),
         _decode_stored_order(function, f"{argument}['stored_order']", fields.get("stored_order")),
-        _decode_packing(function, f"{argument}['packing']", fields.get("packing")),
+        _decode_packing(function, f"{argument}['words']", fields.get("words")),
         flags["signed_scale"],
         axis,
         flags["inverse_scale"],

@@ -41,7 +41,7 @@ def choose_form(q: ScaledCodes, role: Role) -> Callable[..., jax.Array] | None:
     packed = q.words
     assert packed is not None
     is_matrix = len(q.shape) == 2 and not role.batch and len(role.contracted) == 1 and 0 not in q.shape
-    if not is_matrix or not words.is_even(packed.length) or not q.has_usual_levels():
+    if not is_matrix or not words.has_full_groups(packed.length) or not q.has_usual_levels():
         return None
     if any(length % math.lcm(*q.list_runs(axis)) for axis, length in enumerate(q.shape)):
         return None

@@ -71,7 +71,7 @@ _LAYOUTS = {2: _Layout(2, 0), 3: _Layout(2, 1), 4: _Layout(4, 0), 5: _Layout(4, 
 
 
 class Shape(NamedTuple):
-    """How the codes of a row without unused bits are arranged: `group * 32 + (word * parts + part) * lanes + lane`.
+    """How the codes of a row of full groups are arranged: `group * 32 + (word * parts + part) * lanes + lane`.
 
     Attributes:
         tiles: the number of tiles.
@@ -112,8 +112,8 @@ def _count_rest(length: int, bits: int) -> tuple[int, int]:
     return -(-length // layout.lanes), -(-length * layout.high // GROUP)
 
 
-def is_even(length: int) -> bool:
-    """Return whether rows of `length` codes have no unused bits."""
+def has_full_groups(length: int) -> bool:
+    """Return whether rows of `length` codes end with a group of 32 codes."""
     return length % GROUP == 0
 
 

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxquant as jq
 from jaxquant import Blocked, PerAxis, QuantizedArray, QuantSpec, checkpoint
+from jaxquant._arrays.parts import Packing
 
 from ..oracles import words_text
 
@@ -234,6 +235,19 @@ def test_damaged_words_are_refused(rng: np.random.Generator, damage: str) -> Non
     for read in (QuantizedArray.dequantize, jax.jit(QuantizedArray.dequantize)):
         with pytest.raises((TypeError, ValueError), match=message):
             read(damaged)
+
+
+class _EarlierPacking:
+    """It pickles as a `Packing` did while the layout of words was another one: a new object and its attributes."""
+
+    def __reduce__(self) -> Any:
+        return object.__new__, (Packing,), {"format": np.dtype(np.int8), "length": 40}
+
+
+def test_pickles_of_earlier_words_are_refused() -> None:
+    text = r"QuantizedArray: packing: expected words in the layout of this version, got words in that of an earlier"
+    with pytest.raises(ValueError, match=text):
+        pickle.loads(pickle.dumps(_EarlierPacking()))
 
 
 def test_packing_is_checked(rng: np.random.Generator) -> None:

@@ -93,7 +93,7 @@ def test_words_take_the_bits_of_the_codes(bits: int, signed: bool, length: int) 
     least = length * bits / 32
     # The group at the end of a row may have up to a lane of unused bits in its words of low bits, and of high bits.
     assert words.count_words(length, bits) <= (least if length % 32 == 0 else least + 3)
-    assert words.is_even(length) == (length % 32 == 0)
+    assert words.has_full_groups(length) == (length % 32 == 0)
 
 
 def test_high_bits_of_wider_codes_are_dropped(rng: np.random.Generator, bits: int, signed: bool) -> None:

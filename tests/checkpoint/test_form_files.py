@@ -143,10 +143,13 @@ DAMAGES: dict[str, tuple[str, Change, str]] = {
     "block sizes": ("block sizes", set_static("block_size", [4, 0]), r"\['block_size'\]: expected null, a positive"),
     "other block sizes": ("block sizes", set_static("block_size", [5, 4]), "scale: expected the rank"),
     "words too short": ("packed", cut("codes"), "stored_codes: expected rows of 4 words"),
-    "length": ("packed", set_static("packing", {"format": "uint5", "length": 99}), "stored_codes: expected rows of"),
-    "format": ("packed", set_static("packing", {"format": "uint7", "length": 22}), r"\['format'\]: expected the name"),
-    "no packing": ("packed", set_static("packing", None), "codes: expected dtype"),
-    "packing of bytes": ("offset", set_static("packing", {"format": "uint5", "length": 22}), "dtype uint32, because"),
+    "length": ("packed", set_static("words", {"format": "uint5", "length": 99}), "stored_codes: expected rows of"),
+    "format": ("packed", set_static("words", {"format": "uint7", "length": 22}), r"\['format'\]: expected the name"),
+    "no packing": ("packed", set_static("words", None), "codes: expected dtype"),
+    "earlier words": (
+        "packed", set_static("packing", {"format": "uint5", "length": 22}), r"\['packing'\]: expected words in the la"
+    ),
+    "packing of bytes": ("offset", set_static("words", {"format": "uint5", "length": 22}), "dtype uint32, because"),
     "words as bytes": ("packed", put("codes", np.zeros((6, 16), np.uint8)), "stored_codes: expected dtype uint32"),
 }  # fmt: skip
 
