@@ -117,7 +117,7 @@ def contract_word_groups(x: jax.Array, q: ScaledCodes, role: Role) -> jax.Array:
     scaled, unit = scale_row(x, q)
     factors = words.arrange_row(scaled, packed.bits)
     rows = q.shape[0]
-    # XLA would copy a chunk of words of which each is read more than 15 times, as those of low bits only are.
+    # The sums of groups, which are few, need no chunks; XLA would copy the words of a chunk for them.
     is_whole = words.count_planes(packed.bits) == 1 and q.decode is None
     count = 1 if is_whole else min(-(-math.prod(q.shape) // _CHUNK), _MOST_CHUNKS, rows)
     step = -(-rows // count)
