@@ -6,7 +6,8 @@ ones and 1 high one, 5 are 4 and 1, 6 are 4 and 2.
 
 A word of low bits has 16 lanes of 2 bits, or 8 lanes of 4 bits, from the lowest bits on: lane l of word m belongs to
 code m * lanes + l of the group. The words of high bits hold those of all codes in the same order: a unit of 8 or 16
-bits of them belongs to each word of low bits.
+bits of them belongs to each word of low bits. The words of low bits of a row are one plane, and those of high bits
+another one.
 
 Groups are stored in tiles of 16 groups, of 8 if only that divides their number, and otherwise of all groups of the row.
 A tile holds the first word of each of its groups, then the second word of each, and so on. The codes of a row beyond
