@@ -6,8 +6,6 @@ import numpy as np
 
 from .._kernels.words import find_shape
 
-# Of each number of bits: the numbers of low and of high bits.
-_PLANES = {2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (4, 1), 6: (4, 2)}
 _U64 = np.dtype("<u8")
 
 
@@ -19,8 +17,9 @@ def pack_rows(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
         bits: 2 to 6.
         out: uint32 [rows, n * bits / 32].
     """
-    low, high = _PLANES[bits]
     size = find_shape(codes.shape[-1], bits)
+    low = size.words * size.parts
+    high = bits - low
     tiles = out.reshape(len(codes), size.tiles, bits, size.groups)  # a view, because rows are contiguous
     eights = np.ascontiguousarray(codes).view(_U64).reshape(len(codes), size.tiles, size.groups, low, size.lanes // 8)
     tiles[:, :, :low] = np.moveaxis(_join(_narrow(eights, low), 8 * low), -1, -2)
@@ -32,9 +31,10 @@ def pack_rows(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
 
 def unpack_rows(words: np.ndarray, bits: int) -> np.ndarray:
     """Return the codes that `pack_rows` wrote, uint8 [rows, n], with zeros in the other bits."""
-    low, high = _PLANES[bits]
     length = words.shape[-1] * 32 // bits
     size = find_shape(length, bits)
+    low = size.words * size.parts
+    high = bits - low
     tiles = np.moveaxis(words.reshape(len(words), size.tiles, bits, size.groups), -2, -1)
     eights = _widen(_split(tiles[..., :low].astype(_U64), 8 * low, size.lanes // 8), low)
     if high:
