@@ -370,7 +370,8 @@ def read_scaled_codes(
     stored = q.codes if packing is None else q.stored_codes
     if (stored.dtype if packing is None else packing.format) in dtypes.FLOAT4:
         decode = packed_codes.read_float4
-    is_looped = not is_moved and (float_rows.is_looped(stored) or (layout is not None and not is_nested))
+    # These kernels convert entries where they read them.
+    is_widened_later = not is_moved and (float_rows.is_looped(stored) or (layout is not None and not is_nested))
     matrix = float_rows.ScaledCodes(stored, q.scale, q.zero_point, q.offset, q.block_size, decode, levels, layout)
 
     def prepare(part: jax.Array | None) -> jax.Array | None:
@@ -380,10 +381,10 @@ def read_scaled_codes(
         original = part.T if is_moved else part  # This cancels the transpose.
         if part is q.zero_point:
             original = packed_codes.unpack_entries(original, x)
-        elif not is_looped:
+        elif not is_widened_later:
             original = float_rows.widen(original)
         if not is_moved:
-            is_float = part is not q.zero_point and not is_looped
+            is_float = part is not q.zero_point and not is_widened_later
             if not is_float or (part.dtype == dtypes.FLOAT32 and not is_nested):
                 return original
             # The barrier keeps XLA from converting or computing an entry for each code. In one dimension, the loop
