@@ -32,7 +32,7 @@ _WORD = np.dtype(np.uint32)
 # What an error expects and gets if stored words have the layout of an earlier version, in which they hold other codes.
 _LAYOUTS = (
     "words in the layout of this version",
-    "words in that of an earlier version; unpack the array in the version that stored it, and store it again",
+    "words in the layout of an earlier version; unpack the array in the version that stored it, and store it again",
 )
 
 
