@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,8 @@ _TERMS, _TERMS_OF_TWO = (16,), (32, 16)
 # The number of codes whose sums one loop writes to memory, which stay in the second-level caches, and the most loops:
 # the program contains the operations of every loop.
 _CHUNK, _MOST_CHUNKS = 2**22, 16
-# The number of words in a vector of a CPU with AVX2.
-_VECTOR = 8
+# The number of words in a vector of a CPU with AVX2, and the most vectors that a loop reads for all groups of a tile.
+_VECTOR, _MOST_SPANS = 8, 4
 # The number of lanes that read the same shifted words. XLA fuses an operation that it must repeat up to 15 times.
 _SHARED_LANES = 8
 
@@ -115,7 +115,8 @@ def contract_word_groups(x: jax.Array, q: ScaledCodes, role: Role) -> jax.Array:
     packed = q.words
     assert packed is not None
     scaled, unit = scale_row(x, q)
-    factors = words.arrange_row(scaled, packed.bits)
+    spans = _cut_groups(q)
+    factors = words.arrange_row(scaled, packed.bits, spans)
     rows = q.shape[0]
     # The sums of groups, which are few, need no chunks; XLA would copy the words of a chunk for them.
     is_whole = words.count_planes(packed.bits) == 1 and q.decode is None
@@ -124,11 +125,35 @@ def contract_word_groups(x: jax.Array, q: ScaledCodes, role: Role) -> jax.Array:
     # The barrier keeps XLA from reading words that are constants while it compiles.
     q = q._replace(codes=lax.optimization_barrier(q.codes))
     chunks = [Chunk(start, min(step, rows - start)) for start in range(0, rows, step)]
-    sums = [_contract_groups(factors, q, role, chunk) for chunk in chunks]
+    sums: list[jax.Array] = []
+    for chunk in chunks:
+        if sums:
+            # Without the order, the products of all chunks would be in memory at once.
+            flat = delay_floats(factors.reshape(-1), sums[-1])
+            factors = lax.optimization_barrier(flat).reshape(factors.shape)
+        sums.append(_contract_groups(factors, q, role, chunk, spans))
     return (sums[0] if len(sums) == 1 else jnp.concatenate(sums)) * unit
 
 
-def _contract_groups(factors: jax.Array, q: ScaledCodes, role: Role, chunk: Chunk) -> jax.Array:
+def _cut_groups(q: ScaledCodes) -> list[words.Span]:
+    """Return the groups of a tile that each vector holds, or one span of all groups.
+
+    XLA:CPU computes the groups that do not fill a vector one by one. Here they share a vector with groups before them,
+    which count once.
+    """
+    packed = q.words
+    assert packed is not None
+    count = words.find_shape(packed.length, packed.bits).groups
+    is_flat = words.count_planes(packed.bits) == 1 and q.decode is None
+    starts = [*range(0, count - _VECTOR, _VECTOR), count - _VECTOR]
+    if is_flat or count % _VECTOR == 0 or count < _VECTOR or len(starts) > _MOST_SPANS:
+        return [words.Span(0, count)]
+    return [words.Span(start, _VECTOR, -start % _VECTOR) for start in starts]
+
+
+def _contract_groups(
+    factors: jax.Array, q: ScaledCodes, role: Role, chunk: Chunk, spans: Sequence[words.Span]
+) -> jax.Array:
     """Return the contraction of a row, as `words.arrange_row` returns it, with a chunk of the rows of words."""
     packed = q.words
     assert packed is not None
@@ -142,7 +167,7 @@ def _contract_groups(factors: jax.Array, q: ScaledCodes, role: Role, chunk: Chun
         is_whole = part.shape[0] == 1 or chunk.length == q.shape[0]
         return part if is_whole else lax.slice_in_dim(part, chunk.start, chunk.start + chunk.length)
 
-    def take(part: jax.Array) -> jax.Array:
+    def take(part: jax.Array, span: words.Span) -> jax.Array:
         """Return the entries of each word: [rows or 1, tiles or 1, words or 1, parts or 1, groups or 1]."""
         part = cut(q.expand(part, role.free))
         rows, entries = part.shape
@@ -153,36 +178,48 @@ def _contract_groups(factors: jax.Array, q: ScaledCodes, role: Role, chunk: Chun
             if run > words.GROUP:
                 # The barrier keeps XLA from finding the entry of each group by divisions.
                 part = lax.optimization_barrier(jnp.repeat(part, run // words.GROUP, axis=1))
-            return part.reshape(rows, size.tiles, 1, 1, size.groups)
+            return span.cut(part.reshape(rows, size.tiles, 1, 1, size.groups))
         each = words.GROUP // run
         # A strided read in the loop would not be vectorized.
         ranks = lax.optimization_barrier([lax.slice_in_dim(part, first, None, each, axis=1) for first in range(each)])
-        value, *others = (rank.reshape(rows, size.tiles, 1, 1, size.groups) for rank in ranks)
+        value, *others = (span.cut(rank.reshape(rows, size.tiles, 1, 1, size.groups)) for rank in ranks)
         for first, other in enumerate(others, 1):
             value = jnp.where(word < first * (size.parts * size.words // each), value, other)
         return value
 
-    low, *high = words.split_words(cut(q.codes), packed.bits, packed.length)
-    aligned = [
-        tuple(words.align_parts(plane, low.shape, packed.bits, 3, first) for plane in high)
-        for first in range(0, size.lanes, _SHARED_LANES)
-    ]
-    zero_point = None if q.zero_point is None else take(lax.optimization_barrier(_prepare_zero_point(q)))
-    products = []
-    for lane in range(size.lanes):
-        turn, other = divmod(lane, _SHARED_LANES)
-        products.append(factors[None, lane] * _read_weights(q, (low, *aligned[turn]), lane, other, 0, zero_point))
-    total = functools.reduce(jnp.add, products) if size.lanes == _SHARED_LANES else add_terms(products, q.decode)
-    is_summed = not high and q.decode is None
-    if is_summed and size.groups % _VECTOR:
-        # The loop over all words of a tile consists of vectors only, which the one over groups does not.
-        flat = total.reshape(total.shape[0], size.tiles, size.words * size.groups)
-        total = lax.optimization_barrier(flat).reshape(total.shape)
-    # An entry is converted where it is read, once for each word or group.
-    total = total * widen(take(q.scale))
-    if q.offset is not None:
-        # The sum of the elements that each word is multiplied with.
-        total = total + lax.optimization_barrier(jnp.sum(factors, axis=0))[None] * widen(take(q.offset))
+    planes = words.split_words(cut(q.codes), packed.bits, packed.length)
+    is_summed = len(planes) == 1 and q.decode is None
+    base = None if q.zero_point is None else lax.optimization_barrier(_prepare_zero_point(q))
+    # The sum of the elements that each word is multiplied with.
+    sums = None if q.offset is None else lax.optimization_barrier(jnp.sum(factors, axis=0))[None]
+
+    def contract(number: int, span: words.Span) -> jax.Array:
+        """Return the sums of the products of each word of a span, scaled: [rows, tiles, words, parts, groups]."""
+        low, *high = map(span.cut, planes)
+        place = words.Span(number * span.length, span.length)
+        row = place.cut(factors)
+        aligned = [
+            tuple(words.align_parts(plane, low.shape, packed.bits, 3, first) for plane in high)
+            for first in range(0, size.lanes, _SHARED_LANES)
+        ]
+        zero_point = None if base is None else take(base, span)
+        products = []
+        for lane in range(size.lanes):
+            turn, other = divmod(lane, _SHARED_LANES)
+            products.append(row[None, lane] * _read_weights(q, (low, *aligned[turn]), lane, other, 0, zero_point))
+        total = functools.reduce(jnp.add, products) if size.lanes == _SHARED_LANES else add_terms(products, q.decode)
+        if is_summed and size.groups % _VECTOR:
+            # The loop over all words of a tile consists of vectors only, which the one over groups does not.
+            flat = total.reshape(total.shape[0], size.tiles, size.words * size.groups)
+            total = lax.optimization_barrier(flat).reshape(total.shape)
+        # An entry is converted where it is read, once for each word or group.
+        total = total * widen(take(q.scale, span))
+        if q.offset is not None:
+            assert sums is not None
+            total = total + place.cut(sums) * widen(take(q.offset, span))
+        return total
+
+    total = functools.reduce(jnp.add, [contract(number, span) for number, span in enumerate(spans)])
     if is_summed:
         # The sum of the words of a group is written to memory in place of each of them.
         total = functools.reduce(jnp.add, (total[:, :, i, 0] for i in range(size.words)))

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -138,18 +139,46 @@ def split_words(words: jax.Array, bits: int, length: int) -> tuple[jax.Array, ..
     return low, lax.slice_in_dim(tiles, layout.low, bits, axis=-2)[..., None, :]
 
 
-def arrange_row(row: jax.Array, bits: int) -> jax.Array:
+class Span(NamedTuple):
+    """Neighboring groups of each tile.
+
+    Attributes:
+        start: the number of the first group.
+        length: the number of groups.
+        skipped: how many groups at the beginning belong to the span before this one, too.
+    """
+
+    start: int
+    length: int
+    skipped: int = 0
+
+    def cut(self, part: jax.Array) -> jax.Array:
+        """Return the groups of the span, in an array whose last dimension is for groups."""
+        is_whole = self.start == 0 and part.shape[-1] == self.length
+        return part if is_whole else lax.slice_in_dim(part, self.start, self.start + self.length, axis=-1)
+
+
+def arrange_row(row: jax.Array, bits: int, spans: Sequence[Span]) -> jax.Array:
     """Return the elements of a row of floats in the order of the lanes: [lanes, tiles, words, parts, groups].
 
     Args:
         row: [length], a multiple of 32.
         bits: the number of bits of a code.
+        spans: the spans that follow each other in the groups of the result. What a span skips is 0.
     """
     shape = find_shape(row.shape[0], bits)
-    arranged = row.reshape(shape.tiles, shape.groups, shape.words, shape.parts, shape.lanes).transpose(4, 0, 2, 3, 1)
+    arranged = row.reshape(shape.tiles, shape.groups, shape.words, shape.parts, shape.lanes)
+    if any(span.length < shape.groups for span in spans):
+        parts = []
+        for span in spans:
+            first = span.start + span.skipped
+            part = lax.slice_in_dim(arranged, first, span.start + span.length, axis=1)
+            parts.append(lax.pad(part, np.float32(0), [(0, 0, 0), (span.skipped, 0, 0), *((0, 0, 0),) * 3]))
+        arranged = lax.concatenate(parts, 1)
+    arranged = arranged.transpose(4, 0, 2, 3, 1)
     # One dimension, because XLA would give an array of several ones another order in memory, and copy nothing.
     flat = lax.optimization_barrier(arranged.reshape(-1))
-    return flat.reshape(shape.lanes, *shape[:-1])
+    return flat.reshape(shape.lanes, *arranged.shape[1:])
 
 
 def align_parts(plane: jax.Array, shape: tuple[int, ...], bits: int, axis: int, lane: int = 0) -> jax.Array:
