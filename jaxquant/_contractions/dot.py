@@ -174,7 +174,10 @@ def contract_dimensions(
     finish = None
     is_nested = any(isinstance(x, QuantizedArray) and dot_integer.has_nested(x) for x in (lhs, rhs))
     if is_weight_only:
-        lhs, rhs = (dot_integer.read_nested(x) if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
+        if isinstance(lhs, QuantizedArray):
+            lhs = dot_integer.read_nested(lhs, rhs)
+        else:
+            rhs = dot_integer.read_nested(rhs, lhs)
         lhs, rhs, finish = simplify_weights(lhs, rhs, left, right)
     lhs, rhs = (_unpack_unread(x, role, is_weight_only) for x, role in ((lhs, left), (rhs, right)))
     a, b = (x.codes if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))

@@ -22,6 +22,8 @@ from .output import Epilogue
 # The forms that a dot product of integers supports. A permutation is none of them: the other operand would have to be
 # permuted, and its blocks with it.
 DOT_FORMS = ("offset", "nested", "signed_scale", "block_sizes", "packing")
+# From this number of entries on, scales that are quantized themselves wait for the other operand of a contraction.
+_MANY_ENTRIES = 2**12
 
 
 def has_nested(q: QuantizedArray) -> bool:
@@ -29,10 +31,26 @@ def has_nested(q: QuantizedArray) -> bool:
     return any(isinstance(part, QuantizedArray) for part in (q.scale, q.offset))
 
 
-def read_nested(q: QuantizedArray) -> QuantizedArray:
-    """Return an array with float32 entries in place of a scale or an offset that is quantized itself."""
+def read_nested(q: QuantizedArray, operand: jax.Array | None = None) -> QuantizedArray:
+    """Return an array with float32 entries in place of a scale or an offset that is quantized itself.
+
+    Args:
+        q: the array.
+        operand: an array that many entries wait for. Otherwise XLA:CPU computes those of all weights of a program
+            first, and keeps them in memory.
+    """
+
+    def read(part: QuantizedArray) -> jax.Array:
+        stored = part._stored
+        count = math.prod(part.shape)
+        waits = isinstance(count, int) and count >= _MANY_ENTRIES and jnp.issubdtype(stored.dtype, jnp.integer)
+        if operand is None or not waits or sharding.is_placed(stored) or sharding.is_placed(operand):
+            return read_entries(part)
+        delayed = barriers.wait_for_batch(stored, lax.stop_gradient(operand))
+        return read_entries(part._with_stored(delayed, part.stored_order))
+
     parts = {name: getattr(q, name) for name in ("scale", "offset")}
-    floats = {name: read_entries(part) for name, part in parts.items() if isinstance(part, QuantizedArray)}
+    floats = {name: read(part) for name, part in parts.items() if isinstance(part, QuantizedArray)}
     return q.replace(**floats) if floats else q
 
 

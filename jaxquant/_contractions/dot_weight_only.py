@@ -371,7 +371,7 @@ def read_scaled_codes(
     if (stored.dtype if packing is None else packing.format) in dtypes.FLOAT4:
         decode = packed_codes.read_float4
     # These kernels convert entries where they read them.
-    is_widened_later = not is_moved and (float_rows.is_looped(stored) or (layout is not None and not is_nested))
+    is_widened_later = not is_moved and (float_rows.is_looped(stored) or layout is not None)
     matrix = float_rows.ScaledCodes(stored, q.scale, q.zero_point, q.offset, q.block_size, decode, levels, layout)
 
     def prepare(part: jax.Array | None) -> jax.Array | None:
@@ -385,6 +385,9 @@ def read_scaled_codes(
             original = float_rows.widen(original)
         if not is_moved:
             is_float = part is not q.zero_point and not is_widened_later
+            if is_widened_later and is_nested and part is not q.zero_point:
+                # The barrier keeps XLA from computing an entry for each word.
+                return lax.optimization_barrier(original)
             if not is_float or (part.dtype == dtypes.FLOAT32 and not is_nested):
                 return original
             # The barrier keeps XLA from converting or computing an entry for each code. In one dimension, the loop

@@ -162,12 +162,13 @@ def _read_forms(function: str, operands: Sequence[Any]) -> Sequence[Any]:
         for i in quantized:
             check_form(function, f"operands[{i}]", operands[i], DOT_FORMS)
         return operands
-    return [_read_form(x) if i in quantized else x for i, x in enumerate(operands)]
+    other = next(x for i, x in enumerate(operands) if i not in quantized)
+    return [_read_form(x, other) if i in quantized else x for i, x in enumerate(operands)]
 
 
-def _read_form(q: QuantizedArray) -> QuantizedArray | jax.Array:
-    """Return an array as a weight-only contraction reads it."""
-    q = read_nested(q)
+def _read_form(q: QuantizedArray, operand: jax.Array) -> QuantizedArray | jax.Array:
+    """Return an array as a weight-only contraction with another operand reads it."""
+    q = read_nested(q, operand)
     return q if is_read_by_kernels(q) else dequantize_checked(q)
 
 

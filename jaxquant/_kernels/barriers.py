@@ -213,6 +213,28 @@ def _wait_for(value: jax.Array, predecessor: jax.Array) -> jax.Array:
     return value ^ jnp.broadcast_to(zero, value.shape)
 
 
+def wait_for_batch(value: jax.Array, predecessor: jax.Array) -> jax.Array:
+    """Return what `wait_for` does, and under `jax.vmap` an array that is not mapped unless `value` is.
+
+    Call it with a predecessor without a derivative.
+    """
+    return _wait_for_batch(value, predecessor)
+
+
+@custom_vmap
+def _wait_for_batch(value: jax.Array, predecessor: jax.Array) -> jax.Array:
+    return wait_for(value, predecessor)
+
+
+@_wait_for_batch.def_vmap
+def _wait_for_mapped(
+    axis_size: int, in_batched: list[bool], value: jax.Array, predecessor: jax.Array
+) -> tuple[jax.Array, bool]:
+    if in_batched[0]:
+        return jax.vmap(_wait_for_batch, in_axes=(0, 0 if in_batched[1] else None))(value, predecessor), True
+    return (value if axis_size == 0 else _wait_for_batch(value, predecessor[0])), False
+
+
 @recording.mark("keep", _derive_same, recording.map_elements)
 def pin_layout(value: jax.Array) -> jax.Array:
     """Return an array unchanged, and make XLA:CPU write it to memory in its layout before any operation reads it."""

@@ -302,12 +302,21 @@ def test_chunks_of_words_stored_last(codes: str, rng: np.random.Generator, monke
 
 
 @on_cpu
-@pytest.mark.parametrize("depth", [576, 640, 896, 912])
-@pytest.mark.parametrize(("codes", "block"), [("int5", 16), ("int6", 16), ("int3", 16), ("int4", 16), ("uint4", 8)])
+@pytest.mark.parametrize("depth", [288, 576, 640, 896, 912, 1120])
+@pytest.mark.parametrize(
+    ("codes", "block"),
+    [("int5", 16), ("int6", 16), ("int3", 16), ("int4", 16), ("uint4", 8), ("uint6", 32), ("nf4", 32)],
+)
 def test_words_of_rows_of_any_length(codes: str, block: int, depth: int, rng: np.random.Generator) -> None:
     """Tiles of any number of groups, and a group at the end that is not full, which has no form of its own."""
     w = rng.normal(size=(COLUMNS, depth)).astype(np.float32)
-    q = jq.quantize(w, QuantSpec(codes, Blocked(1, block)))
+    block = block if depth % block == 0 else 16
+    if codes == "uint6":
+        spec = QuantSpec(codes, Blocked(1, block), symmetric=False, scale_dtype="float16")
+        q = jq.quantize(w, spec)
+        q = q.replace(zero_point=None, offset=jnp.asarray(rng.normal(size=q.scale.shape), jnp.float16))
+    else:
+        q = jq.quantize(w, QuantSpec(jq.nf4 if codes == "nf4" else codes, Blocked(1, block)))
     q = q.pack() if q.packing is None else q
     x, real = rng.normal(size=(3, depth)).astype(np.float32), np.asarray(q.dequantize(), np.float64).T
     want = x.astype(np.float64) @ real
@@ -319,8 +328,14 @@ def test_words_of_rows_of_any_length(codes: str, block: int, depth: int, rng: np
     program = Program(lambda x, q: x @ q.T, x[:1], q)
     # Sums over words and over blocks are dots, too.
     assert (program.count_contracted() < q.size // 2) is is_even
-    if is_even:
-        assert program.widest() < q.size // 2
+    if not is_even:
+        return
+    assert program.widest() < q.size // 2
+    # Each scale counts for the elements of its block, and each element for its codes, wherever they are in a vector.
+    spoiled = q.replace(scale=q.scale.at[7, -1].set(jnp.inf).at[9, depth // block // 2].set(jnp.nan))
+    np.testing.assert_array_equal(np.isnan(function(x[:1], spoiled)[0]), np.isin(np.arange(COLUMNS), [7, 9]))
+    for place in (0, depth // 2 + 1, depth - 40, depth - 1):
+        assert not np.isfinite(function(np.where(np.arange(depth) == place, np.float32(np.inf), x[:1]), q)).any()
 
 
 @on_cpu
@@ -399,3 +414,40 @@ def test_several_dimensions(rng: np.random.Generator) -> None:
     got = jq.einsum("bk,bkn->n", x[:, 0], q)
     want = np.einsum("bk,bkn->n", x[:, 0].astype(np.float64), real)
     assert np.all(np.abs(got - want) <= np.sum(limit, 0)[0])
+
+
+@on_cpu
+@pytest.mark.parametrize("einsum", [False, True])
+def test_nested_scales_of_many_layers(einsum: bool, rng: np.random.Generator) -> None:
+    """The floats of a layer's scales and offsets are in memory while the layer runs, not from the start on."""
+    size, layers = 512, 8
+    spec = QuantSpec("uint4", Blocked(1, 16), offset=True, scale_spec=QuantSpec("uint6", PerTensor()))
+    w = rng.normal(size=(layers, size, size)).astype(np.float32) / np.float32(size**0.5)
+    qs = [jq.quantize(each, spec).pack() for each in w]
+    x = rng.normal(size=(3, 1, size)).astype(np.float32)
+
+    def run(x: jax.Array, qs: list[QuantizedArray]) -> jax.Array:
+        for q in qs:
+            x = jnp.tanh(jq.einsum("bk,nk->bn", x, q) if einsum else x @ q.T)
+        return x
+
+    entries = 4 * size * size // 16
+    assert Program(run, x[0], qs).memory.temp_size_in_bytes < layers * entries // 2
+    want = [np.asarray(run(row, qs)) for row in x]
+    mapped = Program(jax.vmap(run, in_axes=(0, None)), x, qs)
+    # The scales are not those of each element of the batch.
+    assert mapped.widest() <= size * size
+    np.testing.assert_allclose(jax.jit(jax.vmap(run, in_axes=(0, None)))(x, qs), want, rtol=1e-4, atol=1e-5)
+    _, got = jax.lax.scan(lambda _, row: (None, run(row, qs)), None, x)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    floats = [q.dequantize() for q in qs]
+
+    def run_floats(x: jax.Array) -> jax.Array:
+        for each in floats:
+            x = jnp.tanh(x @ each.T)
+        return x
+
+    np.testing.assert_allclose(want[0], run_floats(x[0]), rtol=1e-3, atol=1e-4)
+    gradients = [jax.grad(lambda x, f=f: f(x).sum())(x[0]) for f in (lambda x: run(x, qs), run_floats)]
+    np.testing.assert_allclose(*gradients, rtol=1e-3, atol=1e-4)
+    assert jax.vmap(run, in_axes=(0, None))(x[:0], qs).shape == (0, 1, size)
