@@ -633,10 +633,10 @@ class QuantizedArray(RefusedOperators):
             allowed = tuple(d for d in parts.PACKED if isinstance(d, np.dtype))
             expected = f"codes of {dtypes.list_names(allowed)}, or dtype='int5', for example"
             checks.require_type(own in allowed, function, "self", expected, own)
-        carrier = held.carrier if isinstance(held, dtypes.NarrowInteger) else held
-        expected = f"a format of codes in {own}"
-        is_held = carrier == own and (q.codebook is None or held == own)
-        checks.require_type(is_held, function, "dtype", expected, held)
+        fits = [d for d in parts.PACKED if getattr(d, "carrier", d) == own and (q.codebook is None or d == own)]
+        names = dtypes.list_names(fits) if fits else "None"
+        expected = f"{names}, as the codes have the dtype {own}"
+        checks.require_type(held in fits, function, "dtype", expected, held)
         if isinstance(held, dtypes.NarrowInteger):
             q = _check_bounds(function, q, held)
         return pack_checked(q, held)

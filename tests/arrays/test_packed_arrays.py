@@ -257,8 +257,13 @@ def test_packing_is_checked(rng: np.random.Generator) -> None:
         q.pack("int3")
     with pytest.raises(TypeError, match=r"QuantizedArray\.pack: self: expected codes of int2, .* got int8"):
         wide.pack()
-    with pytest.raises(TypeError, match=r"QuantizedArray\.pack: dtype: expected a format of codes in int8, got uint5"):
-        wide.pack("uint5")
+    expected = "dtype: expected int3, int5 or int6, as the codes have the dtype int8, got "
+    for dtype in ("uint5", "int4"):
+        with pytest.raises(TypeError, match=r"QuantizedArray\.pack: " + expected + dtype):
+            wide.pack(dtype)
+    floats = jq.quantize(rng.normal(size=(6, 40)).astype(np.float32), QuantSpec("float8_e4m3fn"))
+    with pytest.raises(TypeError, match=r"\.pack: dtype: expected None, as the codes have the dtype float8_e4m3fn"):
+        floats.pack("int4")
     with pytest.raises(TypeError, match=r"QuantizedArray\.pack: dtype: expected dtype int2.*got int8"):
         wide.pack("int8")
     with pytest.raises(ValueError, match=r"QuantizedArray\.pack: dtype: expected int5, as the codes are packed"):
