@@ -168,7 +168,7 @@ def write_files(model: Any, tensors: Any, info: checkpoint.Info, text: str, opti
             checkpoint=options.folder / "distilled.safetensors",
         )  # fmt: skip
         print("divergence of held-out docstrings:", {n: round(loss, 4) for n, loss in trained.held_out.items()})
-        print("losses:", np.round(trained.losses, 4).tolist())
+        print("losses:", *(f"{loss:.4f}" for loss in trained.losses))
         save("distilled", prepared.convert(trained.tree).params)
 
 
