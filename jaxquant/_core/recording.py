@@ -25,6 +25,7 @@ from jax.typing import ArrayLike
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _recording = jax.make_user_context(None)
+_analyzing = jax.make_user_context(None)
 # Stands for an array among the arguments of a mark.
 OPERAND = "<operand>"
 
@@ -45,6 +46,21 @@ def record() -> Iterator[None]:
 def pause() -> Iterator[None]:
     """Return a context in which marked operations are traced as their arithmetic."""
     with _recording(None):
+        yield
+
+
+def is_analyzing() -> bool:
+    """Return whether a program is traced to find its contractions, which must then be JAX's own primitives.
+
+    Otherwise a contraction may have a form that runs faster and is no contraction for who reads the program.
+    """
+    return _analyzing.value is not None
+
+
+@contextlib.contextmanager
+def analyze() -> Iterator[None]:
+    """Return a context in which float contractions are traced as JAX's own primitives."""
+    with _analyzing(True):
         yield
 
 

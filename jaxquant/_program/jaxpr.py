@@ -13,6 +13,8 @@ import jax
 from jax.core import Tracer, eval_jaxpr
 from jax.extend import core, source_info_util
 
+from .._core import recording
+
 Equation = core.JaxprEqn
 Program = core.Jaxpr
 Variable = core.Var
@@ -84,7 +86,8 @@ class While(NamedTuple):
 
 def trace(function: Callable[..., Any], *arguments: object) -> Trace:
     """Return the program of a function of arrays; no argument is read, only its shape and dtype."""
-    program, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    with recording.analyze():
+        program, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
     body = open_body(program)
     return Trace(body.program, body.constants, result)
 

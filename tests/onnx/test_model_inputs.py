@@ -119,7 +119,7 @@ def test_wrong_constants_are_named() -> None:
         ({"rate": 1}, ValueError, r"load: constants: expected names of inputs, \['sr', 'x'\], got 'rate'"),
         ({"sr": np.array([1, 2])}, ValueError, r"load: constants\['sr'\]: expected shape \(\), got shape \(2,\)"),
         ({"sr": np.float32(1)}, TypeError, r"load: constants\['sr'\]: expected dtype int64, got float32"),
-        (["sr"], TypeError, "load: constants: expected a mapping of names to values, got"),
+        (["sr"], TypeError, "load: constants: expected a mapping of names to values, or True, got"),
         ({"sr": None}, TypeError, r"load: constants\['sr'\]: expected a known value, got None"),
         ({"sr": "high"}, TypeError, r"load: constants\['sr'\]: expected an array, got str"),
     )
@@ -232,3 +232,28 @@ def test_a_shape_of_data_names_the_data() -> None:
     with pytest.raises(jqonnx.ModelError, match=r"LoadedFunction: x: expected a value.*, NonZero: "):
         jax.jit(fn)(params, np.ones(4, np.float32))
     assert fn(params, np.array([0, 1, 0, 2], np.float32)).tolist() == [[1, 3]]
+
+
+@pytest.mark.parametrize("kept", [(), ("w",)])
+def test_weights_as_constants(rng: np.random.Generator, kept: tuple[str, ...]) -> None:
+    """The program has the weights in it, and no parameters but those that are asked for."""
+    weights = {"w": rng.normal(size=(3, 4)).astype(np.float32), "b": rng.normal(size=4).astype(np.float32)}
+    nodes = [make_node("MatMul", ["x", "w"], ["h"]), make_node("Add", ["h", "b"], ["y"])]
+    model = make_model(nodes, [info("x", FLOAT, ["n", 3])], weights)
+    fn, params = jqonnx.load(model, constants=True, parameters=kept)
+    assert set(params) == set(kept)
+    x = rng.normal(size=(2, 3)).astype(np.float32)
+    (want,) = run_runtime(model, {"x": x})
+    for run in (fn, jax.jit(fn)):
+        np.testing.assert_allclose(run(params, x), want, rtol=1e-5, atol=1e-5)
+    text = jax.jit(fn).lower(params, x).compile().as_text() or ""
+    entry = next(line for line in text.splitlines() if "ENTRY" in line)
+    assert entry.count("f32[3,4]") == len(kept)
+    assert "f32[4]" not in entry.split("->")[0]
+    assert fn.describe(params) == jqonnx.load(model)[0].describe(jqonnx.load(model)[1])
+    exported = jqonnx.export(fn, params, [x])
+    np.testing.assert_allclose(run_runtime(exported, {"x": x})[0], want, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="params: expected the entries that load returned, got unknown"):
+        fn({**params, "b": weights["b"]}, x)
+    with pytest.raises(ValueError, match="load: constants: expected a mapping if trainable=True, got True"):
+        jqonnx.load(model, constants=True, trainable=True)

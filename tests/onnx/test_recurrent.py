@@ -64,3 +64,40 @@ def test_the_input_is_multiplied_once(rng: np.random.Generator, op: str, directi
             np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
     count = 2 if direction == "bidirectional" else 1
     assert count_products(jax.make_jaxpr(fn)(params, x, lengths).jaxpr) == count * PRODUCTS[op]
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8])
+def test_codes_are_multiplied_by_rows_of_features(rng: np.random.Generator, kind: type) -> None:
+    """The step of an LSTM on codes multiplies by weights that are stored feature by feature."""
+    time, batch, inputs = (int(n) for n in rng.integers(2, 9, 3))
+    hidden = int(rng.integers(9, 17))
+    bounds = np.iinfo(kind)
+    codes = {
+        name: rng.integers(bounds.min, bounds.max + 1, (2, n, 4 * hidden)).astype(kind)
+        for name, n in (("w", inputs), ("r", hidden))
+    }
+    encodings = {f"{n}_scale": rng.uniform(0.001, 0.01, 2).astype(np.float32) for n in codes}
+    points = {f"{n}_point": rng.integers(bounds.min, bounds.max + 1, 2).astype(kind) for n in codes}
+    names = ["x", "w", "r", "", "", "", "", "", "w_scale", "w_point", "r_scale", "r_point"]
+    node = helper.make_node(
+        "DynamicQuantizeLSTM", names, ["y"], domain="com.microsoft", hidden_size=hidden, direction="bidirectional"
+    )
+    tensors = [numpy_helper.from_array(array, name) for name, array in {**codes, **encodings, **points}.items()]
+    graph = helper.make_graph(
+        [node], "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["T", "N", inputs])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)], tensors,
+    )  # fmt: skip
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    x = rng.normal(size=(time, batch, inputs)).astype(np.float32)
+    fn, params = jqonnx.load(model)
+    (want,) = run_runtime(model, {"x": x}, threads=1)
+    for run in (fn, jax.jit(fn)):
+        np.testing.assert_allclose(run(params, x), want, rtol=1e-6, atol=1e-6)
+    gradient = jax.jit(jax.grad(lambda x: fn(params, x).sum()))(x)
+    assert gradient.shape == x.shape
+    assert np.abs(gradient).max() > 0
+    text = jax.jit(fn).lower(params, x).compile().as_text()
+    assert text is not None
+    if jax.default_backend() == "cpu":
+        assert f"s8[{4 * hidden},{hidden}]" in text

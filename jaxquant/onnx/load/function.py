@@ -82,6 +82,7 @@ class LoadedFunction:
     deviations: tuple[Deviation, ...] = ()
     _examined: set[Any] = dataclasses.field(default_factory=set)
     _source: Unfolded | None = None
+    _weights: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def static_inputs(self) -> frozenset[str]:
@@ -135,7 +136,7 @@ class LoadedFunction:
         Args:
             params: the parameters that `load` returned.
         """
-        return describe_function(self, params)
+        return describe_function(self, {**self._weights, **params})
 
     def convert(self, params: Mapping[str, Any]) -> tuple[LoadedFunction, dict[str, Any]]:
         """Return the integer function, and its parameters, of a function that was loaded with trainable=True.
@@ -211,13 +212,14 @@ class LoadedFunction:
     def _read_params(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the parameters, numbers of Python among them as arrays."""
         checks.require_type(isinstance(params, Mapping), _CALL, "params", "a mapping", checks.describe_value(params))
-        names, given = set(self._parameters.params), set(params)
+        names, given = set(self._parameters.params) - set(self._weights), set(params)
         # A constant may have an entry, too: it was a parameter when the entries were saved.
         unknown = given - names - set(self._parameters.constants) - self._parameters.list_parts()
         parts = [("missing", names - given), ("unknown", unknown)]
         got = ", ".join(f"{what} {sorted(map(str, part))}" for what, part in parts if part)
         checks.require(not got, _CALL, "params", "the entries that load returned", got)
-        return {n: jnp.asarray(x) if isinstance(x, bool | int | float) else x for n, x in params.items()}
+        given = {n: jnp.asarray(x) if isinstance(x, bool | int | float) else x for n, x in params.items()}
+        return {**self._weights, **given}
 
     def _read_input(self, declared: Input, value: Any) -> Any:
         if isinstance(value, list):  # a sequence of ONNX
@@ -248,7 +250,7 @@ def load(
     limits: Limits | None = None,
     trainable: bool = False,
     fusions: str = "all",
-    constants: Mapping[str, Any] | None = None,
+    constants: Mapping[str, Any] | bool | None = None,
     parameters: Collection[str] = (),
     floats: str | None = None,
 ) -> tuple[LoadedFunction, dict[str, Any]]:
@@ -272,7 +274,10 @@ def load(
             value of the model by no more than rounding. "none": the graph as it is written, in floats between
             DequantizeLinear and QuantizeLinear, as ONNX Runtime runs it with optimizations disabled.
         constants: Static. Values of inputs by name, such as {"sr": 16000}. They are no inputs of the function any more.
-            What they decide, such as a branch or a shape, is then known when the function is traced.
+            What they decide, such as a branch or a shape, is then known when the function is traced. True: the weights
+            are constants, and no parameters are returned but those that `parameters` names. A compiled program then
+            holds the weights in the form that it computes with, so that a call does not rearrange them; the program
+            takes longer to compile if they are large, and each set of input shapes keeps a copy of them.
         parameters: Static. The names of float constants that are parameters, too: scalars, such as the bounds of a
             Clip, which stay inside the function otherwise.
         floats: Static. "runtime": operators on floats round as ONNX Runtime's, where its formulas are known, so that
@@ -315,9 +320,12 @@ def load(
     checks.check_option(_NAME, "fusions", fusions, _FUSIONS)
     if floats is not None:
         checks.check_option(_NAME, "floats", floats, ("runtime", "jax"))
-    constants = {} if constants is None else constants
-    holds = isinstance(constants, Mapping)
-    checks.require_type(holds, _NAME, "constants", "a mapping of names to values", checks.describe_value(constants))
+    is_frozen = constants is True
+    checks.require(not (is_frozen and trainable), _NAME, "constants", "a mapping if trainable=True", "True")
+    constants = {} if constants is None or is_frozen else constants
+    expected = "a mapping of names to values, or True"
+    checks.require_type(isinstance(constants, Mapping), _NAME, "constants", expected, checks.describe_value(constants))
+    assert isinstance(constants, Mapping)
     names = not isinstance(parameters, str | bytes) and isinstance(parameters, Collection)
     checks.require_type(names, _NAME, "parameters", "a collection of names", checks.describe_value(parameters))
     proto = read_checked_model(model, limits)
@@ -331,7 +339,10 @@ def load(
     except Exception as error:  # whatever a damaged model makes JAX or numpy raise
         raise ModelError(f"the model cannot be loaded: {type(error).__name__}: {error}") from error
     warn_of_deviations(fn.deviations, stacklevel=2)
-    return fn, params
+    if not is_frozen:
+        return fn, params
+    kept = {name: value for name, value in params.items() if name in names}
+    return dataclasses.replace(fn, _weights={n: x for n, x in params.items() if n not in kept}), kept
 
 
 def _build_function(

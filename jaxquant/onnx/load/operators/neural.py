@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ...._core import recording
+from ..float_convolution import convolve_floats
 from ..graph import WINDOW_SUM, register
 from ..interpret import Call
 from ..values import canonicalize_dtype, list_ints
@@ -29,10 +31,13 @@ def multiply_matrices(call: Call, a: jax.Array, b: jax.Array) -> Any:
 def multiply_general(call: Call, a: jax.Array, b: jax.Array, c: jax.Array | None = None) -> Any:
     """ONNX Gemm: alpha * a @ b + beta * c."""
     a = a.T if call.get("transA", 0) else a
-    b = b.T if call.get("transB", 0) else b
     alpha, beta = call.get("alpha", 1.0), call.get("beta", 1.0)
+    if call.get("transB", 0) and not recording.is_analyzing():
+        # XLA:CPU would write the transposed weights to memory before it multiplies them.
+        y = lax.dot_general(a, b, (((1,), (1,)), ((), ())), precision=_HIGHEST)
+    else:
+        y = jnp.matmul(a, b.T if call.get("transB", 0) else b, precision=_HIGHEST)
     # A product by 1 would cost a pass over y if XLA did not see the constant.
-    y = jnp.matmul(a, b, precision=_HIGHEST)
     y = y if alpha == 1 else (y * alpha).astype(a.dtype)
     if c is None or beta == 0:
         return y
@@ -55,10 +60,7 @@ def _spatial_numbers(rank: int) -> lax.ConvDimensionNumbers:
 def convolve(call: Call, x: jax.Array, w: jax.Array, b: jax.Array | None = None) -> Any:
     """ONNX Conv."""
     windows = read_windows(call, x.shape[2:], w.shape[2:])
-    y = lax.conv_general_dilated(
-        x, w, windows.strides, windows.padding, None, windows.dilations, _spatial_numbers(x.ndim),
-        call.get("group", 1), precision=_HIGHEST,
-    )  # fmt: skip
+    y = convolve_floats(x, w, windows.strides, windows.padding, windows.dilations, call.get("group", 1))
     return y if b is None else y + b.reshape(1, -1, *(1,) * (x.ndim - 2))
 
 

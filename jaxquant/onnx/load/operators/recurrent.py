@@ -10,8 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...._kernels.barriers import round_result
+from .... import integer
+from ...._core import recording
+from ...._kernels import accumulator, barriers
 from ...._onnx_ops.matrix_products import dynamic_quantize_matmul
+from ...._onnx_ops.quantization import dynamic_quantize_linear
 from .. import float_kernels
 from ..graph import register
 from ..interpret import Call
@@ -152,7 +155,7 @@ def _make_lstm_step(call: Call, project: Any, recur: Any, bias: Any, peepholes: 
 
         def enter(gates: Any, gate: int, cell: Any) -> Any:
             total = jnp.split(gates, 4, axis=-1)[gate]
-            total = total if weights[gate] is None else total + round_result(weights[gate] * cell)
+            total = total if weights[gate] is None else total + barriers.round_result(weights[gate] * cell)
             return _clip(call, total if biases[gate] is None else total + biases[gate])
 
         def step(states: Any, x: Any) -> Any:
@@ -160,7 +163,7 @@ def _make_lstm_step(call: Call, project: Any, recur: Any, bias: Any, peepholes: 
             gates = project(d, x) + recur(d, hidden)
             i = f(enter(gates, 0, cell))
             forget = 1 - i if call.get("input_forget", 0) else f(enter(gates, 2, cell))
-            new = round_result(forget * cell) + round_result(i * g(enter(gates, 3, cell)))
+            new = barriers.round_result(forget * cell) + barriers.round_result(i * g(enter(gates, 3, cell)))
             # The peephole of the output gate sees the new cell, the other peepholes the old one.
             return f(enter(gates, 1, new)) * h(new), new
 
@@ -179,6 +182,17 @@ def run_lstm(call: Call, x: jax.Array, w: jax.Array, r: jax.Array, *inputs: jax.
         call.has_runtime_floats(x),
     )  # fmt: skip
     return _run_directions(call, _project(x, w), lengths, states, make_step)
+
+
+def _multiply_features(a: Any, features: Any, scale: Any, point: Any) -> Any:
+    """Return what `dynamic_quantize_matmul` returns for the transpose of codes [features, inputs]."""
+    # XLA:CPU's kernel takes two rows or more. A row of zeros does not change the range.
+    rows = jnp.concatenate([a, jnp.zeros_like(a)]) if a.shape[0] == 1 else a
+    codes, a_scale, a_point = dynamic_quantize_linear(rows)
+    acc = integer.dot_general(
+        codes, features, (((1,), (1,)), ((), ())), lhs_zero_point=a_point, rhs_zero_point=point
+    )  # fmt: skip
+    return accumulator.scale_by_both(acc, a_scale.reshape(1, 1), scale.reshape(1, 1))[: a.shape[0]]
 
 
 @register("DynamicQuantizeLSTM", domain="com.microsoft", keeps=(8, 9, 10, 11))
@@ -205,9 +219,18 @@ def run_quantized_lstm(call: Call, x: jax.Array, w: jax.Array, r: jax.Array, *in
     # All gates of the input at once: the range is of the whole sequence.
     gates = jnp.stack([multiply(x, w, w_scale, w_point, d) for d in range(w.shape[0])], axis=2)
     wide = gates.reshape(*x.shape[:2], -1)
+    # Once, before the scan: few rows are multiplied faster by weights that are stored feature by feature.
+    features = barriers.transpose_in_memory(r, (0, 2, 1))
+
+    def recur(d: int, hidden: Any) -> Any:
+        scale, point = pick(r_scale, d), pick(r_point, d)
+        y = multiply(hidden, r, r_scale, r_point, d)
+        if recording.is_analyzing() or scale.ndim or (point is not None and point.ndim):
+            return y
+        return barriers.replace_value(y, _multiply_features(hidden, features[d], scale, point))
+
     make_step = _make_lstm_step(
-        call, lambda d, v: _select_direction(v, d, w.shape[2]), lambda d, v: multiply(v, r, r_scale, r_point, d), bias,
-        peepholes, call.has_runtime_floats(x),
+        call, lambda d, v: _select_direction(v, d, w.shape[2]), recur, bias, peepholes, call.has_runtime_floats(x),
     )  # fmt: skip
     return _run_directions(call, wide, lengths, states, make_step)
 
