@@ -59,9 +59,9 @@ def adapt(
 ) -> AdaptedTree:  # fmt: skip
     """Give converted parameters adapters, which are trained while the codes stay as they are.
 
-    The result of `Prepared.apply` and of `Prepared.fake_apply` for an adapted tree is that of the codes, plus small
-    contractions with the factors a and b of each adapter. At first the factors "b" are 0, so that nothing changes. With
-    `params`, the adapters start as what the codes have lost.
+    For an adapted tree `Prepared.apply` and `Prepared.fake_apply` contract the codes, and add small contractions with
+    the factors a and b of each adapter. At first the factors "b" are 0, so that nothing changes. With `params`, the
+    adapters start as an approximation of what the codes have lost.
 
     An adapter belongs to a parameter: it acts on all contractions and lookups that read the parameter, as on the table
     of a model whose last layer is tied to its embeddings.
@@ -72,8 +72,8 @@ def adapt(
         lora: the settings, or several; the first whose targets match a parameter applies to it.
         key: a key of `jax.random`, for the factors "a".
         params: the parameters in floats that q was converted from. Then a @ b times the scaling is the best
-            approximation of rank `rank` of what the codes differ from them by, found with a singular value
-            decomposition. None to start with 0.
+            approximation of rank `rank` of the difference between these floats and the codes' values, found with a
+            singular value decomposition. None to start with 0.
         dtype: Static. The dtype of the adapters: float32, bfloat16 or float16.
 
     Returns:

@@ -66,7 +66,7 @@ def load(
         >>> tensors["norm"], info.format
         (Array([1., 1., 1., 1.], dtype=float32), 'safetensors')
 
-    Source: the formats named in docs/checkpoint-files.md.
+    Source: the formats named in docs/checkpoint-files.md and docs/checkpoint-families.md.
     """
     reader = open_checkpoint(_LOAD, path, format, unsupported)
     try:
@@ -167,7 +167,7 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], info: Info
         a       BF16       16               2
         safetensors: 1 tensors, 4 bytes, 16.000 bits per weight
 
-    Source: the formats named in docs/checkpoint-files.md.
+    Source: the formats named in docs/checkpoint-files.md and docs/checkpoint-families.md.
     """
     is_path = isinstance(path, str | os.PathLike)
     checks.require_type(is_path, _SAVE, "path", "the path of a file or a folder", type(path).__name__)

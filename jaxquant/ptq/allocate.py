@@ -45,8 +45,7 @@ def allocate_bits(
         budget: the most bytes of all weights that the rules quantize, scales and zero points included.
         most_damage: the largest sum of damages. Either this or `budget`.
         dtypes: the candidates, "float" for a weight that stays as it is. The other attributes of a spec stay, so that a
-            rule with offsets takes unsigned dtypes only. Candidates that the operation cannot contract
-            are left out by the caller.
+            rule with offsets takes unsigned dtypes only. Pass only dtypes that the operations can contract.
         **arguments: keyword arguments of every call.
 
     Returns:
@@ -54,9 +53,9 @@ def allocate_bits(
 
     Raises:
         TypeError: an argument has a wrong type.
+        ModuleNotFoundError: the package scipy is not installed.
         ValueError: both or none of budget and most_damage are given; no plan meets them: the error says what the least
-            is; no batch reaches a weight; the function returns no floats, or a NaN or an infinity; or the package scipy
-            is not installed.
+            is; no batch reaches a weight; or the function returns no floats, or a NaN or an infinity.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq

@@ -33,9 +33,9 @@ def rotate(prepared: Prepared, params: Any, batch: Any, *, key: jax.Array | None
 
     (x W1 + b) W2 = (x (W1 R) + b R) (R^T W2), with R R^T = 1
 
-    A channel with much larger values than the others sets the scale of all that share it. The rotation
-    spreads it over many channels, so that the largest values of weights and of the activations between them are
-    smaller, relative to the others.
+    A channel with much larger values than the others sets the scale of all that share it. The rotation spreads it over
+    many channels, so that the largest values of weights and of the activations between them are smaller, relative to
+    the others.
 
     Only linear operations may be between the two: reshapes, transposes, sums over other dimensions, factors that all
     channels share, parameters that are added, and products with other activations that keep the channels apart. Among

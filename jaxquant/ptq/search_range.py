@@ -32,9 +32,9 @@ def search_range(
     w_q is w after `jq.quantize` and `dequantize`. The range of a spec with an offset need not include 0: it is w's
     range, and shrinks towards its middle. Scales and offsets that the spec quantizes count as they are before that.
 
-    A smaller range saturates the largest elements and has finer steps
-    for all others, which pays for 4 bits and fewer. The search tries each t on each slice, and finds the exact minimum
-    among them. The whole range, t = 1, is one of them.
+    A smaller range saturates the largest elements and has finer steps for all others, which pays for 4 bits and fewer.
+    The search tries each t on each slice, and finds the exact minimum among them. The whole range, t = 1, is one of
+    them.
 
     Args:
         w: the weight, float32, float16 or bfloat16.

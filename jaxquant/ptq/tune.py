@@ -80,8 +80,9 @@ def tune(
     some 16 bytes.
 
     Call it last, after `apply` and `correct_bias`. The results of all batches together should have many times as many
-    elements as there are numbers to learn, or it fits the batches and nothing else. With `held_out`, the result is that
-    of the round with the least error of these batches, from which neither `apply` nor this function should learn.
+    elements as there are numbers to learn, or it fits the batches and nothing else. With `held_out`, the result
+    comes from the round with the least error on these batches, from which neither `apply` nor this function should
+    learn.
 
     Args:
         prepared: the prepared function. It returns arrays of floats, and can be differentiated.

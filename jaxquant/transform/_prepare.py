@@ -27,9 +27,9 @@ def prepare(
     """Plan how the contractions of a function run on codes.
 
     The function is traced, and nothing is computed. Its program is searched for contractions (`dot_general`,
-    `conv_general_dilated`, and lookups of rows of a parameter), and each parameter is followed through transposes,
-    reshapes, slices and concatenations, loops, branches and derivative rules, to the contractions that use it. The
-    rules then decide how each contraction runs. The function itself is not changed.
+    `ragged_dot`, `conv_general_dilated`, and lookups of rows of a parameter), and each parameter is followed through
+    transposes, reshapes, slices and concatenations, loops, branches and derivative rules, to the contractions that use
+    it. The rules then decide how each contraction runs. The function itself is not changed.
 
     Args:
         function: a function of the parameters and of other arguments, such as a Linen module's `apply`.

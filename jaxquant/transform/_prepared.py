@@ -40,9 +40,9 @@ class Prepared:
 
     All methods take the function's own arguments: the parameters, for which `apply` takes a `QuantizedTree` and
     `fake_apply` a `TrainableTree`, then whatever else the function takes. They interpret its program in each call, so
-    wrap them in `jax.jit` where they are called often. Arguments that are not arrays are
-    static, as in `prepare`. As by `jax.jit`, the function is traced once for arguments of the same structure, shapes
-    and dtypes. It is traced in each call if an argument cannot be hashed, or if it closes over tracers.
+    wrap them in `jax.jit` where they are called often. Arguments that are not arrays are static, as in `prepare`. As by
+    `jax.jit`, the function is traced once for arguments of the same structure, shapes and dtypes. It is traced in each
+    call if an argument cannot be hashed, or if it closes over tracers.
 
     Attributes:
         function: the function.

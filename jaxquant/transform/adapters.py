@@ -55,7 +55,7 @@ class LoRA:
             searched for, or None for all parameters that are quantized.
         alpha: the scaling times the rank, or times its square root with `rank_stabilized`. None takes the rank.
         dropout: the probability with which an input of the adapter is 0, in calls of a tree with a key.
-        variant: "lora"; "dora", which also trains the length of the weights of each output; or "qa", whose factor a has
+        variant: "lora"; "dora", which also trains the norm of the weights of each output; or "qa", whose factor a has
             one row for each block of inputs that shares a scale, so that `lora.merge` changes no code.
         rank_stabilized: whether the scaling is alpha / sqrt(rank) in place of alpha / rank.
 
