@@ -55,7 +55,7 @@ def __dir__() -> list[str]:
 
 def adapt(
     prepared: Prepared, q: QuantizedTree, lora: LoRA | Sequence[LoRA], key: jax.Array, *, params: Any = None,
-    dtype: DTypeLike = "float32",
+    iterations: int = 1, dtype: DTypeLike = "float32",
 ) -> AdaptedTree:  # fmt: skip
     """Give converted parameters adapters, which are trained while the codes stay as they are.
 
@@ -74,6 +74,9 @@ def adapt(
         params: the parameters in floats that q was converted from. Then a @ b times the scaling is the best
             approximation of rank `rank` of the difference between these floats and the codes' values, found with a
             singular value decomposition. None to start with 0.
+        iterations: how often the adapters are found. Before each time but the first, what the adapters leave of
+            `params` is quantized, as `Prepared.convert` does, and these codes take the place of those of q. That brings
+            the sum nearer to `params` at first; it does not have to do so in each iteration.
         dtype: Static. The dtype of the adapters: float32, bfloat16 or float16.
 
     Returns:
@@ -83,8 +86,8 @@ def adapt(
         TypeError: an argument has a wrong type.
         ValueError: targets match no parameter that is quantized; a parameter that they match can have no adapter,
             because it is concatenated with others, contracted in groups or along several of its axes in turn, or a
-            result is rounded to codes; the variant does not fit the parameter; or an array of `params` has another
-            shape than its codes.
+            result is rounded to codes; the variant does not fit the parameter; an array of `params` has another shape
+            than its codes; or there are several iterations without `params`.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -99,11 +102,16 @@ def adapt(
         >>> prepared.apply(adapted, x).shape
         (1, 2)
 
-    Source: Hu et al., arXiv 2106.09685, section 4; with `params` one iteration of LoftQ, Li et al., arXiv
-    2310.08659.
+    Source: Hu et al., arXiv 2106.09685, section 4; with `params` LoftQ, Li et al., arXiv 2310.08659,
+    algorithm 1, which begins with the codes of q.
     """
     settings = _read_settings(lora)
     dtype = checks.check_dtype(_ADAPT, "dtype", dtype, dtypes.FLOATS)
+    checks.check_integer(_ADAPT, "iterations", iterations)
+    expected = "1, or a larger number with params="
+    checks.require(
+        iterations == 1 or (iterations > 1 and params is not None), _ADAPT, "iterations", expected, iterations
+    )
     check_float_results(_ADAPT, prepared)
     checks.require_type(checks.is_key(key), _ADAPT, "key", "a key of jax.random", checks.describe_value(key))
     signature = Signature(read_quantized(_ADAPT, q).params)
@@ -113,7 +121,7 @@ def adapt(
             same = given.names == prepared.names
             checks.require(same, _ADAPT, name, "the paths of the parameters of prepare", ", ".join(given.names[:4]))
     chosen = match_targets(_ADAPT, prepared, settings)
-    adapters, found = {}, []
+    adapters, found, arrays = {}, [], list(signature.arrays)
     for place, setting in chosen.items():
         path, plan, w = prepared.names[place], prepared.leaves[place], signature.arrays[place]
         expected = f"a quantized array at {path}, as Prepared.convert returns it"
@@ -126,9 +134,13 @@ def adapt(
             holds = not isinstance(x, QuantizedArray) and jnp.issubdtype(jnp.result_type(x), jnp.floating)
             checks.require_type(holds, _ADAPT, "params", expected, checks.describe_value(x))
             checks.require(jnp.shape(x) == plan.shape, _ADAPT, "params", expected, f"shape {jnp.shape(x)}")
-        adapters[path] = _start_adapter(setting, plan, w, x, jax.random.fold_in(key, place), dtype)
+        for iteration in range(iterations):
+            if iteration:
+                w = _quantize_rest(x, adapters[path], setting, plan, w)
+            adapters[path] = _start_adapter(setting, plan, w, x, jax.random.fold_in(key, place), dtype)
+        arrays[place] = w
         found.append((path, setting))
-    return AdaptedTree(q, adapters, tuple(found))
+    return AdaptedTree(q.replace(params=signature.rebuild(arrays)) if iterations > 1 else q, adapters, tuple(found))
 
 
 def _read_settings(lora: Any) -> tuple[LoRA, ...]:
@@ -192,6 +204,17 @@ def _start_adapter(
         norms = compute_norms(q, factors["a"], factors["b"], axes)
         adapter["magnitude"] = norms.reshape(shapes["magnitude"]).astype(dtype)
     return adapter
+
+
+def _quantize_rest(
+    x: Any, adapter: Mapping[str, jax.Array], lora: LoRA, plan: LeafPlan, q: QuantizedArray
+) -> QuantizedArray:
+    """Return the codes of what an adapter leaves of floats."""
+    axes = plan.adapter
+    assert isinstance(axes, AdapterAxes)
+    factors = align_factors(adapter, lora, plan.shape, axes, q)
+    rest = jnp.asarray(x, jnp.float32) - multiply_factors(factors["a"], factors["b"])
+    return quantize_kernel(rest.astype(q.dtype), plan.spec, plan.stored_last)
 
 
 def _factorize(

@@ -176,6 +176,37 @@ def test_adapters_start_as_the_error_of_the_codes(name: str, rng: np.random.Gene
         np.testing.assert_allclose(np.linalg.norm(error - found), least, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("variant", ["lora", "qa"])
+@pytest.mark.parametrize("name", ["dense", "scan", "experts", "heads", "convolution"])
+def test_iterations_alternate_between_codes_and_adapters(name: str, variant: str, rng: np.random.Generator) -> None:
+    """Each one quantizes what the last adapters leave, and approximates what these codes leave (LoftQ)."""
+    program = PROGRAMS[name]
+    params, x = program.sample(rng)
+    prepared = jq.prepare(program.function, params, x, rules=(jq.Rule(weight=jq.Weight("int4")),))
+    settings = jq.lora.LoRA(3, alpha=4.5, variant=variant)
+    start = functools.partial(jq.lora.adapt, prepared, lora=settings, key=jax.random.key(0), params=params)
+    q = prepared.convert(params)
+    once, twice = start(q), start(q, iterations=2)
+    assert once.frozen is q
+    merged = merge_floats(program, once, once.adapters)
+    rest = {path: w - (merged[path] - q.params[path].dequantize()) for path, w in params.items()}
+    codes = prepared.convert(rest)
+    for path, found in twice.frozen.params.items():
+        # A number on a tie may be rounded to the other side.
+        differ = np.asarray(found.codes, np.int32) != np.asarray(codes.params[path].codes, np.int32)
+        assert differ.mean() < 0.01
+        np.testing.assert_allclose(found.scale, codes.params[path].scale, rtol=1e-5)
+    # The second adapters are the best ones for the second codes.
+    near(twice.adapters, start(twice.frozen).adapters, 0)
+    errors = []
+    for tree in (once, start(q, iterations=5)):
+        merged = merge_floats(program, tree, tree.adapters)
+        errors.append(sum(float(((merged[path] - params[path]) ** 2).sum()) for path in params))
+    if variant == "lora":
+        assert errors[1] < errors[0]
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["dense", "scan", "unrolled", "heads", "experts", "left", "convolution", "branch"])
 def test_dora_normalizes_the_weights_of_each_output(name: str, rng: np.random.Generator) -> None:
@@ -392,6 +423,10 @@ def test_arrays_are_checked() -> None:
         jq.lora.adapt(prepared, q, settings, key, params={"w": jnp.ones((4, 1))})
     with pytest.raises(TypeError, match=r"adapt: params: expected floats of shape \(4, 8\) at w, got QuantizedArray"):
         jq.lora.adapt(prepared, q, settings, key, params=q.params)
+    cases: Any = ((0, ValueError, "or a larger number"), (2, ValueError, "with params="), (1.0, TypeError, "an int"))
+    for iterations, error, text in cases:
+        with pytest.raises(error, match=f"adapt: iterations: expected .*{text}"):
+            jq.lora.adapt(prepared, q, settings, key, iterations=iterations)
     adapted = jq.lora.adapt(prepared, q, settings, key)
     for adapters, error, text in (
         (None, ValueError, "adapters: expected the paths that the tree was made with, got None"),
