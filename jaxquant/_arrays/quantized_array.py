@@ -633,7 +633,7 @@ class QuantizedArray(RefusedOperators):
             allowed = tuple(d for d in parts.PACKED if isinstance(d, np.dtype))
             expected = f"codes of {dtypes.list_names(allowed)}, or dtype='int5', for example"
             checks.require_type(own in allowed, function, "self", expected, own)
-        fits = [d for d in parts.PACKED if getattr(d, "carrier", d) == own and (q.codebook is None or d == own)]
+        fits = tuple(d for d in parts.PACKED if getattr(d, "carrier", d) == own and (q.codebook is None or d == own))
         names = dtypes.list_names(fits) if fits else "None"
         expected = f"{names}, as the codes have the dtype {own}"
         checks.require_type(held in fits, function, "dtype", expected, held)

@@ -158,13 +158,14 @@ class Span(NamedTuple):
         return part if is_whole else lax.slice_in_dim(part, self.start, self.start + self.length, axis=-1)
 
 
-def arrange_row(row: jax.Array, bits: int, spans: Sequence[Span]) -> jax.Array:
+def arrange_row(row: jax.Array, bits: int, spans: Sequence[Span] = ()) -> jax.Array:
     """Return the elements of a row of floats in the order of the lanes: [lanes, tiles, words, parts, groups].
 
     Args:
         row: [length], a multiple of 32.
         bits: the number of bits of a code.
-        spans: the spans that follow each other in the groups of the result. What a span skips is 0.
+        spans: the spans that follow each other in the groups of the result, by default one of all groups. What a span
+            skips is 0.
     """
     shape = find_shape(row.shape[0], bits)
     arranged = row.reshape(shape.tiles, shape.groups, shape.words, shape.parts, shape.lanes)

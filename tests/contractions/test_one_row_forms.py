@@ -424,7 +424,7 @@ def test_nested_scales_of_many_layers(einsum: bool, rng: np.random.Generator) ->
     spec = QuantSpec("uint4", Blocked(1, 16), offset=True, scale_spec=QuantSpec("uint6", PerTensor()))
     w = rng.normal(size=(layers, size, size)).astype(np.float32) / np.float32(size**0.5)
     qs = [jq.quantize(each, spec).pack() for each in w]
-    x = rng.normal(size=(3, 1, size)).astype(np.float32)
+    x = jnp.asarray(rng.normal(size=(3, 1, size)), jnp.float32)
 
     def run(x: jax.Array, qs: list[QuantizedArray]) -> jax.Array:
         for q in qs:
