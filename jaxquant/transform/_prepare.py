@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -143,7 +144,15 @@ def _read_spec(q: QuantizedArray) -> QuantSpec:
             granularity = Blocked(cut[-1], q.shape[cut[-1]] // q.scale.shape[cut[-1]])
     offset = q.offset is not None and q.codebook is None
     symmetric = q.zero_point is None and not offset
-    return QuantSpec(q.format, granularity, symmetric=symmetric, narrow_range=False, offset=offset)
+    options: dict[str, Any] = {"symmetric": symmetric, "narrow_range": False, "offset": offset}
+    if isinstance(q.scale, QuantizedArray):
+        inner = _read_spec(q.scale)
+        # Unsigned codes of scales begin at 0.
+        is_symmetric = not dtypes.is_integer(inner.dtype) or inner.bounds[0] < 0
+        options["scale_spec"] = dataclasses.replace(inner, symmetric=is_symmetric)
+    else:
+        options["scale_dtype"] = q.scale.dtype
+    return QuantSpec(q.format, granularity, **options)
 
 
 def _refuse_unmatched(rule: Rule, call: TracedCall) -> None:

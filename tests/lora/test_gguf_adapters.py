@@ -137,7 +137,7 @@ DAMAGES: dict[str, Any] = {
     "another kind": ({}, {"kind": "dora"}, "expected adapter.type 'lora', got 'dora'"),
     "alpha": ({}, {"alpha": float("nan")}, "expected adapter.lora.alpha to be a finite float, got"),
     "missing b": ({B: None}, {}, "load_gguf: path: expected a tensor output.weight.lora_b, got none"),
-    "missing a": ({A: None}, {}, "expected tensors of quantized parameters.*, got output.weight.lora_b"),
+    "missing a": ({A: None}, {}, "which names calls .*, output.weight, got output.weight.lora_b"),
     "ranks": ({B: np.ones((8, 3), np.float32)}, {}, r"lora_b: expected float32.* of shape \(8, 32\), got"),
     "inputs": ({A: np.ones((32, 15), np.float32)}, {}, r"lora_a: expected float32.* of shape \(32, 16\), got"),
     "integers": ({A: np.ones((32, 16), np.int8)}, {}, "lora_a: expected float32.*, got int8"),
@@ -151,7 +151,7 @@ DAMAGES: dict[str, Any] = {
         {f"blk.{n}.ffn_up.weight.lora_a": np.ones((2 + n, 16), np.float32) for n in range(2)}, {},
         r"matrices of one rank at layers, got \[\(2,\), \(3,\)\]",
     ),
-    "nothing": ({A: None, B: None}, {}, "expected tensors of quantized parameters.*, got a file without tensors"),
+    "nothing": ({A: None, B: None}, {}, "which names calls .*, output.weight, got a file without tensors"),
 }  # fmt: skip
 
 
@@ -163,6 +163,17 @@ def test_damaged_files_are_refused(damage: str, fixed_rng: np.random.Generator, 
     write(path, draw(fixed_rng, **changes), **fields)
     with pytest.raises(ValueError, match=text):
         jq.lora.load_gguf(path, prepared, adapted.frozen, names=NAMES.__getitem__)
+
+
+def test_a_parameter_without_a_name_has_no_adapter(fixed_rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    prepared, adapted, _ = adapt(fixed_rng, jq.lora.LoRA(2, "layers"))
+    names = {"layers": NAMES["layers"]}
+    jq.lora.save_gguf(tmp_path / "a.gguf", prepared, adapted, architecture="llama", names=names.__getitem__)
+    loaded = jq.lora.load_gguf(tmp_path / "a.gguf", prepared, adapted.frozen, names=names.get)
+    check_equal(loaded.adapters["layers"]["a"], adapted.adapters["layers"]["a"])
+    assert list(loaded.adapters) == ["layers"]
+    with pytest.raises(TypeError, match=r"layers: .*save_gguf: names: expected a function that returns text, got None"):
+        jq.lora.save_gguf(tmp_path / "b.gguf", prepared, adapted, architecture="llama", names=lambda path: None)
 
 
 def test_a_cut_file_is_refused(fixed_rng: np.random.Generator, tmp_path: pathlib.Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pathlib
 from typing import Any
 
 import jax
@@ -96,3 +98,22 @@ def test_refusals() -> None:
         ValueError, match=r"merge: adapters: expected adapters of parameters that are quantized, as w is"
     ):
         jq.lora.merge(floats, adapted)
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "iq4_nl", "mxfp4"])
+def test_merged_codes_return_to_their_type_of_gguf(kind: str, rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    w = rng.normal(size=(8, 512)).astype(np.float32)
+    params, info = jq.checkpoint.quantize_to({"blk.0.w": jnp.asarray(w)}, kind)
+    x = jnp.asarray(rng.normal(size=(3, 512)).astype(np.float32))
+    function = lambda p, x: x @ p["blk.0.w"].T  # noqa: E731
+    prepared = jq.prepare(function, params, x, rules=jq.recipes.weight_only_int8())
+    adapted = jq.lora.adapt(prepared, prepared.convert(params), jq.lora.LoRA(2), jax.random.key(0))
+    factors = jax.tree.map(lambda v: v + rng.normal(0, 0.3, v.shape).astype(np.float32), adapted.adapters)
+    tree, losses = jq.lora.merge(prepared, adapted.replace(adapters=factors))
+    assert losses["blk.0.w"] < 1
+    info = dataclasses.replace(info, metadata={"general.architecture": "test"})
+    jq.checkpoint.save(tmp_path / "merged.gguf", tree.params, info)
+    (tensor,) = gguf.GGUFReader(tmp_path / "merged.gguf").tensors
+    assert tensor.tensor_type.name == kind.upper()
+    check_equal(gguf.quants.dequantize(tensor.data, tensor.tensor_type), tree.params["blk.0.w"].dequantize())

@@ -216,7 +216,7 @@ DAMAGES = {
     "dtype": (lambda f: spoil_tensors(f, "head.lora_B.weight", np.ones((8, 4), np.int8)), "got int8"),
     "unknown": (
         lambda f: spoil_tensors(f, "tail.lora_B.weight", np.ones((8, 4), np.float32)),
-        "expected tensors of quantized parameters, whose names .* gives, got base_model.model.tail.lora_B",
+        "expected tensors of parameters with codes, which names calls .*, head, emb, got base_model.model.tail.lora_B",
     ),
 }  # fmt: skip
 

@@ -36,7 +36,7 @@ OUTPUTS = {
     "qlora": "after 2 steps",
     "onnx_runtime": "Numbers that differ from ONNX Runtime's",
 }
-ARGUMENTS = {"qlora": ("--steps", "2", "--rows", "1", "--held-out", "1")}  # for a test
+ARGUMENTS = {"qlora": ("--steps", "2", "--rows", "1", "--held-out", "1", "--save", "adapter.gguf")}  # for a test
 
 
 def test_there_are_examples() -> None:
@@ -66,6 +66,8 @@ def test_an_example_runs(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert OUTPUTS[path.stem] in run.stdout
+    if path.stem == "qlora":
+        assert len(jq.checkpoint.load(tmp_path / "adapter.gguf")[0]) == 240
     if path.stem == "cnn_int4":
         assert (tmp_path / "cnn_int4.png").read_bytes().startswith(b"\x89PNG")
 
