@@ -183,7 +183,8 @@ def test_constants_are_added_one_after_the_other(rng: np.random.Generator) -> No
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_round_to_dtype_is_not_removed(name: str, rng: np.random.Generator) -> None:
     dtype = onnx_text.dtype(name)
-    every = np.arange(65536, dtype=np.uint16).view(dtype).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # ARM's processors report the conversion of a signaling NaN
+        every = np.arange(65536, dtype=np.uint16).view(dtype).astype(np.float32)
     every = every[np.isfinite(every) & ((every == 0) | (np.abs(every) > 1e-37))]
     x = np.concatenate([every, every * np.float32(1 + 2**-9), np.exp(rng.uniform(-16, 10, 50_000)).astype(np.float32)])
     with np.errstate(over="ignore"):
