@@ -304,7 +304,7 @@ class TrainMode(_CodesMode):
             return self.finish_contraction(site, twins, records), records
         operation = operations.make_operation(site.equation)
         floats, codes = zip(*twins, strict=True)
-        return operations.contract_with_gradient(operation, floats, codes), records
+        return operations.contract_with_gradient(operation, plan.backward, floats, codes), records
 
     def choose_rule(self, part: Any, shape: Sequence[int]) -> Estimator:
         """Return the gradient rule of activations of a shape."""
@@ -326,8 +326,10 @@ class TrainMode(_CodesMode):
         """Return the codes of a contraction as floats with the gradient of the contraction with a float bias."""
         graph, operation = self.plan.regions.graph, operations.make_operation(point.node.equation)
         assert graph is not None
+        assert point.site is not None
         floats, codes = zip(*operands, strict=True)
-        y = finish_floats(graph, point, operations.contract_with_gradient(operation, floats, codes), bias)
+        y = operations.contract_with_gradient(operation, self.plan.sites[point.site.name].backward, floats, codes)
+        y = finish_floats(graph, point, y, bias)
         fixed = lax.stop_gradient(quantizer)
         exact = contract_to_codes(graph, point, operation, lax.stop_gradient(codes), bias, fixed)
         return finish_training(y, quantizer, exact)
