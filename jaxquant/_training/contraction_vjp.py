@@ -22,13 +22,15 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from .._arrays.quantize import quantize
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point, granularity, sharding
 from .._kernels.affine import divide_by_scale
 from . import estimators
-from .backward import Backward, Float8Backward, Int8Backward, check_backward, split_keys
+from .backward import split_keys
 from .fake_quantize import Quantizer, read_parts, read_quantizer, split_quantizer
+from .range_sources import Backward, Float8Backward, Int8Backward, check_backward
 from .rounding_vjp import RoundingConfig, compute_cotangents, compute_mask, make_array, round_zero_point
 
 CODES = "jaxquant.codes"
@@ -126,7 +128,7 @@ def check_options(
     """
     # Everything static is checked before the program is compiled, because a cache of compiled programs hashes it.
     quantizers = [read_quantizer(function, name, spec) for name, spec in specs.items()]
-    check_backward(function, backward, key, quantizers)
+    check_backward(function, backward, key, [quantizer and quantizer.spec for quantizer in quantizers])
     checks.check_precision(function, precision, has_algorithms=has_algorithms)
     sharding.check_out_sharding(function, out_sharding)
     if preferred_element_type is None:
@@ -234,7 +236,7 @@ def _contract_bwd(
     waiting = []
     for (q, mask, x, parameters), k in zip(arrays, side_residuals, strict=True):
         waiting.append(_Kept(q, mask, x, (*parameters, k.parameters[2])))
-    cotangents = _compute_operand_cotangents(product, [k.q for k in waiting], g, key)
+    cotangents = compute_operand_cotangents(product, [k.q for k in waiting], g, key)
     sides = zip(product.sides, waiting, cotangents, strict=True)
     return tuple(_pull_through_rounding(side, k, d) for side, k, d in sides), None
 
@@ -324,7 +326,7 @@ def _never_saturates(side: OperandRounding) -> bool:
     return spec.scale_dtype != dtypes.FLOAT16 and not (spec.power_of_two and spec.bits == 2)
 
 
-def _compute_operand_cotangents(
+def compute_operand_cotangents(
     product: TrainedContraction, values: Sequence[Any], g: jax.Array, key: jax.Array | None
 ) -> list[Any]:
     """Return the cotangents of the dequantized operands, each from a float or from an integer contraction."""
@@ -334,7 +336,7 @@ def _compute_operand_cotangents(
     # than the one the network computes in.
     dtype = operation.preferred or functools.reduce(dtypes.choose_wider, (f.dtype for f in floats))
     if isinstance(backward, Float8Backward):
-        codes = backward.quantize_gradient(g)
+        codes = quantize(g.astype(jnp.float32), QuantSpec(backward.dtype))
         return [operation.compute_integer_cotangent(i, values, codes, None) for i in range(2)]
     is_integer = [isinstance(backward, Int8Backward) and getattr(backward, n) for n in ("lhs", "rhs")]
     cotangents: list[Any] = [None] * len(values)

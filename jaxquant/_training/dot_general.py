@@ -17,8 +17,9 @@ from .._contractions.output import Epilogue
 from .._core import checks, dtypes, entry_point
 from ..integer import DotDimensionNumbers, match_roles
 from . import contraction_vjp
-from .backward import Backward, FloatBackward, compute_operand_cotangent
+from .backward import compute_operand_cotangent
 from .fake_quantize import Quantizer
+from .range_sources import Backward, FloatBackward
 
 _NAME = "quantized_dot_general"
 

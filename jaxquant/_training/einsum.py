@@ -15,8 +15,9 @@ from .._arrays.spec import QuantSpec
 from .._contractions.einsum import contract_operands, parse_subscripts
 from .._core import checks, dtypes, entry_point
 from . import contraction_vjp
-from .backward import Backward, FloatBackward, compute_operand_cotangent
+from .backward import compute_operand_cotangent
 from .fake_quantize import Quantizer
+from .range_sources import Backward, FloatBackward
 
 _NAME = "quantized_einsum"
 

@@ -376,11 +376,15 @@ def _make_positive(scale: jax.Array, reach: jax.Array) -> jax.Array:
 # How a trained scale and a trained zero point become the scale and the zero point of codes.
 
 
-def read_learned_scale(spec: QuantSpec, scale: jax.Array) -> jax.Array:
-    """Return the magnitude of a learned scale in the dtype of the spec; 0 becomes the least scale."""
+def read_learned_scale(spec: QuantSpec, scale: jax.Array, *, is_signed: bool = False) -> jax.Array:
+    """Return the magnitude of a learned scale, or the scale itself, in the dtype of the spec; 0 becomes the least one.
+
+    A signed scale may cross 0: what its codes stand for becomes 0 on both sides of it.
+    """
     # The least scale of the scale's own dtype: float16 rounds the least float32 to 0.
     least = scale_from_range.read_least_scale(spec.scale_dtype)
-    return jnp.maximum(jnp.abs(scale), least).astype(spec.scale_dtype)
+    magnitude = jnp.maximum(jnp.abs(scale), least)
+    return (jnp.where(scale < 0, -magnitude, magnitude) if is_signed else magnitude).astype(spec.scale_dtype)
 
 
 def read_learned_zero_point(spec: QuantSpec, zero_point: jax.Array) -> Any:

@@ -291,8 +291,9 @@ def _count_steps(
 
 
 def make_array(
-    config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, key: jax.Array | None
-) -> QuantizedArray:
+    config: RoundingConfig, x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, key: jax.Array | None, *,
+    signed_scale: bool = False,
+) -> QuantizedArray:  # fmt: skip
     """Return x as codes under a scale and a zero point of its rank; `config` holds a QuantSpec."""
     spec, center = config.spec, round_zero_point(config.spec, zero_point)
     assert isinstance(spec, QuantSpec)
@@ -306,7 +307,10 @@ def make_array(
                  for n, m in zip(part.shape, x.shape, strict=True))  # fmt: skip
     size = scale_from_range.derive_block_size(spec) if is_cut else None
     packing = parts.derive_packing(spec.dtype, x.shape, None)
-    return QuantizedArray(codes, scale, point, dtype=x.dtype, block_size=size, codebook=spec.codebook, packing=packing)
+    return QuantizedArray(
+        codes, scale, point, dtype=x.dtype, block_size=size, codebook=spec.codebook, packing=packing,
+        signed_scale=signed_scale,
+    )  # fmt: skip
 
 
 def round_zero_point(spec: QuantSpec | LinearCodes, zero_point: jax.Array | None) -> jax.Array | None:

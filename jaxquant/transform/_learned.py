@@ -36,6 +36,12 @@ class LearnedScale(NamedTuple):
     zero_point: Any
 
 
+class SignedScale(LearnedScale):
+    """A scale that is trained with its sign, because it began as a scale of codes that may have negative ones."""
+
+    __slots__ = ()
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weights", "activations"], meta_fields=["estimator"])
 @dataclasses.dataclass(frozen=True)
 class LearnedScales:
@@ -119,7 +125,8 @@ def _check_spec(spec: QuantSpec, estimator: ScaleEstimator) -> None:
 
 def read_learned(function: str, part: LearnedScale, x: Any, spec: QuantSpec) -> tuple[jax.Array, Any]:
     """Return the scale and the zero point of x, computed from what is learned."""
-    scale, zero_point = read_learned_scale(spec, part.scale), part.zero_point
+    scale = read_learned_scale(spec, part.scale, is_signed=isinstance(part, SignedScale))
+    zero_point = part.zero_point
     if zero_point is not None:
         zero_point = read_learned_zero_point(spec, zero_point)
     # PACT learns no zero point, because its codes begin at 0.

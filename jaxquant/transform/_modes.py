@@ -28,7 +28,7 @@ from .._training.fake_quantize import Quantizer
 from .._training.rounding_vjp import RoundingConfig, make_array, quantize_and_dequantize
 from . import _moved_codes as moved_codes
 from . import _operations as operations
-from ._learned import LearnedScale, read_learned
+from ._learned import LearnedScale, SignedScale, read_learned
 from ._plan import LeafPlan, OperandPlan, ProgramPlan
 from ._ranges import StaticRanges
 from ._regions.folding import compute_factor_and_bias
@@ -304,7 +304,7 @@ class TrainMode(_CodesMode):
             return self.finish_contraction(site, twins, records), records
         operation = operations.make_operation(site.equation)
         floats, codes = zip(*twins, strict=True)
-        return operations.contract_with_gradient(operation, floats, codes), records
+        return operations.contract_with_gradient(operation, plan.backward, floats, codes), records
 
     def choose_rule(self, part: Any, shape: Sequence[int]) -> Estimator:
         """Return the gradient rule of activations of a shape."""
@@ -326,8 +326,10 @@ class TrainMode(_CodesMode):
         """Return the codes of a contraction as floats with the gradient of the contraction with a float bias."""
         graph, operation = self.plan.regions.graph, operations.make_operation(point.node.equation)
         assert graph is not None
+        assert point.site is not None
         floats, codes = zip(*operands, strict=True)
-        y = finish_floats(graph, point, operations.contract_with_gradient(operation, floats, codes), bias)
+        y = operations.contract_with_gradient(operation, self.plan.sites[point.site.name].backward, floats, codes)
+        y = finish_floats(graph, point, y, bias)
         fixed = lax.stop_gradient(quantizer)
         exact = contract_to_codes(graph, point, operation, lax.stop_gradient(codes), bias, fixed)
         return finish_training(y, quantizer, exact)
@@ -444,9 +446,13 @@ def make_twin(spec: QuantSpec, x: jax.Array, part: Any, rule: Estimator) -> Twin
             change = jnp.where(jnp.abs(fixed) <= reached, change, jnp.zeros((), x.dtype))
         return Twin(codes.dequantize() + change, codes)
     scale, zero_point = compute_scale(spec, x, part)
-    config = RoundingConfig(spec, rule)
-    floats = quantize_and_dequantize(config, x, scale, zero_point, None)
-    return Twin(floats, lax.stop_gradient(make_array(config, x, scale, zero_point, None)))
+    config, is_signed, wide = RoundingConfig(spec, rule), isinstance(part, SignedScale), scale
+    if isinstance(part, LearnedScale) and scale.dtype != jnp.float32:
+        # The gradient of a narrower scale would be as narrow: in float16 0 below 6e-8, and infinite above 65504.
+        wide, _ = compute_scale(dataclasses.replace(spec, scale_dtype=jnp.float32), x, part)
+        wide = replace_value(wide, scale.astype(jnp.float32))
+    floats = quantize_and_dequantize(config, x, wide, zero_point, None)
+    return Twin(floats, lax.stop_gradient(make_array(config, x, scale, zero_point, None, signed_scale=is_signed)))
 
 
 # The conversion of one parameter: to codes, or to codes and the floats that are trained.
@@ -455,7 +461,8 @@ def make_twin(spec: QuantSpec, x: jax.Array, part: Any, rule: Estimator) -> Twin
 @functools.partial(jax.jit, static_argnames="plan")
 def _encode_learned(w: jax.Array, part: LearnedScale, plan: LeafPlan) -> Any:
     scale, zero_point = read_learned("Prepared.convert", part, w, plan.spec)
-    return make_array(RoundingConfig(plan.spec), w, scale, zero_point, None)
+    is_signed = isinstance(part, SignedScale)
+    return make_array(RoundingConfig(plan.spec), w, scale, zero_point, None, signed_scale=is_signed)
 
 
 def quantize_weight(w: Any, plan: LeafPlan, part: LearnedScale | None) -> Any:
@@ -466,7 +473,9 @@ def quantize_weight(w: Any, plan: LeafPlan, part: LearnedScale | None) -> Any:
     return q.store_last(*plan.stored_last) if plan.stored_last else q
 
 
-def start_at_codes(function: str, w: Any, plan: LeafPlan, q: Any) -> tuple[jax.Array, LearnedScale]:
+def start_at_codes(
+    function: str, w: Any, plan: LeafPlan, q: Any, *, allows_signs: bool
+) -> tuple[jax.Array, LearnedScale]:
     """Return a weight that is rounded to given codes, and their scale as one that is trained.
 
     Args:
@@ -474,21 +483,23 @@ def start_at_codes(function: str, w: Any, plan: LeafPlan, q: Any) -> tuple[jax.A
         w: the weight, in floats. An element that the given scale rounds to the given code stays as it is.
         plan: how it is quantized.
         q: the codes.
+        allows_signs: whether scales may be negative. Networks whose results are codes enlarge positive ones.
     """
     spec = plan.spec
-    expected = f"an array of {spec.dtype} of shape {w.shape} with positive {spec.scale_dtype} scales"
+    expected = f"an array of {spec.dtype} of shape {w.shape} with {spec.scale_dtype} scales"
+    expected += "" if allows_signs else " that are positive, because results are codes"
     holds = isinstance(q, QuantizedArray) and (q.format, q.shape) == (spec.dtype, w.shape) and q.offset is None
     holds = holds and isinstance(q.scale, jax.Array) and q.scale.dtype == spec.scale_dtype
-    # Arrays of a file may have negative scales, whether or not they have some.
-    holds = holds and (not q.signed_scale or (not checks.is_traced(q.scale) and bool((q.scale > 0).all())))
+    holds = holds and (allows_signs or not q.signed_scale)
     checks.require(holds, function, "start", expected, q if isinstance(q, QuantizedArray) else type(q).__name__)
     expected = "codes of a weight that no normalization is folded into"
     checks.require(plan.fold is None, function, "start", expected, "a weight that is multiplied by one")
     w = jnp.asarray(w)
-    part = LearnedScale(
+    part = (SignedScale if q.signed_scale else LearnedScale)(
         q.scale.astype(jnp.float32), None if spec.symmetric else jnp.asarray(q.zero_point).astype(jnp.float32)
     )
-    found = make_array(RoundingConfig(spec), w, *read_learned(function, part, w, spec), None)
+    parts = read_learned(function, part, w, spec)
+    found = make_array(RoundingConfig(spec), w, *parts, None, signed_scale=q.signed_scale)
     fixed, point = spec.fixed_zero_point, q.zero_point
     has_fixed = (
         fixed is None or checks.is_traced(point) or bool(jnp.all(jnp.asarray(0 if point is None else point) == fixed))

@@ -19,8 +19,10 @@ from .._core import checks, sharding
 from .._kernels.weight_chunks import delay_floats
 from .._program import analysis, jaxpr
 from .._program.jaxpr import Equation
+from .._training.contraction_vjp import TrainedContraction, compute_operand_cotangents
 from .._training.conv_general_dilated import ConvContraction
 from .._training.dot_general import DotContraction
+from .._training.range_sources import Backward, FloatBackward
 
 _NAME = "prepare"
 
@@ -130,26 +132,36 @@ def _arrange_entries(entries: jax.Array, numbers: Any, axis: int, count: int) ->
 # The twin of a contraction of codes, for training.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def contract_with_gradient(operation: Any, floats: Sequence[Any], codes: Sequence[Any]) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def contract_with_gradient(
+    operation: Any, backward: Backward, floats: Sequence[Any], codes: Sequence[Any]
+) -> jax.Array:
     """Return the contraction of codes, with the gradient of the contraction of the floats that they stand for.
 
     Args:
         operation: Static. The operation; it is hashable.
+        backward: Static. How the gradients are contracted.
         floats: the operands as floats.
         codes: the same operands, each quantized or in floats.
     """
     return operation.contract_quantized(*codes)
 
 
-def _contract_with_gradient_fwd(operation: Any, floats: Sequence[Any], codes: Sequence[Any]) -> tuple[jax.Array, Any]:
+def _contract_with_gradient_fwd(
+    operation: Any, backward: Backward, floats: Sequence[Any], codes: Sequence[Any]
+) -> tuple[jax.Array, Any]:
     # The codes are smaller than the floats, which they determine.
     return operation.contract_quantized(*codes), codes
 
 
-def _contract_with_gradient_bwd(operation: Any, codes: Sequence[Any], g: jax.Array) -> tuple[Any, Any]:
+def _contract_with_gradient_bwd(
+    operation: Any, backward: Backward, codes: Sequence[Any], g: jax.Array
+) -> tuple[Any, Any]:
     # The barrier makes XLA dequantize again in the backward pass, and keep no floats for it.
     codes, g = lax.optimization_barrier((codes, g))
+    if not isinstance(backward, FloatBackward):
+        found = compute_operand_cotangents(TrainedContraction(_NAME, operation, (), backward), codes, g, None)
+        return tuple(d.astype(x.dtype) for d, x in zip(found, codes, strict=True)), None
     operands = [dequantize_checked(x) if isinstance(x, QuantizedArray) else x for x in codes]
     # The sizes of the groups of a ragged product are integers, and have no gradient.
     places = [place for place, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.floating)]

@@ -15,6 +15,7 @@ from .._core.dtypes import CONTRACTED as INTEGER_DTYPES
 from .._core.granularity import Blocked, PerAxis, PerTensor
 from .._program import jaxpr, views
 from .._program.analysis import PRODUCTS, UNUSED, Address, Analysis, Site, list_contracted
+from .._training.range_sources import Backward, FloatBackward
 from ..calibration.calibrator import Calibrator, Factory
 from ._adapter_axes import AdapterAxes, match_adapter_axes
 from ._regions.finder import find_regions
@@ -59,6 +60,7 @@ class SitePlan(NamedTuple):
         reason: why it stays in floats, or why its weight is quantized otherwise than its rule says, or "".
         is_wanted: whether a rule asked for codes.
         output: how its result is quantized, if a rule asks for it and nothing that follows it prevents it.
+        backward: how its gradients are contracted.
     """
 
     is_replaced: bool
@@ -69,6 +71,7 @@ class SitePlan(NamedTuple):
     reason: str
     is_wanted: bool
     output: OutputPlan | None = None
+    backward: Backward = FloatBackward()
 
 
 class LeafPlan(NamedTuple):
@@ -337,13 +340,17 @@ def _plan_site(
             if place != site.weight:
                 spec = _make_activation_spec(site, place, rule.activation)
                 activations.append(OperandPlan(place, spec, rule.activation.calibrator))
+    expected = "FloatBackward() for ragged products, such as with operation= in a Rule before"
+    is_known = site.operation != "ragged_dot" or isinstance(rule.backward, FloatBackward)
+    checks.require(is_known, _NAME, "rules", expected, f"{rule.backward} for {site.name}")
     output = None
     # A result in codes has the factors of what follows it in the weights, which given codes cannot take.
     is_free = not any(view.leaf in given for view in site.views)
     if rule.output is not None and rule.output.calibrator is not None and site.operation != "take" and is_free:
         output = OutputPlan(rule.output.make_spec(), rule.output.calibrator)
     conflicts = dict.fromkeys(leaves[view.leaf].conflict for view in site.views if leaves[view.leaf].conflict)
-    return SitePlan(True, weight, tuple(activations), record, layers, "; ".join(conflicts), True, output)
+    reason = "; ".join(conflicts)
+    return SitePlan(True, weight, tuple(activations), record, layers, reason, True, output, rule.backward)
 
 
 def can_contract_given(site: Site, rule: Rule | None, leaf: int, spec: QuantSpec) -> bool:

@@ -271,7 +271,8 @@ class Prepared:
                 zero point keeps its value. None keeps the ranges.
             start: codes to begin with, such as the result of `jq.ptq.apply`, where the estimator would choose others.
                 The scales and zero points of weights start as they are there, and a weight with another code than there
-                starts as the value of that code. It needs an estimator that trains the scales of weights.
+                starts as the value of that code. Where scales may be negative, as in files of GGUF's Q4_0, they are
+                trained with their signs, and may cross 0. It needs an estimator that trains the scales of weights.
 
         Returns:
             A pytree, for `fake_apply`, `convert` and an optimizer. Fixed ranges are not among its leaves, so no
@@ -282,7 +283,8 @@ class Prepared:
             TypeError: estimator is not one of these rules, or ranges are none.
             ValueError: as for `convert`; or, with the name of the weight or contraction in front, a spec has scales
                 that are powers of two, the estimator keeps the zero point at 0 and the values are not all positive, or
-                the codes to begin with are of another format, or have scales that are not positive.
+                the codes to begin with are of another format, or have scales that may be negative, and results are
+                rounded to codes.
         """
         signature = self._read_parameters("trainable", params)
         records = self._read_ranges("trainable", ranges)
@@ -307,7 +309,7 @@ class Prepared:
                 with checks.prefix_errors(name):
                     given = converted.arrays[place]
                     arrays[place], scales.weights[name] = start_at_codes(
-                        "Prepared.trainable", arrays[place], plan, given
+                        "Prepared.trainable", arrays[place], plan, given, allows_signs=not self.regions.points
                     )
             return TrainableTree(signature.rebuild(arrays), scales)
 

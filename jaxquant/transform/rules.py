@@ -12,7 +12,7 @@ from .._arrays.spec import QuantSpec
 from .._contractions.output import check_output_spec
 from .._core import checks
 from .._core.granularity import PerTensor
-from .._training.range_sources import Dynamic, Learned, Static
+from .._training.range_sources import Backward, Dynamic, FloatBackward, Int8Backward, Learned, Static, check_backward
 from ..calibration.calibrator import Factory
 
 
@@ -194,6 +194,9 @@ class Rule:
         output: how results are quantized: an `Activation` of int8 or uint8 with a static range, for one scale. None
             leaves them in floats. With it, what follows a contraction of activations with weights runs on codes up to
             the next contraction, where the program allows it; the coverage says where and why it does not.
+        backward: how `Prepared.fake_apply` contracts gradients: `FloatBackward()`; or, of products and convolutions of
+            integers without blocks, `Int8Backward()` with rounding to nearest; or, of products of float8 or float4,
+            `Float8Backward()`. It changes nothing in `Prepared.apply`.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -210,6 +213,7 @@ class Rule:
     shared: bool = False
     keep: str | None = None
     output: Activation | None = None
+    backward: Backward = FloatBackward()
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -232,6 +236,7 @@ class Rule:
         checks.check_option("Rule", "operands", self.operands, ("weight", "activations"))
         checks.check_flag("Rule", "shared", self.shared)
         self._check_combination()
+        self._check_backward()
 
     def _check_combination(self) -> None:
         if self.keep is not None:
@@ -249,6 +254,19 @@ class Rule:
             return
         expected = 'a Weight, or keep="float", or operands="activations"'
         checks.require(self.weight is not None, "Rule", "weight", expected, "None")
+
+    def _check_backward(self) -> None:
+        """Check that the gradient of such codes can be contracted in this way."""
+        parts = [self.activation, self.activation if self.operands == "activations" else self.weight]
+        specs = [part and QuantSpec(part.dtype, **dict(part.options)) for part in parts]
+        check_backward("Rule", self.backward, None, specs)
+        if not isinstance(self.backward, Int8Backward):
+            return
+        expected = "Int8Backward() without stochastic_rounding, because a prepared function has no key for it"
+        checks.require(not self.backward.stochastic_rounding, "Rule", "backward", expected, self.backward)
+        expected = "FloatBackward() with blocks, whose scales cannot be taken out of the sums of gradients"
+        has_blocks = any(part is not None and part.block is not None for part in parts)
+        checks.require(not has_blocks, "Rule", "backward", expected, self.backward)
 
     def _check_output(self, output: Activation) -> None:
         """Check that integer kernels return such codes, for such operands."""

@@ -20,6 +20,9 @@ OFFSETS = (jq.Rule(weight=jq.Weight("uint4", block=4, options={"offset": True}))
 RULES = {
     "int4": jq.recipes.weight_only_int4(block=4), "zero points": ZERO_POINTS, "offsets": OFFSETS,
     "int8": jq.recipes.weight_only_int8(), "short blocks": jq.recipes.weight_only_int4(block=5),
+    "tensor": (jq.Rule(weight=jq.Weight("uint8", per="tensor", options={"symmetric": False})),),
+    "outputs": (jq.Rule(weight=jq.Weight("uint8", options={"offset": True})),),
+    "nested scales": jq.recipes.gguf("Q4_K"), "five bits": jq.recipes.gguf("Q5_0"),
 }  # fmt: skip
 
 
@@ -34,18 +37,23 @@ def adapt(name: str, rules: Any, rng: np.random.Generator, variant: str) -> tupl
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("name", ["dense", "scan", "heads", "experts", "tied", "left", "sliced"])
+@pytest.mark.parametrize(
+    "name", ["dense", "scan", "heads", "experts", "tied", "left", "sliced", "convolution", "ragged", "grouped"]
+)
 def test_qa_lora_changes_no_code(name: str, rules: str, rng: np.random.Generator) -> None:
+    if name == "convolution" and rules not in ("int8", "tensor", "outputs"):
+        pytest.skip("convolutions take no blocks")
     prepared, adapted, x = adapt(name, RULES[rules], rng, "qa")
     tree, losses = jq.lora.merge(prepared, adapted)
     for path, q in adapted.frozen.params.items():
         new = tree.params[path]
         check_equal(new.codes, q.codes)
-        check_equal(new.scale, q.scale)
+        jax.tree.map(check_equal, new.scale, q.scale)
         # One offset for each scale, computed here in float64.
         product = PROGRAMS[name].products[path]
         a, b = (np.asarray(adapted.adapters[path][part], np.float64) for part in "ab")
-        before = 0.0 if q.offset is None else np.asarray(q.offset, np.float64)
+        offset = q.offset.dequantize() if isinstance(q.offset, jq.QuantizedArray) else q.offset
+        before = 0.0 if offset is None else np.asarray(offset, np.float64)
         if q.zero_point is not None:
             before = -np.asarray(q.zero_point, np.float64) * np.asarray(q.scale, np.float64)
         np.testing.assert_allclose(new.offset, before + 1.5 * np.einsum(product, a, b), rtol=1e-5, atol=1e-6)

@@ -495,11 +495,97 @@ def test_codes_that_training_cannot_begin_with_are_refused(fixed_rng: np.random.
     refuse(ValueError, "start: expected None, unless the estimator trains the scales", estimator=jq.PACT())
     refuse(TypeError, "start: expected a QuantizedTree", start=params)
     other = prepare(params, batches[0], jq.recipes.weight_only_int8()).convert(params)
-    refuse(ValueError, r"start: expected an array of int4 of shape \(.*\) with positive float16 scales", start=other)
-    signed = checkpoint.quantize_to(params, "q4_0", keep="bias")[0]
-    refuse(
-        ValueError, "start: expected an array of int4 .* with positive float16 scales", start=jq.QuantizedTree(signed)
-    )
+    refuse(ValueError, r"start: expected an array of int4 of shape \(.*\) with float16 scales, got", start=other)
+    options = {"narrow_range": False}
+    static = jq.Activation("int8", range=jq.Static(jq.calibration.absmax), options=options)
+    codes = prepare(params, batches[0], [jq.Rule(weight=jq.Weight("int8"), activation=static, output=static)])
+    ranges = codes.calibrate(params, batches)
+    tree = jax.tree.map(
+        lambda x: x.replace(signed_scale=True) if isinstance(x, jq.QuantizedArray) else x,
+        codes.convert(params, ranges).params, is_leaf=lambda x: isinstance(x, jq.QuantizedArray),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"start: expected .* float32 scales that are positive, because results are"):
+        codes.trainable(params, ranges, estimator=jq.LSQ(), start=jq.QuantizedTree(tree, ranges))
+
+
+# Scales with signs, as llama.cpp's Q4_0 and Q5_0 have them.
+
+BOUNDS = {"Q4_0": (-8, 7), "Q5_0": (-16, 15)}
+
+
+def prepare_transposed(w: jax.Array, x: jax.Array, kind: str) -> jq.Prepared:
+    return jq.prepare(lambda params, x: x @ params["w"].T, {"w": w}, x, rules=jq.recipes.gguf(kind))
+
+
+@pytest.mark.parametrize("kind", BOUNDS)
+def test_signed_scales_are_trained_with_their_signs(
+    kind: str, rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    """The file at the start and the one after training have the codes and the floats of the package gguf."""
+    w, x = (jnp.asarray(rng.normal(0, 1, shape).astype(np.float32)) for shape in ((8, 128), (ROWS, 128)))
+    type_of_codes, path = getattr(gguf.GGMLQuantizationType, kind), tmp_path / "a.gguf"
+    data = gguf.quantize(np.asarray(w), type_of_codes)
+
+    def save(tree: Any) -> Any:
+        checkpoint.save(path, prepared.convert(tree).params, checkpoint.Info("gguf", {"general.architecture": "llama"}))
+        (tensor,) = gguf.GGUFReader(path).tensors
+        assert tensor.tensor_type == type_of_codes
+        return tensor.data
+
+    prepared = prepare_transposed(w, x, kind)
+    checkpoint.save(path, checkpoint.quantize_to({"w": w}, kind.lower())[0], checkpoint.Info("gguf"))
+    loaded, _ = checkpoint.load(path)
+    start = prepared.trainable({"w": w}, estimator=jq.LSQ(), start=jq.QuantizedTree(loaded))
+    check_equal(save(start), data)
+    scales = np.asarray(start.scales.weights["w"].scale)  # type: ignore[union-attr]
+    assert (scales < 0).any()
+    assert (scales > 0).any()
+    trained = jq.train.distill(prepared, {"w": w}, [x], optax.adam(1e-3), start=start, steps=4).tree
+    floats = gguf.dequantize(save(trained), type_of_codes)
+    check_equal(prepared.fake_apply(trained, jnp.eye(128)), floats.T)
+    check_equal(jax.jit(prepared.apply)(prepared.convert(trained), x), jax.jit(prepared.fake_apply)(trained, x))
+    moved = np.asarray(trained.scales.weights["w"].scale)
+    np.testing.assert_array_equal(np.sign(moved), np.sign(scales))
+    assert (moved != scales).mean() > 0.9
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-9, 1e9])
+@pytest.mark.parametrize("kind", BOUNDS)
+def test_signed_scales_have_the_gradient_of_their_formula(kind: str, size: float, rng: np.random.Generator) -> None:
+    """In float32, although the scales themselves are float16, which would round small gradients to 0."""
+    w, g = (rng.normal(0, 1, (8, 128)).astype(np.float32) for _ in range(2))
+    g *= np.float32(size)
+    prepared = prepare_transposed(jnp.asarray(w), jnp.eye(128), kind)
+    q, _ = checkpoint.quantize_to({"w": w}, kind.lower())
+    start = prepared.trainable({"w": jnp.asarray(w)}, estimator=jq.LSQ(), start=jq.QuantizedTree(q))
+    loss = lambda tree: (prepared.fake_apply(tree, jnp.eye(128)).T * g).sum()  # noqa: E731
+    gradient = jax.jit(jax.grad(loss))(start)
+    w, (low, high) = np.asarray(start.params["w"], np.float64), BOUNDS[kind]
+    scale = np.repeat(np.asarray(start.scales.weights["w"].scale, np.float64), 32, 1)  # type: ignore[union-attr]
+    u = w / scale
+    inside = (u > low) & (u < high)
+    slope = np.where(inside, np.rint(u) - u, np.clip(u, low, high))
+    expected = (g * slope).reshape(8, 4, 32).sum(-1) / np.sqrt(32 * high)
+    np.testing.assert_allclose(gradient.scales.weights["w"].scale, expected, rtol=1e-5, atol=1e-5 * size)
+    np.testing.assert_allclose(gradient.params["w"], np.where(inside, g, 0), rtol=1e-6)
+
+
+def test_signed_scales_cross_zero(rng: np.random.Generator) -> None:
+    """On both sides of 0 the codes stand for what the formula says, and at 0 for almost nothing."""
+    w, eye = jnp.asarray(rng.normal(0, 1, (8, 128)).astype(np.float32)), jnp.eye(128)
+    prepared = prepare_transposed(w, eye, "Q4_0")
+    q, _ = checkpoint.quantize_to({"w": w}, "q4_0")
+    start = prepared.trainable({"w": w}, estimator=jq.LSQ(), start=jq.QuantizedTree(q))
+    for value in (-0.25, -1e-3, -1e-30, -0.0, 0.0, 1e-30, 1e-3, 0.25):
+        scales = jax.tree.map(lambda x, value=value: jnp.full_like(x, value), start.scales)
+        tree = start.replace(scales=scales)
+        found = prepared.convert(tree).params["w"]
+        least = np.float16(6e-8)
+        scale = np.float16(value) if abs(value) > least else (-least if value < 0 else least)
+        check_equal(found.scale, np.full((8, 4), scale, np.float16))
+        codes = np.clip(np.rint(np.asarray(w) / np.float32(scale)), -8, 7)
+        check_equal(found.codes.astype(jnp.float32), codes)
+        check_equal(prepared.fake_apply(tree, eye).T, codes * np.float32(scale))
 
 
 # What a file holds is what was trained.

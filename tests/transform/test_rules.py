@@ -251,6 +251,12 @@ def raise_static() -> jq.Activation:
         (lambda: UNTYPED.Rule(weight=W, operands="activations"), ValueError, r"expected an activation and no weight"),
         (lambda: UNTYPED.Rule(weight=W, where="dot"), TypeError, r"Rule: where: expected a function or None"),
         (lambda: UNTYPED.Rule(weight=W, shared="yes"), TypeError, r"Rule: shared: expected True or False"),
+        (lambda: UNTYPED.Rule(weight=W, backward="int8"), TypeError, r"Rule: backward: expected FloatBackward\(\), Int8Backward\(\) or"),
+        (lambda: UNTYPED.Rule(weight=W, backward=jq.Int8Backward()), ValueError, r"Rule: backward: .* needs two quantized operands"),
+        (lambda: UNTYPED.Rule(keep="float", backward=jq.Int8Backward()), ValueError, r"Rule: backward: .* needs two quantized operands"),
+        (lambda: UNTYPED.Rule(weight=W, activation=A, backward=jq.Float8Backward()), ValueError, r"Rule: backward: .* needs operands in float8 or float4"),
+        (lambda: UNTYPED.Rule(weight=jq.Weight("int8", block=4), activation=A, backward=jq.Int8Backward()), ValueError, r"Rule: backward: expected FloatBackward\(\) with blocks"),
+        (lambda: UNTYPED.Rule(weight=W, activation=A, backward=jq.Int8Backward(stochastic_rounding=True)), ValueError, r"Rule: backward: expected Int8Backward\(\) without stochastic_rounding"),
     ],
 )  # fmt: skip
 def test_rule_is_refused(make: Any, error: type[Exception], text: str) -> None:

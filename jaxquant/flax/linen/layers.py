@@ -15,8 +15,7 @@ from ..._arrays import parts
 from ..._arrays.quantized_array import QuantizedArray
 from ..._arrays.spec import QuantSpec
 from ..._core import checks
-from ..._training.backward import Backward, FloatBackward
-from ..._training.range_sources import Dynamic, RangeSource
+from ..._training.range_sources import Backward, Dynamic, FloatBackward, RangeSource
 from .. import _operations
 from .._quantization import Quantization, check_layer
 from .contraction import (

@@ -16,8 +16,7 @@ from jax.typing import DTypeLike
 from ..._arrays.spec import QuantSpec
 from ..._attention.kv_cache import INT8
 from ..._core import checks
-from ..._training.backward import Backward, FloatBackward
-from ..._training.range_sources import Dynamic, RangeSource
+from ..._training.range_sources import Backward, Dynamic, FloatBackward, RangeSource
 from .. import _attention
 from .._attention import AttentionOptions
 from .layers import LinearGeneral

@@ -13,8 +13,7 @@ from flax.nnx.nn import dtypes
 
 from ..._arrays.spec import QuantSpec
 from ..._core import checks
-from ..._training.backward import Backward, FloatBackward
-from ..._training.range_sources import Dynamic, RangeSource
+from ..._training.range_sources import Backward, Dynamic, FloatBackward, RangeSource
 from .._quantization import Quantization
 from .contraction import (
     NnxContraction,
