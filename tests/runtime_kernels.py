@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import platform
+import timeit
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import onnxruntime
+from onnx import helper, numpy_helper
 
 from .oracles import contraction_text, microsoft_text, onnx_runtime, onnx_text
 
@@ -64,11 +66,35 @@ def compare(seed: int) -> Iterator[tuple[str, int, int]]:
         yield name, want.size, int((found != want).sum())
 
 
+def time_products(rows: int) -> Iterator[tuple[str, float]]:
+    """Yield for each pair of dtypes the median milliseconds of MatMulInteger with constant weights, 1024 x 1024."""
+    rng = np.random.default_rng(0)
+    for a, w in (("uint8", "int8"), ("uint8", "uint8"), ("int8", "int8")):
+        weights = numpy_helper.from_array(rng.integers(0, 100, (1024, 1024)).astype(w), "w")
+        x = rng.integers(0, 100, (rows, 1024)).astype(a)
+        ends = [helper.make_tensor_value_info("x", onnx_runtime.tensor_type(x.dtype), x.shape)]
+        ends += [helper.make_tensor_value_info("y", onnx_runtime.tensor_type(np.int32), (rows, 1024))]
+        node = helper.make_node("MatMulInteger", ["x", "w"], ["y"])
+        graph = helper.make_graph([node], "product", ends[:1], ends[1:], [weights])
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 2
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        times = timeit.repeat(lambda session=session, x=x: session.run(None, {"x": x}), number=1, repeat=30)
+        yield f"{a} by {w}", 1e3 * float(np.median(times))
+
+
 def main() -> int:
     """Print a row for each operator. Return 1 if a code differs, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    seed, wrong = parser.parse_args().seed, 0
+    parser.add_argument("--times", action="store_true", help="print the times of products of each pair of dtypes")
+    options = parser.parse_args()
+    if options.times:
+        for rows in (1, 64, 1024):
+            print(f"{rows:5} rows:", ", ".join(f"{name} {time:.2f} ms" for name, time in time_products(rows)))
+        return 0
+    seed, wrong = options.seed, 0
     print(f"onnxruntime {onnxruntime.__version__} on {platform.machine()}, seed {seed}\n")
     print("| operator | elements | mismatches |\n|---|--:|--:|")
     for name, count, differing in compare(seed):

@@ -45,7 +45,7 @@ for name in ("weight_only_int8", "w8a8_dynamic", "w8a8_static"):
 
 print(f"{'recipe':18}{'MB':>6}  cosine with float32: least, mean")
 for name, tree in trees.items():
-    size = sum(x.nbytes for x in jax.tree.leaves(tree)) / 1e6
+    size = jq.QuantizedTree(tree).nbytes / 1e6
     cosines = np.asarray((embeddings[name] * embeddings["float32"]).sum(-1))
     print(f"{name:18}{size:6.1f}  {cosines.min():.3f}, {cosines.mean():.3f}")
 

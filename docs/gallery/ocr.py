@@ -21,7 +21,7 @@ import onnxruntime
 from PIL import Image, ImageDraw, ImageFont
 from scipy import ndimage
 
-from jaxquant import onnx as jqonnx
+import jaxquant as jq
 
 package = importlib.util.find_spec("rapidocr_onnxruntime").submodule_search_locations[0]
 file = pathlib.Path(package) / "models" / "ch_PP-OCRv4_det_infer.onnx"
@@ -58,7 +58,7 @@ pages = [draw_page(rng) for _ in range(12)]
 # processor gives the same integers ([Which processor, which integers](../processors.md)).
 
 # %%
-report = jqonnx.quantize(str(file), data=pages, exact_everywhere=True)
+report = jq.onnx.quantize(str(file), data=pages, exact_everywhere=True)
 small = report.model.SerializeToString()
 print(f"{file.stat().st_size:,} bytes in float32, {len(small):,} in integers")
 print({name: f"{sqnr:.1f} dB" for name, sqnr in report.outputs.items()})
@@ -103,7 +103,7 @@ for axis in axes:
 # The quantized file is a function in JAX, too, for `vmap`, for further training, or to be a part of a larger program.
 
 # %%
-fn, params = jqonnx.load(report.model)
+fn, params = jq.onnx.load(report.model)
 y = jax.jit(fn)(params, pages[11])
 runtime = find_lines(sessions[1], pages[11])[1]
 print("probabilities as in ONNX Runtime, up to 1e-5:", bool(np.abs(np.asarray(y) - runtime).max() < 1e-5))

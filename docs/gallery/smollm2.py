@@ -76,7 +76,7 @@ for name, rules in recipes.items():
 
 print("weights            MB  perplexity")
 for name, found in scores.items():
-    size = jq.QuantizedTree(trees[name]).nbytes if isinstance(trees[name], dict) else trees[name].nbytes
+    size = jq.QuantizedTree(trees[name]).nbytes
     print(f"{name:16}{size / 1e6:6.0f}{np.exp(-found.mean()):10.1f}")
 
 # %% [markdown]

@@ -23,7 +23,7 @@ import numpy as np
 import onnxruntime
 from scipy.io import wavfile
 
-from jaxquant import onnx as jqonnx
+import jaxquant as jq
 
 
 def find_folder(package):
@@ -73,7 +73,7 @@ print("known:", *known, "unseen:", *unseen)
 files = {"float32": str(file)}
 for recipe in ("static", "dynamic"):
     data = [batches[language] for language in known]
-    report = jqonnx.quantize(str(file), data=data, recipe=recipe, exact_everywhere=True)
+    report = jq.onnx.quantize(str(file), data=data, recipe=recipe, exact_everywhere=True)
     files[recipe] = report.model.SerializeToString()
 
 speech = {}
@@ -108,7 +108,7 @@ None
 # The quantized file is a function in JAX, too.
 
 # %%
-fn, params = jqonnx.load(files["dynamic"])
+fn, params = jq.onnx.load(files["dynamic"])
 probability, _, _ = jax.jit(fn)(params, *batches["pl"].values())
 same = np.abs(np.asarray(probability) - speech["dynamic"][:count]).max() < 1e-4
 print("probabilities as in ONNX Runtime, up to 1e-4:", bool(same))

@@ -130,6 +130,7 @@ def attention(
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("spec", "factor", "digits", "query_digits"))
+@jax.named_scope(_NAME)  # names its products in the coverage of a prepared function
 def _attend(
     q: jax.Array, cache: KVCache, mask: jax.Array | None, bias: jax.Array | None, query_positions: jax.Array | None, *,
     spec: QuantSpec, factor: float, digits: int, query_digits: int,

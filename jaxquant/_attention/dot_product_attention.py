@@ -153,6 +153,7 @@ def quantized_dot_product_attention(
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("options", "rotate"))
+@jax.named_scope(_NAME)
 def _round_and_attend(
     xs: tuple[jax.Array, jax.Array, jax.Array], quantizers: Sequence[Quantizer], bias: jax.Array | None,
     mask: jax.Array | None, query_lengths: jax.Array | None, token_lengths: jax.Array | None, *,

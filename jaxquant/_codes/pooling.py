@@ -14,7 +14,7 @@ from jax import lax
 from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._contractions.output import Affine, make_array, read_affine, read_output
-from .._core import checks, dtypes
+from .._core import checks, dtypes, recording
 from .._onnx_ops.pooling import qlinear_average_pool, qlinear_reduce_mean
 from .fake_codes import Codes, FakeQuantizedArray, Output, train_codes
 
@@ -234,6 +234,9 @@ def compute_maxima(codes: jax.Array, *, windows: CodeWindows) -> jax.Array:
     is_float = jnp.issubdtype(codes.dtype, jnp.floating)
     # A zero point in the padding could be larger than all codes of a window.
     lowest = np.asarray(-np.inf if is_float else dtypes.read_bounds(np.dtype(codes.dtype))[0], codes.dtype)
+    if recording.is_recording() and codes.dtype in dtypes.EIGHT_BITS:  # exporters write it as MaxPool
+        sizes, steps, pads = _spread_windows(windows, codes.ndim)
+        return lax.reduce_window(codes, lowest, lax.max, sizes, steps, pads)
     pads = dict(zip(windows.axes, windows.padding, strict=True))
     codes = lax.pad(codes, lowest, [(*pads.get(axis, (0, 0)), 0) for axis in range(codes.ndim)])
     for axis, length, stride in zip(windows.axes, windows.lengths, windows.strides, strict=True):
@@ -244,15 +247,19 @@ def compute_maxima(codes: jax.Array, *, windows: CodeWindows) -> jax.Array:
     return codes
 
 
+def _spread_windows(windows: CodeWindows, rank: int) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+    """Return the lengths, the strides and the paddings of windows for all dimensions."""
+    sizes, steps, pads = ([1] * rank, [1] * rank, [(0, 0)] * rank)
+    for axis, length, stride, pair in zip(windows.axes, windows.lengths, windows.strides, windows.padding, strict=True):
+        sizes[axis], steps[axis], pads[axis] = length, stride, pair
+    return sizes, steps, pads
+
+
 def _average_floats(x: jax.Array, *, windows: CodeWindows, counts_padding: bool) -> jax.Array:
     """Return the mean of each window of floats, with the derivative of the mean of codes."""
 
     def sum_windows(values: jax.Array) -> jax.Array:
-        sizes, steps, pads = ([1] * x.ndim, [1] * x.ndim, [(0, 0)] * x.ndim)
-        for axis, length, stride, pair in zip(
-            windows.axes, windows.lengths, windows.strides, windows.padding, strict=True
-        ):
-            sizes[axis], steps[axis], pads[axis] = length, stride, pair
+        sizes, steps, pads = _spread_windows(windows, x.ndim)
         # A sum of windows has a derivative in JAX, while the kernel on codes has none.
         return lax.reduce_window(values, np.float32(0), lax.add, sizes, steps, pads)
 

@@ -259,6 +259,17 @@ def has_dtype(value: object, dtypes: Sequence[np.dtype]) -> bool:
     return getattr(value, "dtype", None) in dtypes
 
 
+def check_function(function: str, argument: str, value: object) -> None:
+    """Raise ContractTypeError unless a value can be called; name `apply` for a module of Flax Linen or Haiku."""
+    # A module of Linen that is not bound to variables can be called, but cannot run.
+    is_module = all(callable(getattr(value, name, None)) for name in ("init", "apply"))
+    is_module = is_module and (not callable(value) or getattr(value, "scope", value) is None)
+    if is_module:
+        expected, got = "a function, such as the module's `apply`", f"a module ({type(value).__name__})"
+        refuse_type(function, argument, expected, got)
+    require_type(callable(value), function, argument, "a function", describe_value(value))
+
+
 def describe_value(value: object) -> object:
     """Return an object that prints as a description of a rejected value, without the elements of an array."""
     return _Description(value)

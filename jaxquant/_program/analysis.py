@@ -113,13 +113,18 @@ def list_contracted(equation: Equation, operand: int, rank: int) -> tuple[int, .
     return tuple(other for other in range(rank) if other != axis)
 
 
+def _contracts_integers(equation: Equation) -> bool:
+    """Return whether both operands of a contraction are integers, such as the codes in `jaxquant.attention`."""
+    return all("int" in str(jaxpr.read_dtype(variable)) for variable in equation.invars[:2])
+
+
 def explain_floats(equation: Equation, origins: Sequence[Origin]) -> str:
     """Return why a contraction with these operands cannot run on codes, or "" if it can."""
     if jaxpr.read_name(equation) not in OPERATIONS:
         return f"{jaxpr.read_name(equation)} has no form on codes"
     dtypes = [str(jaxpr.read_dtype(variable)) for variable in equation.invars[:2]]
     if OPERATIONS[jaxpr.read_name(equation)] != "take" and any(dtype not in _FLOATS for dtype in dtypes):
-        return "integers already" if all("int" in dtype for dtype in dtypes) else f"operands are {' and '.join(dtypes)}"
+        return INTEGERS if _contracts_integers(equation) else f"operands are {' and '.join(dtypes)}"
     if (
         OPERATIONS[jaxpr.read_name(equation)] == "conv_general_dilated"
         and len(jaxpr.read_shape(equation.invars[0])) < 3
@@ -295,6 +300,7 @@ def _name_sites(sites: Sequence[Site], names: Sequence[str]) -> list[Site]:
 
 
 UNUSED = "nothing uses its result"
+INTEGERS = "integers already"
 _ADVICE = {
     "shard_map": ": prepare the function inside, and call shard_map on its apply",
     # With codes inside, `jax.vmap` of the result would not use the rule, and no rule of ours has seen its contractions.
@@ -352,6 +358,9 @@ def _walk_equation(equation: Equation, origins: list[Origin], around: _Nesting, 
 def _add_site(equation: Equation, origins: Sequence[Origin], around: _Nesting, findings: _Findings) -> None:
     operation = OPERATIONS.get(jaxpr.read_name(equation), jaxpr.read_name(equation))
     reason = around.reason or explain_floats(equation, origins)
+    # Whatever keeps the equation from running on codes keeps nothing from integers.
+    if reason != UNUSED and operation != "take" and _contracts_integers(equation):
+        reason = INTEGERS
     scope = "/".join(part for part in (around.scope, jaxpr.read_scope(equation)) if part)
     stem = f"{operation}@{scope}" if scope else operation
     where = jaxpr.locate(equation) or around.where
@@ -368,8 +377,8 @@ def _add_hidden_sites(equation: Equation, origins: Sequence[Origin], around: _Ne
     leaves = tuple(sorted({leaf for origin in origins for leaf in views.list_leaves(origin)}))
     hidden = dataclasses.replace(around, reason=reason)
     for number, body in enumerate(jaxpr.list_bodies(equation)):
-        inner = dataclasses.replace(hidden, address=(*hidden.address, number))
-        _walk(body, [views.Lost(leaves, reason) if leaves else Data()] * len(body.program.invars), inner, findings)
+        origins = [views.Lost(leaves, reason) if leaves else Data()] * len(body.program.invars)
+        _walk(body, origins, _enter(equation, hidden, number), findings)
 
 
 # Equations with bodies.

@@ -29,8 +29,8 @@ class Limits:
             that needs more ends there, and its results are NaN, and the lowest integers.
 
     Example:
-        >>> from jaxquant import onnx as jqonnx
-        >>> jqonnx.Limits(memory_bytes=2**30).nodes
+        >>> import jaxquant as jq
+        >>> jq.onnx.Limits(memory_bytes=2**30).nodes
         100000
     """
 

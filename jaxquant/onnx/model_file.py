@@ -44,11 +44,11 @@ def save(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:
 
     Example:
         >>> import os, tempfile, jax.numpy as jnp
-        >>> from jaxquant import onnx as jqonnx
-        >>> model = jqonnx.export(lambda x: jnp.maximum(x, 0), [jnp.zeros(3)])
+        >>> import jaxquant as jq
+        >>> model = jq.onnx.export(lambda x: jnp.maximum(x, 0), [jnp.zeros(3)])
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = os.path.join(folder, "relu.onnx")
-        ...     jqonnx.save(model, path)
+        ...     jq.onnx.save(model, path)
         ...     os.path.exists(path)
         True
 
@@ -95,8 +95,8 @@ def check(model: Source, *, limits: Limits | None = None) -> None:
         TypeError: `model` is none of these types.
 
     Example:
-        >>> from jaxquant import onnx as jqonnx
-        >>> jqonnx.check(b"")
+        >>> import jaxquant as jq
+        >>> jq.onnx.check(b"")
         Traceback (most recent call last):
             ...
         jaxquant.onnx.limits.ModelError: expected a model with a graph, got none: the file is empty or is no ONNX model

@@ -138,15 +138,14 @@ def find_saturating_products(model: ModelProto | str | os.PathLike[str]) -> tupl
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
-        >>> from jaxquant import onnx as jqonnx
         >>> def export_layer(w):
         ...     layer = lambda x: jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.uint8), range=(-1.0, 1.55)), w)
-        ...     return jqonnx.export(layer, [jnp.zeros((4, 2))], weights="int8")
+        ...     return jq.onnx.export(layer, [jnp.zeros((4, 2))], weights="int8")
         >>> w = jnp.array([[0.5, -1.0], [0.52, 0.25]])
         >>> model = export_layer(jq.quantize(w, jq.QuantSpec(jnp.int8)))
-        >>> [(product.operator, product.pairs, product.all_pairs) for product in jqonnx.find_saturating_products(model)]
+        >>> [(found.operator, found.pairs, found.all_pairs) for found in jq.onnx.find_saturating_products(model)]
         [('MatMulInteger', 1, 2)]
-        >>> jqonnx.find_saturating_products(export_layer(jq.quantize(w, jq.QuantSpec(jnp.int8, reduce_range=True))))
+        >>> jq.onnx.find_saturating_products(export_layer(jq.quantize(w, jq.QuantSpec(jnp.int8, reduce_range=True))))
         ()
 
     Source: ONNX Runtime 1.32, measured on x86-64 with AVX2; "Quantize ONNX models", "When and why do I need to try
@@ -179,14 +178,13 @@ def convert_weights_to_uint8(model: ModelProto | str | os.PathLike[str]) -> Mode
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
-        >>> from jaxquant import onnx as jqonnx
         >>> w = jq.quantize(jnp.array([[0.5, -1.0], [0.49, -0.25]]), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
         >>> layer = lambda x: jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.uint8), range=(-1.0, 1.55)), w)
-        >>> model = jqonnx.export(layer, [jnp.zeros((4, 2))], weights="int8")
-        >>> len(jqonnx.find_saturating_products(model))
+        >>> model = jq.onnx.export(layer, [jnp.zeros((4, 2))], weights="int8")
+        >>> len(jq.onnx.find_saturating_products(model))
         1
-        >>> exact = jqonnx.convert_weights_to_uint8(model)
-        >>> jqonnx.find_saturating_products(exact)
+        >>> exact = jq.onnx.convert_weights_to_uint8(model)
+        >>> jq.onnx.find_saturating_products(exact)
         ()
 
     Source: ONNX Runtime 1.32, session option `session.x64quantprecision`, which does the same in some cases.

@@ -36,8 +36,8 @@ def probe_saturation() -> bool:
         A bool, which is kept for the next call.
 
     Example:
-        >>> from jaxquant import onnx as jqonnx
-        >>> isinstance(jqonnx.probe_saturation(), bool)
+        >>> import jaxquant as jq
+        >>> isinstance(jq.onnx.probe_saturation(), bool)
         True
 
     Source: the runtime itself.
@@ -82,11 +82,10 @@ def make_session(
 
     Example:
         >>> import numpy as np, jax.numpy as jnp, jaxquant as jq
-        >>> from jaxquant import onnx as jqonnx
         >>> codes = jnp.full((2, 1), 127, jnp.int8)
         >>> product = lambda x: jq.matmul_integer(x, codes)
-        >>> model = jqonnx.export(product, [jnp.zeros((1, 2), jnp.uint8)], input_names=["x"], weights="int8")
-        >>> session = jqonnx.make_session(model)
+        >>> model = jq.onnx.export(product, [jnp.zeros((1, 2), jnp.uint8)], input_names=["x"], weights="int8")
+        >>> session = jq.onnx.make_session(model)
         >>> session.run(None, {"x": np.full((1, 2), 255, np.uint8)})  # 32767 where int16 saturates
         [array([[64770]], dtype=int32)]
 

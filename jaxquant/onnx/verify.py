@@ -93,7 +93,9 @@ class VerificationReport:
             extra = f"  {row.saturated:9}" if is_saturated else ""
             lines.append(f"{row.name:{width}}  {row.kind:6}  {numbers}{extra}")
         first = next((row for row in self.rows if row.differing), None)
-        if first is None:
+        if first is None and not any(row.largest for row in self.rows):
+            lines.append(f"All codes are equal, and so are all floats (level {self.level}).")
+        elif first is None:
             lines.append(f"All codes are equal, and all floats within {self.tolerance:g} (level {self.level}).")
         elif first.kind == "codes":
             lines.append(f"The first codes that differ: {first.name}. What computes its input gives other floats.")
@@ -173,12 +175,11 @@ def verify(
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
-        >>> from jaxquant import onnx as jqonnx
         >>> w = jq.quantize(jnp.array([[0.5, -1.0], [2.0, 0.25]]), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
         >>> def layer(x):
         ...     return jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.uint8), range=(-1.0, 1.55)), w)
         >>> x = jnp.array([[0.495, 0.015], [-2.0, 3.0]])  # two ties, and values that saturate
-        >>> report = jqonnx.verify(jqonnx.export(layer, [x]), layer, [x])
+        >>> report = jq.onnx.verify(jq.onnx.export(layer, [x]), layer, [x])
         >>> report.is_exact, [(row.kind, row.elements, row.differing) for row in report.rows]
         (True, [('codes', 4, 0), ('output', 4, 0)])
 
@@ -240,7 +241,10 @@ def _make_feeds(model: ModelProto, arguments: Sequence[Any]) -> dict[str, np.nda
         fits = len(lengths) == array.ndim and all(
             isinstance(n, str) or n == length for n, length in zip(lengths, array.shape, strict=True)
         )
-        checks.require(fits, _NAME, "batches", f"{info.name} of shape {lengths}", f"shape {list(array.shape)}")
+        expected = f"{info.name} of shape {lengths}"
+        if len(lengths) == array.ndim > 0 and lengths[1:] == list(array.shape[1:]):
+            expected += ', as it was exported; export(..., batch="N") makes a model for any number of examples'
+        checks.require(fits, _NAME, "batches", expected, f"shape {list(array.shape)}")
         # The dtype that JAX has for a number of Python or an array of numpy is the model's.
         array = array.astype(values.choose_container(jax.dtypes.canonicalize_dtype(array.dtype)))
         feeds[info.name] = array.astype(np.float32) if array.dtype in (dtypes.BFLOAT16, *dtypes.FLOAT8) else array

@@ -162,7 +162,7 @@ def _measure_calls(
     session: Session, codes: Signature, ranges: Any, others: Sequence[Signature]
 ) -> tuple[dict[str, dict[str, float]], dict[str, Histogram]]:
     """Return the sums of each contraction over all calls and all iterations of loops, and histograms of activations."""
-    names = {row.name for row in session.prepared.coverage if row.form != "float"}
+    names = {row.name for row in session.prepared.coverage if row.is_replaced}
 
     @jax.jit
     def run_sites(
@@ -307,7 +307,7 @@ def _count_bytes(x: Any) -> int:
 
 def _make_row(prepared: Prepared, row: Any, sums: dict[str, float], signature: Signature, codes: Signature) -> SiteRow:
     indices = [index for index, name in enumerate(prepared.names) if name in row.paths]
-    is_converted = row.form != "float"
+    is_converted = row.is_replaced
     weights = [
         (signature.arrays[index], codes.arrays[index]) for index in indices if is_converted and index in prepared.leaves
     ]

@@ -11,7 +11,7 @@ from .._arrays import diagnostics
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._program import jaxpr
-from .._program.analysis import Analysis, Site
+from .._program.analysis import INTEGERS, Analysis, Site
 from ._plan import ProgramPlan, SitePlan, describe_site
 from ._regions.rounding_points import Regions
 
@@ -27,10 +27,11 @@ class Row(NamedTuple):
             contracts.
         shapes: the shapes of its operands.
         form: "integer" (codes times codes), "small-float" (the same in float8 or float4), "weight-only" (floats times
-            codes), "lookup" (entries of codes) or "float".
+            codes), "lookup" (entries of codes) or "float". A product of integers that the function has already, such as
+            one of `jaxquant.attention`, is "integer", without a spec.
         weight: the spec of its parameter, or None.
         activations: the specs of its activations; empty if they stay in floats.
-        reason: why it stays in floats; or why its weight is quantized otherwise than its rule says: the parameter has
+        reason: why it stays as it is; or why its weight is quantized otherwise than its rule says: the parameter has
             another use, for which a rule names a finer one; or "".
         where: its file, line and function.
         scope: the name scopes around it.
@@ -52,6 +53,11 @@ class Row(NamedTuple):
     is_wanted: bool
     output: QuantSpec | None = None
     output_reason: str = ""
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether it computes with other arrays than the function: with codes of its weight or of its activations."""
+        return self.weight is not None or bool(self.activations)
 
     @property
     def can_saturate(self) -> bool:
@@ -169,7 +175,9 @@ def _make_row(site: Site, plan: SitePlan, names: Sequence[str], regions: Regions
     view, point = describe_site(site, names), regions.get_point(site)
     return Row(
         view.name, view.paths, view.operation, view.shapes, _name_form(site, plan), plan.weight,
-        tuple(operand.spec for operand in plan.activations), plan.reason, view.where, view.scope, plan.is_wanted,
+        # As for any number of tokens, also where a single one needs a single scale.
+        tuple(dataclasses.replace(x.spec, granularity=x.granularity) for x in plan.activations),
+        plan.reason, view.where, view.scope, plan.is_wanted,
         None if point is None else point.output.spec, regions.reasons.get(site.name, "") if point is None else "",
     )  # fmt: skip
 
@@ -195,7 +203,7 @@ def _list_operations(regions: Regions) -> Iterator[Operation]:
 
 def _name_form(site: Site, plan: SitePlan) -> str:
     if not plan.is_replaced:
-        return "float"
+        return "integer" if site.reason == INTEGERS else "float"
     if site.operation == "take":
         return "lookup"
     if not plan.activations:

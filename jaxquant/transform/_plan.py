@@ -12,9 +12,9 @@ import numpy as np
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._core.dtypes import CONTRACTED as INTEGER_DTYPES
-from .._core.granularity import Blocked, PerAxis, PerTensor
+from .._core.granularity import Blocked, Granularity, PerAxis, PerTensor
 from .._program import jaxpr, views
-from .._program.analysis import PRODUCTS, UNUSED, Address, Analysis, Site, list_contracted
+from .._program.analysis import INTEGERS, PRODUCTS, UNUSED, Address, Analysis, Site, list_contracted
 from .._training.range_sources import Backward, FloatBackward
 from ..calibration.calibrator import Calibrator, Factory
 from ._adapter_axes import AdapterAxes, match_adapter_axes
@@ -33,11 +33,14 @@ class OperandPlan(NamedTuple):
         place: the place among the operands of the contraction, or "output" for a result.
         spec: the spec.
         calibrator: the function that makes the calibrator of a static range, or None for a dynamic range.
+        granularity: the granularity that the rule asks for. The spec has `PerTensor` where that is one scale for the
+            shapes at hand, such as those of a single token.
     """
 
     place: int | str
     spec: QuantSpec
     calibrator: Factory | None
+    granularity: Granularity = PerTensor()
 
     def make_calibrator(self) -> Calibrator:
         """Return the calibrator of the static range. With float8 scales of blocks it finds the range of all blocks."""
@@ -331,15 +334,15 @@ def _plan_site(
     if rule is None or is_kept or site.reason:
         reason = (site.reason or _explain_float(site, rule)) + _explain_values(site, leaves, names)
         # Unused results and products of integers lose nothing by staying as they are: `strict` does not list them.
-        is_wanted = not is_kept and site.reason not in (UNUSED, "integers already")
+        is_wanted = not is_kept and site.reason not in (UNUSED, INTEGERS)
         return SitePlan(False, None, (), record, layers, reason, is_wanted)
     weight = leaves[site.views[0].leaf].spec if site.views else None
     activations = []
     if rule.activation is not None and site.operation != "take":
         for place in range(2):
             if place != site.weight:
-                spec = _make_activation_spec(site, place, rule.activation)
-                activations.append(OperandPlan(place, spec, rule.activation.calibrator))
+                spec, granularity = _make_activation_spec(site, place, rule.activation)
+                activations.append(OperandPlan(place, spec, rule.activation.calibrator, granularity))
     expected = "FloatBackward() for ragged products, such as with operation= in a Rule before"
     is_known = site.operation != "ragged_dot" or isinstance(rule.backward, FloatBackward)
     checks.require(is_known, _NAME, "rules", expected, f"{rule.backward} for {site.name}")
@@ -405,8 +408,8 @@ def _explain_values(site: Site, leaves: Mapping[int, LeafPlan], names: Sequence[
     return f"; with the values of codes, because another use of {quantized} is quantized" if is_read else ""
 
 
-def _make_activation_spec(site: Site, place: int, activation: Activation) -> QuantSpec:
-    """Return the spec of one operand of a contraction."""
+def _make_activation_spec(site: Site, place: int, activation: Activation) -> tuple[QuantSpec, Granularity]:
+    """Return the spec of one operand of a contraction, and the granularity by the rule for any shape."""
     shape = jaxpr.read_shape(site.equation.invars[place])
     summed = list_contracted(site.equation, place, len(shape))
     kept = tuple(axis for axis in range(len(shape)) if axis not in summed)
@@ -420,7 +423,9 @@ def _make_activation_spec(site: Site, place: int, activation: Activation) -> Qua
         checks.require(is_product, _NAME, "rules", expected, f"block={activation.block} for {site.name}")
         # As for a weight, the longest axis that is summed has the blocks.
         axis = max(sorted(summed), key=lambda axis: shape[axis])
-        return QuantSpec(activation.dtype, Blocked(axis, activation.block), **dict(activation.options))
-    is_single = activation.per == "tensor" or not kept or math.prod(shape[axis] for axis in kept) == 1
-    granularity = PerTensor() if is_single else PerAxis(kept)
-    return QuantSpec(activation.dtype, granularity, **dict(activation.options))
+        blocks = Blocked(axis, activation.block)
+        return QuantSpec(activation.dtype, blocks, **dict(activation.options)), blocks
+    granularity = PerTensor() if activation.per == "tensor" or not kept else PerAxis(kept)
+    is_single = granularity == PerTensor() or math.prod(shape[axis] for axis in kept) == 1
+    spec = QuantSpec(activation.dtype, PerTensor() if is_single else granularity, **dict(activation.options))
+    return spec, granularity

@@ -71,7 +71,7 @@ def prepare(
     Source: Jacob et al., arXiv 1712.05877, section 2, for contractions of codes; Bradbury et al., "JAX: composable
     transformations of Python+NumPy programs", for the programs that are traced.
     """
-    checks.require_type(callable(function), _NAME, "function", "a function", checks.describe_value(function))
+    checks.check_function(_NAME, "function", function)
     rules = _read_rules(rules)
     checks.check_flag(_NAME, "strict", strict)
     traced = TracedFunctions(function)

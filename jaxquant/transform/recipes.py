@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from .._arrays.scale_rules import ScaleRule
 from .._arrays.spec import Codebook, QuantSpec
 from .._core import checks
@@ -15,6 +17,13 @@ __all__ = [
     "fp8_dynamic", "gguf", "gptq", "mxfp4", "mxfp8", "nvfp4", "onednn", "onnx_runtime", "w4a8", "w8a8_dynamic",
     "w8a8_static", "weight_only_fp8", "weight_only_int4", "weight_only_int8",
 ]  # fmt: skip
+
+
+if not TYPE_CHECKING:  # type checkers would take every name for one that is there
+
+    def __getattr__(name: str) -> Any:
+        """Name the recipes in the error for any other name."""
+        raise AttributeError(f"jaxquant.recipes: expected one of {', '.join(__all__)}, got {name!r}", name=name)
 
 
 def weight_only_int8() -> tuple[Rule, ...]:

@@ -163,7 +163,7 @@ def preferred_element_type(params, x):
     return lax.dot(x, w, preferred_element_type=jnp.float32)
 
 
-@example({"w": (16, 24)}, (6, 16), Ids((6, 16), 4), forms="if")
+@example({"w": (16, 24)}, (6, 16), Ids((6, 16), 4), forms="ii")
 def contraction_of_integers(params, x, ids):
     return x @ params["w"], ids @ ids.T
 

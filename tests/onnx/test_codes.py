@@ -12,6 +12,7 @@ import jaxquant as jq
 from jaxquant import onnx as jqonnx
 
 from ..cases.exported_networks import make_integer_mlp
+from ..cases.onnx_models import run_runtime
 from ..support.prepared import find_ranges
 
 UINT8 = jq.QuantSpec(jnp.uint8)
@@ -51,6 +52,71 @@ def list_optimized(model, tmp_path) -> set[str]:
     options.log_severity_level = 3
     onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return {node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node}
+
+
+def list_operators(model) -> list[str]:
+    return [node.op_type for node in model.graph.node]
+
+
+POOLS = [
+    ((2, 2), (2, 2), "VALID"), ((3, 2), None, "SAME"), ((3, 3), (2, 1), [(1, 1), (2, 0)]), ((1, 4), (1, 3), "VALID"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+@pytest.mark.parametrize(("window", "strides", "padding"), POOLS)
+def test_maxima_of_codes_are_one_node(rng: np.random.Generator, dtype, window, strides, padding) -> None:
+    """In ONNX Runtime they are those of numpy, also where the padding is larger than all codes of a window."""
+    codes = rng.integers(np.iinfo(dtype).min, np.iinfo(dtype).min + 120, (2, 3, 7, 8)).astype(dtype)
+
+    def pool(codes: jax.Array) -> jax.Array:
+        q = jq.QuantizedArray(codes, jnp.float32(0.5).reshape(1, 1, 1, 1))
+        options = {"window_shape": window, "strides": strides, "padding": padding, "channels_last": False}
+        return jq.codes.max_pool(q, **options).codes
+
+    for function, x in ((pool, codes), (jax.vmap(pool), codes[None])):
+        model = jqonnx.export(function, [x])
+        operators = list_operators(model)
+        assert operators.count("MaxPool") == 1
+        assert set(operators) <= {"MaxPool", "Reshape", "Transpose"}
+        (y,) = run_runtime(model, {model.graph.input[0].name: x})
+        expected = find_maxima(codes, window, strides, padding)
+        np.testing.assert_array_equal(y.reshape(expected.shape), expected)
+        np.testing.assert_array_equal(jax.jit(function)(x), y)
+
+
+def find_maxima(codes: np.ndarray, window, strides, padding) -> np.ndarray:
+    """Return the largest code of each window of [N, C, *spatial]."""
+    strides = strides or (1,) * len(window)
+    lengths = codes.shape[2:]
+    if isinstance(padding, str):
+        ends = [max((-(-n // s) - 1) * s + k - n, 0) for n, k, s in zip(lengths, window, strides, strict=True)]
+        padding = [(n // 2, n - n // 2) if padding == "SAME" else (0, 0) for n in ends]
+    wide = np.pad(codes.astype(np.int64), [(0, 0), (0, 0), *padding], constant_values=-1000)
+    views = np.lib.stride_tricks.sliding_window_view(wide, window, (2, 3))[:, :, :: strides[0], :: strides[1]]
+    return views.max((-2, -1)).astype(codes.dtype)
+
+
+def test_layers_with_channels_last_have_no_nodes_in_between(rng: np.random.Generator) -> None:
+    """A relu whose lowest code is 0 changes nothing, and the transposes between two layers undo each other."""
+
+    def network(params, x: jax.Array) -> jax.Array:
+        for kernel in params:
+            x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=NUMBERS)
+            x = jax.lax.reduce_window(jax.nn.relu(x), -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        return x
+
+    shapes = ((3, 3, 1, 4), (3, 3, 4, 8))
+    params = [jnp.asarray(rng.normal(0, 0.2, shape), jnp.float32) for shape in shapes]
+    x = jnp.asarray(rng.normal(0, 1, (3, 8, 8, 1)), jnp.float32)
+    prepared = jq.prepare(network, params, x, rules=jq.recipes.onnx_runtime(), strict=True)
+    q = prepared.convert(params, prepared.calibrate(params, [x]))
+    model = jqonnx.export(prepared, q, [x], batch="N")
+    body = ["QLinearConv", "MaxPool"] * 2
+    assert list_operators(model)[:7] == ["QuantizeLinear", "Transpose", *body, "Transpose"]
+    for level in ("disabled", "all"):
+        report = jqonnx.verify(model, prepared, q, [x, x[:1]], level=level, tolerance=0)
+        assert report.is_exact, str(report)
 
 
 @pytest.mark.slow

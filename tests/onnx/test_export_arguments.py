@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import onnx
 import pytest
+from flax import linen
 
 import jaxquant as jq
 from jaxquant import onnx as jqonnx
@@ -126,6 +127,10 @@ def test_wrong_numbers_of_arguments_are_named() -> None:
         (lambda: export(lambda p, x: x, [x], {}), "export: inputs: expected a list or a tuple, got"),
         (lambda: export(3, [x]), "export: function: expected a function, got 3"),
         (
+            lambda: export(linen.Dense(4), [x]),
+            r"export: function: expected a function, such as the module's `apply`, got a module \(Dense\)",
+        ),
+        (
             lambda: jax.jit(lambda q: export(prepared, q, [x]))(q),
             "export: q: expected arrays with known values.* got traced arrays",
         ),
@@ -137,6 +142,35 @@ def test_wrong_numbers_of_arguments_are_named() -> None:
             call()
 
 
+def test_a_module_with_variables_is_a_function() -> None:
+    model = linen.Dense(4)
+    bound = model.bind(model.init(jax.random.key(0), X))
+    assert jqonnx.verify(jqonnx.export(bound, [X]), bound, [X]).is_exact
+
+
+def test_a_batch_of_another_length_gets_advice() -> None:
+    model = jqonnx.export(jnp.negative, [X])
+    with pytest.raises(ValueError, match=r'shape \[2, 3\], as .*export\(..., batch="N"\) .*got shape \[5, 3\]'):
+        jqonnx.verify(model, jnp.negative, [jnp.ones((5, 3))])
+    with pytest.raises(ValueError, match=r"shape \[2, 3\], got shape \[2, 4\]"):
+        jqonnx.verify(model, jnp.negative, [jnp.ones((2, 4))])
+
+
+def test_a_report_says_whether_floats_are_equal(rng: np.random.Generator) -> None:
+    x = jnp.asarray(rng.normal(size=(2, 3)), jnp.float32)
+    model = jqonnx.export(jnp.negative, [x])
+    text = str(jqonnx.verify(model, jnp.negative, [x]))
+    assert text.endswith("\nAll codes are equal, and so are all floats (level all).")
+
+    def differ(x: jax.Array) -> jax.Array:
+        return jnp.float32(1 - 2**-20) * -x
+
+    report = jqonnx.verify(model, differ, [x])
+    assert report.is_exact
+    assert "All codes are equal, and all floats within 1e-05" in str(report)
+
+
+X = jnp.ones((2, 3))
 U8, I8 = jnp.zeros((4, 5), jnp.uint8), jnp.zeros((4, 5), jnp.int8)
 ONE, TWO = np.float32(0.5), np.ones(2, np.float32)
 

@@ -72,6 +72,15 @@ def test_an_example_runs(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
         assert (tmp_path / "cnn_int4.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_language_model_names_the_recipes(tmp_path: pathlib.Path) -> None:
+    path, environment = ROOT / "examples" / "language_model.py", {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(path), "--to", "w8a8"]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 2
+    assert "invalid choice: 'w8a8'" in run.stderr
+    assert all(name in run.stderr for name in jq.recipes.__all__)
+
+
 @pytest.mark.parametrize("arguments", [("--model", "none.gguf"), ("--model", "text"), ("--text", "none.txt")])
 def test_qlora_names_what_is_missing(arguments: tuple[str, str], tmp_path: pathlib.Path) -> None:
     (tmp_path / "text").write_text("no model")

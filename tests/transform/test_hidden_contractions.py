@@ -69,6 +69,39 @@ def test_contractions_that_are_not_entered_are_rows(function, primitive):
     np.testing.assert_allclose(actual, jax.jit(function)(PARAMS, X), rtol=1e-5, atol=1e-5)
 
 
+def _attend_to_cache(params, x, cache):
+    q = (x @ params["w"]).reshape(2, -1, 2, 8)
+    return jq.attention(q, cache.append(q, q)).reshape(x.shape) @ params["w"].T
+
+
+@pytest.mark.parametrize("length", [8, 4096])
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_products_of_attention_are_integers(dtype, length):
+    spec = jq.QuantSpec(dtype, jq.PerToken())
+    cache = jq.KVCache.create((2, length, 2, 8), spec, spec)
+    x = jnp.ones((2, 3, 16))
+    prepared = jq.prepare(_attend_to_cache, PARAMS, x, cache, rules=RECIPES["w8a8_dynamic"], strict=True)
+    products = [row for row in prepared.coverage if row.name.startswith("dot_general@attention")]
+    assert len(products) >= 2
+    assert {(row.form, row.reason, row.is_replaced) for row in products} == {("integer", "integers already", False)}
+    assert prepared.coverage.summary == f"{len(products) + 2} integer"
+    assert not prepared.coverage.floats
+    # A report measures what got codes, and these had them.
+    report = jq.report.compare(prepared, PARAMS, prepared.convert(PARAMS), [(x, cache)])
+    assert all((row.output_sqnr is None) == row.name.startswith("dot_general") for row in report.rows)
+
+
+def test_products_of_integers_stay_as_they_are():
+    def multiply(params, x, codes):
+        return x @ params["w"], codes @ codes.T
+
+    codes = jnp.arange(16, dtype=jnp.int32).reshape(4, 4)
+    prepared = jq.prepare(multiply, PARAMS, X, codes, rules=RECIPES["w8a8_dynamic"], strict=True)
+    rows = [(row.form, row.reason, row.weight is None, row.activations) for row in prepared.coverage]
+    assert rows[1] == ("integer", "integers already", True, ())
+    np.testing.assert_array_equal(prepared.apply(prepared.convert(PARAMS), X, codes)[1], codes @ codes.T)
+
+
 def test_rules_for_vmap():
     """Outside of the prepared function, the rule is used; inside of it, its contractions run on codes."""
     prepared = jq.prepare(_in_custom_vmap, PARAMS, X, rules=RECIPES["w8a8_dynamic"])

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen
 
 import jaxquant as jq
 from jaxquant.calibration import Range
@@ -39,6 +40,7 @@ LOW_RANK = {"w": jnp.ones((4, 3)), "a": jnp.ones((4, 1)), "b": jnp.ones((1, 3))}
     ("call", "error", "text"),
     [
         (lambda: UNTYPED.prepare("f", PARAMS, X, rules=RULES), TypeError, r"prepare: function: expected a function"),
+        (lambda: UNTYPED.prepare(linen.Dense(3), PARAMS, X, rules=RULES), TypeError, r"function, such as the module's `apply`, got a module \(Dense\)"),
         (lambda: UNTYPED.prepare(apply, PARAMS, X, rules=RULES[0]), TypeError, r"prepare: rules: expected a sequence of Rules"),
         (lambda: UNTYPED.prepare(apply, PARAMS, X, rules=["int8"]), TypeError, r"prepare: rules: expected a sequence of Rules"),
         (lambda: UNTYPED.prepare(apply, PARAMS, X, rules=RULES, strict="yes"), TypeError, r"prepare: strict: expected True"),

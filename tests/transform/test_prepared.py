@@ -170,6 +170,7 @@ def test_convert_keeps_the_tree(params: Any, batches: Any) -> None:
     assert equal(jax.jit(prepared.convert)(params), qparams)
     assert repr(qparams).startswith("QuantizedTree(2 quantized arrays, 1 other, 0 ranges, nbytes=")
     assert qparams.nbytes == sum(x.nbytes for x in jax.tree.leaves(qparams.params))
+    assert jq.QuantizedTree([qparams, batches[0]]).nbytes == qparams.nbytes + batches[0].nbytes  # of any tree
     copy = jax.tree.map(jnp.copy, params)
     assert equal(prepared.convert(copy, delete=True), qparams)
     assert copy["first"]["kernel"].is_deleted()

@@ -178,14 +178,13 @@ REASONS = {
     "cond_that_returns_a_weight": [("cond at", {"a", "b"})],
     "weights_swapped_by_scan": [("scan at", {"a", "b"})],
     "dead_code": [("nothing uses its result", {"unused"})],
-    "contraction_of_integers": [("integers already", set())],
     "contraction_in_condition": [("in the condition of a loop", {"w"})],
     "lookup_of_windows": [("a gather of something else than whole entries", {"table"})],
     "lookup_in_a_computed_table": [("computed by mul at", {"table"})],
     "attention": [("a product of activations", set())] * 2,
 }
 # A rule does not want these in integers, or nothing is lost by floats.
-UNWANTED = ("closed_over_constant", "dead_code", "contraction_of_integers", "attention")
+UNWANTED = ("closed_over_constant", "dead_code", "attention")
 
 
 @pytest.mark.parametrize("name", REASONS)

@@ -93,6 +93,23 @@ def test_activations_times_activations() -> None:
     assert np.abs(np.asarray(y - reference)).max() < 0.03 * np.abs(np.asarray(reference)).max()
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_the_coverage_has_the_granularity_of_the_rule_for_any_number_of_tokens(tokens: int) -> None:
+    prepared = jq.prepare(apply, PARAMS, TOKENS[:, :tokens], rules=jq.recipes.w8a8_dynamic())
+    row = next(row for row in prepared.coverage if row.name == DENSE[0])
+    assert [spec.granularity for spec in row.activations] == [jq.PerAxis((0, 1))]
+    assert "uint8 PerAxis(0, 1)" in str(prepared.coverage)
+    static = jq.prepare(apply, PARAMS, TOKENS[:, :tokens], rules=jq.recipes.w8a8_static())
+    row = next(row for row in static.coverage if row.name == DENSE[0])
+    assert [spec.granularity for spec in row.activations] == [jq.PerTensor()]
+
+
+def test_an_unknown_recipe_names_those_that_exist() -> None:
+    with pytest.raises(AttributeError, match=r"jaxquant\.recipes: expected one of .*w8a8_dynamic, .*got 'w8a8'"):
+        _ = jq.recipes.w8a8  # type: ignore[attr-defined]
+    assert not hasattr(jq.recipes, "w8a8")
+
+
 SPECS = {
     "weight_only_int8": ("int8 PerAxis(axis=1)", ""),
     "weight_only_int4": ("int4 Blocked(axis=0, size=32)", ""),

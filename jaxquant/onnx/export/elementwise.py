@@ -124,6 +124,8 @@ def _clip_codes(graph: ModelGraph, call: WriterCall) -> Value | None:
         return None
     name, end = graph.store(x), np.asarray(bound.array).reshape(-1)[0]
     low, high = dtypes.read_bounds(x.dtype)
+    if end == (low if call.name == "max" else high):  # such as a relu of uint8 codes whose zero point is 0
+        return x
     node = graph.look_up_node(name)
     if call.name == "max":
         ends = [graph.add_constant(np.asarray(n, x.dtype)) for n in (end, high)]

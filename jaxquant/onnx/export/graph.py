@@ -243,6 +243,11 @@ class ModelGraph:
         permutation = [int(axis) for axis in permutation]
         if permutation == list(range(len(permutation))):
             return name
+        node = self.look_up_node(name)
+        if node is not None and node.op_type == "Transpose":
+            # Those between two layers with the channels last undo each other.
+            (perm,) = node.attribute
+            return self.transpose(node.input[0], [perm.ints[axis] for axis in permutation])
         return self.add("Transpose", [name], perm=permutation)
 
     def slice(self, name: str, starts: Sequence[Any], limits: Sequence[Any], axes: Sequence[int], steps: Any) -> str:

@@ -80,7 +80,9 @@ def export(
     not run, so inputs may be `jax.ShapeDtypeStruct`. Layers must be in their mode for inference: no dropout, no update
     of statistics.
 
-    In the form "operators" a quantized layer is QuantizeLinear, MatMulInteger or ConvInteger, Cast, Mul and Add. ONNX
+    In the form "operators" a layer that returns codes, as with `recipes.onnx_runtime`, is QLinearConv, QLinearMatMul or
+    QGemm, and what is between such layers runs on codes, too: QLinearAdd, MaxPool, Reshape. A layer that returns floats
+    is QuantizeLinear, MatMulInteger or ConvInteger, Cast, Mul and Add; ConvInteger is slow in ONNX Runtime. ONNX
     Runtime computes the same codes at each level of optimization. Codes of 2 and 4 bits are held in 8 bits.
 
     Args:
@@ -118,12 +120,11 @@ def export(
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
-        >>> from jaxquant import onnx as jqonnx
         >>> w = jq.quantize(jnp.array([[0.5, -1.0], [2.0, 0.25]]), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
         >>> spec = jq.QuantSpec(jnp.uint8)
         >>> def layer(x):
         ...     return jq.matmul(jq.quantize(x, spec, range=(-1.0, 1.55)), w)
-        >>> model = jqonnx.export(layer, [jnp.zeros((4, 2))], batch="N")
+        >>> model = jq.onnx.export(layer, [jnp.zeros((4, 2))], batch="N")
         >>> [node.op_type for node in model.graph.node]
         ['QuantizeLinear', 'MatMulInteger', 'Cast', 'Mul']
 
@@ -168,9 +169,8 @@ def read_call(
     holds = len(arguments) == 2 or (len(arguments) == 1 and not is_prepared)
     got = f"{len(arguments)} after the {'prepared ' if is_prepared else ''}function"
     checks.require_type(holds, name, "arguments", expected, got)
-    checks.require_type(
-        callable(function) or is_prepared, name, "function", "a function", checks.describe_value(function)
-    )
+    if not is_prepared:
+        checks.check_function(name, "function", function)
     params, inputs = tuple(arguments[:-1]), arguments[-1]
     if is_prepared:
         (q,) = params

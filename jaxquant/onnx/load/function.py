@@ -303,12 +303,12 @@ def load(
     Example:
         >>> import numpy as np, onnx
         >>> from onnx import helper, numpy_helper
-        >>> from jaxquant import onnx as jqonnx
+        >>> import jaxquant as jq
         >>> weight = numpy_helper.from_array(np.array([[2.0], [0.5]], np.float32), "w")
         >>> x, y = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in "xy")
         >>> graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", [x], [y], [weight])
         >>> model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-        >>> fn, params = jqonnx.load(model)
+        >>> fn, params = jq.onnx.load(model)
         >>> fn(params, np.array([[1.0, 4.0]], np.float32))
         Array([[4.]], dtype=float32)
 

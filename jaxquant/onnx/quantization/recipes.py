@@ -116,11 +116,11 @@ def quantize(
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np
-        >>> from jaxquant import onnx as jqonnx
+        >>> import jaxquant as jq
         >>> w = jax.random.normal(jax.random.key(0), (32, 32)) / 6
-        >>> model = jqonnx.export(lambda x: jnp.tanh(x @ w), [jnp.zeros((1, 32))], batch="N", input_names=["x"])
+        >>> model = jq.onnx.export(lambda x: jnp.tanh(x @ w), [jnp.zeros((1, 32))], batch="N", input_names=["x"])
         >>> batches = list(np.random.default_rng(0).normal(size=(8, 4, 32)).astype(np.float32))
-        >>> report = jqonnx.quantize(model, data=batches)
+        >>> report = jq.onnx.quantize(model, data=batches)
         >>> [(row.operator, row.form) for row in report.rows], report.outputs["output"] > 35
         ([('MatMul', 'integer')], True)
         >>> [node.op_type for node in report.model.graph.node]
