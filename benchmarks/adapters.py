@@ -141,7 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     rounded = "blk." if options.codes == "Q4_0" else ()  # the names of the weights that are rounded begin so
     params = {name: x if name.startswith(rounded) else model.params[name] for name, x in floats.items()}
-    prepared = jq.prepare(run, params, train[: options.rows, :-1], rules=jq.recipes.gguf("Q4_0"))
+    # The codes of a file stay as they are. A rule has to allow them in each operation that reads them.
+    rules = jq.recipes.weight_only_int8() if options.codes == "file" else jq.recipes.gguf("Q4_0")
+    prepared = jq.prepare(run, params, train[: options.rows, :-1], rules=rules)
     print(prepared.coverage.summary)
     settings = jq.lora.LoRA(options.rank, options.targets, alpha=2 * options.rank)
     q = prepared.convert(params)
