@@ -214,7 +214,7 @@ def _quantize_rest(
     assert isinstance(axes, AdapterAxes)
     factors = align_factors(adapter, lora, plan.shape, axes, q)
     rest = jnp.asarray(x, jnp.float32) - multiply_factors(factors["a"], factors["b"])
-    return quantize_kernel(rest.astype(q.dtype), plan.spec, plan.stored_last)
+    return plan.store(quantize_kernel(rest.astype(q.dtype), plan.spec, plan.stored_last))
 
 
 def _factorize(
@@ -330,8 +330,8 @@ def _merge_adapter(q: QuantizedArray, adapter: Any, lora: LoRA, plan: LeafPlan) 
     if lora.variant == "dora":
         magnitude = align(jnp.asarray(adapter["magnitude"])[..., None], (*axes.shared, *axes.outputs), after.ndim)
         after *= compute_factor(magnitude[..., 0], compute_norms(q, factors["a"], factors["b"], axes))
-    new = _shift_blocks(q, adapter, lora, plan) if lora.variant == "qa" else quantize_kernel(
-        after.astype(q.dtype), plan.spec, plan.stored_last
+    new = _shift_blocks(q, adapter, lora, plan) if lora.variant == "qa" else plan.store(
+        quantize_kernel(after.astype(q.dtype), plan.spec, plan.stored_last)
     )  # fmt: skip
     change, error = (jnp.sqrt(jnp.sum((x - after) ** 2)) for x in (before, new.dequantize().astype(jnp.float32)))
     return new, jnp.where(error == 0, 0.0, error / change)

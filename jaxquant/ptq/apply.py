@@ -233,7 +233,7 @@ def _quantize(
         # Both are measured against the target, which is what the method approximates.
         errors = [float(measure_error(target, x, moments.second, use.axis)) for x in (nearest, q)]
         note = Note(path, name, _describe_inputs(moments), *errors)
-    return (q.store_last(*plan.stored_last) if plan.stored_last else q), note
+    return plan.store(q), note
 
 
 @jax.jit

@@ -468,9 +468,8 @@ def _encode_learned(w: jax.Array, part: LearnedScale, plan: LeafPlan) -> Any:
 def quantize_weight(w: Any, plan: LeafPlan, part: LearnedScale | None) -> Any:
     """Return a parameter as codes, with a scale that was trained or the scale of its range."""
     if part is None:
-        return quantize_kernel(w, plan.spec, plan.stored_last)
-    q = _encode_learned(jnp.asarray(w), part, plan)
-    return q.store_last(*plan.stored_last) if plan.stored_last else q
+        return plan.store(quantize_kernel(w, plan.spec, plan.stored_last))
+    return plan.store(_encode_learned(jnp.asarray(w), part, plan))
 
 
 def start_at_codes(
@@ -517,16 +516,15 @@ def quantize_with_scale(w: Any, plan: LeafPlan, q: QuantizedArray, scale: jax.Ar
         codes, scale, q.zero_point, dtype=q.dtype, block_size=q.block_size, codebook=q.codebook,
         packing=derive_packing(plan.spec.dtype, codes.shape, None),
     )  # fmt: skip
-    return result.store_last(*plan.stored_last) if plan.stored_last else result
+    return plan.store(result)
 
 
 def make_weight_twin(w: Any, plan: LeafPlan, part: LearnedScale | None, rule: Any) -> Twin:
     """Return a parameter as the floats that its codes stand for, with their gradient, and as codes."""
     twin = make_twin(plan.spec, jnp.asarray(w), part, StraightThrough() if part is None else rule)
-    codes = twin.codes.store_last(*plan.stored_last) if plan.stored_last else twin.codes
     # XLA must not fuse what finds the codes with what follows the contraction, which is float: the result of a tanh
     # depends on the loop in which it is. After the barrier the codes are like those that `apply` gets as arguments.
-    return Twin(twin.floats, jax.lax.optimization_barrier(codes))
+    return Twin(twin.floats, jax.lax.optimization_barrier(plan.store(twin.codes)))
 
 
 def make_larger_twin(

@@ -7,8 +7,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from .._arrays.parts import PACKED
+from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._core.dtypes import CONTRACTED as INTEGER_DTYPES
@@ -89,6 +92,7 @@ class LeafPlan(NamedTuple):
         conflict: the Weights that the rules of its uses name, as text, if they differ; or that the parameter had codes
             already; or "".
         adapter: the axes of the factors of an adapter, or why the parameter can have none.
+        is_packed: whether codes of less than a byte are held in words, of which a scan on a CPU takes layers.
     """
 
     spec: QuantSpec
@@ -98,10 +102,16 @@ class LeafPlan(NamedTuple):
     weight: Weight | None = None
     conflict: str = ""
     adapter: AdapterAxes | str = ""
+    is_packed: bool = False
 
     def multiply(self, w: Any, arrays: Sequence[Any]) -> Any:
         """Return the parameter as it is quantized: multiplied by what follows its contraction, if anything does."""
         return w if self.fold is None else self.fold.multiply(w, arrays)
+
+    def store(self, q: QuantizedArray) -> QuantizedArray:
+        """Return the codes of the parameter as they are held in memory."""
+        q = q.store_last(*self.stored_last) if self.stored_last else q
+        return q.pack() if self.is_packed else q
 
 
 class ProgramPlan(NamedTuple):
@@ -194,10 +204,30 @@ def _plan_leaves(
         # Uses that read different axes fastest leave the codes in the order of the parameter.
         stored_last = () if others else order
         adapter = match_adapter_axes(places, leaf, shapes[leaf])
+        is_packed = np.dtype(spec.carrier) in PACKED and _is_cut_by_scans(places, leaf, len(shapes[leaf]))
         plans[leaf] = LeafPlan(
-            spec, stored_last, tuple(shapes[leaf]), weight=weight, conflict=conflict, adapter=adapter
-        )
+            spec, stored_last, tuple(shapes[leaf]), weight=weight, conflict=conflict, adapter=adapter,
+            is_packed=is_packed,
+        )  # fmt: skip
     return plans
+
+
+def _is_cut_by_scans(sites: Sequence[Site], leaf: int, rank: int) -> bool:
+    """Return whether all that reads a parameter are products in scans on a CPU that take its layers and nothing less.
+
+    XLA:CPU cannot take a slice of codes of less than a byte at an index that is not known. It converts those of all
+    layers to int8 before the loop, and in each iteration those of the layer back, one after the other.
+    """
+    if jax.default_backend() != "cpu" or any(site.operation not in PRODUCTS or not site.layers for site in sites):
+        return False
+    return all(_has_last_axes(view, rank) for site in sites for view in site.views if view.leaf == leaf)
+
+
+def _has_last_axes(view: views.View, rank: int) -> bool:
+    """Return whether a view has all elements along the last axes of a parameter, and one index of at least one axis."""
+    atoms = [atom for dimension in view.dimensions for atom in dimension]
+    axes = sorted(atom.axis for atom in atoms if atom.axis is not None and atom.is_whole)
+    return axes == list(range(rank - len(atoms), rank)) and len(view.dimensions) == len(atoms) < rank
 
 
 def _choose_weight(

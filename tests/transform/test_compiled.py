@@ -96,6 +96,44 @@ def test_no_float_array_of_the_size_of_a_weight(recipe, rng):
     assert memory.temp_size_in_bytes < size
 
 
+def _step_decoder(params, x, caches):
+    """Read one token [1, 256] in layers that a scan runs, each with its cache."""
+
+    def layer(x, slices):
+        weights, cache = slices
+        q, k, v = (jnp.reshape(x @ weights[name], (1, 1, 4, 64)) for name in "qkv")
+        cache = cache.append(k, v)
+        x = x + jq.attention(q, cache).reshape(1, 256) @ weights["o"].T
+        return x + jax.nn.silu(x @ weights["up"]) @ weights["down"], cache
+
+    return jax.lax.scan(layer, x, (params, caches))
+
+
+@pytest.mark.parametrize("recipe", ["weight_only_int4"])
+def test_a_scan_takes_layers_of_four_bits_in_place(recipe, rng):
+    """XLA:CPU converts codes of 4 bits to int8 before it slices them: `convert` holds those of a scan in words."""
+    layers, shapes = 8, {**dict.fromkeys("qkvo", (256, 256)), "up": (256, 512), "down": (512, 256)}
+    params = {name: jnp.asarray(rng.normal(size=(layers, *s)) / 64, jnp.float32) for name, s in shapes.items()}
+    caches = jax.tree.map(lambda leaf: jnp.stack([leaf] * layers), jq.KVCache.create((1, 32, 4, 64)))
+    x = jnp.asarray(rng.normal(size=(1, 256)), jnp.float32)
+    prepared = jq.prepare(_step_decoder, params, x, caches, rules=getattr(jq.recipes, recipe)(), strict=True)
+    q = prepared.convert(params)
+    for name, array in q.params.items():
+        codes = jq.quantize(params[name], prepared.leaves[prepared.names.index(name)].spec).codes
+        np.testing.assert_array_equal(array.codes.astype(jnp.float32), codes.astype(jnp.float32))
+        assert array.packing is not None
+    plain = jq.QuantizedTree({name: array.unpack() for name, array in q.params.items()}, q.ranges)
+    programs = [Program(prepared.apply, tree, x, caches, donate_argnums=2) for tree in (q, plain)]
+    count = sum(math.prod(shape) for shape in shapes.values())  # of the weights of a layer
+    # The largest weight as floats, and activations; otherwise all layers in int8, too.
+    assert programs[0].memory.temp_size_in_bytes < 2**20
+    assert programs[1].memory.temp_size_in_bytes > layers * count
+    y, _ = jax.jit(prepared.apply)(q, x, caches)
+    # Codes of an activation next to a tie may be their neighbors, because the order of sums of floats differs.
+    np.testing.assert_allclose(y, jax.jit(prepared.apply)(plain, x, caches)[0], 1e-3, 5e-3)
+    np.testing.assert_array_equal(jax.jit(prepared.fake_apply)(params, x, caches)[0], y)
+
+
 def _list_constants(program):
     return [i for body in program.computations.values() for i in body if i.opcode == "constant"]
 
