@@ -33,16 +33,9 @@ import onnx
 import onnxruntime
 
 from jaxquant import onnx as jqonnx
-from jaxquant.onnx.quantization.data import ModelInput, list_inputs
-from tests.onnx.real_files import list_models, open_session
+from jaxquant.onnx.quantization.data import list_inputs
+from tests.onnx.real_files import list_models, make_input, open_session
 
-# The lengths that models leave open, by a part of the file's name and the rank of the input.
-_LENGTHS: dict[str, tuple[tuple[int, ...], ...]] = {
-    "det_infer": ((1, 3, 320, 320),), "rec_infer": ((1, 3, 48, 320),), "cls_infer": ((1, 3, 48, 192),),
-    "320n": ((1, 3, 320, 320),), "common": ((1, 1, 64, 160),), "melspectrogram": ((1, 16000),),
-    "silero": ((1, 512), (2, 1, 128)),
-}  # fmt: skip
-_OPEN = 32
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 60
 
 
@@ -60,21 +53,6 @@ class Row:
     def compute_ratio(self, summary: Any) -> float:
         """Return jaxquant's time over ONNX Runtime's, of medians or of minima."""
         return summary(self.jaxquant) / summary(self.runtime)
-
-
-def make_input(rng: np.random.Generator, x: ModelInput, name: str) -> np.ndarray:
-    """Return a random array for an input of a model."""
-    declared = x.shape or []
-    known = [shape for part, shapes in _LENGTHS.items() if part in name for shape in shapes]
-    given = next((shape for shape in known if len(shape) == len(declared)), None)
-    lengths = [n or (given[i] if given else 1 if i == 0 else _OPEN) for i, n in enumerate(declared)]
-    if not declared and x.dtype.kind == "i":
-        return np.asarray(16000, x.dtype)  # the sampling rate of voice models
-    if x.dtype.kind == "f":
-        return rng.normal(size=lengths).astype(x.dtype)
-    return (
-        np.ones(lengths, x.dtype) if x.dtype.kind == "b" or "mask" in x.name else rng.integers(0, 20, lengths, x.dtype)
-    )
 
 
 def measure_file(name: str, data: bytes, seconds: float, constants: bool) -> Row:

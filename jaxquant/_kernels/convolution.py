@@ -669,13 +669,45 @@ def gather_patches(x: jax.Array, kernel: tuple[int, ...], window: Window) -> tup
     # One dimension of the kernel after the other: the number of slices is then the sum of the kernel's lengths instead
     # of their product. XLA:CPU fuses a stack of few slices into one loop, and compiles a loop for each slice of a large
     # stack. The additional copies take less time than the larger number of slices.
+    is_first = True
     for i in reversed(range(len(kernel))):
-        slices = [slice_position(x, (axes[i],), (p,), window, out, i) for p in range(kernel[i])]
-        x = jnp.stack(slices, axis=axis) if len(slices) > 1 else lax.expand_dims(slices[0], (axis,))
-        if i < len(kernel) - 1:  # merge with the kernel positions of the later dimensions, which vary faster
-            x = lax.collapse(x, axis, axis + 2)
-        else:
-            axes = tuple(a if a < axis else a + 1 for a in axes)
-        # Without a barrier XLA fuses the stacks and computes all slices again.
-        x = lax.optimization_barrier(x) if len(slices) > 1 else x
+        size, step, stride = kernel[i], window.dilations[i], window.strides[i]
+        # A long dimension is cut into parts of `short` positions, so that the number of slices grows with its root. The
+        # slices of the positions in a part, at every element, come before those of the parts, at every output position.
+        short = 1 << size.bit_length() // 2 if size > MOST_SLICES else 1
+        parts = -(-size // short)
+        if short > 1:
+            span = (parts * short - 1) * step + (out[i] - 1) * stride + 1
+            x = lax.pad(x, jnp.zeros((), x.dtype), [
+                (0, (parts * short - size) * step if a == axes[i] else 0, 0) for a in range(x.ndim)
+            ])  # fmt: skip
+            x = _stack_positions(x, axes[i], axis, short, step, 1, span - (short - 1) * step, is_first)
+            axes, is_first = _shift_axes(axes, axis, is_first), False
+        x = _stack_positions(x, axes[i], axis, parts, short * step, stride, out[i], is_first)
+        axes, is_first = _shift_axes(axes, axis, is_first), False
+        if parts * short > size:  # the positions of the last part beyond the kernel
+            x = lax.slice_in_dim(x, 0, x.shape[axis] // (parts * short) * size, axis=axis)
     return x, out
+
+
+def _shift_axes(axes: tuple[int, ...], axis: int, is_first: bool) -> tuple[int, ...]:
+    """Return axes after the first axis of positions has been inserted; later ones are merged with it."""
+    return tuple(a if a < axis or not is_first else a + 1 for a in axes)
+
+
+def _stack_positions(
+    x: jax.Array, sliced: int, axis: int, count: int, step: int, stride: int, length: Any, is_first: bool
+) -> jax.Array:
+    """Return slices of an axis that begin `step` after each other, stacked along `axis`.
+
+    Unless they are the first, they are merged with the positions that are there, which vary faster.
+    """
+    slices = []
+    for start in range(0, count * step, step):
+        first, limits, strides = [0] * x.ndim, list(x.shape), [1] * x.ndim
+        first[sliced], limits[sliced], strides[sliced] = start, start + (length - 1) * stride + 1, stride
+        slices.append(lax.slice(x, first, limits, strides))
+    x = jnp.stack(slices, axis=axis) if count > 1 else lax.expand_dims(slices[0], (axis,))
+    x = x if is_first else lax.collapse(x, axis, axis + 2)
+    # Without a barrier XLA fuses the stacks and computes all slices again.
+    return lax.optimization_barrier(x) if count > 1 else x

@@ -185,7 +185,11 @@ def read_data(arguments: argparse.Namespace) -> Any:
         function = import_name("--data", arguments.data)
         if not callable(function):
             raise ModelError(f"--data: expected a function, got {arguments.data!r}, of type {type(function).__name__}")
-        return function()
+        try:
+            batches = function()
+            return [*batches] if isinstance(batches, Iterator) else batches
+        except Exception as error:  # whatever the user's function raises
+            raise ModelError(f"--data: {arguments.data} raised {type(error).__name__}: {error}") from error
     inputs = list_inputs(read_checked_model(arguments.model, Limits()))
     if path.is_dir():
         return read_images(inputs, path, arguments.mean, arguments.std)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -517,6 +518,11 @@ def test_bad_input_on_the_command_line(
     np.savez("narrow.npz", x=images[:, :2])
     np.savez("nan.npz", x=images * np.nan)
     np.savez("more.npz", x=images, y=images)
+    np.savez("large.npz", x=images.astype(np.float64) * 1e300)
+    pathlib.Path("failing_of_a_test.py").write_text(
+        "def fail():\n    yield 1\n    raise RuntimeError('in two\\nlines')\ndef take(x): pass\n"
+    )
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     pathlib.Path("text.npz").write_text("no array")
     pathlib.Path("cut.onnx").write_bytes(pathlib.Path("in.onnx").read_bytes()[:1000])
     os.mkfifo("pipe")
@@ -534,6 +540,9 @@ def test_bad_input_on_the_command_line(
         (["in.onnx", "out.onnx", "--data", "more.npz"], "got a file with ['y']"),
         (["in.onnx", "out.onnx", "--data", "narrow.npz"], "x: expected float32[?, 3, 16, 16]"),
         (["in.onnx", "out.onnx", "--data", "nan.npz"], "expected finite numbers"),
+        (["in.onnx", "out.onnx", "--data", "large.npz"], "expected finite numbers of float32"),
+        (["in.onnx", "out.onnx", "--data", "failing_of_a_test:fail"], "fail raised RuntimeError: in two lines"),
+        (["in.onnx", "out.onnx", "--data", "failing_of_a_test:take"], "take raised TypeError: take() missing 1"),
         (["in.onnx", "out.onnx", "--data", "no_module_of_a_test:read"], "--data: expected a name that can be imported"),
         (["in.onnx", "out.onnx", "--data", "data.npz", "--keep", "none"], "keep: expected patterns that fit a node"),
         (["in.onnx", "out.onnx", "--data", "data.npz", "--block", "7"], "block: expected 16, 32"),

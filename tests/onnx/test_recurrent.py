@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from jaxquant import onnx as jqonnx
+from jaxquant import ops
+from jaxquant.onnx.load.operators.recurrent import make_state_product
 
 from ..cases.onnx_models import run_runtime
 
@@ -66,10 +69,13 @@ def test_the_input_is_multiplied_once(rng: np.random.Generator, op: str, directi
     assert count_products(jax.make_jaxpr(fn)(params, x, lengths).jaxpr) == count * PRODUCTS[op]
 
 
+@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("kind", [np.int8, np.uint8])
-def test_codes_are_multiplied_by_rows_of_features(rng: np.random.Generator, kind: type) -> None:
-    """The step of an LSTM on codes multiplies by weights that are stored feature by feature."""
-    time, batch, inputs = (int(n) for n in rng.integers(2, 9, 3))
+def test_the_state_is_multiplied_by_weights_prepared_before_the_scan(
+    rng: np.random.Generator, kind: type, batch: int
+) -> None:
+    """An LSTM on codes multiplies one row by floats, whose sums are exact, and several by codes feature by feature."""
+    time, inputs = int(rng.integers(6, 12)), int(rng.integers(2, 9))
     hidden = int(rng.integers(9, 17))
     bounds = np.iinfo(kind)
     codes = {
@@ -94,10 +100,30 @@ def test_codes_are_multiplied_by_rows_of_features(rng: np.random.Generator, kind
     (want,) = run_runtime(model, {"x": x}, threads=1)
     for run in (fn, jax.jit(fn)):
         np.testing.assert_allclose(run(params, x), want, rtol=1e-6, atol=1e-6)
+    mapped = jax.vmap(lambda x: fn(params, x))(np.stack([x, -x]))
+    np.testing.assert_allclose(mapped[0], want, rtol=1e-6, atol=1e-6)
+    short = run_runtime(model, {"x": x[:2]}, threads=1)[0]
+    np.testing.assert_allclose(jax.jit(fn)(params, x[:2]), short, rtol=1e-6, atol=1e-6)
     gradient = jax.jit(jax.grad(lambda x: fn(params, x).sum()))(x)
     assert gradient.shape == x.shape
     assert np.abs(gradient).max() > 0
     text = jax.jit(fn).lower(params, x).compile().as_text()
     assert text is not None
     if jax.default_backend() == "cpu":
-        assert f"s8[{4 * hidden},{hidden}]" in text
+        prepared = f"f32[{hidden},{4 * hidden}]" if batch == 1 else f"s8[{4 * hidden},{hidden}]"
+        assert prepared in text
+
+
+def test_the_largest_sums_of_floats_are_exact() -> None:
+    """Codes at the ends of their range, with as many rows as are multiplied as floats."""
+    hidden = 512
+    r = np.full((hidden, 4 * hidden), 127, np.int8)
+    r[:, ::2] = -128
+    r[::3, 1::4] = 126
+    state = np.where(np.arange(hidden) % 5, 1.0, -1.0 / 255).astype(np.float32)[None]
+    scale, point = np.float32(0.01), np.int8(-127)
+    product = make_state_product(jnp.asarray(r), jnp.asarray(scale), jnp.asarray(point), 6, 1)
+    assert product is not None
+    for sign in (1, -1):
+        expected = ops.dynamic_quantize_matmul(sign * state, r, scale, point)
+        np.testing.assert_array_equal(jax.jit(product)(sign * state), expected)

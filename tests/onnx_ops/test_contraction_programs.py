@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -393,3 +394,41 @@ def test_convolutions_at_the_bounds(left: int, right: int, channels: int) -> Non
             x.transpose(0, 2, 3, 1), w.transpose(2, 3, 1, 0), (1, 1), [(1, 1), (1, 1)], **NHWC, **points
         )
         np.testing.assert_array_equal(last.transpose(0, 3, 1, 2), want)
+
+
+# Channels, features and groups.
+LONG: dict[str, tuple[int, int, int]] = {"one channel": (1, 5, 1), "depthwise": (3, 3, 3), "groups": (4, 6, 2)}
+
+
+@pytest.mark.parametrize("name", list(LONG))
+def test_the_program_of_a_convolution_hardly_grows_with_its_window(name: str, rng: np.random.Generator) -> None:
+    """Eight times the window takes less than twice the operations; with one for each position, compiling took minutes.
+
+    The sums are those of numpy.
+    """
+    channels, features, groups = LONG[name]
+
+    def make_operands(window: int, extra: int) -> tuple[np.ndarray, np.ndarray]:
+        x = rng.integers(0, 256, (2, channels, window + extra)).astype(U8)
+        return x, rng.integers(-128, 128, (features, channels // groups, window)).astype(I8)
+
+    def count_operations(window: int) -> int:
+        convolve = jax.jit(lambda x, w: jq.conv_integer(x, w, U8(7), strides=[3], group=groups))
+        return convolve.lower(*make_operands(window, 100)).as_text().count(" = ")
+
+    assert count_operations(1024) < 2 * count_operations(128)
+
+    window, stride, dilation = int(rng.integers(65, 140)), int(rng.integers(1, 9)), int(rng.integers(1, 3))
+    x, w = make_operands(window, (window - 1) * (dilation - 1) + int(rng.integers(0, 30)))
+    ends = tuple(int(n) for n in rng.integers(0, 4, 2))
+    attributes: dict[str, Any] = {"strides": [stride], "dilations": [dilation], "pads": [*ends], "group": groups}
+    centered = np.pad(x.astype(np.int64) - 7, ((0, 0), (0, 0), ends))
+    count = (centered.shape[2] - (window - 1) * dilation - 1) // stride + 1
+    positions = np.arange(count)[:, None] * stride + np.arange(window) * dilation
+    patches = centered[:, :, positions].reshape(2, groups, channels // groups, count, window)
+    kernels = w.astype(np.int64).reshape(groups, features // groups, channels // groups, window)
+    want = np.einsum("ngctk,gfck->ngft", patches, kernels).reshape(2, features, count)
+    convolve = functools.partial(jq.conv_integer, x_zero_point=U8(7), **attributes)
+    np.testing.assert_array_equal(jax.jit(convolve)(x, w), want)
+    mapped = jax.jit(jax.vmap(convolve, (0, None)))(np.stack([x, x[::-1]]), w)
+    np.testing.assert_array_equal(mapped, np.stack([want, want[::-1]]))

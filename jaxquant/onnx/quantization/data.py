@@ -92,13 +92,15 @@ def _check_array(declared: ModelInput, value: Any, label: str) -> np.ndarray:
     kinds = "fiub" if declared.dtype.kind == "f" else "iub"
     fits = declared.fits(array.shape) and array.dtype.kind in kinds
     checks.require(fits, _NAME, label, declared.describe(), f"{array.dtype}{list(array.shape)}")
-    is_finite = array.dtype.kind != "f" or bool(np.all(np.isfinite(array)))
-    checks.require(is_finite, _NAME, label, "finite numbers", "a NaN or an infinity")
+    with np.errstate(over="ignore"):  # what float32 does not hold becomes an infinity
+        result = np.ascontiguousarray(array.astype(declared.dtype))
+    is_finite = declared.dtype.kind != "f" or bool(np.all(np.isfinite(result)))
+    checks.require(is_finite, _NAME, label, f"finite numbers of {declared.dtype}", "a NaN or an infinity")
     if declared.dtype.kind in "iu" and array.size:
         ends, limits = (int(array.min()), int(array.max())), np.iinfo(declared.dtype)
         holds = limits.min <= ends[0] and ends[1] <= limits.max
         checks.require(holds, _NAME, label, f"numbers that {declared.dtype} holds", f"{ends[0]} to {ends[1]}")
-    return np.ascontiguousarray(array.astype(declared.dtype))
+    return result
 
 
 def make_random(inputs: Sequence[ModelInput], count: int) -> list[Batch]:

@@ -23,6 +23,10 @@ from .quantized import read_scalar
 from .shapes import reverse_first
 
 _HIGHEST = lax.Precision.HIGHEST
+# More weights than these leave the second-level cache as floats; then codes are as fast.
+_MOST_FLOATS = 2**20
+# With fewer steps than these, it takes longer to bring weights into another form than the steps gain.
+_FEW_STEPS = 6
 # The activations with other defaults of attributes inside recurrent operators.
 _AFFINE = "Affine"
 _SCALED_TANH = "ScaledTanh"
@@ -184,8 +188,42 @@ def run_lstm(call: Call, x: jax.Array, w: jax.Array, r: jax.Array, *inputs: jax.
     return _run_directions(call, _project(x, w), lengths, states, make_step)
 
 
+def make_state_product(r: Any, scale: Any, point: Any, steps: Any, rows: Any) -> Callable[[Any], Any] | None:
+    """Return a function that returns what `dynamic_quantize_matmul` does for a hidden state and R of a direction.
+
+    Outside of the scan it brings R into the form that a CPU multiplies fastest in each step. None if R has a scale for
+    each feature, or if there are too few steps for that.
+
+    Args:
+        r: codes [hidden, gates].
+        scale: the scale of R.
+        point: the zero point of R, or None.
+        steps: the length of the sequences.
+        rows: the length of the batch.
+    """
+    if scale.ndim or (point is not None and point.ndim) or (isinstance(steps, int) and steps < _FEW_STEPS):
+        return None
+    if rows == 1 and r.size <= _MOST_FLOATS:
+        # With up to 512 rows of R, all sums are integers that float32 holds, in any order: 512 * 128 * 255 < 2**24.
+        floats = r.astype(jnp.float32) - (0 if point is None else jnp.asarray(point, jnp.float32))
+        floats = barriers.compute_once(floats)
+        sums = _dot(jnp.ones((1, len(r)), jnp.float32), floats)
+        return lambda a: _multiply_row(a, floats, sums, scale)
+    # Once, before the scan: few rows are multiplied faster by weights that are stored feature by feature.
+    features = barriers.transpose_in_memory(r, (1, 0))
+    return lambda a: _multiply_features(a, features, scale, point)
+
+
+def _multiply_row(a: Any, floats: Any, sums: Any, scale: Any) -> Any:
+    """Return the product of one row, quantized, and of integers in float32, whose sums over the rows are `sums`."""
+    codes, a_scale, a_point = dynamic_quantize_linear(a)
+    row, center = (part.astype(jnp.float32) - 128 for part in (codes, a_point))
+    acc = _dot(row, floats).astype(jnp.int32) - (center * sums).astype(jnp.int32)
+    return accumulator.scale_by_both(acc, a_scale.reshape(1, 1), scale.reshape(1, 1))
+
+
 def _multiply_features(a: Any, features: Any, scale: Any, point: Any) -> Any:
-    """Return what `dynamic_quantize_matmul` returns for the transpose of codes [features, inputs]."""
+    """Return the product of few rows, quantized, and of codes [features, inputs]."""
     # XLA:CPU's kernel takes two rows or more. A row of zeros does not change the range.
     rows = jnp.concatenate([a, jnp.zeros_like(a)]) if a.shape[0] == 1 else a
     codes, a_scale, a_point = dynamic_quantize_linear(rows)
@@ -219,15 +257,14 @@ def run_quantized_lstm(call: Call, x: jax.Array, w: jax.Array, r: jax.Array, *in
     # All gates of the input at once: the range is of the whole sequence.
     gates = jnp.stack([multiply(x, w, w_scale, w_point, d) for d in range(w.shape[0])], axis=2)
     wide = gates.reshape(*x.shape[:2], -1)
-    # Once, before the scan: few rows are multiplied faster by weights that are stored feature by feature.
-    features = barriers.transpose_in_memory(r, (0, 2, 1))
+    products = [
+        None if recording.is_analyzing() else make_state_product(r[d], pick(r_scale, d), pick(r_point, d), *x.shape[:2])
+        for d in range(len(r))
+    ]
 
     def recur(d: int, hidden: Any) -> Any:
-        scale, point = pick(r_scale, d), pick(r_point, d)
-        y = multiply(hidden, r, r_scale, r_point, d)
-        if recording.is_analyzing() or scale.ndim or (point is not None and point.ndim):
-            return y
-        return barriers.replace_value(y, _multiply_features(hidden, features[d], scale, point))
+        y, product = multiply(hidden, r, r_scale, r_point, d), products[d]
+        return y if product is None else barriers.replace_value(y, product(hidden))
 
     make_step = _make_lstm_step(
         call, lambda d, v: _select_direction(v, d, w.shape[2]), recur, bias, peepholes, call.has_runtime_floats(x),
