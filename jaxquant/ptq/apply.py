@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -131,8 +132,10 @@ def apply(
     known, slopes = _read_state(prepared, state), _read_gradients(prepared, gradients)
     bar = loop.Bar("quantizing", len(prepared.leaves), progress)
 
-    def quantize_leaf(leaf: int, found: tuple[inputs.Uses, Moments] | str, drift: _Drift | None = None) -> jax.Array:
-        """Quantize a parameter, note what was done, and return the floats of its codes."""
+    def quantize_leaf(
+        leaf: int, found: tuple[inputs.Uses, Moments] | str, drift: _Drift | None = None
+    ) -> QuantizedArray:  # fmt: skip
+        """Quantize a parameter, note what was done, and return its codes."""
         path, w = prepared.names[leaf], jnp.asarray(signature.arrays[leaf])
         with checks.prefix_errors(path):
             arrays[leaf], notes[leaf] = _quantize(
@@ -141,7 +144,7 @@ def apply(
         bar.count_step()
         if on_layer is not None:
             on_layer({prepared.names[place]: arrays[place] for place in notes})
-        return arrays[leaf].dequantize()
+        return arrays[leaf]
 
     try:
         if isinstance(data, Statistics):
@@ -317,7 +320,7 @@ class _Drift(NamedTuple):
 
 
 # A parameter, the statistics of its inputs, and what has changed.
-_Quantize = Callable[[int, "tuple[inputs.Uses, Moments] | str", "_Drift | None"], jax.Array]
+_Quantize = Callable[[int, "tuple[inputs.Uses, Moments] | str", "_Drift | None"], QuantizedArray]
 
 
 class _Each(tuple):
@@ -341,9 +344,11 @@ class _LayerMode(InspectMode):
 
     updates_records = False
 
-    def __init__(self, plan: Any, weights: dict[int, Any]) -> None:
+    def __init__(self, plan: Any, weights: Sequence[Any], floats: int) -> None:
         super().__init__(plan, lambda site: False, lambda *arguments: arguments)  # type: ignore[arg-type]
-        self.weights = weights  # arrays; an `_Each` if batches with float weights are run, too
+        self.weights = weights  # the float arrays of all parameters
+        self.floats = floats  # the number of batches with float weights, which are the first ones
+        self.quantized: dict[int, QuantizedArray] = {}
 
     def is_parameter(self, value: object) -> bool:
         """Return whether a value is a parameter that has not been read."""
@@ -364,10 +369,12 @@ class _LayerMode(InspectMode):
         """Return the array of a parameter as it is now, after its moves."""
         if not isinstance(parameter, _UnreadParameter):
             return parameter
-        value = self.weights[parameter.leaf]
+        w, q = self.weights[parameter.leaf], self.quantized.get(parameter.leaf)
+        # The floats of codes are not kept, because those of all layers would take as much memory as the weights.
+        values = [w] if q is None else [q.dequantize()] if not self.floats else [w, q.dequantize()]
         for equation, place in parameter.moves:
-            value = _evaluate_each(equation, [value])[place]
-        return value
+            values = [jaxpr.evaluate(equation, [value])[place] for value in values]
+        return values[0] if len(values) == 1 else _Each(value for value in values for _ in range(self.floats))
 
 
 def _evaluate_each(equation: Equation, arrays: Sequence[Any]) -> list[Any]:
@@ -379,22 +386,27 @@ def _evaluate_each(equation: Equation, arrays: Sequence[Any]) -> list[Any]:
     return [_Each(parts) for parts in zip(*results, strict=True)]
 
 
+class _AllQuantizedError(Exception):
+    """Raised when all parameters that are contracted are quantized, because what follows in the program is not used."""
+
+
 class _LayerInterpreter(ReplacingInterpreter):
     """The evaluation of one program on all batches at once, outside of `jax.jit`."""
 
     mode: _LayerMode
 
-    def __init__(self, call: TracedCall, mode: _LayerMode, quantize: _Quantize, floats: int) -> None:
+    def __init__(self, call: TracedCall, mode: _LayerMode, quantize: _Quantize) -> None:
         super().__init__(call.analysis, mode, {})
         self.call = call
         self.quantize = quantize
-        self.floats = floats  # the number of batches with float weights, which are the first ones
-        self.quantized: set[int] = set()
+        self.floats = mode.floats
+        sites = [site for site in self.analysis.sites.values() if has_statistics(call.plan, site)]
+        self.remaining = {view.leaf for site in sites for view in site.views}
         # The arrays that are added to the outputs of a contraction, by the name of it, and where they are written.
         self.addends: dict[str, Any] = {}
         self.writers: dict[Address, list[tuple[int, str]]] = {}
         self.waiting: set[str] = set()
-        if floats:
+        if self.floats:
             self._match_addends()
 
     def _match_addends(self) -> None:
@@ -419,6 +431,7 @@ class _LayerInterpreter(ReplacingInterpreter):
         if site is not None and has_statistics(self.call.plan, site):
             with checks.prefix_errors(site.describe()):
                 self._visit(site, operands)
+            self._check_remaining()
             return self._run_each(equation, operands)
         is_moved = address in self.analysis.followed and self.can_move(equation, operands)
         is_call = jaxpr.read_name(equation) in (*jaxpr.CALLS, jaxpr.REMAT) and address in self.analysis.entered
@@ -430,7 +443,12 @@ class _LayerInterpreter(ReplacingInterpreter):
             return super().evaluate_equation(equation, operands, visit)
         if any(has_statistics(self.call.plan, site) for site in self.analysis.list_below(address)):
             self._visit_loop(equation, operands, visit)
+            self._check_remaining()
         return self._run_each(equation, operands)
+
+    def _check_remaining(self) -> None:
+        if not self.remaining:
+            raise _AllQuantizedError
 
     def run_inner(self, body: Body, values: Sequence[Any], address: Address, records: Records) -> tuple[Any, Any]:
         """Return the results of a body, in which parameters are still read when they are contracted."""
@@ -444,7 +462,7 @@ class _LayerInterpreter(ReplacingInterpreter):
         """Quantize the parameter of a contraction, if this is its first one."""
         self.waiting.discard(site.name)
         addend = self.addends.pop(site.name, None)
-        if all(view.leaf in self.quantized for view in site.views):
+        if self.remaining.isdisjoint(view.leaf for view in site.views):
             return
         x = inputs.read_operand(site, operands)
         batches = x if isinstance(x, _Each) else (x,)
@@ -486,16 +504,14 @@ class _LayerInterpreter(ReplacingInterpreter):
 
     def _quantize_views(self, site: Site, moments: Moments, drift: _Drift | None) -> None:
         for view in site.views:
-            if view.leaf in self.quantized:
+            if view.leaf not in self.remaining:
                 continue
             shape = self.call.parameters.arrays[view.leaf].shape
             use = inputs.describe_use(site, view, shape)
             found = inputs.combine_uses([use], {site.name: moments}, shape)
             ordered = None if drift is None or use.reason else _order_drift(use, drift, shape)
-            w, values = self.mode.weights[view.leaf], self.quantize(view.leaf, found, ordered)
-            is_same = not self.floats
-            self.mode.weights[view.leaf] = values if is_same else _Each([w] * self.floats + [values] * self.floats)
-            self.quantized.add(view.leaf)
+            self.mode.quantized[view.leaf] = self.quantize(view.leaf, found, ordered)
+            self.remaining.remove(view.leaf)
 
 
 def _sum_changes(vectors: Sequence[jax.Array], arrays: Sequence[jax.Array], floats: int) -> Any:
@@ -542,7 +558,7 @@ def _run_layers(
         batches: the positional and the keyword arguments of each call; all calls have the same program.
         arguments: keyword arguments of every call.
         quantize: a function of the index of a parameter, of the statistics of its inputs, and of a `_Drift` or None. It
-            returns the floats with which to go on.
+            returns the codes with which to go on.
         has_floats: whether to evaluate the program with float weights, too, beside the quantized ones.
     """
     calls = [session.trace(args, {**kwargs, **arguments}) for args, kwargs in batches]
@@ -552,7 +568,7 @@ def _run_layers(
     checks.require(count == 1, _NAME, "data", expected, f"{count} kinds of batches")
     first = calls[0]
     places = range(len(first.parameters.arrays))
-    mode = _LayerMode(first.plan, dict(enumerate(first.parameters.arrays)))
+    mode = _LayerMode(first.plan, first.parameters.arrays, len(calls) if has_floats else 0)
     pending = [_UnreadParameter(leaf) if leaf in session.leaves else first.parameters.arrays[leaf] for leaf in places]
     operands = [call.list_operands(pending) for call in calls]
     # The parameters come first, and are the same in all calls.
@@ -563,4 +579,5 @@ def _run_layers(
         for index, parts in enumerate(zip(*operands, strict=True))
     ]
     body = jaxpr.Body(first.trace.program, first.trace.constants)
-    _LayerInterpreter(first, mode, quantize, len(calls) if has_floats else 0).evaluate_body(body, values)
+    with contextlib.suppress(_AllQuantizedError):
+        _LayerInterpreter(first, mode, quantize).evaluate_body(body, values)

@@ -170,6 +170,30 @@ def test_what_cannot_be_quantized_with_inputs_is_noted(rng: np.random.Generator)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("match_floats", [False, True])
+def test_what_follows_the_last_weight_is_not_run(rng: np.random.Generator, match_floats: bool) -> None:
+    """The logits of a large table that stays in floats would take the most time and memory."""
+    seen: list[str] = []
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        x = jax.nn.relu(x @ params["first"])
+        jax.debug.callback(lambda: seen.append("before"))
+        x = x @ params["second"].T
+        jax.debug.callback(lambda: seen.append("after"))
+        return x @ params["table"].T
+
+    shapes = {"first": (8, 16), "second": (6, 16), "table": (40, 6)}
+    params = {name: jnp.asarray(rng.normal(0, 0.5, shape), F32) for name, shape in shapes.items()}
+    batches = [jnp.asarray(rng.normal(size=(32, 8)), F32) for _ in range(3)]
+    rules = (jq.Rule("table", keep="float"), *INT4)
+    prepared = jq.prepare(apply, params, batches[0], rules=rules)
+    notes = ptq.apply(prepared, params, batches, ptq.GPTQ(), match_floats=match_floats, progress=False).notes
+    jax.effects_barrier()
+    assert [note.action for note in notes] == ["GPTQ", "GPTQ"]
+    assert "before" in seen
+    assert "after" not in seen
+
+
 def test_singular_moments_and_dead_inputs_are_noted(rng: np.random.Generator) -> None:
     params = {"w": jnp.asarray(rng.normal(size=(12, 5)), F32)}
     x = jnp.asarray(rng.normal(size=(4, 12)), F32).at[:, 3].set(0)
