@@ -129,7 +129,10 @@ def _run_pass(weight: jq.Weight, quantize: Callable[[Any, Any, list[Any]], Any],
         read = lambda params, *arguments: model.run(params, *arguments)[0]  # noqa: E731
         rules = (jq.Rule(_TABLE, keep="float"), jq.Rule(weight=weight))
         prepared = jq.prepare(read, floats, *_call(model, np.zeros((1, 2), np.int32)), rules=rules)
-        batches = [_call(model, row[None, :_TEXT]) for row in sample.calibration[-rows:]]
+        tokens = sample.calibration[-rows:][:, None, :_TEXT]
+        # All batches begin with the same empty caches, which are many times as large as the tokens.
+        caches = decoder.create_caches(model.config, *tokens[0].shape, "float32")
+        batches = [_call(model, row, caches) for row in tokens]
         found = dict(quantize(prepared, floats, batches).params)
         spec = jq.QuantSpec("int8", jq.PerAxis(0))
         tables = {name: jq.quantize(found[name], spec) for name in found if name.startswith(_TABLE[:-1])}
