@@ -10,13 +10,13 @@ import pytest
 from tests.project import structure
 
 MODULES = 277
-CODE_LINES = 43_650
+CODE_LINES = 43_700
 CLOSURE = (17, 66)  # median and 90th percentile
 CLOSURE_AT_IMPORT = (17, 66)
 PRIVATE_IMPORTS = 0
 CYCLES = 0
 REPEATED_CLASSES = 0
-ANY_PARAMETERS = 819
+ANY_PARAMETERS = 829
 PLATFORM_CALLS = 0
 FRAMES = {
     "jq.matmul(a, q), a float": 7,
