@@ -696,7 +696,7 @@ def _shift_axes(axes: tuple[int, ...], axis: int, is_first: bool) -> tuple[int, 
 
 
 def _stack_positions(
-    x: jax.Array, sliced: int, axis: int, count: int, step: int, stride: int, length: Any, is_first: bool
+    x: jax.Array, sliced: int, axis: int, count: int, step: int, stride: int, length: int, is_first: bool
 ) -> jax.Array:
     """Return slices of an axis that begin `step` after each other, stacked along `axis`.
 

@@ -188,7 +188,9 @@ def run_lstm(call: Call, x: jax.Array, w: jax.Array, r: jax.Array, *inputs: jax.
     return _run_directions(call, _project(x, w), lengths, states, make_step)
 
 
-def make_state_product(r: Any, scale: Any, point: Any, steps: Any, rows: Any) -> Callable[[Any], Any] | None:
+def make_state_product(
+    r: jax.Array, scale: jax.Array, point: jax.Array | None, steps: int, rows: int
+) -> Callable[[jax.Array], jax.Array] | None:
     """Return a function that returns what `dynamic_quantize_matmul` does for a hidden state and R of a direction.
 
     Outside of the scan it brings R into the form that a CPU multiplies fastest in each step. None if R has a scale for
@@ -214,7 +216,7 @@ def make_state_product(r: Any, scale: Any, point: Any, steps: Any, rows: Any) ->
     return lambda a: _multiply_features(a, features, scale, point)
 
 
-def _multiply_row(a: Any, floats: Any, sums: Any, scale: Any) -> Any:
+def _multiply_row(a: jax.Array, floats: jax.Array, sums: jax.Array, scale: jax.Array) -> jax.Array:
     """Return the product of one row, quantized, and of integers in float32, whose sums over the rows are `sums`."""
     codes, a_scale, a_point = dynamic_quantize_linear(a)
     row, center = (part.astype(jnp.float32) - 128 for part in (codes, a_point))
