@@ -55,7 +55,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 decoder: Any = importlib.import_module("decoder")
 
 _TEXT, _CALIBRATION, _STEPS, _TEXTS, _WRITTEN, _PROMPT = 512, 8, 8, 10, 128, 64
-_MATCHED = 16  # rows that calibrate an algorithm which matches floats, because it fits few tokens too closely
+_MATCHED = 56  # rows that calibrate an algorithm which matches floats, because it fits few tokens too closely
 _FLOAT, _OWN, _CACHE = "floats of the file's codes", "the file's own codes", "cache: "
 _DYNAMIC = {"weight": jq.Weight("int8"), "activation": jq.Activation("uint8", per="row")}
 _TABLE = "token_embd*"
