@@ -328,7 +328,8 @@ class TrainMode(_CodesMode):
         assert graph is not None
         assert point.site is not None
         floats, codes = zip(*operands, strict=True)
-        y = operations.contract_with_gradient(operation, self.plan.sites[point.site.name].backward, floats, codes)
+        backward = self.plan.sites[point.site.name].backward
+        y: Any = operations.contract_with_gradient(operation, backward, floats, codes)
         y = finish_floats(graph, point, y, bias)
         fixed = lax.stop_gradient(quantizer)
         exact = contract_to_codes(graph, point, operation, lax.stop_gradient(codes), bias, fixed)
