@@ -145,13 +145,16 @@ def _read_spec(q: QuantizedArray) -> QuantSpec:
     offset = q.offset is not None and q.codebook is None
     symmetric = q.zero_point is None and not offset
     options: dict[str, Any] = {"symmetric": symmetric, "narrow_range": False, "offset": offset}
-    if isinstance(q.scale, QuantizedArray):
-        inner = _read_spec(q.scale)
+    scale = q.scale
+    # A spec cannot say all nested scales, such as bitsandbytes' with an offset of their own. What is quantized again then
+    # has float32 scales.
+    if not isinstance(scale, QuantizedArray):
+        options["scale_dtype"] = scale.dtype
+    elif q.zero_point is None and scale.offset is None and scale.codebook is None:
+        inner = _read_spec(scale)
         # Unsigned codes of scales begin at 0.
         is_symmetric = not dtypes.is_integer(inner.dtype) or inner.bounds[0] < 0
         options["scale_spec"] = dataclasses.replace(inner, symmetric=is_symmetric)
-    else:
-        options["scale_dtype"] = q.scale.dtype
     return QuantSpec(q.format, granularity, **options)
 
 

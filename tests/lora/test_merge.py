@@ -125,3 +125,25 @@ def test_merged_codes_return_to_their_type_of_gguf(kind: str, rng: np.random.Gen
     (tensor,) = gguf.GGUFReader(tmp_path / "merged.gguf").tensors
     assert tensor.tensor_type.name == kind.upper()
     check_equal(gguf.quants.dequantize(tensor.data, tensor.tensor_type), tree.params["blk.0.w"].dequantize())
+
+
+@pytest.mark.parametrize("form", ["zero points", "offset", "codebook"])
+def test_codes_with_scales_that_no_spec_can_say(form: str, rng: np.random.Generator) -> None:
+    """They run as they are, as those of bitsandbytes' double quantization; merged codes have float32 scales."""
+    inner = {"offset": {"offset": True}, "zero points": {"symmetric": False}, "codebook": {}}[form]
+    inner_dtype = jq.nf4 if form == "codebook" else "uint8"
+    outer = jq.QuantSpec("uint4", jq.Blocked(-1, 32), symmetric=False)
+    outer = outer if form == "zero points" else jq.QuantSpec(jq.nf4, jq.Blocked(-1, 32))
+    plain = jq.quantize(jnp.asarray(rng.normal(size=(8, 256)).astype(np.float32)), outer)
+    scale = jq.quantize(plain.scale, jq.QuantSpec(inner_dtype, jq.Blocked(-1, 4), **inner))
+    q = jq.QuantizedArray(
+        plain.codes, scale, plain.zero_point, block_size=plain.block_size, codebook=plain.codebook
+    )  # fmt: skip
+    x = jnp.asarray(rng.normal(size=(3, 256)).astype(np.float32))
+    prepared = jq.prepare(lambda p, x: x @ p["w"].T, {"w": q}, x, rules=jq.recipes.weight_only_int8())
+    converted = prepared.convert({"w": q})
+    expected = np.asarray(x, np.float64) @ np.asarray(q.dequantize(), np.float64).T
+    np.testing.assert_allclose(prepared.apply(converted, x), expected, rtol=1e-4, atol=1e-4)
+    tree, _ = jq.lora.merge(prepared, jq.lora.adapt(prepared, converted, jq.lora.LoRA(2), jax.random.key(0)))
+    assert tree.params["w"].scale.dtype == jnp.float32
+    assert not isinstance(tree.params["w"].scale, jq.QuantizedArray)
