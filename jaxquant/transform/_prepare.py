@@ -146,8 +146,8 @@ def _read_spec(q: QuantizedArray) -> QuantSpec:
     symmetric = q.zero_point is None and not offset
     options: dict[str, Any] = {"symmetric": symmetric, "narrow_range": False, "offset": offset}
     scale = q.scale
-    # A spec cannot say all nested scales, such as bitsandbytes' with an offset of their own. What is quantized again then
-    # has float32 scales.
+    # A spec cannot say all nested scales, such as bitsandbytes' with an offset of their own: new codes
+    # then have float32 scales.
     if not isinstance(scale, QuantizedArray):
         options["scale_dtype"] = scale.dtype
     elif q.zero_point is None and scale.offset is None and scale.codebook is None:
