@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._arrays import indexing, parts, quantized_array
 from .._arrays.quantized_array import QuantizedArray, unpack_checked
-from .._core import checks, dtypes, entry_point, sharding
+from .._core import checks, dtypes, entry_point, recording, sharding
 from .._kernels import affine
 from .._kernels.contraction import Role
 from ..integer import DotDimensionNumbers, MatrixShapes, check_placement, match_matrices, match_roles
@@ -195,7 +195,9 @@ def contract_dimensions(
             is_nested=is_nested,
         )  # fmt: skip
         dtype = preferred or dtype
-        return affine.round_to_dtype(finish(contract(*operands)), dtype).astype(dtype)
+        with jax.named_scope(recording.WEIGHT_ONLY):
+            y = contract(*operands)
+        return affine.round_to_dtype(finish(y), dtype).astype(dtype)
     if not is_integer:
         for argument, given in () if epilogue is None else (("bias", epilogue.bias), ("output", epilogue.output)):
             text = f"None with codes of {lhs.codes.dtype}, whose sums are floats"

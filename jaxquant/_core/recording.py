@@ -28,6 +28,8 @@ _recording = jax.make_user_context(None)
 _analyzing = jax.make_user_context(None)
 # Stands for an array among the arguments of a mark.
 OPERAND = "<operand>"
+# The name scope of a product of floats and codes, by which the analysis of a program knows it.
+WEIGHT_ONLY = "jaxquant.weight_only"
 
 
 def is_recording() -> bool:

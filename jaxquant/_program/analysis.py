@@ -14,6 +14,7 @@ from typing import Any
 
 from jax import lax
 
+from .._core import recording
 from . import jaxpr, views
 from .jaxpr import Address, Atom, Body, Equation
 from .views import Constant, Data, Joined, Origin, View
@@ -301,6 +302,7 @@ def _name_sites(sites: Sequence[Site], names: Sequence[str]) -> list[Site]:
 
 UNUSED = "nothing uses its result"
 INTEGERS = "integers already"
+CODES = "codes already"
 _ADVICE = {
     "shard_map": ": prepare the function inside, and call shard_map on its apply",
     # With codes inside, `jax.vmap` of the result would not use the rule, and no rule of ours has seen its contractions.
@@ -358,10 +360,12 @@ def _walk_equation(equation: Equation, origins: list[Origin], around: _Nesting, 
 def _add_site(equation: Equation, origins: Sequence[Origin], around: _Nesting, findings: _Findings) -> None:
     operation = OPERATIONS.get(jaxpr.read_name(equation), jaxpr.read_name(equation))
     reason = around.reason or explain_floats(equation, origins)
-    # Whatever keeps the equation from running on codes keeps nothing from integers.
+    scope = _join_scopes(around, equation)
+    # Whatever keeps the equation from running on codes keeps nothing from integers, or from the codes of `jq.matmul`.
     if reason != UNUSED and operation != "take" and _contracts_integers(equation):
         reason = INTEGERS
-    scope = "/".join(part for part in (around.scope, jaxpr.read_scope(equation)) if part)
+    elif reason != UNUSED and _is_weight_only(scope):
+        reason = CODES
     stem = f"{operation}@{scope}" if scope else operation
     where = jaxpr.locate(equation) or around.where
     layers, lengths = around.layers, around.lengths
@@ -400,19 +404,32 @@ def _walk_boundary(equation: Equation, origins: list[Origin], around: _Nesting, 
 
 
 def _enter(equation: Equation, around: _Nesting, number: int) -> _Nesting:
-    scope = "/".join(part for part in (around.scope, jaxpr.read_scope(equation)) if part)
+    scope = _join_scopes(around, equation)
     where = jaxpr.locate(equation) or around.where
     return dataclasses.replace(around, address=(*around.address, number), scope=scope, where=where)
 
 
+def _join_scopes(around: _Nesting, equation: Equation) -> str:
+    return "/".join(part for part in (around.scope, jaxpr.read_scope(equation)) if part)
+
+
+def _is_weight_only(scope: str) -> bool:
+    """Return whether a name scope is of a product of floats and codes that the function computes itself."""
+    return scope.rpartition("/")[2] == recording.WEIGHT_ONLY
+
+
 def _walk_cond(equation: Equation, origins: list[Origin], around: _Nesting, findings: _Findings) -> list[Origin]:
     results = []
-    for number, body in enumerate(jaxpr.read_branches(equation)):
+    branches = list(enumerate(jaxpr.read_branches(equation)))
+    # Each branch has the same product, for one platform; the last one, for any platform, has no chunks.
+    if _is_weight_only(_join_scopes(around, equation)):
+        branches = branches[-1:]
+    for number, body in branches:
         # The first operand is the index of the branch.
         results.append(_walk(body, origins[1:], _enter(equation, around, number), findings))
     reason = f"cond at {jaxpr.locate(equation)}"
     # Which branch runs is not known here, so that a parameter which one of them returns cannot be followed.
-    return [views.combine(branches, reason) for branches in zip(*results, strict=True)]
+    return [views.combine(list(found), reason) for found in zip(*results, strict=True)]
 
 
 def _walk_scan(equation: Equation, origins: list[Origin], around: _Nesting, findings: _Findings) -> list[Origin]:

@@ -11,7 +11,7 @@ from .._arrays import diagnostics
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._program import jaxpr
-from .._program.analysis import INTEGERS, Analysis, Site
+from .._program.analysis import CODES, INTEGERS, Analysis, Site
 from ._plan import ProgramPlan, SitePlan, describe_site
 from ._regions.rounding_points import Regions
 
@@ -27,8 +27,8 @@ class Row(NamedTuple):
             contracts.
         shapes: the shapes of its operands.
         form: "integer" (codes times codes), "small-float" (the same in float8 or float4), "weight-only" (floats times
-            codes), "lookup" (entries of codes) or "float". A product of integers that the function has already, such as
-            one of `jaxquant.attention`, is "integer", without a spec.
+            codes), "lookup" (entries of codes) or "float". A product that the function computes from codes already is
+            "integer", such as one of `jaxquant.attention`, or "weight-only", as of `jaxquant.matmul`, without a spec.
         weight: the spec of its parameter, or None.
         activations: the specs of its activations; empty if they stay in floats.
         reason: why it stays as it is; or why its weight is quantized otherwise than its rule says: the parameter has
@@ -203,7 +203,7 @@ def _list_operations(regions: Regions) -> Iterator[Operation]:
 
 def _name_form(site: Site, plan: SitePlan) -> str:
     if not plan.is_replaced:
-        return "integer" if site.reason == INTEGERS else "float"
+        return {INTEGERS: "integer", CODES: "weight-only"}.get(site.reason, "float")
     if site.operation == "take":
         return "lookup"
     if not plan.activations:

@@ -17,7 +17,7 @@ from .._core import checks, dtypes
 from .._core.dtypes import CONTRACTED as INTEGER_DTYPES
 from .._core.granularity import Blocked, Granularity, PerAxis, PerTensor
 from .._program import jaxpr, views
-from .._program.analysis import INTEGERS, PRODUCTS, UNUSED, Address, Analysis, Site, list_contracted
+from .._program.analysis import CODES, INTEGERS, PRODUCTS, UNUSED, Address, Analysis, Site, list_contracted
 from .._training.range_sources import Backward, FloatBackward
 from ..calibration.calibrator import Calibrator, Factory
 from ._adapter_axes import AdapterAxes, match_adapter_axes
@@ -363,8 +363,8 @@ def _plan_site(
     is_kept = rule is None or rule.keep is not None
     if rule is None or is_kept or site.reason:
         reason = (site.reason or _explain_float(site, rule)) + _explain_values(site, leaves, names)
-        # Unused results and products of integers lose nothing by staying as they are: `strict` does not list them.
-        is_wanted = not is_kept and site.reason not in (UNUSED, INTEGERS)
+        # Unused results and products of codes lose nothing by staying as they are: `strict` does not list them.
+        is_wanted = not is_kept and site.reason not in (UNUSED, INTEGERS, CODES)
         return SitePlan(False, None, (), record, layers, reason, is_wanted)
     weight = leaves[site.views[0].leaf].spec if site.views else None
     activations = []

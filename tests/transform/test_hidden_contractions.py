@@ -102,6 +102,36 @@ def test_products_of_integers_stay_as_they_are():
     np.testing.assert_array_equal(prepared.apply(prepared.convert(PARAMS), X, codes)[1], codes @ codes.T)
 
 
+@pytest.mark.parametrize("spec", [jq.QuantSpec("int8", jq.PerAxis(1)), jq.QuantSpec("int4", jq.Blocked(0, 32))])
+@pytest.mark.parametrize(("size", "rows"), [(32, 4), (2048, 32), (2048, 1)])
+def test_a_product_of_floats_and_codes_is_one_row(spec, size, rows, rng):
+    codes = jq.quantize(jnp.asarray(rng.normal(size=(size, 16)), jnp.float32), spec)
+    x = jnp.asarray(rng.normal(size=(rows, size)), jnp.float32)
+
+    def multiply(params, x, codes):
+        return jq.matmul(x, codes) @ params["w"]
+
+    # Whether the codes are an argument, or closed over.
+    for function, arguments in ((multiply, (x, codes)), (lambda params, x: multiply(params, x, codes), (x,))):
+        prepared = jq.prepare(function, PARAMS, *arguments, rules=RECIPES["w8a8_dynamic"], strict=True)
+        product, layer = prepared.coverage.rows
+        assert product.name == "dot_general@jaxquant.weight_only"
+        assert product.shapes == ((rows, size), (size, 16))
+        assert (product.form, product.reason, product.is_wanted) == ("weight-only", "codes already", False)
+        assert (layer.name, layer.form) == ("w", "integer")
+        actual = jax.jit(prepared.apply)(prepared.convert(PARAMS), *arguments)
+        assert find_sqnr(actual, jax.jit(function)(PARAMS, *arguments)) > 30
+
+
+def test_a_product_with_a_parameter_that_the_function_quantizes_is_one_row():
+    spec = jq.QuantSpec("int8", jq.PerAxis(1))
+    prepared = jq.prepare(
+        lambda params, x: jq.matmul(x, jq.quantize(params["w"], spec)), PARAMS, X, rules=RECIPES["w8a8_dynamic"],
+        strict=True,
+    )  # fmt: skip
+    assert [(row.name, row.form, row.reason) for row in prepared.coverage] == [("w", "weight-only", "codes already")]
+
+
 def test_rules_for_vmap():
     """Outside of the prepared function, the rule is used; inside of it, its contractions run on codes."""
     prepared = jq.prepare(_in_custom_vmap, PARAMS, X, rules=RECIPES["w8a8_dynamic"])
