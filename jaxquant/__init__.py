@@ -132,6 +132,7 @@ if TYPE_CHECKING:
     from ._attention.dot_product_attention import quantized_dot_product_attention
     from ._attention.kv_cache import KVCache
     from ._codes.arrangement import concatenate
+    from ._training.backward_choices import Float8Backward, FloatBackward, Int8Backward
     from ._training.contraction_vjp import save_codes
     from ._training.conv_general_dilated import quantized_conv_general_dilated
     from ._training.dot_general import quantized_dot_general
@@ -139,7 +140,7 @@ if TYPE_CHECKING:
     from ._training.estimators import LSQ, PACT, LSQPlus, StochasticRounding, StraightThrough
     from ._training.fake_quantize import AmaxHistory, Quantizer, fake_quantize
     from ._training.fake_quantize_linear import dynamic_fake_quantize_linear, fake_quantize_linear
-    from ._training.range_sources import Dynamic, Float8Backward, FloatBackward, Int8Backward, Learned, Static
+    from ._training.range_sources import Dynamic, Learned, Static
     from .calibration import Range
     from .onednn import dynamic_dequantize
     from .transform import Activation, Prepared, QuantizedTree, Rule, TrainableTree, Weight, prepare, recipes
@@ -163,7 +164,8 @@ else:  # type checkers would take every name for one that is there
         "._training.estimators": "LSQ PACT LSQPlus StochasticRounding StraightThrough",
         "._training.fake_quantize": "AmaxHistory Quantizer fake_quantize",
         "._training.fake_quantize_linear": "dynamic_fake_quantize_linear fake_quantize_linear",
-        "._training.range_sources": "Dynamic Float8Backward FloatBackward Int8Backward Learned Static",
+        "._training.backward_choices": "Float8Backward FloatBackward Int8Backward",
+        "._training.range_sources": "Dynamic Learned Static",
         ".calibration": "Range",
         ".onednn": "dynamic_dequantize",
         ".transform": "Activation Prepared QuantizedTree Rule TrainableTree Weight prepare recipes",

@@ -1,4 +1,4 @@
-"""The gradient of a contraction of codes, contracted in integers or in float8: see `Backward` in `range_sources`."""
+"""The gradient of a contraction of codes, contracted in integers or in float8: see `Backward` in `backward_choices`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .._contractions.einsum import contract_operands
 from .._core import checks, dtypes, granularity, sharding
 from .._core.granularity import PerAxis, PerTensor
 from . import estimators
-from .range_sources import Backward, Int8Backward
+from .backward_choices import Backward, Int8Backward
 from .rounding_vjp import RoundingConfig, make_array
 
 Labels = tuple[str, ...]

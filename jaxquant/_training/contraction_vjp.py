@@ -29,8 +29,8 @@ from .._core import checks, dtypes, entry_point, granularity, sharding
 from .._kernels.affine import divide_by_scale
 from . import estimators
 from .backward import split_keys
+from .backward_choices import Backward, Float8Backward, Int8Backward, check_backward
 from .fake_quantize import Quantizer, read_parts, read_quantizer, split_quantizer
-from .range_sources import Backward, Float8Backward, Int8Backward, check_backward
 from .rounding_vjp import RoundingConfig, compute_cotangents, compute_mask, make_array, round_zero_point
 
 CODES = "jaxquant.codes"

@@ -21,8 +21,8 @@ from .._core.dtypes import EIGHT_BITS
 from .._kernels.convolution import ConvolutionPlan
 from . import contraction_vjp
 from .backward import fold_scale_into_gradient, quantize_gradient
+from .backward_choices import Backward, FloatBackward
 from .fake_quantize import Quantizer
-from .range_sources import Backward, FloatBackward
 
 _NAME = "quantized_conv_general_dilated"
 

@@ -18,8 +18,8 @@ from .._core import checks, dtypes, entry_point
 from ..integer import DotDimensionNumbers, match_roles
 from . import contraction_vjp
 from .backward import compute_operand_cotangent
+from .backward_choices import Backward, FloatBackward
 from .fake_quantize import Quantizer
-from .range_sources import Backward, FloatBackward
 
 _NAME = "quantized_dot_general"
 

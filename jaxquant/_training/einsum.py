@@ -16,8 +16,8 @@ from .._contractions.einsum import contract_operands, parse_subscripts
 from .._core import checks, dtypes, entry_point
 from . import contraction_vjp
 from .backward import compute_operand_cotangent
+from .backward_choices import Backward, FloatBackward
 from .fake_quantize import Quantizer
-from .range_sources import Backward, FloatBackward
 
 _NAME = "quantized_einsum"
 

@@ -21,11 +21,12 @@ from .._contractions.einsum import einsum
 from .._contractions.take import take
 from .._core import checks
 from .._core.granularity import PerAxis, PerFeature, PerTensor
+from .._training.backward_choices import Backward, FloatBackward
 from .._training.conv_general_dilated import quantized_conv_general_dilated
 from .._training.dot_general import quantized_dot_general
 from .._training.einsum import quantized_einsum
 from .._training.fake_quantize import Quantizer
-from .._training.range_sources import Backward, Dynamic, FloatBackward
+from .._training.range_sources import Dynamic
 from ._operand_ranges import Parameters, make_quantizer, quantize_operand
 from ._quantization import LayerOperand, Operands, has_forms, resolve_tokens
 

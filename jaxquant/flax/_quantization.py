@@ -10,8 +10,9 @@ from typing import NamedTuple
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._core.granularity import PerAxis, PerFeature, PerTensor, PerToken
+from .._training.backward_choices import Backward, FloatBackward
 from .._training.estimators import LSQPlus
-from .._training.range_sources import Backward, Dynamic, FloatBackward, Learned, RangeSource
+from .._training.range_sources import Dynamic, Learned, RangeSource
 from ..calibration.calibrator import describe_factory
 
 # Granularities of activations that give ranges of one shape for every batch.

@@ -19,10 +19,10 @@ from .._core import checks, sharding
 from .._kernels.weight_chunks import delay_floats
 from .._program import analysis, jaxpr
 from .._program.jaxpr import Equation
+from .._training.backward_choices import Backward, FloatBackward
 from .._training.contraction_vjp import TrainedContraction, compute_operand_cotangents
 from .._training.conv_general_dilated import ConvContraction
 from .._training.dot_general import DotContraction
-from .._training.range_sources import Backward, FloatBackward
 
 _NAME = "prepare"
 

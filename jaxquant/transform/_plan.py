@@ -18,7 +18,7 @@ from .._core.dtypes import CONTRACTED as INTEGER_DTYPES
 from .._core.granularity import Blocked, Granularity, PerAxis, PerTensor
 from .._program import jaxpr, views
 from .._program.analysis import CODES, INTEGERS, PRODUCTS, UNUSED, Address, Analysis, Site, list_contracted
-from .._training.range_sources import Backward, FloatBackward
+from .._training.backward_choices import Backward, FloatBackward
 from ..calibration.calibrator import Calibrator, Factory
 from ._adapter_axes import AdapterAxes, match_adapter_axes
 from ._regions.finder import find_regions

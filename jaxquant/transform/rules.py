@@ -12,7 +12,8 @@ from .._arrays.spec import QuantSpec
 from .._contractions.output import check_output_spec
 from .._core import checks
 from .._core.granularity import PerTensor
-from .._training.range_sources import Backward, Dynamic, FloatBackward, Int8Backward, Learned, Static, check_backward
+from .._training.backward_choices import Backward, FloatBackward, Int8Backward, check_backward
+from .._training.range_sources import Dynamic, Learned, Static
 from ..calibration.calibrator import Factory
 
 

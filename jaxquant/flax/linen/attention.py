@@ -11,7 +11,8 @@ from flax import linen as nn
 from ..._arrays.spec import QuantSpec
 from ..._attention.kv_cache import INT8
 from ..._core import checks
-from ..._training.range_sources import Backward, Dynamic, FloatBackward, RangeSource
+from ..._training.backward_choices import Backward, FloatBackward
+from ..._training.range_sources import Dynamic, RangeSource
 from .. import _attention
 from .._attention import AttentionOptions
 from .layers import DenseGeneral

@@ -22,7 +22,8 @@ from ..._arrays.quantize import compute_parameters
 from ..._arrays.quantized_array import QuantizedArray
 from ..._arrays.spec import QuantSpec
 from ..._core import checks
-from ..._training.range_sources import Backward, Dynamic, FloatBackward, Int8Backward, RangeSource, Static
+from ..._training.backward_choices import Backward, FloatBackward, Int8Backward
+from ..._training.range_sources import Dynamic, RangeSource, Static
 from ...checkpoint.arrays import StaticText
 from .. import _conversion, _operand_ranges, _operations, _quantization
 from .._operand_ranges import Parameters

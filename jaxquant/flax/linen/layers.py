@@ -15,7 +15,8 @@ from ..._arrays import parts
 from ..._arrays.quantized_array import QuantizedArray
 from ..._arrays.spec import QuantSpec
 from ..._core import checks
-from ..._training.range_sources import Backward, Dynamic, FloatBackward, RangeSource
+from ..._training.backward_choices import Backward, FloatBackward
+from ..._training.range_sources import Dynamic, RangeSource
 from .. import _operations
 from .._quantization import Quantization, check_layer
 from .contraction import (

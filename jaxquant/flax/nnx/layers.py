@@ -13,7 +13,8 @@ from flax.nnx.nn import dtypes
 
 from ..._arrays.spec import QuantSpec
 from ..._core import checks
-from ..._training.range_sources import Backward, Dynamic, FloatBackward, RangeSource
+from ..._training.backward_choices import Backward, FloatBackward
+from ..._training.range_sources import Dynamic, RangeSource
 from .._quantization import Quantization
 from .contraction import (
     NnxContraction,
