@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
@@ -19,6 +20,7 @@ from ._core import checks, dtypes, granularity
 from .checkpoint import CheckpointError, Info, peft
 from .checkpoint import load as load_checkpoint
 from .checkpoint import save as save_checkpoint
+from .checkpoint.formats.gguf_header import ARCHITECTURES
 from .transform import Prepared, QuantizedTree
 from .transform.adapters import (
     AdaptedTree,
@@ -485,7 +487,7 @@ def load_peft(
 
 
 def save_gguf(
-    path: str | os.PathLike[str], prepared: Prepared, adapted: AdaptedTree, *, architecture: str,
+    path: str | os.PathLike[str], prepared: Prepared, adapted: AdaptedTree, *, architecture: str | Info,
     names: Naming | None = None,
 ) -> None:  # fmt: skip
     """Write adapters as a GGUF file, for llama.cpp to use beside the file of the model.
@@ -499,8 +501,8 @@ def save_gguf(
         path: the file.
         prepared: the prepared function.
         adapted: the parameters with their adapters.
-        architecture: the architecture that the model's file names, "general.architecture", such as "llama". llama.cpp
-            refuses adapters of another one.
+        architecture: the architecture that the model's file names, "general.architecture", such as "llama"; or the
+            `Info` of that file, whose architecture is taken as it is. llama.cpp refuses adapters of another one.
         names: a function from the path of a parameter to the name of the tensor in the model's file. Of stacked layers
             it holds "{}" for the number of the layer. None takes the paths as they are, as of a GGUF file that
             `jq.checkpoint.load` has read.
@@ -513,7 +515,7 @@ def save_gguf(
         TypeError: an argument has a wrong type.
         ValueError: an adapter belongs to a table or to a convolution, is of the variant "dora", or is too large for
             its dtype with the alpha of the file; two parameters have one name; a tensor's name has more than 63 bytes,
-            which llama.cpp cannot read; or the architecture has none.
+            which llama.cpp cannot read; or the name of the architecture is unknown.
 
     Example:
         >>> import os, tempfile, jax, jax.numpy as jnp, jaxquant as jq
@@ -535,9 +537,7 @@ def save_gguf(
     is_tree = isinstance(adapted, AdaptedTree)
     checks.require_type(is_tree, _SAVE_GGUF, "adapted", "an AdaptedTree", checks.describe_value(adapted))
     check_float_results(_SAVE_GGUF, prepared)
-    is_text = isinstance(architecture, str)
-    checks.require_type(is_text, _SAVE_GGUF, "architecture", "text", checks.describe_value(architecture))
-    checks.require(bool(architecture), _SAVE_GGUF, "architecture", "the name of an architecture", "an empty text")
+    architecture = _read_architecture(architecture)
     tensors: dict[str, np.ndarray] = {}
     alpha = None
     for module, lora, axes, parts in _iterate_matrices(_SAVE_GGUF, prepared, adapted, names or str):
@@ -563,6 +563,25 @@ def save_gguf(
         "adapter.lora.alpha": np.float32(alpha or 0),
     }  # fmt: skip
     save_checkpoint(path, tensors, Info("gguf", metadata))
+
+
+def _read_architecture(architecture: str | Info) -> str:
+    """Return the name of a known architecture, or the one that a file names."""
+    if isinstance(architecture, Info):
+        name = architecture.metadata.get("general.architecture")
+        expected = 'the Info of a GGUF file, with "general.architecture"'
+        is_named = isinstance(name, str) and bool(name)
+        checks.require(is_named, _SAVE_GGUF, "architecture", expected, f"one of the format {architecture.format}")
+        return str(name)
+    is_text = isinstance(architecture, str)
+    checks.require_type(is_text, _SAVE_GGUF, "architecture", "text or an Info", checks.describe_value(architecture))
+    if architecture not in ARCHITECTURES:
+        near = difflib.get_close_matches(architecture, sorted(ARCHITECTURES)) or ["llama", "gemma3"]
+        expected = (
+            f"an architecture of llama.cpp, such as {', '.join(map(repr, near))}, or the Info of the model's file"
+        )
+        checks.refuse(_SAVE_GGUF, "architecture", expected, repr(architecture))
+    return architecture
 
 
 def load_gguf(

@@ -13,6 +13,7 @@ import pytest
 
 import jaxquant as jq
 from jaxquant import checkpoint
+from jaxquant.checkpoint.formats.gguf_header import ARCHITECTURES
 from tests.cases.adapted_programs import PROGRAMS
 from tests.support.equality import check_equal
 
@@ -189,6 +190,18 @@ def test_a_cut_file_is_refused(fixed_rng: np.random.Generator, tmp_path: pathlib
             jq.lora.load_gguf(path, prepared, adapted.frozen, names=NAMES.__getitem__)
 
 
+def test_the_architectures_are_those_of_the_package() -> None:
+    known = set(gguf.MODEL_ARCH_NAMES.values())
+    assert known >= ARCHITECTURES or known <= ARCHITECTURES  # a newer package, or an older one
+
+
+def test_an_architecture_that_only_the_file_knows(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    prepared, adapted, _ = adapt(rng, jq.lora.LoRA(2))
+    info = checkpoint.Info("gguf", {"general.architecture": "lama"})
+    jq.lora.save_gguf(tmp_path / "a.gguf", prepared, adapted, architecture=info, names=NAMES.__getitem__)
+    assert checkpoint.load(tmp_path / "a.gguf")[1].metadata["general.architecture"] == "lama"
+
+
 def test_what_a_file_cannot_hold_is_refused(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "a.gguf"
     for name, text in (("tied", r"one of table \(dot_general and take\)"), ("convolution", "one of window")):
@@ -201,12 +214,14 @@ def test_what_a_file_cannot_hold_is_refused(rng: np.random.Generator, tmp_path: 
     with pytest.raises(ValueError, match=r'save_gguf: adapted: .* not of the variant "dora", got one of blk.0'):
         jq.lora.save_gguf(path, prepared, adapted, architecture="llama", names=NAMES.__getitem__)
     prepared, adapted, _ = adapt(rng, jq.lora.LoRA(2))
-    with pytest.raises(TypeError, match=r"save_gguf: architecture: expected text, got None"):
+    with pytest.raises(TypeError, match=r"save_gguf: architecture: expected text or an Info, got None"):
         jq.lora.save_gguf(path, prepared, adapted, architecture=None)  # pyright: ignore
-    with pytest.raises(
-        ValueError, match=r"save_gguf: architecture: expected the name of an architecture, got an empty"
-    ):
-        jq.lora.save_gguf(path, prepared, adapted, architecture="", names=NAMES.__getitem__)
+    for name, near in (("lama", "'llama', 'llama4', "), ("Llama", "'llama', "), ("", "'llama', 'gemma3'")):
+        text = rf"save_gguf: architecture: expected an architecture of llama.cpp, such as {near}.*, got '{name}'"
+        with pytest.raises(ValueError, match=text):
+            jq.lora.save_gguf(path, prepared, adapted, architecture=name, names=NAMES.__getitem__)
+    with pytest.raises(ValueError, match=r'expected the Info of a GGUF file, with "general.architecture", got one of'):
+        jq.lora.save_gguf(path, prepared, adapted, architecture=checkpoint.Info("mlx"), names=NAMES.__getitem__)
     prepared, adapted, _ = adapt(rng, [jq.lora.LoRA(2, "layers", alpha=1e-3), jq.lora.LoRA(2, alpha=1e4)])
     half = adapted.replace(adapters=jax.tree.map(lambda x: jnp.full_like(x, 0.1, dtype=jnp.float16), adapted.adapters))
     with pytest.raises(ValueError, match=r"adapted: .* times 1e\+07 .* float16 can hold, got .* output.weight"):
