@@ -66,7 +66,7 @@ def inspect_checkpoint(arguments: argparse.Namespace) -> None:
         for key, value in reader.info.metadata.items():
             shown = f"{len(value)} elements" if isinstance(value, np.ndarray | list | tuple) else str(value)
             print(f"{shorten_name(key)}: {shorten_name(shown)}")
-        print(reader.info)
+        print(reader.info.format_table())
     finally:
         reader.close()
 

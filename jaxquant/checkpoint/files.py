@@ -162,10 +162,8 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], info: Info
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = os.path.join(folder, "model.safetensors")
         ...     checkpoint.save(path, {"a": jnp.ones(2, jnp.bfloat16)}, checkpoint.Info("safetensors"))
-        ...     print(checkpoint.load(path)[1])
-        tensor  stored as  bits per weight  shape
-        a       BF16       16               2
-        safetensors: 1 tensors, 4 bytes, 16.000 bits per weight
+        ...     checkpoint.load(path)[1]
+        Info('safetensors', 1 tensor, 4 bytes: 1 BF16)
 
     Source: the formats named in docs/checkpoint-files.md and docs/checkpoint-families.md.
     """

@@ -481,3 +481,23 @@ def test_a_name_that_safetensors_reserves_is_refused(tmp_path: pathlib.Path) -> 
     with pytest.raises(ValueError, match=r"save_safetensors: tree: expected names that safetensors has not reserved"):
         checkpoint.save_safetensors(path, {"__metadata__": np.ones(2)})
     assert not path.exists()
+
+
+def test_a_large_checkpoint_prints_few_lines():
+    info = checkpoint.Info("gguf", {"general.architecture": "llama", "tokenizer.ggml.tokens": ["a"] * 10_000})
+    for layer in range(120):
+        info.tensors[f"blk.{layer}.w"] = checkpoint.TensorInfo(f"blk.{layer}.w", "Q4_0", (32, 32), 576)
+        note = "" if layer else "kept"
+        info.tensors[f"blk.{layer}.n"] = checkpoint.TensorInfo(f"blk.{layer}.n", "F32", (32,), 128, note)
+    assert repr(info) == "Info('gguf', 'llama', 240 tensors, 84,480 bytes: 120 Q4_0, 120 F32)"
+    assert str(info).splitlines() == [
+        "gguf, llama: 240 tensors, 84,480 bytes, 5.333 bits per weight",
+        "stored as  tensors  bits per weight  bytes",
+        "Q4_0       120      4.5              69,120",
+        "F32        120      32               15,360",
+        "kept: blk.0.n",
+    ]
+    assert len(info.format_table().splitlines()) == 243
+    assert repr(checkpoint.Info("mlx")) == "Info('mlx', 0 tensors, 0 bytes)"
+    assert str(checkpoint.Info("mlx", {"config.json": {"model_type": "a\nb"}})) == "mlx, a\ufffdb: 0 tensors, 0 bytes"
+    assert repr(checkpoint.Info("gguf", {"general.architecture": 3})) == "Info('gguf', 0 tensors, 0 bytes)"

@@ -115,7 +115,7 @@ def test_inspect(rng: np.random.Generator, tmp_path: pathlib.Path, capsys: pytes
     assert main(["inspect", str(tmp_path / "a.gguf")]) == 0
     output = capsys.readouterr().out
     assert "general.file_type: 0" in output
-    assert output.endswith(f"{checkpoint.load(tmp_path / 'a.gguf')[1]}\n")
+    assert output.endswith(f"{checkpoint.load(tmp_path / 'a.gguf')[1].format_table()}\n")
 
 
 @pytest.mark.parametrize(
