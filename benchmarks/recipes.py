@@ -1,6 +1,6 @@
 """What each recipe of `jq.recipes` costs: accuracy, error, size and time of three networks on handwritten digits.
 
-Run `python -m benchmarks.recipes` from the repository root, with the extra "examples".
+Run `python -m benchmarks.recipes` from the repository root, with the extra "examples"; with `--only NAME` one recipe.
 
 The networks consist of Flax's own layers and are trained in float32, then prepared, calibrated with training images and
 converted. A seed determines the split, the initial weights and the order of the batches. The accuracy and the error are
@@ -97,21 +97,23 @@ class _Cost(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("benchmarks.recipes", description=__doc__)
     parser.add_argument("--seeds", type=int, default=_SEEDS, metavar="N", help=f"number of seeds; default {_SEEDS}")
+    parser.add_argument("--only", choices=_RECIPES, metavar="NAME", help=f"one of {', '.join(_RECIPES)}; default all")
     options = parser.parse_args(arguments)
+    recipes = [options.only] if options.only else list(_RECIPES)
     if importlib.util.find_spec("sklearn") is None:
         print('the data need scikit-learn: pip install -e ".[examples]"', file=sys.stderr)
         return 2
     began = time.perf_counter()
-    costs = {name: [_measure_recipes(name, seed) for seed in range(options.seeds)] for name in _NETWORKS}
+    costs = {name: [_measure_recipes(name, seed, recipes) for seed in range(options.seeds)] for name in _NETWORKS}
     print(f"Python {platform.python_version()}, jax {jax.__version__}, {options.seeds} seeds\n")
     for name, seeds in costs.items():
         print(f"### {name}\n")
         _print_line(["recipe", "top-1 %", "SQNR dB", "kB", "of float32's time"])
         _print_line(["---", "--:", "--:", "--:", "--:"])
-        for recipe in (_FLOAT, *_RECIPES):
+        for recipe in (_FLOAT, *recipes):
             _print_line([recipe, *_format_cost(seeds, recipe)])
         print()
-    missed = [line for name in _NETWORKS for recipe in _RECIPES for line in _list_faults(costs[name], name, recipe)]
+    missed = [line for name in _NETWORKS for recipe in recipes for line in _list_faults(costs[name], name, recipe)]
     print(f"{time.perf_counter() - began:.0f} s")
     print("missed: " + "; ".join(missed) if missed else "each target is met")
     return 1 if missed else 0
@@ -139,8 +141,8 @@ def _list_faults(seeds: Sequence[dict[str, _Cost]], network: str, recipe: str) -
     return faults + ([f"{network}, {recipe}: the twin differs"] if cost.changed else [])
 
 
-def _measure_recipes(name: str, seed: int) -> dict[str, _Cost]:
-    """Return the cost of each recipe on one trained network."""
+def _measure_recipes(name: str, seed: int, recipes: Sequence[str]) -> dict[str, _Cost]:
+    """Return the costs of float32 and of some recipes on one trained network."""
     network = _NETWORKS[name]
     train, test = _split_digits(seed)
     variables = _train(network, train, jax.random.key(seed))
@@ -148,7 +150,8 @@ def _measure_recipes(name: str, seed: int) -> dict[str, _Cost]:
         _FLOAT: functools.partial(jax.jit(network.apply), variables),
     }
     sizes, changed = {_FLOAT: jq.QuantizedTree(variables).nbytes}, {_FLOAT: 0}
-    for recipe, rules in _RECIPES.items():
+    for recipe in recipes:
+        rules = _RECIPES[recipe]
         prepared = jq.prepare(network.apply, variables, test[0], rules=rules, strict=True)
         batches = jnp.split(train[0][:1024], 8)
         t = prepared.trainable(variables, prepared.calibrate(variables, batches, progress=False))
