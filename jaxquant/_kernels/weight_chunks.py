@@ -185,8 +185,8 @@ def _choose_chunk_length(cut: Cut, x_size: int) -> int:
 def delay_weights(x: jax.Array, codes: jax.Array, scale: jax.Array, is_packed: bool) -> tuple[jax.Array, jax.Array]:
     """Return codes and a scale that on a CPU wait for x, so that their floats are not made before they are used.
 
-    Otherwise XLA:CPU dequantizes the weights of all layers of a program first, and keeps them in memory. Of packed codes
-    only the codes wait: they are not unpacked before, either, and a float is made of a code and a scale.
+    Otherwise XLA:CPU dequantizes the weights of all layers of a program first, and keeps them in memory. Packed codes
+    wait, and not their scale: a float is made of both, and the codes should not be unpacked before, either.
     """
     return (barriers.wait_for(codes, x), scale) if is_packed else (codes, delay_floats(scale, x))
 

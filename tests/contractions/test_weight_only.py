@@ -426,7 +426,7 @@ def test_programs(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the forms are those of a CPU")
-@pytest.mark.parametrize(("rows", "contractions"), [(255, 2), (256, 1)])
+@pytest.mark.parametrize(("rows", "contractions"), [(511, 2), (512, 1)])
 def test_many_rows_take_one_contraction(rows: int, contractions: int, rng: np.random.Generator) -> None:
     """Fewer rows are contracted with one plane of 4-bit codes after the other."""
     if jax.__version_info__ < (0, 12):
