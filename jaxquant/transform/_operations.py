@@ -184,7 +184,7 @@ contract_with_gradient.defvjp(_contract_with_gradient_fwd, _contract_with_gradie
 
 # From this number of codes on, they are dequantized a part at a time. The number of codes in a part, and the largest
 # number of parts: the program has the operations of each, and takes longer to compile with more of them.
-_LARGE, _PART, _MOST_PARTS = 2**18, 2**20, 16
+_LARGE, _PART, _MOST_PARTS = 2**18, 2**20, 8
 
 
 def multiply_frozen(operation: Any, operands: Sequence[Any], side: int) -> jax.Array:
