@@ -34,6 +34,8 @@ _FEW_ROWS, _FEW_ROWS_PACKED = 4, 1
 _FEWEST_FOR_DIGITS, _FEWEST_FOR_ROW = 2**20, 2**15
 # From this number of codes on, weights that are dequantized at once wait for the other operand.
 _FEWEST_TO_WAIT = 2**15
+# From this number of rows on, packed codes of 4 bits are not cut into planes.
+_FEWEST_WITHOUT_PLANES = 2**9
 
 # The forms whose values have roundings of their own, so that no scaled sum of codes has the same ones.
 _ROUNDED = {"real_zero_point", "inverse_scale", "arithmetic"}
@@ -98,15 +100,11 @@ class _WeightOnlyProduct(NamedTuple):
             return weight_chunks.contract_at_once(self, x, codes, scale, zero_point)
         return weight_chunks.contract_in_chunks(self._replace(is_cut=True), x, codes, scale, zero_point)
 
-    def has_many_rows(self, x: jax.Array, codes: jax.Array) -> bool:
-        """Return whether x has so many rows that all weights are dequantized at once."""
+    def has_many_rows(self, x: jax.Array, codes: jax.Array, least: int = weight_chunks.MANY_ROWS) -> bool:
+        """Return whether x has so many rows, at least `least`, that all weights are dequantized at once."""
         rows = math.prod(x.shape[axis] for axis in self.x_role.free)
         is_static = isinstance(rows, int) and _is_static(codes.shape)
-        return (
-            is_static
-            and rows >= weight_chunks.MANY_ROWS
-            and self.count_codes(codes) <= weight_chunks.WHOLE_OF_MANY_ROWS
-        )
+        return is_static and rows >= least and self.count_codes(codes) <= weight_chunks.WHOLE_OF_MANY_ROWS
 
     def count_codes(self, codes: jax.Array) -> int:
         """Return the number of codes, which may be packed."""
@@ -315,7 +313,8 @@ def _contract_by_size(
         return contract_dequantized()
     few_rows = _choose_few_rows(q, role) if few_rows is None else few_rows
     # To cut the codes into planes costs a second contraction, which is of less use the more rows there are.
-    if packed_codes.count_column_planes(codes, scale, zero_point) > 1 and not config.has_many_rows(x, codes):
+    has_planes = packed_codes.count_column_planes(codes, scale, zero_point) > 1
+    if has_planes and not config.has_many_rows(x, codes, _FEWEST_WITHOUT_PLANES):
         return _contract_planes(config, x, codes, scale, zero_point, few_rows)
     if codes.size >= _FEWEST_FOR_DIGITS and _has_digits(q, role) and rows <= few_rows:
         side = dot_integer.prepare_side(q, role)

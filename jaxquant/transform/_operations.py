@@ -182,8 +182,9 @@ contract_with_gradient.defvjp(_contract_with_gradient_fwd, _contract_with_gradie
 
 # A product of floats with codes that have no gradient: the backward pass dequantizes one part of the codes at a time.
 
-# The number of codes in a part, and the largest number of parts, because the program has the operations of each.
-_PART, _MOST_PARTS = 2**18, 16
+# From this number of codes on, they are dequantized a part at a time. The number of codes in a part, and the largest
+# number of parts: the program has the operations of each, and takes longer to compile with more of them.
+_LARGE, _PART, _MOST_PARTS = 2**18, 2**20, 8
 
 
 def multiply_frozen(operation: Any, operands: Sequence[Any], side: int) -> jax.Array:
@@ -199,7 +200,7 @@ def multiply_frozen(operation: Any, operands: Sequence[Any], side: int) -> jax.A
     free = [axis for axis in range(q.ndim) if axis not in (*contracted, *batch)]
     # Within a block codes cannot be parted.
     whole = [axis for axis in free if q.scale.shape[axis] in (1, q.shape[axis])]
-    if q.size <= _PART or not whole or q.permutation is not None or operation.out_sharding is not None:
+    if q.size <= _LARGE or not whole or q.permutation is not None or operation.out_sharding is not None:
         return operation.contract_quantized(*operands)
     axis = max(whole, key=lambda axis: q.shape[axis])
     start = len(batch) if side == 0 else x.ndim - len(contracted)
@@ -248,14 +249,24 @@ def _multiply_frozen_bwd(config: _FrozenProduct, q: QuantizedArray, g: jax.Array
         part = q[tuple(bounds)]
         # Otherwise XLA:CPU dequantizes all parts before it multiplies the first one.
         part = part.replace(scale=delay_floats(part.scale, g if total is None else total))
-        w = lax.optimization_barrier(part.dequantize().astype(g.dtype))
-        pull = jax.linear_transpose(functools.partial(config.multiply, w=w), like)
+        pull = jax.linear_transpose(functools.partial(config.multiply, w=_dequantize_in_memory(part, g.dtype)), like)
         (product,) = pull(lax.slice_in_dim(g, first, min(first + width, length), axis=config.dimension))
         total = product if total is None else total + product
     return total.astype(config.dtype), None
 
 
 _multiply_frozen.defvjp(_multiply_frozen_fwd, _multiply_frozen_bwd)
+
+
+def _dequantize_in_memory(q: QuantizedArray, dtype: Any) -> jax.Array:
+    """Return the floats of q, which are in memory in the order of the codes.
+
+    XLA:CPU contracts along any dimension, but it takes five times as long to write floats in another order.
+    """
+    last = q.stored_order or ()
+    order = (*range(q.ndim - len(last)), *(q.ndim + axis for axis in last))
+    stored = lax.optimization_barrier(q.transpose(order).dequantize().astype(dtype))
+    return lax.transpose(stored, [order.index(axis) for axis in range(q.ndim)])
 
 
 @jax.custom_jvp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax import lax
 import jaxquant as jq
 from tests.cases.adapted_programs import PROGRAMS, AdaptedProgram
 from tests.support.equality import check_equal
+from tests.support.hlo import Program, buffers_of
 from tests.support.prepared import find_ranges
 
 WEIGHTS = {
@@ -630,3 +632,21 @@ def test_an_exported_program_takes_an_adapted_tree(targets: Any, rng: np.random.
     loaded = jax.export.deserialize(saved)
     np.testing.assert_array_equal(loaded.call(adapted, x), call(adapted, x))
     assert loaded.in_tree == jax.tree.structure(((adapted, x), {}))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the parts are those of a CPU")
+@pytest.mark.parametrize("kind", ["Q8_0", "Q5_0"])
+def test_the_backward_pass_writes_floats_in_the_order_of_the_codes(kind: str, fixed_rng: np.random.Generator) -> None:
+    """XLA:CPU takes several times as long to write the floats of a transposed weight in the logical order."""
+    w = jnp.asarray(fixed_rng.normal(0, 1, (4096, 512)), jnp.float32)
+    x, g = jnp.ones((64, 512)), jnp.ones((64, 4096))
+    prepared = jq.prepare(lambda params, x: x @ params["w"].T, {"w": w}, x, rules=jq.recipes.gguf(kind))
+    adapted = jq.lora.adapt(prepared, prepared.convert({"w": w}), SETTINGS, jax.random.key(0))
+
+    def pull(adapted: jq.lora.AdaptedTree, x: jax.Array, g: jax.Array) -> jax.Array:
+        return jax.vjp(lambda x: prepared.fake_apply(adapted, x), x)[1](g)[0]
+
+    program = Program(pull, adapted, x, g)
+    buffers = [buffer for instruction in program.in_memory() for buffer in buffers_of(instruction)]
+    large = [shape for dtype, shape in buffers if dtype == "f32" and math.prod(shape) >= w.size // 2]
+    assert large == [(2048, 512)] * 2

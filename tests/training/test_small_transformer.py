@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,8 +19,17 @@ from tests.cases import small_transformer as small
 SEEDS, STEPS, RATE = range(5), 300, 1e-2
 E4M3 = jq.QuantSpec("float8_e4m3fn")
 NVFP4 = jq.recipes.nvfp4(activations="float4_e2m1fn")
+
+
+def add_backward(rules: Any, backward: Any) -> tuple[jq.Rule, ...]:
+    """Return rules whose products of two quantized operands have integer or float8 gradients."""
+    return tuple(rule if rule.activation is None else dataclasses.replace(rule, backward=backward) for rule in rules)
+
+
 RECIPES = {
     "fp8": jq.recipes.fp8_dynamic(),
+    "fp8, also backward": add_backward(jq.recipes.fp8_dynamic(), jq.Float8Backward()),
+    "int8, also backward": add_backward(jq.recipes.w8a8_dynamic(), jq.Int8Backward(rhs=False)),
     "mxfp8": jq.recipes.mxfp8(),
     "nvfp4 weights": jq.recipes.nvfp4(),
     # As in NVIDIA's recipe, the last layer is not in 4 bits.
