@@ -11,7 +11,8 @@ import numpy as np
 from jax import lax
 
 from ...._core import recording
-from ..float_convolution import convolve_floats
+from ..channels_last import ChannelsLast
+from ..float_convolution import convolve_channels_last, convolve_floats
 from ..graph import WINDOW_SUM, register
 from ..interpret import Call
 from ..values import canonicalize_dtype, list_ints
@@ -57,10 +58,16 @@ def _spatial_numbers(rank: int) -> lax.ConvDimensionNumbers:
 
 
 @register("Conv")
-def convolve(call: Call, x: jax.Array, w: jax.Array, b: jax.Array | None = None) -> Any:
+def convolve(
+    call: Call, x: jax.Array | ChannelsLast, w: jax.Array, b: jax.Array | None = None
+) -> jax.Array | ChannelsLast:
     """ONNX Conv."""
     windows = read_windows(call, x.shape[2:], w.shape[2:])
-    y = convolve_floats(x, w, windows.strides, windows.padding, windows.dilations, call.get("group", 1))
+    config = windows.strides, windows.padding, windows.dilations, call.get("group", 1)
+    if isinstance(x, ChannelsLast):
+        y = convolve_channels_last(x.array, w, *config)
+        return ChannelsLast(y if b is None else y + b.reshape(1, 1, 1, -1))
+    y = convolve_floats(x, w, *config)
     return y if b is None else y + b.reshape(1, -1, *(1,) * (x.ndim - 2))
 
 
