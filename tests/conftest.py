@@ -13,7 +13,8 @@ Set JAX_COMPILATION_CACHE_DIR to use another directory, or JAXQUANT_TEST_CACHE=0
 cannot be read or written makes the tests slower, but does not fail them.
 
 `pytest` runs a part of the largest matrices. Of a test with the marker `sample(n)` it runs n cases, which the seed
-chooses, and of the tests with the marker `slow` about one in 32. `pytest -m "full or not full"` runs everything.
+chooses, and of the tests with the marker `slow` about one in 32. `pytest -m "full or not full"` runs everything but the
+tests with the marker `models`, which download packages: `pytest -m models` runs these.
 """
 
 import collections
@@ -71,9 +72,13 @@ def pytest_report_header() -> str:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects the tests with the marker `full`
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Set the seed of the property tests, and choose what runs by default of the tests marked `sample` or `slow`."""
     cases = collections.defaultdict(list)
+    if "models" not in config.option.markexpr:
+        kept = [item for item in items if not item.get_closest_marker("models")]
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("models")])
+        items[:] = kept
     for item in items:
         if isinstance(item, pytest.Function) and hypothesis.is_hypothesis_test(item.function):
             hypothesis.seed(SEED)(item.function)
@@ -87,6 +92,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         order = np.random.default_rng([SEED, zlib.crc32(name.encode())]).permutation(len(group))
         for place in order[count:]:
             group[place].add_marker(pytest.mark.full)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which packages of models were used, and which were not to be had."""
+    reports = [report for group in terminalreporter.stats.values() for report in group]
+    properties = [pair for report in reports for pair in getattr(report, "user_properties", ())]
+    packages = sorted({tuple(value) for key, value in properties if key == "package"})
+    if packages:
+        terminalreporter.section("packages of models")
+    for package, text, is_there in packages:
+        terminalreporter.line(f"{package}: {text if is_there else f'not to be had: {text}'}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -191,6 +191,24 @@ def compute_once(values: Any) -> Any:
     return lax.platform_dependent(values, cpu=lax.optimization_barrier, default=lambda same: same)
 
 
+def tie_to_row(row: jax.Array, codes: jax.Array, *, is_reshaped: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Return a row and the codes that it is multiplied by unchanged, and make XLA compute the row before it reads them.
+
+    The codes then depend on the row. Otherwise XLA would convert codes that are constants while it compiles, and codes
+    that a loop does not change before the loop: each step would read four bytes for a code of one. The row is computed
+    once, and not for each column.
+
+    Args:
+        row: the row.
+        codes: the codes.
+        is_reshaped: Static. Whether the codes may be the result of a reshape. With jax 0.10 XLA copies such codes at a
+            barrier, in each call, so there they are returned as they are.
+    """
+    if is_reshaped and jax.__version_info__ < (0, 12):
+        return lax.optimization_barrier(row), codes
+    return lax.optimization_barrier((row, codes))
+
+
 @recording.mark("keep", _derive_same)
 def wait_for(value: jax.Array, predecessor: jax.Array) -> jax.Array:
     """Return an integer array unchanged, and make XLA:CPU compute `predecessor` before it.

@@ -63,6 +63,9 @@ LANES = 16
 # The largest and the smallest number of products of a lane that one loop adds up. It adds up the same number in each
 # segment, so this number must divide the number of all products of the lane. With fewer, it would write too many sums.
 _MOST_TERMS, _FEWEST_TERMS = 32, 8
+# Twice as many lanes, whose sums still stay in registers, need half as many terms. With jax 0.10 they are slower.
+_WIDE_LANES, _MOST_WIDE_TERMS = 32, 16
+_HAS_WIDE_LANES = jax.__version_info__ >= (0, 12)
 # With fewer codes, the second thread costs more than it saves.
 _FEWEST_FOR_LANES = 2**18
 
@@ -143,11 +146,11 @@ def _contract_row_last(
 ) -> jax.Array:
     """Return the contraction of a single row, [B, 1, K] by [B, N, K]."""
     batch, _, depth = lhs.shape
-    terms = None if is_unpacked else choose_row_terms(rhs)
-    if terms is not None:
+    cut = None if is_unpacked else choose_row_cut(rhs)
+    if cut is not None:
         row = lhs.astype(jnp.int32)[:, 0]
         row = row if lhs_center is None else row - jnp.broadcast_to(lhs_center, row.shape)
-        acc = contract_row_by_lanes(row, rhs, terms)
+        acc = contract_row_by_lanes(row, rhs, *cut)
         return _subtract_row_center(acc, row, rhs_center)[:, None]
     # The kernel needs several rows. One of the rows added here consists of ones, so that the same contraction also
     # gives the sums over k of rhs. Two rows are enough, but with four it reads a large rhs faster.
@@ -229,6 +232,7 @@ def _sum_products(lhs: jax.Array, rhs: jax.Array, lhs_center: Center, rhs_center
     row = lhs.astype(jnp.int32)[:, 0]
     if lhs_center is not None:
         row = row - jnp.broadcast_to(lhs_center, row.shape)
+    row, rhs = barriers.tie_to_row(row, rhs, is_reshaped=True)
     # The matrix is cut into `segments` parts of the same length. One loop adds up the next rows of all parts; the sum
     # over its results follows. The rows that are left over are added one by one.
     is_aligned = isinstance(columns, int) and columns % _PAGE == 0
@@ -321,42 +325,52 @@ def make_contraction(
 # A single row, lane by lane.
 
 
-def choose_row_terms(codes: jax.Array) -> int | None:
-    """Return how many products `contract_row_by_lanes` adds up in one loop; None if it is not faster, or impossible.
+def choose_row_cut(codes: jax.Array) -> tuple[int, int] | None:
+    """Return how many products `contract_row_by_lanes` adds up in one loop, and how many lanes it has.
+
+    None if it is not faster, or impossible.
 
     Args:
         codes: int8 [..., K]. Dimensions may be symbolic, as in `jax.export`.
     """
-    is_large = isinstance(codes.size, int) and codes.size >= _FEWEST_FOR_LANES
-    return choose_lane_terms(codes.shape[-1]) if is_large else None
+    if not isinstance(codes.size, int) or codes.size < _FEWEST_FOR_LANES:
+        return None
+    depth = codes.shape[-1]
+    terms = choose_lane_terms(depth, _WIDE_LANES, _MOST_WIDE_TERMS) if _HAS_WIDE_LANES else None
+    if terms is not None:
+        return terms, _WIDE_LANES
+    terms = choose_lane_terms(depth)
+    return None if terms is None else (terms, LANES)
 
 
-def choose_lane_terms(depth: int) -> int | None:
+def choose_lane_terms(depth: int, lanes: int = LANES, most: int = _MOST_TERMS) -> int | None:
     """Return how many products of a lane one loop adds up, or None if no number divides the products of `depth`."""
-    groups, rest = divmod(depth, LANES)
-    return next((n for n in range(_MOST_TERMS, _FEWEST_TERMS - 1, -1) if not rest and groups % n == 0), None)
+    groups, rest = divmod(depth, lanes)
+    return next((n for n in range(most, _FEWEST_TERMS - 1, -1) if not rest and groups % n == 0), None)
 
 
-def contract_row_by_lanes(row: jax.Array, codes: jax.Array, terms: int) -> jax.Array:
+def contract_row_by_lanes(row: jax.Array, codes: jax.Array, terms: int, lanes: int) -> jax.Array:
     """Return the contraction of a row with each row of the codes.
 
     Args:
         row: integers [B, K], each from -2**15 to 2**15 - 1.
         codes: int8 [B, N, K].
-        terms: what `choose_row_terms` returns.
+        terms: how many products of a lane one loop adds up, as `choose_row_cut` returns it.
+        lanes: the number of lanes, from the same function.
 
     Returns:
         int32 [B, N], modulo 2**32.
     """
+    row, codes = barriers.tie_to_row(row.astype(jnp.int16), codes, is_reshaped=True)
     batch, columns, depth = codes.shape
-    cut = (depth // (terms * LANES), terms, LANES)
+    cut = (depth // (terms * lanes), terms, lanes)
     codes = codes.reshape(batch, columns, *cut)
-    # As int16 a long row stays in the first-level cache, where the loop reads it for each column. The barrier keeps XLA
-    # from computing it again for each column.
-    factors = lax.optimization_barrier(row.astype(jnp.int16)).reshape(batch, 1, *cut)
+    # As int16 a long row stays in the first-level cache, where the loop reads it for each column.
+    factors = row.reshape(batch, 1, *cut)
     products = [factors[:, :, :, i].astype(jnp.int32) * codes[:, :, :, i].astype(jnp.int32) for i in range(terms)]
-    # The barrier keeps XLA from fusing this reduction with the loop of products.
-    return jnp.sum(lax.optimization_barrier(functools.reduce(jnp.add, products)), axis=(2, 3), dtype=jnp.int32)
+    # One loop computes the products of a column and their sum: written to memory, the sums of all lanes take half as
+    # long again. The barrier keeps XLA from computing the sum again for each of its readers.
+    return lax.optimization_barrier(jnp.sum(functools.reduce(jnp.add, products), axis=(2, 3), dtype=jnp.int32))
 
 
 # Contractions of any dimensions.

@@ -314,8 +314,8 @@ def contract_row(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> jax.Ar
     """
     depth, kept = q.codes.shape[0], q.codes.shape[1:]
     scaled, unit = scale_row(x, q)
-    # The barrier keeps XLA from converting codes that are constants while it compiles.
-    q = q._replace(codes=lax.optimization_barrier(q.codes))
+    scaled, codes = barriers.tie_to_row(scaled, q.codes)
+    q = q._replace(codes=codes)
     rows = _choose_piece(q, terms)
     if rows:
         return _contract_pieces(scaled, _take_rows(q, role, Chunk(0, depth)), terms, rows).reshape(kept) * unit
@@ -407,9 +407,8 @@ def contract_lanes(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> jax.
     scaled, unit = scale_row(x, q)
     lanes, shape = LANES, q.codes.shape
     groups = shape[-1] // (terms * lanes)
-    factors = scaled.reshape(groups, terms, lanes)
-    # This barrier keeps XLA from converting codes that are constants while it compiles.
-    codes = lax.optimization_barrier(q.codes).reshape(-1, groups, terms, lanes)
+    scaled, codes = barriers.tie_to_row(scaled, q.codes)
+    factors, codes = scaled.reshape(groups, terms, lanes), codes.reshape(-1, groups, terms, lanes)
 
     def take(part: jax.Array) -> jax.Array:
         return jnp.broadcast_to(q.expand(part, role.free), (*shape[:-1], 1)).reshape(-1, 1, 1)
@@ -462,7 +461,9 @@ def contract_blocks(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> jax
         terms: what `choose_vectors` returns.
     """
     scaled, unit = scale_row(x, q)
+    scaled, codes = barriers.tie_to_row(scaled, q.codes)
     shape, depth = q.codes.shape, q.codes.shape[-1]
+    codes = codes.reshape(-1, depth)
     is_packed = dtypes.count_packed_bits(q.codes.dtype) == 4
     # The element of a lane comes from one position of each word: [positions, groups, terms, lanes].
     lanes, count = (_WORD_SPAN // 8, 8) if is_packed else (_BYTE_SPAN, 1)
@@ -470,8 +471,6 @@ def contract_blocks(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> jax
     factors = barriers.pin_layout(lax.transpose(arranged, (3, 0, 1, 2)))
     # The barrier keeps XLA from adding them for each column.
     sums = lax.optimization_barrier(jnp.sum(factors, axis=0))
-    # The barrier keeps XLA from converting codes that are constants while it compiles.
-    codes = lax.optimization_barrier(q.codes).reshape(-1, depth)
 
     def take(part: jax.Array | None) -> jax.Array | None:
         if part is None:

@@ -157,6 +157,28 @@ def test_constant_codes(kind: str, rng: np.random.Generator) -> None:
     assert max(sizes, default=0) < w.size // 32
 
 
+@on_cpu
+@pytest.mark.skipif(not float_rows.IS_VECTORIZED, reason="XLA of jax 0.10 converts them before the loop")
+@pytest.mark.parametrize("stored_last", [None, 0])
+@pytest.mark.parametrize("kind", ["integers", "floats"])
+def test_codes_that_a_loop_does_not_change(kind: str, stored_last: int | None, rng: np.random.Generator) -> None:
+    """XLA must not convert them to 32 bits before the loop: it would keep four bytes for each code."""
+    w = jq.quantize(
+        rng.normal(size=(1024, 512)).astype(np.float32), QuantSpec("int8", PerAxis(1)), stored_last=stored_last
+    )
+
+    def contract(row: jax.Array, w: QuantizedArray) -> jax.Array:
+        return jq.matmul(row if kind == "floats" else jq.quantize(row, QuantSpec("int8")), w)
+
+    def run(x: jax.Array, w: QuantizedArray) -> jax.Array:
+        return lax.scan(lambda _, row: (None, contract(row[None], w)[0]), None, x)[1]
+
+    x = rng.normal(size=(3, 1024)).astype(np.float32)
+    np.testing.assert_allclose(jax.jit(run)(x, w), jnp.concatenate([contract(row[None], w) for row in x]), rtol=1e-6)
+    # Beside the codes, sums of four or of 256 codes each.
+    assert jax.jit(run).lower(x, w).compile().memory_analysis().temp_size_in_bytes < w.size
+
+
 @pytest.mark.parametrize("columns", [1, 64])
 def test_a_product_of_one_term_is_rounded(columns: int, rng: np.random.Generator) -> None:
     """XLA must not merge a contraction of one term, with a constant 1, and an addition."""

@@ -105,9 +105,9 @@ def make_input(rng: np.random.Generator, x: ModelInput, name: str) -> np.ndarray
         return np.asarray(16000, x.dtype)  # the sampling rate of voice models
     if x.dtype.kind == "f":
         return rng.normal(size=lengths).astype(x.dtype)
-    return (
-        np.ones(lengths, x.dtype) if x.dtype.kind == "b" or "mask" in x.name else rng.integers(0, 20, lengths, x.dtype)
-    )
+    if x.dtype.kind == "b" or "mask" in x.name:
+        return np.ones(lengths, x.dtype)
+    return rng.integers(0, 2 if "type" in x.name else 20, lengths, x.dtype)
 
 
 def make_batch(rng: np.random.Generator, inputs: list[ModelInput], name: str) -> dict[str, np.ndarray]:

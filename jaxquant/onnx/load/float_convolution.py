@@ -26,40 +26,49 @@ def convolve_floats(
     """
     if recording.is_analyzing() or not all(isinstance(n, int) for n in (*x.shape, *w.shape)):
         return _convolve(x, w, strides, padding, dilations, groups)
+    y = convolve_channels_last(jnp.moveaxis(x, 1, -1), w, strides, padding, dilations, groups)
+    return jnp.moveaxis(y, -1, 1)
+
+
+def convolve_channels_last(
+    x: jax.Array, w: jax.Array, strides: tuple[int, ...], padding: _Pairs, dilations: tuple[int, ...], groups: int
+) -> jax.Array:
+    """Return the convolution of x [N, *spatial, C] with w [O, C / groups, *kernel], [N, *spatial, O]."""
+    config = {"strides": strides, "padding": padding, "dilations": dilations, "groups": groups}
+    default = functools.partial(_convolve, channels_last=True, **config)
     window = convolution.Window(True, "products", strides, dilations, groups)
     if _is_depthwise(x, w, padding, window):
-        default = functools.partial(
-            _convolve, strides=strides, padding=padding, dilations=dilations, groups=groups
-        )  # fmt: skip
         return barriers.choose_on_cpu(functools.partial(_sum_products, padding=padding, window=window), default, x, w)
-    if x.ndim == 4 and x.shape[3] == w.shape[3] == 1 and not any(padding[1]):
+    if x.ndim == 4 and x.shape[2] == w.shape[3] == 1 and not any(padding[1]):
         # XLA:CPU's kernel works along the last dimension: with one element in it, it takes twice the time.
-        y = _convolve(x[..., 0], w[..., 0], strides[:1], padding[:1], dilations[:1], groups)
-        return y[..., None]
-    return _convolve(x, w, strides, padding, dilations, groups)
+        y = _convolve(x[:, :, 0], w[..., 0], strides[:1], padding[:1], dilations[:1], groups, channels_last=True)
+        return y[:, :, None]
+    return default(x, w)
 
 
 def _convolve(
-    x: jax.Array, w: jax.Array, strides: tuple[int, ...], padding: _Pairs, dilations: tuple[int, ...], groups: int
-) -> jax.Array:
+    x: jax.Array, w: jax.Array, strides: tuple[int, ...], padding: _Pairs, dilations: tuple[int, ...], groups: int,
+    channels_last: bool = False,
+) -> jax.Array:  # fmt: skip
     order = tuple(range(x.ndim))
+    images = (0, x.ndim - 1, *range(1, x.ndim - 1)) if channels_last else order
     # The default precision would round float32 to TF32 on a GPU, and to bfloat16 on a TPU.
     return lax.conv_general_dilated(
-        x, w, strides, padding, None, dilations, lax.ConvDimensionNumbers(order, order, order), groups,
+        x, w, strides, padding, None, dilations, lax.ConvDimensionNumbers(images, order, images), groups,
         precision=lax.Precision.HIGHEST,
     )  # fmt: skip
 
 
 def _is_depthwise(x: jax.Array, w: jax.Array, padding: _Pairs, window: convolution.Window) -> bool:
     """Return whether each channel has its own kernel, which is small and fits at one position or more."""
-    padded = tuple(n + sum(pair) for n, pair in zip(x.shape[2:], padding, strict=True))
+    padded = tuple(n + sum(pair) for n, pair in zip(x.shape[1:-1], padding, strict=True))
     has_positions = all(n > 0 for n in (x.size, w.size, *convolution.derive_out_shape(padded, w.shape[2:], window)))
     is_small = math.prod(w.shape[2:]) <= convolution.MOST_SLICES
-    return w.shape[:2] == (x.shape[1], 1) and 1 < window.groups == x.shape[1] and has_positions and is_small
+    return w.shape[:2] == (x.shape[-1], 1) and 1 < window.groups == x.shape[-1] and has_positions and is_small
 
 
 def _sum_products(x: jax.Array, w: jax.Array, *, padding: _Pairs, window: convolution.Window) -> jax.Array:
-    """Return a depthwise convolution as the sum of shifted products, with the channels last in memory.
+    """Return a depthwise convolution as the sum of shifted products.
 
     XLA:CPU runs a grouped convolution of floats up to 100 times slower.
     """
@@ -67,7 +76,7 @@ def _sum_products(x: jax.Array, w: jax.Array, *, padding: _Pairs, window: convol
     config = [(0, 0, 0), *((*pair, 0) for pair in padding), (0, 0, 0)]
     # Without the barriers, the loop over the products would look for the padding and for the transposed weights in each
     # of them, and write its results in the order of their reader, which takes longer than a pass over them.
-    wide = lax.optimization_barrier(lax.pad(jnp.moveaxis(x, 1, -1), jnp.zeros((), x.dtype), config))
+    wide = lax.optimization_barrier(lax.pad(x, jnp.zeros((), x.dtype), config))
     weights = barriers.transpose_in_memory(w[:, 0], (*axes, 0))
     out = convolution.derive_out_shape(wide.shape[1:-1], w.shape[2:], window)
     total: Any = None
@@ -75,4 +84,4 @@ def _sum_products(x: jax.Array, w: jax.Array, *, padding: _Pairs, window: convol
         shifted = convolution.slice_position(wide, axes, position, window, out)
         term = shifted * lax.broadcast_in_dim(weights[position], shifted.shape, (x.ndim - 1,))
         total = term if total is None else total + term
-    return jnp.moveaxis(lax.optimization_barrier(total), -1, 1)
+    return lax.optimization_barrier(total)

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from ..._core import recording
 from ..limits import Limits, ModelError, check_memory, count_array_bytes
+from .channels_last import ChannelsLast, read_images, run_operator
 from .graph import Graph, Node, Operator, look_up_operator
 from .values import (
     OperatorError,
@@ -81,7 +82,7 @@ class Run:
             raise ModelError(f"expected the outputs {missing} to be the results of nodes")
         # The outputs of a subgraph are counted as outputs of the node that runs it.
         self.live = before
-        return [values[name] for name in graph.outputs]
+        return [read_images(values[name]) for name in graph.outputs]
 
     def _run_node(self, node: Node, values: Mapping[str, Any]) -> Sequence[Any]:
         inputs: list[Any] = []
@@ -90,6 +91,7 @@ class Run:
             inputs = [values[name] if name else None for name in node.inputs]
             if node.body is not None:
                 # A call may leave out trailing inputs of a function.
+                inputs = [*map(read_images, inputs)]
                 padded = [*inputs, *[None] * (len(node.body.inputs) - len(inputs))]
                 return self.run_graph(node.body, dict(zip(node.body.inputs, padded, strict=True)))
             operator = look_up_operator(node)
@@ -99,6 +101,9 @@ class Run:
             with np.errstate(all="ignore"):
                 outputs = _compute_known(operator, call, inputs) if _is_small(operator, call, inputs) else None
                 if outputs is None:
+                    outputs = run_operator(call, operator, inputs)
+                if outputs is None:
+                    inputs = [*map(read_images, inputs)]
                     outputs = operator.function(call, *prepare_inputs(operator, node, inputs))
         except _UNREADABLE as error:
             text = f"{node.label}: an input must be known when the function is traced"
@@ -350,6 +355,6 @@ def _measure(value: Any) -> int:
     """Return the bytes of an array, and 0 for None."""
     if isinstance(value, list):
         return sum(_measure(part) for part in value)
-    if value is None or not isinstance(value, np.ndarray | jax.Array):
+    if value is None or not isinstance(value, np.ndarray | jax.Array | ChannelsLast):
         return 0
     return count_array_bytes(value.shape, value.dtype)

@@ -62,7 +62,9 @@ def slice_array(call: Call, x: Tensor, *arguments: Tensor) -> Any:
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         axis = normalize_axis(axis, x.ndim)
         cuts[axis] = _make_slice(start, end, step, x.shape[axis])
-    return x[tuple(cuts)]
+    # numpy's slices take no symbolic bounds.
+    bounds = [bound for cut in cuts for bound in (cut.start, cut.stop) if bound is not None]
+    return (x if is_static(bounds) else convert_to_jax(x))[tuple(cuts)]
 
 
 def _make_slice(start: Any, end: Any, step: int, length: Any) -> slice:

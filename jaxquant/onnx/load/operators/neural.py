@@ -11,7 +11,8 @@ import numpy as np
 from jax import lax
 
 from ...._core import recording
-from ..float_convolution import convolve_floats
+from ..channels_last import ChannelsLast
+from ..float_convolution import convolve_channels_last, convolve_floats
 from ..graph import WINDOW_SUM, register
 from ..interpret import Call
 from ..values import canonicalize_dtype, list_ints
@@ -57,11 +58,26 @@ def _spatial_numbers(rank: int) -> lax.ConvDimensionNumbers:
 
 
 @register("Conv")
-def convolve(call: Call, x: jax.Array, w: jax.Array, b: jax.Array | None = None) -> Any:
+def convolve_images(
+    call: Call, x: jax.Array | ChannelsLast, w: jax.Array, b: jax.Array | None = None
+) -> jax.Array | ChannelsLast:
     """ONNX Conv."""
-    windows = read_windows(call, x.shape[2:], w.shape[2:])
-    y = convolve_floats(x, w, windows.strides, windows.padding, windows.dilations, call.get("group", 1))
+    if not isinstance(x, ChannelsLast):
+        return convolve(call, x, w, b)
+    y = convolve_channels_last(x.array, w, *_read_convolution(call, x.shape, w))
+    return ChannelsLast(y if b is None else y + b.reshape(1, 1, 1, -1))
+
+
+def convolve(call: Call, x: jax.Array, w: jax.Array, b: jax.Array | None = None) -> jax.Array:
+    """Return the result of ONNX Conv in its layout."""
+    y = convolve_floats(x, w, *_read_convolution(call, x.shape, w))
     return y if b is None else y + b.reshape(1, -1, *(1,) * (x.ndim - 2))
+
+
+def _read_convolution(call: Call, shape: tuple[int, ...], w: jax.Array) -> tuple[Any, Any, Any, int]:
+    """Return the strides, the padding, the dilations and the groups of a Conv."""
+    windows = read_windows(call, shape[2:], w.shape[2:])
+    return windows.strides, windows.padding, windows.dilations, call.get("group", 1)
 
 
 @register("ConvTranspose")

@@ -18,6 +18,7 @@ from ...._onnx_ops.quantization import dynamic_quantize_linear
 from .. import float_kernels
 from ..graph import register
 from ..interpret import Call
+from ..values import list_indices
 from .activations import apply_activation
 from .quantized import read_scalar
 from .shapes import reverse_first
@@ -99,7 +100,7 @@ def _run_directions(call: Call, x: Any, lengths: Any, states: tuple[Any, ...], m
     for d in range(count):
         is_reverse = direction == "reverse" or d == 1
         step = make_step(d)
-        times = np.arange(x.shape[0], dtype=np.int32)
+        times = list_indices(x.shape[0]).astype(np.int32)
         sequence = x
         # With lengths, only the part of a sequence that counts is turned around.
         if is_reverse:
@@ -226,8 +227,10 @@ def _multiply_row(a: jax.Array, floats: jax.Array, sums: jax.Array, scale: jax.A
 
 def _multiply_features(a: Any, features: Any, scale: Any, point: Any) -> Any:
     """Return the product of few rows, quantized, and of codes [features, inputs]."""
-    # XLA:CPU's kernel takes two rows or more. A row of zeros does not change the range.
-    rows = jnp.concatenate([a, jnp.zeros_like(a)]) if a.shape[0] == 1 else a
+    # With jax 0.10, XLA would convert the codes to 32 bits before the scan if there were a single row, see
+    # `barriers.tie_to_row`. A row of zeros does not change the range.
+    is_padded = a.shape[0] == 1 and jax.__version_info__ < (0, 12)
+    rows = jnp.concatenate([a, jnp.zeros_like(a)]) if is_padded else a
     codes, a_scale, a_point = dynamic_quantize_linear(rows)
     acc = integer.dot_general(
         codes, features, (((1,), (1,)), ((), ())), lhs_zero_point=a_point, rhs_zero_point=point
@@ -255,7 +258,9 @@ def run_quantized_lstm(call: Call, x: jax.Array, w: jax.Array, r: jax.Array, *in
 
     if lengths is not None:
         # ONNX Runtime reads the input up to the end of the longest sequence. Zeros do not change a range.
-        x = jnp.where((np.arange(x.shape[0], dtype=np.int32) < jnp.max(lengths))[:, None, None], x, jnp.zeros_like(x))
+        x = jnp.where(
+            (list_indices(x.shape[0]).astype(np.int32) < jnp.max(lengths))[:, None, None], x, jnp.zeros_like(x)
+        )
     # All gates of the input at once: the range is of the whole sequence.
     gates = jnp.stack([multiply(x, w, w_scale, w_point, d) for d in range(w.shape[0])], axis=2)
     wide = gates.reshape(*x.shape[:2], -1)
