@@ -820,6 +820,8 @@ def _read_adapter(
             got = f"{array.dtype} {array.shape}"
             holds = array.shape == flat[part] and array.dtype in (np.float32, jnp.bfloat16, np.float16)
             checks.require(holds, function, name, f"float32, bfloat16 or float16 of shape {flat[part]}", got)
+            is_finite = bool(np.isfinite(array.astype(np.float32)).all())
+            checks.require(is_finite, function, name, "finite numbers", "a NaN or an infinity")
             arrays.append(array if array.ndim == 1 else array.T)
         adapter[part] = jnp.asarray(np.stack(arrays).reshape(*shared, *full[part]))
     return adapter

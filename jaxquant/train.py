@@ -108,7 +108,8 @@ def distill(
             paths, such as "params/w" and "scales/weights/w/scale", so that `optax.multi_transform` can give the scales
             another rate.
         start: the tree to train: of `Prepared.trainable`, with learned scales or fixed ranges, or of `lora.adapt`, of
-            which the adapters are trained. None for `prepared.trainable(params)`.
+            which the adapters are trained. None for `prepared.trainable(params)`. With a `key`, an adapted tree drops
+            inputs of its adapters: other ones in each step, and none in evaluations. The returned tree has no key.
         teacher: a function of the arguments of a batch that returns the logits to learn, which is called as it is, in
             each step. None for the function itself with `params`, in floats.
         temperature: a number that logits are divided by. One above 1 gives unlikely classes more weight.
@@ -219,6 +220,10 @@ class _Training:
         arguments: Any,
     ) -> None:  # fmt: skip
         self.optimizer, self.arguments, self._prepared, self._loss = optimizer, arguments, prepared, loss
+        self._key = tree.key if isinstance(tree, AdaptedTree) else None
+        if self._key is not None:
+            checks.require_type(checks.is_key(self._key), _NAME, "start", "a key of jax.random as start.key", self._key)
+            tree = tree.replace(key=None)
         self._signature = Signature(tree)
         prefix = "adapters/" if isinstance(tree, AdaptedTree) else ""
         places = {
@@ -239,10 +244,13 @@ class _Training:
         self._teach = jax.jit(self._compute_target)
         self._step, self._score = jax.jit(self._update, donate_argnums=(0, 1)), jax.jit(self._compute_loss)
 
-    def _compute_loss(self, variables: Any, fixed: Any, target: jax.Array, batch: Signature) -> jax.Array:
-        args, kwargs = batch.rebuild(batch.arrays)
+    def _compute_loss(
+        self, variables: Any, fixed: Any, target: jax.Array, batch: Signature, key: jax.Array | None = None
+    ) -> jax.Array:
+        (args, kwargs), tree = batch.rebuild(batch.arrays), self._rebuild(variables, fixed)
+        tree = tree if key is None else tree.replace(key=key)
         with checks.name_errors(_NAME):
-            outputs = self._prepared.fake_apply(self._rebuild(variables, fixed), *args, **kwargs, **self.arguments)
+            outputs = self._prepared.fake_apply(tree, *args, **kwargs, **self.arguments)
         _check_outputs("prepared, whose result is", outputs)
         expected = f"logits of shape {outputs.shape}, as of the function"
         checks.require(target.shape == outputs.shape, _NAME, "teacher", expected, target.shape)
@@ -255,10 +263,17 @@ class _Training:
         checks.require_type(is_scalar, _NAME, "label_loss", expected, got)
         return (1 - weight) * loss + weight * label_loss
 
-    def _update(self, variables: Any, state: Any, fixed: Any, active: Any, target: jax.Array, batch: Signature) -> Any:
-        loss, gradient = jax.value_and_grad(self._compute_loss)(variables, fixed, target, batch)
+    def _update(
+        self, variables: Any, state: Any, fixed: Any, active: Any, target: jax.Array, batch: Signature,
+        key: jax.Array | None,
+    ) -> Any:  # fmt: skip
+        loss, gradient = jax.value_and_grad(self._compute_loss)(variables, fixed, target, batch, key)
         gradient = {path: jnp.where(active[path], g, 0) for path, g in gradient.items()}
-        extra = {"value": loss, "grad": gradient, "value_fn": lambda v: self._compute_loss(v, fixed, target, batch)}
+        extra = {
+            "value": loss,
+            "grad": gradient,
+            "value_fn": lambda v: self._compute_loss(v, fixed, target, batch, key),
+        }
         given = {name: extra[name] for name in _list_extra(self.optimizer.update, extra)}
         # Optimizers of optax mix dtypes, which JAX refuses under `jax_numpy_dtype_promotion="strict"`.
         with jax.numpy_dtype_promotion("standard"):
@@ -293,8 +308,9 @@ class _Training:
         """Return the position after a step; the arrays of the one before are deleted, and its list of losses grows."""
         active = {path: np.bool_(number in self._steps[path]) for path in self._places}
         target = self.teach(batch)
+        key = None if self._key is None else jax.random.fold_in(self._key, number)
         variables, state, loss, is_finite = self._step(
-            position.variables, position.state, self._fixed, active, target, batch
+            position.variables, position.state, self._fixed, active, target, batch, key
         )
         value = float(loss)
         expected, got = "batches with a finite loss", f"a loss of {value} in step {number}, counted from 0"
@@ -334,7 +350,8 @@ class _Training:
         """A checksum of where training began, which a file to go on from must have."""
         rows = [(row.name, row.form, row.weight, row.activations) for row in self._prepared.coverage]
         arrays = [self._signature, None if self._teacher else self._params]
-        content = repr((self._signature.names, sorted(self._places), rows, self._settings))
+        key = None if self._key is None else np.asarray(jax.random.key_data(self._key)).tolist()
+        content = repr((self._signature.names, sorted(self._places), rows, self._settings, key))
         return zlib.crc32(content.encode(), loop.compute_fingerprint([x and x.arrays for x in arrays]))
 
 
@@ -391,6 +408,9 @@ def _run(
     total = steps if steps is not None else (len(batches) if hasattr(batches, "__len__") else None)  # type: ignore[arg-type]
     bar = loop.Bar("distilling", total, progress)
     try:
+        # Training may have been interrupted in an evaluation.
+        if evaluations is not None and done % evaluate_every == 0 and done not in position.held_out:
+            position = training.evaluate(position, evaluations)
         for number, batch in enumerate(_repeat(batches, steps)):
             bar.count_step()
             if number < done:  # the file has these steps

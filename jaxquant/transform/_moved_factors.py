@@ -135,7 +135,16 @@ def _match_dimensions(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[
 
 def multiply_factors(a: jax.Array, b: jax.Array) -> jax.Array:
     """Return the product of two aligned factors: what an adapter adds to a parameter."""
-    return jnp.einsum("...r,...r->...", *jnp.broadcast_arrays(a, b)) if a.shape[-1] > 1 else (a * b)[..., 0]
+    rank = a.ndim - 1
+    if a.shape[rank] == 1:
+        return (a * b)[..., 0]
+    # As a contraction of what each factor has. With repeated factors XLA may choose another order of the sum, and in a
+    # program with a gradient it does; the repeated factors would also be in memory.
+    axes_of_a = [axis for axis in range(rank) if a.shape[axis] != 1 or b.shape[axis] == 1]
+    axes_of_b = [axis for axis in range(rank) if b.shape[axis] != 1]
+    parts = ((a, axes_of_a), (b, axes_of_b))
+    operands = [(x.reshape(*(x.shape[i] for i in axes), x.shape[rank]), [*axes, rank]) for x, axes in parts]
+    return jnp.einsum(*(part for operand in operands for part in operand), list(range(rank)))
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["base", "parts"], meta_fields=["dropout", "kind"])
@@ -158,7 +167,10 @@ class AdaptedParameter:
     def dequantize(self) -> jax.Array:
         """Return the floats that codes and adapter stand for, with the gradient of the factors."""
         floats = self.base.dequantize()
-        total = floats + multiply_factors(self.parts["a"], self.parts["b"]).astype(floats.dtype)
+        # Neither product nor sum may be computed together with what is around it, which is different in a program with
+        # a gradient.
+        change = lax.optimization_barrier(multiply_factors(self.parts["a"], self.parts["b"]).astype(floats.dtype))
+        total = lax.optimization_barrier(floats + change)
         return total * self.parts["factor"][..., 0].astype(floats.dtype) if "factor" in self.parts else total
 
     def replace(self, base: Any, parts: Mapping[str, jax.Array]) -> AdaptedParameter:

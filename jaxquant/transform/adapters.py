@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -94,8 +93,10 @@ class LoRA:
                 isinstance(value, int | float) and not isinstance(value, bool)
             )
             checks.require_type(is_number, "LoRA", name, "a number", checks.describe_value(value))
-        is_scaling = self.alpha is None or (math.isfinite(self.alpha) and self.alpha != 0)
-        checks.require(is_scaling, "LoRA", "alpha", "a finite number other than 0", self.alpha)
+        limits = jnp.finfo(jnp.float32)
+        is_scaling = self.alpha is None or float(limits.tiny) <= abs(self.alpha) <= float(limits.max)
+        expected = "a number other than 0 in the range of float32"
+        checks.require(is_scaling, "LoRA", "alpha", expected, checks.describe_value(self.alpha))
         checks.require(0 <= self.dropout < 1, "LoRA", "dropout", "a number in [0, 1)", self.dropout)
         checks.check_option("LoRA", "variant", self.variant, _VARIANTS)
         checks.check_flag("LoRA", "rank_stabilized", self.rank_stabilized)

@@ -196,7 +196,7 @@ DAMAGES = {
     "weights of the model": (
         lambda f: spoil_config(f, init_lora_weights="pissa"), 'init_lora_weights true or .* got \'pissa\''
     ),
-    "not a number": (lambda f: spoil_config(f, lora_alpha=float("nan")), "alpha: expected a finite number"),
+    "not a number": (lambda f: spoil_config(f, lora_alpha=float("nan")), "alpha: expected a number other than 0"),
     "rank": (lambda f: spoil_config(f, r="four"), "expected a number, a bool or an object at r, got 'four'"),
     "no rank": (lambda f: spoil_config(f, r=0), "rank: expected a positive int, got 0"),
     "a bool": (lambda f: spoil_config(f, r=True), "at r, got True"),
@@ -214,6 +214,10 @@ DAMAGES = {
         r"shape \(8, 4\), got float32 \(4"
     ),
     "dtype": (lambda f: spoil_tensors(f, "head.lora_B.weight", np.ones((8, 4), np.int8)), "got int8"),
+    "not finite": (
+        lambda f: spoil_tensors(f, "head.lora_B.weight", np.full((8, 4), np.nan, np.float32)),
+        r"head\.lora_B\.weight: expected finite numbers, got a NaN or an infinity"
+    ),
     "unknown": (
         lambda f: spoil_tensors(f, "tail.lora_B.weight", np.ones((8, 4), np.float32)),
         "expected tensors of parameters with codes, which names calls .*, head, emb, got base_model.model.tail.lora_B",

@@ -187,6 +187,61 @@ def test_an_interrupted_training_goes_on(rng: np.random.Generator, tmp_path: pat
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
+def test_an_interrupted_evaluation_is_made_up_for(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("safetensors")
+    params, batches = sample(rng)
+    prepared, path, calls = prepare(params, batches[0]), tmp_path / "training.safetensors", []
+
+    def teach(x: jax.Array) -> jax.Array:
+        calls.append(x)
+        if len(calls) == interrupted:
+            raise KeyboardInterrupt
+        return network(params, x)
+
+    def train(**options: Any) -> jq.train.Distilled:
+        return jq.train.distill(
+            prepared, params, batches[:3], optax.adam(1e-3), teacher=teach, steps=5, held_out=batches[3:],
+            evaluate_every=2, **options,
+        )  # fmt: skip
+
+    interrupted = 0
+    expected = train()
+    interrupted = len(calls) + 4  # an evaluation, two steps, and the second evaluation
+    with pytest.raises(KeyboardInterrupt):
+        train(checkpoint=path)
+    found = train(checkpoint=path)
+    assert found.held_out == expected.held_out
+    assert list(found.held_out) == [0, 2, 4, 5]
+    jax.tree.map(check_equal, jax.tree.leaves(found.tree), jax.tree.leaves(expected.tree))
+
+
+def test_each_step_drops_other_inputs(rng: np.random.Generator) -> None:
+    """An adapted tree with a key: nothing is dropped in evaluations, or by the returned tree."""
+    params, batches = sample(rng)
+    prepared = prepare(params, batches[0])
+    settings = jq.lora.LoRA(4, dropout=0.5)
+    start = jq.lora.adapt(prepared, prepared.convert(params), settings, jax.random.key(0))
+    factors = jax.tree.map(lambda x: x + rng.normal(0, 0.3, x.shape).astype(np.float32), start.adapters)
+    start = start.replace(adapters=factors)
+
+    def train(key: Any) -> jq.train.Distilled:
+        tree = start.replace(key=key)
+        return jq.train.distill(
+            prepared, params, batches[:1], optax.sgd(0.0), start=tree, steps=3, held_out=batches[:1]
+        )
+
+    tree, losses, held_out = train(jax.random.key(1))
+    assert len(set(losses.tolist())) == 3
+    assert tree.key is None
+    plain = train(None)
+    assert held_out == plain.held_out
+    assert held_out[3] == plain.losses[0]
+    np.testing.assert_array_equal(losses, train(jax.random.key(1)).losses)
+    assert not np.isin(train(jax.random.key(2)).losses, losses).any()
+    with pytest.raises(TypeError, match=r"train\.distill: start: expected a key of jax\.random as start\.key, got 3"):
+        train(3)
+
+
 def test_a_file_of_another_training_is_refused(fixed_rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
     pytest.importorskip("safetensors")
     params, batches = sample(fixed_rng)

@@ -19,11 +19,12 @@ import numpy as np
 
 from ..._core import recording
 from .graph import Operator
-from .values import normalize_axis
+from .values import convert_to_jax, normalize_axis
 
 if TYPE_CHECKING:
     from .interpret import Call
 
+_Array = jax.Array | np.ndarray
 _RANK = 4
 
 
@@ -53,7 +54,7 @@ class ChannelsLast:
         return jnp.moveaxis(self.array, -1, 1)
 
 
-def read_images(value: Any) -> Any:
+def read_images(value: object) -> Any:
     """Return images in ONNX's layout, and other values unchanged."""
     return value.read() if isinstance(value, ChannelsLast) else value
 
@@ -70,28 +71,24 @@ def run_operator(call: Call, operator: Operator, inputs: Sequence[Any]) -> Any:
     return run(call, operator, inputs)
 
 
-def _turn(value: Any) -> Any:
+def _turn(value: ChannelsLast | _Array | None) -> _Array | None:
     """Return an input with the channels last: [C, 1, 1] is for each channel, and one element for all."""
     if value is None or isinstance(value, ChannelsLast):
         return value if value is None else value.array
     if value.size == 1:
         return value.reshape(())
     wide = value.reshape(*(1,) * (_RANK - value.ndim), *value.shape)
-    return (np if isinstance(wide, np.ndarray) else jnp).moveaxis(wide, 1, -1)
+    return np.moveaxis(wide, 1, -1) if isinstance(wide, np.ndarray) else jnp.moveaxis(wide, 1, -1)
 
 
-def _wrap(outputs: Any) -> Any:
+def _wrap(outputs: jax.Array | tuple[jax.Array, ...]) -> Any:
     return tuple(map(ChannelsLast, outputs)) if isinstance(outputs, tuple) else ChannelsLast(outputs)
 
 
 def _run_elementwise(call: Call, operator: Operator, inputs: Sequence[Any]) -> Any:
     if any(x is not None and len(x.shape) > _RANK for x in inputs):
         return None
-    return _wrap(operator.function(call, *map(_convert, map(_turn, inputs))))
-
-
-def _convert(value: Any) -> Any:
-    return value if value is None else jnp.asarray(value)
+    return _wrap(operator.function(call, *map(convert_to_jax, map(_turn, inputs))))
 
 
 def _run_along_channels(call: Call, operator: Operator, inputs: Sequence[Any]) -> Any:
@@ -113,8 +110,8 @@ def _run_convolution(call: Call, operator: Operator, inputs: Sequence[Any]) -> A
     lengths = [n for value in inputs[:2] for n in value.shape]
     if len(x.shape) != _RANK or x.dtype.kind != "f" or not all(isinstance(n, int) for n in lengths):
         return None
-    images = x if isinstance(x, ChannelsLast) else ChannelsLast(jnp.moveaxis(_convert(x), 1, -1))
-    return operator.function(call, images, *map(_convert, rest))
+    images = x if isinstance(x, ChannelsLast) else ChannelsLast(jnp.moveaxis(jnp.asarray(x), 1, -1))
+    return operator.function(call, images, *map(convert_to_jax, rest))
 
 
 def _run_normalization(call: Call, operator: Operator, inputs: Sequence[Any]) -> Any:
@@ -123,7 +120,7 @@ def _run_normalization(call: Call, operator: Operator, inputs: Sequence[Any]) ->
         return None
     # In rank 2 the channels are last in ONNX's layout, too.
     flat = x.array.reshape(-1, x.array.shape[-1])
-    return ChannelsLast(operator.function(call, flat, *map(_convert, parameters)).reshape(x.array.shape))
+    return ChannelsLast(operator.function(call, flat, *map(convert_to_jax, parameters)).reshape(x.array.shape))
 
 
 _ELEMENTWISE = (
