@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -263,7 +263,10 @@ def _blend_moments(second: jax.Array, slopes: jax.Array) -> jax.Array:
     return jnp.where(other > 0, _PART * second + (1 - _PART) * slopes * size / jnp.where(other > 0, other, 1), second)
 
 
-class _Part(NamedTuple):
+_Array = TypeVar("_Array", jax.Array, QuantizedArray)
+
+
+class _OutputRange(NamedTuple):
     """Some of the outputs of a weight, which can be quantized without the others.
 
     Attributes:
@@ -276,9 +279,11 @@ class _Part(NamedTuple):
     start: int = 0
     stop: int | None = None
 
-    def take(self, w: Any) -> Any:
+    def take(self, w: _Array) -> _Array:
         """Return these outputs of an array or quantized array."""
-        return w if self.stop is None else w[(slice(None),) * self.axis + (slice(self.start, self.stop),)]
+        if self.stop is None:
+            return w
+        return w[(slice(None),) * self.axis + (slice(self.start, self.stop),)]
 
     def take_drift(self, drift: _Drift) -> _Drift:
         """Return what has changed for these outputs."""
@@ -287,25 +292,25 @@ class _Part(NamedTuple):
         return drift._replace(addend=drift.addend[..., self.start : self.stop])
 
 
-def _cut_outputs(w: jax.Array, method: Method, spec: QuantSpec, axis: Axis, groups: int) -> list[_Part]:
+def _cut_outputs(w: jax.Array, method: Method, spec: QuantSpec, axis: Axis, groups: int) -> list[_OutputRange]:
     """Return parts of a large weight, or one part: the codes of an output must not depend on other outputs."""
     kept = tuple(axis) if isinstance(axis, tuple) else (axis,)
     if w.size <= _MOST_ELEMENTS or not isinstance(method, GPTQ | Nearest) or len(kept) != 1 or groups != 1:
-        return [_Part()]
+        return [_OutputRange()]
     grid = jax.eval_shape(functools.partial(quantize, spec=spec), w)
     place = kept[0] % w.ndim
     if not has_own_scales(make_layout(_NAME, w.shape, axis, groups), grid):
-        return [_Part()]
+        return [_OutputRange()]
     outputs = w.shape[place]
     size = max(_MOST_ELEMENTS * outputs // w.size, 1)
-    return [_Part(place, start, min(start + size, outputs)) for start in range(0, outputs, size)]
+    return [_OutputRange(place, start, min(start + size, outputs)) for start in range(0, outputs, size)]
 
 
 # With the damping r, a layer makes up for what has changed before it by the weight with which its outputs, plus what is
 # added to them, are nearest to the float function's.
 
 
-def _choose_damping(w: jax.Array, drift: _Drift, axis: Axis, parts: Sequence[_Part]) -> float | None:
+def _choose_damping(w: jax.Array, drift: _Drift, axis: Axis, parts: Sequence[_OutputRange]) -> float | None:
     """Return the damping whose correction, found in one half of the vectors, is best for the other half.
 
     None if no correction is better than none.

@@ -10,7 +10,7 @@ import pytest
 from tests.project import structure
 
 MODULES = 277
-CODE_LINES = 43_700
+CODE_LINES = 43_740
 CLOSURE = (17, 66)  # median and 90th percentile
 CLOSURE_AT_IMPORT = (17, 66)
 PRIVATE_IMPORTS = 0

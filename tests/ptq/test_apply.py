@@ -370,7 +370,7 @@ def test_parts_of_a_large_weight_are_quantized_alone(
         found = ptq.apply(prepared, params, batches, method, match_floats=True)
         jax.tree.map(check_equal, found.tree.params, expected.tree.params)
         for row, other in zip(found.notes, expected.notes, strict=True):
-            np.testing.assert_allclose([row.before, row.after], [other.before, other.after], rtol=1e-4)
+            assert (row.before, row.after) == pytest.approx((other.before, other.after), rel=1e-4)
     assert sum(_RecordingNearest.sizes) == 16 * (16 + outputs)
     assert max(_RecordingNearest.sizes) <= most
     # A run that goes on has the codes already.
