@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import math
 import os
 import pathlib
@@ -47,6 +48,7 @@ class Config:
     local_rope_base: float = 10_000.0
     window: int | None = None
     period: int = 6
+    runs: tuple[tuple[int, int], ...] | None = None  # the first layer and the number of those that `stack` has stacked
 
     @classmethod
     def read(cls, metadata: Mapping[str, Any]) -> Config:
@@ -70,6 +72,11 @@ class Config:
     def is_gemma(self) -> bool:
         """Whether embeddings are scaled, heads and results of layers normalized, and the MLP has a gelu."""
         return self.architecture == "gemma3"
+
+    @property
+    def layer_runs(self) -> tuple[tuple[int, int], ...]:
+        """The first layer and the number of layers of each run: one layer each, unless `stack` found longer ones."""
+        return self.runs or tuple((layer, 1) for layer in range(self.layers))
 
     def choose_window(self, layer: int) -> int | None:
         """Return the number of tokens that a layer attends to, or None for all."""
@@ -109,6 +116,8 @@ def attend(q: jax.Array, cache: jq.KVCache | FloatCache, positions: jax.Array) -
 
 def find_smoothing(config: Config, params: Params, tokens: ArrayLike) -> Smoothing:
     """Return what `create_caches` needs to know of the keys and queries of a text, int32 [1, tokens]."""
+    if config.runs is not None:
+        raise ValueError("expected a model whose layers are not stacked: call find_smoothing before stack")
     found = []
 
     def observe(q: jax.Array, cache: FloatCache, positions: jax.Array) -> jax.Array:
@@ -124,7 +133,7 @@ def find_smoothing(config: Config, params: Params, tokens: ArrayLike) -> Smoothi
 def create_caches(
     config: Config, batch: int, length: int, kind: str = "int8", smoothing: Smoothing | None = None
 ) -> tuple[Any, ...]:
-    """Return an empty cache for each layer, of a kind in `CACHES`, for `length` tokens of each row.
+    """Return an empty cache for each run of layers, of a kind in `CACHES`, for `length` tokens of each row.
 
     Keys and values are rotated, and have a scale for each block of features. The codes of a local layer are in a ring,
     which holds its window and one chunk.
@@ -146,7 +155,12 @@ def create_caches(
         mean_key, factors = smoothing[layer] if smoothing else (None, None)
         options = {"rotate": True, "rotate_values": True, "mean_key": mean_key, "smoothing": factors}
         caches.append(jq.KVCache.create(shape, *specs, window=window, per_row=True, **options))
-    return tuple(caches)
+    runs = config.layer_runs
+    return tuple(_stack(caches[first : first + count]) if count > 1 else caches[first] for first, count in runs)
+
+
+def _stack(trees: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 def forward(
@@ -162,44 +176,73 @@ def forward(
         counts: int32 [batch], how many of the tokens of each row there are; the others are padding.
         wanted: int32 [batch, n], the places of the tokens whose logits are returned. The table of a large vocabulary
             is the largest matrix of a decoder, and reading a prompt needs the logits of its last token only.
-        caches: a cache for each layer.
+        caches: a cache for each run of layers.
         attend: how queries at some positions read a cache.
 
     Returns:
         The logits, float32 [batch, n, vocabulary], and the caches.
     """
 
-    def multiply(x: jax.Array, name: str) -> jax.Array:
-        return x @ params[f"{name}.weight"].T
+    def run_layer(x: jax.Array, weights: Params, cache: Any, is_local: bool) -> tuple[jax.Array, Any]:
+        def multiply(x: jax.Array, name: str) -> jax.Array:
+            return x @ weights[f"{name}.weight"].T
 
-    def normalize(x: jax.Array, name: str) -> jax.Array:
-        root = jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.epsilon)
-        return x / root * params[f"{name}.weight"]
+        def normalize(x: jax.Array, name: str) -> jax.Array:
+            return _normalize(x, weights[f"{name}.weight"], config.epsilon)
 
-    positions = caches[0].index[:, None] + jnp.arange(tokens.shape[1])
+        y = normalize(x, "attn_norm")
+        q, k, v = (multiply(y, f"attn_{name}").reshape(*tokens.shape, -1, config.head_dim) for name in ("q", "k", "v"))
+        if config.is_gemma:
+            q, k = normalize(q, "attn_q_norm"), normalize(k, "attn_k_norm")
+        q, k = (rotate(config, heads, positions, is_local) for heads in (q, k))
+        cache = cache.append(k, v, counts)
+        y = multiply(attend(q, cache, positions).reshape(*tokens.shape, -1), "attn_output")
+        x = x + (normalize(y, "post_attention_norm") if config.is_gemma else y)
+        y = normalize(x, "ffn_norm")
+        activate = jax.nn.gelu if config.is_gemma else jax.nn.silu
+        y = multiply(activate(multiply(y, "ffn_gate")) * multiply(y, "ffn_up"), "ffn_down")
+        return x + (normalize(y, "post_ffw_norm") if config.is_gemma else y), cache
+
+    first_index = caches[0].index if config.layer_runs[0][1] == 1 else caches[0].index[0]
+    positions = first_index[:, None] + jnp.arange(tokens.shape[1])
     x = jq.take(params["token_embd.weight"], tokens, mode="clip")
     if config.is_gemma:
         x = x * jnp.sqrt(jnp.float32(x.shape[-1]))
     updated = []
-    for layer, cache in enumerate(caches):
-        block, is_local = f"blk.{layer}", config.choose_window(layer) is not None
-        y = normalize(x, f"{block}.attn_norm")
-        q, k, v = (
-            multiply(y, f"{block}.attn_{name}").reshape(*tokens.shape, -1, config.head_dim) for name in ("q", "k", "v")
-        )
-        if config.is_gemma:
-            q, k = normalize(q, f"{block}.attn_q_norm"), normalize(k, f"{block}.attn_k_norm")
-        q, k = (rotate(config, heads, positions, is_local) for heads in (q, k))
-        cache = cache.append(k, v, counts)
+    for (first, count), cache in zip(config.layer_runs, caches, strict=True):
+        body = functools.partial(run_layer, is_local=config.choose_window(first) is not None)
+        prefix = f"blk.{first}."
+        weights = {name.removeprefix(prefix): params[name] for name in params if name.startswith(prefix)}
+        if count == 1:
+            x, cache = body(x, weights, cache)
+        else:
+            x, cache = _scan(body, x, weights, cache)
         updated.append(cache)
-        y = multiply(attend(q, cache, positions).reshape(*tokens.shape, -1), f"{block}.attn_output")
-        x = x + (normalize(y, f"{block}.post_attention_norm") if config.is_gemma else y)
-        y = normalize(x, f"{block}.ffn_norm")
-        activate = jax.nn.gelu if config.is_gemma else jax.nn.silu
-        y = multiply(activate(multiply(y, f"{block}.ffn_gate")) * multiply(y, f"{block}.ffn_up"), f"{block}.ffn_down")
-        x = x + (normalize(y, f"{block}.post_ffw_norm") if config.is_gemma else y)
-    x = normalize(jnp.take_along_axis(x, wanted[..., None], axis=1), "output_norm")
-    return multiply(x, "output" if "output.weight" in params else "token_embd"), tuple(updated)
+    x = _normalize(jnp.take_along_axis(x, wanted[..., None], axis=1), params["output_norm.weight"], config.epsilon)
+    table = params["output.weight" if "output.weight" in params else "token_embd.weight"]
+    return x @ table.T, tuple(updated)
+
+
+def _scan(body: Callable[..., Any], x: jax.Array, weights: Params, caches: Any) -> tuple[jax.Array, Any]:
+    """Return what layers make of x one after the other, and their caches.
+
+    The caches are carried, and one layer's is replaced in place. As outputs of the scan they would all be there twice.
+    """
+
+    def step(carry: tuple[jax.Array, Any, jax.Array], weights: Params) -> tuple[tuple[jax.Array, Any, jax.Array], None]:
+        x, caches, layer = carry
+        cache = jax.tree.map(lambda all_layers: jax.lax.dynamic_index_in_dim(all_layers, layer, keepdims=False), caches)
+        x, cache = body(x, weights, cache)
+        replace = functools.partial(jax.lax.dynamic_update_index_in_dim, index=layer, axis=0)
+        return (x, jax.tree.map(replace, caches, cache), layer + 1), None
+
+    (x, caches, _), _ = jax.lax.scan(step, (x, caches, jnp.int32(0)), weights)
+    return x, caches
+
+
+def _normalize(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    root = jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)
+    return x / root * weight
 
 
 def rotate(config: Config, heads: jax.Array, positions: jax.Array, is_local: bool) -> jax.Array:
@@ -260,3 +303,29 @@ def load(path: str | os.PathLike[str] | None = None) -> Model:
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", metadata["tokenizer.ggml.model"] == "llama")
     first = [bos] if adds_bos else []
     return Model(config, functools.partial(forward, config), params, tokenizer, first, eos)
+
+
+def stack(model: Model) -> Model:
+    """Return a model in which neighboring layers of one form are one array, and run in a `jax.lax.scan`.
+
+    A compiled program then has one layer of each form: it compiles in a fraction of the time, and takes a fraction of
+    the memory. Layers have one form if all or none are local, and their tensors have equal shapes and types.
+    """
+    config, params = model.config, dict(model.params)
+    if config.runs is not None:
+        return model
+    layers, forms = [], []
+    for layer in range(config.layers):
+        prefix = f"blk.{layer}."
+        names = sorted(name for name in params if name.startswith(prefix))
+        layers.append({name.removeprefix(prefix): params.pop(name) for name in names})
+        leaves, structure = jax.tree.flatten(layers[-1])
+        forms.append((config.choose_window(layer), structure, [(x.shape, x.dtype) for x in leaves]))
+    runs = []
+    for _, group in itertools.groupby(range(config.layers), key=lambda layer: forms[layer]):
+        first, *others = group
+        run = _stack([layers[layer] for layer in (first, *others)]) if others else layers[first]
+        params |= {f"blk.{first}.{name}": x for name, x in run.items()}
+        runs.append((first, 1 + len(others)))
+    config = dataclasses.replace(config, runs=tuple(runs))
+    return model._replace(config=config, run=functools.partial(forward, config), params=params)

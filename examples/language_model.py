@@ -115,6 +115,9 @@ def main() -> int:
         "--to", choices=jq.recipes.__all__, metavar="RECIPE", help="quantize by one of jaxquant.recipes"
     )
     parser.add_argument("--cache", choices=decoder.CACHES, default="int8", help="codes of keys and of values")
+    parser.add_argument(
+        "--stack", action="store_true", help="compile one layer of each form: less memory, slower steps"
+    )
     parser.add_argument("--prompt", action="append", help="may be given several times")
     parser.add_argument("--tokens", type=int, default=64, help="how many to generate")
     parser.add_argument("--top-k", type=int, default=1, help="1 takes the likeliest token")
@@ -132,6 +135,7 @@ def main() -> int:
     sample = np.array([model.bos + tokens[-4 * decoder.CHUNK :]])
     if args.cache != "float32":
         model = model._replace(smoothing=decoder.find_smoothing(model.config, model.params, sample))
+    model = decoder.stack(model) if args.stack else model
     model = quantize(model, args.to) if args.to else model
     prompts = args.prompt or ["The capital of France is", "Water boils at a temperature of"]
     texts, lines = generate(model, prompts, args.tokens, args.cache, args.top_k, args.temperature)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from .._arrays.concatenate import concatenate
+from .._arrays.quantize import quantize
 from .._arrays.quantized_array import QuantizedArray
+from .._arrays.spec import QuantSpec
 from .._core import checks
 from .._program import jaxpr
 from .._program.analysis import Site
@@ -23,7 +27,7 @@ from ..transform.session import InspectMode, Ranges, Session, TracedCall, list_p
 from . import _grid, inputs, neighbors
 from ._grid import Axis, make_layout
 from .collect import MOMENTS, Statistics, finalize_moments, has_statistics, make_mode, make_states
-from .methods import GPTQ, AdaRound, Method, Nearest, check_method, measure_error
+from .methods import GPTQ, AdaRound, Method, Nearest, check_method, has_own_scales, measure_error
 from .moments import Moments
 from .notes import Note, Notes, Outcome
 
@@ -31,6 +35,9 @@ _NAME = "ptq.apply"
 # What `match_floats` tries, of the mean square of the inputs.
 _DAMPINGS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 _PART = 0.5  # of the moments of the inputs, beside the moments of gradients
+# The elements of a weight that are quantized at a time: algorithms take ten times the memory of the weight, which for a
+# table of a vocabulary is more than the rest of a model. Matrices of 4096 x 4096 are not cut.
+_MOST_ELEMENTS = 2**24
 _HIGHEST = jax.lax.Precision.HIGHEST
 _MEASURE = "the mean squared error of the outputs, with round-to-nearest and with the method"
 
@@ -223,7 +230,6 @@ def _quantize(
         note = Note(path, f"{Nearest.__name__} for {name}" if is_rounded else name, found if is_rounded else "")
     else:
         use, moments = found
-        target = w if drift is None else _match_floats(w, drift, use.axis)
         second = moments.second
         if slopes is not None:
             checks.check_shape(
@@ -231,11 +237,21 @@ def _quantize(
             )
             _grid.check_finite(_NAME, gradients=slopes)
             second = _blend_moments(second, slopes)
-        q = known if known is not None else method.quantize(target, second, plan.spec, use.axis)
-        nearest = Nearest("whole").quantize(w, moments.second, plan.spec, use.axis)
-        # Both are measured against the target, which is what the method approximates.
-        errors = [float(measure_error(target, x, moments.second, use.axis)) for x in (nearest, q)]
-        note = Note(path, name, _describe_inputs(moments), *errors)
+        parts = _cut_outputs(w, method, plan.spec, use.axis, len(second))
+        damping = None if drift is None else _choose_damping(w, drift, use.axis, parts)
+        quantized, errors = [], np.zeros(2)
+        for part in parts:
+            piece = part.take(w)
+            target = piece
+            if drift is not None and damping is not None:
+                target = _correct_weight(piece, part.take_drift(drift), jnp.float32(damping), use.axis)
+            q = part.take(known) if known is not None else method.quantize(target, second, plan.spec, use.axis)
+            nearest = Nearest("whole").quantize(piece, moments.second, plan.spec, use.axis)
+            # Both are measured against the target, which is what the method approximates.
+            errors += [float(measure_error(target, x, moments.second, use.axis)) for x in (nearest, q)]
+            quantized.append(q)
+        q = known if known is not None else concatenate(quantized, parts[0].axis)
+        note = Note(path, name, _describe_inputs(moments), *errors.tolist())
     return plan.store(q), note
 
 
@@ -247,12 +263,66 @@ def _blend_moments(second: jax.Array, slopes: jax.Array) -> jax.Array:
     return jnp.where(other > 0, _PART * second + (1 - _PART) * slopes * size / jnp.where(other > 0, other, 1), second)
 
 
-@functools.partial(jax.jit, static_argnames=("axis",))
-def _match_floats(w: jax.Array, drift: _Drift, axis: Axis) -> jax.Array:
-    """Return the weight with which the outputs, plus what is added to them, are nearest to the float function's.
+_Array = TypeVar("_Array", jax.Array, QuantizedArray)
 
-    The damping is the one whose correction, found in one half of the vectors, is best for the other half. Without a
-    correction that is better than none, the weight is returned.
+
+class _OutputRange(NamedTuple):
+    """Some of the outputs of a weight, which can be quantized without the others.
+
+    Attributes:
+        axis: the axis of the outputs.
+        start: the first output.
+        stop: the first output after them, or None for all outputs.
+    """
+
+    axis: int = 0
+    start: int = 0
+    stop: int | None = None
+
+    def take(self, w: _Array) -> _Array:
+        """Return these outputs of an array or quantized array."""
+        if self.stop is None:
+            return w
+        return w[(slice(None),) * self.axis + (slice(self.start, self.stop),)]
+
+    def take_drift(self, drift: _Drift) -> _Drift:
+        """Return what has changed for these outputs."""
+        if self.stop is None or drift.addend is None:
+            return drift
+        return drift._replace(addend=drift.addend[..., self.start : self.stop])
+
+
+def _cut_outputs(w: jax.Array, method: Method, spec: QuantSpec, axis: Axis, groups: int) -> list[_OutputRange]:
+    """Return parts of a large weight, or one part: the codes of an output must not depend on other outputs."""
+    kept = tuple(axis) if isinstance(axis, tuple) else (axis,)
+    if w.size <= _MOST_ELEMENTS or not isinstance(method, GPTQ | Nearest) or len(kept) != 1 or groups != 1:
+        return [_OutputRange()]
+    grid = jax.eval_shape(functools.partial(quantize, spec=spec), w)
+    place = kept[0] % w.ndim
+    if not has_own_scales(make_layout(_NAME, w.shape, axis, groups), grid):
+        return [_OutputRange()]
+    outputs = w.shape[place]
+    size = max(_MOST_ELEMENTS * outputs // w.size, 1)
+    return [_OutputRange(place, start, min(start + size, outputs)) for start in range(0, outputs, size)]
+
+
+# With the damping r, a layer makes up for what has changed before it by the weight with which its outputs, plus what is
+# added to them, are nearest to the float function's.
+
+
+def _choose_damping(w: jax.Array, drift: _Drift, axis: Axis, parts: Sequence[_OutputRange]) -> float | None:
+    """Return the damping whose correction, found in one half of the vectors, is best for the other half.
+
+    None if no correction is better than none.
+    """
+    errors: Any = sum(_compare_dampings(part.take(w), part.take_drift(drift), axis) for part in parts)
+    best = jnp.argmin(jnp.where(jnp.isnan(errors), jnp.inf, errors))
+    return _DAMPINGS[int(best)] if errors[best] < 0 else None
+
+
+@functools.partial(jax.jit, static_argnames=("axis",))
+def _compare_dampings(w: jax.Array, drift: _Drift, axis: Axis) -> jax.Array:
+    """Return for each damping by how much the corrections of both halves change the squared error of the other half.
 
     Args:
         w: the weight.
@@ -260,22 +330,28 @@ def _match_floats(w: jax.Array, drift: _Drift, axis: Axis) -> jax.Array:
             function's.
         axis: the axes that are kept.
     """
-    layout = make_layout(_NAME, w.shape, axis, drift.second.shape[1])
-    rows = layout.arrange(w.astype(jnp.float32))
-    product = jnp.matmul(drift.inputs, rows[None], precision=_HIGHEST)
-    if drift.addend is not None:
-        product += drift.addend
+    product = _sum_products(w, drift, axis)
 
     def compute_error(damping: jax.Array) -> jax.Array:
-        """Return by how much the corrections of both halves change the squared error of the other half."""
         shift = _solve_damped(drift.second, product, damping)
         return jnp.sum(shift * (jnp.matmul(drift.second[::-1], shift, precision=_HIGHEST) - 2 * product[::-1]))
 
-    dampings = jnp.asarray(_DAMPINGS, jnp.float32)
-    errors = jax.lax.map(compute_error, dampings)
-    best = jnp.argmin(jnp.where(jnp.isnan(errors), jnp.inf, errors))
-    shift = _solve_damped(drift.second.sum(0), product.sum(0), dampings[best])
-    return layout.restore(rows + jnp.where(errors[best] < 0, shift, jnp.zeros_like(shift))).astype(w.dtype)
+    return jax.lax.map(compute_error, jnp.asarray(_DAMPINGS, jnp.float32))
+
+
+@functools.partial(jax.jit, static_argnames=("axis",))
+def _correct_weight(w: jax.Array, drift: _Drift, damping: jax.Array, axis: Axis) -> jax.Array:
+    """Return the weight that makes up for what has changed."""
+    layout = make_layout(_NAME, w.shape, axis, drift.second.shape[1])
+    shift = _solve_damped(drift.second.sum(0), _sum_products(w, drift, axis).sum(0), damping)
+    return layout.restore(layout.arrange(w.astype(jnp.float32)) + shift).astype(w.dtype)
+
+
+def _sum_products(w: jax.Array, drift: _Drift, axis: Axis) -> jax.Array:
+    """Return the sums of x times what is missing in the outputs, [2, groups, inputs, outputs]."""
+    layout = make_layout(_NAME, w.shape, axis, drift.second.shape[1])
+    product = jnp.matmul(drift.inputs, layout.arrange(w.astype(jnp.float32))[None], precision=_HIGHEST)
+    return product if drift.addend is None else product + drift.addend
 
 
 def _solve_damped(second: jax.Array, product: jax.Array, damping: jax.Array) -> jax.Array:

@@ -193,7 +193,7 @@ def pick_best(w: jax.Array, hessian: jax.Array, axis: Axis, candidates: Iterable
             best, least = q, costs
             continue
         # Outputs that share a scale have the candidate that is the best for all of them.
-        is_own = _has_own_scales(layout, q)
+        is_own = has_own_scales(layout, q)
         is_better = costs < least if is_own else jnp.broadcast_to(jnp.sum(costs) < jnp.sum(least), costs.shape)
         best, least = _choose_outputs(layout, is_better, q, best), jnp.where(is_better, costs, least)
     assert best is not None
@@ -210,7 +210,7 @@ def refit_scale(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Axis)
     """
     layout = make_layout("ptq.apply", w.shape, axis, hessian.shape[0])
     # The factors of scales that are quantized themselves would have to be codes.
-    if isinstance(q.scale, QuantizedArray) or not _has_own_scales(layout, q):
+    if isinstance(q.scale, QuantizedArray) or not has_own_scales(layout, q):
         return None
     return q.replace(scale=_refit_scale(w, q, hessian, axis))
 
@@ -295,7 +295,7 @@ def _choose_outputs(layout: MatrixLayout, mask: jax.Array, q: QuantizedArray, ot
     return q.replace(codes=choose(q.codes, other.codes, wide), **chosen)
 
 
-def _has_own_scales(layout: MatrixLayout, q: QuantizedArray) -> bool:
+def has_own_scales(layout: MatrixLayout, q: QuantizedArray) -> bool:
     """Return whether no two outputs share a scale, nor the scale of their scales."""
     parts = [q.scale, *(part.scale for part in (q.scale, q.offset) if isinstance(part, QuantizedArray))]
     return all(part.shape[a] == layout.shape[a] for part in parts for a in layout.kept)

@@ -258,7 +258,7 @@ def _multiply_frozen_bwd(config: _FrozenProduct, q: QuantizedArray, g: jax.Array
 _multiply_frozen.defvjp(_multiply_frozen_fwd, _multiply_frozen_bwd)
 
 
-def _dequantize_in_memory(q: QuantizedArray, dtype: Any) -> jax.Array:
+def _dequantize_in_memory(q: QuantizedArray, dtype: np.dtype) -> jax.Array:
     """Return the floats of q, which are in memory in the order of the codes.
 
     XLA:CPU contracts along any dimension, but it takes five times as long to write floats in another order.

@@ -58,6 +58,32 @@ def test_logits_are_numpys(decoder: Any, model: Any, rng: np.random.Generator) -
     assert max(map(measure_error, found, expected)) < 1e-4
 
 
+def test_stacked_layers_compute_the_same(decoder: Any, model: Any, rng: np.random.Generator) -> None:
+    rows = [rng.integers(0, VOCABULARY, n).tolist() for n in (11, 3)]
+    smoothing = decoder.find_smoothing(model.config, model.params, [rows[0]])
+    spec = jq.QuantSpec("int4", jq.Blocked(-1, 8))
+    codes = {name: jq.quantize(x, spec) if x.ndim == 2 else x for name, x in model.params.items()}
+    stacked = decoder.stack(model._replace(params=codes))
+    layers = model.config.layers
+    assert stacked.config.runs == (((0, 5), (5, 1)) if model.config.is_gemma else ((0, layers),))
+    assert jq.QuantizedTree(stacked.params).nbytes == jq.QuantizedTree(codes).nbytes
+    for cache in ("float32", "int8"):
+        expected = read_in_chunks(decoder, model, codes, rows, cache, smoothing)
+        found = read_in_chunks(decoder, stacked, stacked.params, rows, cache, smoothing)
+        # A code of a key or value may be its neighbor, if XLA fuses what computes it otherwise.
+        assert max(map(measure_error, found, expected)) < (1e-4 if cache == "float32" else 0.05)
+    with pytest.raises(ValueError, match="call find_smoothing before stack"):
+        decoder.find_smoothing(stacked.config, stacked.params, [rows[0]])
+
+
+def test_layers_of_other_forms_are_not_stacked(decoder: Any, model: Any) -> None:
+    params = {name: x.astype(jnp.float16) if name == "blk.1.ffn_up.weight" else x for name, x in model.params.items()}
+    stacked = decoder.stack(model._replace(params=params))
+    expected = ((0, 1), (1, 1), (2, 3), (5, 1)) if model.config.is_gemma else ((0, 1), (1, 1))
+    assert stacked.config.runs == expected
+    assert stacked.params["blk.1.ffn_up.weight"].ndim == 2
+
+
 def test_smoothing_is_of_the_keys_that_caches_hold(decoder: Any, model: Any, rng: np.random.Generator) -> None:
     tokens = jnp.asarray(rng.integers(0, VOCABULARY, (1, 12)))
     counts, caches = jnp.array([12]), decoder.create_caches(model.config, 1, 12, "float32")

@@ -9,10 +9,10 @@ import pytest
 
 from tests.project import structure
 
-MODULES = 278
-CODE_LINES = 43_820
-CLOSURE = (17, 66)  # median and 90th percentile
-CLOSURE_AT_IMPORT = (17, 66)
+MODULES = 279
+CODE_LINES = 44_000
+CLOSURE = (17, 67)  # median and 90th percentile
+CLOSURE_AT_IMPORT = (17, 67)
 PRIVATE_IMPORTS = 0
 CYCLES = 0
 REPEATED_CLASSES = 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -340,6 +342,63 @@ def find_corrections(groups: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[np
     best = min(errors, key=errors.__getitem__)
     assert errors[best] < 0
     return [solve(x, y, best) for x, y in groups]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint4"])
+def test_parts_of_a_large_weight_are_quantized_alone(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """The codes are those of the whole weight, and no more outputs than fit are in the temporaries at a time."""
+    module = importlib.import_module("jaxquant.ptq.apply")
+    outputs, most = 90, 16 * 32
+    params = {name: jnp.asarray(rng.normal(size=(outputs, 16)), F32) for name in ("first", "second")}
+    params["first"] = params["first"][:16]
+    x = jnp.asarray(rng.normal(size=(64, 16)) @ rng.normal(size=(16, 16)), F32)
+    added = jnp.asarray(rng.normal(size=(16, outputs)), F32)
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        y = x @ params["first"].T
+        return y @ added + jax.nn.relu(y) @ params["second"].T
+
+    rules = [jq.Rule(weight=jq.Weight(dtype, block=8, options={"symmetric": False}))]
+    prepared = jq.prepare(apply, params, x[:32], rules=rules)
+    batches, methods = [x[:32], x[32:]], [ptq.GPTQ(sweeps=1, refits=1), _RecordingNearest("tried")]
+    whole = [ptq.apply(prepared, params, batches, method, match_floats=True) for method in methods]
+    monkeypatch.setattr(module, "_MOST_ELEMENTS", most)
+    _RecordingNearest.sizes.clear()
+    for method, expected in zip(methods, whole, strict=True):
+        found = ptq.apply(prepared, params, batches, method, match_floats=True)
+        jax.tree.map(check_equal, found.tree.params, expected.tree.params)
+        for row, other in zip(found.notes, expected.notes, strict=True):
+            assert (row.before, row.after) == pytest.approx((other.before, other.after), rel=1e-4)
+    assert sum(_RecordingNearest.sizes) == 16 * (16 + outputs)
+    assert max(_RecordingNearest.sizes) <= most
+    # A run that goes on has the codes already.
+    state = {"second": whole[0].tree.params["second"]}
+    again = ptq.apply(prepared, params, batches, methods[0], match_floats=True, state=state)
+    jax.tree.map(check_equal, again.tree.params, whole[0].tree.params)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RecordingNearest(ptq.Nearest):
+    """`ptq.Nearest`, which records how large the weights are that it gets."""
+
+    sizes: ClassVar[list[int]] = []
+
+    def quantize(self, w: jax.Array, *arguments: Any) -> jq.QuantizedArray:
+        self.sizes.append(w.size)
+        return super().quantize(w, *arguments)
+
+
+def test_outputs_that_share_a_scale_stay_together(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("jaxquant.ptq.apply"), "_MOST_ELEMENTS", 64)
+    params, x = {"w": jnp.asarray(rng.normal(size=(8, 24)), F32)}, jnp.asarray(rng.normal(size=(16, 8)), F32)
+    prepared = jq.prepare(
+        lambda params, x: x @ params["w"], params, x, rules=[jq.Rule(weight=jq.Weight("int4", per="tensor"))]
+    )
+    _RecordingNearest.sizes.clear()
+    ptq.apply(prepared, params, [x], _RecordingNearest("tried"))
+    assert _RecordingNearest.sizes == [8 * 24]
 
 
 @pytest.mark.slow
