@@ -176,7 +176,8 @@ def test_codes_that_a_loop_does_not_change(kind: str, stored_last: int | None, r
     x = rng.normal(size=(3, 1024)).astype(np.float32)
     np.testing.assert_allclose(jax.jit(run)(x, w), jnp.concatenate([contract(row[None], w) for row in x]), rtol=1e-6)
     # Beside the codes, sums of four or of 256 codes each.
-    assert jax.jit(run).lower(x, w).compile().memory_analysis().temp_size_in_bytes < w.size
+    memory: Any = jax.jit(run).lower(x, w).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < w.size
 
 
 @pytest.mark.parametrize("columns", [1, 64])
