@@ -640,8 +640,8 @@ def test_an_exported_program_takes_an_adapted_tree(targets: Any, rng: np.random.
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_0"])
 def test_the_backward_pass_writes_floats_in_the_order_of_the_codes(kind: str, fixed_rng: np.random.Generator) -> None:
     """XLA:CPU takes several times as long to write the floats of a transposed weight in the logical order."""
-    w = jnp.asarray(fixed_rng.normal(0, 1, (4096, 512)), jnp.float32)
-    x, g = jnp.ones((64, 512)), jnp.ones((64, 4096))
+    w = jnp.asarray(fixed_rng.normal(0, 1, (8192, 512)), jnp.float32)
+    x, g = jnp.ones((64, 512)), jnp.ones((64, 8192))
     prepared = jq.prepare(lambda params, x: x @ params["w"].T, {"w": w}, x, rules=jq.recipes.gguf(kind))
     adapted = jq.lora.adapt(prepared, prepared.convert({"w": w}), SETTINGS, jax.random.key(0))
 
@@ -651,7 +651,7 @@ def test_the_backward_pass_writes_floats_in_the_order_of_the_codes(kind: str, fi
     program = Program(pull, adapted, x, g)
     buffers = [buffer for instruction in program.in_memory() for buffer in buffers_of(instruction)]
     large = [shape for dtype, shape in buffers if dtype == "f32" and math.prod(shape) >= w.size // 2]
-    assert large == [(2048, 512)] * 2
+    assert large == [(4096, 512)] * 2
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora", "qa"])
