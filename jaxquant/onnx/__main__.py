@@ -34,7 +34,7 @@ from . import Limits, ModelError, export, load, quantize, save, verify
 from .limits import count_model_bytes
 from .model_file import read_checked_model
 from .quantization.data import list_inputs, read_images, split_arrays
-from .quantization.recipes import CALIBRATORS, RECIPES
+from .quantization.recipes import CALIBRATORS, FORMS, RECIPES
 
 
 @contextlib.contextmanager
@@ -163,13 +163,17 @@ def verify_model(arguments: argparse.Namespace) -> int:
 
 def quantize_model(arguments: argparse.Namespace) -> None:
     """Quantize a model, and print what became of it."""
+    if arguments.report is not None and not pathlib.Path(arguments.report).parent.is_dir():  # before the work begins
+        raise ModelError(f"--report: expected a path in a folder that exists, got {arguments.report}")
     with name_file(arguments.model):
         data = read_data(arguments)
         report = quantize(
             arguments.model, arguments.output, recipe=arguments.recipe, data=data, random=arguments.random,
             keep=arguments.keep, calibrator=arguments.calibrator, block=arguments.block,
-            exact_everywhere=arguments.exact_everywhere,
+            form=arguments.form, exact_everywhere=arguments.exact_everywhere,
         )  # fmt: skip
+    if arguments.report is not None:
+        report.to_html(arguments.report)
     print(report)
     print(f"{arguments.output}: {len(report.model.graph.node)} nodes, {report.bytes_after:,} bytes")
 
@@ -272,6 +276,9 @@ def add_quantize(commands: Any) -> None:
     command.add_argument("--calibrator", choices=CALIBRATORS, default="minmax", help=text)
     text = "how many inputs share a scale, of 4 bits (default %(default)s)"
     command.add_argument("--block", type=int, default=32, help=text)
+    text = "static: QuantizeLinear and DequantizeLinear, or ONNX Runtime's operators on codes (default %(default)s)"
+    command.add_argument("--form", choices=FORMS, default="qdq", help=text)
+    command.add_argument("--report", metavar="PAGE", help="write an HTML page with a row for each node")
     text = "weights of 7 bits, which give the same integers on every processor"
     command.add_argument("--exact-everywhere", action="store_true", help=text)
     for name, default in (("--mean", "0"), ("--std", "1")):

@@ -9,7 +9,8 @@ import os
 from collections.abc import Mapping
 
 from .._core import checks
-from ._report import Report, SiteRow, check_html_path, show_decibels, show_share, write_page
+from ._report import Report, SiteRow, show_decibels, show_share
+from .page import check_html_path, write_page
 
 _COLUMNS = ("form", "weight dB", "activation dB", "output dB", "saturated", "bytes")
 
@@ -70,12 +71,13 @@ def write_side_by_side(reports: Mapping[str, Report], path: str | os.PathLike[st
     items = (f"<li>{html.escape(f'{label}: {report.summary}')}</li>" for label, report in reports.items())
     picture = ""
     if importlib.util.find_spec("matplotlib") is not None:
-        from ._pictures import draw_side_by_side, write_svg
+        from .pictures import draw_side_by_side, write_svg
 
         ratios = {label: [_find_ratio(table.get(row)) for row in names] for label, table in tables.items()}
         picture = write_svg(draw_side_by_side(names, ratios))
     header = f'<tr><th rowspan="2">name</th>{groups}</tr><tr>{heads}</tr>'
-    write_page(file, "Quantization reports", f"<ul>{''.join(items)}</ul>", header, "\n".join(rows), picture)
+    summary = f"<ul>{''.join(items)}</ul>"
+    write_page(file, "Quantization reports", summary, "Contractions", header, "\n".join(rows), picture)
 
 
 def _find_ratio(row: SiteRow | None) -> float:

@@ -182,9 +182,9 @@ contract_with_gradient.defvjp(_contract_with_gradient_fwd, _contract_with_gradie
 
 # A product of floats with codes that have no gradient: the backward pass dequantizes one part of the codes at a time.
 
-# From this number of codes on, the codes of a backward pass are dequantized for it alone, a part at a time. The number of
-# codes in a part, of which most weights of a decoder need one, and the largest number of parts: the program has the
-# operations of each, and takes longer to compile with more of them.
+# From this number of codes on, they are dequantized again, a part at a time. The number of codes in a part, so that
+# most weights of a decoder have one, and the largest number of parts: the program has the operations of each, and takes
+# longer to compile with more of them.
 _LARGE, _PART, _MOST_PARTS = 2**18, 2**21, 8
 
 

@@ -120,6 +120,13 @@ def make_batch(rng: np.random.Generator, inputs: list[ModelInput], name: str) ->
     return batch
 
 
+def draw_pages() -> list[dict[str, np.ndarray]]:
+    """Return the twelve batches of RapidOCR's text detector in the table, for `--data` of another command."""
+    rng = np.random.default_rng(0)
+    image = ModelInput(onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, (1, 3, 320, 320)))
+    return [make_batch(rng, [image], "") for _ in range(12)]
+
+
 class Reader(quantization.CalibrationDataReader):
     """Batches as ONNX Runtime's quantizer takes them."""
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import html
+import importlib.util
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -118,6 +121,25 @@ def test_a_network_runs_on_codes(rng: np.random.Generator, tmp_path: pathlib.Pat
     if exact_everywhere:
         assert not report.saturating
         assert not jqonnx.find_saturating_products(report.model)
+
+
+def test_both_forms_have_the_same_codes(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    """The operators on codes have the runtime's bits of QDQ at every level, and JAX has them, too."""
+    model, batches = make_network(rng), draw_batches(rng, 2, 3, 16, 16)
+    qdq, operators = (jqonnx.quantize(model, data=batches, form=form) for form in ("qdq", "operators"))
+    kinds = [node.op_type for node in operators.model.graph.node]
+    assert kinds.count("QLinearConv") == 7
+    assert not {"Conv", "Gemm", "Relu", "Clip", "Add", "Sigmoid"} & set(kinds)
+    assert "QLinearConv" not in [node.op_type for node in qdq.model.graph.node]
+    fn, params = jqonnx.load(operators.model)
+    for batch in batches[-2:]:
+        (want,) = run_runtime(qdq.model, {"x": batch})
+        for level in ("disabled", "basic", "extended", "all"):
+            (got,) = jqonnx.make_session(operators.model, level=level).run(None, {"x": batch})
+            np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(jax.jit(fn)(params, batch), want)
+    assert [(row.name, row.form) for row in operators.rows] == [(row.name, row.form) for row in qdq.rows]
+    assert operators.outputs == qdq.outputs
 
 
 def test_a_model_with_codes_is_not_called_a_float_model(rng: np.random.Generator) -> None:
@@ -433,6 +455,11 @@ ARGUMENTS: dict[str, tuple[Callable[[list[np.ndarray]], dict[str, Any]], str]] =
     "numbers": (lambda data: {"keep": [1]}, "keep: expected a sequence of patterns"),
     "model": (lambda data: {"model": 3}, "model: expected a path, bytes or an onnx.ModelProto, got int"),
     "ragged": (lambda data: {"data": [([[1], [1, 2]],)]}, "data[0]['x']: expected float32[?, 3, 16, 16]"),
+    "form": (lambda data: {"form": "codes"}, "form: expected 'qdq' or 'operators'"),
+    "form of another recipe": (
+        lambda data: {"recipe": "dynamic", "form": "operators"},
+        "form: expected 'qdq', as the recipe 'dynamic' does not use it, got operators",
+    ),
     "folder": (lambda data: {"out": "/none/model.onnx"}, "out: expected a path in a folder that exists"),
 }  # fmt: skip
 
@@ -468,9 +495,36 @@ def test_the_command(
         assert "integer     7 Conv" in text
         assert ("random batches" in text) == (source == ["--random"])
         assert jqonnx.load("out.onnx")[0].inputs[0].name == "x"
+    options = ["--data", "data.npz", "--form", "operators", "--report", "report.html"]
+    assert main(["quantize", "in.onnx", "out.onnx", *options]) == 0
+    capsys.readouterr()
+    assert "QLinearConv" in [node.op_type for node in onnx.load("out.onnx").graph.node]
+    assert pathlib.Path("report.html").read_text().startswith("<!doctype html>")
     for recipe in ("dynamic", "weight_only_int8"):
         assert main(["quantize", "in.onnx", "out.onnx", "--recipe", recipe]) == 0
         assert "none: nothing was compared" in capsys.readouterr().out
+
+
+def test_a_page_of_the_report(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    """The page has a row for each node, says what stays in floats and why, and loads nothing."""
+    model = make_network(rng)
+    model.graph.output[0].name = model.graph.node[-1].output[0] = "<y & z>"
+    report = jqonnx.quantize(model, data=draw_batches(rng, 2, 3, 16, 16), keep=["Add"])
+    report.to_html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    body = page.split("<tbody>")[1].split("</tbody>")[0]
+    assert body.count("<tr") == len(report.rows) > 7
+    for row in report.rows:
+        assert f"<td>{html.escape(row.name)}" in body
+        assert row.sqnr is None or f"{row.sqnr:.1f}" in body
+    assert f"<li>size: {report.bytes_before:,} bytes before, {report.bytes_after:,} after" in page
+    assert "<y & z>" not in page
+    assert not re.search(r'(?:src|href)="(?!#)|@import|<script', page)
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert page.count("<svg") == 1
+    assert len(page) < 2e6
+    with pytest.raises(ValueError, match=r"QuantizationReport.to_html: path: expected a folder that exists"):
+        report.to_html(tmp_path / "none" / "page.html")
 
 
 def test_a_folder_of_images(
@@ -545,6 +599,7 @@ def test_bad_input_on_the_command_line(
         (["in.onnx", "out.onnx", "--data", "failing_of_a_test:take"], "take raised TypeError: take() missing 1"),
         (["in.onnx", "out.onnx", "--data", "no_module_of_a_test:read"], "--data: expected a name that can be imported"),
         (["in.onnx", "out.onnx", "--data", "data.npz", "--keep", "none"], "keep: expected patterns that fit a node"),
+        (["in.onnx", "out.onnx", "--random", "--report", "none/page.html"], "--report: expected a path in a folder"),
         (["in.onnx", "out.onnx", "--data", "data.npz", "--block", "7"], "block: expected 16, 32"),
     )  # fmt: skip
     for arguments, text in commands:

@@ -11,7 +11,7 @@ import pytest
 
 import jaxquant as jq
 from jaxquant import ptq
-from jaxquant.report._pictures import list_front
+from jaxquant.report.pictures import list_front
 
 pytest.importorskip("matplotlib")
 DTYPES = ("int2", "int4", "int8", "float")

@@ -47,6 +47,7 @@ _CALIBRATORS: dict[str, Factory | None] = {
     "percentile": functools.partial(calibration.percentile, q=99.99),
 }  # fmt: skip
 CALIBRATORS = tuple(_CALIBRATORS)
+FORMS = ("qdq", "operators")
 # The least opset with DequantizeLinear of scales along an axis.
 _LEAST_OPSET = 13
 # Before this version all initializers are constants, and yet inputs.
@@ -64,6 +65,7 @@ def quantize(
     keep: Sequence[str] = (),
     calibrator: str = "minmax",
     block: int = 32,
+    form: str = "qdq",
     exact_everywhere: bool = False,
     progress: bool | None = None,
 ) -> QuantizationReport:
@@ -99,6 +101,10 @@ def quantize(
         calibrator: only of "static": "minmax", "mse", "percentile" (99.99) or "entropy", as in
             `jaxquant.calibration`.
         block: only of "weight_only_int4" and "gptq": how many inputs share a scale: 16, 32, 64, 128 or 256.
+        form: only of "static": "qdq", layers between QuantizeLinear and DequantizeLinear, of ONNX's own operators, as
+            other runtimes read them, too; or "operators", the operators on codes that ONNX Runtime makes of them at its
+            optimization level "extended", of its own domain com.microsoft in part. ONNX Runtime computes the same
+            codes from both at its levels "extended" and "all"; from operators at every level.
         exact_everywhere: whether weights that are multiplied by codes have 7 bits, -64 to 64, with which ONNX Runtime
             has the same integers on every processor, also on x86-64 without VNNI.
         progress: whether to show a progress bar, which needs the package rich; None shows it on a terminal, if that
@@ -130,6 +136,7 @@ def quantize(
     """
     checks.check_option(_NAME, "recipe", recipe, RECIPES)
     checks.check_option(_NAME, "calibrator", calibrator, CALIBRATORS)
+    checks.check_option(_NAME, "form", form, FORMS)
     for name, value in (("random", random), ("exact_everywhere", exact_everywhere)):
         checks.check_flag(_NAME, name, value)
     is_size = isinstance(block, int | np.integer) and block in (16, 32, 64, 128, 256)
@@ -137,6 +144,7 @@ def quantize(
     for name, value, default, recipes in (
         ("calibrator", calibrator, "minmax", ("static",)),
         ("block", block, 32, ("weight_only_int4", "gptq")),
+        ("form", form, "qdq", ("static",)),
     ):
         expected = f"{default!r}, as the recipe {recipe!r} does not use it"
         checks.require(recipe in recipes or value == default, _NAME, name, expected, value)
@@ -168,6 +176,8 @@ def quantize(
     times = _measure_times([floats, result], tested)
     rows = _measure_rows(floats, result, rows, tested[:1]) if recipe == "static" else rows
     saturating = list_saturating_products(result)
+    if form == "operators":
+        result = _optimize(result, "extended")
     if path is not None:
         _write_file(result, path)
     return QuantizationReport(
@@ -220,13 +230,18 @@ def _simplify(model: ModelProto) -> ModelProto:
             model = version_converter.convert_version(model, _LEAST_OPSET)
         except Exception as error:  # RuntimeError and what onnx's C++ throws
             raise ModelError(f"onnx cannot convert the model to opset {_LEAST_OPSET}: {error}") from error
+    result = _optimize(model, "basic")
+    _set_opsets(result)
+    return result
+
+
+def _optimize(model: ModelProto, level: str) -> ModelProto:
+    """Return a model as ONNX Runtime's optimizations of a level leave it."""
     options = make_quiet_options()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         options.optimized_model_filepath = os.path.join(folder, "model.onnx")
-        open_session(model, "basic", options)
-        result = onnx.load(options.optimized_model_filepath)
-    _set_opsets(result)
-    return result
+        open_session(model, level, options)
+        return onnx.load(options.optimized_model_filepath)
 
 
 def _list_no_constants(model: ModelProto) -> ModelProto:

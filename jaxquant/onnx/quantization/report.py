@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import html
+import importlib.util
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -70,15 +73,7 @@ class QuantizationReport:
 
     def __str__(self) -> str:
         """Return the table."""
-        lines = [
-            f"size     {self.bytes_before:,} bytes before, {self.bytes_after:,} after: "
-            f"{self.bytes_after / self.bytes_before:.2f}",
-            f"data     {self.data}",
-        ]
-        if not np.isnan(self.seconds_before):
-            before, after = 1e3 * self.seconds_before, 1e3 * self.seconds_after
-            lines.append(f"time     {before:.2f} ms before, {after:.2f} after: {after / before:.2f} (one thread)")
-        lines += [f"error    {name}: {describe_sqnr(sqnr)}" for name, sqnr in self.outputs.items()]
+        lines = [f"{name:8} {text}" for name, text in self._describe_model()]
         counts = collections.Counter((row.form, row.operator, row.reason) for row in self.rows)
         width = max([len(row.operator) for row in self.rows], default=0)
         lines += [
@@ -92,11 +87,59 @@ class QuantizationReport:
                 f"  {describe_sqnr(row.sqnr):>9}  {row.operator:{width}}  {row.name}" for row in measured[:_WORST]
             ]
         if self.saturating:
-            lines.append(
-                f"{len(self.saturating)} products can saturate on x86-64 processors without VNNI: "
-                "quantize with exact_everywhere for the same integers on all processors"
-            )
+            lines.append(self._describe_saturation())
         return "\n".join(lines)
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the report as one HTML file that loads nothing, with a picture of errors if matplotlib is installed.
+
+        The table has a row for each node with weights or codes, in the order of the model.
+
+        Args:
+            path: the file to write.
+
+        Raises:
+            ValueError: the folder of the path does not exist.
+        """
+        # Quantizing needs no pages and pictures.
+        from ...report import page, pictures
+
+        file = page.check_html_path(path, "QuantizationReport.to_html")
+        facts = [f"<li>{name}: {html.escape(text)}</li>" for name, text in self._describe_model()]
+        if self.saturating:
+            facts.append(f"<li>{self._describe_saturation()}</li>")
+        header = "<tr><th>output of the node</th><th>operator</th><th>form</th><th class='number'>error, dB</th></tr>"
+        rows = "\n".join(_make_html_row(row) for row in self.rows)
+        picture, errors = "", {row.name: row.sqnr for row in self.rows if row.sqnr is not None}
+        if errors and importlib.util.find_spec("matplotlib") is not None:
+            picture = pictures.write_svg(pictures.draw_errors(errors))
+        page.write_page(file, "Quantized ONNX model", f"<ul>{''.join(facts)}</ul>", "Nodes", header, rows, picture)
+
+    def _describe_model(self) -> list[tuple[str, str]]:
+        """Return the size, the data, the times and the errors of the outputs."""
+        share = self.bytes_after / self.bytes_before
+        facts = [
+            ("size", f"{self.bytes_before:,} bytes before, {self.bytes_after:,} after: {share:.2f}"),
+            ("data", self.data),
+        ]
+        if not np.isnan(self.seconds_before):
+            before, after = 1e3 * self.seconds_before, 1e3 * self.seconds_after
+            facts.append(("time", f"{before:.2f} ms before, {after:.2f} after: {after / before:.2f} (one thread)"))
+        return [*facts, *(("error", f"{name}: {describe_sqnr(sqnr)}") for name, sqnr in self.outputs.items())]
+
+    def _describe_saturation(self) -> str:
+        return (
+            f"{len(self.saturating)} products can saturate on x86-64 processors without VNNI: "
+            "quantize with exact_everywhere for the same integers on all processors"
+        )
+
+
+def _make_html_row(row: NodeRow) -> str:
+    """Return a row of the table, with the reason below the name."""
+    reason = f'<div class="reason">{html.escape(row.reason)}</div>' if row.reason else ""
+    error = "" if row.sqnr is None else describe_sqnr(row.sqnr).removesuffix(" dB")
+    cells = "".join(f"<td>{html.escape(text)}</td>" for text in (row.operator, row.form))
+    return f'<tr class="{row.form}"><td>{html.escape(row.name)}{reason}</td>{cells}<td class="number">{error}</td></tr>'
 
 
 def describe_sqnr(sqnr: float | None) -> str:

@@ -178,28 +178,46 @@ def draw_report(rows: Sequence[Any], weights: Mapping[str, Any], activations: Ma
     return figure
 
 
+def draw_errors(errors: Mapping[str, float]) -> Any:
+    """Return a figure with a bar for each ratio of signal to error in decibels, by name, the first at the top."""
+    figure = _make_figure(figsize=(11, 1 + 0.22 * max(len(errors), 1)), layout="constrained")
+    axes = figure.subplots()
+    _draw_ratios(axes, list(errors.values()), 0.0, height=0.7, color=_COLORS["output"])
+    _label_bars(axes, list(errors))
+    return figure
+
+
 def _draw_bars(axes: Axes, rows: list[Any]) -> None:
     """Draw the ratios of weights, activations and outputs, the first contraction at the top."""
     for offset, (name, color) in zip((-0.27, 0.0, 0.27), _COLORS.items(), strict=True):
         values = [getattr(row, f"{name}_sqnr") for row in rows]
-        heights = [height + offset for height, value in enumerate(values) if value is not None]
-        if not heights:
-            continue
-        ratios = [value for value in values if value is not None]
-        # A NaN has no bar, and neither has an error that is as large as the signal.
-        sizes = [0.0 if math.isnan(value) else min(max(value, 0.0), _TOP) for value in ratios]
-        axes.barh(heights, sizes, 0.25, color=color, label=name)
-        for height, size, value in zip(heights, sizes, ratios, strict=True):
-            if size != value:
-                label = "no error" if value == math.inf else f"{value:.1f}"
-                axes.annotate(label, (size, height), textcoords="offset points", xytext=(3, -2.5), fontsize=6)
-    axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
-    axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
+        if any(value is not None for value in values):
+            _draw_ratios(axes, values, offset, height=0.25, color=color, label=name)
+    _label_bars(axes, [row.name for row in rows])
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=8, frameon=False)
+
+
+def _draw_ratios(axes: Axes, values: Sequence[float | None], offset: float, **options: Any) -> None:
+    """Draw a bar for each ratio but None, at its place in the sequence and a little below."""
+    places = [place + offset for place, value in enumerate(values) if value is not None]
+    ratios = [value for value in values if value is not None]
+    # A NaN has no bar, and neither has an error that is as large as the signal.
+    sizes = [0.0 if math.isnan(value) else min(max(value, 0.0), _TOP) for value in ratios]
+    axes.barh(places, sizes, **options)
+    for place, size, value in zip(places, sizes, ratios, strict=True):
+        if size != value:
+            label = "no error" if value == math.inf else f"{value:.1f}"
+            axes.annotate(label, (size, place), textcoords="offset points", xytext=(3, -2.5), fontsize=6)
+
+
+def _label_bars(axes: Axes, names: Sequence[str]) -> None:
+    """Label the bars and the axis of ratios, with the first bar at the top."""
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_ylim(max(len(names), 1) - 0.5, -0.5)
     axes.set_xlabel("signal over error, dB (more is better; 6 dB are one bit)")
     axes.grid(axis="x", color=_GRAY, alpha=0.3)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=8, frameon=False)
 
 
 def _draw_histograms(grid: Sequence[Axes], items: list[Any], color: str) -> None:
