@@ -197,17 +197,19 @@ def _draw_bars(axes: Axes, rows: list[Any]) -> None:
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=8, frameon=False)
 
 
-def _draw_ratios(axes: Axes, values: Sequence[float | None], offset: float, **options: Any) -> None:
+def _draw_ratios(
+    axes: Axes, values: Sequence[float | None], offset: float, height: float, color: str, label: str | None = None
+) -> None:
     """Draw a bar for each ratio but None, at its place in the sequence and a little below."""
     places = [place + offset for place, value in enumerate(values) if value is not None]
     ratios = [value for value in values if value is not None]
     # A NaN has no bar, and neither has an error that is as large as the signal.
     sizes = [0.0 if math.isnan(value) else min(max(value, 0.0), _TOP) for value in ratios]
-    axes.barh(places, sizes, **options)
+    axes.barh(places, sizes, height, color=color, label=label)
     for place, size, value in zip(places, sizes, ratios, strict=True):
         if size != value:
-            label = "no error" if value == math.inf else f"{value:.1f}"
-            axes.annotate(label, (size, place), textcoords="offset points", xytext=(3, -2.5), fontsize=6)
+            text = "no error" if value == math.inf else f"{value:.1f}"
+            axes.annotate(text, (size, place), textcoords="offset points", xytext=(3, -2.5), fontsize=6)
 
 
 def _label_bars(axes: Axes, names: Sequence[str]) -> None:
