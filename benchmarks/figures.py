@@ -38,14 +38,14 @@ class Row(NamedTuple):
         label: what was measured.
         is_peer: whether another library made it.
         size: its bytes, of float32's.
-        time: its time, of float32's, or None if the tables have none.
+        time: its time, of float32's.
         error: its error, in words.
     """
 
     label: str
     is_peer: bool
     size: float
-    time: float | None
+    time: float
     error: str
 
 
@@ -96,9 +96,9 @@ def read_models() -> dict[str, list[Row]]:
         size, time = (float(row[column]) / float(floats[column]) for column in (0, 5))
         models["Gemma 3 270M, a decoder in JAX"].append(Row(label, False, size, time, f"{row[2].split()[0]} nats"))
     page, section = "measured/recipes.md", "A pretrained sentence encoder"
-    size, _, cosine = read_cells(page, "`w8a8_dynamic`", section)
+    size, _, cosine, _, time = read_cells(page, "`w8a8_dynamic`", section)
     size = float(size) / float(read_cells(page, "float32", section)[0])
-    models["MiniLM, a sentence encoder in JAX"] = [Row("w8a8_dynamic", False, size, None, f"cosine {cosine}")]
+    models["MiniLM, a sentence encoder in JAX"] = [Row("w8a8_dynamic", False, size, float(time), f"cosine {cosine}")]
     for model, name in (
         ("RapidOCR, detection, in ONNX Runtime", "rapidocr, detection"),
         ("RapidOCR, recognition, in ONNX Runtime", "rapidocr, recognition"),
@@ -139,9 +139,6 @@ def draw_models(models: dict[str, list[Row]]) -> str:
             kind = "peer" if row.is_peer else "ours"
             parts.append(_write_text(label, y, row.label))
             for x, value in zip(left, (row.size, row.time), strict=True):
-                if value is None:
-                    parts.append(_write_text(x, y, "not recorded", "small"))
-                    continue
                 width = bar * value / 1.5
                 parts.append(f'<rect class="{kind}" x="{x}" y="{y - 10}" width="{width:.1f}" height="11"/>')
                 parts.append(_write_text(x + width + 4, y, f"{value:.2f}", "small"))
