@@ -780,7 +780,7 @@ def _choose_settings(config: Mapping[str, Any], path: str, modules: list[str]) -
         found.add(peft.match_patterns(_LOAD, config, module))
     checks.require(len(found) == 1, _LOAD, peft.CONFIG, f"one rank and alpha in the stack of {path}", sorted(found))
     ((rank, alpha),) = found
-    with checks.name_errors(_LOAD):
+    with checks.prefix_errors(f"{peft.CONFIG}, for {path}"), checks.name_errors(_LOAD):
         return LoRA(
             rank, path, alpha=alpha, dropout=config["lora_dropout"], variant="dora" if config["use_dora"] else "lora",
             rank_stabilized=config["use_rslora"],

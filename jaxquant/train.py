@@ -483,10 +483,14 @@ def _load(path: pathlib.Path, training: _Training, start: _Position, has_best: b
     checks.require(int(content["origin"]) == training.origin, _NAME, "checkpoint", expected, got)
     paths, (state, form) = sorted(start.variables), jax.tree.flatten(start.state)
     variables = [start.variables[path] for path in paths]
+    had_best = bool(content["best"])
+    wanted = "held-out batches, as the training had" if had_best else "None, as the training had no held-out batches"
+    got = f"{'batches' if has_best else 'none'}, and {path} to go on from"
+    checks.require(had_best == has_best, _NAME, "held_out", wanted, got)
     likes = {"variables": variables, "state": state, "best": variables if has_best else []}
     for name, like in likes.items():
         found, needed = ([(x.shape, x.dtype) for x in map(_to_numpy, part)] for part in (content[name], like))
-        got = f"{len(found)} arrays in {name}, or others than the {len(needed)} of this optimizer and held_out"
+        got = f"{len(found)} arrays in {name}, or others than the {len(needed)} of this optimizer"
         checks.require(found == needed, _NAME, "checkpoint", expected, got)
     arrays = {name: list(map(_place, content[name], like)) for name, like in likes.items()}
     return _Position(

@@ -258,7 +258,10 @@ def test_a_file_of_another_training_is_refused(fixed_rng: np.random.Generator, t
     other = prepared.trainable({**params, "up": params["up"] + 1})
     refuse(r"a file of this training at .*, got a file of training with other arrays, rules or settings", start=other)
     refuse("a file of this training at .* delete it .*, got .* arrays in state", optimizer=optax.adam(0.1))
-    refuse("a file of this training .*, got 0 arrays in best", held_out=batches)
+    with pytest.raises(
+        ValueError, match=r"held_out: expected None, as the training had no .*, got batches, and .*safet"
+    ):
+        run(held_out=batches)
     refuse("a file of this training .*, got .*other arrays, rules or settings", temperature=2.0)
     refuse("a file of this training .*, got .*other arrays, rules or settings", schedule={"*up": range(2)})
     teacher = {**params, "down": params["down"] + 1}
