@@ -2,7 +2,7 @@
 # # Name what is in photographs: EfficientNet-Lite0
 #
 # EfficientNet-Lite0 is a network of 49 convolutions and a dense layer, which gives each of ImageNet's 1,000 classes a
-# logit. Its 4.7 million parameters are in a file of torch. Here they are read without torch, run in plain JAX, and
+# logit. Its 4.6 million parameters are in a file of torch. Here they are read without torch, run in plain JAX, and
 # quantized to integers that ONNX Runtime computes, too.
 #
 # ```sh
