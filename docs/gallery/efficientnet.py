@@ -177,7 +177,7 @@ for name, rules in recipes.items():
 print("recipe                       bytes  same class  logits, dB")
 for name, tree in trees.items():
     same = int((best[name] == best["float32"]).sum())
-    decibels = f"{errors[name][-1]:.0f}" if name in errors else ""
+    decibels = f"{errors[name][-1]:.0f}" if name in errors else "exact"
     print(f"{name:24}{jq.QuantizedTree(tree).nbytes:10,}{same:6} of {len(images)}{decibels:>12}")
 
 # %% [markdown]

@@ -56,17 +56,17 @@ def score(model, cache):
 # The layers have 8 bits in each row but the first. A scale is for the 640 features of a token, or for 32 of them.
 
 # %%
-layers = jq.Rule(weight=jq.Weight("int8"))
+half = {"symmetric": False, "scale_dtype": "float16"}
 tables = {
     "8 bits": jq.Weight("int8"),
-    "4 bits, blocks of 32": jq.Weight("int4", block=32, options={"symmetric": False}),
+    "4 bits, blocks of 32": jq.Weight("int4", block=32, options=half),
     "4 bits": jq.Weight("int4"),
-    "3 bits, blocks of 32": jq.Weight("int3", block=32, options={"symmetric": False}),
+    "3 bits, blocks of 32": jq.Weight("int3", block=32, options=half),
 }
 token, caches = np.zeros((1, 1), np.int32), decoder.create_caches(base.config, 1, decoder.CHUNK)
 models, scores = {"float32": base}, {"float32": score(base, "float32")}
 for name, weight in tables.items():
-    rules = (jq.Rule("token_embd*", weight=weight), layers)
+    rules = (jq.Rule("token_embd*", weight=weight), jq.Rule(weight=jq.Weight("int8")))
     prepared = jq.prepare(base.run, base.params, token, token[0], token, caches, rules=rules)
     models[name] = base._replace(run=prepared.apply, params=prepared.convert(base.params))
     scores[name] = score(models[name], "float32")
