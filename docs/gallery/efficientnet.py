@@ -190,8 +190,7 @@ for name, tree in trees.items():
 figure, axis = plt.subplots(figsize=(8, 3.2))
 for name, style in zip(errors, ("C1-", "C0-", "C1--", "k:"), strict=True):
     axis.plot(np.where(np.isinf(errors[name]), np.nan, errors[name]), style, marker=".", label=name)
-places = ["stem", *range(16), "head", "logits"]
-axis.set_xticks(range(len(places)), places)
+axis.set_xticks(range(19), ["stem", *range(16), "head", "out"], fontsize="small")
 axis.set(title="Signal over error, from block to block", xlabel="block", ylabel="dB")
 axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
 axis.grid(alpha=0.3)
