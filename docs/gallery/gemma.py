@@ -84,7 +84,8 @@ for name, found in scores.items():
 #
 # A cache has codes of 8 or 4 bits for keys and values, with a scale for 16 or 32 features; keys and values are rotated
 # before they are rounded, so that no feature is much larger than the others. A layer that attends to 512 tokens keeps
-# 639, the last chunk included; the floats, which are here to compare, are kept for all tokens. [Attention and the KV cache](../attention.md) explains these choices.
+# 639, the last chunk included; the floats, which are here to compare, are kept for all tokens.
+# [Attention and the KV cache](../attention.md) explains these choices.
 
 # %%
 small, kept = models["8 bits"], {"float32": scores["8 bits"]}
@@ -118,8 +119,8 @@ axes[1].grid(alpha=0.3)
 # %% [markdown]
 # ## The text
 #
-# The likeliest token at each step, from each cache. Two texts part where the two likeliest tokens are close, and all that
-# follows depends on it.
+# The likeliest token at each step, from each cache. Two texts part where the two likeliest tokens are close, and all
+# that follows depends on it.
 
 # %%
 for kind in decoder.CACHES:
