@@ -35,13 +35,13 @@ print(f"{table.size / 1e6:.0f} of {count / 1e6:.0f} million parameters are the t
 # %% [markdown]
 # ## Data
 #
-# Two pieces of 512 tokens of Python's language reference are for the perplexity, and the last 511 for what the caches
+# Two pieces of 512 tokens of Python's language reference are for the perplexity, and the last 512 for what the caches
 # have to know of the keys. `decoder.stack` makes one array of neighboring layers, so that a program compiles in a few
 # seconds.
 
 # %%
 tokens = model.encode("\n\n".join(topics[name] for name in sorted(topics)))
-smoothing = decoder.find_smoothing(model.config, model.params, np.array([model.bos + tokens[-511:]]))
+smoothing = decoder.find_smoothing(model.config, model.params, np.array([tokens[-512:]]))
 floats = {name: x.dequantize() if isinstance(x, jq.QuantizedArray) else x for name, x in model.params.items()}
 base = decoder.stack(model._replace(params=floats, smoothing=smoothing))
 
@@ -108,7 +108,7 @@ for kind in decoder.CACHES:
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
 lengths = 2 ** np.arange(6, 16)
 for kind, style in zip(decoder.CACHES, ("k-", "C0-", "C2-", "C1-"), strict=True):
-    axes[0].loglog(lengths, [count_bytes(kind, int(n)) / 1e6 for n in lengths], style, label=kind)
+    axes[0].loglog(lengths, [count_bytes(kind, int(n)) / 1e6 for n in lengths], style, base=2, label=kind)
     if kind != "float32":
         axes[1].plot(np.cumsum(kept["float32"] - kept[kind]), style)
 axes[0].set(title="bytes of the cache", xlabel="tokens", ylabel="MB")
