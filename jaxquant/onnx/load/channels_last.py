@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _Array = jax.Array | np.ndarray
 _RANK = 4
+# ONNX's own operators, and those that fusing makes of them.
+_DOMAINS = ("", "jaxquant")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,7 +64,7 @@ def read_images(value: object) -> Any:
 def run_operator(call: Call, operator: Operator, inputs: Sequence[Any]) -> Any:
     """Return the results of an operator with the channels last; None if it has no form for its inputs."""
     node = call.node
-    run = None if node.domain else _FORMS.get(node.op)
+    run = _FORMS.get(node.op) if node.domain in _DOMAINS else None
     # A function that is prepared, exported or was exported keeps the operations of its graph.
     if run is None or call.run.is_exported or recording.is_recording() or recording.is_analyzing():
         return None
@@ -123,14 +125,20 @@ def _run_normalization(call: Call, operator: Operator, inputs: Sequence[Any]) ->
     return ChannelsLast(operator.function(call, flat, *map(convert_to_jax, parameters)).reshape(x.array.shape))
 
 
+def _run_global_average(call: Call, operator: Operator, inputs: Sequence[Any]) -> Any:
+    (x,) = inputs
+    return ChannelsLast(jnp.mean(x.array, tuple(range(1, _RANK - 1)), keepdims=True))
+
+
 _ELEMENTWISE = (
     "Abs", "Add", "Clip", "Div", "Elu", "Erf", "Exp", "HardSigmoid", "HardSwish", "Identity", "LeakyRelu", "Max",
-    "Min", "Mul", "Neg", "PRelu", "Pow", "Relu", "Sigmoid", "Softplus", "Sqrt", "Sub", "Swish", "Tanh",
+    "Min", "Mul", "Neg", "PRelu", "Pow", "Relu", "RoundedMul", "Sigmoid", "Softplus", "Sqrt", "Sub", "Swish", "Tanh",
 )  # fmt: skip
 _FORMS: dict[str, Callable[[Call, Operator, Sequence[Any]], Any]] = {
     **dict.fromkeys(_ELEMENTWISE, _run_elementwise),
     "BatchNormalization": _run_normalization,
     "Concat": _run_along_channels,
     "Conv": _run_convolution,
+    "GlobalAveragePool": _run_global_average,
     "Split": _run_along_channels,
 }

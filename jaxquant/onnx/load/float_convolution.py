@@ -39,11 +39,25 @@ def convolve_channels_last(
     window = convolution.Window(True, "products", strides, dilations, groups)
     if _is_depthwise(x, w, padding, window):
         return barriers.choose_on_cpu(functools.partial(_sum_products, padding=padding, window=window), default, x, w)
+    if groups == 1 and math.prod(w.shape[2:]) == 1 and w.size and not any(map(any, padding)):
+        return _multiply_channels(x, w, strides)
     if x.ndim == 4 and x.shape[2] == w.shape[3] == 1 and not any(padding[1]):
         # XLA:CPU's kernel works along the last dimension: with one element in it, it takes twice the time.
         y = _convolve(x[:, :, 0], w[..., 0], strides[:1], padding[:1], dilations[:1], groups, channels_last=True)
         return y[:, :, None]
     return default(x, w)
+
+
+def _multiply_channels(x: jax.Array, w: jax.Array, strides: tuple[int, ...]) -> jax.Array:
+    """Return the convolution with a kernel of one position, as a product of matrices.
+
+    XLA:CPU makes a product of the convolution, too, but of transposed weights, which a kernel of their own writes to
+    memory in each call, and which takes as long to compile as the product.
+    """
+    if math.prod(strides) > 1:
+        x = x[(slice(None), *(slice(None, None, stride) for stride in strides), slice(None))]
+    weights = w.reshape(w.shape[:2])
+    return lax.dot_general(x, weights, (((x.ndim - 1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
 
 
 def _convolve(
