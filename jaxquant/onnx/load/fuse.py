@@ -587,7 +587,7 @@ class _Fuser(FusedGraph):
         replacements: dict[Node, list[Node]] = {}
         for group in groups.values():
             if len(group) > 1:
-                replacements.update(dict.fromkeys((node for node, _, _ in group), []))
+                replacements.update((node, []) for node, _, _ in group)
                 replacements[group[0][0]] = self._join(group)
         self.nodes = [new for node in self.nodes for new in replacements.get(node, [node])]
         counts = collections.Counter(node.inputs[1] for node in self.nodes if node.op == "Gemm" and not node.domain)
