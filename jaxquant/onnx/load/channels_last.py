@@ -10,6 +10,7 @@ run on them in the same layout, as far as they have a form for it. All others ge
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,12 @@ def _run_elementwise(call: Call, operator: Operator, inputs: Sequence[Any]) -> A
     return _wrap(operator.function(call, *map(convert_to_jax, map(_turn, inputs))))
 
 
+def _run_rounded_product(call: Call, operator: Operator, inputs: Sequence[Any]) -> Any:
+    # Between convolutions, which run on all threads, a second loop over the images gains nothing, and is compiled.
+    function = functools.partial(operator.function, most=0)
+    return _run_elementwise(call, operator._replace(function=function), inputs)
+
+
 def _run_along_channels(call: Call, operator: Operator, inputs: Sequence[Any]) -> Any:
     """Return the results of an operator along the axis of channels, whose last inputs are no images."""
     count = len(inputs) if call.node.op == "Concat" else 1
@@ -132,7 +139,7 @@ def _run_global_average(call: Call, operator: Operator, inputs: Sequence[Any]) -
 
 _ELEMENTWISE = (
     "Abs", "Add", "Clip", "Div", "Elu", "Erf", "Exp", "HardSigmoid", "HardSwish", "Identity", "LeakyRelu", "Max",
-    "Min", "Mul", "Neg", "PRelu", "Pow", "Relu", "RoundedMul", "Sigmoid", "Softplus", "Sqrt", "Sub", "Swish", "Tanh",
+    "Min", "Mul", "Neg", "PRelu", "Pow", "Relu", "Sigmoid", "Softplus", "Sqrt", "Sub", "Swish", "Tanh",
 )  # fmt: skip
 _FORMS: dict[str, Callable[[Call, Operator, Sequence[Any]], Any]] = {
     **dict.fromkeys(_ELEMENTWISE, _run_elementwise),
@@ -140,5 +147,6 @@ _FORMS: dict[str, Callable[[Call, Operator, Sequence[Any]], Any]] = {
     "Concat": _run_along_channels,
     "Conv": _run_convolution,
     "GlobalAveragePool": _run_global_average,
+    "RoundedMul": _run_rounded_product,
     "Split": _run_along_channels,
 }
