@@ -10,7 +10,7 @@ import pytest
 from tests.project import structure
 
 MODULES = 279
-CODE_LINES = 44_000
+CODE_LINES = 44_100
 CLOSURE = (17, 67)  # median and 90th percentile
 CLOSURE_AT_IMPORT = (17, 67)
 PRIVATE_IMPORTS = 0
