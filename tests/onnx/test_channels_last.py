@@ -158,7 +158,12 @@ def make_block(rng: np.random.Generator) -> tuple[ModelProto, np.ndarray]:
     wide = network.add("Relu", [network.convolve("x", 8, 3)], 8)[0]
     first, second = network.add("Split", [wide, network.keep(np.array([4, 4]))], 4, 2, axis=1)
     inner = network.add("Sigmoid", [network.convolve(second, 4, 3)], 4)[0]
-    (total,) = network.add("Add", [inner, second], 4)
+    # The product before a sum is rounded, and the mean of each channel stays an image.
+    (scaled,) = network.add("Mul", [network.draw(1), inner], 4)
+    (shifted,) = network.add("Add", [scaled, network.draw(1)], 4)
+    (mean,) = network.add("GlobalAveragePool", [shifted], 4)
+    (excited,) = network.add("Mul", [shifted, network.convolve(mean, 4)], 4)
+    (total,) = network.add("Add", [excited, second], 4)
     (joined,) = network.add("Concat", [first, second, total], 12, axis=1)
     return network.build([network.convolve(joined, 8, 3)]), rng.normal(size=(1, 8, 8, 6)).astype(np.float32)
 
@@ -178,8 +183,8 @@ def test_a_function_that_is_prepared_has_onnx_s_layout(rng: np.random.Generator)
     fn, params = jqonnx.load(model)
     fn(params, x)  # JAX keeps this trace, which must not be used below
     prepared = jq.prepare(fn, params, x, rules=jq.recipes.w8a8_dynamic())
-    assert [row.form for row in prepared.coverage.rows] == ["integer"] * 3
+    assert [row.form for row in prepared.coverage.rows] == ["integer"] * 4
     exported = jqonnx.export(fn, params, [x])
     operators = [node.op_type for node in exported.graph.node]
-    assert operators.count("Conv") == 3
+    assert operators.count("Conv") == 4
     assert "Transpose" not in operators

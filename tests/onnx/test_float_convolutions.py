@@ -105,3 +105,33 @@ def test_a_window_that_does_not_fit(rng: np.random.Generator) -> None:
     weights = rng.normal(size=(3, 1, 5, 5)).astype(np.float32)
     fn, params = jqonnx.load(make_model(weights, np.zeros(3, np.float32), 4, group=3))
     assert fn(params, np.zeros((1, 3, 4, 9), np.float32)).shape == (1, 3, 0, 5)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_a_kernel_of_one_position(rng: np.random.Generator, rank: int) -> None:
+    """It is a product of matrices, of the weights as they are: no convolution, and no transposed weights."""
+    features, channels = (int(n) for n in rng.integers(2, 40, 2))
+    weights, bias = rng.normal(size=(features, channels, *(1,) * rank)), rng.normal(size=features)
+    strides = rng.integers(1, 4, rank).tolist()
+    model = make_model(weights.astype(np.float32), bias.astype(np.float32), rank + 2, strides=strides)
+    fn, params = jqonnx.load(model)
+    lengths = [*rng.integers(5, 12, rank).tolist()]
+    for shape in ((2, channels, *lengths), (1, channels, *(1,) * rank), (1, channels, *(2,) * rank)):
+        x = rng.normal(size=shape).astype(np.float32)
+        (want,) = run_runtime(model, {"x": x})
+        for run in (fn, jax.jit(fn), lambda p, x: jax.vmap(lambda part: fn(p, part[None])[0])(x)):
+            np.testing.assert_allclose(run(params, x), want, rtol=1e-5, atol=1e-5)
+        primitives = [e.primitive.name for e in jax.make_jaxpr(fn)(params, x).jaxpr.eqns]
+        assert "conv_general_dilated" not in primitives
+    got, want = (
+        jax.grad(lambda p, x, f=f: jnp.sum(jnp.sin(f(p, x))), argnums=(0, 1))(params, x)
+        for f in (
+            fn,
+            lambda p, x: (
+                jax.lax.conv_general_dilated(x, p["w"], strides, "VALID", precision="highest")
+                + p["b"].reshape(1, -1, *(1,) * rank)
+            ),
+        )
+    )
+    for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-4)

@@ -206,3 +206,15 @@ def test_wrong_parameters() -> None:
             fn(wrong, x)
     with pytest.raises(TypeError, match=r"onnx\.LoadedFunction: params: expected a mapping"):
         fn(1.0, x)  # type: ignore[arg-type]
+
+
+def test_loading_compiles_nothing(rng: np.random.Generator, caplog: pytest.LogCaptureFixture) -> None:
+    """A program for each shape of a weight would take longer to compile than the rest of loading."""
+    constants = {f"w{n}": rng.normal(size=(n, n + 1)).astype(np.float32) for n in (8, 9, 10)}
+    nodes = [make_node("MatMul", [x, w], [y]) for x, w, y in (("x", "w8", "a"), ("a", "w9", "b"), ("b", "w10", "y"))]
+    model = make_model(nodes, constants)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        fn, params = jqonnx.load(model)
+        assert "Compiling" not in caplog.text
+        jax.jit(fn)(params, np.zeros((3, 8), np.float32))
+        assert "Compiling" in caplog.text

@@ -10,6 +10,7 @@ run on them in the same layout, as far as they have a form for it. All others ge
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _Array = jax.Array | np.ndarray
 _RANK = 4
+# ONNX's own operators, and those that fusing makes of them.
+_DOMAINS = ("", "jaxquant")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,7 +65,7 @@ def read_images(value: object) -> Any:
 def run_operator(call: Call, operator: Operator, inputs: Sequence[Any]) -> Any:
     """Return the results of an operator with the channels last; None if it has no form for its inputs."""
     node = call.node
-    run = None if node.domain else _FORMS.get(node.op)
+    run = _FORMS.get(node.op) if node.domain in _DOMAINS else None
     # A function that is prepared, exported or was exported keeps the operations of its graph.
     if run is None or call.run.is_exported or recording.is_recording() or recording.is_analyzing():
         return None
@@ -89,6 +92,12 @@ def _run_elementwise(call: Call, operator: Operator, inputs: Sequence[Any]) -> A
     if any(x is not None and len(x.shape) > _RANK for x in inputs):
         return None
     return _wrap(operator.function(call, *map(convert_to_jax, map(_turn, inputs))))
+
+
+def _run_rounded_product(call: Call, operator: Operator, inputs: Sequence[Any]) -> Any:
+    # Between convolutions, which run on all threads, a second loop over the images gains nothing, and is compiled.
+    function = functools.partial(operator.function, most=0)
+    return _run_elementwise(call, operator._replace(function=function), inputs)
 
 
 def _run_along_channels(call: Call, operator: Operator, inputs: Sequence[Any]) -> Any:
@@ -123,6 +132,11 @@ def _run_normalization(call: Call, operator: Operator, inputs: Sequence[Any]) ->
     return ChannelsLast(operator.function(call, flat, *map(convert_to_jax, parameters)).reshape(x.array.shape))
 
 
+def _run_global_average(call: Call, operator: Operator, inputs: Sequence[Any]) -> Any:
+    (x,) = inputs
+    return ChannelsLast(jnp.mean(x.array, tuple(range(1, _RANK - 1)), keepdims=True))
+
+
 _ELEMENTWISE = (
     "Abs", "Add", "Clip", "Div", "Elu", "Erf", "Exp", "HardSigmoid", "HardSwish", "Identity", "LeakyRelu", "Max",
     "Min", "Mul", "Neg", "PRelu", "Pow", "Relu", "Sigmoid", "Softplus", "Sqrt", "Sub", "Swish", "Tanh",
@@ -132,5 +146,7 @@ _FORMS: dict[str, Callable[[Call, Operator, Sequence[Any]], Any]] = {
     "BatchNormalization": _run_normalization,
     "Concat": _run_along_channels,
     "Conv": _run_convolution,
+    "GlobalAveragePool": _run_global_average,
+    "RoundedMul": _run_rounded_product,
     "Split": _run_along_channels,
 }

@@ -14,6 +14,8 @@ from jax import lax
 from ..._core import recording
 from ..._kernels import barriers, convolution
 
+# The product of a row by at most these weights takes less time than its compilation.
+_FEW_WEIGHTS = 2**14
 _Pairs = tuple[tuple[int, int], ...]
 
 
@@ -39,11 +41,42 @@ def convolve_channels_last(
     window = convolution.Window(True, "products", strides, dilations, groups)
     if _is_depthwise(x, w, padding, window):
         return barriers.choose_on_cpu(functools.partial(_sum_products, padding=padding, window=window), default, x, w)
+    if groups == 1 and math.prod(w.shape[2:]) == 1 and w.size and not any(map(any, padding)):
+        return _multiply_channels(x, w, strides)
     if x.ndim == 4 and x.shape[2] == w.shape[3] == 1 and not any(padding[1]):
         # XLA:CPU's kernel works along the last dimension: with one element in it, it takes twice the time.
         y = _convolve(x[:, :, 0], w[..., 0], strides[:1], padding[:1], dilations[:1], groups, channels_last=True)
         return y[:, :, None]
     return default(x, w)
+
+
+def _multiply_channels(x: jax.Array, w: jax.Array, strides: tuple[int, ...]) -> jax.Array:
+    """Return the convolution with a kernel of one position, as a product of matrices.
+
+    XLA:CPU makes a product of the convolution, too, but of transposed weights, which a kernel of their own writes to
+    memory in each call, and which takes as long to compile as the product.
+    """
+    if math.prod(strides) > 1:
+        x = x[(slice(None), *(slice(None, None, stride) for stride in strides), slice(None))]
+    rows, weights = x.reshape(-1, x.shape[-1]), w.reshape(w.shape[:2])
+    is_row = rows.shape[0] == 1 and w.size <= _FEW_WEIGHTS and jax.__version_info__ >= (0, 12)
+    y = barriers.choose_on_cpu(_multiply_row, _multiply, rows, weights) if is_row else _multiply(rows, weights)
+    return y.reshape(*x.shape[:-1], y.shape[1])
+
+
+# JAX traces an inlined function once for all products of the same shape.
+@functools.partial(jax.jit, inline=True)
+def _multiply(rows: jax.Array, weights: jax.Array) -> jax.Array:
+    return lax.dot_general(rows, weights, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
+
+
+@functools.partial(jax.jit, inline=True)
+def _multiply_row(row: jax.Array, weights: jax.Array) -> jax.Array:
+    """Return the product of a row by few weights, as that of two rows.
+
+    XLA:CPU calls a library for it, and compiles a product of its own for a single row.
+    """
+    return _multiply(jnp.pad(row, ((0, 1), (0, 0))), weights)[:1]
 
 
 def _convolve(
@@ -67,6 +100,8 @@ def _is_depthwise(x: jax.Array, w: jax.Array, padding: _Pairs, window: convoluti
     return w.shape[:2] == (x.shape[-1], 1) and 1 < window.groups == x.shape[-1] and has_positions and is_small
 
 
+# JAX traces an inlined function once for all convolutions of the same shape. Each has an operation for each tap.
+@functools.partial(jax.jit, static_argnames=("padding", "window"), inline=True)
 def _sum_products(x: jax.Array, w: jax.Array, *, padding: _Pairs, window: convolution.Window) -> jax.Array:
     """Return a depthwise convolution as the sum of shifted products.
 
@@ -82,6 +117,7 @@ def _sum_products(x: jax.Array, w: jax.Array, *, padding: _Pairs, window: convol
     total: Any = None
     for position in itertools.product(*map(range, w.shape[2:])):
         shifted = convolution.slice_position(wide, axes, position, window, out)
-        term = shifted * lax.broadcast_in_dim(weights[position], shifted.shape, (x.ndim - 1,))
-        total = term if total is None else total + term
+        # jax.numpy's operators take several times as long to trace.
+        term = lax.mul(shifted, lax.broadcast_in_dim(weights[position], shifted.shape, (x.ndim - 1,)))
+        total = term if total is None else lax.add(total, term)
     return lax.optimization_barrier(total)

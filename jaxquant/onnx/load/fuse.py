@@ -14,7 +14,7 @@ import numpy as np
 from ..._core.dtypes import EIGHT_BITS
 from .fuse_operators import fits_int32, match_added_bias, select_operator
 from .fused_graph import MOVING, PAIR, SANDWICHED, Deviation, FusedGraph
-from .graph import ROUNDED, WINDOW_SUM, Graph, Node, list_small_powers, select_live
+from .graph import ROUNDED, SHARED_WEIGHTS, WINDOW_SUM, Graph, Node, list_small_powers, select_live
 
 # Operators that add their operands.
 _SUMS = ("Add", "Sub", "Sum")
@@ -36,6 +36,8 @@ _ELEMENTWISE = (
 )
 # How often ONNX Runtime applies the rules of its first level.
 _MOST_STEPS = 10
+# With at least as many products by the same weights, it pays to bring the weights into another form.
+_MANY_READERS = 8
 
 
 def fuse_graph(graph: Graph, is_exported: bool = False, fusions: str = "all") -> tuple[Graph, tuple[Deviation, ...]]:
@@ -98,6 +100,8 @@ class _Fuser(FusedGraph):
             self._apply(*later, self._use_uint8, self._select, self._drop_conversions, self._drop_pairs)
         if self.is_exported:
             self._sum_windows()
+        else:
+            self._join_products()
         # Last, because the rules before look for Mul.
         self._expand_powers()
         self._round_products()
@@ -563,6 +567,54 @@ class _Fuser(FusedGraph):
                 last, fused = match
                 replacements[last.outputs[0]] = fused
         self.nodes = [new for node in self.nodes for new in replacements.get(node.outputs[0], [node])]
+
+    def _join_products(self) -> None:
+        """Compute the products of slices of one array by the same weights at once.
+
+        An exporter that writes a loop over time out multiplies the input at each time: a matrix of many weights, which
+        is then read from memory, and compiled, once for each time. Products that depend on each other stay, with a mark
+        that tells how to multiply.
+        """
+        groups: dict[Any, list[tuple[Node, Node, int]]] = collections.defaultdict(list)
+        for node in self.nodes:
+            slices = self.producers.get(node.inputs[0]) if node.op == "Gemm" and not node.domain else None
+            if slices is None or node.attributes.get("transA") or not self.has_constants(node):
+                continue
+            index = self._read_index(slices)
+            if index is not None:
+                key = (slices.inputs[0], node.inputs[1:], tuple(sorted(node.attributes.items())))
+                groups[key].append((node, slices, index))
+        replacements: dict[Node, list[Node]] = {}
+        for group in groups.values():
+            if len(group) > 1:
+                replacements.update((node, []) for node, _, _ in group)
+                replacements[group[0][0]] = self._join(group)
+        self.nodes = [new for node in self.nodes for new in replacements.get(node, [node])]
+        counts = collections.Counter(node.inputs[1] for node in self.nodes if node.op == "Gemm" and not node.domain)
+        for index, node in enumerate(self.nodes):
+            if node.op == "Gemm" and not node.domain and counts[node.inputs[1]] >= _MANY_READERS:
+                self.nodes[index] = dataclasses.replace(node, attributes={**node.attributes, SHARED_WEIGHTS: 1})
+        self.index()
+
+    def _read_index(self, node: Node) -> int | None:
+        """Return the index of a Gather that takes one slice along the first axis."""
+        if node.op != "Gather" or node.domain or node.attributes.get("axis", 0) != 0:
+            return None
+        index = self.constants.get(node.inputs[1])
+        return None if index is None or index.ndim else int(index)
+
+    def _join(self, group: Sequence[tuple[Node, Node, int]]) -> list[Node]:
+        """Return the nodes that compute Gemm of all slices of a group."""
+        (node, slices, _), *_ = group
+        indices = self.hold(f"{node.outputs[0]}/indices", np.array([index for _, _, index in group]))
+        rows = self.make_name(f"{node.outputs[0]}/slices")
+        outputs = tuple(other.outputs[0] for other, _, _ in group)
+        return [
+            dataclasses.replace(slices, inputs=(slices.inputs[0], indices), outputs=(rows,)),
+            dataclasses.replace(
+                node, op="GemmOfSlices", domain="jaxquant", inputs=(rows, *node.inputs[1:]), outputs=outputs
+            ),
+        ]
 
     def _expand_powers(self) -> None:
         """Replace x ** 2 by x * x and x ** 3 by (x * x) * x, as ONNX Runtime computes them."""

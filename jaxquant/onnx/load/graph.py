@@ -24,6 +24,8 @@ ROUNDED_ONCE = "jaxquant.rounded_once"
 ROUNDED = "jaxquant.rounded"
 # The attribute of a mean over windows that stands for their sum.
 WINDOW_SUM = "jaxquant.window_sum"
+# The attribute of a Gemm with weights that many others read, too.
+SHARED_WEIGHTS = "jaxquant.shared_weights"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -6,7 +6,6 @@ import collections
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from ..._arrays.onnx_view import from_onnx
@@ -15,7 +14,7 @@ from ..._core import checks, dtypes
 from ..limits import ModelError
 from .graph import Graph, Node, list_small_powers, look_up_operator
 from .interpret import list_static_names
-from .values import convert_to_jax
+from .values import put_on_device
 
 _CODES = (*dtypes.INTEGERS, *dtypes.SMALL_FLOATS)
 # Operators that add an int32 bias to an accumulator, and the position of that input.
@@ -89,7 +88,7 @@ def split_constants(graph: Graph) -> Parameters:
         if name in weights:
             params[name] = _make_weight(graph, name, weights[name], readers)
         elif name not in held:
-            params[name] = convert_to_jax(graph.constants[name])
+            params[name] = put_on_device(graph.constants[name])
     rest = {name: array for name, array in graph.constants.items() if name not in params and name not in held}
     return Parameters(params, weights, rest)
 
@@ -218,8 +217,8 @@ def _match_weights(graph: Graph, names: set[str], readers: Any) -> dict[str, Qua
 def _make_weight(graph: Graph, name: str, weight: QuantizedParameter, readers: Any) -> QuantizedArray:
     """Return constant codes, their scale and their zero point as a QuantizedArray."""
     ((node, _),) = readers[name]
-    codes, scale = (jnp.asarray(graph.constants[part]) for part in (name, weight.scale))
-    point = None if weight.zero_point is None else jnp.asarray(graph.constants[weight.zero_point])
+    codes, scale = (put_on_device(graph.constants[part]) for part in (name, weight.scale))
+    point = None if weight.zero_point is None else put_on_device(graph.constants[weight.zero_point])
     if scale.size == 1:
         scale, point = scale.reshape(()), None if point is None else point.reshape(())
     axis, block = node.attributes.get("axis", 1), node.attributes.get("block_size", 0)

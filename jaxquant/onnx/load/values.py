@@ -55,12 +55,24 @@ def convert_to_jax(value: Any) -> Any:
     if value.dtype == object:
         lengths = [jnp.asarray(n).astype(canonicalize_dtype(np.int64)) for n in value.reshape(-1)]
         return jnp.stack(lengths).reshape(value.shape)
+    return jnp.asarray(_fit_dtype(value))
+
+
+def put_on_device(value: np.ndarray) -> jax.Array:
+    """Return what `convert_to_jax` does for an array of numbers, outside of any trace.
+
+    `jnp.asarray` compiles a program for each shape, which takes longer than the copy of most weights.
+    """
+    return jax.device_put(_fit_dtype(value))
+
+
+def _fit_dtype(value: np.ndarray) -> np.ndarray:
     dtype = canonicalize_dtype(value.dtype)
     if dtype != value.dtype and dtype.kind in "iu":
         bounds = np.iinfo(dtype)
         # A plain conversion would keep the low bits: the largest int64 would become -1.
         value = np.clip(value, bounds.min, bounds.max)
-    return jnp.asarray(value.astype(dtype, copy=False))
+    return value.astype(dtype, copy=False)
 
 
 def namespace(*values: Any) -> Any:

@@ -96,11 +96,14 @@ _register_named()
 
 
 @register("RoundedMul", domain="jaxquant", folds=True)
-def multiply_rounded(call: Call, a: Tensor, b: Tensor) -> Any:
-    """Multiply, and round the product before a sum that follows: XLA would contract the two into one operation."""
+def multiply_rounded(call: Call, a: Tensor, b: Tensor, most: int = barriers.MOST_SPLIT) -> Any:
+    """Multiply, and round the product before a sum that follows: XLA would contract the two into one operation.
+
+    `most` is as in `barriers.split_small_fusion`.
+    """
     xp = namespace(a, b)
     product = xp.multiply(*broadcast(call, a, b))
-    return barriers.round_result(product) if xp is jnp and product.dtype == np.float32 else product
+    return barriers.round_result(product, most) if xp is jnp and product.dtype == np.float32 else product
 
 
 @register("Sqrt", folds=True)

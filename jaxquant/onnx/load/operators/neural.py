@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -11,15 +12,18 @@ import numpy as np
 from jax import lax
 
 from ...._core import recording
+from ...._kernels import barriers
 from ..channels_last import ChannelsLast
 from ..float_convolution import convolve_channels_last, convolve_floats
-from ..graph import WINDOW_SUM, register
+from ..graph import SHARED_WEIGHTS, WINDOW_SUM, register
 from ..interpret import Call
 from ..values import canonicalize_dtype, list_ints
 from .windows import count_elements, list_window_elements, read_windows, reduce_windows
 
 # The default precision would round float32 to TF32 on a GPU, and to bfloat16 on a TPU.
 _HIGHEST = lax.Precision.HIGHEST
+# With more weights than these, transposing them in each call takes longer than the products gain.
+_MOST_SHARED = 2**17
 
 
 @register("MatMul")
@@ -31,18 +35,56 @@ def multiply_matrices(call: Call, a: jax.Array, b: jax.Array) -> Any:
 @register("Gemm")
 def multiply_general(call: Call, a: jax.Array, b: jax.Array, c: jax.Array | None = None) -> Any:
     """ONNX Gemm: alpha * a @ b + beta * c."""
-    a = a.T if call.get("transA", 0) else a
-    alpha, beta = call.get("alpha", 1.0), call.get("beta", 1.0)
-    if call.get("transB", 0) and not recording.is_analyzing():
-        # XLA:CPU would write the transposed weights to memory before it multiplies them.
-        y = lax.dot_general(a, b, (((1,), (1,)), ((), ())), precision=_HIGHEST)
+    return _add_scaled(call, _multiply_scaled(call, a.T if call.get("transA", 0) else a, b), c)
+
+
+@register("GemmOfSlices", domain="jaxquant")
+def multiply_slices(call: Call, a: jax.Array, b: jax.Array, c: jax.Array | None = None) -> Any:
+    """ONNX Gemm of each matrix of a stack, as one product of matrices; the results are outputs of their own."""
+    count, rows, length = a.shape
+    y = _multiply_scaled(call, a.reshape(count * rows, length), b)
+    return tuple(_add_scaled(call, y.reshape(count, rows, y.shape[1]), c))
+
+
+def _multiply_scaled(call: Call, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return alpha * a @ b, with b transposed if the node says so."""
+    alpha, is_transposed = call.get("alpha", 1.0), call.get("transB", 0)
+    if not is_transposed or recording.is_analyzing():
+        y = jnp.matmul(a, b.T if is_transposed else b, precision=_HIGHEST)
+    elif call.get(SHARED_WEIGHTS) and a.shape[0] == 1 and b.size <= _MOST_SHARED and jax.__version_info__ >= (0, 12):
+        y = barriers.choose_on_cpu(_multiply_row, _multiply_transposed, a, b)
     else:
-        y = jnp.matmul(a, b.T if call.get("transB", 0) else b, precision=_HIGHEST)
+        y = _multiply_transposed(a, b)
     # A product by 1 would cost a pass over y if XLA did not see the constant.
-    y = y if alpha == 1 else (y * alpha).astype(a.dtype)
+    return y if alpha == 1 else (y * alpha).astype(a.dtype)
+
+
+def _add_scaled(call: Call, y: jax.Array, c: jax.Array | None) -> jax.Array:
+    beta = call.get("beta", 1.0)
     if c is None or beta == 0:
         return y
-    return (y + (c if beta == 1 else c * beta)).astype(a.dtype)
+    return (y + (c if beta == 1 else c * beta)).astype(y.dtype)
+
+
+# JAX traces an inlined function once for all products of the same shape.
+@functools.partial(jax.jit, inline=True)
+def _multiply_transposed(a: jax.Array, b: jax.Array) -> jax.Array:
+    # XLA:CPU would write the transposed weights to memory before it multiplies them.
+    return lax.dot_general(a, b, (((1,), (1,)), ((), ())), precision=_HIGHEST)
+
+
+@functools.partial(jax.jit, inline=True)
+def _multiply_row(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return the product of one row by transposed weights that other products read, too.
+
+    XLA:CPU compiles a product of its own for each product of a row, which takes several times as long as for a
+    convolution, for which it calls a library. That needs the weights transposed, which is done once for all products.
+    """
+    numbers = ("NHWC", "OIHW", "NHWC")
+    y = lax.conv_general_dilated(
+        a[:, None, None], b[:, :, None, None], (1, 1), "VALID", dimension_numbers=numbers, precision=_HIGHEST
+    )
+    return y[:, 0, 0]
 
 
 @register("Einsum")
