@@ -25,14 +25,14 @@ def make_network(rng: np.random.Generator, rows: int = ROWS, is_transposed: bool
         shapes.update({name: shapes[name][::-1] for name in "wr"})
     arrays = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     arrays["w"] = arrays["w"] / 4
-    nodes, hidden, options = [], "h0", {"transB": int(is_transposed)}
+    nodes, hidden, transposed = [], "h0", int(is_transposed)
     times = [*range(STEPS - 1, 1, -1), -STEPS + 1, 0]
     for step, time in enumerate(times):
         arrays[f"t{step}"] = np.asarray(time)
         nodes += [
             helper.make_node("Gather", ["x", f"t{step}"], [f"x{step}"], axis=0),
-            helper.make_node("Gemm", [f"x{step}", "w", "b"], [f"i{step}"], alpha=0.5, beta=2.0, **options),
-            helper.make_node("Gemm", [hidden, "r"], [f"r{step}"], **options),
+            helper.make_node("Gemm", [f"x{step}", "w", "b"], [f"i{step}"], alpha=0.5, beta=2.0, transB=transposed),
+            helper.make_node("Gemm", [hidden, "r"], [f"r{step}"], transB=transposed),
             helper.make_node("Add", [f"i{step}", f"r{step}"], [f"s{step}"]),
             helper.make_node("Tanh", [f"s{step}"], [f"h{step + 1}"]),
         ]
