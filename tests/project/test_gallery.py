@@ -54,7 +54,7 @@ def run(program: str, folder: pathlib.Path, *arguments: str) -> None:
     search = os.pathsep.join([*folders, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": search}
     command = [sys.executable, program, *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
 
 
