@@ -483,7 +483,7 @@ def _load(path: pathlib.Path, training: _Training, start: _Position, has_best: b
     checks.require(int(content["origin"]) == training.origin, _NAME, "checkpoint", expected, got)
     paths, (state, form) = sorted(start.variables), jax.tree.flatten(start.state)
     variables = [start.variables[path] for path in paths]
-    had_best = bool(content["best"])
+    had_best = len(content["held_out"]) > 0
     wanted = "held-out batches, as the training had" if had_best else "None, as the training had no held-out batches"
     got = f"{'batches' if has_best else 'none'}, and {path} to go on from"
     checks.require(had_best == has_best, _NAME, "held_out", wanted, got)

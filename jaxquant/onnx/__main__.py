@@ -34,7 +34,7 @@ from . import Limits, ModelError, export, load, quantize, save, verify
 from .limits import count_model_bytes
 from .model_file import read_checked_model
 from .quantization.data import list_inputs, read_images, split_arrays
-from .quantization.recipes import CALIBRATORS, FORMS, RECIPES
+from .quantization.recipes import CALIBRATORS, FORMS, RECIPES, check_output
 
 
 @contextlib.contextmanager
@@ -163,8 +163,9 @@ def verify_model(arguments: argparse.Namespace) -> int:
 
 def quantize_model(arguments: argparse.Namespace) -> None:
     """Quantize a model, and print what became of it."""
-    if arguments.report is not None and not pathlib.Path(arguments.report).parent.is_dir():  # before the work begins
-        raise ModelError(f"--report: expected a path in a folder that exists, got {arguments.report}")
+    page = check_output("--report", arguments.report)
+    if page is not None and page.absolute() == pathlib.Path(arguments.output).absolute():
+        raise ModelError(f"--report: expected another path than the model's, got {arguments.report}")
     with name_file(arguments.model):
         data = read_data(arguments)
         report = quantize(
@@ -172,8 +173,8 @@ def quantize_model(arguments: argparse.Namespace) -> None:
             keep=arguments.keep, calibrator=arguments.calibrator, block=arguments.block,
             form=arguments.form, exact_everywhere=arguments.exact_everywhere,
         )  # fmt: skip
-    if arguments.report is not None:
-        report.to_html(arguments.report)
+    if page is not None:
+        report.to_html(page)
     print(report)
     print(f"{arguments.output}: {len(report.model.graph.node)} nodes, {report.bytes_after:,} bytes")
 

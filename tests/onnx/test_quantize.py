@@ -140,6 +140,7 @@ def test_both_forms_have_the_same_codes(rng: np.random.Generator, tmp_path: path
         np.testing.assert_array_equal(jax.jit(fn)(params, batch), want)
     assert [(row.name, row.form) for row in operators.rows] == [(row.name, row.form) for row in qdq.rows]
     assert operators.outputs == qdq.outputs
+    assert len(operators.saturating) == len(qdq.saturating) > 0
 
 
 def test_a_model_with_codes_is_not_called_a_float_model(rng: np.random.Generator) -> None:
@@ -580,6 +581,7 @@ def test_bad_input_on_the_command_line(
     pathlib.Path("text.npz").write_text("no array")
     pathlib.Path("cut.onnx").write_bytes(pathlib.Path("in.onnx").read_bytes()[:1000])
     os.mkfifo("pipe")
+    pathlib.Path("pages").mkdir()
     before = sorted(path.name for path in tmp_path.iterdir())
     commands = (
         (["in.onnx", "pipe", "--random"], "out: expected the path of a regular file, got pipe"),
@@ -600,6 +602,8 @@ def test_bad_input_on_the_command_line(
         (["in.onnx", "out.onnx", "--data", "no_module_of_a_test:read"], "--data: expected a name that can be imported"),
         (["in.onnx", "out.onnx", "--data", "data.npz", "--keep", "none"], "keep: expected patterns that fit a node"),
         (["in.onnx", "out.onnx", "--random", "--report", "none/page.html"], "--report: expected a path in a folder"),
+        (["in.onnx", "out.onnx", "--random", "--report", "pages"], "--report: expected the path of a file, got"),
+        (["in.onnx", "out.onnx", "--random", "--report", "out.onnx"], "--report: expected another path than"),
         (["in.onnx", "out.onnx", "--data", "data.npz", "--block", "7"], "block: expected 16, 32"),
     )  # fmt: skip
     for arguments, text in commands:

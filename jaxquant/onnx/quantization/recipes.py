@@ -155,7 +155,7 @@ def quantize(
     checks.require_type(are_patterns, _NAME, "keep", "a sequence of patterns, such as ('Gemm',)", repr(keep))
     is_source = isinstance(model, str | bytes | os.PathLike | ModelProto)
     checks.require_type(is_source, _NAME, "model", "a path, bytes or an onnx.ModelProto", type(model).__name__)
-    path = _check_output(out)
+    path = check_output("out", out)
     given = read_checked_model(model, Limits())
     size = report.count_bytes(given)
     floats = _simplify(given)
@@ -171,13 +171,14 @@ def quantize(
         rows = _write_weights(graph, floats, kept, seen, recipe, block, most, progress)
     result = graph.finish()
     _set_opsets(result)
+    # The values between the nodes have names in QDQ only.
+    rows = _measure_rows(floats, result, rows, tested[:1]) if recipe == "static" else rows
+    if form == "operators":
+        result = _optimize(result, "extended")
     before, after = open_quiet_session(floats), make_session(result, options=make_quiet_options())
     errors = report.compare_outputs(before, after, tested, [info.name for info in floats.graph.output])
     times = _measure_times([floats, result], tested)
-    rows = _measure_rows(floats, result, rows, tested[:1]) if recipe == "static" else rows
     saturating = list_saturating_products(result)
-    if form == "operators":
-        result = _optimize(result, "extended")
     if path is not None:
         _write_file(result, path)
     return QuantizationReport(
@@ -185,18 +186,18 @@ def quantize(
     )
 
 
-def _check_output(out: Any) -> pathlib.Path | None:
-    """Return the path to write to; raise before the work begins if there is no such folder."""
+def check_output(name: str, out: Any) -> pathlib.Path | None:
+    """Return the path to write to, an argument with a name; raise before the work begins if nothing can be written."""
     if out is None:
         return None
     is_path = isinstance(out, str | os.PathLike)
-    checks.require_type(is_path, _NAME, "out", "the path of a file, or None", type(out).__name__)
+    checks.require_type(is_path, _NAME, name, "the path of a file, or None", type(out).__name__)
     path = pathlib.Path(out)
-    checks.require(path.parent.is_dir(), _NAME, "out", "a path in a folder that exists", str(path))
+    checks.require(path.parent.is_dir(), _NAME, name, "a path in a folder that exists", str(path))
     # A pipe or a device, such as /dev/null, would be replaced by the file.
     is_file = path.is_file() or not path.exists()
     expected = "the path of a file" if path.is_dir() else "the path of a regular file"
-    checks.require(is_file, _NAME, "out", expected, f"the folder {path}" if path.is_dir() else str(path))
+    checks.require(is_file, _NAME, name, expected, f"the folder {path}" if path.is_dir() else str(path))
     return path
 
 
