@@ -145,5 +145,11 @@ def test_random_program(program, recipe, seed):
     assert count_rows(prepared.coverage) == count_contractions(apply, params, x)
     ranges = find_ranges(prepared, params, x)
     actual = convert_and_apply(prepared, params, ranges, x)
-    same_trees(actual, jax.jit(prepared.fake_apply)(prepared.trainable(params, ranges), x))
+
+    @jax.jit
+    def simulate(params, ranges, x):
+        # Traced: the ranges of a branch that the batch does not take are NaN, which known ranges may not be.
+        return prepared.fake_apply(prepared.trainable(params, ranges), x)
+
+    same_trees(actual, simulate(params, ranges, x))
     assert find_sqnr(actual, jax.jit(apply)(params, x)) > 10
