@@ -104,6 +104,32 @@ def test_the_coverage_has_the_granularity_of_the_rule_for_any_number_of_tokens(t
     assert [spec.granularity for spec in row.activations] == [jq.PerTensor()]
 
 
+DYNAMIC = {
+    "fp8_dynamic": jq.recipes.fp8_dynamic(),
+    "int8": [jq.Rule(weight=jq.Weight("int8"), activation=jq.Activation("int8"))],
+    "int8 of a tensor": [jq.Rule(weight=jq.Weight("int8"), activation=jq.Activation("int8", per="tensor"))],
+    "uint8": jq.recipes.w8a8_dynamic(),
+    "mxfp8": jq.recipes.mxfp8(),
+    "nvfp4": jq.recipes.nvfp4(),
+}
+
+
+@pytest.mark.parametrize("recipe", DYNAMIC)
+def test_a_single_token_has_the_result_that_it_has_among_others(recipe: str) -> None:
+    w, x = jax.random.normal(jax.random.key(0), (2, 64, 64))
+
+    def multiply(w: jax.Array, x: jax.Array) -> jax.Array:
+        return x @ w
+
+    one, many = (jq.prepare(multiply, w, rows, rules=DYNAMIC[recipe], strict=True) for rows in (x[:1], x[:5]))
+    assert [row.activations for row in one.coverage] == [row.activations for row in many.coverage]
+    assert all(spec.zero_point_granularity == spec.granularity for row in one.coverage for spec in row.activations)
+    y = jax.jit(many.apply)(many.convert(w), jnp.tile(x[:1], (5, 1)))[:1]
+    # Only sums of floats may be added in another order.
+    tolerance = 0 if "int8" in recipe else 1e-5
+    np.testing.assert_allclose(jax.jit(one.apply)(one.convert(w), x[:1]), y, rtol=0, atol=tolerance)
+
+
 def test_an_unknown_recipe_names_those_that_exist() -> None:
     with pytest.raises(AttributeError, match=r"jaxquant\.recipes: expected one of .*w8a8_dynamic, .*got 'w8a8'"):
         _ = jq.recipes.w8a8  # type: ignore[attr-defined]
