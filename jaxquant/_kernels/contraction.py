@@ -58,6 +58,9 @@ _MANY_ROWS = 2**10
 _ROWS = 8
 # Up to this number of elements, such rows are a constant of the program.
 _LARGEST_CONSTANT = 2**15
+# Of depths that are multiples of the first number, XLA's products of int8 were right with CUDA; other depths are
+# increased to a multiple of the second one, which the tensor cores contract at once.
+_DEPTH_UNIT, _PADDED_UNIT = 4, 32
 
 LANES = 16
 # The largest and the smallest number of products of a lane that one loop adds up. It adds up the same number in each
@@ -99,12 +102,16 @@ def contract_integers(
 def _contract_on_platform(
     lhs: jax.Array, rhs: jax.Array, lhs_center: Center, rhs_center: Center, *, transposed: bool, is_unpacked: bool
 ) -> jax.Array:
-    operands = (lhs, rhs, lhs_center, rhs_center)
-    columns = rhs.shape[1] if transposed else rhs.shape[2]
+    columns, depth = rhs.shape[1] if transposed else rhs.shape[2], lhs.shape[2]
+    is_aligned = isinstance(depth, int) and depth % _DEPTH_UNIT == 0
+    multiply, padded = (functools.partial(f, transposed=transposed) for f in (_multiply, _multiply_padded))
     if lhs_center is None and rhs_center is None and 1 not in (lhs.shape[1], columns):
-        return _multiply(lhs, rhs, transposed)  # the same program for every backend
+        # The same program for every backend, apart from the length.
+        return multiply(lhs, rhs) if is_aligned else lax.platform_dependent(lhs, rhs, cuda=padded, default=multiply)
     cpu = functools.partial(_contract_on_cpu, transposed=transposed, is_unpacked=is_unpacked)
-    return lax.platform_dependent(*operands, cpu=cpu, default=functools.partial(_contract_plain, transposed=transposed))
+    plain = functools.partial(_contract_plain, transposed=transposed)
+    cuda = plain if is_aligned else functools.partial(plain, multiply=padded)
+    return lax.platform_dependent(lhs, rhs, lhs_center, rhs_center, cpu=cpu, cuda=cuda, default=plain)
 
 
 def _contract_on_cpu(
@@ -183,6 +190,20 @@ def _multiply(lhs: jax.Array, rhs: jax.Array, transposed: bool) -> jax.Array:
         acc = lax.dot_general(lax.squeeze(lhs, (0,)), lax.squeeze(rhs, (0,)), dimensions, None, jnp.int32)
         return lax.expand_dims(acc, (0,))
     return lax.dot_general(lhs, rhs, (((2,), (last,)), ((0,), (0,))), preferred_element_type=jnp.int32)
+
+
+def _multiply_padded(lhs: jax.Array, rhs: jax.Array, transposed: bool) -> jax.Array:
+    """Return the batched contraction without zero points, of operands that zeros make longer.
+
+    With CUDA, XLA returned wrong products of int8 whose depth is no multiple of 4, often twice the right ones: in 94 of
+    136 cases with depths from 2 to 257, on a H200 with jaxlib 0.11.2. The barrier keeps XLA from removing the zeros.
+    """
+    missing = -lhs.shape[2] % _PADDED_UNIT
+    padded = []
+    for x, axis in ((lhs, 2), (rhs, 2 if transposed else 1)):
+        edges = [(0, missing if a == axis else 0, 0) for a in range(3)]
+        padded.append(lax.optimization_barrier(lax.pad(x, np.int8(0), edges)))
+    return _multiply(padded[0], padded[1], transposed)
 
 
 def _correct_product(
@@ -265,12 +286,13 @@ def _scale_rows(factors: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _contract_plain(
-    lhs: jax.Array, rhs: jax.Array, lhs_center: Center, rhs_center: Center, *, transposed: bool
-) -> jax.Array:
+    lhs: jax.Array, rhs: jax.Array, lhs_center: Center, rhs_center: Center, *, transposed: bool,
+    multiply: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+) -> jax.Array:  # fmt: skip
     axis = 2 if transposed else 1
     row_sums = None if rhs_center is None else lax.expand_dims(_sum_axis(lhs, 2), (2,))
     column_sums = None if lhs_center is None else lax.expand_dims(_sum_axis(rhs, axis), (1,))
-    acc = _multiply(lhs, rhs, transposed)
+    acc = _multiply(lhs, rhs, transposed) if multiply is None else multiply(lhs, rhs)
     return _correct_product(acc, row_sums, column_sums, lhs_center, rhs_center, lhs.shape[2])
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.project import structure
 
-MODULES = 280
+MODULES = 281
 CODE_LINES = 44_500
 CLOSURE = (17, 67)  # median and 90th percentile
 CLOSURE_AT_IMPORT = (17, 67)
@@ -20,9 +20,10 @@ ANY_PARAMETERS = 819
 PLATFORM_CALLS = 0
 FRAMES = {
     "jq.matmul(a, q), a float": 7,
-    "jq.matmul(a, q), both quantized": 7,
+    # The example contracts a length that is padded with CUDA, in a frame of its own.
+    "jq.matmul(a, q), both quantized": 8,
     "jq.quantize_linear": 7,
-    "qnn.Dense": 12,
+    "qnn.Dense": 13,
 }
 # Names that two functions of one way share.
 REPEATED_FUNCTIONS = 0
