@@ -142,7 +142,7 @@ _TINY = np.finfo(np.float32).tiny
 
 
 @recording.mark("divide", lambda x, **_: (x.shape, jnp.float32), recording.map_elements)
-def divide(x: jax.Array, scale: jax.Array, for_codes: bool = False) -> jax.Array:
+def divide(x: jax.Array, scale: jax.Array, for_codes: bool = False, to_integers: bool = False) -> jax.Array:
     """Return x / scale, for two float32 arrays of the same shape, rounded once as in IEEE 754.
 
     A CPU rounds a division correctly as long as XLA does not replace it by a multiplication with the reciprocal. Other
@@ -152,6 +152,8 @@ def divide(x: jax.Array, scale: jax.Array, for_codes: bool = False) -> jax.Array
         x: float32.
         scale: float32.
         for_codes: Static. Whether the quotients only become integer codes, through which no derivative passes.
+        to_integers: Static. Whether the quotients are only rounded to integers of magnitudes up to 2**17; then another
+            number may be returned that is rounded to the same integer.
     """
     if for_codes:
         # If there are few elements, the division is in a fusion without the operations that computed x.
@@ -163,7 +165,8 @@ def divide(x: jax.Array, scale: jax.Array, for_codes: bool = False) -> jax.Array
     # In `jax.ensure_compile_time_eval` one of the operands may be known; the condition depends on the other.
     never = barriers.make_false(lax.stop_gradient(x if isinstance(x, Tracer) else scale), is_split=for_codes)
     quotient = lax.div(lax.select(never, scale, x), lax.select(never, x, scale))
-    return lax.platform_dependent(quotient, x, scale, cpu=_keep_quotient, default=correct_quotient)
+    correct = correct_near_ties if to_integers else correct_quotient
+    return lax.platform_dependent(quotient, x, scale, cpu=_keep_quotient, default=correct)
 
 
 def _keep_quotient(quotient: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -195,6 +198,50 @@ def correct_quotient(approximate: jax.Array, x: jax.Array, scale: jax.Array) -> 
     for operand in (x, scale):
         ordinary = lax.bitwise_and(ordinary, _is_ordinary(operand, _TINY))
     return lax.select(ordinary, result, approximate)
+
+
+@functools.partial(jax.jit, inline=True)
+def correct_near_ties(approximate: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return numbers that are rounded to the same integers as the correctly rounded quotients x / scale.
+
+    Only a quotient beside a tie, a number halfway between two integers, may be rounded to another integer than an
+    approximate one that is a few ulp off. The residual x - tie * scale, computed as in `correct_quotient`, then tells
+    on which side of the tie the rounded quotient is, or that it is the tie.
+
+    A quotient is returned unchanged if it is larger than 2**17, or if it or one of its operands is zero, subnormal,
+    infinite or NaN.
+    """
+    size = lax.abs(approximate)
+    below = lax.floor(size)
+    tie = lax.add(below, np.float32(0.5))
+    mantissa_x, exponent_x = _split_mantissa(x)
+    mantissa_s, exponent_s = _split_mantissa(scale)
+    # In units of a quarter of the last place of the scale: the residual has less than 24 bits beside a tie, so 32 bits
+    # hold it although they hold neither of the two products.
+    shift = lax.clamp(np.int32(0), lax.add(lax.sub(exponent_x, exponent_s), np.int32(2)), np.int32(31))
+    twice = lax.convert_element_type(lax.add(tie, tie), jnp.int32)
+    product = lax.mul(lax.mul(twice, np.int32(2)), mantissa_s)
+    residual = lax.sub(lax.shift_left(mantissa_x, shift), product)
+    # Half the distance of the tie to the next float is as many of these units as the scale's mantissa, shifted. The
+    # tie 0.5 is a power of two, below which floats are twice as dense.
+    _, exponent = _split_mantissa(tie)
+    distance = lax.clamp(np.int32(0), lax.sub(np.int32(22 + 127), exponent), np.int32(31))
+    half = lax.shift_right_logical(mantissa_s, distance)
+    half_below = lax.select(lax.eq(twice, np.int32(1)), lax.shift_right_logical(half, np.int32(1)), half)
+    quarter = lax.select(lax.lt(residual, lax.neg(half_below)), _fill(0.25, tie), _fill(0.5, tie))
+    quarter = lax.select(lax.gt(residual, half), _fill(0.75, tie), quarter)
+    rounded = lax.add(below, quarter)
+    rounded = lax.select(lax.lt(approximate, np.float32(0)), lax.neg(rounded), rounded)
+    # Eight ulp, which an approximate quotient must not be off.
+    beside = lax.le(lax.abs(lax.sub(size, tie)), lax.mul(size, np.float32(2.0**-20)))
+    beside = lax.bitwise_and(beside, lax.le(size, np.float32(2**17)))
+    for operand in (x, scale):
+        beside = lax.bitwise_and(beside, _is_ordinary(operand, _TINY))
+    return lax.select(beside, rounded, approximate)
+
+
+def _fill(number: float, like: jax.Array) -> jax.Array:
+    return lax.full_like(like, number)
 
 
 # As above, for the three calls.
@@ -362,7 +409,8 @@ def quantize_affine(
     else:
         operands = (x.astype(jnp.float32), dtypes.scale_as_float32(wide_scale))
         operands = (round_to_dtype(value, precision) for value in operands)
-        quotient = divide(*operands, for_codes=dtype not in dtypes.SMALL_FLOATS)
+        is_integer = dtype not in dtypes.SMALL_FLOATS
+        quotient = divide(*operands, for_codes=is_integer, to_integers=is_integer and precision == dtypes.FLOAT32)
         value = round_to_dtype(quotient, precision)
     if dtype in dtypes.FLOAT4 and zero_point is not None:
         # The operator adds the zero point, 0, and -0 + 0 is +0. Without a zero point -0 keeps its sign.

@@ -1,5 +1,7 @@
 """Canaries: each fails the day XLA learns to rewrite what `_numerics` keeps apart."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -133,12 +135,35 @@ def test_correction_around_powers_of_two(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(actual, exact)
 
 
-def test_correction_leaves_the_rest_alone() -> None:
+@pytest.mark.parametrize("error", range(-4, 5))
+def test_near_ties_are_rounded_to_the_same_integers(error: int, rng: np.random.Generator) -> None:
+    """Quotients on ties and up to 8 ulp beside them, given approximate ones that are a few ulp off."""
+    count = 200_000
+    s = np.exp(rng.uniform(-60, 60, count)).astype(np.float32) * rng.choice([-1, 1], count).astype(np.float32)
+    # Scales with few digits have quotients that are ties exactly.
+    short = rng.random(count) < 0.3
+    s = np.where(short, np.exp2(rng.integers(-20, 20, count)) * rng.integers(1, 128, count), s).astype(np.float32)
+    whole = np.floor(np.exp2(rng.uniform(0, 17, count))) - 1
+    ties = (np.where(rng.random(count) < 0.2, 0, whole) + 0.5).astype(np.float64)
+    x = ulps((ties * s).astype(np.float32), rng.integers(-8, 9, count))
+    exact = x / s
+    assert (exact == np.sign(exact) * ties).sum() > 1000
+    approximate = ulps(exact, np.full(count, error))
+    actual = np.asarray(jax.jit(affine.correct_near_ties)(approximate, x, s))
+    np.testing.assert_array_equal(np.round(actual), np.round(exact))
+    far = rng.normal(0, 3, count).astype(np.float32) * np.abs(s)
+    quotient = far / s
+    actual = np.asarray(jax.jit(affine.correct_near_ties)(ulps(quotient, np.full(count, error)), far, s))
+    np.testing.assert_array_equal(np.round(actual), np.round(quotient))
+
+
+@pytest.mark.parametrize("correct", [affine.correct_quotient, affine.correct_near_ties])
+def test_correction_leaves_the_rest_alone(correct: Callable[..., jax.Array]) -> None:
     x = np.array([1, -1, np.inf, np.nan, 0, 1, 3e38, 1e-38], np.float32)
     s = np.array([0, 0, 2, 1, 5, np.inf, 1e-9, 3e38], np.float32)
     with np.errstate(all="ignore"):
         native = x / s
-    actual = np.asarray(jax.jit(affine.correct_quotient)(native, x, s))
+    actual = np.asarray(jax.jit(correct)(native, x, s))
     assert transforms.mismatches(actual, native) == 0
 
 
