@@ -25,7 +25,7 @@ from .._core import dtypes, granularity, sharding
 from .._kernels import barriers, float_rows, packed_codes, weight_chunks, word_rows, words
 from .._kernels.contraction import Role
 from .._kernels.weight_chunks import Chunk, Cut
-from . import dot_integer
+from . import dot_integer, weight_only_cuda
 
 # The largest number of rows that are contracted as digits: for codes of 8 bits or with their contracted dimensions
 # last, and for others. With more rows, their int8 digits take longer than dequantizing in chunks.
@@ -37,10 +37,8 @@ _FEWEST_TO_WAIT = 2**15
 # From this number of rows on, packed codes of 4 bits are not cut into planes.
 _FEWEST_WITHOUT_PLANES = 2**9
 
-# The forms whose values have roundings of their own, so that no scaled sum of codes has the same ones.
-_ROUNDED = {"real_zero_point", "inverse_scale", "arithmetic"}
 # The forms of an array that the contractions below read, after `dot_integer.read_nested`.
-_FORMS = {"offset", "signed_scale", "packing", *_ROUNDED}
+_FORMS = {"offset", "signed_scale", "packing", *weight_only_cuda.ROUNDED_FORMS}
 
 
 class _WeightOnlyProduct(NamedTuple):
@@ -87,6 +85,10 @@ class _WeightOnlyProduct(NamedTuple):
     def make_cpu_form(self) -> Callable[..., jax.Array]:
         """Return the function that computes the float32 product on a CPU."""
         return _make_batchable(self)
+
+    def make_cuda_form(self) -> Callable[..., jax.Array]:
+        """Return the function that computes the float32 product with CUDA."""
+        return functools.partial(weight_only_cuda.contract, self)
 
     def contract_dequantized(
         self, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None
@@ -291,7 +293,7 @@ def _contract_by_size(
     contract_dequantized = functools.partial(config.contract_dequantized, x, codes, scale, zero_point)
     is_plain = _is_static(codes.shape) and _is_static(x.shape) and not role.batch
     # A 16-bit dtype of q rounds the dequantized weights, which the forms below never compute.
-    is_plain = is_plain and not _ROUNDED & set(quantized_array.list_forms(q))
+    is_plain = is_plain and not weight_only_cuda.ROUNDED_FORMS & set(quantized_array.list_forms(q))
     if not is_plain or 0 in (codes.size, x.size) or q.dtype != dtypes.FLOAT32:
         return contract_dequantized()
     rows = math.prod(x.shape[axis] for axis in x_role.free)

@@ -78,6 +78,10 @@ class WeightOnly(Protocol):
         """Return the function of x, codes, scale and zero point that computes the float32 product on a CPU."""
         ...
 
+    def make_cuda_form(self) -> Callable[..., jax.Array]:
+        """Return the same function for CUDA."""
+        ...
+
     def plan_cut(self, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None) -> Cut:
         """Return how the weights are cut into chunks."""
         ...
@@ -112,7 +116,9 @@ def contract_weights(
     integer zero points have none.
     """
     default = functools.partial(contract_at_once, config)
-    return lax.platform_dependent(x, codes, scale, zero_point, cpu=config.make_cpu_form(), default=default)
+    return lax.platform_dependent(
+        x, codes, scale, zero_point, cpu=config.make_cpu_form(), cuda=config.make_cuda_form(), default=default
+    )
 
 
 @functools.partial(contract_weights.defjvp, symbolic_zeros=True)

@@ -113,6 +113,10 @@ class _PackedWeights(NamedTuple):
         """Return the function that computes the float32 product on a CPU."""
         return _make_vmappable(self)
 
+    def make_cuda_form(self) -> Callable[..., jax.Array]:
+        """Return the function that computes the float32 product with CUDA, from weights that are dequantized."""
+        return functools.partial(weight_chunks.contract_at_once, self)
+
     @property
     def lanes(self) -> int:
         """The number of consecutive bytes of a block that a CPU handles together, when it contracts a row."""

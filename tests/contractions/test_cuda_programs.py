@@ -1,0 +1,111 @@
+"""The programs for CUDA, as far as a machine without a GPU can tell: their operations, and their results on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxquant as jq
+from jaxquant._contractions import dot
+from jaxquant._kernels import contraction, weight_chunks
+
+OUTPUTS, DEPTH = 128, 512
+
+
+def lower(function: Callable[..., Any], *arguments: Any) -> str:
+    return jax.export.export(jax.jit(function), platforms=["cuda"])(*arguments).mlir_module()
+
+
+@pytest.mark.parametrize("depth", [1, 5, 31, 33, 64, 100])
+@pytest.mark.parametrize("dtypes", [("int8", "int8"), ("uint8", "int8"), ("int8", "int4")])
+def test_no_product_of_int8_has_a_depth_that_xla_gets_wrong(depth: int, dtypes: tuple[str, str]) -> None:
+    lhs, rhs = (
+        jq.QuantizedArray(jnp.ones(shape, dtype), jnp.ones((1, 1), jnp.float32), zero_point)
+        for shape, dtype, zero_point in (
+            ((6, depth), dtypes[0], jnp.full((1, 1), 3, dtypes[0])), ((depth, 7), dtypes[1], None)
+        )
+    )  # fmt: skip
+    lines = [line for line in lower(jq.matmul, lhs, rhs).splitlines() if "stablehlo.dot_general" in line]
+    (line,) = lines
+    assert "xi8>" in line
+    padded = depth if depth % 4 == 0 else -(-depth // 32) * 32
+    assert f"(tensor<6x{padded}xi8>, tensor<{padded}x7xi8>)" in line
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("depth", [1, 7, 33])
+def test_padded_products_are_those_of_numpy(depth: int, transposed: bool, rng: np.random.Generator) -> None:
+    lhs = rng.integers(-128, 128, (3, 5, depth)).astype(np.int8)
+    rhs = rng.integers(-128, 128, (3, depth, 4)).astype(np.int8)
+    moved = rhs.swapaxes(1, 2) if transposed else rhs
+    y = contraction._multiply_padded(jnp.asarray(lhs), jnp.asarray(moved), transposed)
+    np.testing.assert_array_equal(y, lhs.astype(np.int64) @ rhs.astype(np.int64))
+
+
+def draw_specs(rng: np.random.Generator) -> dict[str, jq.QuantizedArray]:
+    """Return weights [DEPTH, OUTPUTS] in each form."""
+    w = rng.normal(0, 1, (DEPTH, OUTPUTS)).astype(np.float32)
+    w[:, 1] = 0
+    specs = {
+        "int8": jq.QuantSpec("int8", jq.PerAxis(1)),
+        "int8 of a tensor": jq.QuantSpec("int8"),
+        "uint8 with zero points": jq.QuantSpec("uint8", jq.PerAxis(1)),
+        "int4": jq.QuantSpec("int4", jq.PerAxis(1)),
+        "float8": jq.QuantSpec("float8_e4m3fn", jq.PerAxis(1)),
+        "int8 in blocks": jq.QuantSpec("int8", jq.Blocked(0, 32)),
+        "uint4 in blocks": jq.QuantSpec("uint4", jq.Blocked(0, 64)),
+        "uint4 with offsets": jq.QuantSpec("uint4", jq.Blocked(0, 32), offset=True),
+        "int4 with a short block": jq.QuantSpec("int4", jq.Blocked(0, 96)),
+        "blocks of outputs": jq.QuantSpec("int8", jq.Blocked(1, 32)),
+        "scales of rows": jq.QuantSpec("int8", jq.PerAxis(0)),
+        "nf4": jq.QuantSpec(jq.nf4, jq.Blocked(0, 64)),
+        "int6": jq.QuantSpec("int6", jq.Blocked(0, 16)),
+        "int3": jq.QuantSpec("int3", jq.Blocked(0, 32)),
+    }
+    return {name: jq.quantize(jnp.asarray(w), spec) for name, spec in specs.items()}
+
+
+FORMS = list(draw_specs(np.random.default_rng(0)))
+# Others are held in words anyway, or never.
+PACKED = ("int4", "uint4 in blocks", "uint4 with offsets", "nf4")
+ORDERS = [(form, order) for form in FORMS for order in ("as it is", "outputs first")]
+ORDERS += [(form, f"packed, {order}") for form in PACKED for order in ("as it is", "outputs first")]
+
+
+def contract_for_cuda(lhs: Any, rhs: Any, monkeypatch: pytest.MonkeyPatch) -> jax.Array:
+    """Return the float32 product of two matrices in the form for CUDA, computed on a CPU."""
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_chunks, "contract_weights", lambda config, *operands: config.make_cuda_form()(*operands))
+        # Without jit, which would keep this program for other tests.
+        contract: Any = dot.contract_dimensions
+        return contract.__wrapped__(
+            lhs, rhs, None, function="matmul", numbers=(((1,), (0,)), ((), ())), precision="highest",
+            preferred=np.dtype(np.float32), out_sharding=None, caller_axes=None,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize(("form", "order"), ORDERS)
+def test_weight_only_products(
+    form: str, order: str, rows: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = draw_specs(rng)[form]
+    if "outputs first" in order:
+        q = q.unpack().store_last(0)
+    if "packed" in order:
+        q = q.pack()
+    values = np.asarray(q.dequantize(), np.float64)
+    for dtype, precision in ((jnp.float32, 2.0**-20), (jnp.bfloat16, 2.0**-8)):
+        x = jnp.asarray(rng.normal(0, 1, (rows, DEPTH)), dtype)
+        for is_left in (False, True):
+            operands = (q.T, x.T) if is_left else (x, q)
+            y = contract_for_cuda(*operands, monkeypatch)
+            wide = np.asarray(x, np.float64)
+            want, magnitude = wide @ values, np.abs(wide) @ np.abs(values)
+            error = np.abs(np.asarray(y.T if is_left else y, np.float64) - want)
+            assert (error <= precision * magnitude).all()
