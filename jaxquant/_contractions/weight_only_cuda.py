@@ -89,7 +89,7 @@ def contract(
     y = None
     if rows == 1:
         y = _sum_row(flat[0], q, role)
-    elif _is_aligned_matrix(q):
+    elif _is_aligned_matrix(q) and len(role.contracted) == 1:
         precision: Any = config.precision
         if isinstance(precision, tuple) and config.quantized == 0:
             precision = precision[::-1]

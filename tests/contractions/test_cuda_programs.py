@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jaxquant as jq
 from jaxquant._contractions import dot
 from jaxquant._kernels import contraction, weight_chunks
 
 OUTPUTS, DEPTH = 128, 512
+NUMBERS = (((1,), (0,)), ((), ()))
 
 
 def lower(function: Callable[..., Any], *arguments: Any) -> str:
@@ -77,15 +79,15 @@ ORDERS = [(form, order) for form in FORMS for order in ("as it is", "outputs fir
 ORDERS += [(form, f"packed, {order}") for form in PACKED for order in ("as it is", "outputs first")]
 
 
-def contract_for_cuda(lhs: Any, rhs: Any, monkeypatch: pytest.MonkeyPatch) -> jax.Array:
-    """Return the float32 product of two matrices in the form for CUDA, computed on a CPU."""
+def contract_for_cuda(lhs: Any, rhs: Any, monkeypatch: pytest.MonkeyPatch, numbers: Any = NUMBERS) -> jax.Array:
+    """Return the float32 product of two arrays in the form for CUDA, computed on a CPU."""
     with monkeypatch.context() as patch:
         patch.setattr(weight_chunks, "contract_weights", lambda config, *operands: config.make_cuda_form()(*operands))
         # Without jit, which would keep this program for other tests.
         contract: Any = dot.contract_dimensions
         return contract.__wrapped__(
-            lhs, rhs, None, function="matmul", numbers=(((1,), (0,)), ((), ())), precision="highest",
-            preferred=np.dtype(np.float32), out_sharding=None, caller_axes=None,
+            lhs, rhs, None, function="matmul", numbers=numbers, precision="highest", preferred=np.dtype(np.float32),
+            out_sharding=None, caller_axes=None,
         )  # fmt: skip
 
 
@@ -109,3 +111,47 @@ def test_weight_only_products(
             want, magnitude = wide @ values, np.abs(wide) @ np.abs(values)
             error = np.abs(np.asarray(y.T if is_left else y, np.float64) - want)
             assert (error <= precision * magnitude).all()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "numbers", "spec"),
+    [
+        (((3, 128, 128), (128, 128)), (((1, 2), (0, 1)), ((), ())), jq.QuantSpec("int8")),
+        (((3, 128, 128), (128, 128)), (((2, 1), (0, 1)), ((), ())), jq.QuantSpec("int8", jq.Blocked(0, 32))),
+        (((128, 128), (128, 128)), (((1, 0), (0, 1)), ((), ())), jq.QuantSpec("uint8", jq.PerAxis(0))),
+        (((6, 5), (6, 5, 8)), (((0, 1), (0, 1)), ((), ())), jq.QuantSpec("int8", jq.PerAxis(2))),
+        (((6, 5), (5, 6, 8)), (((0, 1), (1, 0)), ((), ())), jq.QuantSpec("uint4", jq.Blocked(2, 4))),
+        (((4,), (4, 8)), (((0,), (0,)), ((), ())), jq.QuantSpec("int8", jq.PerAxis(0))),
+        (((3,), (128, 128)), (((), ()), ((), ())), jq.QuantSpec("int8", jq.PerAxis(0))),
+        (((2, 3, 128), (2, 128, 128)), (((2,), (1,)), ((0,), (0,))), jq.QuantSpec("int8", jq.PerAxis(2))),
+        (((2, 128, 3), (128, 128)), (((1,), (1,)), ((), ())), jq.QuantSpec("int8", jq.PerAxis(0))),
+    ],
+)
+def test_other_contractions(
+    shapes: Any, numbers: Any, spec: jq.QuantSpec, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = jnp.asarray(rng.normal(0, 1, shapes[0]), jnp.float32)
+    q = jq.quantize(jnp.asarray(rng.normal(0, 1, shapes[1]), jnp.float32), spec)
+    y = contract_for_cuda(x, q, monkeypatch, numbers)
+    want = lax.dot_general(x, q.dequantize(), numbers, precision="highest")
+    assert y.shape == want.shape
+    np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("form", ["int8", "int4 in blocks", "int6"])
+def test_numbers_that_are_not_finite_show(
+    form: str, rows: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = {
+        "int8": ("int8", jq.PerAxis(1)),
+        "int4 in blocks": ("int4", jq.Blocked(0, 32)),
+        "int6": ("int6", jq.Blocked(0, 32)),
+    }
+    w, x = rng.normal(0, 1, (DEPTH, OUTPUTS)), rng.normal(0, 1, (rows, DEPTH))
+    w[3, 5], x[-1, 7] = np.nan, np.inf
+    q = jq.quantize(jnp.asarray(w, jnp.float32), jq.QuantSpec(*specs[form]))
+    y = np.asarray(contract_for_cuda(jnp.asarray(x, jnp.float32), q, monkeypatch))
+    assert np.isnan(y[:, 5]).all()
+    assert not np.isfinite(y[-1]).any()
+    assert np.isfinite(np.delete(y[:-1], 5, 1)).all()
