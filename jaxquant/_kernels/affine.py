@@ -222,13 +222,12 @@ def correct_near_ties(approximate: jax.Array, x: jax.Array, scale: jax.Array) ->
     twice = lax.convert_element_type(lax.add(tie, tie), jnp.int32)
     product = lax.mul(lax.mul(twice, np.int32(2)), mantissa_s)
     residual = lax.sub(lax.shift_left(mantissa_x, shift), product)
-    # Half the distance of the tie to the next float is as many of these units as the scale's mantissa, shifted. The
-    # tie 0.5 is a power of two, below which floats are twice as dense.
+    # Half the distance of the tie to the next float is as many of these units as the scale's mantissa, shifted. Below
+    # the tie 0.5, a power of two, floats are twice as dense, but both sides of half that distance are rounded to 0.
     _, exponent = _split_mantissa(tie)
     distance = lax.clamp(np.int32(0), lax.sub(np.int32(22 + 127), exponent), np.int32(31))
     half = lax.shift_right_logical(mantissa_s, distance)
-    half_below = lax.select(lax.eq(twice, np.int32(1)), lax.shift_right_logical(half, np.int32(1)), half)
-    quarter = lax.select(lax.lt(residual, lax.neg(half_below)), _fill(0.25, tie), _fill(0.5, tie))
+    quarter = lax.select(lax.lt(residual, lax.neg(half)), _fill(0.25, tie), _fill(0.5, tie))
     quarter = lax.select(lax.gt(residual, half), _fill(0.75, tie), quarter)
     rounded = lax.add(below, quarter)
     rounded = lax.select(lax.lt(approximate, np.float32(0)), lax.neg(rounded), rounded)
