@@ -4,7 +4,9 @@ A program multiplies a few rows with each of several square weights in turn, as 
 of each program are larger than the caches. At few rows the bytes of the weights bound the time, and at many rows the
 number of multiplications. So the table gives, for each recipe of `jq.recipes`, the microseconds of one product, the
 weights in GB/s and the operations in TFLOP/s (a multiplication and an addition are two), and the time relative to
-bfloat16's. The second table gives functions of single elements, in bytes read and written per second beside a copy.
+bfloat16's. The limit is the time of reading the weights at the rate at which a copy reads and writes, or of the
+operations at the rate of a large product of bfloat16, int8 or float8, whichever is longer; both rates are measured
+first. The second table gives functions of single elements, in bytes read and written per second beside a copy.
 
 The first product of each recipe is compared with the same product on the CPU. The column counts the elements that
 differ in any bit, and gives the largest difference as a part of the largest element: 0 is expected of integers, while
@@ -15,6 +17,7 @@ of an integer recipe differ, or those of another by more than 1 % of the largest
 from __future__ import annotations
 
 import argparse
+import functools
 import pathlib
 import statistics
 import sys
@@ -29,6 +32,7 @@ import numpy as np
 import jaxquant as jq
 
 _INTEGER = ("w8a8_dynamic", "w4a8")
+_FLOAT8 = ("fp8_dynamic", "mxfp8")
 _REPEATS = 5
 
 
@@ -88,8 +92,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _measure_products(options: argparse.Namespace, wrong: list[str]) -> None:
     width, keys = options.width, jax.random.split(jax.random.key(0), options.layers + 1)
     baseline: dict[int, float] = {}
-    _print_line(["recipe", "rows", "us", "GB/s", "TFLOP/s", "of bfloat16's time", "differ from CPU", "compile s"])
-    _print_line(["---", *["--:"] * 7])
+    rates = _measure_rates(width)
+    print("; ".join([f"a copy: {rates['copy'] / 1e9:.0f} GB/s", *(
+        f"products of {name}: {rate / 1e12:.1f} TFLOP/s" for name, rate in rates.items() if name != "copy"
+    )]) + "\n")  # fmt: skip
+    head = ["recipe", "rows", "us", "GB/s", "TFLOP/s", "limit us", "of bfloat16's time", "differ from CPU", "compile s"]
+    _print_line(head)
+    _print_line(["---", *["--:"] * (len(head) - 1)])
     for name, rules in list_recipes().items():
         if options.only and name not in (*options.only, "bfloat16"):
             continue
@@ -101,7 +110,7 @@ def _measure_products(options: argparse.Namespace, wrong: list[str]) -> None:
             try:
                 if rules is not None and rows == options.rows[0]:
                     differ = _compare_first(name, rules, params, x, wrong)
-                line = _measure_recipe(name, rules, params, x, options, baseline, differ)
+                line = _measure_recipe(name, rules, params, x, options, baseline, rates, differ)
             except Exception as error:
                 wrong.append(f"{name} at {rows} rows: {type(error).__name__}")
                 line = [name, rows, f"{type(error).__name__}: {str(error)[:300]}"]
@@ -111,7 +120,7 @@ def _measure_products(options: argparse.Namespace, wrong: list[str]) -> None:
 
 def _measure_recipe(
     name: str, rules: Sequence[jq.Rule] | None, params: list[jax.Array], x: jax.Array, options: argparse.Namespace,
-    baseline: dict[int, float], differ: str,
+    baseline: dict[int, float], rates: dict[str, float], differ: str,
 ) -> list[Any]:  # fmt: skip
     """Return the line of one recipe and one number of rows."""
     rows, width = x.shape
@@ -130,9 +139,25 @@ def _measure_recipe(
     if name == "bfloat16":
         baseline[rows] = seconds
     size = sum(leaf.nbytes for leaf in _list_stored(q)) / options.layers
+    operations = 2 * rows * width**2
+    kind = "int8" if name in _INTEGER else "float8" if name in _FLOAT8 else "bfloat16"
+    limit = max(size / rates["copy"], operations / rates[kind])
     ratio = f"{seconds / baseline[rows]:.2f}" if rows in baseline else "-"
-    rates = [f"{size / seconds / 1e9:.0f}", f"{2 * rows * width**2 / seconds / 1e12:.1f}"]
-    return [name, rows, f"{seconds * 1e6:.1f}", *rates, ratio, differ, f"{took:.1f}"]
+    found = [f"{size / seconds / 1e9:.0f}", f"{operations / seconds / 1e12:.1f}", f"{limit * 1e6:.1f}"]
+    return [name, rows, f"{seconds * 1e6:.1f}", *found, ratio, differ, f"{took:.1f}"]
+
+
+def _measure_rates(width: int) -> dict[str, float]:
+    """Return the bytes per second that a copy reads and writes, and the operations per second of large products."""
+    x = jax.random.normal(jax.random.key(2), (4 * width, width), jnp.float32)
+    copy = jax.jit(lambda x: -x)
+    rates = {"copy": 2 * x.nbytes / measure(lambda: copy(x))}
+    for name, dtype in (("bfloat16", jnp.bfloat16), ("int8", jnp.int8), ("float8", jnp.float8_e4m3fn)):
+        a = x[:width].astype(dtype)
+        out = jnp.int32 if dtype == jnp.int8 else jnp.float32
+        multiply = jax.jit(functools.partial(jnp.matmul, preferred_element_type=out))
+        rates[name] = 2 * width**3 / measure(lambda: multiply(a, a))  # noqa: B023
+    return rates
 
 
 def _list_stored(tree: Any) -> list[Any]:

@@ -34,8 +34,9 @@ def quantized(
 
 
 def plain(lhs: Any, rhs: Any, *positional: Any, **keywords: Any) -> np.ndarray:
-    """What jax.lax makes of plain arrays."""
-    return np.asarray(lax.conv_general_dilated(jnp.asarray(lhs), jnp.asarray(rhs), *positional, **keywords))
+    """What jax.lax makes of plain arrays, on a CPU: no library for GPUs convolves integers."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        return np.asarray(lax.conv_general_dilated(jnp.asarray(lhs), jnp.asarray(rhs), *positional, **keywords))
 
 
 def steps(q: jq.QuantizedArray) -> np.ndarray:
