@@ -129,7 +129,8 @@ def _contract_blocks(x: jax.Array, q: QuantizedArray, role: Role, precision: lax
 
     The codes of each block are contracted alone, in the dtype of x; the scale of the block is applied to the sum.
     """
-    if q.packing is not None or q.codebook is not None or q.codes.dtype not in dtypes.CONTRACTED:
+    # XLA converts unsigned codes of 4 bits in memory, which takes longer than to dequantize them.
+    if q.packing is not None or q.codebook is not None or q.codes.dtype not in (*dtypes.EIGHT_BITS, jnp.int4):
         return None
     axis, (rows, depth) = role.contracted[0], x.shape
     blocks = max(part.shape[axis] for part in (q.scale, q.zero_point, q.offset) if part is not None)
