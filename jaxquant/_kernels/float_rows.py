@@ -812,7 +812,9 @@ def sum_rows(products: jax.Array) -> jax.Array:
         sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
     rest = [cut(flat, i) for i in range(count * _SUM_LANES, columns)]
     y = sums[0] + functools.reduce(jnp.add, rest) if rest else sums[0]
-    return y.reshape(rows)
+    # The barrier keeps XLA from computing the sums again in each loop that reads them. As a part of another reduction
+    # they would change its order.
+    return lax.optimization_barrier(y.reshape(rows))
 
 
 def _sum_groups(products: jax.Array) -> jax.Array:
