@@ -799,6 +799,7 @@ def sum_rows(products: jax.Array) -> jax.Array:
     count = columns // _SUM_LANES
     if rows % _SUM_LANES or not 0 < count <= _MOST_SUMMED:
         return lax.dot(flat, jnp.ones(columns, jnp.float32), precision=lax.Precision.HIGHEST)
+
     def cut(array: jax.Array, start: int, length: int = 1) -> jax.Array:
         # In two dimensions: XLA would move a reshape behind each sum, in as many turns of its passes.
         return lax.slice_in_dim(array, start, start + length, axis=1)
