@@ -49,6 +49,7 @@ FLAGS: tuple[tuple[str, ...], ...] = (
     ("--xla_disable_all_hlo_passes=true",),
     ("--xla_backend_optimization_level=0",),
     ("--xla_cpu_max_isa=AVX2",),
+    ("--xla_backend_extra_options=xla_cpu_flatten_after_fusion",),
 )  # fmt: skip
 KINDS = ("numbers", "infinities", "NaN")
 SHAPE = (32, 160)

@@ -321,3 +321,33 @@ def test_codes_at_the_zero_point(dtype: str, pack: bool, stored_last: int | None
     for k in range(0, 256, 17):
         got = jax.jit(jq.matmul)(np.eye(1, 256, k, np.float32), q)[0]
         np.testing.assert_array_equal(got, codes[k] - points[k // 32])
+
+
+@on_cpu
+@pytest.mark.parametrize("shape", [(16, 8), (24, 34), (8, 2, 5, 16), (8, 256)], ids=str)
+def test_order_of_the_sum_of_a_row(shape: tuple[int, ...], rng: np.random.Generator) -> None:
+    """Vectors of eight, one after the other, then neighbors in pairs, then what does not fill a vector."""
+    products = (rng.normal(size=shape) * 2.0 ** rng.integers(-8, 9, shape)).astype(np.float32)
+    flat = products.reshape(shape[0], -1)
+    full = flat.shape[1] // 8 * 8
+    total, *others = np.moveaxis(flat[:, :full].reshape(shape[0], -1, 8), 1, 0)
+    for vector in others:
+        total = total + vector
+    while total.shape[1] > 1:
+        total = total[:, ::2] + total[:, 1::2]
+    want = total[:, 0]
+    if full < flat.shape[1]:
+        first, *others = flat[:, full:].T
+        for column in others:
+            first = first + column
+        want = want + first
+    np.testing.assert_array_equal(jax.jit(float_rows.sum_rows)(products), want)
+
+
+@on_cpu
+@pytest.mark.parametrize("shape", [(13, 32), (16, 5), (8, 512)], ids=str)
+def test_sum_of_other_rows(shape: tuple[int, ...], rng: np.random.Generator) -> None:
+    """Rows that do not fill vectors, or are long."""
+    products = rng.normal(size=shape).astype(np.float32)
+    want = products.astype(np.float64).sum(1)
+    np.testing.assert_allclose(jax.jit(float_rows.sum_rows)(products), want, atol=1e-5 * np.abs(products).sum(1).max())
