@@ -88,7 +88,7 @@ class _WeightOnlyProduct(NamedTuple):
 
     def make_cuda_form(self) -> Callable[..., jax.Array]:
         """Return the function that computes the float32 product with CUDA."""
-        return functools.partial(weight_only_cuda.contract, self)
+        return _make_batchable_for_cuda(self)
 
     def contract_dequantized(
         self, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None
@@ -442,12 +442,21 @@ def _make_batchable(config: _WeightOnlyProduct) -> Any:
     return function
 
 
+@functools.lru_cache(maxsize=1024)
+def _make_batchable_for_cuda(config: _WeightOnlyProduct) -> Any:
+    function = custom_vmap(functools.partial(weight_only_cuda.contract, config))
+    function.def_vmap(functools.partial(_contract_under_vmap, config, for_cuda=True))
+    return function
+
+
 def _contract_under_vmap(
-    config: _WeightOnlyProduct, size: int, batched: Sequence[bool], *operands: Any
+    config: _WeightOnlyProduct, size: int, batched: Sequence[bool], *operands: Any, for_cuda: bool = False
 ) -> tuple[jax.Array, bool]:
     """Return the contraction of operands under vmap. If only x has the mapped axis, the axis becomes more rows."""
     if batched[0] and not any(batched[1:]):
         wider = config.add_rows()
-        return jnp.moveaxis(wider.make_cpu_form()(*operands), wider.derive_row_axis(), 0), True
+        contract = wider.make_cuda_form() if for_cuda else wider.make_cpu_form()
+        return jnp.moveaxis(contract(*operands), wider.derive_row_axis(), 0), True
     axes = [0 if is_batched else None for is_batched in batched]
-    return jax.vmap(config.contract_dequantized, axes, axis_size=size)(*operands), True
+    at_once = functools.partial(weight_chunks.contract_at_once, config)
+    return jax.vmap(at_once if for_cuda else config.contract_dequantized, axes, axis_size=size)(*operands), True

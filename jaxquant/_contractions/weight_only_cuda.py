@@ -1,18 +1,19 @@
 """The contraction of a float array with a quantized one, in the forms that XLA fuses into few kernels with CUDA.
 
 Dequantized to 16 bits, all weights are written to memory and read again. On a H200, with 8192 x 8192 int8 codes and
-bfloat16 rows, a product then takes 136 us at 1 row, 138 at 128 and 513 at 2048, where weights of bfloat16 take 40, 50
+bfloat16 rows, a product then takes 136 us at 1 row, 138 at 128 and 513 at 2048, where weights of bfloat16 take 40, 51
 and 386. So:
 
 - A single row is multiplied with the values in float32 by one reduction: 38 us with int8, 84 with int4 in blocks of 32.
 - Codes of 8 bits with a scale for each output, or one for all, are converted to the dtype of the floats, in which they
   are exact. XLA does this in the kernel of the product. The scale is applied to the sums: 33 us at 8 rows, 62 at 128,
   490 at 2048.
-- Of a few rows, each block is contracted alone, and its scale is applied to the sum: 92 us at 8 rows of int4.
+- Of a few rows, each block is contracted alone, and its scale is applied to the sum: 93 us at 8 rows of int4.
 
-None of them rounds the weights to 16 bits. The sums of the second form overflow if their scaled values are beyond
-2**100. The last two forms are only for matrices with lengths that are multiples of 128: products of 4-bit codes, and of
-codes with lengths such as 3 and 5, were wrong in XLA's kernels, with jaxlib 0.11.2.
+None of them rounds the weights to 16 bits. The sums of the second form overflow if they are beyond float32 before they
+are scaled. With a zero point or an offset, an infinite number among a few rows may give NaN. The last two forms are only
+for matrices with lengths that are multiples of 128: products of 4-bit codes, and of codes with lengths such as 3 and 5,
+were wrong in XLA's kernels, with jaxlib 0.11.2.
 """
 
 from __future__ import annotations
@@ -108,9 +109,10 @@ def _scale_sums(x: jax.Array, q: QuantizedArray, role: Role, precision: lax.Prec
     codes = q.codes.astype(x.dtype)
     if q.zero_point is not None:
         # The difference of two codes of 8 bits is exact in 16 bits, too.
-        codes = codes - jnp.broadcast_to(q.zero_point.astype(x.dtype), codes.shape)
+        codes = codes - _expand_entries(q.zero_point.astype(x.dtype), codes.shape)
     y = lax.dot_general(x, codes, (((1,), role.contracted), ((), ())), precision, jnp.float32)
-    return y * jnp.broadcast_to(dtypes.scale_as_float32(q.scale).reshape(1, -1), y.shape)
+    scale = _expand_entries(dtypes.scale_as_float32(q.scale).reshape(1, -1), (1, y.shape[1]))
+    return y * jnp.broadcast_to(scale, y.shape)
 
 
 def _sum_row(x: jax.Array, q: QuantizedArray, role: Role) -> jax.Array | None:
@@ -133,10 +135,13 @@ def _contract_blocks(x: jax.Array, q: QuantizedArray, role: Role, precision: lax
     if q.packing is not None or q.codebook is not None or q.codes.dtype not in (*dtypes.EIGHT_BITS, jnp.int4):
         return None
     axis, (rows, depth) = role.contracted[0], x.shape
-    blocks = max(part.shape[axis] for part in (q.scale, q.zero_point, q.offset) if part is not None)
-    cut = (blocks, depth // blocks)
-    if cut[1] % _LEAST_BLOCK:
+    counts = [part.shape[axis] for part in (q.scale, q.zero_point, q.offset) if part is not None]
+    blocks = math.lcm(*counts)
+    # A GPU rounds float32 rows in the product, but not in their sums, so that what is added would not cancel.
+    is_added = len(counts) > 1 and x.dtype == dtypes.FLOAT32
+    if is_added or depth % (blocks * _LEAST_BLOCK):
         return None
+    cut = (blocks, depth // blocks)
     codes = q.codes.astype(x.dtype).reshape((*cut, -1) if axis == 0 else (-1, *cut))
     dimensions = (((2,), (1 if axis == 0 else 2,)), ((1,), (axis,)))
     sums = lax.dot_general(x.reshape(rows, *cut), codes, dimensions, precision, jnp.float32)

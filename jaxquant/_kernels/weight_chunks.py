@@ -6,7 +6,8 @@ second-level caches. The chunks wait for each other, because XLA:CPU would dequa
 written out one by one instead of in a loop: XLA:CPU runs a loop that calls no library on one thread.
 
 Few weights are dequantized at once, because each chunk has a cost of its own; so are more weights if there are so many
-rows that the contraction takes most of the time. Other backends dequantize all weights at once.
+rows that the contraction takes most of the time. Other backends have forms of their own, or dequantize all weights at
+once.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._program import jaxpr
 from .._program.analysis import CODES, INTEGERS, Analysis, Site
-from ._plan import OperandPlan, ProgramPlan, SitePlan, describe_site
+from ._plan import ProgramPlan, SitePlan, describe_site
 from ._regions.rounding_points import Regions
 
 
@@ -175,18 +175,10 @@ def _make_row(site: Site, plan: SitePlan, names: Sequence[str], regions: Regions
     view, point = describe_site(site, names), regions.get_point(site)
     return Row(
         view.name, view.paths, view.operation, view.shapes, _name_form(site, plan), plan.weight,
-        tuple(_widen_spec(x) for x in plan.activations),
+        tuple(x.spec if x.wide is None else x.wide for x in plan.activations),
         plan.reason, view.where, view.scope, plan.is_wanted,
         None if point is None else point.output.spec, regions.reasons.get(site.name, "") if point is None else "",
     )  # fmt: skip
-
-
-def _widen_spec(operand: OperandPlan) -> QuantSpec:
-    """Return the spec for any number of tokens, also where a single one needs a single scale."""
-    spec = operand.spec
-    # A spec without a granularity of its own for the zero point has that of the scale, which changes here.
-    points = None if spec.zero_point_granularity == spec.granularity else spec.zero_point_granularity
-    return dataclasses.replace(spec, granularity=operand.granularity, zero_point_granularity=points)
 
 
 # The names under which users know primitives.

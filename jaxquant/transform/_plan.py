@@ -15,7 +15,7 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._core.dtypes import CONTRACTED as INTEGER_DTYPES
-from .._core.granularity import Blocked, Granularity, PerAxis, PerTensor
+from .._core.granularity import Blocked, PerAxis, PerTensor
 from .._program import jaxpr, views
 from .._program.analysis import CODES, INTEGERS, PRODUCTS, UNUSED, Address, Analysis, Site, list_contracted
 from .._training.backward_choices import Backward, FloatBackward
@@ -36,14 +36,13 @@ class OperandPlan(NamedTuple):
         place: the place among the operands of the contraction, or "output" for a result.
         spec: the spec.
         calibrator: the function that makes the calibrator of a static range, or None for a dynamic range.
-        granularity: the granularity that the rule asks for. The spec has `PerTensor` where that is one scale for the
-            shapes at hand, such as those of a single token.
+        wide: the spec for any number of tokens, or None if it is the same. For a single token, `spec` has `PerTensor`.
     """
 
     place: int | str
     spec: QuantSpec
     calibrator: Factory | None
-    granularity: Granularity = PerTensor()
+    wide: QuantSpec | None = None
 
     def make_calibrator(self) -> Calibrator:
         """Return the calibrator of the static range. With float8 scales of blocks it finds the range of all blocks."""
@@ -371,8 +370,8 @@ def _plan_site(
     if rule.activation is not None and site.operation != "take":
         for place in range(2):
             if place != site.weight:
-                spec, granularity = _make_activation_spec(site, place, rule.activation)
-                activations.append(OperandPlan(place, spec, rule.activation.calibrator, granularity))
+                spec, wide = _make_activation_spec(site, place, rule.activation)
+                activations.append(OperandPlan(place, spec, rule.activation.calibrator, wide))
     expected = "FloatBackward() for ragged products, such as with operation= in a Rule before"
     is_known = site.operation != "ragged_dot" or isinstance(rule.backward, FloatBackward)
     checks.require(is_known, _NAME, "rules", expected, f"{rule.backward} for {site.name}")
@@ -438,8 +437,8 @@ def _explain_values(site: Site, leaves: Mapping[int, LeafPlan], names: Sequence[
     return f"; with the values of codes, because another use of {quantized} is quantized" if is_read else ""
 
 
-def _make_activation_spec(site: Site, place: int, activation: Activation) -> tuple[QuantSpec, Granularity]:
-    """Return the spec of one operand of a contraction, and the granularity by the rule for any shape."""
+def _make_activation_spec(site: Site, place: int, activation: Activation) -> tuple[QuantSpec, QuantSpec | None]:
+    """Return the spec of one operand of a contraction, and the one for any number of tokens if it is another."""
     shape = jaxpr.read_shape(site.equation.invars[place])
     summed = list_contracted(site.equation, place, len(shape))
     kept = tuple(axis for axis in range(len(shape)) if axis not in summed)
@@ -454,8 +453,10 @@ def _make_activation_spec(site: Site, place: int, activation: Activation) -> tup
         # As for a weight, the longest axis that is summed has the blocks.
         axis = max(sorted(summed), key=lambda axis: shape[axis])
         blocks = Blocked(axis, activation.block)
-        return QuantSpec(activation.dtype, blocks, **dict(activation.options)), blocks
+        return QuantSpec(activation.dtype, blocks, **dict(activation.options)), None
     granularity = PerTensor() if activation.per == "tensor" or not kept else PerAxis(kept)
     is_single = granularity == PerTensor() or math.prod(shape[axis] for axis in kept) == 1
-    spec = QuantSpec(activation.dtype, PerTensor() if is_single else granularity, **dict(activation.options))
-    return spec, granularity
+    wide = QuantSpec(activation.dtype, granularity, **dict(activation.options))
+    if granularity == PerTensor() or not is_single:
+        return wide, None
+    return QuantSpec(activation.dtype, PerTensor(), **dict(activation.options)), wide

@@ -155,3 +155,39 @@ def test_numbers_that_are_not_finite_show(
     assert np.isnan(y[:, 5]).all()
     assert not np.isfinite(y[-1]).any()
     assert np.isfinite(np.delete(y[:-1], 5, 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("codes", "scale", "zero_point", "depth"),
+    [
+        ("float8_e4m3fn", (1, 2), None, 128),
+        ("int8", (1, 4), None, 384),
+        ("uint8", (1, 256), (1, 4), 384),
+        ("uint8", (1, 4), (1, 8), 384),
+        ("uint8", (4, 256), (6, 256), 384),
+        ("int8", (3, 4), (1, 1), 384),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_of_outputs_and_of_several_sizes(
+    codes: str, scale: Any, zero_point: Any, depth: int, dtype: str, rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    q = jq.QuantizedArray(
+        jnp.asarray(rng.integers(0, 100, (depth, 256)), codes), jnp.asarray(rng.uniform(0.5, 1, scale), jnp.float32),
+        None if zero_point is None else jnp.asarray(rng.integers(0, 100, zero_point), codes),
+    )  # fmt: skip
+    x = jnp.asarray(rng.normal(0, 1, (3, depth)), dtype)
+    want = np.asarray(x, np.float64) @ np.asarray(q.dequantize(), np.float64)
+    # All branches are traced on every backend.
+    for y in (jq.matmul(x, q), contract_for_cuda(x, q, monkeypatch)):
+        assert np.abs(np.asarray(y, np.float64) - want).max() < 0.01 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("spec", [jq.QuantSpec("int8", jq.PerAxis(1)), jq.QuantSpec("int4", jq.Blocked(0, 32))])
+def test_mapped_rows_are_rows_of_one_product(spec: jq.QuantSpec) -> None:
+    q = jax.eval_shape(lambda w: jq.quantize(w, spec), jnp.ones((256, 128)))
+    x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    mapped = lower(lambda x, q: jax.vmap(jq.matmul, (0, None))(x, q), x, q)
+    (line,) = [line for line in mapped.splitlines() if "stablehlo.dot_general" in line]
+    assert "tensor<64x256xf32>, tensor<256x128xf32>" in line

@@ -104,6 +104,16 @@ def test_the_coverage_has_the_granularity_of_the_rule_for_any_number_of_tokens(t
     assert [spec.granularity for spec in row.activations] == [jq.PerTensor()]
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("points", [{}, {"zero_point_granularity": jq.PerTensor()}], ids=str)
+def test_the_coverage_has_the_zero_points_of_the_rule_for_any_number_of_tokens(tokens: int, points: Any) -> None:
+    activation = jq.Activation("uint8", per="row", options=points)
+    rules = [jq.Rule(weight=jq.Weight("int8"), activation=activation)]
+    (row,) = jq.prepare(lambda w, x: x @ w, jnp.ones((8, 4)), jnp.ones((tokens, 8)), rules=rules).coverage
+    (spec,) = row.activations
+    assert spec == jq.QuantSpec("uint8", jq.PerAxis((0,)), **points)
+
+
 DYNAMIC = {
     "fp8_dynamic": jq.recipes.fp8_dynamic(),
     "int8": [jq.Rule(weight=jq.Weight("int8"), activation=jq.Activation("int8"))],
