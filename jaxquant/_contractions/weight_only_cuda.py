@@ -11,9 +11,9 @@ and 386. So:
 - Of a few rows, each block is contracted alone, and its scale is applied to the sum: 93 us at 8 rows of int4.
 
 None of them rounds the weights to 16 bits. The sums of the second form overflow if they are beyond float32 before they
-are scaled. With a zero point or an offset, an infinite number among a few rows may give NaN. The last two forms are only
-for matrices with lengths that are multiples of 128: products of 4-bit codes, and of codes with lengths such as 3 and 5,
-were wrong in XLA's kernels, with jaxlib 0.11.2.
+are scaled. With a zero point or an offset, an infinite number among a few rows may give NaN. The last two forms are
+only for matrices with lengths that are multiples of 128: products of 4-bit codes, and of codes with lengths such as 3
+and 5, were wrong in XLA's kernels, with jaxlib 0.11.2.
 """
 
 from __future__ import annotations
