@@ -186,7 +186,7 @@ def test_blocks_of_outputs_and_of_several_sizes(
 
 @pytest.mark.parametrize("spec", [jq.QuantSpec("int8", jq.PerAxis(1)), jq.QuantSpec("int4", jq.Blocked(0, 32))])
 def test_mapped_rows_are_rows_of_one_product(spec: jq.QuantSpec) -> None:
-    q = jax.eval_shape(lambda w: jq.quantize(w, spec), jnp.ones((256, 128)))
+    q = jax.eval_shape(lambda w: jq.quantize(w, spec), jnp.ones((256, 128), jnp.float32))
     x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
     mapped = lower(lambda x, q: jax.vmap(jq.matmul, (0, None))(x, q), x, q)
     (line,) = [line for line in mapped.splitlines() if "stablehlo.dot_general" in line]
