@@ -1,6 +1,6 @@
 """The contraction of a float array with a quantized one, in the forms that XLA fuses into few kernels with CUDA.
 
-Dequantized to 16 bits, all weights are written to memory and read again. On a H200, with 8192 x 8192 int8 codes and
+Dequantized to 16 bits, all weights are written to memory and read again. On an H200, with 8192 x 8192 int8 codes and
 bfloat16 rows, a product then takes 136 us at 1 row, 138 at 128 and 513 at 2048, where weights of bfloat16 take 40, 51
 and 386. So:
 
@@ -37,7 +37,7 @@ from .._kernels.contraction import Role
 ROUNDED_FORMS = {"real_zero_point", "inverse_scale", "arithmetic"}
 # With up to this many rows, blocks are contracted one by one: each has a sum for each row and output.
 _FEW_ROWS, _LEAST_BLOCK = 16, 16
-# See above.
+# Both lengths of a matrix are multiples of this in the last two forms; the docstring above says why.
 _UNIT = 128
 
 

@@ -196,7 +196,7 @@ def _multiply_padded(lhs: jax.Array, rhs: jax.Array, transposed: bool) -> jax.Ar
     """Return the batched contraction without zero points, of operands that zeros make longer.
 
     With CUDA, XLA returned wrong products of int8 whose depth is no multiple of 4, often twice the right ones: in 94 of
-    136 cases with depths from 2 to 257, on a H200 with jaxlib 0.11.2. The barrier keeps XLA from removing the zeros.
+    136 cases with depths from 2 to 257, on an H200 with jaxlib 0.11.2. The barrier keeps XLA from removing the zeros.
     """
     missing = -lhs.shape[2] % _PADDED_UNIT
     padded = []
