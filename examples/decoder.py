@@ -48,7 +48,7 @@ class Config:
     local_rope_base: float = 10_000.0
     window: int | None = None
     period: int = 6
-    runs: tuple[tuple[int, int], ...] | None = None  # the first layer and the number of those that `stack` has stacked
+    is_stacked: bool = False  # whether `stack` has joined the tensors of all layers
 
     @classmethod
     def read(cls, metadata: Mapping[str, Any]) -> Config:
@@ -73,14 +73,13 @@ class Config:
         """Whether embeddings are scaled, heads and results of layers normalized, and the MLP has a gelu."""
         return self.architecture == "gemma3"
 
-    @property
-    def layer_runs(self) -> tuple[tuple[int, int], ...]:
-        """The first layer and the number of layers of each run: one layer each, unless `stack` found longer ones."""
-        return self.runs or tuple((layer, 1) for layer in range(self.layers))
-
     def choose_window(self, layer: int) -> int | None:
         """Return the number of tokens that a layer attends to, or None for all."""
         return None if self.window is None or layer % self.period == self.period - 1 else self.window
+
+    def list_windows(self) -> list[int | None]:
+        """Return the windows that layers have, each once."""
+        return list(dict.fromkeys(map(self.choose_window, range(self.layers))))
 
 
 @jax.tree_util.register_dataclass
@@ -116,7 +115,7 @@ def attend(q: jax.Array, cache: jq.KVCache | FloatCache, positions: jax.Array) -
 
 def find_smoothing(config: Config, params: Params, tokens: ArrayLike) -> Smoothing:
     """Return what `create_caches` needs to know of the keys and queries of a text, int32 [1, tokens]."""
-    if config.runs is not None:
+    if config.is_stacked:
         raise ValueError("expected a model whose layers are not stacked: call find_smoothing before stack")
     found = []
 
@@ -133,10 +132,10 @@ def find_smoothing(config: Config, params: Params, tokens: ArrayLike) -> Smoothi
 def create_caches(
     config: Config, batch: int, length: int, kind: str = "int8", smoothing: Smoothing | None = None
 ) -> tuple[Any, ...]:
-    """Return an empty cache for each run of layers, of a kind in `CACHES`, for `length` tokens of each row.
+    """Return an empty cache for each layer, of a kind in `CACHES`, for `length` tokens of each row.
 
     Keys and values are rotated, and have a scale for each block of features. The codes of a local layer are in a ring,
-    which holds its window and one chunk.
+    which holds its window and one chunk. If layers are stacked, so are the caches of those with equal windows.
     """
     caches, dtypes = [], CACHES[kind]
     for layer in range(config.layers):
@@ -155,8 +154,10 @@ def create_caches(
         mean_key, factors = smoothing[layer] if smoothing else (None, None)
         options = {"rotate": True, "rotate_values": True, "mean_key": mean_key, "smoothing": factors}
         caches.append(jq.KVCache.create(shape, *specs, window=window, per_row=True, **options))
-    runs = config.layer_runs
-    return tuple(_stack(caches[first : first + count]) if count > 1 else caches[first] for first, count in runs)
+    if not config.is_stacked:
+        return tuple(caches)
+    places = [[i for i in range(config.layers) if config.choose_window(i) == w] for w in config.list_windows()]
+    return tuple(_stack([caches[i] for i in layers]) for layers in places)
 
 
 def _stack(trees: Sequence[Any]) -> Any:
@@ -183,9 +184,14 @@ def forward(
         The logits, float32 [batch, n, vocabulary], and the caches.
     """
 
-    def run_layer(x: jax.Array, weights: Params, cache: Any, is_local: bool) -> tuple[jax.Array, Any]:
+    def run_layer(
+        x: jax.Array, weights: Params, attend_cached: Callable[..., tuple[jax.Array, Any]]
+    ) -> tuple[jax.Array, Any]:
+        """Return what a layer makes of x, and the cache that `attend_cached` returns for queries, keys and values."""
+
         def multiply(x: jax.Array, name: str) -> jax.Array:
-            return x @ weights[f"{name}.weight"].T
+            matrix = weights[f"{name}.weight"]
+            return matrix.multiply(x) if isinstance(matrix, Choice) else x @ matrix.T
 
         def normalize(x: jax.Array, name: str) -> jax.Array:
             return _normalize(x, weights[f"{name}.weight"], config.epsilon)
@@ -194,49 +200,112 @@ def forward(
         q, k, v = (multiply(y, f"attn_{name}").reshape(*tokens.shape, -1, config.head_dim) for name in ("q", "k", "v"))
         if config.is_gemma:
             q, k = normalize(q, "attn_q_norm"), normalize(k, "attn_k_norm")
-        q, k = (rotate(config, heads, positions, is_local) for heads in (q, k))
-        cache = cache.append(k, v, counts)
-        y = multiply(attend(q, cache, positions).reshape(*tokens.shape, -1), "attn_output")
+        y, cache = attend_cached(q, k, v)
+        y = multiply(y, "attn_output")
         x = x + (normalize(y, "post_attention_norm") if config.is_gemma else y)
         y = normalize(x, "ffn_norm")
         activate = jax.nn.gelu if config.is_gemma else jax.nn.silu
         y = multiply(activate(multiply(y, "ffn_gate")) * multiply(y, "ffn_up"), "ffn_down")
         return x + (normalize(y, "post_ffw_norm") if config.is_gemma else y), cache
 
-    first_index = caches[0].index if config.layer_runs[0][1] == 1 else caches[0].index[0]
+    def attend_cached(
+        cache: Any, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None
+    ) -> tuple[jax.Array, Any]:
+        q, k = (rotate(config, heads, positions, window is not None) for heads in (q, k))
+        cache = cache.append(k, v, counts)
+        return attend(q, cache, positions).reshape(*tokens.shape, -1), cache
+
+    first_index = caches[0].index[0] if config.is_stacked else caches[0].index
     positions = first_index[:, None] + jnp.arange(tokens.shape[1])
     x = jq.take(params["token_embd.weight"], tokens, mode="clip")
     if config.is_gemma:
         x = x * jnp.sqrt(jnp.float32(x.shape[-1]))
-    updated = []
-    for (first, count), cache in zip(config.layer_runs, caches, strict=True):
-        body = functools.partial(run_layer, is_local=config.choose_window(first) is not None)
-        prefix = f"blk.{first}."
-        weights = {name.removeprefix(prefix): params[name] for name in params if name.startswith(prefix)}
-        if count == 1:
-            x, cache = body(x, weights, cache)
-        else:
-            x, cache = _scan(body, x, weights, cache)
-        updated.append(cache)
+    if config.is_stacked:
+        weights = {name.removeprefix("layers."): params[name] for name in params if name.startswith("layers.")}
+        x, caches = _scan_layers(config, run_layer, attend_cached, x, weights, caches)
+    else:
+        updated = []
+        for layer, cache in enumerate(caches):
+            prefix = f"blk.{layer}."
+            weights = {name.removeprefix(prefix): params[name] for name in params if name.startswith(prefix)}
+            attend_layer = functools.partial(attend_cached, cache, window=config.choose_window(layer))
+            x, cache = run_layer(x, weights, attend_layer)
+            updated.append(cache)
+        caches = tuple(updated)
     x = _normalize(jnp.take_along_axis(x, wanted[..., None], axis=1), params["output_norm.weight"], config.epsilon)
     table = params["output.weight" if "output.weight" in params else "token_embd.weight"]
-    return x @ table.T, tuple(updated)
+    return x @ table.T, caches
 
 
-def _scan(body: Callable[..., Any], x: jax.Array, weights: Params, caches: Any) -> tuple[jax.Array, Any]:
-    """Return what layers make of x one after the other, and their caches.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MixedStack:
+    """The matrices of all layers that have one name and are in several formats: a stack of those in each format.
+
+    `formats` is, for each layer, the number of its stack, and `places` its place there.
+    """
+
+    stacks: tuple[Any, ...]
+    formats: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    places: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+
+class Choice(NamedTuple):
+    """The matrix of one layer, whose number is known only when the program runs, in a stack of several formats."""
+
+    stack: MixedStack
+    layer: jax.Array
+
+    def multiply(self, x: jax.Array) -> jax.Array:
+        """Return x times the transposed matrix. Only the branch of its format is computed."""
+
+        def make_branch(stack: Any) -> Callable[..., jax.Array]:
+            return lambda x, place: x @ _take_layer(stack, place).T
+
+        format_, place = (jnp.array(table)[self.layer] for table in (self.stack.formats, self.stack.places))
+        return jax.lax.switch(format_, [make_branch(stack) for stack in self.stack.stacks], x, place)
+
+
+def _take_layer(stack: Any, place: jax.Array) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), stack)
+
+
+def _scan_layers(
+    config: Config, run_layer: Callable[..., Any], attend_cached: Callable[..., Any], x: jax.Array, weights: Params,
+    caches: tuple[Any, ...],
+) -> tuple[jax.Array, tuple[Any, ...]]:  # fmt: skip
+    """Return what layers make of x one after the other, and their caches: a stack for each window.
 
     The caches are carried, and one layer's is replaced in place. As outputs of the scan they would all be there twice.
     """
+    windows = config.list_windows()
+    kinds = [windows.index(config.choose_window(layer)) for layer in range(config.layers)]
+    places = jnp.array([kinds[:layer].count(kind) for layer, kind in enumerate(kinds)])
+    mixed = {name: stack for name, stack in weights.items() if isinstance(stack, MixedStack)}
 
     def step(carry: tuple[jax.Array, Any, jax.Array], weights: Params) -> tuple[tuple[jax.Array, Any, jax.Array], None]:
         x, caches, layer = carry
-        cache = jax.tree.map(lambda all_layers: jax.lax.dynamic_index_in_dim(all_layers, layer, keepdims=False), caches)
-        x, cache = body(x, weights, cache)
-        replace = functools.partial(jax.lax.dynamic_update_index_in_dim, index=layer, axis=0)
-        return (x, jax.tree.map(replace, caches, cache), layer + 1), None
+        kind, place = jnp.array(kinds)[layer], places[layer]
+        # One of each window. Those of other windows are written back as they are.
+        of_layer = [_take_layer(stack, place) for stack in caches]
 
-    (x, caches, _), _ = jax.lax.scan(step, (x, caches, jnp.int32(0)), weights)
+        def make_branch(kind: int, window: int | None) -> Callable[..., tuple[jax.Array, list[Any]]]:
+            def attend(of_layer: list[Any], *heads: jax.Array) -> tuple[jax.Array, list[Any]]:
+                y, cache = attend_cached(of_layer[kind], *heads, window)
+                return y, [*of_layer[:kind], cache, *of_layer[kind + 1 :]]
+
+            return attend
+
+        branches = [make_branch(number, window) for number, window in enumerate(windows)]
+        choices = {name: Choice(stack, layer) for name, stack in mixed.items()}
+        attend_layer = functools.partial(jax.lax.switch, kind, branches, of_layer)
+        x, of_layer = run_layer(x, {**weights, **choices}, attend_layer)
+        replace = functools.partial(jax.lax.dynamic_update_index_in_dim, index=place, axis=0)
+        caches = tuple(jax.tree.map(replace, *pair) for pair in zip(caches, of_layer, strict=True))
+        return (x, caches, layer + 1), None
+
+    uniform = {name: x for name, x in weights.items() if name not in mixed}
+    (x, caches, _), _ = jax.lax.scan(step, (x, caches, jnp.int32(0)), uniform)
     return x, caches
 
 
@@ -306,26 +375,28 @@ def load(path: str | os.PathLike[str] | None = None) -> Model:
 
 
 def stack(model: Model) -> Model:
-    """Return a model in which neighboring layers of one form are one array, and run in a `jax.lax.scan`.
+    """Return a model whose layers run in a `jax.lax.scan`, with one array for the tensors of all layers with one name.
 
-    A compiled program then has one layer of each form: it compiles in a fraction of the time, and takes a fraction of
-    the memory. Layers have one form if all or none are local, and their tensors have equal shapes and types.
+    A compiled program then has one layer: it compiles in a fraction of the time, and takes a fraction of the memory.
+    Matrices of one name in several formats are a `MixedStack`.
     """
     config, params = model.config, dict(model.params)
-    if config.runs is not None:
+    if config.is_stacked:
         return model
-    layers, forms = [], []
-    for layer in range(config.layers):
-        prefix = f"blk.{layer}."
-        names = sorted(name for name in params if name.startswith(prefix))
-        layers.append({name.removeprefix(prefix): params.pop(name) for name in names})
-        leaves, structure = jax.tree.flatten(layers[-1])
-        forms.append((config.choose_window(layer), structure, [(x.shape, x.dtype) for x in leaves]))
-    runs = []
-    for _, group in itertools.groupby(range(config.layers), key=lambda layer: forms[layer]):
-        first, *others = group
-        run = _stack([layers[layer] for layer in (first, *others)]) if others else layers[first]
-        params |= {f"blk.{first}.{name}": x for name, x in run.items()}
-        runs.append((first, 1 + len(others)))
-    config = dataclasses.replace(config, runs=tuple(runs))
+    prefix = "blk.0."
+    for name in [name.removeprefix(prefix) for name in params if name.startswith(prefix)]:
+        params[f"layers.{name}"] = _join([params.pop(f"blk.{layer}.{name}") for layer in range(config.layers)])
+    config = dataclasses.replace(config, is_stacked=True)
     return model._replace(config=config, run=functools.partial(forward, config), params=params)
+
+
+def _join(tensors: Sequence[Any]) -> Any:
+    """Return tensors as one stack, or as a `MixedStack` if they are in several formats."""
+    keys = [(jax.tree.structure(x), *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x))) for x in tensors]
+    distinct = list(dict.fromkeys(keys))
+    if len(distinct) == 1:
+        return _stack(tensors)
+    formats = tuple(map(distinct.index, keys))
+    stacks = [_stack([x for x, other in zip(tensors, keys, strict=True) if other == key]) for key in distinct]
+    places = tuple(formats[:layer].count(number) for layer, number in enumerate(formats))
+    return MixedStack(tuple(stacks), formats, places)

@@ -64,8 +64,7 @@ def test_stacked_layers_compute_the_same(decoder: Any, model: Any, rng: np.rando
     spec = jq.QuantSpec("int4", jq.Blocked(-1, 8))
     codes = {name: jq.quantize(x, spec) if x.ndim == 2 else x for name, x in model.params.items()}
     stacked = decoder.stack(model._replace(params=codes))
-    layers = model.config.layers
-    assert stacked.config.runs == (((0, 5), (5, 1)) if model.config.is_gemma else ((0, layers),))
+    assert stacked.params["layers.ffn_up.weight"].shape[0] == model.config.layers
     assert jq.QuantizedTree(stacked.params).nbytes == jq.QuantizedTree(codes).nbytes
     for cache in ("float32", "int8"):
         expected = read_in_chunks(decoder, model, codes, rows, cache, smoothing)
@@ -76,12 +75,40 @@ def test_stacked_layers_compute_the_same(decoder: Any, model: Any, rng: np.rando
         decoder.find_smoothing(stacked.config, stacked.params, [rows[0]])
 
 
-def test_layers_of_other_forms_are_not_stacked(decoder: Any, model: Any) -> None:
-    params = {name: x.astype(jnp.float16) if name == "blk.1.ffn_up.weight" else x for name, x in model.params.items()}
-    stacked = decoder.stack(model._replace(params=params))
-    expected = ((0, 1), (1, 1), (2, 3), (5, 1)) if model.config.is_gemma else ((0, 1), (1, 1))
-    assert stacked.config.runs == expected
-    assert stacked.params["blk.1.ffn_up.weight"].ndim == 2
+def test_stacked_layers_may_be_in_several_formats(decoder: Any, model: Any, rng: np.random.Generator) -> None:
+    """One layer has another format than the others, in one matrix in floats and in one in int8 in place of int4."""
+    formats = {"blk.1.ffn_up.weight": None, "blk.0.attn_v.weight": "int8"}
+
+    def quantize(name: str, x: jax.Array) -> Any:
+        dtype = formats.get(name, "int4")
+        return x if dtype is None or x.ndim < 2 else jq.quantize(x, jq.QuantSpec(dtype, jq.Blocked(-1, 8)))
+
+    codes = {name: quantize(name, x) for name, x in model.params.items()}
+    stacked = decoder.stack(model._replace(params=codes))
+    others = [layer for layer in range(model.config.layers) if layer != 1]
+    mixed = stacked.params["layers.ffn_up.weight"]
+    assert [stack.shape[0] for stack in mixed.stacks] == [len(others), 1]
+    assert [layer for layer, number in enumerate(mixed.formats) if number == 0] == others
+    assert jq.QuantizedTree(stacked.params).nbytes == jq.QuantizedTree(codes).nbytes
+    rows = [rng.integers(0, VOCABULARY, n).tolist() for n in (11, 3)]
+    expected = read_in_chunks(decoder, model, codes, rows, "float32")
+    found = read_in_chunks(decoder, stacked, stacked.params, rows, "float32")
+    assert max(map(measure_error, found, expected)) < 1e-4
+
+
+def test_a_program_has_one_layer_if_they_are_stacked(decoder: Any, model: Any) -> None:
+    """The lowered program has each matrix of a layer once, and attention once for each window."""
+    stacked = decoder.stack(model)
+    tokens, one = jnp.zeros((1, 1), jnp.int32), jnp.array([1])
+
+    def count_products(model: Any) -> int:
+        caches = decoder.create_caches(model.config, 1, 24, "float32")
+        text = jax.jit(model.run).lower(model.params, tokens, one, tokens, caches).as_text()
+        return text.count("stablehlo.dot_general")
+
+    layers, windows = model.config.layers, len(model.config.list_windows())
+    assert count_products(model) == 9 * layers + 1
+    assert count_products(stacked) == 7 + 2 * windows + 1
 
 
 def test_smoothing_is_of_the_keys_that_caches_hold(decoder: Any, model: Any, rng: np.random.Generator) -> None:
@@ -145,10 +172,11 @@ def test_scores_are_logarithms_of_probabilities(decoder: Any, model: Any, rng: n
     np.testing.assert_allclose(found[1], expected[np.arange(7), row[1:]], atol=5e-3)
 
 
-def test_a_recipe_quantizes_the_forward_pass(decoder: Any, model: Any, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("stacks", [False, True])
+def test_a_recipe_quantizes_the_forward_pass(decoder: Any, model: Any, rng: np.random.Generator, stacks: bool) -> None:
     serve: Any = importlib.import_module("language_model")
-    quantized = serve.quantize(model, "weight_only_int8")
     rows = [rng.integers(0, VOCABULARY, n).tolist() for n in (7, 3)]
+    quantized = serve.quantize(model, "weight_only_int8", stacks=stacks)
     found = read_in_chunks(decoder, quantized, quantized.params, rows, "float32")
     for logits, row in zip(found, rows, strict=True):
         assert 0 < measure_error(logits, compute_logits(model.config.architecture, model.params, row)) < 0.1
