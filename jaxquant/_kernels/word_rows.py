@@ -122,8 +122,8 @@ def contract_word_groups(x: jax.Array, q: ScaledCodes, role: Role) -> jax.Array:
     is_whole = words.count_planes(packed.bits) == 1 and q.decode is None
     count = 1 if is_whole else min(-(-math.prod(q.shape) // _CHUNK), _MOST_CHUNKS, rows)
     step = -(-rows // count)
-    # The barrier keeps XLA from reading words that are constants while it compiles, and, where a loop over layers slices
-    # the parts of one, from slicing the entries in the loop over all words, which it then may not vectorize.
+    # The barrier keeps XLA from reading words that are constants while it compiles. Where a loop over layers slices the
+    # parts of one, it also keeps XLA from slicing the entries in the loop over all words, which may not be vectorized.
     parts = lax.optimization_barrier({name: getattr(q, name) for name in ("codes", "scale", "zero_point", "offset")})
     q = q._replace(**parts)
     chunks = [Chunk(start, min(step, rows - start)) for start in range(0, rows, step)]
