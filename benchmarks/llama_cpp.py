@@ -1,12 +1,15 @@
-"""llama.cpp, as the package xllamacpp runs it: the tokens of texts, and the probabilities of tokens."""
+"""llama.cpp, as the package xllamacpp runs it: the tokens of texts, the probabilities of tokens, and times."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import pathlib
 import subprocess
 import sys
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 # In a process of its own: llama.cpp writes to the standard streams, and ends a process that has a broken model. A large
@@ -65,3 +68,55 @@ def ask(path: pathlib.Path, folder: pathlib.Path, **request: Any) -> dict[str, A
     lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT")]
     assert lines, result.stderr[-2000:]
     return json.loads(lines[0].removeprefix("RESULT"))
+
+
+# The standard output is kept for the address. The process ends when its standard input does.
+SERVER = """
+import os, sys
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+import xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path, params.n_ctx, params.n_parallel, params.warmup = sys.argv[1], int(sys.argv[2]), 1, False
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
+server = xllamacpp.Server(params)
+print(server.listening_address, file=answers, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def serve(path: pathlib.Path, length: int) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Run a server with two threads and a cache of `length` tokens; the function posts a request for a completion."""
+    command = [sys.executable, "-c", SERVER, str(path), str(length)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        if not address:
+            raise RuntimeError(f"expected llama.cpp to serve {path}, but its process ended: {process.wait()}")
+
+        def post(**values: Any) -> dict[str, Any]:
+            headers = {"Content-Type": "application/json"}
+            request = urllib.request.Request(f"{address}/completion", json.dumps(values).encode(), headers)
+            with urllib.request.urlopen(request, timeout=600) as answer:
+                return json.load(answer)
+
+        try:
+            yield post
+        finally:
+            process.stdin.close()
+            process.wait()
+
+
+def time_completion(post: Callable[..., dict[str, Any]], prompt: Sequence[int], count: int) -> tuple[float, float]:
+    """Return the seconds that the server takes to read a prompt of tokens, and those of each of `count` steps."""
+    answer = post(
+        prompt=list(prompt), n_predict=count + 1, ignore_eos=True, cache_prompt=False, temperature=0,
+        samplers=["top_k"], top_k=1,
+    )  # fmt: skip
+    times = answer["timings"]
+    assert times["prompt_n"] == len(prompt)
+    assert times["predicted_n"] == count + 1  # the first token comes with the prompt
+    return times["prompt_ms"] / 1e3, times["predicted_ms"] / 1e3 / count

