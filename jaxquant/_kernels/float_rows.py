@@ -165,8 +165,10 @@ _PAGE, _WAYS = 2**12, 8
 # to read them as words; the copy of a chunk stays in the second-level caches, and so do the sums of a chunk. Codes of
 # 8 bits are read where they are, but chunks of them would be copied.
 _CHUNK, _BYTE_CHUNK, _MOST_CHUNKS = 2**22, 2**26, 16
-# More codes of 8 bits than these are contracted in a loop, a few MB in each turn.
-_LOOP = 2**22
+# More codes of 8 bits than these are contracted in a loop, a few MB in each turn, which are read in several places at
+# the same time. A processor loads memory before it is read only in the same page of 4 KB, and waits at the beginning of
+# each page: this way it waits for several at once.
+_LOOP, _STREAMS = 2**22, 4
 # A row with a magnitude above _LARGE is divided by _POWER. Then the sum of its products with codes, or with levels of a
 # codebook of at most _LARGEST_LEVEL, does not overflow before it is scaled, in rows of up to 2**20 elements. A row with
 # no magnitude above 1 / _LARGE is multiplied by _POWER, so that the products of its sums and scales are not subnormal.
@@ -553,6 +555,7 @@ def _contract_vectors(
         # The barrier keeps XLA from reading words code by code in the loop.
         stored = lax.optimization_barrier(barriers.wait_for(stored, done))
     stored = stored.reshape(columns, groups, terms, lanes)
+    streams = next(n for n in (_STREAMS, 2, 1) if length % n == 0)
     lane = lax.broadcasted_iota(jnp.int32, (1, 1, lanes), 2)
 
     def select(part: jax.Array, index: int | None = None) -> jax.Array:
@@ -564,7 +567,10 @@ def _contract_vectors(
             starts[2], sizes[2] = index, 1
         # XLA fuses a slice with the loop that reads it once. It would copy the columns if each vector cut them again.
         selected = lax.dynamic_slice(part, starts, sizes)
-        return selected if index is None else selected.reshape(*sizes[:2], *sizes[3:])
+        selected = selected if index is None else selected.reshape(*sizes[:2], *sizes[3:])
+        # One column of each stream in turn.
+        several = selected.reshape(streams, length // streams, *selected.shape[1:])
+        return jnp.swapaxes(several, 0, 1).reshape(selected.shape)
 
     def take(part: jax.Array, vector: int) -> jax.Array:
         """Return the entries of a vector: [columns, groups, lanes or 1]."""
@@ -615,7 +621,10 @@ def _contract_vectors(
         totals += [sums[None, :, vector] * take_float(offset, vector) for vector in range(terms)]
     total = functools.reduce(jnp.add, totals)
     # XLA:CPU runs a loop that calls no library, as it does for this sum, on one thread.
-    return sum_rows(total) if start is None else jnp.sum(lax.optimization_barrier(total), axis=(1, 2))
+    if start is None:
+        return sum_rows(total)
+    y = jnp.sum(lax.optimization_barrier(total), axis=(1, 2))
+    return y.reshape(length // streams, streams).T.reshape(length)
 
 
 def scale_row(x: jax.Array, q: ScaledCodes) -> tuple[jax.Array, jax.Array]:
