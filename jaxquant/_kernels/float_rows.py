@@ -388,10 +388,12 @@ def choose_groups(q: ScaledCodes, role: Role) -> int | None:
     """Return how many groups of lanes one loop of `contract_lanes` adds up, or None if it does not apply.
 
     The codes must be integers of 8 bits, of which only the last dimension is contracted, with one scale and one zero
-    point along it.
+    point along it. `contract_blocks` contracts many of them in a loop.
     """
     is_last = role.contracted == (q.codes.ndim - 1,) and not role.batch
     if not is_last or q.decode is not None or q.codes.dtype not in dtypes.EIGHT_BITS:
+        return None
+    if is_looped(q.codes) and choose_vectors(q, role) is not None:
         return None
     if q.offset is not None or any(run != q.codes.shape[-1] for run in q.list_runs(-1)):
         return None
