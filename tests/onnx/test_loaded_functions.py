@@ -171,11 +171,12 @@ def test_dynamic_quantize_lstm_has_the_bits_of_the_runtime(
         "rz": np.full(count, point, dtype),
     }
     model = make_single("DynamicQuantizeLSTM", {"x": x}, constants, outputs=3, direction=direction, hidden_size=hidden)
-    fn, params = jqonnx.load(model)
     # With several threads the runtime divides the batch, and each part has a range of its own.
     expected = run_runtime(model, {"x": x}, threads=1)
-    for actual, value in zip(jax.jit(fn)(params, x), expected, strict=True):
-        np.testing.assert_array_equal(actual, value)
+    for constants_too in (None, True):
+        fn, params = jqonnx.load(model, constants=constants_too)
+        for actual, value in zip(jax.jit(fn)(params, x), expected, strict=True):
+            np.testing.assert_array_equal(actual, value)
 
 
 @pytest.mark.parametrize("between", ["Unsqueeze", "Transpose", "Neg", "Softmax"])
