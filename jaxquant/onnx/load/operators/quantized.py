@@ -12,7 +12,7 @@ from jax.export import is_symbolic_dim
 from jax.typing import DTypeLike
 
 from ...._codes.bias import quantize_bias
-from ...._kernels import barriers
+from ...._kernels import barriers, signed_codes
 from ...._onnx_ops.convolutions import conv_integer, qlinear_conv
 from ...._onnx_ops.matrix_products import matmul_integer, qlinear_matmul
 from ...._onnx_ops.quantization import dequantize_linear, dynamic_quantize_linear, quantize_linear
@@ -28,6 +28,13 @@ _CONV_ATTRIBUTES = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "s
 def read_scalar(value: Any) -> Any:
     """Return an array of one element as a scalar, and anything else unchanged: ONNX allows both for a scale."""
     return value.reshape(()) if value is not None and value.size == 1 else value
+
+
+def hide_point(zero_point: Any, dtype: DTypeLike) -> Any:
+    """Return a zero point of weights hidden from the compiler, unless it needs no correction of the sums."""
+    is_number = isinstance(zero_point, np.ndarray) and zero_point.size == 1
+    is_hidden = is_number and not signed_codes.is_centred(zero_point, np.dtype(dtype))
+    return barriers.hide_number(zero_point) if is_hidden else zero_point
 
 
 def list_given(call: Call, names: tuple[str, ...]) -> dict[str, Any]:
@@ -77,7 +84,7 @@ def multiply_codes(
     call: Call, a: jax.Array, b: jax.Array, a_zero_point: Tensor | None = None, b_zero_point: Tensor | None = None
 ) -> Any:
     """ONNX MatMulInteger."""
-    return matmul_integer(a, b, read_scalar(a_zero_point), read_scalar(b_zero_point))
+    return matmul_integer(a, b, read_scalar(a_zero_point), hide_point(read_scalar(b_zero_point), b.dtype))
 
 
 @register("ConvInteger", keeps=(2, 3))
@@ -85,7 +92,7 @@ def convolve_codes(
     call: Call, x: jax.Array, w: jax.Array, x_zero_point: Tensor | None = None, w_zero_point: Tensor | None = None
 ) -> Any:
     """ONNX ConvInteger."""
-    points = read_scalar(x_zero_point), read_scalar(w_zero_point)
+    points = read_scalar(x_zero_point), hide_point(read_scalar(w_zero_point), w.dtype)
     return conv_integer(x, w, *points, **list_given(call, _CONV_ATTRIBUTES))
 
 

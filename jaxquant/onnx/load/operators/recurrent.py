@@ -279,7 +279,8 @@ def run_quantized_lstm(call: Call, x: jax.Array, w: Tensor, r: jax.Array, *input
         )
 
     def project(d: int) -> Any:
-        y, scale, point = multiply(x, w, w_scale, w_point, d), pick(w_scale, d), pick(w_point, d)
+        y, point = multiply(x, w, w_scale, w_point, d), pick(w_point, d)
+        scale = barriers.hide_number(pick(w_scale, d))
         is_plain = scale.ndim == 0 and (point is None or point.ndim == 0)
         if recording.is_analyzing() or not isinstance(w, np.ndarray) or not is_plain:
             return y
