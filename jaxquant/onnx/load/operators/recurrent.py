@@ -21,7 +21,7 @@ from ..graph import register
 from ..interpret import Call
 from ..values import Tensor, list_indices
 from .activations import apply_activation
-from .quantized import read_scalar
+from .quantized import multiply_known_weights, read_scalar
 from .shapes import reverse_first
 
 _HIGHEST = lax.Precision.HIGHEST
@@ -245,11 +245,7 @@ def _multiply_features(a: Any, features: Any, scale: Any, point: Any) -> Any:
 def _project_codes(x: jax.Array, w: np.ndarray, scale: jax.Array, point: jax.Array | None) -> jax.Array:
     """Return what `dynamic_quantize_matmul` does for known codes of W, [inputs, gates]."""
     codes, x_scale, x_point = dynamic_quantize_linear(x)
-    # XLA:CPU brings codes into the form of its kernel in each call, and reads those of a feature faster as a row.
-    rows = np.ascontiguousarray(w.T)
-    acc = integer.dot_general(
-        codes, rows, (((x.ndim - 1,), (1,)), ((), ())), lhs_zero_point=x_point, rhs_zero_point=point
-    )  # fmt: skip
+    acc = multiply_known_weights(codes, w, x_point, point)
     ones = (1,) * acc.ndim
     return accumulator.scale_by_both(acc, x_scale.reshape(ones), scale.reshape(ones))
 
