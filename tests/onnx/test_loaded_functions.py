@@ -344,3 +344,22 @@ def test_loops_do_not_hold_the_numbers_of_a_layer(rng: np.random.Generator) -> N
     # With jax 0.10, XLA removes the barriers before it forms the loops.
     if jax.default_backend() == "cpu" and jax.__version_info__ >= (0, 12):
         assert not held & set(numbers)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+@pytest.mark.parametrize("shape", [(1, 24), (5, 24), (2, 3, 24), (1, 1, 24), (24,)])
+@pytest.mark.parametrize("points", ["none", "one", "columns"])
+def test_products_with_known_codes_are_the_runtimes(
+    points: str, shape: tuple[int, ...], dtype: type, rng: np.random.Generator
+) -> None:
+    b = Builder(rng)
+    codes, _, x_point = b.add("DynamicQuantizeLinear", "x", outputs=3)
+    bounds = np.iinfo(dtype)
+    weights = b.hold(rng.integers(bounds.min, bounds.max + 1, (24, 10)), dtype)
+    drawn = rng.integers(bounds.min, bounds.max + 1, () if points == "one" else 10)
+    extra = () if points == "none" else (x_point, b.hold(drawn, dtype))
+    model = b.build(list(shape), b.add("Cast", b.add("MatMulInteger", codes, weights, *extra), to=TensorProto.FLOAT))
+    x = rng.normal(size=shape).astype(np.float32)
+    for constants in (None, True):
+        fn, params = jqonnx.load(model, constants=constants)
+        np.testing.assert_array_equal(jax.jit(fn)(params, x), run_runtime(model, {"x": x})[0])
