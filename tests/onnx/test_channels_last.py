@@ -207,3 +207,10 @@ def test_pools_are_the_runtimes(rng: np.random.Generator) -> None:
         fn, params = jqonnx.load(model)
         (expected,) = run_runtime(model, {"x": x})
         np.testing.assert_allclose(jax.jit(fn)(params, x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_pool_without_a_window_is_empty(rng: np.random.Generator) -> None:
+    b = Builder(rng)
+    y = b.add("MaxPool", b.add("Conv", "x", b.draw(6, 3, 1, 1)), kernel_shape=[2, 2], strides=[2, 2])
+    fn, params = jqonnx.load(b.build([1, 3, 1, 8], y))
+    assert jax.jit(fn)(params, np.zeros((1, 3, 1, 8), np.float32)).shape == (1, 6, 0, 4)

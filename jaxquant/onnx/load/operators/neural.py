@@ -166,7 +166,9 @@ def pool_largest(call: Call, x: jax.Array | ChannelsLast) -> Any:
     windows = read_windows(call, x.shape[2:])
     least = np.asarray(np.iinfo(x.dtype).min if x.dtype.kind in "iu" else -np.inf, x.dtype)
     if isinstance(x, ChannelsLast):
-        return ChannelsLast(reduce_slices(call, x.array, windows, least, jnp.maximum))
+        if 0 not in windows.positions:
+            return ChannelsLast(reduce_slices(call, x.array, windows, least, jnp.maximum))
+        x = x.read()
     if not call.has_second_output:
         return reduce_windows(x, windows, least, lax.max)
     lengths = x.shape[2:]
