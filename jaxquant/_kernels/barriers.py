@@ -191,7 +191,7 @@ def compute_once(values: Any) -> Any:
     return lax.platform_dependent(values, cpu=lax.optimization_barrier, default=lambda same: same)
 
 
-def hide_number(value: Any) -> Any:
+def hide_number(value: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     """Return a known number, an array of one element, as one that XLA does not know.
 
     XLA:CPU compiles equal loops once. A number that it knows is a part of each loop that reads it: the loops of layers

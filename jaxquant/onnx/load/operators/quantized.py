@@ -32,7 +32,7 @@ def read_scalar(value: Any) -> Any:
     return value.reshape(()) if value is not None and value.size == 1 else value
 
 
-def hide_point(zero_point: Any, dtype: DTypeLike) -> Any:
+def hide_point(zero_point: Tensor | None, dtype: DTypeLike) -> Tensor | None:
     """Return a zero point of weights hidden from the compiler, unless it needs no correction of the sums."""
     is_number = isinstance(zero_point, np.ndarray) and zero_point.size == 1
     is_hidden = is_number and not signed_codes.is_centred(zero_point, np.dtype(dtype))
@@ -95,7 +95,9 @@ def multiply_codes(
     return matmul_integer(a, jnp.asarray(b), a_point, hide_point(b_point, b.dtype))
 
 
-def multiply_known_weights(a: jax.Array, b: np.ndarray, a_zero_point: Any, b_zero_point: Any) -> jax.Array:
+def multiply_known_weights(
+    a: jax.Array, b: np.ndarray, a_zero_point: Tensor | None, b_zero_point: Tensor | None
+) -> jax.Array:
     """Return the int32 product of codes [..., K] and known codes [K, N], with a zero point for each operand or None.
 
     XLA:CPU brings b into the form of its kernel in each call, which takes half as long if the codes of a column are

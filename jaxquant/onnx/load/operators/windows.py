@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -89,7 +91,9 @@ def reduce_windows(x: Any, windows: Windows, initial: Any, combine: Any) -> Any:
     return y[(slice(None), slice(None), *(slice(n) for n in windows.positions))]
 
 
-def reduce_slices(call: Call, images: Any, windows: Windows, initial: Any, combine: Any) -> Any:
+def reduce_slices(
+    call: Call, images: jax.Array, windows: Windows, initial: np.ndarray, combine: Callable[[Any, Any], jax.Array]
+) -> jax.Array:
     """Return the reduction of each window of images with the channels last, one spatial dimension after the other.
 
     XLA:CPU reduces each window element by element. Slices of the images are combined in vectors along the channels, and
