@@ -175,7 +175,7 @@ class Call:
         return self.run.run_graph(graph, values)
 
 
-def _hide_number(call: Call, inputs: Sequence[Any]) -> Sequence[Any]:
+def _hide_number(call: Call, inputs: list[Any]) -> list[Any]:
     """Return the inputs of a node; a known number that a traced array is multiplied by, or that is added, is hidden.
 
     Exporters write so the scale of a layer's weights, and what a network has learned to scale its activations by: the

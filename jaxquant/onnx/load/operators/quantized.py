@@ -34,9 +34,9 @@ def read_scalar(value: Any) -> Any:
 
 def hide_point(zero_point: Tensor | None, dtype: DTypeLike) -> Tensor | None:
     """Return a zero point of weights hidden from the compiler, unless it needs no correction of the sums."""
-    is_number = isinstance(zero_point, np.ndarray) and zero_point.size == 1
-    is_hidden = is_number and not signed_codes.is_centred(zero_point, np.dtype(dtype))
-    return barriers.hide_number(zero_point) if is_hidden else zero_point
+    if not isinstance(zero_point, np.ndarray) or zero_point.size != 1 or recording.is_recording():
+        return zero_point
+    return zero_point if signed_codes.is_centred(zero_point, np.dtype(dtype)) else barriers.hide_number(zero_point)
 
 
 def list_given(call: Call, names: tuple[str, ...]) -> dict[str, Any]:
