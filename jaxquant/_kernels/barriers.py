@@ -191,6 +191,16 @@ def compute_once(values: Any) -> Any:
     return lax.platform_dependent(values, cpu=lax.optimization_barrier, default=lambda same: same)
 
 
+def hide_number(value: jax.Array | np.ndarray) -> jax.Array:
+    """Return a known number, an array of one element, as one that XLA does not know.
+
+    XLA:CPU compiles equal loops once. A number that it knows is a part of each loop that reads it: the loops of layers
+    that differ in nothing but the scale of their weights would be compiled one by one.
+    """
+    number = jnp.asarray(value)
+    return number if recording.is_recording() else lax.optimization_barrier(number)
+
+
 def tie_to_row(row: jax.Array, codes: jax.Array, *, is_reshaped: bool = False) -> tuple[jax.Array, jax.Array]:
     """Return a row and the codes that it is multiplied by unchanged, and make XLA compute the row before it reads them.
 

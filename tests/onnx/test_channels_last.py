@@ -14,7 +14,7 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 import jaxquant as jq
 from jaxquant import onnx as jqonnx
 
-from ..cases.onnx_models import run_runtime
+from ..cases.onnx_models import Builder, run_runtime
 
 ACTIVATIONS = ("Relu", "Sigmoid", "HardSwish", "HardSigmoid", "Tanh", "LeakyRelu", "Abs")
 
@@ -188,3 +188,29 @@ def test_a_function_that_is_prepared_has_onnx_s_layout(rng: np.random.Generator)
     operators = [node.op_type for node in exported.graph.node]
     assert operators.count("Conv") == 4
     assert "Transpose" not in operators
+
+
+def test_pools_are_the_runtimes(rng: np.random.Generator) -> None:
+    """The largest element of each window, whatever its strides, dilations and padding."""
+    for _ in range(4):
+        kernel, strides, dilations = (rng.integers(1, n, 2).tolist() for n in (5, 4, 3))
+        reach = [(k - 1) * d for k, d in zip(kernel, dilations, strict=True)]
+        pads = [int(rng.integers(0, min(k - 1, r) + 1)) for k, r in zip(2 * kernel, 2 * reach, strict=True)]
+        b = Builder(rng)
+        y = b.add("Conv", "x", b.draw(6, 3, 3, 3), b.draw(6), pads=[1, 1, 1, 1])
+        y = b.add(
+            "MaxPool", y, kernel_shape=kernel, strides=strides, dilations=dilations, pads=pads,
+            ceil_mode=int(rng.integers(2)),
+        )  # fmt: skip
+        model = b.build([2, 3, 13, 11], b.add("Relu", y))
+        x = rng.normal(size=(2, 3, 13, 11)).astype(np.float32)
+        fn, params = jqonnx.load(model)
+        (expected,) = run_runtime(model, {"x": x})
+        np.testing.assert_allclose(jax.jit(fn)(params, x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_pool_without_a_window_is_empty(rng: np.random.Generator) -> None:
+    b = Builder(rng)
+    y = b.add("MaxPool", b.add("Conv", "x", b.draw(6, 3, 1, 1)), kernel_shape=[2, 2], strides=[2, 2])
+    fn, params = jqonnx.load(b.build([1, 3, 1, 8], y))
+    assert jax.jit(fn)(params, np.zeros((1, 3, 1, 8), np.float32)).shape == (1, 6, 0, 4)

@@ -20,6 +20,7 @@ from jaxquant.onnx.__main__ import main
 from ..cases.onnx_models import Builder, make_mlp, make_single, quantize_model, run_runtime
 from ..oracles import float_kernels_text
 from ..support import processor
+from ..support.hlo import Program
 
 
 @pytest.fixture
@@ -171,11 +172,12 @@ def test_dynamic_quantize_lstm_has_the_bits_of_the_runtime(
         "rz": np.full(count, point, dtype),
     }
     model = make_single("DynamicQuantizeLSTM", {"x": x}, constants, outputs=3, direction=direction, hidden_size=hidden)
-    fn, params = jqonnx.load(model)
     # With several threads the runtime divides the batch, and each part has a range of its own.
     expected = run_runtime(model, {"x": x}, threads=1)
-    for actual, value in zip(jax.jit(fn)(params, x), expected, strict=True):
-        np.testing.assert_array_equal(actual, value)
+    for constants_too in (None, True):
+        fn, params = jqonnx.load(model, constants=constants_too)
+        for actual, value in zip(jax.jit(fn)(params, x), expected, strict=True):
+            np.testing.assert_array_equal(actual, value)
 
 
 @pytest.mark.parametrize("between", ["Unsqueeze", "Transpose", "Neg", "Softmax"])
@@ -316,3 +318,48 @@ def test_documented_number_of_operators() -> None:
     from jaxquant.onnx.load.graph import OPERATORS
 
     assert len({key for key in OPERATORS if key[0] != "jaxquant"}) >= 160
+
+
+def test_loops_do_not_hold_the_numbers_of_a_layer(rng: np.random.Generator) -> None:
+    """XLA:CPU compiles equal loops once: those of two layers are equal if no number of a layer is a part of them."""
+    b, y, numbers = Builder(rng), "x", []
+    for layer in range(2):
+        # XLA writes these in as many decimals as Python.
+        scale, factor, offset = (int(n) / 64 for n in rng.choice(np.arange(65, 128, 2), 3, replace=False))
+        point = 91 + layer
+        numbers += [*map(str, (scale, factor, offset)), str(point)]
+        codes, x_scale, x_point = b.add("DynamicQuantizeLinear", y, outputs=3)
+        weights = b.hold(rng.integers(-128, 128, (64, 64)), np.int8)
+        acc = b.add("MatMulInteger", codes, weights, x_point, b.hold(point, np.int8))
+        product = b.add("Mul", b.add("Cast", acc, to=TensorProto.FLOAT), b.add("Mul", x_scale, b.hold(scale)))
+        y = b.add("Relu", b.add("Add", b.add("Mul", product, b.hold(factor)), b.hold(offset)))
+    model = b.build([16, 64], y)
+    x = rng.normal(size=(16, 64)).astype(np.float32)
+    fn, params = jqonnx.load(model, constants=True)
+    np.testing.assert_array_equal(jax.jit(fn)(params, x), run_runtime(model, {"x": x})[0])
+    np.testing.assert_array_equal(jax.vmap(lambda x: fn(params, x))(x[None])[0], jax.jit(fn)(params, x))
+    program = Program(lambda x: fn(params, x), x)
+    loops = [i for name, body in program.computations.items() if name != program.entry for i in body]
+    held = {i.rest.split(")")[0] for i in loops if i.opcode == "constant"}
+    # With jax 0.10, XLA removes the barriers before it forms the loops.
+    if jax.default_backend() == "cpu" and jax.__version_info__ >= (0, 12):
+        assert not held & set(numbers)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+@pytest.mark.parametrize("shape", [(1, 24), (5, 24), (2, 3, 24), (1, 1, 24), (24,)])
+@pytest.mark.parametrize("points", ["none", "one", "columns"])
+def test_products_with_known_codes_are_the_runtimes(
+    points: str, shape: tuple[int, ...], dtype: type, rng: np.random.Generator
+) -> None:
+    b = Builder(rng)
+    codes, _, x_point = b.add("DynamicQuantizeLinear", "x", outputs=3)
+    bounds = np.iinfo(dtype)
+    weights = b.hold(rng.integers(bounds.min, bounds.max + 1, (24, 10)), dtype)
+    drawn = rng.integers(bounds.min, bounds.max + 1, () if points == "one" else 10)
+    extra = () if points == "none" else (x_point, b.hold(drawn, dtype))
+    model = b.build(list(shape), b.add("Cast", b.add("MatMulInteger", codes, weights, *extra), to=TensorProto.FLOAT))
+    x = rng.normal(size=shape).astype(np.float32)
+    for constants in (None, True):
+        fn, params = jqonnx.load(model, constants=constants)
+        np.testing.assert_array_equal(jax.jit(fn)(params, x), run_runtime(model, {"x": x})[0])

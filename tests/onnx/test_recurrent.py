@@ -98,15 +98,19 @@ def test_the_state_is_multiplied_by_weights_prepared_before_the_scan(
     x = rng.normal(size=(time, batch, inputs)).astype(np.float32)
     fn, params = jqonnx.load(model)
     (want,) = run_runtime(model, {"x": x}, threads=1)
-    for run in (fn, jax.jit(fn)):
+    # Weights that are constants are multiplied in another layout.
+    constant, _ = jqonnx.load(model, constants=True)
+    for run in (fn, jax.jit(fn), lambda _, x: jax.jit(constant)({}, x)):
         np.testing.assert_allclose(run(params, x), want, rtol=1e-6, atol=1e-6)
-    mapped = jax.vmap(lambda x: fn(params, x))(np.stack([x, -x]))
-    np.testing.assert_allclose(mapped[0], want, rtol=1e-6, atol=1e-6)
+    for mapped in (jax.vmap(lambda x: fn(params, x)), jax.vmap(lambda x: constant({}, x))):
+        np.testing.assert_allclose(mapped(np.stack([x, -x]))[0], want, rtol=1e-6, atol=1e-6)
     short = run_runtime(model, {"x": x[:2]}, threads=1)[0]
     np.testing.assert_allclose(jax.jit(fn)(params, x[:2]), short, rtol=1e-6, atol=1e-6)
     gradient = jax.jit(jax.grad(lambda x: fn(params, x).sum()))(x)
     assert gradient.shape == x.shape
     assert np.abs(gradient).max() > 0
+    with_constants = jax.jit(jax.grad(lambda x: constant({}, x).sum()))(x)
+    np.testing.assert_allclose(with_constants, gradient, rtol=1e-5, atol=1e-5)
     text = jax.jit(fn).lower(params, x).compile().as_text()
     assert text is not None
     if jax.default_backend() == "cpu":
@@ -114,14 +118,14 @@ def test_the_state_is_multiplied_by_weights_prepared_before_the_scan(
         assert prepared in text
 
 
-def test_the_largest_sums_of_floats_are_exact() -> None:
-    """Codes at the ends of their range, with as many rows as are multiplied as floats."""
-    hidden = 512
+@pytest.mark.parametrize("hidden", [258, 512])
+def test_the_largest_sums_of_floats_are_exact(hidden: int) -> None:
+    """Codes at the ends of their range, with as many rows as are multiplied as floats, without and with their sums."""
     r = np.full((hidden, 4 * hidden), 127, np.int8)
     r[:, ::2] = -128
     r[::3, 1::4] = 126
     state = np.where(np.arange(hidden) % 5, 1.0, -1.0 / 255).astype(np.float32)[None]
-    scale, point = np.float32(0.01), np.int8(-127)
+    scale, point = np.float32(0.01), np.int8(-128)
     product = make_state_product(jnp.asarray(r), jnp.asarray(scale), jnp.asarray(point), 6, 1)
     assert product is not None
     for sign in (1, -1):

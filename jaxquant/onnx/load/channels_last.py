@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _Array = jax.Array | np.ndarray
 _RANK = 4
+# Of windows: with more, the program would have too many operations.
+_MOST_SLICES = 64
 # ONNX's own operators, and those that fusing makes of them.
 _DOMAINS = ("", "jaxquant")
 
@@ -132,6 +134,14 @@ def _run_normalization(call: Call, operator: Operator, inputs: Sequence[Any]) ->
     return ChannelsLast(operator.function(call, flat, *map(convert_to_jax, parameters)).reshape(x.array.shape))
 
 
+def _run_pool(call: Call, operator: Operator, inputs: Sequence[Any]) -> Any:
+    (x,) = inputs
+    is_known = all(isinstance(n, int) for n in x.shape)
+    if call.has_second_output or not is_known or sum(call.get("kernel_shape")) > _MOST_SLICES:
+        return None
+    return operator.function(call, x)
+
+
 def _run_global_average(call: Call, operator: Operator, inputs: Sequence[Any]) -> Any:
     (x,) = inputs
     return ChannelsLast(jnp.mean(x.array, tuple(range(1, _RANK - 1)), keepdims=True))
@@ -147,6 +157,7 @@ _FORMS: dict[str, Callable[[Call, Operator, Sequence[Any]], Any]] = {
     "Concat": _run_along_channels,
     "Conv": _run_convolution,
     "GlobalAveragePool": _run_global_average,
+    "MaxPool": _run_pool,
     "RoundedMul": _run_rounded_product,
     "Split": _run_along_channels,
 }

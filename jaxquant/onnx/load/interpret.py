@@ -9,9 +9,11 @@ from typing import Any, TypeGuard
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from ..._core import recording
+from ..._kernels import barriers
 from ..limits import Limits, ModelError, check_memory, count_array_bytes
 from .channels_last import ChannelsLast, read_images, run_operator
 from .graph import Graph, Node, Operator, look_up_operator
@@ -30,6 +32,8 @@ from .values import (
 
 # Operators with codes that `export` and `verify` list.
 _QUANTIZING = ("QuantizeLinear", "DynamicQuantizeLinear")
+# Operators with numbers that a compiled program need not know.
+_SCALING = ("Add", "Mul", "RoundedMul")
 # What an operator raises that reads a traced value.
 _UNREADABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 # Shapes, and all that is computed of them, have no more elements. Larger arrays are data: they are left to the compiled
@@ -101,6 +105,7 @@ class Run:
             with np.errstate(all="ignore"):
                 outputs = _compute_known(operator, call, inputs) if _is_small(operator, call, inputs) else None
                 if outputs is None:
+                    inputs = _hide_number(call, inputs)
                     outputs = run_operator(call, operator, inputs)
                 if outputs is None:
                     inputs = [*map(read_images, inputs)]
@@ -168,6 +173,23 @@ class Call:
         """Return the outputs of a subgraph of this node."""
         values = {**self.values, **dict(zip(graph.inputs, inputs, strict=True))}
         return self.run.run_graph(graph, values)
+
+
+def _hide_number(call: Call, inputs: list[Any]) -> list[Any]:
+    """Return the inputs of a node; a known number that a traced array is multiplied by, or that is added, is hidden.
+
+    Exporters write so the scale of a layer's weights, and what a network has learned to scale its activations by: the
+    layers differ in nothing else.
+    """
+    if call.node.op not in _SCALING or call.run.is_exported or recording.is_recording() or recording.is_analyzing():
+        return inputs
+    arrays = [x.array if isinstance(x, ChannelsLast) else x for x in inputs]
+    if not any(isinstance(x, Tracer) for x in arrays):
+        return inputs
+    return [
+        barriers.hide_number(x) if isinstance(x, np.ndarray) and x.size == 1 and x.dtype == np.float32 else x
+        for x in inputs
+    ]
 
 
 def prepare_inputs(operator: Operator, node: Node, inputs: Sequence[Any]) -> list[Any]:

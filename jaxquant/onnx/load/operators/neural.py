@@ -18,7 +18,7 @@ from ..float_convolution import convolve_channels_last, convolve_floats
 from ..graph import SHARED_WEIGHTS, WINDOW_SUM, register
 from ..interpret import Call
 from ..values import canonicalize_dtype, list_ints
-from .windows import count_elements, list_window_elements, read_windows, reduce_windows
+from .windows import count_elements, list_window_elements, read_windows, reduce_slices, reduce_windows
 
 # The default precision would round float32 to TF32 on a GPU, and to bfloat16 on a TPU.
 _HIGHEST = lax.Precision.HIGHEST
@@ -161,10 +161,14 @@ def _compute_transposed_pads(call: Call, lengths: Any, reach: Any, strides: Any,
 
 
 @register("MaxPool")
-def pool_largest(call: Call, x: jax.Array) -> Any:
+def pool_largest(call: Call, x: jax.Array | ChannelsLast) -> Any:
     """ONNX MaxPool, with the positions of the maxima if the graph reads them."""
     windows = read_windows(call, x.shape[2:])
     least = np.asarray(np.iinfo(x.dtype).min if x.dtype.kind in "iu" else -np.inf, x.dtype)
+    if isinstance(x, ChannelsLast):
+        if 0 not in windows.positions:
+            return ChannelsLast(reduce_slices(call, x.array, windows, least, jnp.maximum))
+        x = x.read()
     if not call.has_second_output:
         return reduce_windows(x, windows, least, lax.max)
     lengths = x.shape[2:]

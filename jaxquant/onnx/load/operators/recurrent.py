@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,14 +19,16 @@ from ...._onnx_ops.quantization import dynamic_quantize_linear
 from .. import float_kernels
 from ..graph import register
 from ..interpret import Call
-from ..values import list_indices
+from ..values import Tensor, list_indices
 from .activations import apply_activation
-from .quantized import read_scalar
+from .quantized import multiply_known_weights, read_scalar
 from .shapes import reverse_first
 
 _HIGHEST = lax.Precision.HIGHEST
 # More weights than these leave the second-level cache as floats; then codes are as fast.
 _MOST_FLOATS = 2**20
+# Up to this number of products of differences of codes, from -255 to 255, float32 holds the sum: 258 * 255**2 < 2**24.
+_MOST_DIFFERENCES = 258
 # With fewer steps than these, it takes longer to bring weights into another form than the steps gain.
 _FEW_STEPS = 6
 # The activations with other defaults of attributes inside recurrent operators.
@@ -38,17 +41,12 @@ def _dot(a: Any, b: Any) -> Any:
     return jnp.matmul(a, b, precision=_HIGHEST)
 
 
-def _project(x: Any, w: Any) -> Any:
-    """Return the products of an input with W, those of all directions beside each other.
+def _project(x: Any, w: Any) -> list[Any]:
+    """Return the products of an input with W, for each direction.
 
     One product for all times is many times as fast as one in each step of the scan.
     """
-    return jnp.concatenate([_dot(x, part.T) for part in w], axis=-1)
-
-
-def _select_direction(projected: Any, d: int, length: int) -> Any:
-    """Return the products of a direction, of the given length."""
-    return projected[:, d * length : (d + 1) * length]
+    return [_dot(x, part.T) for part in w]
 
 
 def _list_activations(
@@ -83,28 +81,30 @@ def _make_activation(name: str, alpha: float | None, beta: float | None) -> Call
     return lambda x: apply_activation(name, x, alpha=alpha, beta=beta)
 
 
-def _run_directions(call: Call, x: Any, lengths: Any, states: tuple[Any, ...], make_step: Any) -> tuple[Any, ...]:
+def _run_directions(
+    call: Call, projected: list[Any], lengths: Any, states: tuple[Any, ...], make_step: Any
+) -> tuple[Any, ...]:  # fmt: skip
     """Run a cell over time in each direction; return Y and the last states, in ONNX's layout.
 
     Args:
         call: the node's Call.
-        x: [time, batch, input].
+        projected: the products of the input with W, [time, batch, features] for each direction.
         lengths: the length of each sequence, or None.
         states: the initial states, [directions, batch, hidden] each.
-        make_step: from a direction to a function of the states and the input at a time, which returns the new states;
-            the first state is the output.
+        make_step: from a direction to a function of the states and the products at a time, which returns the new
+            states; the first state is the output.
     """
     direction = call.get("direction", "forward")
     count = 2 if direction == "bidirectional" else 1
     outputs, lasts = [], []
     for d in range(count):
         is_reverse = direction == "reverse" or d == 1
-        step = make_step(d)
-        times = list_indices(x.shape[0]).astype(np.int32)
-        sequence = x
+        step, sequence = make_step(d), projected[d]
+        times = list_indices(sequence.shape[0]).astype(np.int32)
         # With lengths, only the part of a sequence that counts is turned around.
         if is_reverse:
-            sequence = jnp.flip(x, 0) if lengths is None else reverse_first(x, lengths, batch=1, time=0)
+            reverse = functools.partial(reverse_first, lengths=lengths, batch=1, time=0)
+            sequence = jnp.flip(sequence, 0) if lengths is None else reverse(sequence)
 
         def advance(carry: Any, element: Any, step: Any = step) -> Any:
             value, time = element
@@ -121,7 +121,7 @@ def _run_directions(call: Call, x: Any, lengths: Any, states: tuple[Any, ...], m
 
         last, y = lax.scan(advance, tuple(state[d] for state in states), (sequence, times))
         if is_reverse:
-            y = jnp.flip(y, 0) if lengths is None else reverse_first(y, lengths, batch=1, time=0)
+            y = jnp.flip(y, 0) if lengths is None else reverse(y)
         outputs.append(y)
         lasts.append(last)
     y = jnp.stack(outputs, axis=1)
@@ -145,8 +145,8 @@ def _clip(call: Call, x: Any) -> Any:
     return jnp.clip(x, -limit, limit) if limit else x
 
 
-def _make_lstm_step(call: Call, project: Any, recur: Any, bias: Any, peepholes: Any, approximate: bool) -> Any:
-    """Return the step of an LSTM in a direction; the products with W and R are functions.
+def _make_lstm_step(call: Call, recur: Any, bias: Any, peepholes: Any, approximate: bool) -> Any:
+    """Return the step of an LSTM in a direction; the product with R is a function.
 
     Each sum is rounded in ONNX Runtime's order: the two products, the peephole, the two biases' sum. XLA would contract
     a product and a sum into one operation.
@@ -163,9 +163,9 @@ def _make_lstm_step(call: Call, project: Any, recur: Any, bias: Any, peepholes: 
             total = total if weights[gate] is None else total + barriers.round_result(weights[gate] * cell)
             return _clip(call, total if biases[gate] is None else total + biases[gate])
 
-        def step(states: Any, x: Any) -> Any:
+        def step(states: Any, projected: Any) -> Any:
             hidden, cell = states
-            gates = project(d, x) + recur(d, hidden)
+            gates = projected + recur(d, hidden)
             i = f(enter(gates, 0, cell))
             forget = 1 - i if call.get("input_forget", 0) else f(enter(gates, 2, cell))
             new = barriers.round_result(forget * cell) + barriers.round_result(i * g(enter(gates, 3, cell)))
@@ -182,10 +182,7 @@ def run_lstm(call: Call, x: jax.Array, w: jax.Array, r: jax.Array, *inputs: jax.
     """ONNX LSTM."""
     bias, lengths, h, c, peepholes = [*inputs, *[None] * (5 - len(inputs))]
     x, lengths, states = _prepare(call, x, r.shape[-1], w.shape[0], lengths, [h, c])
-    make_step = _make_lstm_step(
-        call, lambda d, v: _select_direction(v, d, w.shape[1]), lambda d, v: _dot(v, r[d].T), bias, peepholes,
-        call.has_runtime_floats(x),
-    )  # fmt: skip
+    make_step = _make_lstm_step(call, lambda d, v: _dot(v, r[d].T), bias, peepholes, call.has_runtime_floats(x))
     return _run_directions(call, _project(x, w), lengths, states, make_step)
 
 
@@ -210,18 +207,25 @@ def make_state_product(
         # With up to 512 rows of R, all sums are integers that float32 holds, in any order: 512 * 128 * 255 < 2**24.
         floats = r.astype(jnp.float32) - (0 if point is None else jnp.asarray(point, jnp.float32))
         floats = barriers.compute_once(floats)
-        sums = _dot(jnp.ones((1, len(r)), jnp.float32), floats)
+        is_short = len(r) <= _MOST_DIFFERENCES
+        sums = None if is_short else _dot(jnp.ones((1, len(r)), jnp.float32), floats)
         return lambda a: _multiply_row(a, floats, sums, scale)
     # Once, before the scan: few rows are multiplied faster by weights that are stored feature by feature.
     features = barriers.transpose_in_memory(r, (1, 0))
     return lambda a: _multiply_features(a, features, scale, point)
 
 
-def _multiply_row(a: jax.Array, floats: jax.Array, sums: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the product of one row, quantized, and of integers in float32, whose sums over the rows are `sums`."""
+def _multiply_row(a: jax.Array, floats: jax.Array, sums: jax.Array | None, scale: jax.Array) -> jax.Array:
+    """Return the product of one row, quantized, and of integers in float32.
+
+    `sums` are the integers' sums over the rows, or None if there are few.
+    """
     codes, a_scale, a_point = dynamic_quantize_linear(a)
-    row, center = (part.astype(jnp.float32) - 128 for part in (codes, a_point))
-    acc = _dot(row, floats).astype(jnp.int32) - (center * sums).astype(jnp.int32)
+    if sums is None:
+        acc = _dot(codes.astype(jnp.float32) - a_point.astype(jnp.float32), floats).astype(jnp.int32)
+    else:
+        row, center = (part.astype(jnp.float32) - 128 for part in (codes, a_point))
+        acc = _dot(row, floats).astype(jnp.int32) - (center * sums).astype(jnp.int32)
     return accumulator.scale_by_both(acc, a_scale.reshape(1, 1), scale.reshape(1, 1))
 
 
@@ -238,8 +242,16 @@ def _multiply_features(a: Any, features: Any, scale: Any, point: Any) -> Any:
     return accumulator.scale_by_both(acc, a_scale.reshape(1, 1), scale.reshape(1, 1))[: a.shape[0]]
 
 
-@register("DynamicQuantizeLSTM", domain="com.microsoft", keeps=(8, 9, 10, 11))
-def run_quantized_lstm(call: Call, x: jax.Array, w: jax.Array, r: jax.Array, *inputs: jax.Array) -> Any:
+def _project_codes(x: jax.Array, w: np.ndarray, scale: jax.Array, point: jax.Array | None) -> jax.Array:
+    """Return what `dynamic_quantize_matmul` does for known codes of W, [inputs, gates]."""
+    codes, x_scale, x_point = dynamic_quantize_linear(x)
+    acc = multiply_known_weights(codes, w, x_point, point)
+    ones = (1,) * acc.ndim
+    return accumulator.scale_by_both(acc, x_scale.reshape(ones), scale.reshape(ones))
+
+
+@register("DynamicQuantizeLSTM", domain="com.microsoft", keeps=(1, 8, 9, 10, 11))
+def run_quantized_lstm(call: Call, x: jax.Array, w: Tensor, r: jax.Array, *inputs: jax.Array) -> Any:
     """ONNX Runtime's DynamicQuantizeLSTM: each product quantizes its input with the input's own range.
 
     The whole input sequence has one range, and the hidden state of the whole batch one at each time, as in ONNX Runtime
@@ -261,9 +273,17 @@ def run_quantized_lstm(call: Call, x: jax.Array, w: jax.Array, r: jax.Array, *in
         x = jnp.where(
             (list_indices(x.shape[0]).astype(np.int32) < jnp.max(lengths))[:, None, None], x, jnp.zeros_like(x)
         )
+
+    def project(d: int) -> Any:
+        y, point = multiply(x, w, w_scale, w_point, d), pick(w_point, d)
+        scale = barriers.hide_number(pick(w_scale, d))
+        is_plain = scale.ndim == 0 and (point is None or point.ndim == 0)
+        if recording.is_analyzing() or not isinstance(w, np.ndarray) or not is_plain:
+            return y
+        return barriers.replace_value(y, _project_codes(x, w[d], scale, point))
+
     # All gates of the input at once: the range is of the whole sequence.
-    gates = jnp.stack([multiply(x, w, w_scale, w_point, d) for d in range(w.shape[0])], axis=2)
-    wide = gates.reshape(*x.shape[:2], -1)
+    projected = [project(d) for d in range(w.shape[0])]
     products = [
         None if recording.is_analyzing() else make_state_product(r[d], pick(r_scale, d), pick(r_point, d), *x.shape[:2])
         for d in range(len(r))
@@ -273,10 +293,8 @@ def run_quantized_lstm(call: Call, x: jax.Array, w: jax.Array, r: jax.Array, *in
         y, product = multiply(hidden, r, r_scale, r_point, d), products[d]
         return y if product is None else barriers.replace_value(y, product(hidden))
 
-    make_step = _make_lstm_step(
-        call, lambda d, v: _select_direction(v, d, w.shape[2]), recur, bias, peepholes, call.has_runtime_floats(x),
-    )  # fmt: skip
-    return _run_directions(call, wide, lengths, states, make_step)
+    make_step = _make_lstm_step(call, recur, bias, peepholes, call.has_runtime_floats(x))
+    return _run_directions(call, projected, lengths, states, make_step)
 
 
 @register("GRU")
@@ -293,9 +311,8 @@ def run_gru(call: Call, x: jax.Array, w: jax.Array, r: jax.Array, *inputs: jax.A
         # Parts of R that are cut out of it in the step would be copied at each time.
         gates, kernel = jnp.split(r[d].T, [2 * hidden], axis=1)
 
-        def step(states: Any, value: Any) -> Any:
+        def step(states: Any, projected: Any) -> Any:
             (old,) = states
-            projected = _select_direction(value, d, w.shape[1])
             z, reset = jnp.split(
                 f(_clip(call, projected[:, : 2 * hidden] + _dot(old, gates) + b_zr + r_zr)), 2, axis=-1
             )
@@ -323,8 +340,8 @@ def run_rnn(call: Call, x: jax.Array, w: jax.Array, r: jax.Array, *inputs: jax.A
         (f,) = _list_activations(call, ("Tanh",), d)
         offset = 0 if bias is None else sum(jnp.split(bias[d], 2))
 
-        def step(states: Any, value: Any) -> Any:
-            total = _select_direction(value, d, w.shape[1]) + _dot(states[0], r[d].T)
+        def step(states: Any, projected: Any) -> Any:
+            total = projected + _dot(states[0], r[d].T)
             return (f(_clip(call, total + offset)),)
 
         return step

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -86,6 +89,27 @@ def reduce_windows(x: Any, windows: Windows, initial: Any, combine: Any) -> Any:
     )  # fmt: skip
     # A long padding at the end may hold more windows than the operator has.
     return y[(slice(None), slice(None), *(slice(n) for n in windows.positions))]
+
+
+def reduce_slices(
+    call: Call, images: jax.Array, windows: Windows, initial: np.ndarray, combine: Callable[[Any, Any], jax.Array]
+) -> jax.Array:
+    """Return the reduction of each window of images with the channels last, one spatial dimension after the other.
+
+    XLA:CPU reduces each window element by element. Slices of the images are combined in vectors along the channels, and
+    a window of 5 by 5 elements takes 10 of them.
+    """
+    padding = windows.compute_full_padding(images.shape[1:-1])
+    lengths = (n + sum(pair) for n, pair in zip(images.shape[1:-1], padding, strict=True))
+    call.reserve([images.shape[0], *lengths, images.shape[-1]], images.dtype)
+    y = jnp.pad(images, ((0, 0), *padding, (0, 0)), constant_values=initial)
+    parts = zip(windows.kernel, windows.strides, windows.dilations, windows.positions, strict=True)
+    for axis, (length, stride, dilation, count) in enumerate(parts, 1):
+        starts = (step * dilation for step in range(length))
+        ends = (count - 1) * stride + 1
+        slices = [lax.slice_in_dim(y, start, start + ends, stride, axis) for start in starts]
+        y = functools.reduce(combine, slices)
+    return y
 
 
 def list_window_elements(call: Call, x: Any, windows: Windows, filler: Any) -> list[Any]:
