@@ -36,8 +36,8 @@ print(f"{table.size / 1e6:.0f} of {count / 1e6:.0f} million parameters are the t
 # ## Data
 #
 # Two pieces of 512 tokens of Python's language reference are for the perplexity, and the last 512 for what the caches
-# have to know of the keys. `decoder.stack` makes one array of neighboring layers, so that a program compiles in a few
-# seconds.
+# have to know of the keys. `decoder.stack` makes one array of the tensors of all layers, so that a program compiles in
+# a few seconds.
 
 # %%
 tokens = model.encode("\n\n".join(topics[name] for name in sorted(topics)))
