@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -493,6 +494,91 @@ class _LayerInterpreter(ReplacingInterpreter):
                 for address, place in () if array is None else graph.program.list_writers(array):
                     self.writers.setdefault(address, []).append((place, site.name))
                     self.waiting.add(site.name)
+
+    def evaluate_body(self, body: Body, values: Sequence[Any], address: Address = ()) -> list[Any]:
+        """Return the results of a program for the values of its operands.
+
+        The equations between two contractions are evaluated for one batch after the other. For all batches, the arrays
+        between them would take several times as much memory as the inputs of a contraction.
+        """
+        program = body.program
+        known: dict[Any, Any] = dict(zip(program.invars, values, strict=True))
+        known |= dict(zip(program.constvars, body.constants, strict=True))
+        live = jaxpr.list_live(program, self.has_effect)
+        last_uses = jaxpr.list_last_uses(program, live)
+        stores: collections.defaultdict[Any, dict[Any, Any]] = collections.defaultdict(dict)
+        waiting: dict[int, Equation] = {}
+        differing: set[Any] = set()  # the results of these
+
+        def read(atom: Any) -> Any:
+            return self.read_literal(atom) if jaxpr.is_literal(atom) else known[atom]
+
+        def evaluate_waiting() -> None:
+            if waiting:
+                known.update(self._evaluate_batches(waiting, last_uses, known))
+            waiting.clear()
+            differing.clear()
+
+        for index in live:
+            equation, place = program.eqns[index], (*address, index)
+            atoms = [atom for atom in equation.invars if not jaxpr.is_literal(atom)]
+            is_each = any(atom in differing or isinstance(known.get(atom), _Each) for atom in atoms)
+            if is_each and self._is_plain(equation, place):
+                waiting[index] = equation
+                differing.update(equation.outvars)
+                continue
+            evaluate_waiting()
+            operands = [read(atom) for atom in equation.invars]
+            own = [{} if jaxpr.is_literal(atom) else stores[atom] for atom in equation.invars]
+            results = self.evaluate_equation(equation, operands, Visit(place, program, own))
+            pairs = zip(equation.outvars, results, strict=True)
+            known |= {variable: result for variable, result in pairs if not jaxpr.is_unused(variable)}
+            for variable in last_uses.get(index, ()):
+                known.pop(variable, None)
+                stores.pop(variable, None)
+            del operands, results  # which would be in memory until the next contraction
+        evaluate_waiting()
+        return [read(atom) for atom in program.outvars]
+
+    def _is_plain(self, equation: Equation, address: Address) -> bool:
+        """Return whether an equation neither contracts nor moves a parameter, and none in its bodies does."""
+        sites = [self.analysis.sites.get(address), *self.analysis.list_below(address)]
+        if any(site is not None and has_statistics(self.call.plan, site) for site in sites):
+            return False
+        return address not in {*self.analysis.followed, *self.analysis.entered, *self.writers}
+
+    def _evaluate_batches(
+        self, equations: Mapping[int, Equation], last_uses: Mapping[int, Sequence[Any]], known: dict[Any, Any]
+    ) -> dict[Any, Any]:
+        """Return the values of the variables that some equations define and others read, for all batches.
+
+        Args:
+            equations: the equations, by their places.
+            last_uses: the variables that no equation reads after the one at a place.
+            known: the values of variables, without those that these equations are the last to read when this returns.
+        """
+        defined = {variable for equation in equations.values() for variable in equation.outvars}
+        last = {variable for index in equations for variable in last_uses.get(index, ())}
+        kept = [variable for variable in defined - last if not jaxpr.is_unused(variable)]
+        atoms = {atom for equation in equations.values() for atom in equation.invars if not jaxpr.is_literal(atom)}
+        outer = {atom: self.read_arrays([known[atom]])[0] for atom in atoms - defined}
+        each = {variable: list(outer.pop(variable)) for variable in list(outer) if isinstance(outer[variable], _Each)}
+        for variable in last:
+            known.pop(variable, None)
+        found: dict[Any, list[Any]] = {variable: [] for variable in kept}
+        for batch in range(len(next(iter(each.values())))):
+            local = {**outer, **{variable: parts[batch] for variable, parts in each.items()}}
+            for variable in last.intersection(each):
+                each[variable][batch] = None
+            for index, equation in equations.items():
+                values = [atom.val if jaxpr.is_literal(atom) else local[atom] for atom in equation.invars]
+                local |= dict(zip(equation.outvars, jaxpr.evaluate(equation, values), strict=True))
+                for variable in last_uses.get(index, ()):
+                    del local[variable]
+            # JAX would begin other batches before it has computed this one.
+            for variable in kept:
+                found[variable].append(local[variable].block_until_ready())
+        return {variable: _Each(parts) for variable, parts in found.items()}
 
     def evaluate_equation(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:
         """Return the results of an equation, and keep those that are added to the outputs of a contraction."""
