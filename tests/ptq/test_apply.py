@@ -196,6 +196,40 @@ def test_what_follows_the_last_weight_is_not_run(rng: np.random.Generator, match
     assert "after" not in seen
 
 
+@pytest.mark.parametrize("match_floats", [False, True])
+def test_one_batch_at_a_time_runs_between_two_contractions(rng: np.random.Generator, match_floats: bool) -> None:
+    """All batches together would hold the arrays between the contractions of all of them."""
+    seen: list[tuple[str, float]] = []
+
+    def observe(name: str, x: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda value: seen.append((name, float(value))), x[0, 0])
+        return x
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        y = observe("first", jnp.sin(x @ params["first"]))
+        z = jnp.sum(y, axis=0, keepdims=True)
+        x = observe("second", jnp.cos(y * z))
+        # A value of this part is read after the next contraction, too.
+        return (x @ params["second"].T + y[:, :6]) @ params["third"]
+
+    shapes = {"first": (8, 16), "second": (6, 16), "third": (6, 4)}
+    params = {name: jnp.asarray(rng.normal(0, 0.5, shape), F32) for name, shape in shapes.items()}
+    batches = [jnp.asarray(rng.normal(size=(32, 8)), F32) for _ in range(3)]
+    prepared = jq.prepare(apply, params, batches[0], rules=INT4[1:])
+    seen.clear()
+    found = ptq.apply(prepared, params, batches, ptq.GPTQ(), match_floats=match_floats, progress=False)
+    jax.effects_barrier()
+    count = len(batches) * (2 if match_floats else 1)
+    assert [name for name, _ in seen[-2 * count :]] == ["first", "second"] * count
+    weights = [{**params, "first": found.tree.params["first"].dequantize()}, params][: 2 if match_floats else 1]
+    for number, x in enumerate(batches):
+        for place, values in enumerate(reversed(weights)):
+            y = np.sin(np.asarray(x, np.float64) @ np.asarray(values["first"], np.float64))
+            expected = y[0, 0], np.cos(y * y.sum(0))[0, 0]
+            at = 2 * (number + place * len(batches))
+            np.testing.assert_allclose([value for _, value in seen[-2 * count :][at : at + 2]], expected, atol=1e-4)
+
+
 def test_singular_moments_and_dead_inputs_are_noted(rng: np.random.Generator) -> None:
     params = {"w": jnp.asarray(rng.normal(size=(12, 5)), F32)}
     x = jnp.asarray(rng.normal(size=(4, 12)), F32).at[:, 3].set(0)
