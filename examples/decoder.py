@@ -285,7 +285,8 @@ def _scan_layers(
     def step(carry: tuple[jax.Array, Any, jax.Array], weights: Params) -> tuple[tuple[jax.Array, Any, jax.Array], None]:
         x, caches, layer = carry
         kind, place = jnp.array(kinds)[layer], places[layer]
-        # One of each window. Those of other windows are written back as they are.
+        # One of each window. Those of other windows are written back as they are, where they were read: at the last
+        # place of their stack if it has fewer.
         of_layer = [_take_layer(stack, place) for stack in caches]
 
         def make_branch(kind: int, window: int | None) -> Callable[..., tuple[jax.Array, list[Any]]]:
@@ -384,7 +385,10 @@ def stack(model: Model) -> Model:
         return model
     prefix = "blk.0."
     for name in [name.removeprefix(prefix) for name in params if name.startswith(prefix)]:
-        params[f"layers.{name}"] = _join([params.pop(f"blk.{layer}.{name}") for layer in range(config.layers)])
+        tensors = [params.pop(f"blk.{layer}.{name}") for layer in range(config.layers)]
+        params[f"layers.{name}"] = joined = _join(tensors)
+        if isinstance(joined, MixedStack) and any(x.ndim != 2 or x.shape != tensors[0].shape for x in tensors):
+            raise ValueError(f"expected {name} to be a matrix of one shape, or of one shape and dtype, in all layers")
     config = dataclasses.replace(config, is_stacked=True)
     return model._replace(config=config, run=functools.partial(forward, config), params=params)
 

@@ -132,8 +132,8 @@ def main() -> int:
     sample = np.array([model.bos + tokens[-4 * decoder.CHUNK :]])
     if args.cache != "float32":
         model = model._replace(smoothing=decoder.find_smoothing(model.config, model.params, sample))
-    # XLA:CPU converts all float8 codes of a stack to wider floats in each step of a loop over its layers.
-    stacks = not args.separate and args.to not in ("weight_only_fp8", "fp8_dynamic", "mxfp8")
+    # XLA:CPU converts all float8 codes and scales of a stack to wider floats in each step of a loop over its layers.
+    stacks = not args.separate and args.to not in ("weight_only_fp8", "fp8_dynamic", "mxfp8", "nvfp4")
     model = quantize(model, args.to, stacks) if args.to else decoder.stack(model) if stacks else model
     prompts = args.prompt or ["The capital of France is", "Water boils at a temperature of"]
     texts, lines = generate(model, prompts, args.tokens, args.cache, args.top_k, args.temperature)

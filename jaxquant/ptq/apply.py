@@ -498,8 +498,8 @@ class _LayerInterpreter(ReplacingInterpreter):
     def evaluate_body(self, body: Body, values: Sequence[Any], address: Address = ()) -> list[Any]:
         """Return the results of a program for the values of its operands.
 
-        The equations between two contractions are evaluated for one batch after the other. For all batches, the arrays
-        between them would take several times as much memory as the inputs of a contraction.
+        Equations that differ between batches wait until one contracts a parameter, and are then evaluated for one batch
+        after the other. For all batches, the arrays between two such contractions would take several times the memory.
         """
         program = body.program
         known: dict[Any, Any] = dict(zip(program.invars, values, strict=True))
@@ -509,6 +509,7 @@ class _LayerInterpreter(ReplacingInterpreter):
         stores: collections.defaultdict[Any, dict[Any, Any]] = collections.defaultdict(dict)
         waiting: dict[int, Equation] = {}
         differing: set[Any] = set()  # the results of these
+        late: list[Any] = []  # variables that an equation after these is the last to read, while these wait
 
         def read(atom: Any) -> Any:
             return self.read_literal(atom) if jaxpr.is_literal(atom) else known[atom]
@@ -516,26 +517,34 @@ class _LayerInterpreter(ReplacingInterpreter):
         def evaluate_waiting() -> None:
             if waiting:
                 known.update(self._evaluate_batches(waiting, last_uses, known))
-            waiting.clear()
-            differing.clear()
+            drop(late)
+            for group in (waiting, differing, late):
+                group.clear()
+
+        def drop(variables: Iterable[Any]) -> None:
+            for variable in variables:
+                known.pop(variable, None)
+                stores.pop(variable, None)
 
         for index in live:
             equation, place = program.eqns[index], (*address, index)
             atoms = [atom for atom in equation.invars if not jaxpr.is_literal(atom)]
-            is_each = any(atom in differing or isinstance(known.get(atom), _Each) for atom in atoms)
-            if is_each and self._is_plain(equation, place):
+            is_plain = self._is_plain(equation, place)
+            if is_plain and any(atom in differing or isinstance(known.get(atom), _Each) for atom in atoms):
                 waiting[index] = equation
                 differing.update(equation.outvars)
                 continue
-            evaluate_waiting()
+            if not is_plain or self.has_effect(equation):
+                evaluate_waiting()
             operands = [read(atom) for atom in equation.invars]
             own = [{} if jaxpr.is_literal(atom) else stores[atom] for atom in equation.invars]
             results = self.evaluate_equation(equation, operands, Visit(place, program, own))
             pairs = zip(equation.outvars, results, strict=True)
             known |= {variable: result for variable, result in pairs if not jaxpr.is_unused(variable)}
-            for variable in last_uses.get(index, ()):
-                known.pop(variable, None)
-                stores.pop(variable, None)
+            if waiting:
+                late += last_uses.get(index, ())
+            else:
+                drop(last_uses.get(index, ()))
             del operands, results  # which would be in memory until the next contraction
         evaluate_waiting()
         return [read(atom) for atom in program.outvars]
@@ -545,7 +554,7 @@ class _LayerInterpreter(ReplacingInterpreter):
         sites = [self.analysis.sites.get(address), *self.analysis.list_below(address)]
         if any(site is not None and has_statistics(self.call.plan, site) for site in sites):
             return False
-        return address not in {*self.analysis.followed, *self.analysis.entered, *self.writers}
+        return not any(address in group for group in (self.analysis.followed, self.analysis.entered, self.writers))
 
     def _evaluate_batches(
         self, equations: Mapping[int, Equation], last_uses: Mapping[int, Sequence[Any]], known: dict[Any, Any]
@@ -577,7 +586,7 @@ class _LayerInterpreter(ReplacingInterpreter):
                     del local[variable]
             # JAX would begin other batches before it has computed this one.
             for variable in kept:
-                found[variable].append(local[variable].block_until_ready())
+                found[variable].append(jax.block_until_ready(local[variable]))
         return {variable: _Each(parts) for variable, parts in found.items()}
 
     def evaluate_equation(self, equation: Equation, operands: list[Any], visit: Visit) -> Sequence[Any]:

@@ -96,6 +96,13 @@ def test_stacked_layers_may_be_in_several_formats(decoder: Any, model: Any, rng:
     assert max(map(measure_error, found, expected)) < 1e-4
 
 
+def test_layers_with_other_vectors_are_not_stacked(decoder: Any, model: Any) -> None:
+    name = "blk.1.attn_norm.weight"
+    params = {**model.params, name: model.params[name].astype(jnp.float16)}
+    with pytest.raises(ValueError, match=r"expected attn_norm.weight to be a matrix of one shape, or of one shape"):
+        decoder.stack(model._replace(params=params))
+
+
 def test_a_program_has_one_layer_if_they_are_stacked(decoder: Any, model: Any) -> None:
     """The lowered program has each matrix of a layer once, and attention once for each window."""
     stacked = decoder.stack(model)

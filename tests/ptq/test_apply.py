@@ -201,20 +201,28 @@ def test_one_batch_at_a_time_runs_between_two_contractions(rng: np.random.Genera
     """All batches together would hold the arrays between the contractions of all of them."""
     seen: list[tuple[str, float]] = []
 
+    # Outside of jax.jit it returns the operands as they are, which are no arrays of JAX.
+    @jax.custom_jvp
+    def pass_on(x: Any, number: float) -> tuple[Any, float]:
+        return x, number
+
+    pass_on.defjvp(lambda primals, tangents: (pass_on(*primals), tuple(tangents)))
+
     def observe(name: str, x: jax.Array) -> jax.Array:
         jax.debug.callback(lambda value: seen.append((name, float(value))), x[0, 0])
         return x
 
     def apply(params: Any, x: jax.Array) -> jax.Array:
-        y = observe("first", jnp.sin(x @ params["first"]))
+        y = observe("first", jnp.sin(pass_on(x, 1.0)[0] @ params["first"]))
         z = jnp.sum(y, axis=0, keepdims=True)
-        x = observe("second", jnp.cos(y * z))
+        # The factor does not differ between batches, and is computed between equations that do.
+        x = observe("second", jnp.cos(y * jnp.cos(params["offset"]) * z))
         # A value of this part is read after the next contraction, too.
         return (x @ params["second"].T + y[:, :6]) @ params["third"]
 
-    shapes = {"first": (8, 16), "second": (6, 16), "third": (6, 4)}
+    shapes = {"first": (8, 16), "second": (6, 16), "third": (6, 4), "offset": (1, 16)}
     params = {name: jnp.asarray(rng.normal(0, 0.5, shape), F32) for name, shape in shapes.items()}
-    batches = [jnp.asarray(rng.normal(size=(32, 8)), F32) for _ in range(3)]
+    batches = [rng.normal(size=(32, 8)).astype(F32) for _ in range(3)]
     prepared = jq.prepare(apply, params, batches[0], rules=INT4[1:])
     seen.clear()
     found = ptq.apply(prepared, params, batches, ptq.GPTQ(), match_floats=match_floats, progress=False)
@@ -225,7 +233,7 @@ def test_one_batch_at_a_time_runs_between_two_contractions(rng: np.random.Genera
     for number, x in enumerate(batches):
         for place, values in enumerate(reversed(weights)):
             y = np.sin(np.asarray(x, np.float64) @ np.asarray(values["first"], np.float64))
-            expected = y[0, 0], np.cos(y * y.sum(0))[0, 0]
+            expected = y[0, 0], np.cos(y * np.cos(np.asarray(params["offset"])) * y.sum(0))[0, 0]
             at = 2 * (number + place * len(batches))
             np.testing.assert_allclose([value for _, value in seen[-2 * count :][at : at + 2]], expected, atol=1e-4)
 
