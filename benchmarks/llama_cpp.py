@@ -89,8 +89,9 @@ sys.stdin.read()
 def serve(path: pathlib.Path, length: int) -> Iterator[Callable[..., dict[str, Any]]]:
     """Run a server with two threads and a cache of `length` tokens; the function posts a request for a completion."""
     command = [sys.executable, "-c", SERVER, str(path), str(length)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, text=True, **pipes) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         address = process.stdout.readline().strip()

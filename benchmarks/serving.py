@@ -69,11 +69,12 @@ def compile_programs(model: Any, length: int) -> Programs:
         logits, caches = model.run(params, tokens, jnp.array([count]), jnp.array([[count - 1]]), caches)
         return decoder.sample(logits[:, 0], jax.random.key(0)), caches
 
-    caches, compiled = decoder.create_caches(model.config, 1, length), []
-    for count in (decoder.CHUNK, 1):
-        tokens, started = np.zeros((1, count), np.int32), time.process_time()
-        compiled.append(jax.jit(run, donate_argnums=2).lower(model.params, tokens, caches).compile())
-    return Programs(*compiled, time.process_time() - started)
+    def compile_for(count: int) -> Any:
+        tokens = np.zeros((1, count), np.int32)
+        return jax.jit(run, donate_argnums=2).lower(model.params, tokens, caches).compile()
+
+    caches, started = decoder.create_caches(model.config, 1, length), time.process_time()
+    return Programs(compile_for(decoder.CHUNK), compile_for(1), time.process_time() - started)
 
 
 def serve(model: Any, programs: Programs, prompt: np.ndarray, count: int) -> tuple[float, float, list[int]]:

@@ -580,7 +580,9 @@ class _LayerInterpreter(ReplacingInterpreter):
             for variable in last.intersection(each):
                 each[variable][batch] = None
             for index, equation in equations.items():
-                values = [atom.val if jaxpr.is_literal(atom) else local[atom] for atom in equation.invars]
+                values = [
+                    self.read_literal(atom) if jaxpr.is_literal(atom) else local[atom] for atom in equation.invars
+                ]
                 local |= dict(zip(equation.outvars, jaxpr.evaluate(equation, values), strict=True))
                 for variable in last_uses.get(index, ()):
                     del local[variable]
