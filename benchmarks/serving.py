@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import ctypes
 import gc
-import importlib
 import importlib.util
 import itertools
 import json
@@ -39,10 +38,9 @@ import numpy as np
 import jaxquant as jq
 from jaxquant import checkpoint
 
-from . import llama_cpp
+from . import language_model, llama_cpp
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
-decoder: Any = importlib.import_module("decoder")
+decoder = language_model.decoder
 
 _PROMPT, _WRITTEN, _STEPS = 256, 32, 20
 _HEADS = ["file", "weights", "layers", "compile s", "temporaries MB", "read tokens/s", "step ms", "of llama.cpp's step"]
@@ -96,18 +94,10 @@ def serve(model: Any, programs: Programs, prompt: np.ndarray, count: int) -> tup
     return times[1] - times[0], (times[2] - times[1]) / count, tokens
 
 
-def make_floats(model: Any) -> Any:
-    """Return a model with the floats that its codes stand for."""
-    params = {
-        n: x.dequantize() if isinstance(x, jq.QuantizedArray) else jnp.asarray(x) for n, x in model.params.items()
-    }
-    return model._replace(params=params)
-
-
 def write_file(path: pathlib.Path, kind: str, folder: pathlib.Path) -> pathlib.Path:
     """Return a file with the matrices of another one in a type of GGUF."""
     tensors, info = checkpoint.load(path)
-    floats = {n: jnp.asarray(x.dequantize()) if isinstance(x, jq.QuantizedArray) else x for n, x in tensors.items()}
+    floats = language_model._dequantize(tensors)
     codes, _ = checkpoint.quantize_to(floats, kind)
     target = folder / f"{path.stem}-{kind}.gguf"
     checkpoint.save(target, {**floats, **codes}, info)
@@ -118,7 +108,7 @@ def measure_times(path: pathlib.Path, rounds: int) -> list[list[str]]:
     """Return the cells of the rows of a file."""
     model = decoder.load(path)
     models = {("codes", "loop"): decoder.stack(model), ("codes", "separate"): model}
-    floats = make_floats(model)
+    floats = model._replace(params=language_model._dequantize(model.params))
     models |= {("floats", "loop"): decoder.stack(floats), ("floats", "separate"): floats}
     length = _PROMPT + _WRITTEN
     programs = {key: compile_programs(model, length) for key, model in models.items()}
