@@ -106,7 +106,8 @@ def unpack_entries(codes: jax.Array, predecessor: jax.Array) -> jax.Array:
 
     The loop waits for `predecessor`; otherwise XLA would unpack those of a whole program first.
     """
-    words = read_words(codes)
+    # Rows of a few entries need not be whole words.
+    words = read_words(codes.reshape(-1))
     if words is None:
         return codes if dtypes.count_packed_bits(codes.dtype) == 8 else codes.astype(jnp.int8)
     shape, dtype = (*words.shape, 8), np.dtype(codes.dtype)

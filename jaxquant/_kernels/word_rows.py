@@ -25,8 +25,10 @@ from .weight_chunks import Chunk, delay_floats
 # others, whose loop has more operations for each row.
 _TERMS, _TERMS_OF_TWO = (16,), (32, 16)
 # The number of codes whose sums one loop writes to memory, which stay in the second-level caches, and the most loops:
-# the program contains the operations of every loop.
+# the program contains the operations of every loop. Codes of low bits only have fewer sums, of which a loop may write
+# this many, and more loops: the sums of a large table would be written to new pages of memory in each call.
 _CHUNK, _MOST_CHUNKS = 2**22, 16
+_CHUNK_SUMS, _MOST_CHUNKS_OF_SUMS = 2**20, 24
 # The number of words in a vector of a CPU with AVX2, and the most vectors that a loop reads for all groups of a tile.
 _VECTOR, _MOST_SPANS = 8, 4
 # The number of lanes that read the same shifted words. XLA fuses an operation that it must repeat up to 15 times.
@@ -90,7 +92,7 @@ def contract_word_rows(x: jax.Array, q: ScaledCodes, role: Role, terms: int) -> 
         return jnp.broadcast_to(part, (entries, groups // entries, *last)).reshape(groups, *last)
 
     # The barrier keeps XLA from writing a zero point for each code to memory.
-    zero_point = None if q.zero_point is None else take(lax.optimization_barrier(_prepare_zero_point(q)))
+    zero_point = None if q.zero_point is None else take(lax.optimization_barrier(_prepare_zero_point(q, q.zero_point)))
     products = []
     for term in range(terms):
         planes = words.spread_lanes(words.split_words(stored[:, term], packed.bits, columns))
@@ -118,10 +120,7 @@ def contract_word_groups(x: jax.Array, q: ScaledCodes, role: Role) -> jax.Array:
     spans = _cut_groups(q)
     factors = words.arrange_row(scaled, packed.bits, spans)
     rows = q.shape[0]
-    # The sums of groups, which are few, need no chunks; XLA would copy the words of a chunk for them.
-    is_whole = words.count_planes(packed.bits) == 1 and q.decode is None
-    count = 1 if is_whole else min(-(-math.prod(q.shape) // _CHUNK), _MOST_CHUNKS, rows)
-    step = -(-rows // count)
+    step = -(-rows // _count_chunks(q))
     # The barrier keeps XLA from reading words that are constants while it compiles. Where a loop over layers slices the
     # parts of one, it also keeps XLA from slicing the entries in the loop over all words, which may not be vectorized.
     parts = lax.optimization_barrier({name: getattr(q, name) for name in ("codes", "scale", "zero_point", "offset")})
@@ -137,6 +136,28 @@ def contract_word_groups(x: jax.Array, q: ScaledCodes, role: Role) -> jax.Array:
     return (sums[0] if len(sums) == 1 else jnp.concatenate(sums)) * unit
 
 
+def _is_summed(q: ScaledCodes) -> bool:
+    """Return whether the products of all codes of a word, which are scaled alike, are added as they are read."""
+    return q.words is not None and words.count_planes(q.words.bits) == 1 and q.decode is None
+
+
+def _is_flat(q: ScaledCodes) -> bool:
+    """Return whether the groups of a tile do not fill vectors, so that a vector holds those of several words."""
+    assert q.words is not None
+    return _is_summed(q) and words.find_shape(q.words.length, q.words.bits).groups % _VECTOR != 0
+
+
+def _count_chunks(q: ScaledCodes) -> int:
+    """Return the number of chunks of rows."""
+    codes, most, chunk = math.prod(q.shape), _MOST_CHUNKS, _CHUNK
+    if _is_summed(q):
+        assert q.words is not None
+        # One sum for each word, or for each group.
+        each = words.find_shape(q.words.length, q.words.bits).lanes if _is_flat(q) else words.GROUP
+        most, chunk = _MOST_CHUNKS_OF_SUMS, _CHUNK_SUMS * each
+    return min(-(-codes // chunk), most, q.shape[0])
+
+
 def _cut_groups(q: ScaledCodes) -> list[words.Span]:
     """Return the groups of a tile that each vector holds, or one span of all groups.
 
@@ -146,9 +167,8 @@ def _cut_groups(q: ScaledCodes) -> list[words.Span]:
     packed = q.words
     assert packed is not None
     count = words.find_shape(packed.length, packed.bits).groups
-    is_flat = words.count_planes(packed.bits) == 1 and q.decode is None
     starts = [*range(0, count - _VECTOR, _VECTOR), count - _VECTOR]
-    if is_flat or count % _VECTOR == 0 or count < _VECTOR or len(starts) > _MOST_SPANS:
+    if _is_summed(q) or count % _VECTOR == 0 or count < _VECTOR or len(starts) > _MOST_SPANS:
         return [words.Span(0, count)]
     return [words.Span(start, _VECTOR, -start % _VECTOR) for start in starts]
 
@@ -160,7 +180,8 @@ def _contract_groups(
     packed = q.words
     assert packed is not None
     size = words.find_shape(packed.length, packed.bits)
-
+    is_flat = _is_flat(q)
+    by_word = _is_summed(q) and not is_flat
     shape = (1, 1, size.words, size.parts, 1)
     word = lax.broadcasted_iota(jnp.int32, shape, 2) * np.int32(size.parts) + lax.broadcasted_iota(jnp.int32, shape, 3)
 
@@ -170,8 +191,7 @@ def _contract_groups(
         return part if is_whole else lax.slice_in_dim(part, chunk.start, chunk.start + chunk.length)
 
     def take(part: jax.Array, span: words.Span) -> jax.Array:
-        """Return the entries of each word: [rows or 1, tiles or 1, words or 1, parts or 1, groups or 1]."""
-        part = cut(q.expand(part, role.free))
+        """Return the entries of a chunk for each word: [rows or 1, tiles or 1, words or 1, parts or 1, groups or 1]."""
         rows, entries = part.shape
         run = packed.length // entries
         if entries == 1:
@@ -189,14 +209,34 @@ def _contract_groups(
             value = jnp.where(word < first * (size.parts * size.words // each), value, other)
         return value
 
-    planes = words.split_words(cut(q.codes), packed.bits, packed.length)
-    is_summed = len(planes) == 1 and q.decode is None
-    base = None if q.zero_point is None else lax.optimization_barrier(_prepare_zero_point(q))
+    # XLA would copy the words of a chunk if they were cut first, and then those that share a place.
+    chunk_words = words.split_words(q.codes if by_word else cut(q.codes), packed.bits, packed.length)
+    scale, zero_point, offset = (
+        None if part is None else cut(q.expand(part, role.free)) for part in (q.scale, q.zero_point, q.offset)
+    )
+    assert scale is not None
+    base = None if zero_point is None else lax.optimization_barrier(_prepare_zero_point(q, zero_point))
     # The sum of the elements that each word is multiplied with.
-    sums = None if q.offset is None else lax.optimization_barrier(jnp.sum(factors, axis=0))[None]
+    sums = None if offset is None else lax.optimization_barrier(jnp.sum(factors, axis=0))[None]
 
-    def contract(number: int, span: words.Span) -> jax.Array:
-        """Return the sums of the products of each word of a span, scaled: [rows, tiles, words, parts, groups]."""
+    def contract(number: int, span: words.Span, index: int | None = None) -> jax.Array:
+        """Return the sums of the products of each word of a span, scaled: [rows, tiles, words, parts, groups].
+
+        Args:
+            number: the number of the span.
+            span: the span.
+            index: the place in a group of the words to contract, or None for all words.
+        """
+
+        def choose(part: jax.Array) -> jax.Array:
+            is_shared = index is None or part.shape[-3] == 1
+            return part if is_shared else lax.slice_in_dim(part, index, index + 1, axis=-3)
+
+        planes = chunk_words
+        if index is not None:
+            start, stop = chunk.start, chunk.start + chunk.length
+            limits = [(start, stop), (0, size.tiles), (index, index + 1), (0, size.parts), (0, size.groups)]
+            planes = tuple(lax.slice(plane, *zip(*limits, strict=True)) for plane in planes)
         low, *high = map(span.cut, planes)
         place = words.Span(number * span.length, span.length)
         row = place.cut(factors)
@@ -204,26 +244,30 @@ def _contract_groups(
             tuple(words.align_parts(plane, low.shape, packed.bits, 3, first) for plane in high)
             for first in range(0, size.lanes, _SHARED_LANES)
         ]
-        zero_point = None if base is None else take(base, span)
+        steps = None if base is None else choose(take(base, span))
         products = []
         for lane in range(size.lanes):
             turn, other = divmod(lane, _SHARED_LANES)
-            products.append(row[None, lane] * _read_weights(q, (low, *aligned[turn]), lane, other, 0, zero_point))
+            weights = _read_weights(q, (low, *aligned[turn]), lane, other, 0, steps)
+            products.append(choose(row[None, lane]) * weights)
         total = functools.reduce(jnp.add, products) if size.lanes == _SHARED_LANES else add_terms(products, q.decode)
-        if is_summed and size.groups % _VECTOR:
+        if is_flat:
             # The loop over all words of a tile consists of vectors only, which the one over groups does not.
             flat = total.reshape(total.shape[0], size.tiles, size.words * size.groups)
             total = lax.optimization_barrier(flat).reshape(total.shape)
         # An entry is converted where it is read, once for each word or group.
-        total = total * widen(take(q.scale, span))
-        if q.offset is not None:
+        total = total * widen(choose(take(scale, span)))
+        if offset is not None:
             assert sums is not None
-            total = total + place.cut(sums) * widen(take(q.offset, span))
+            total = total + choose(place.cut(sums)) * widen(choose(take(offset, span)))
         return total
 
-    total = functools.reduce(jnp.add, [contract(number, span) for number, span in enumerate(spans)])
-    if is_summed:
+    if by_word:
         # The sum of the words of a group is written to memory in place of each of them.
+        total = functools.reduce(jnp.add, [contract(0, spans[0], index) for index in range(size.words)])
+    else:
+        total = functools.reduce(jnp.add, [contract(number, span) for number, span in enumerate(spans)])
+    if is_flat:
         total = functools.reduce(jnp.add, (total[:, :, i, 0] for i in range(size.words)))
     # XLA:CPU would cut a loop over a dimension of length 1 for several threads, and run it on one.
     return sum_rows(total.reshape(total.shape[0], *(n for n in total.shape[1:] if n != 1)))
@@ -237,12 +281,11 @@ def _widen_in_memory(part: jax.Array | None, predecessor: jax.Array) -> jax.Arra
     return flat.reshape(part.shape)
 
 
-def _prepare_zero_point(q: ScaledCodes) -> jax.Array:
-    """Return what `packed_codes.read_steps` subtracts for the zero point."""
+def _prepare_zero_point(q: ScaledCodes, zero_point: jax.Array) -> jax.Array:
+    """Return what `packed_codes.read_steps` subtracts for some zero points."""
     packed = q.words
     assert packed is not None
-    assert q.zero_point is not None
-    return packed_codes.compute_base(q.zero_point, packed.bits, signed=packed.is_signed)
+    return packed_codes.compute_base(zero_point, packed.bits, signed=packed.is_signed)
 
 
 def _read_weights(

@@ -302,6 +302,48 @@ def test_chunks_of_words_stored_last(codes: str, rng: np.random.Generator, monke
 
 
 @on_cpu
+@pytest.mark.parametrize("depth", [640, 768, 1024])  # tiles of 20 groups, of 8, and two of 16
+@pytest.mark.parametrize("codes", ["int4", "uint4", "int2"])
+@pytest.mark.parametrize("form", ["signed", "offset", "zero points", "one scale for each output"])
+def test_chunks_of_words_of_low_bits(
+    form: str, codes: str, depth: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large table, in chunks whose words are read where they are, and no array for all rows but the result."""
+    rows, chunks = 3000, 5
+    # A sum for each word, or for each group.
+    sums = rows // chunks * depth // (32 // int(codes[-1]) if depth == 640 else 32)
+    monkeypatch.setattr(word_rows, "_CHUNK_SUMS", sums)
+    block = 16 if form == "signed" else 32
+    blocks = PerAxis(0) if form == "one scale for each output" else Blocked(1, block)
+    w = rng.normal(size=(rows, depth)).astype(np.float32)
+    q = jq.quantize(w, QuantSpec(codes, blocks, symmetric=form != "zero points"))
+    if form == "signed":
+        signs = rng.choice(np.asarray([-1, 0, 1]), q.scale.shape)
+        q = q.replace(scale=q.scale * jnp.asarray(signs, q.scale.dtype), signed_scale=True)
+    if form == "offset":
+        q = q.replace(offset=jnp.asarray(rng.normal(size=q.scale.shape), jnp.float32), zero_point=None)
+    q = q.pack()
+    real = np.asarray(q.dequantize(), np.float64).T
+    x = rng.normal(size=(1, depth)).astype(np.float32)
+    run = depth // q.scale.shape[1]
+    steps = np.abs(np.asarray(q.codes, np.float64)) * np.repeat(np.abs(np.asarray(q.scale, np.float64)), run, 1)
+    limit = 2e-6 * np.abs(x.astype(np.float64)) @ (np.abs(real) + steps.T)
+    contract = lambda x, q: x @ q.T  # noqa: E731
+    assert np.all(np.abs(np.asarray(jax.jit(contract)(x, q)) - x.astype(np.float64) @ real) <= limit)
+    program = Program(contract, x, q)
+    found = [(dtype, math.prod(shape)) for i in program.in_memory() for dtype, shape in buffers_of(i)]
+    # The largest floats are the sums of a chunk, and its entries. No words are copied, but those of zero points, and of
+    # a chunk if all 16 lanes of a word are read in one loop.
+    copied = 0 if q.zero_point is None else q.zero_point.size // 8
+    copied = q.stored_codes.size // chunks if (codes, depth) == ("int2", 640) else copied
+    assert max((size for dtype, size in found if dtype == "u32"), default=0) <= copied
+    assert max(size for dtype, size in found if dtype == "f32") <= max(sums, rows, q.scale.size // chunks)
+    spoiled = q.replace(scale=q.scale.at[7, 0].set(jnp.inf).at[rows - 1, -1].set(jnp.nan))
+    got = np.asarray(jax.jit(contract)(x, spoiled))[0]
+    np.testing.assert_array_equal(np.isnan(got), np.isin(np.arange(rows), [7, rows - 1]))
+
+
+@on_cpu
 @pytest.mark.parametrize("depth", [288, 576, 640, 896, 912, 1120])
 @pytest.mark.parametrize(
     ("codes", "block"),
