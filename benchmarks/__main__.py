@@ -30,6 +30,7 @@ from . import (
     layers,
     onnx_models,
     operators,
+    processor,
     timing,
     tracing,
     training,
@@ -114,27 +115,12 @@ def _environment() -> dict[str, Any]:
     sums = {None: "not known", False: "exact", True: "saturate at 16 bits"}[saturates]
     return {
         **versions,
-        "cpu": _cpu(),
-        "VNNI": _find_vnni(),
+        "cpu": processor.read_name(),
+        "VNNI": processor.find_vnni(),
         "threads": threads(),
         "backend": jax.default_backend(),
         "runtime": f"sums of ONNX Runtime's products of uint8 by int8: {sums}",
     }
-
-
-def _find_vnni() -> str:
-    """Return whether the operating system names an instruction for products of uint8 by int8. An emulator may not."""
-    path = pathlib.Path("/proc/cpuinfo")
-    flags = re.search(r"^flags\s*:(.+)", path.read_text(), re.MULTILINE) if path.exists() else None
-    if flags is None:
-        return "not known"
-    return " ".join(flag for flag in ("avx512_vnni", "avx_vnni") if flag in flags[1].split()) or "no"
-
-
-def _cpu() -> str:
-    path = pathlib.Path("/proc/cpuinfo")
-    model = re.search(r"model name\s*:\s*(.+)", path.read_text()) if path.exists() else None
-    return model[1] if model else platform.processor() or platform.machine()
 
 
 def _run(table: Table, options: argparse.Namespace) -> list[dict[str, Any]]:

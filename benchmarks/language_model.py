@@ -49,7 +49,7 @@ import numpy as np
 import jaxquant as jq
 from jaxquant import ptq
 
-from . import llama_cpp
+from . import llama_cpp, processor
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 decoder: Any = importlib.import_module("decoder")
@@ -93,8 +93,16 @@ class Figures(NamedTuple):
     texts: list[str] | None = None
 
 
-def _dequantize(params: Any) -> dict[str, Any]:
+def dequantize(params: Any) -> dict[str, Any]:
+    """Return parameters in floats."""
     return {name: x.dequantize() if isinstance(x, jq.QuantizedArray) else jnp.asarray(x) for name, x in params.items()}
+
+
+def _take_floats(params: dict[str, Any]) -> dict[str, Any]:
+    """Return parameters in floats, and empty the dict, so that the codes do not stay in memory beside them."""
+    floats = dequantize(params)
+    params.clear()
+    return floats
 
 
 def _call(model: Any, tokens: Any, caches: Any = None) -> tuple[Any, ...]:
@@ -112,31 +120,41 @@ def _convert(rules: Sequence[jq.Rule]) -> Serve:
     """Return a row that rounds to nearest."""
 
     def serve(model: Any, sample: Sample) -> Served:
-        floats = _dequantize(model.params)
+        floats = _take_floats(model.params)
         prepared = _prepare(model, floats, rules)
         return Served(prepared.apply, prepared.convert(floats))
 
     return serve
 
 
-def _run_pass(weight: jq.Weight, quantize: Callable[[Any, Any, list[Any]], Any], rows: int = _CALIBRATION) -> Serve:
-    """Return a row of an algorithm: a function of a prepared function, floats and batches, each of them one row."""
+def _run_pass(
+    weight: jq.Weight,
+    quantize: Callable[[Any, Any, list[Any]], Any],
+    rows: int = _CALIBRATION,
+    moves_table: bool = False,
+) -> Serve:
+    """Return a row of an algorithm: a function of a prepared function, floats and batches, each of them one row.
+
+    The table has its 8 bits before the algorithm runs, and is an argument of the function that it sees: as a parameter
+    it would be in memory in floats. An algorithm that `moves_table` changes it, too, and gets it as a parameter.
+    """
 
     def serve(model: Any, sample: Sample) -> Served:
-        floats = _dequantize(model.params)
+        floats = _take_floats(model.params)
+        names = [name for name in floats if name.startswith(_TABLE[:-1])]
+        spec = jq.QuantSpec("int8", jq.PerAxis(0))
+        tables = {} if moves_table else {name: jq.quantize(floats.pop(name), spec) for name in names}
         # A batch asks for the logits of one token, of which an algorithm would learn nothing about the table. Caches
         # that are returned would stay in memory, those of all batches at once.
-        read = lambda params, *arguments: model.run(params, *arguments)[0]  # noqa: E731
-        rules = (jq.Rule(_TABLE, keep="float"), jq.Rule(weight=weight))
-        prepared = jq.prepare(read, floats, *_call(model, np.zeros((1, 2), np.int32)), rules=rules)
+        read = lambda params, tables, *arguments: model.run({**params, **tables}, *arguments)[0]  # noqa: E731
+        rules = (*([jq.Rule(_TABLE, keep="float")] if moves_table else []), jq.Rule(weight=weight))
+        prepared = jq.prepare(read, floats, tables, *_call(model, np.zeros((1, 2), np.int32)), rules=rules)
         tokens = sample.calibration[-rows:][:, None, :_TEXT]
         # All batches begin with the same empty caches, which are many times as large as the tokens.
         caches = decoder.create_caches(model.config, *tokens[0].shape, "float32")
-        batches = [_call(model, row, caches) for row in tokens]
+        batches = [(tables, *_call(model, row, caches)) for row in tokens]
         found = dict(quantize(prepared, floats, batches).params)
-        spec = jq.QuantSpec("int8", jq.PerAxis(0))
-        tables = {name: jq.quantize(found[name], spec) for name in found if name.startswith(_TABLE[:-1])}
-        return Served(model.run, found | tables)
+        return Served(model.run, found | (tables or {name: jq.quantize(found[name], spec) for name in names}))
 
     return serve
 
@@ -164,7 +182,7 @@ def _calibrate(*rules: jq.Rule, skips_first: bool = False, smooths: bool = False
     """Return a row of static ranges, where no other rule applies: with those of the first token or without."""
 
     def serve(model: Any, sample: Sample) -> Served:
-        floats = _dequantize(model.params)
+        floats = _take_floats(model.params)
         prepared = _prepare(model, floats, (*rules, *jq.recipes.w8a8_static()))
         calibration = sample.calibration[-_CALIBRATION:]
         batches = [_call(model, row[None, :_TEXT]) for row in calibration]
@@ -196,7 +214,7 @@ def _list_rows() -> dict[str, Serve]:
     table = jq.Rule(_TABLE, weight=jq.Weight("int8"))
     own: Serve = lambda model, sample: Served(model.run, model.params)  # noqa: E731
     rows: dict[str, Serve] = {
-        _FLOAT: lambda model, sample: Served(model.run, _dequantize(model.params)),
+        _FLOAT: lambda model, sample: Served(model.run, _take_floats(model.params)),
         _OWN: own,
         "8 bits: weight_only_int8": _convert(jq.recipes.weight_only_int8()),
         "8 bits: gguf Q8_0": _convert((table, *jq.recipes.gguf("Q8_0"))),
@@ -225,7 +243,10 @@ def _list_rows() -> dict[str, Serve]:
             "AWQ": _smooth,
             "GPTQ": _apply(ptq.GPTQ(), "statistics"),
         }
-        rows |= {f"{bits} bits: {name}": _run_pass(weight, run) for name, run in algorithms.items()}
+        rows |= {
+            f"{bits} bits: {name}": _run_pass(weight, run, moves_table=name == "rotation")
+            for name, run in algorithms.items()
+        }
         stack = _apply(ptq.GPTQ(sweeps=1, refits=1), "matched")
         rows[f"{bits} bits: GPTQ that matches floats"] = _run_pass(weight, stack, _MATCHED)
         name, weight = _STACKS[bits]
@@ -247,7 +268,7 @@ def _create_caches(model: Any, kind: str, batch: int, length: int) -> Any:
 
 
 def measure(model: Any, name: str, sample: Sample, texts: int = _TEXTS) -> Figures:
-    """Return what is measured of a row."""
+    """Return what is measured of a row, whose parameters may be taken out of the dict of the model."""
     kind = name.removeprefix(_CACHE) if name.startswith(_CACHE) else "float32"
     if kind not in ("float32", _PLAIN):
         found = decoder.find_smoothing(model.config, model.params, sample.calibration[-_CALIBRATION:][:1, :_TEXT])
@@ -360,9 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("RESULT" + json.dumps(measure(model, options.row, cut(model, rows))))
         return 0
     print(f"{path.name}, {rows * _TEXT} tokens, Python {platform.python_version()}, jax {jax.__version__}")
-    from .__main__ import _cpu, _find_vnni  # not in the processes of rows, whose memory is measured
-
-    print(f"{_cpu()}, VNNI: {_find_vnni()}\n")
+    print(f"{processor.read_name()}, VNNI: {processor.find_vnni()}\n")
     known: dict[str, Any] = {}
     if options.results is not None and options.results.exists():
         known = json.loads(options.results.read_text())

@@ -38,7 +38,7 @@ import numpy as np
 import jaxquant as jq
 from jaxquant import checkpoint
 
-from . import language_model, llama_cpp
+from . import language_model, llama_cpp, processor
 
 decoder = language_model.decoder
 
@@ -97,7 +97,7 @@ def serve(model: Any, programs: Programs, prompt: np.ndarray, count: int) -> tup
 def write_file(path: pathlib.Path, kind: str, folder: pathlib.Path) -> pathlib.Path:
     """Return a file with the matrices of another one in a type of GGUF."""
     tensors, info = checkpoint.load(path)
-    floats = language_model._dequantize(tensors)
+    floats = language_model.dequantize(tensors)
     codes, _ = checkpoint.quantize_to(floats, kind)
     target = folder / f"{path.stem}-{kind}.gguf"
     checkpoint.save(target, {**floats, **codes}, info)
@@ -108,7 +108,7 @@ def measure_times(path: pathlib.Path, rounds: int) -> list[list[str]]:
     """Return the cells of the rows of a file."""
     model = decoder.load(path)
     models = {("codes", "loop"): decoder.stack(model), ("codes", "separate"): model}
-    floats = model._replace(params=language_model._dequantize(model.params))
+    floats = model._replace(params=language_model.dequantize(model.params))
     models |= {("floats", "loop"): decoder.stack(floats), ("floats", "separate"): floats}
     length = _PROMPT + _WRITTEN
     programs = {key: compile_programs(model, length) for key, model in models.items()}
@@ -173,9 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.memory:
         print("RESULT" + json.dumps(measure_memory(path, options.memory)))
         return 0
-    from .__main__ import _cpu, _find_vnni  # not in the processes whose memory is measured
-
-    print(f"Python {platform.python_version()}, jax {jax.__version__}, {_cpu()}, VNNI: {_find_vnni()}\n")
+    print(f"Python {platform.python_version()}, jax {jax.__version__}")
+    print(f"{processor.read_name()}, VNNI: {processor.find_vnni()}\n")
     with tempfile.TemporaryDirectory() as folder:
         files = [path, *(write_file(path, kind, pathlib.Path(folder)) for kind in options.to)]
         _print_table(_HEADS, (row for file in files for row in measure_times(file, options.rounds)))

@@ -17,6 +17,11 @@ TEXT = 8
 ROWS = list(benchmark._list_rows())
 
 
+def measure(model: Any, *arguments: Any, **options: Any) -> benchmark.Figures:
+    """Return the figures of a row of a copy of the model, whose parameters the benchmark may take."""
+    return benchmark.measure(model._replace(params=dict(model.params)), *arguments, **options)
+
+
 @pytest.fixture
 def sample(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> Any:
     for name, value in (("_TEXT", TEXT), ("_STEPS", 2), ("_WRITTEN", 3), ("_PROMPT", 4)):
@@ -30,8 +35,8 @@ def sample(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> Any:
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_on_a_small_decoder(name: str, model: Any, sample: Any) -> None:
-    base = benchmark.measure(model, benchmark._FLOAT, sample)
-    figures = benchmark.measure(model, name, sample, texts=2)
+    base = measure(model, benchmark._FLOAT, sample)
+    figures = measure(model, name, sample, texts=2)
     assert np.shape(figures.scores) == (3, TEXT)
     loss, error = benchmark.compare(figures.scores, base.scores)
     # The parameters are floats, so that they are their own codes.
@@ -45,7 +50,7 @@ def test_rows_on_a_small_decoder(name: str, model: Any, sample: Any) -> None:
 
 
 def test_scores_are_of_the_tokens_after_the_first(model: Any, sample: Any) -> None:
-    figures = benchmark.measure(model, benchmark._FLOAT, sample)
+    figures = measure(model, benchmark._FLOAT, sample)
     row = sample.test[1].tolist()
     logits = compute_logits(model.config.architecture, model.params, row[:-1])
     expected = (logits - np.log(np.exp(logits).sum(-1, keepdims=True)))[np.arange(TEXT + 1), row[1:]]
