@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._core import checks, granularity
-from .._core.dtypes import count_packed_bits
+from .._core.dtypes import INTEGERS, count_packed_bits
 from . import indexing, quantized_array
-from .parts import StoredOrder, match_dimensions
+from .parts import StoredOrder, match_dimensions, widen_zero_point
 from .quantized_array import QuantizedArray
 
 # Nothing tells whether two permutations are the same.
@@ -45,7 +46,12 @@ def check_arrays(arrays: Any, axis: int) -> list[QuantizedArray]:
     dimension = checks.check_axis(_NAME, axis, checked[0].ndim)
     for i, q in enumerate(checked[1:], 1):
         _check_match(f"arrays[{i}]", q, checked[0], dimension)
-    points = [(i, q.zero_point.dtype) for i, q in enumerate(checked) if q.zero_point is not None]
+    # Integers are as wide as the codes, or wider if the codes are in words.
+    points = [
+        (i, q.zero_point.dtype if "real_zero_point" in quantized_array.list_forms(q) else _read_carrier(q))
+        for i, q in enumerate(checked)
+        if q.zero_point is not None
+    ]
     for i, dtype in points:
         expected = f"{points[0][1]}, as in arrays[{points[0][0]}]"
         checks.require_type(dtype == points[0][1], _NAME, f"arrays[{i}].zero_point", expected, dtype)
@@ -89,12 +95,24 @@ def _describe_nested(q: QuantizedArray) -> tuple[Any, ...]:
     return q.format, q.scale.dtype, q.signed_scale, q.inverse_scale, q.arithmetic, q.offset is None, zero_point
 
 
+def _read_carrier(q: QuantizedArray) -> np.dtype:
+    """Return the dtype of the codes, unpacked."""
+    return np.dtype(q.stored_codes.dtype) if q.packing is None else q.packing.carrier
+
+
 def _add_zero_points(arrays: list[QuantizedArray]) -> list[QuantizedArray]:
-    """Return the arrays, all of them with a zero point if any of them has one."""
+    """Return the arrays, all of them with a zero point if any of them has one, integers as `pack` holds them."""
     dtype = next((q.zero_point.dtype for q in arrays if q.zero_point is not None), None)
     if dtype is None:
         return arrays
-    return [q.replace(zero_point=jnp.zeros((1,) * q.ndim, dtype)) if q.zero_point is None else q for q in arrays]
+    result = []
+    for q in arrays:
+        own = dtype
+        if dtype in INTEGERS:
+            own = _read_carrier(q) if q.packing is None else widen_zero_point(q.packing.carrier)
+        zero_point = jnp.zeros((1,) * q.ndim, own) if q.zero_point is None else q.zero_point.astype(own)
+        result.append(q.replace(zero_point=zero_point))
+    return result
 
 
 @dataclasses.dataclass(frozen=True)

@@ -242,8 +242,10 @@ def _check_types(function: str, argument: str, types: ArrayParts, shape: tuple[i
         name = f"{argument}.zero_point"
         expected = f"None, because {codebook or codes_dtype} has no zero point"
         checks.require(has_zero_point, function, name, expected, f"an array of {describe_part(zero_point)}")
-        expected = f"dtype {codes_dtype}, the dtype of the codes, or {dtypes.list_names(dtypes.FLOATS)}"
-        is_known = zero_point.dtype == codes_dtype or zero_point.dtype in dtypes.FLOATS
+        own = {codes_dtype} if static.packing is None else {codes_dtype, widen_zero_point(codes_dtype)}
+        wide = "" if len(own) == 1 else f" or {widen_zero_point(codes_dtype)}"
+        expected = f"dtype {codes_dtype}, the dtype of the codes,{wide} or {dtypes.list_names(dtypes.FLOATS)}"
+        is_known = zero_point.dtype in own or zero_point.dtype in dtypes.FLOATS
         checks.require_type(is_known, function, name, expected, zero_point.dtype)
         _check_aligned(function, name, zero_point.shape, shape, block_size)
     if offset is not None:
@@ -281,6 +283,16 @@ def _check_packing(function: str, argument: str, codes: Nested, static: ArraySta
     expected = f"rows of {packing.count_words()} words, which {packing.length} codes of {packing.format} take"
     checks.require(codes.shape[-1] == packing.count_words(), function, name, expected, f"shape {codes.shape}")
     return packing.carrier
+
+
+def widen_zero_point(dtype: np.dtype) -> np.dtype:
+    """Return the dtype of zero points of packed codes: 8 bits, because XLA:CPU reads no narrower ones in place."""
+    return np.dtype(jnp.int8 if dtypes.read_bounds(dtype)[0] < 0 else jnp.uint8)
+
+
+def narrow_zero_point(zero_point: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Return a zero point of packed codes in the dtype that the codes have unpacked, or as it is if it is a float."""
+    return zero_point.astype(dtype) if zero_point.dtype in dtypes.INTEGERS else zero_point
 
 
 def _check_permutation(function: str, argument: str, permutation: object, *, is_awaited: bool) -> None:

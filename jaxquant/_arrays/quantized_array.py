@@ -196,8 +196,9 @@ class QuantizedArray(RefusedOperators):
         codes: the quantized values, int2 to uint16, float8 or float4_e2m1fn. With a codebook: indices into it.
         scale: the real value of one step, float32, float16, bfloat16 or float8_e8m0fnu. Or a QuantizedArray without a
             nested scale of its own, which stands for the floats that it has in float32: a nested scale.
-        zero_point: the code of 0.0, in steps and in the dtype of `codes`, or None for 0. Or a real number, float32,
-            float16 or bfloat16: then codes - zero_point is rounded as the product is.
+        zero_point: the code of 0.0, in steps and in the dtype of `codes`, or in int8 or uint8 if the codes are packed;
+            None for 0. Or a real number, float32, float16 or bfloat16: then codes - zero_point is rounded as the
+            product is.
         offset: the real value of the code 0, float32, float16 or bfloat16, or a QuantizedArray; None for 0. An array
             has a zero point or an offset, not both. Codes of float8 and float4 have neither.
         permutation: int32 of length `codes.shape[permuted_axis]`, or None. `codes`, `scale`, `zero_point` and
@@ -396,7 +397,10 @@ class QuantizedArray(RefusedOperators):
         `stored_codes` are read, the codes are transposed, so that `jax.vmap` and shardings see the logical order.
         """
         static = self._static._replace(stored_order=order, packing=self.packing if packing is ... else packing)
-        new = QuantizedArray.tree_unflatten(static, self._parts._replace(codes=stored))
+        zero_point = self.zero_point
+        if self.packing is not None and static.packing is None and zero_point is not None:
+            zero_point = parts.narrow_zero_point(zero_point, stored.dtype)
+        new = QuantizedArray.tree_unflatten(static, self._parts._replace(codes=stored, zero_point=zero_point))
         object.__setattr__(new, "_is_lazy", is_lazy and order is not None)
         return new
 
@@ -602,7 +606,8 @@ class QuantizedArray(RefusedOperators):
 
         They are packed along the last dimension of the stored codes; `store_last` chooses another axis. `codes` returns
         them unpacked, as before. int4 and other dtypes of less than a byte have a byte for each code on some backends,
-        words do not. `quantize` packs codes of 3, 5 and 6 bits by itself.
+        words do not. `quantize` packs codes of 3, 5 and 6 bits by itself. Integer zero points become int8 or uint8, and
+        `unpack` returns them to the dtype of the codes.
 
         Args:
             dtype: Static. The format of the codes: "int3", "uint3", "int5", "uint5", "int6" or "uint6" for codes in
@@ -843,7 +848,9 @@ def unpack_checked(q: QuantizedArray) -> QuantizedArray:
     if q.packing is None:
         return q
     codes = parts.unpack_codes(q._stored, q.packing)
-    new = QuantizedArray.tree_unflatten(q._static._replace(packing=None), q._parts._replace(codes=codes))
+    zero_point = None if q.zero_point is None else parts.narrow_zero_point(q.zero_point, codes.dtype)
+    children = q._parts._replace(codes=codes, zero_point=zero_point)
+    new = QuantizedArray.tree_unflatten(q._static._replace(packing=None), children)
     object.__setattr__(new, "_is_checked", True)
     return new
 
@@ -851,8 +858,12 @@ def unpack_checked(q: QuantizedArray) -> QuantizedArray:
 def pack_checked(q: QuantizedArray, held: np.dtype | dtypes.NarrowInteger) -> QuantizedArray:
     """Return an array with its codes packed as a format packs them, which holds all of them; it has been checked."""
     packing = parts.Packing(held, q._stored.shape[-1])
-    stored = parts.pack_codes(q._stored, packing)
-    new = QuantizedArray.tree_unflatten(q._static._replace(packing=packing), q._parts._replace(codes=stored))
+    zero_point = q.zero_point
+    if zero_point is not None and zero_point.dtype in dtypes.INTEGERS:
+        # A loop over layers would convert those of all layers in each turn if they had less than 8 bits.
+        zero_point = zero_point.astype(parts.widen_zero_point(packing.carrier))
+    children = q._parts._replace(codes=parts.pack_codes(q._stored, packing), zero_point=zero_point)
+    new = QuantizedArray.tree_unflatten(q._static._replace(packing=packing), children)
     object.__setattr__(new, "_is_checked", True)
     return new
 

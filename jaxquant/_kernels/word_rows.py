@@ -18,7 +18,7 @@ from jax import lax
 
 from . import packed_codes, words
 from .contraction import Role
-from .float_rows import ScaledCodes, add_terms, count_cached_rows, scale_row, sum_rows, widen
+from .float_rows import ScaledCodes, WordLayout, add_terms, count_cached_rows, scale_row, sum_rows, widen
 from .weight_chunks import Chunk, delay_floats
 
 # The numbers of rows that one loop adds up, if they stay in the first-level cache, for words of low bits only and for
@@ -138,13 +138,22 @@ def contract_word_groups(x: jax.Array, q: ScaledCodes, role: Role) -> jax.Array:
 
 def _is_summed(q: ScaledCodes) -> bool:
     """Return whether the products of all codes of a word, which are scaled alike, are added as they are read."""
-    return q.words is not None and words.count_planes(q.words.bits) == 1 and q.decode is None
+    if q.words is None or words.count_planes(q.words.bits) > 1 or q.decode is not None:
+        return False
+    # A vector that holds groups of several words would read their zero points one by one.
+    has_points = q.zero_point is not None and q.zero_point.shape[-1] > 1
+    return not (has_points and _has_partial_vectors(q.words))
+
+
+def _has_partial_vectors(layout: WordLayout) -> bool:
+    """Return whether the groups of a tile do not fill vectors."""
+    return words.find_shape(layout.length, layout.bits).groups % _VECTOR != 0
 
 
 def _is_flat(q: ScaledCodes) -> bool:
-    """Return whether the groups of a tile do not fill vectors, so that a vector holds those of several words."""
+    """Return whether a vector holds groups of several words, because those of one do not fill vectors."""
     assert q.words is not None
-    return _is_summed(q) and words.find_shape(q.words.length, q.words.bits).groups % _VECTOR != 0
+    return _is_summed(q) and _has_partial_vectors(q.words)
 
 
 def _count_chunks(q: ScaledCodes) -> int:

@@ -313,6 +313,7 @@ def test_chunks_of_words_of_low_bits(
     # A sum for each word, or for each group.
     sums = rows // chunks * depth // (32 // int(codes[-1]) if depth == 640 else 32)
     monkeypatch.setattr(word_rows, "_CHUNK_SUMS", sums)
+    monkeypatch.setattr(word_rows, "_CHUNK", rows // chunks * depth)
     block = 16 if form == "signed" else 32
     blocks = PerAxis(0) if form == "one scale for each output" else Blocked(1, block)
     w = rng.normal(size=(rows, depth)).astype(np.float32)
