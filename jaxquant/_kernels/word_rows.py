@@ -238,8 +238,9 @@ def _contract_groups(
         """
 
         def choose(part: jax.Array) -> jax.Array:
-            is_shared = index is None or part.shape[-3] == 1
-            return part if is_shared else lax.slice_in_dim(part, index, index + 1, axis=-3)
+            if index is None or part.shape[-3] == 1:
+                return part
+            return lax.slice_in_dim(part, index, index + 1, axis=-3)
 
         planes = chunk_words
         if index is not None:
