@@ -162,7 +162,33 @@ def check_parts(
         entry_point.check_positive_scale(function, name, scale, allow_overflow=True, is_awaited=is_awaited)
     if permutation is not None:
         _check_permutation(function, f"{argument}.permutation", permutation, is_awaited=is_awaited)
+    if zero_point is not None:
+        held = np.dtype(codes.dtype) if static.packing is None else static.packing.carrier
+        zero_point = _hold_zero_point(function, f"{argument}.zero_point", zero_point, held, static, is_awaited)
     return ArrayParts(codes, scale, zero_point, offset, permutation)
+
+
+def _hold_zero_point(
+    function: str, argument: str, zero_point: jax.Array, held: np.dtype, static: ArrayStatic, is_awaited: bool
+) -> jax.Array:
+    """Return a zero point in the dtype of the codes, or in 8 bits if they are packed; raise if it is known not to fit.
+
+    Args:
+        function: the public function that errors name.
+        argument: the argument that errors name.
+        zero_point: in the dtype of the codes, in 8 bits, or a float, which is returned as it is.
+        held: the dtype of the codes, unpacked.
+        static: the static attributes of the array.
+        is_awaited: whether to wait for the elements of an array that is on an accelerator.
+    """
+    if zero_point.dtype in dtypes.FLOATS or dtypes.count_packed_bits(held) >= 8:
+        return zero_point
+    if zero_point.dtype != held:
+        known, (low, high) = entry_point.read_elements(zero_point, is_awaited=is_awaited), dtypes.read_bounds(held)
+        fits = known is None or not known.size or (int(known.min()) >= low and int(known.max()) <= high)
+        checks.require(fits, function, argument, f"codes of {held}, from {low} to {high}", "others")
+    dtype = held if static.packing is None else widen_zero_point(held)
+    return zero_point if zero_point.dtype == dtype else zero_point.astype(dtype)
 
 
 _PLAIN = ArrayStatic(None)[1:]
@@ -242,10 +268,10 @@ def _check_types(function: str, argument: str, types: ArrayParts, shape: tuple[i
         name = f"{argument}.zero_point"
         expected = f"None, because {codebook or codes_dtype} has no zero point"
         checks.require(has_zero_point, function, name, expected, f"an array of {describe_part(zero_point)}")
-        own = {codes_dtype} if static.packing is None else {codes_dtype, widen_zero_point(codes_dtype)}
-        wide = "" if len(own) == 1 else f" or {widen_zero_point(codes_dtype)}"
-        expected = f"dtype {codes_dtype}, the dtype of the codes,{wide} or {dtypes.list_names(dtypes.FLOATS)}"
-        is_known = zero_point.dtype in own or zero_point.dtype in dtypes.FLOATS
+        wide = widen_zero_point(codes_dtype) if dtypes.count_packed_bits(codes_dtype) < 8 else codes_dtype
+        text = "" if wide == codes_dtype else f" {wide},"
+        expected = f"dtype {codes_dtype}, the dtype of the codes,{text} or {dtypes.list_names(dtypes.FLOATS)}"
+        is_known = zero_point.dtype in (codes_dtype, wide, *dtypes.FLOATS)
         checks.require_type(is_known, function, name, expected, zero_point.dtype)
         _check_aligned(function, name, zero_point.shape, shape, block_size)
     if offset is not None:

@@ -151,10 +151,27 @@ def test_zero_points_have_a_byte(rng: np.random.Generator, name: str) -> None:
     ]:  # fmt: skip
         for axis in (0, 1):
             assert_same(jq.concatenate(arrays, axis), jq.concatenate(plain, axis))
-    with pytest.raises(TypeError, match=r"expected dtype \w+, the dtype of the codes, or u?int8 or float32"):
+    # The parts of an array are those of a new one.
+    for again in (packed.replace(packing=None), packed.replace(codes=packed.codes, packing=None), jq.QuantizedArray(
+        packed.codes, packed.scale, packed.zero_point, block_size=packed.block_size
+    )):  # fmt: skip
+        assert_same(again, q)
+        assert_same(again[:, 3], q[:, 3])
+        assert jq.onnx_view(again).x_zero_point.dtype == q.codes.dtype
+    assert earlier.pack().zero_point.dtype == packed.zero_point.dtype
+    with pytest.raises(TypeError, match=r"expected dtype \w+, the dtype of the codes, u?int8, or float32"):
         packed.replace(zero_point=packed.zero_point.astype("int16")).dequantize()
-    with pytest.raises(TypeError, match=r"expected dtype u?int\d, the dtype of the codes, or float32"):
-        q.replace(zero_point=q.zero_point.astype("int8")).dequantize()
+    with pytest.raises(ValueError, match=r"zero_point: expected codes of \w+, from -?\d to \d+, got others"):
+        packed.replace(zero_point=packed.zero_point + packed.zero_point.dtype.type(16)).unpack()
+
+
+def test_awq_files_of_packed_arrays(rng: np.random.Generator, tmp_path: Path) -> None:
+    packed, q = make_pair(rng, "uint4", (64, 64), Blocked(0, 16), symmetric=False, scale_dtype="float16")
+    quantization = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}
+    info = checkpoint.Info("awq", {"config.json": {"quantization_config": quantization}})
+    checkpoint.save(tmp_path, {"m.weight": packed.astype("float16")}, info)
+    loaded, _ = checkpoint.load(tmp_path)
+    assert_same(loaded["m.weight"], q.astype("float16"))
 
 
 def test_joins_of_other_codes_are_refused(rng: np.random.Generator) -> None:

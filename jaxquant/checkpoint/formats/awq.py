@@ -70,7 +70,7 @@ class _Awq(family.FamilyFormat):
         if tensor.zero_point is None:
             zeros = np.full(shape, 0, codes.dtype)
         else:
-            dtypes = (np.dtype(tensor.codes.dtype),)
+            dtypes = (np.dtype(tensor.codes.dtype), codes.dtype)  # packed codes have zero points of 8 bits
             zeros = family.widen_codes(family.write_floats(entry, tensor.zero_point, "zero point", dtypes, shape))
         if is_signed:
             codes, zeros = family.unshift_codes(codes, _BITS), family.unshift_codes(zeros, _BITS)

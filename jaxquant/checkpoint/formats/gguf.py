@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._arrays.parts import ArrayParts, ArrayStatic, Packing
+from ..._arrays.parts import ArrayParts, ArrayStatic, Packing, widen_zero_point
 from ..._arrays.quantized_array import QuantizedArray
 from ..._core.dtypes import NarrowInteger
 from ..._core.granularity import Aligned, BlockSize
@@ -175,7 +175,10 @@ def build_array(row: BlockType, outs: Parts, length: int) -> QuantizedArray:
         scale = QuantizedArray.tree_unflatten(ArrayStatic(_F32), (scale, whole))
     packing = Packing(row.held, length) if row.bits < 8 else None
     static = ArrayStatic(_F32, None, row.codebook, None, packing, row.name != "MXFP4")
-    zero_point = np.full((1,) * outs["codes"].ndim, row.zero_point, row.held) if row.zero_point else None
+    zero_point = None
+    if row.zero_point:
+        held = row.held if packing is None else widen_zero_point(packing.carrier)
+        zero_point = np.full((1,) * outs["codes"].ndim, row.zero_point, held)
     return QuantizedArray.tree_unflatten(static, ArrayParts(outs["codes"], scale, zero_point, read_part("offset")))
 
 
