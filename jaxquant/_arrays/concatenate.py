@@ -101,18 +101,18 @@ def _read_carrier(q: QuantizedArray) -> np.dtype:
 
 
 def _add_zero_points(arrays: list[QuantizedArray]) -> list[QuantizedArray]:
-    """Return the arrays, all of them with a zero point if any of them has one, integers as `pack` holds them."""
+    """Return the arrays, all of them with a zero point if any of them has one."""
     dtype = next((q.zero_point.dtype for q in arrays if q.zero_point is not None), None)
     if dtype is None:
         return arrays
-    result = []
-    for q in arrays:
+
+    def make_zeros(q: QuantizedArray) -> jax.Array:
         own = dtype
-        if dtype in INTEGERS:
+        if dtype in INTEGERS:  # as wide as the codes, or wider if the codes are in words
             own = _read_carrier(q) if q.packing is None else widen_zero_point(q.packing.carrier)
-        zero_point = jnp.zeros((1,) * q.ndim, own) if q.zero_point is None else q.zero_point.astype(own)
-        result.append(q.replace(zero_point=zero_point))
-    return result
+        return jnp.zeros((1,) * q.ndim, own)
+
+    return [q.replace(zero_point=make_zeros(q)) if q.zero_point is None else q for q in arrays]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -218,8 +218,9 @@ def _contract_groups(
             value = jnp.where(word < first * (size.parts * size.words // each), value, other)
         return value
 
-    # XLA would copy the words of a chunk if they were cut first, and then those that share a place.
-    chunk_words = words.split_words(q.codes if by_word else cut(q.codes), packed.bits, packed.length)
+    # Words that are contracted by their place in a group are cut below, rows and place at once. XLA would copy them if
+    # the rows were cut here.
+    stored = words.split_words(q.codes if by_word else cut(q.codes), packed.bits, packed.length)
     scale, zero_point, offset = (
         None if part is None else cut(q.expand(part, role.free)) for part in (q.scale, q.zero_point, q.offset)
     )
@@ -242,7 +243,7 @@ def _contract_groups(
                 return part
             return lax.slice_in_dim(part, index, index + 1, axis=-3)
 
-        planes = chunk_words
+        planes = stored
         if index is not None:
             start, stop = chunk.start, chunk.start + chunk.length
             limits = [(start, stop), (0, size.tiles), (index, index + 1), (0, size.parts), (0, size.groups)]
