@@ -436,10 +436,20 @@ def transpose_array(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
     is_in_range = all(-q.ndim <= a < q.ndim for a in order)
     order = tuple(a % q.ndim for a in order) if is_in_range else order
     checks.require(sorted(order) == list(range(q.ndim)), _TRANSPOSE, "axes", expected, order)
-    new = q.replace(**transpose_entries(q, order))
     # The codes stay in memory as they are. Others see the order that the user has chosen, or else the logical one.
     # Words cannot be transposed later, because the packed axis would not be the last one.
-    is_lazy = (q._is_lazy or q._order is None) and q.packing is None
+    return view_transposed(q, order, is_lazy=(q._is_lazy or q._order is None) and q.packing is None)
+
+
+def view_transposed(q: QuantizedArray, order: Sequence[int], *, is_lazy: bool = False) -> QuantizedArray:
+    """Return q with its dimensions in another order and its codes as they are in memory.
+
+    Args:
+        q: an array.
+        order: the dimensions of q in their new order.
+        is_lazy: whether the codes seem to be in the logical order until something reads them.
+    """
+    new = q.replace(**transpose_entries(q, order))
     result = new._with_stored(q._stored, derive_transposed_order(q._order, order), is_lazy=is_lazy)
     object.__setattr__(result, "_is_view", q._order is None)
     return result

@@ -142,10 +142,6 @@ def contract_checked(
     sharding.check_out_sharding(function, out_sharding)
     preferred = check_options(function, precision, preferred)
     match_roles(function, lhs, rhs, numbers)  # raises errors that name the axes that the caller knows
-    if caller_axes is None:
-        caller_axes = tuple(zip(*numbers[0], strict=True))
-    lhs, numbers = _undo_transpose(lhs, rhs, numbers, 0)
-    rhs, numbers = _undo_transpose(rhs, lhs, numbers, 1)
     return contract_dimensions(
         lhs, rhs, epilogue, function=function, numbers=numbers, precision=precision, preferred=preferred,
         out_sharding=out_sharding, caller_axes=caller_axes,
@@ -160,14 +156,30 @@ def check_options(function: str, precision: lax.PrecisionLike, preferred: DTypeL
     return checks.check_dtype(function, "preferred_element_type", preferred, dtypes.FLOATS)
 
 
+def contract_dimensions(
+    lhs: Any, rhs: Any, epilogue: Epilogue | None, *, function: str, numbers: DotDimensionNumbers, precision: Any,
+    preferred: Any, out_sharding: Any, caller_axes: Axes | None,
+) -> Any:  # fmt: skip
+    """Return the contraction of operands that have been checked. The other arguments are those of `contract_checked`."""
+    if caller_axes is None:
+        caller_axes = tuple(zip(*numbers[0], strict=True))
+    # Before the jit, which takes arrays apart, so that a view would not be known as one.
+    lhs, numbers = _undo_transpose(lhs, rhs, numbers, 0)
+    rhs, numbers = _undo_transpose(rhs, lhs, numbers, 1)
+    return contract_arrays(
+        lhs, rhs, epilogue, function=function, numbers=numbers, precision=precision, preferred=preferred,
+        out_sharding=out_sharding, caller_axes=caller_axes,
+    )  # fmt: skip
+
+
 # A plain jit is enough: the operands have been checked, and a QuantizedArray is a pytree.
 @functools.partial(
     jax.jit,
     static_argnames=("function", "numbers", "precision", "preferred", "out_sharding", "caller_axes"),
 )  # fmt: skip
-def contract_dimensions(
-    lhs: Any, rhs: Any, epilogue: Epilogue | None, *, function: str, numbers: Any, precision: Any, preferred: Any,
-    out_sharding: Any, caller_axes: Axes | None,
+def contract_arrays(
+    lhs: Any, rhs: Any, epilogue: Epilogue | None, *, function: str, numbers: DotDimensionNumbers, precision: Any,
+    preferred: Any, out_sharding: Any, caller_axes: Axes,
 ) -> Any:  # fmt: skip
     left, right = match_roles(function, lhs, rhs, numbers)
     is_weight_only = not all(isinstance(x, QuantizedArray) for x in (lhs, rhs))
@@ -182,8 +194,6 @@ def contract_dimensions(
     lhs, rhs = (_unpack_unread(x, role, is_weight_only) for x, role in ((lhs, left), (rhs, right)))
     a, b = (x.codes if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
     check_placement(function, a, b, left, right, out_sharding)
-    if caller_axes is None:
-        caller_axes = tuple(zip(left.contracted, right.contracted, strict=True))
     is_integer = check_integer_pair(function, lhs, rhs)
     if is_integer:
         lhs, rhs = dot_integer.read_nested(lhs), dot_integer.read_nested(rhs)
@@ -342,7 +352,6 @@ def matmul(
     if math.prod(shapes.b[:-2]) == 1:
         b = b.reshape(shapes.b[-2:]) if b.ndim != 2 else b
         contracted = ((a.ndim - 1,), (0,))
-        b, (contracted, _) = _undo_transpose(b, a, (contracted, ((), ())), 1)
     else:
         batch = shapes.product[:-2]
         a, b = (_broadcast_batch(x, shape, batch) for x, shape in ((a, shapes.a), (b, shapes.b)))

@@ -76,9 +76,7 @@ class MovedCodes(moves.Elements):
     def transpose(self, order: Sequence[int]) -> MovedCodes:
         """Return the codes with their dimensions in another order."""
         # The codes stay in memory as they are: transposing them would cost more than the contraction saves.
-        q = self.array
-        new = q.replace(**indexing.transpose_entries(q, order))
-        return MovedCodes(new._with_stored(q.stored_codes, indexing.derive_transposed_order(q.stored_order, order)))
+        return MovedCodes(indexing.view_transposed(self.array, order))
 
     def reshape(self, shape: Sequence[int]) -> MovedCodes:
         """Return the codes in another shape.

@@ -14,7 +14,7 @@ import pytest
 import jaxquant as jq
 
 from ..cases.networks import make_network
-from ..support.hlo import Program, width
+from ..support.hlo import Program, buffers_of, width
 from ..support.prepared import RECIPES, find_ranges
 
 PRODUCTS = ("plain mlp", "linen lstm", "linen encoder", "plain decoder")
@@ -136,6 +136,24 @@ def test_a_scan_takes_layers_of_four_bits_in_place(recipe, rng):
 
 def _list_constants(program):
     return [i for body in program.computations.values() for i in body if i.opcode == "constant"]
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax 0.10 has other forms for one row")
+@pytest.mark.parametrize("is_looped", [False, True])
+@pytest.mark.parametrize("options", [{}, {"symmetric": False, "scale_dtype": "float16"}])
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_transpose_of_a_parameter_is_undone(dtype, options, is_looped):
+    """The entries are read as they are in memory, and not transposed in each call."""
+
+    def multiply(weights, x):
+        return jax.lax.map(lambda w: x @ w.T, weights) if is_looped else x @ weights.T
+
+    shape = (3, 1536, 576) if is_looped else (1536, 576)
+    weights, x = jnp.ones(shape), jax.ShapeDtypeStruct((1, 576), jnp.float32)
+    rules = (jq.Rule(weight=jq.Weight(dtype, block=32, options=options)),)
+    prepared = jq.prepare(multiply, weights, jnp.ones((1, 576)), rules=rules)
+    program = Program(prepared.apply, jax.eval_shape(prepared.convert, weights), x)
+    assert (18, 1536) not in {shape for i in program.in_memory() for _, shape in buffers_of(i)}
 
 
 @pytest.mark.slow
