@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import packed_codes, words
+from . import barriers, packed_codes, words
 from .contraction import Role
 from .float_rows import ScaledCodes, WordLayout, add_terms, count_cached_rows, scale_row, sum_rows, widen
 from .weight_chunks import Chunk, delay_floats
@@ -123,8 +123,13 @@ def contract_word_groups(x: jax.Array, q: ScaledCodes, role: Role) -> jax.Array:
     step = -(-rows // _count_chunks(q))
     # The barrier keeps XLA from reading words that are constants while it compiles. Where a loop over layers slices the
     # parts of one, it also keeps XLA from slicing the entries in the loop over all words, which may not be vectorized.
-    parts = lax.optimization_barrier({name: getattr(q, name) for name in ("codes", "scale", "zero_point", "offset")})
-    q = q._replace(**parts)
+    # Several entries of a group are copied anyway.
+    q = q._replace(codes=_pin(q.codes))
+    for name in ("scale", "zero_point", "offset"):
+        part = getattr(q, name)
+        if part is not None:
+            part = q.expand(part, role.free)
+            q = q._replace(**{name: part if _count_entries(q, part) > 1 else _pin(part)})
     chunks = [Chunk(start, min(step, rows - start)) for start in range(0, rows, step)]
     sums: list[jax.Array] = []
     for chunk in chunks:
@@ -134,6 +139,12 @@ def contract_word_groups(x: jax.Array, q: ScaledCodes, role: Role) -> jax.Array:
             factors = lax.optimization_barrier(flat).reshape(factors.shape)
         sums.append(_contract_groups(factors, q, role, chunk, spans))
     return (sums[0] if len(sums) == 1 else jnp.concatenate(sums)) * unit
+
+
+def _count_entries(q: ScaledCodes, part: jax.Array) -> int:
+    """Return how many entries a group has, or 1 if several groups share one."""
+    assert q.words is not None
+    return max(part.shape[-1] * words.GROUP // q.words.length, 1)
 
 
 def _is_summed(q: ScaledCodes) -> bool:
@@ -191,41 +202,50 @@ def _contract_groups(
     size = words.find_shape(packed.length, packed.bits)
     is_flat = _is_flat(q)
     by_word = _is_summed(q) and not is_flat
-    shape = (1, 1, size.words, size.parts, 1)
-    word = lax.broadcasted_iota(jnp.int32, shape, 2) * np.int32(size.parts) + lax.broadcasted_iota(jnp.int32, shape, 3)
 
     def cut(part: jax.Array) -> jax.Array:
         """Return the rows of the chunk, at indices that XLA knows: it would copy others."""
         is_whole = part.shape[0] == 1 or chunk.length == q.shape[0]
         return part if is_whole else lax.slice_in_dim(part, chunk.start, chunk.start + chunk.length)
 
-    def take(part: jax.Array, span: words.Span) -> jax.Array:
-        """Return the entries of a chunk for each word: [rows or 1, tiles or 1, words or 1, parts or 1, groups or 1]."""
+    def arrange(part: jax.Array) -> jax.Array:
+        """Return the entries of a chunk: [rows or 1, tiles or 1, entries of a group, 1, groups or 1]."""
+        is_zero_point = part is q.zero_point
+        part = cut(part)
         rows, entries = part.shape
-        run = packed.length // entries
+        each = _count_entries(q, part)
+        # What is written to memory here is written in one or two dimensions, by loops that consist of vectors only.
+        if each > 1:
+            # A strided read in the loop over all words would not be vectorized.
+            part = part.reshape(-1, each).T
+            part = barriers.pin_layout(_prepare_zero_point(q, part) if is_zero_point else part)
+            return jnp.moveaxis(part.reshape(each, rows, size.tiles, 1, size.groups), 0, 2)
+        part = _pin(_prepare_zero_point(q, part)) if is_zero_point else part
         if entries == 1:
             return part[:, :, None, None, None]
-        if run >= words.GROUP:
-            if run > words.GROUP:
-                # The barrier keeps XLA from finding the entry of each group by divisions.
-                part = lax.optimization_barrier(jnp.repeat(part, run // words.GROUP, axis=1))
-            return span.cut(part.reshape(rows, size.tiles, 1, 1, size.groups))
-        each = words.GROUP // run
-        # A strided read in the loop would not be vectorized.
-        ranks = lax.optimization_barrier([lax.slice_in_dim(part, first, None, each, axis=1) for first in range(each)])
-        value, *others = (span.cut(rank.reshape(rows, size.tiles, 1, 1, size.groups)) for rank in ranks)
-        for first, other in enumerate(others, 1):
-            value = jnp.where(word < first * (size.parts * size.words // each), value, other)
-        return value
+        run = packed.length // entries
+        if run > words.GROUP:
+            # The barrier keeps XLA from finding the entry of each group by divisions.
+            part = lax.optimization_barrier(jnp.repeat(part, run // words.GROUP, axis=1))
+        return part.reshape(rows, size.tiles, 1, 1, size.groups)
+
+    def spread(part: jax.Array) -> jax.Array:
+        """Return arranged entries for each word of a group."""
+        rows, tiles, each, _, groups = part.shape
+        if each == 1:
+            return part
+        # Of the words of a group, or else of the parts of a word, some follow each other with the same entry.
+        words_apart = min(each, size.words)
+        lengths = (words_apart, size.words // words_apart, each // words_apart, size.parts * words_apart // each)
+        wide = part.reshape(rows, tiles, lengths[0], 1, lengths[2], 1, groups)
+        wide = jnp.broadcast_to(wide, (rows, tiles, *lengths, groups))
+        return wide.reshape(rows, tiles, size.words, size.parts, groups)
 
     # Words that are contracted by their place in a group are cut below, rows and place at once. XLA would copy them if
     # the rows were cut here.
     stored = words.split_words(q.codes if by_word else cut(q.codes), packed.bits, packed.length)
-    scale, zero_point, offset = (
-        None if part is None else cut(q.expand(part, role.free)) for part in (q.scale, q.zero_point, q.offset)
-    )
+    scale, base, offset = (None if part is None else arrange(part) for part in (q.scale, q.zero_point, q.offset))
     assert scale is not None
-    base = None if zero_point is None else lax.optimization_barrier(_prepare_zero_point(q, zero_point))
     # The sum of the elements that each word is multiplied with.
     sums = None if offset is None else lax.optimization_barrier(jnp.sum(factors, axis=0))[None]
 
@@ -243,6 +263,9 @@ def _contract_groups(
                 return part
             return lax.slice_in_dim(part, index, index + 1, axis=-3)
 
+        def take(part: jax.Array) -> jax.Array:
+            return choose(spread(part if part.shape[-1] == 1 else span.cut(part)))
+
         planes = stored
         if index is not None:
             start, stop = chunk.start, chunk.start + chunk.length
@@ -255,7 +278,7 @@ def _contract_groups(
             tuple(words.align_parts(plane, low.shape, packed.bits, 3, first) for plane in high)
             for first in range(0, size.lanes, _SHARED_LANES)
         ]
-        steps = None if base is None else choose(take(base, span))
+        steps = None if base is None else take(base)
         products = []
         for lane in range(size.lanes):
             turn, other = divmod(lane, _SHARED_LANES)
@@ -267,10 +290,10 @@ def _contract_groups(
             flat = total.reshape(total.shape[0], size.tiles, size.words * size.groups)
             total = lax.optimization_barrier(flat).reshape(total.shape)
         # An entry is converted where it is read, once for each word or group.
-        total = total * widen(choose(take(scale, span)))
+        total = total * widen(take(scale))
         if offset is not None:
             assert sums is not None
-            total = total + choose(place.cut(sums)) * widen(choose(take(offset, span)))
+            total = total + choose(place.cut(sums)) * widen(take(offset))
         return total
 
     if by_word:
@@ -282,6 +305,11 @@ def _contract_groups(
         total = functools.reduce(jnp.add, (total[:, :, i, 0] for i in range(size.words)))
     # XLA:CPU would cut a loop over a dimension of length 1 for several threads, and run it on one.
     return sum_rows(total.reshape(total.shape[0], *(n for n in total.shape[1:] if n != 1)))
+
+
+def _pin(part: jax.Array) -> jax.Array:
+    """Return an array behind a barrier in one dimension, in which XLA slices a stack of layers by vectors only."""
+    return lax.optimization_barrier(part.reshape(-1)).reshape(part.shape)
 
 
 def _widen_in_memory(part: jax.Array | None, predecessor: jax.Array) -> jax.Array | None:

@@ -348,13 +348,21 @@ def test_chunks_of_words_of_low_bits(
 @pytest.mark.parametrize("depth", [288, 576, 640, 896, 912, 1120])
 @pytest.mark.parametrize(
     ("codes", "block"),
-    [("int5", 16), ("int6", 16), ("int3", 16), ("int4", 16), ("uint4", 8), ("uint6", 32), ("nf4", 32)],
-)
+    [
+        ("int5", 16), ("int6", 16), ("int3", 16), ("int4", 16), ("uint4", 8), ("uint6", 32), ("nf4", 32),
+        ("int4 with zero points", 16), ("uint4 with zero points", 8), ("int5 with zero points", 16),
+        ("int6 with zero points", 8), ("uint3 with zero points", 16), ("uint2 with zero points", 16),
+        ("int4 with zero points", 32),
+    ],
+)  # fmt: skip
 def test_words_of_rows_of_any_length(codes: str, block: int, depth: int, rng: np.random.Generator) -> None:
     """Tiles of any number of groups, and a group at the end that is not full, which has no form of its own."""
     w = rng.normal(size=(COLUMNS, depth)).astype(np.float32)
     block = block if depth % block == 0 else 16
-    if codes == "uint6":
+    if "zero points" in codes:
+        spec = QuantSpec(codes.split()[0], Blocked(1, block), symmetric=False, scale_dtype="float16")
+        q = jq.quantize(w, spec)
+    elif codes == "uint6":
         spec = QuantSpec(codes, Blocked(1, block), symmetric=False, scale_dtype="float16")
         q = jq.quantize(w, spec)
         q = q.replace(zero_point=None, offset=jnp.asarray(rng.normal(size=q.scale.shape), jnp.float16))
