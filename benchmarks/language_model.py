@@ -225,6 +225,7 @@ def _list_rows() -> dict[str, Serve]:
         "static: dynamic ranges before ffn_down": _calibrate(down := jq.Rule("*ffn_down*", **_DYNAMIC)),
         "static: dynamic ranges before ffn_down and the head": _calibrate(down, jq.Rule(_TABLE, **_DYNAMIC)),
         "float8: weight_only_fp8": _convert(jq.recipes.weight_only_fp8()),
+        "4 bits: weight_only_int4": _convert(jq.recipes.weight_only_int4()),
         "4 bits: gguf Q4_0": _convert((table, *jq.recipes.gguf("Q4_0"))),
         "4 bits: gguf Q4_K": _convert((table, *jq.recipes.gguf("Q4_K"))),
         "4 bits: nvfp4": _convert((table, *jq.recipes.nvfp4())),

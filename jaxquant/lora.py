@@ -346,11 +346,11 @@ def _shift_blocks(q: QuantizedArray, adapter: Any, lora: LoRA, plan: LeafPlan) -
     # Of an array with one element for each block, so that no factor is repeated.
     shape = tuple(q.scale.shape[axis] if axis in axes.inputs else n for axis, n in enumerate(plan.shape))
     factors = align_factors(adapter, lora, shape, axes, q)
-    offset: Any = 0.0 if q.offset is None else read_entries(q.offset)
+    offset: Any = 0.0 if q.offset is None else read_entries(q.offset).astype(jnp.float32)
     if q.zero_point is not None:
-        offset = -q.zero_point.astype(jnp.float32) * read_entries(q.scale)
+        offset = -q.zero_point.astype(jnp.float32) * dtypes.scale_as_float32(read_entries(q.scale))
     total = offset + multiply_factors(factors["a"], factors["b"])
-    return q.replace(zero_point=None, offset=total.astype(jnp.float32))
+    return q.replace(zero_point=None, offset=total)
 
 
 def save_peft(

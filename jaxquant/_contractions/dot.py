@@ -142,6 +142,9 @@ def contract_checked(
     sharding.check_out_sharding(function, out_sharding)
     preferred = check_options(function, precision, preferred)
     match_roles(function, lhs, rhs, numbers)  # raises errors that name the axes that the caller knows
+    if caller_axes is None:
+        caller_axes = tuple(zip(*numbers[0], strict=True))
+    lhs, rhs, numbers = undo_transposes(lhs, rhs, numbers)
     return contract_dimensions(
         lhs, rhs, epilogue, function=function, numbers=numbers, precision=precision, preferred=preferred,
         out_sharding=out_sharding, caller_axes=caller_axes,
@@ -156,30 +159,14 @@ def check_options(function: str, precision: lax.PrecisionLike, preferred: DTypeL
     return checks.check_dtype(function, "preferred_element_type", preferred, dtypes.FLOATS)
 
 
-def contract_dimensions(
-    lhs: Any, rhs: Any, epilogue: Epilogue | None, *, function: str, numbers: DotDimensionNumbers, precision: Any,
-    preferred: Any, out_sharding: Any, caller_axes: Axes | None,
-) -> Any:  # fmt: skip
-    """Return the contraction of operands that have been checked. The other arguments are those of `contract_checked`."""
-    if caller_axes is None:
-        caller_axes = tuple(zip(*numbers[0], strict=True))
-    # Before the jit, which takes arrays apart, so that a view would not be known as one.
-    lhs, numbers = _undo_transpose(lhs, rhs, numbers, 0)
-    rhs, numbers = _undo_transpose(rhs, lhs, numbers, 1)
-    return contract_arrays(
-        lhs, rhs, epilogue, function=function, numbers=numbers, precision=precision, preferred=preferred,
-        out_sharding=out_sharding, caller_axes=caller_axes,
-    )  # fmt: skip
-
-
 # A plain jit is enough: the operands have been checked, and a QuantizedArray is a pytree.
 @functools.partial(
     jax.jit,
     static_argnames=("function", "numbers", "precision", "preferred", "out_sharding", "caller_axes"),
 )  # fmt: skip
-def contract_arrays(
-    lhs: Any, rhs: Any, epilogue: Epilogue | None, *, function: str, numbers: DotDimensionNumbers, precision: Any,
-    preferred: Any, out_sharding: Any, caller_axes: Axes,
+def contract_dimensions(
+    lhs: Any, rhs: Any, epilogue: Epilogue | None, *, function: str, numbers: Any, precision: Any, preferred: Any,
+    out_sharding: Any, caller_axes: Axes,
 ) -> Any:  # fmt: skip
     left, right = match_roles(function, lhs, rhs, numbers)
     is_weight_only = not all(isinstance(x, QuantizedArray) for x in (lhs, rhs))
@@ -352,6 +339,7 @@ def matmul(
     if math.prod(shapes.b[:-2]) == 1:
         b = b.reshape(shapes.b[-2:]) if b.ndim != 2 else b
         contracted = ((a.ndim - 1,), (0,))
+        a, b, (contracted, _) = undo_transposes(a, b, (contracted, ((), ())))
     else:
         batch = shapes.product[:-2]
         a, b = (_broadcast_batch(x, shape, batch) for x, shape in ((a, shapes.a), (b, shapes.b)))
@@ -367,23 +355,19 @@ def matmul(
     return y if y.shape == shapes.out else y.reshape(shapes.out)  # eager JAX runs a program for a reshape
 
 
-def _undo_transpose(x: Any, other: Any, numbers: DotDimensionNumbers, side: int) -> tuple[Any, DotDimensionNumbers]:
-    """Return a quantized matrix as it was before a transpose in this program, if its product with `other` is the same.
+def undo_transposes(lhs: Any, rhs: Any, numbers: DotDimensionNumbers) -> tuple[Any, Any, DotDimensionNumbers]:
+    """Return two operands and the dimension numbers of the same product without transposes of this program.
 
-    XLA then sees two transposes of the scale, which cancel each other.
-
-    Args:
-        x: the operand.
-        other: the other operand.
-        numbers: the dimension numbers.
-        side: 0 if x is the left operand, 1 if it is the right one.
+    A quantized matrix is returned as it was before its transpose. XLA then sees two transposes of its scale, which
+    cancel each other. Call this before `contract_dimensions`, which takes arrays apart, so that views are lost.
     """
-    contracted, batch = numbers
-    if not _is_view(x) or isinstance(other, QuantizedArray) or batch[side] or len(contracted[side]) != 1:
-        return x, numbers
+    operands, (contracted, batch) = [lhs, rhs], numbers
     axes = [tuple(axes) for axes in contracted]
-    axes[side] = (1 - axes[side][0],)
-    return x.T, (tuple(axes), batch)  # type: ignore
+    for side, x in enumerate((lhs, rhs)):
+        is_matrix = not batch[side] and len(axes[side]) == 1
+        if is_matrix and _is_view(x) and not isinstance(operands[1 - side], QuantizedArray):
+            operands[side], axes[side] = x.T, (1 - axes[side][0] % 2,)
+    return *operands, (tuple(axes), batch)  # type: ignore
 
 
 def _is_view(x: object) -> bool:

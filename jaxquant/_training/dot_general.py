@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
-from .._contractions.dot import check_numbers, contract_dimensions
+from .._contractions.dot import check_numbers, contract_dimensions, undo_transposes
 from .._contractions.output import Epilogue
 from .._core import checks, dtypes, entry_point
 from ..integer import DotDimensionNumbers, match_roles
@@ -120,10 +120,11 @@ class DotContraction(NamedTuple):
 
     def contract_quantized(self, *operands: QuantizedArray | jax.Array, epilogue: Epilogue | None = None) -> Any:
         """Return the contraction of operands, at least one of them quantized."""
-        lhs, rhs = operands
+        lhs, rhs, numbers = undo_transposes(*operands, self.numbers)
         return contract_dimensions(
-            lhs, rhs, epilogue, function=self.function, numbers=self.numbers, precision=self.precision,
-            preferred=self.preferred, out_sharding=self.out_sharding, caller_axes=None,
+            lhs, rhs, epilogue, function=self.function, numbers=numbers, precision=self.precision,
+            preferred=self.preferred, out_sharding=self.out_sharding,
+            caller_axes=tuple(zip(*self.numbers[0], strict=True)),
         )  # fmt: skip
 
     def contract_floats(self, *operands: jax.Array) -> jax.Array:

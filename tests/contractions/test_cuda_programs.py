@@ -84,7 +84,7 @@ def contract_for_cuda(lhs: Any, rhs: Any, monkeypatch: pytest.MonkeyPatch, numbe
     with monkeypatch.context() as patch:
         patch.setattr(weight_chunks, "contract_weights", lambda config, *operands: config.make_cuda_form()(*operands))
         # Without jit, which would keep this program for other tests.
-        contract: Any = dot.contract_arrays
+        contract: Any = dot.contract_dimensions
         return contract.__wrapped__(
             lhs, rhs, None, function="matmul", numbers=numbers, precision="highest", preferred=np.dtype(np.float32),
             out_sharding=None, caller_axes=((1,), (0,)),

@@ -148,7 +148,7 @@ def test_an_unknown_recipe_names_those_that_exist() -> None:
 
 SPECS = {
     "weight_only_int8": ("int8 PerAxis(axis=1)", ""),
-    "weight_only_int4": ("int4 Blocked(axis=0, size=32)", ""),
+    "weight_only_int4": ("int4 Blocked(axis=0, size=16)", ""),
     "w8a8_dynamic": ("int8 PerAxis(axis=1)", "PerAxis(axis=(0, 1))"),
     "w8a8_static": ("int8 PerAxis(axis=1)", "uint8 PerTensor()"),
     "w4a8": ("int4 PerAxis(axis=1)", "PerAxis(axis=(0, 1))"),
@@ -187,8 +187,8 @@ def test_int4_weights_have_zero_points(rng: np.random.Generator) -> None:
     x = jnp.ones((2, 64))
     prepared = jq.prepare(lambda w, x: x @ w, w, x, rules=jq.recipes.weight_only_int4(), strict=True)
     q = prepared.convert(w).params
-    assert (q.codes.dtype, q.block_size) == (jnp.int4, 32)
-    np.testing.assert_array_equal(q.zero_point.astype(jnp.int8), np.repeat([[-8], [7]], 8, 1))
+    assert (q.codes.dtype, q.block_size, q.scale.dtype) == (jnp.int4, 16, jnp.float16)
+    np.testing.assert_array_equal(q.zero_point.astype(jnp.int8), np.repeat([[-8], [-8], [7], [7]], 8, 1))
     # A scale that reaches from 0 to 1 in 15 steps, half of one of the 7 steps that a symmetric code has.
     assert float(jnp.max(jnp.abs(q.dequantize() - w))) <= 0.5 / 15 * 1.001
     assert float(jnp.max(q.scale)) <= 1.001 / 15

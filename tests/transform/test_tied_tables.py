@@ -176,7 +176,8 @@ def test_linen_and_nnx_tables(rng: np.random.Generator) -> None:
         prepared = jq.prepare(function, params, TOKENS, rules=rules, strict=True)
         assert [row.form for row in prepared.coverage] == ["lookup", "weight-only"]
         assert [str(row.weight and row.weight.dtype) for row in prepared.coverage] == ["int8", "int8"]
-        assert all("int4 in blocks of 8, symmetric=False for " in row.reason for row in prepared.coverage)
+        named = "int4 in blocks of 8, scale_dtype=float16, symmetric=False for "
+        assert all(named in row.reason for row in prepared.coverage)
         y = prepared.apply(prepared.convert(params), TOKENS)
         assert np.abs(np.asarray(y) - np.asarray(function(params, TOKENS))).max() < 0.05
 
