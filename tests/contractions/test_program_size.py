@@ -69,3 +69,16 @@ def test_chunks_of_words_have_two_dimensions() -> None:
     words = [shape for i in program.in_memory() for dtype, shape in buffers_of(i) if dtype in ("s32", "u32")]
     assert words.count((1024, 512)) == 4
     assert all(len(shape) <= 2 for shape in words)
+
+
+@pytest.mark.parametrize("block", [16, 32])
+def test_entries_of_layers_are_written_in_one_dimension(block: int) -> None:
+    """XLA:CPU slices and converts rows of 18 or 36 entries one by one, and one long row of them by vectors."""
+    spec = jq.QuantSpec("int4", jq.Blocked(-1, block), symmetric=False, scale_dtype="float16")
+    q = jax.eval_shape(jax.vmap(lambda w: jq.quantize(w, spec).pack()), jnp.ones((3, 1536, 576)))
+    program = Program(lambda x, q: jax.lax.map(lambda q: x @ q.T, q), jax.ShapeDtypeStruct((1, 576), jnp.float32), q)
+    shapes = {shape for i in program.in_memory() for _, shape in buffers_of(i)}
+    each, rows = 32 // block, 1536 * 18
+    assert (1536, 18 * each) not in shapes
+    # Those of the scale and of the zero point.
+    assert {(rows,), (1, each, rows)} & shapes
