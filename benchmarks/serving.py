@@ -45,6 +45,8 @@ from . import language_model, llama_cpp, processor
 decoder = language_model.decoder
 
 _PROMPT, _WRITTEN, _STEPS = 256, 32, 20
+# Seconds before each turn, in which the threads of the one before fall asleep: llama.cpp's wait in a loop for a while.
+_PAUSE = 1.0
 _READ = "loop, the program of an earlier process"
 _LAYERS = ("loop", _READ, "separate")
 _HEADS = ["file", "weights", "layers", "compile s", "temporaries MB", "read tokens/s", "step ms", "of llama.cpp's step"]
@@ -128,6 +130,7 @@ def measure_times(path: pathlib.Path, rounds: int) -> list[list[str]]:
         times: dict[Any, list[tuple[float, float]]] = {key: [] for key in runs}
         for number in range(rounds + 1):
             for key, run in runs.items():
+                time.sleep(_PAUSE)
                 found = run()
                 times[key] += [found] if number else []  # the first round warms up
     medians = {key: [statistics.median(column) for column in zip(*found, strict=True)] for key, found in times.items()}
