@@ -17,7 +17,7 @@ from jax import lax
 
 from . import barriers, packed_codes, words
 from .contraction import Role
-from .float_rows import ScaledCodes, WordLayout, add_terms, count_cached_rows, scale_row, sum_rows, widen
+from .float_rows import ScaledCodes, add_terms, count_cached_rows, scale_row, sum_rows, widen
 from .weight_chunks import Chunk, delay_floats
 
 # The numbers of rows that one loop adds up, if they stay in the first-level cache, for words of low bits only and for
@@ -132,11 +132,8 @@ def contract_word_groups(x: jax.Array, q: ScaledCodes, role: Role) -> jax.Array:
     chunks = [Chunk(start, min(step, rows - start)) for start in range(0, rows, step)]
     sums: list[jax.Array] = []
     for chunk in chunks:
-        if sums:
-            # Without the order, the products of all chunks would be in memory at once.
-            flat = delay_floats(factors.reshape(-1), sums[-1])
-            factors = lax.optimization_barrier(flat).reshape(factors.shape)
-        sums.append(_contract_groups(factors, q, role, chunk, spans))
+        # Without the order, the products of all chunks would be in memory at once.
+        sums.append(_contract_groups(factors, q, role, chunk, spans, sums[-1] if sums else None))
     return (sums[0] if len(sums) == 1 else jnp.concatenate(sums)) * unit
 
 
@@ -147,33 +144,16 @@ def _count_entries(q: ScaledCodes, part: jax.Array) -> int:
 
 
 def _is_summed(q: ScaledCodes) -> bool:
-    """Return whether the products of all codes of a word, which are scaled alike, are added as they are read."""
-    if q.words is None or words.count_planes(q.words.bits) > 1 or q.decode is not None:
-        return False
-    # A vector that holds groups of several words would read their zero points one by one.
-    has_points = q.zero_point is not None and q.zero_point.shape[-1] > 1
-    return not (has_points and _has_partial_vectors(q.words))
-
-
-def _has_partial_vectors(layout: WordLayout) -> bool:
-    """Return whether the groups of a tile do not fill vectors."""
-    return words.find_shape(layout.length, layout.bits).groups % _VECTOR != 0
-
-
-def _is_flat(q: ScaledCodes) -> bool:
-    """Return whether a vector holds groups of several words, because those of one do not fill vectors."""
+    """Return whether one loop adds the products of all codes of a group, and not only those of each word."""
     assert q.words is not None
-    return _is_summed(q) and _has_partial_vectors(q.words)
+    return words.count_planes(q.words.bits) == 1 and q.decode is None
 
 
 def _count_chunks(q: ScaledCodes) -> int:
     """Return the number of chunks of rows."""
     codes, most, chunk = math.prod(q.shape), _MOST_CHUNKS, _CHUNK
     if _is_summed(q):
-        assert q.words is not None
-        # One sum for each word, or for each group.
-        each = words.find_shape(q.words.length, q.words.bits).lanes if _is_flat(q) else words.GROUP
-        most, chunk = _MOST_CHUNKS_OF_SUMS, _CHUNK_SUMS * each
+        most, chunk = _MOST_CHUNKS_OF_SUMS, _CHUNK_SUMS * words.GROUP
     return min(-(-codes // chunk), most, q.shape[0])
 
 
@@ -187,20 +167,26 @@ def _cut_groups(q: ScaledCodes) -> list[words.Span]:
     assert packed is not None
     count = words.find_shape(packed.length, packed.bits).groups
     starts = [*range(0, count - _VECTOR, _VECTOR), count - _VECTOR]
-    if _is_summed(q) or count % _VECTOR == 0 or count < _VECTOR or len(starts) > _MOST_SPANS:
+    if count % _VECTOR == 0 or count < _VECTOR or len(starts) > _MOST_SPANS:
         return [words.Span(0, count)]
     return [words.Span(start, _VECTOR, -start % _VECTOR) for start in starts]
 
 
 def _contract_groups(
-    factors: jax.Array, q: ScaledCodes, role: Role, chunk: Chunk, spans: Sequence[words.Span]
-) -> jax.Array:
-    """Return the contraction of a row, as `words.arrange_row` returns it, with a chunk of the rows of words."""
+    factors: jax.Array, q: ScaledCodes, role: Role, chunk: Chunk, spans: Sequence[words.Span],
+    predecessor: jax.Array | None,
+) -> jax.Array:  # fmt: skip
+    """Return the contraction of a row, as `words.arrange_row` returns it, with a chunk of the rows of words.
+
+    It is computed after `predecessor`.
+    """
+    if predecessor is not None:
+        flat = delay_floats(factors.reshape(-1), predecessor)
+        factors = lax.optimization_barrier(flat).reshape(factors.shape)
     packed = q.words
     assert packed is not None
     size = words.find_shape(packed.length, packed.bits)
-    is_flat = _is_flat(q)
-    by_word = _is_summed(q) and not is_flat
+    by_word = _is_summed(q)
 
     def cut(part: jax.Array) -> jax.Array:
         """Return the rows of the chunk, at indices that XLA knows: it would copy others."""
@@ -209,17 +195,18 @@ def _contract_groups(
 
     def arrange(part: jax.Array) -> jax.Array:
         """Return the entries of a chunk: [rows or 1, tiles or 1, entries of a group, 1, groups or 1]."""
-        is_zero_point = part is q.zero_point
+        is_zero_point, each = part is q.zero_point, _count_entries(q, part)
         part = cut(part)
         rows, entries = part.shape
-        each = _count_entries(q, part)
-        # What is written to memory here is written in one or two dimensions, by loops that consist of vectors only.
-        if each > 1:
-            # A strided read in the loop over all words would not be vectorized.
-            part = part.reshape(-1, each).T
-            part = barriers.pin_layout(_prepare_zero_point(q, part) if is_zero_point else part)
-            return jnp.moveaxis(part.reshape(each, rows, size.tiles, 1, size.groups), 0, 2)
-        part = _pin(_prepare_zero_point(q, part)) if is_zero_point else part
+        if is_zero_point or each > 1:
+            # A strided read in the loop over all words would not be vectorized, and a conversion would be repeated. In
+            # one or two dimensions both are loops that consist of vectors only.
+            columns = part.reshape(-1, each).T
+            columns = columns if predecessor is None else delay_floats(columns, predecessor)
+            columns = barriers.pin_layout(_prepare_zero_point(q, columns) if is_zero_point else columns)
+            if each > 1:
+                return jnp.moveaxis(columns.reshape(each, rows, size.tiles, 1, size.groups), 0, 2)
+            part = columns.reshape(rows, entries)
         if entries == 1:
             return part[:, :, None, None, None]
         run = packed.length // entries
@@ -265,12 +252,11 @@ def _contract_groups(
         def take(part: jax.Array) -> jax.Array:
             return choose(spread(part if part.shape[-1] == 1 else span.cut(part)))
 
-        planes = stored
+        limits = [(0, n) for n in stored[0].shape]
         if index is not None:
-            start, stop = chunk.start, chunk.start + chunk.length
-            limits = [(start, stop), (0, size.tiles), (index, index + 1), (0, size.parts), (0, size.groups)]
-            planes = tuple(lax.slice(plane, *zip(*limits, strict=True)) for plane in planes)
-        low, *high = map(span.cut, planes)
+            limits[0], limits[2] = (chunk.start, chunk.start + chunk.length), (index, index + 1)
+        limits[-1] = (span.start, span.start + span.length)
+        low, *high = (_slice(plane, limits) for plane in stored)
         place = words.Span(number * span.length, span.length)
         row = place.cut(factors)
         aligned = [
@@ -284,10 +270,6 @@ def _contract_groups(
             weights = _read_weights(q, (low, *aligned[turn]), lane, other, 0, steps)
             products.append(choose(row[None, lane]) * weights)
         total = functools.reduce(jnp.add, products) if size.lanes == _SHARED_LANES else add_terms(products, q.decode)
-        if is_flat:
-            # The loop over all words of a tile consists of vectors only, which the one over groups does not.
-            flat = total.reshape(total.shape[0], size.tiles, size.words * size.groups)
-            total = lax.optimization_barrier(flat).reshape(total.shape)
         # An entry is converted where it is read, once for each word or group.
         total = total * widen(take(scale))
         if offset is not None:
@@ -295,15 +277,18 @@ def _contract_groups(
             total = total + choose(place.cut(sums)) * widen(take(offset))
         return total
 
-    if by_word:
-        # The sum of the words of a group is written to memory in place of each of them.
-        total = functools.reduce(jnp.add, [contract(0, spans[0], index) for index in range(size.words)])
-    else:
-        total = functools.reduce(jnp.add, [contract(number, span) for number, span in enumerate(spans)])
-    if is_flat:
-        total = functools.reduce(jnp.add, (total[:, :, i, 0] for i in range(size.words)))
+    # If possible, the sum of the words of a group is written to memory in place of each of them.
+    indices = range(size.words) if by_word else [None]
+    sums_of_words = [contract(n, span, index) for n, span in enumerate(spans) for index in indices]
+    total = functools.reduce(jnp.add, sums_of_words)
     # XLA:CPU would cut a loop over a dimension of length 1 for several threads, and run it on one.
     return sum_rows(total.reshape(total.shape[0], *(n for n in total.shape[1:] if n != 1)))
+
+
+def _slice(plane: jax.Array, limits: Sequence[tuple[int, int]]) -> jax.Array:
+    """Return a part of words, whose dimension of parts may be 1."""
+    bounds = [limit if n != 1 else (0, 1) for n, limit in zip(plane.shape, limits, strict=True)]
+    return lax.slice(plane, *zip(*bounds, strict=True))
 
 
 def _pin(part: jax.Array) -> jax.Array:
