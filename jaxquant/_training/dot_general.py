@@ -120,7 +120,8 @@ class DotContraction(NamedTuple):
 
     def contract_quantized(self, *operands: QuantizedArray | jax.Array, epilogue: Epilogue | None = None) -> Any:
         """Return the contraction of operands, at least one of them quantized."""
-        lhs, rhs, numbers = undo_transposes(*operands, self.numbers)
+        lhs, rhs = operands
+        lhs, rhs, numbers = undo_transposes(lhs, rhs, self.numbers)
         return contract_dimensions(
             lhs, rhs, epilogue, function=self.function, numbers=numbers, precision=self.precision,
             preferred=self.preferred, out_sharding=self.out_sharding,
