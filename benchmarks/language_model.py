@@ -59,6 +59,7 @@ _MATCHED = 56  # rows that calibrate an algorithm which matches floats, because 
 _FLOAT, _OWN, _CACHE = "floats of the file's codes", "the file's own codes", "cache: "
 _DYNAMIC = {"weight": jq.Weight("int8"), "activation": jq.Activation("uint8", per="row")}
 _TABLE = "token_embd*"
+_FLOAT16 = {"scale_dtype": "float16"}
 # The most nats that a row may lose, and llama.cpp's may differ.
 _MOST = {_OWN: 0.002, "8 bits: (weight_only|gguf).*": 0.02, f"{_CACHE}int8": 0.02, "llama.cpp": 0.02}
 
@@ -228,6 +229,7 @@ def _list_rows() -> dict[str, Serve]:
         "4 bits: weight_only_int4": _convert(jq.recipes.weight_only_int4()),
         "4 bits: gguf Q4_0": _convert((table, *jq.recipes.gguf("Q4_0"))),
         "4 bits: gguf Q4_K": _convert((table, *jq.recipes.gguf("Q4_K"))),
+        "4 bits: nf4": _convert((table, jq.Rule(weight=jq.Weight(jq.nf4, block=32, options=_FLOAT16)))),
         "4 bits: nvfp4": _convert((table, *jq.recipes.nvfp4())),
         "4 bits: mxfp4": _convert((table, *jq.recipes.mxfp4())),
         "4 bits: w4a8": _convert(jq.recipes.w4a8()),
