@@ -45,7 +45,7 @@ from . import language_model, llama_cpp, processor
 decoder = language_model.decoder
 
 _PROMPT, _WRITTEN, _STEPS = 256, 32, 20
-# Seconds before each turn, in which the threads of the one before fall asleep: llama.cpp's wait in a loop for a while.
+# Seconds to wait before each turn. llama.cpp's threads spin for a while after a turn, which slows the next one down.
 _PAUSE = 1.0
 _READ = "loop, the program of an earlier process"
 _LAYERS = ("loop", _READ, "separate")

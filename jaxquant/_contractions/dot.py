@@ -356,17 +356,17 @@ def matmul(
 
 
 def undo_transposes(lhs: Any, rhs: Any, numbers: DotDimensionNumbers) -> tuple[Any, Any, DotDimensionNumbers]:
-    """Return two operands and the dimension numbers of the same product without transposes of this program.
+    """Return operands as they were before a transpose in this program, and the numbers that give the same product.
 
-    A quantized matrix is returned as it was before its transpose. XLA then sees two transposes of its scale, which
-    cancel each other. Call this before `contract_dimensions`, which takes arrays apart, so that views are lost.
+    XLA then sees two transposes of a quantized matrix's scale, which cancel each other. Call this before
+    `contract_dimensions`: its jit takes arrays apart, and an array loses the mark that it is a transpose.
     """
     operands, (contracted, batch) = [lhs, rhs], numbers
     axes = [tuple(axes) for axes in contracted]
     for side, x in enumerate((lhs, rhs)):
         is_matrix = not batch[side] and len(axes[side]) == 1
         if is_matrix and _is_view(x) and not isinstance(operands[1 - side], QuantizedArray):
-            operands[side], axes[side] = x.T, (1 - axes[side][0] % 2,)
+            operands[side], axes[side] = x.T, (1 - axes[side][0],)
     return *operands, (tuple(axes), batch)  # type: ignore
 
 

@@ -122,13 +122,14 @@ def contract_word_groups(x: jax.Array, q: ScaledCodes, role: Role) -> jax.Array:
     step = -(-rows // _count_chunks(q))
     # The barrier keeps XLA from reading words that are constants while it compiles. Where a loop over layers slices the
     # parts of one, it also keeps XLA from slicing the entries in the loop over all words, which may not be vectorized.
-    # Several entries of a group are copied anyway.
     q = q._replace(codes=_pin(q.codes))
     for name in ("scale", "zero_point", "offset"):
         part = getattr(q, name)
         if part is not None:
             part = q.expand(part, role.free)
-            q = q._replace(**{name: part if _count_entries(q, part) > 1 else _pin(part)})
+            # Parts that `_contract_groups` copies need no barrier.
+            is_copied = name == "zero_point" or _count_entries(q, part) > 1
+            q = q._replace(**{name: part if is_copied else _pin(part)})
     chunks = [Chunk(start, min(step, rows - start)) for start in range(0, rows, step)]
     sums: list[jax.Array] = []
     for chunk in chunks:
@@ -199,8 +200,8 @@ def _contract_groups(
         part = cut(part)
         rows, entries = part.shape
         if is_zero_point or each > 1:
-            # A strided read in the loop over all words would not be vectorized, and a conversion would be repeated. In
-            # one or two dimensions both are loops that consist of vectors only.
+            # A strided read in the loop over all words would not be vectorized, and a conversion would be repeated. XLA
+            # vectorizes both completely in an array of one or two dimensions.
             columns = part.reshape(-1, each).T
             columns = columns if predecessor is None else delay_floats(columns, predecessor)
             columns = barriers.pin_layout(_prepare_zero_point(q, columns) if is_zero_point else columns)
@@ -220,7 +221,7 @@ def _contract_groups(
         rows, tiles, each, _, groups = part.shape
         if each == 1:
             return part
-        # Of the words of a group, or else of the parts of a word, some follow each other with the same entry.
+        # Neighboring words of a group share an entry. If there are more entries than words, neighboring parts do.
         words_apart = min(each, size.words)
         lengths = (words_apart, size.words // words_apart, each // words_apart, size.parts * words_apart // each)
         wide = part.reshape(rows, tiles, lengths[0], 1, lengths[2], 1, groups)
@@ -286,13 +287,13 @@ def _contract_groups(
 
 
 def _slice(plane: jax.Array, limits: Sequence[tuple[int, int]]) -> jax.Array:
-    """Return a part of words, whose dimension of parts may be 1."""
+    """Return a slice of a plane of words. Dimensions of length 1 broadcast, and are kept."""
     bounds = [limit if n != 1 else (0, 1) for n, limit in zip(plane.shape, limits, strict=True)]
     return lax.slice(plane, *zip(*bounds, strict=True))
 
 
 def _pin(part: jax.Array) -> jax.Array:
-    """Return an array behind a barrier in one dimension, in which XLA slices a stack of layers by vectors only."""
+    """Return an array that has passed a barrier as one dimension: XLA slices such layers of a stack by vectors only."""
     return lax.optimization_barrier(part.reshape(-1)).reshape(part.shape)
 
 

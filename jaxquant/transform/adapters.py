@@ -131,7 +131,7 @@ class AdaptedTree:
         >>> prepared = jq.prepare(lambda p, x: x @ p["w"], params, x, rules=jq.recipes.weight_only_int4(block=2))
         >>> adapted = jq.lora.adapt(prepared, prepared.convert(params), jq.lora.LoRA(rank=1), jax.random.key(0))
         >>> adapted
-        AdaptedTree(QuantizedTree(1 quantized array, 0 other, 0 ranges, nbytes=11), w: rank 1)
+        AdaptedTree(QuantizedTree(1 quantized array, 0 other, 0 ranges, nbytes=7), w: rank 1)
         >>> loss = lambda adapters: prepared.fake_apply(adapted.replace(adapters=adapters), x).sum()
         >>> {name: g.shape for name, g in jax.grad(loss)(adapted.adapters)["w"].items()}
         {'a': (2, 1), 'b': (1, 2)}

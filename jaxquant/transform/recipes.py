@@ -35,15 +35,17 @@ def weight_only_int4(block: int = 16) -> tuple[Rule, ...]:
     """Return rules for int4 weights with a scale and a zero point for each block of inputs, and activations in floats.
 
     A zero point lets the 16 codes of a block end at its least and its largest weight. Without one the codes have to be
-    as far from 0 on both sides, and one of the 16 stays unused. A zero point takes 4 bits for each block, and a scale,
-    which is a float16, takes 16: a weight takes 5.25 bits with blocks of 16, and 4.63 with blocks of 32.
+    as far from 0 on both sides, and one of the 16 stays unused. A zero point takes 4 bits for each block, or 8 in packed
+    arrays (`QuantizedArray.pack`), and a scale, which is a float16, takes 16: a weight takes 5.25 or 5.5 bits with blocks
+    of 16, and 4.63 or 4.75 with blocks of 32. Scales of float16 are exact enough for weights between 1e-5 and 1e5; for
+    others take the rule of this recipe with `"scale_dtype": "float32"`.
 
     Convolutions and lookups have int8 weights: their inputs are too few for blocks, and their weights are small. So
     have tables that are looked up and also multiply the output.
 
     Args:
-        block: the number of inputs that share a scale. The loss of a language model was 1.7 times as large with 32 as
-            with 16 (docs/language-model.md), and a product took as long.
+        block: the number of inputs that share a scale. A language model lost 1.7 times as much with 32 as with 16, and
+            took as long (docs/language-model.md).
     """
     weight = Weight("int4", block=block, options={"symmetric": False, "scale_dtype": "float16"})
     return (

@@ -333,10 +333,13 @@ def test_chunks_of_words_of_low_bits(
     assert np.all(np.abs(np.asarray(jax.jit(contract)(x, q)) - x.astype(np.float64) @ real) <= limit)
     program = Program(contract, x, q)
     found = [(dtype, math.prod(shape)) for i in program.in_memory() for dtype, shape in buffers_of(i)]
-    # The largest floats are the sums of a chunk, and its entries. No words are copied, but those of zero points.
+    # The largest floats are the sums of a chunk, and its entries. No words are copied except those of zero points.
     copied = 0 if q.zero_point is None else q.zero_point.size // 8
     assert max((size for dtype, size in found if dtype == "u32"), default=0) <= copied
     assert max(size for dtype, size in found if dtype == "f32") <= max(sums, rows, q.scale.size // chunks)
+    if form == "zero points":
+        # Those of a chunk are converted to floats when the chunk is read.
+        assert program.memory.temp_size_in_bytes < 4 * q.zero_point.size // 2
     spoiled = q.replace(scale=q.scale.at[7, 0].set(jnp.inf).at[rows - 1, -1].set(jnp.nan))
     got = np.asarray(jax.jit(contract)(x, spoiled))[0]
     np.testing.assert_array_equal(np.isnan(got), np.isin(np.arange(rows), [7, rows - 1]))
@@ -480,7 +483,7 @@ def test_nested_scales_of_many_layers(einsum: bool, rng: np.random.Generator) ->
             x = jnp.tanh(jq.einsum("bk,nk->bn", x, q) if einsum else x @ q.T)
         return x
 
-    # Of a layer, as they are computed and in the order in which they are read.
+    # The bytes of a layer's scales and offsets, twice: as they are computed, and in the order in which they are read.
     entries = 2 * 2 * 4 * size * size // 16
     assert Program(run, x[0], qs).memory.temp_size_in_bytes < layers * entries // 4
     want = [np.asarray(run(row, qs)) for row in x]

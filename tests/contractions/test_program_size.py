@@ -77,8 +77,9 @@ def test_entries_of_layers_are_written_in_one_dimension(block: int) -> None:
     spec = jq.QuantSpec("int4", jq.Blocked(-1, block), symmetric=False, scale_dtype="float16")
     q = jax.eval_shape(jax.vmap(lambda w: jq.quantize(w, spec).pack()), jnp.ones((3, 1536, 576)))
     program = Program(lambda x, q: jax.lax.map(lambda q: x @ q.T, q), jax.ShapeDtypeStruct((1, 576), jnp.float32), q)
-    shapes = {shape for i in program.in_memory() for _, shape in buffers_of(i)}
+    found = {(dtype, shape) for i in program.in_memory() for dtype, shape in buffers_of(i)}
     each, rows = 32 // block, 1536 * 18
-    assert (1536, 18 * each) not in shapes
-    # Those of the scale and of the zero point.
-    assert {(rows,), (1, each, rows)} & shapes
+    assert (1536, 18 * each) not in {shape for _, shape in found}
+    # The scale, whose entries are copied in another order if a group has several, and the converted zero point.
+    assert {("f16", (rows,) if each == 1 else (1, each, rows)), ("f32", (1, each, rows))} <= found
+    assert ("s8", (each * rows,)) not in found

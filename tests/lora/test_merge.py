@@ -17,8 +17,10 @@ from tests.support.equality import check_equal
 
 ZERO_POINTS = (jq.Rule(weight=jq.Weight("uint4", block=4, options={"symmetric": False})),)
 OFFSETS = (jq.Rule(weight=jq.Weight("uint4", block=4, options={"offset": True})),)
+FLOAT16_OFFSETS = (jq.Rule(weight=jq.Weight("uint4", block=4, options={"offset": True, "scale_dtype": "float16"})),)
 RULES = {
     "int4": jq.recipes.weight_only_int4(block=4), "zero points": ZERO_POINTS, "offsets": OFFSETS,
+    "float16 offsets": FLOAT16_OFFSETS,
     "int8": jq.recipes.weight_only_int8(), "short blocks": jq.recipes.weight_only_int4(block=5),
     "tensor": (jq.Rule(weight=jq.Weight("uint8", per="tensor", options={"symmetric": False})),),
     "outputs": (jq.Rule(weight=jq.Weight("uint8", options={"offset": True})),),
