@@ -45,7 +45,7 @@ from . import language_model, llama_cpp, processor
 decoder = language_model.decoder
 
 _PROMPT, _WRITTEN, _STEPS = 256, 32, 20
-# Seconds to wait before each turn. llama.cpp's threads spin for a while after a turn, which slows the next one down.
+# Seconds to wait before each turn. llama.cpp's threads spin for a while after a turn, and slow down the next one.
 _PAUSE = 1.0
 _READ = "loop, the program of an earlier process"
 _LAYERS = ("loop", _READ, "separate")

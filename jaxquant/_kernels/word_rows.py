@@ -147,7 +147,10 @@ def _count_entries(q: ScaledCodes, part: jax.Array) -> int:
 def _is_summed(q: ScaledCodes) -> bool:
     """Return whether one loop adds the products of all codes of a group, and not only those of each word."""
     assert q.words is not None
-    return words.count_planes(q.words.bits) == 1 and q.decode is None
+    if words.count_planes(q.words.bits) > 1 or q.decode is not None:
+        return False
+    # With several spans it takes four times as many operations, and XLA the longer to compile them: only for tables.
+    return len(_cut_groups(q)) == 1 or math.prod(q.shape) > _CHUNK
 
 
 def _count_chunks(q: ScaledCodes) -> int:
