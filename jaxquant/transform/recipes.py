@@ -36,8 +36,8 @@ def weight_only_int4(block: int = 16) -> tuple[Rule, ...]:
 
     A zero point lets the 16 codes of a block end at its least and its largest weight. Without one the codes have to be
     as far from 0 on both sides, and one of the 16 stays unused. A zero point takes 4 bits for each block, or 8 if the
-    array is packed (`QuantizedArray.pack`), and a scale, which is a float16, takes 16: with blocks of 16 a weight takes
-    5.25 or 5.5 bits, and with blocks of 32 it takes 4.63 or 4.75. Scales of float16 are exact enough for weights between
+    array is packed (`QuantizedArray.pack`), and a scale, a float16, takes 16: with blocks of 16 a weight takes 5.25 or
+    5.5 bits, and with blocks of 32 it takes 4.63 or 4.75. Scales of float16 are exact enough for weights between
     1e-5 and 1e5; for others take the rules of this recipe with `"scale_dtype": "float32"`.
 
     Convolutions and lookups have int8 weights: their inputs are too few for blocks, and their weights are small. So
