@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._core import dtypes
 from .._program import jaxpr, moves
 from .._program.analysis import Address, Site, read_product_numbers
 from .._program.jaxpr import Equation
@@ -120,7 +121,7 @@ class AdaptedMode:
 
 def _drop_inputs(x: jax.Array, site: Site, w: AdaptedParameter) -> jax.Array:
     """Return the inputs of an adapter, in the dtype of its factors, some of them 0."""
-    x = x.astype(jnp.promote_types(x.dtype, w.parts["a"].dtype))
+    x = x.astype(dtypes.choose_wider(x.dtype, w.parts["a"].dtype))
     if "key" not in w.parts:
         return x
     data = w.parts["key"].reshape(-1, w.parts["key"].shape[-1])[0]

@@ -339,7 +339,7 @@ def test_chunks_of_words_of_low_bits(
     assert max(size for dtype, size in found if dtype == "f32") <= max(sums, rows, q.scale.size // chunks)
     if form == "zero points":
         # Those of a chunk are converted to floats when the chunk is read.
-        assert program.memory.temp_size_in_bytes < 4 * q.zero_point.size // 2
+        assert program.memory.temp_size_in_bytes < 4 * q.scale.size // 2
     spoiled = q.replace(scale=q.scale.at[7, 0].set(jnp.inf).at[rows - 1, -1].set(jnp.nan))
     got = np.asarray(jax.jit(contract)(x, spoiled))[0]
     np.testing.assert_array_equal(np.isnan(got), np.isin(np.arange(rows), [7, rows - 1]))

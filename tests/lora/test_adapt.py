@@ -622,6 +622,26 @@ def test_a_step_needs_the_memory_of_a_step_with_floats(fixed_rng: np.random.Gene
         assert codes <= (1.6 if is_old else 1.3) * floats
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_model_of_16_bits_with_strict_promotion(dtype: str, rng: np.random.Generator) -> None:
+    """The factors are float32, and their product is added to the result in the dtype of the model."""
+    params = {"w": jnp.asarray(rng.normal(size=(32, 8)), dtype)}
+    x = jnp.asarray(rng.normal(size=(3, 32)), dtype)
+    prepared = jq.prepare(lambda p, x: x @ p["w"], params, x, rules=jq.recipes.weight_only_int8())
+    adapted = jq.lora.adapt(prepared, prepared.convert(params), jq.lora.LoRA(2), jax.random.key(0))
+    factors = jax.tree.map(lambda v: v + np.float32(0.5), adapted.adapters)
+    y = prepared.apply(adapted.replace(adapters=factors), x)
+    a, b = (np.asarray(factors["w"][part], np.float64) for part in "ab")
+    wide = np.asarray(x, np.float64)
+    want = wide @ np.asarray(adapted.frozen.params["w"].dequantize(), np.float64) + wide @ a @ b
+    assert y.dtype == dtype
+    np.testing.assert_allclose(np.asarray(y, np.float64), want, rtol=0.02, atol=0.05)
+    gradients = jax.grad(lambda f: prepared.fake_apply(adapted.replace(adapters=f), x).astype(jnp.float32).sum())(
+        factors
+    )
+    np.testing.assert_allclose(gradients["w"]["b"], np.tile((wide @ a).sum(0)[:, None], 8), rtol=0.02, atol=0.05)
+
+
 @pytest.mark.parametrize("targets", [None, "*", re.compile("w", re.IGNORECASE)])
 def test_an_exported_program_takes_an_adapted_tree(targets: Any, rng: np.random.Generator) -> None:
     params = {"w": jnp.asarray(rng.normal(size=(8, 4)).astype(np.float32))}
