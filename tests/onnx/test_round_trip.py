@@ -99,6 +99,8 @@ def list_weights(model: onnx.ModelProto) -> list[tuple[str, bytes]]:
 
 # One node differs: bools are compared by other operators.
 NEARLY_EQUAL = (("linen decoder", "float"),)
+# Loading quantizes images before the largest elements of their windows are taken, and turns the codes around.
+SHORTER = (("linen cnn", "static"), ("nnx cnn", "static"))
 
 
 @pytest.mark.sample(3)
@@ -115,6 +117,8 @@ def test_a_loaded_model_is_exported_in_the_same_form(name: str, recipe: str) -> 
     assert second == third
     if (name, recipe) in NEARLY_EQUAL:
         assert len(second) <= len(first) + 1
+    elif (name, recipe) in SHORTER:
+        assert len(second) < len(first)
     else:
         assert first == second
     # Loading and exporting computes nothing with weights, nor with the scales of their blocks.
