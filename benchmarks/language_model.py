@@ -54,7 +54,7 @@ from . import llama_cpp, processor
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 decoder: Any = importlib.import_module("decoder")
 
-_TEXT, _CALIBRATION, _STEPS, _TEXTS, _WRITTEN, _PROMPT = 512, 8, 8, 10, 128, 64
+_TEXT, _CHUNK, _CALIBRATION, _STEPS, _TEXTS, _WRITTEN, _PROMPT = 512, 128, 8, 8, 10, 128, 64
 _MATCHED = 56  # rows that calibrate an algorithm which matches floats, because it fits few tokens too closely
 _FLOAT, _OWN, _CACHE = "floats of the file's codes", "the file's own codes", "cache: "
 _DYNAMIC = {"weight": jq.Weight("int8"), "activation": jq.Activation("uint8", per="row")}
@@ -192,9 +192,9 @@ def _calibrate(*rules: jq.Rule, skips_first: bool = False, smooths: bool = False
             floats = ptq.smooth(prepared, floats, stats, batches[0]).tree
         read, begun = jax.jit(model.run), []
         for row in calibration if skips_first else ():
-            caches = decoder.create_caches(model.config, 1, 1 + decoder.CHUNK, "float32")
+            caches = decoder.create_caches(model.config, 1, 1 + _CHUNK, "float32")
             _, caches = read(floats, *_call(model, row[None, :1], caches))
-            begun.append(_call(model, row[None, 1 : 1 + decoder.CHUNK], caches))
+            begun.append(_call(model, row[None, 1 : 1 + _CHUNK], caches))
         ranges = prepared.calibrate(floats, begun or batches, progress=False)
         return Served(prepared.apply, prepared.convert(floats, ranges))
 
@@ -264,9 +264,9 @@ _PLAIN = "int8, a scale for each token and head"
 def _create_caches(model: Any, kind: str, batch: int, length: int) -> Any:
     """Return caches of the example, or those with the defaults of `KVCache.create`."""
     if kind != _PLAIN:
-        return decoder.create_caches(model.config, batch, length, kind, model.smoothing)
+        return decoder.create_caches(model.config, batch, length, kind, model.smoothing, _CHUNK)
     # The windows and lengths of the example's caches.
-    layers = jax.eval_shape(lambda: decoder.create_caches(model.config, batch, length))
+    layers = jax.eval_shape(lambda: decoder.create_caches(model.config, batch, length, chunk=_CHUNK))
     return tuple(jq.KVCache.create(layer.shape, window=layer.window, per_row=True) for layer in layers)
 
 
@@ -295,7 +295,7 @@ def measure(model: Any, name: str, sample: Sample, texts: int = _TEXTS) -> Figur
     began = time.process_time()
     step: Any = read.lower(run, params, token, start()).compile()
     compiling = time.process_time() - began
-    scores, size = [], decoder.CHUNK
+    scores, size = [], _CHUNK
     for row in sample.test:
         _, caches = step(params, row[None, :2], start())
         found = []
@@ -322,7 +322,7 @@ def _count_bytes(x: Any) -> int:
 
 def _write(model: Any, kind: str, sample: Sample, texts: int) -> list[str]:
     """Return the likeliest tokens after pieces of some rows, as text with a number for each."""
-    size = min(_PROMPT, decoder.CHUNK) - len(model.bos)
+    size = min(_PROMPT, _CHUNK) - len(model.bos)
     pieces = sample.test[:, 2 : 2 + _TEXT // size * size].reshape(-1, size)[:texts]
     texts = len(pieces)
     prompts = np.concatenate([np.tile(np.array(model.bos, np.int32), (texts, 1)), pieces], 1)

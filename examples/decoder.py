@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 import jaxquant as jq
 from jaxquant import checkpoint
 
-CHUNK = 128  # the tokens of a call in which a prompt is read
+CHUNK = 256  # the most tokens of a call in which a prompt is read
 CACHES = {"float32": None, "int8": ("int8", "int8"), "int8-int4": ("int8", "int4"), "int4": ("int4", "int4")}
 # The features of a key and of a value that share a scale. With 4 bits the keys lose most of what is lost.
 BLOCKS = {"int8": (32, 32), "int4": (16, 32)}
@@ -129,14 +129,16 @@ def find_smoothing(config: Config, params: Params, tokens: ArrayLike) -> Smoothi
 
 
 def create_caches(
-    config: Config, batch: int, length: int, kind: str = "int8", smoothing: Smoothing | None = None
-) -> tuple[Any, ...]:
+    config: Config, batch: int, length: int, kind: str = "int8", smoothing: Smoothing | None = None,
+    chunk: int | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """Return an empty cache for each layer, of a kind in `CACHES`, for `length` tokens of each row.
 
     Keys and values are rotated, and have a scale for each block of features. The codes of a local layer are in a ring,
-    which holds its window and one chunk. If layers are stacked, so are the caches of those with equal windows.
+    which holds its window and the `chunk` tokens of a call, `CHUNK` if that is None. If layers are stacked, so are the
+    caches of those with equal windows.
     """
-    caches, dtypes = [], CACHES[kind]
+    caches, dtypes, chunk = [], CACHES[kind], CHUNK if chunk is None else chunk
     for layer in range(config.layers):
         window = config.choose_window(layer)
         window = None if window is None or window >= length else window
@@ -144,7 +146,7 @@ def create_caches(
             keys, values = (jnp.zeros((batch, length, config.kv_heads, config.head_dim)) for _ in range(2))
             caches.append(FloatCache(keys, values, jnp.zeros(batch, jnp.int32), window))
             continue
-        shape = batch, length if window is None else window + CHUNK - 1, config.kv_heads, config.head_dim
+        shape = batch, length if window is None else window + chunk - 1, config.kv_heads, config.head_dim
         sizes = (math.gcd(BLOCKS[dtype][side], config.head_dim) for side, dtype in enumerate(dtypes))
         specs = [
             jq.QuantSpec(dtype, jq.Blocked(-1, size), scale_dtype="float16", narrow_range=dtype == "int8")
@@ -157,6 +159,11 @@ def create_caches(
         return tuple(caches)
     places = [[i for i in range(config.layers) if config.choose_window(i) == w] for w in config.list_windows()]
     return tuple(_stack([caches[i] for i in layers]) for layers in places)
+
+
+def choose_chunk(longest: int) -> int:
+    """Return how many tokens of prompts of up to `longest` tokens a call should read: a power of two up to `CHUNK`."""
+    return min(CHUNK, 1 << (longest - 1).bit_length())
 
 
 def _stack(trees: Sequence[Any]) -> Any:
@@ -172,7 +179,7 @@ def forward(
     Args:
         config: the shape of the decoder.
         params: the tensors of a GGUF file by name.
-        tokens: int32 [batch, tokens], which follow those in the caches; at most `CHUNK`.
+        tokens: int32 [batch, tokens], which follow those in the caches; at most the chunk of the caches.
         counts: int32 [batch], how many of the tokens of each row there are; the others are padding.
         wanted: int32 [batch, n], the places of the tokens whose logits are returned. The table of a large vocabulary
             is the largest matrix of a decoder, and reading a prompt needs the logits of its last token only.

@@ -49,10 +49,11 @@ def generate(
         return decoder.sample(logits[:, 0], key, top_k, temperature), caches
 
     rows = [model.bos + model.encode(prompt) for prompt in prompts]
-    lengths, size = np.array([len(row) for row in rows], np.int32), decoder.CHUNK
-    chunks = -(-int(lengths.max()) // size)
+    lengths = np.array([len(row) for row in rows], np.int32)
+    longest, size = int(lengths.max()), decoder.choose_chunk(int(lengths.max()))
+    chunks = -(-longest // size)
     padded = np.array([row + [0] * (chunks * size - len(row)) for row in rows], np.int32)
-    caches = decoder.create_caches(model.config, len(rows), int(lengths.max()) + count, cache, model.smoothing)
+    caches = decoder.create_caches(model.config, len(rows), longest + count, cache, model.smoothing, size)
     keys, one = jax.random.split(jax.random.key(0), chunks + count), np.ones(len(rows), np.int32)
     # Compiled for these shapes before anything is timed: a chunk of all prompts, and a token of each.
     times = [time.perf_counter()]
@@ -87,7 +88,7 @@ def generate(
     ]
 
 
-def score(model: decoder.Model, tokens: list[int], cache: str = "int8", row: int = 4 * decoder.CHUNK) -> np.ndarray:
+def score(model: decoder.Model, tokens: list[int], cache: str = "int8", row: int = 512) -> np.ndarray:
     """Return the logarithms of the probabilities of the tokens of a text but the first of each row, [rows, row - 1]."""
 
     @functools.partial(jax.jit, donate_argnums=3)
@@ -129,7 +130,7 @@ def main() -> int:
         parser.error(str(error))
     tokens = model.encode(text)
     # Of a part of the text that the perplexity does not use.
-    sample = np.array([model.bos + tokens[-4 * decoder.CHUNK :]])
+    sample = np.array([model.bos + tokens[-512:]])
     if args.cache != "float32":
         model = model._replace(smoothing=decoder.find_smoothing(model.config, model.params, sample))
     # XLA:CPU converts all float8 codes and scales of a stack to wider floats in each step of a loop over its layers.

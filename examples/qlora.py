@@ -25,6 +25,8 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"qlora.py: expected the package {error.name}, got none installed: pip install gguf tokenizers optax")
 
+ROW = 128  # the tokens of a row of the text
+
 
 def cut_rows(model: decoder.Model, text: str, length: int) -> np.ndarray:
     """Return the tokens of a text in rows [rows, length + 1], each with the token that begins a text."""
@@ -49,15 +51,15 @@ def main() -> None:
         text = args.text.read_text() if args.text else "\n\n".join(topics[name] for name in sorted(topics))
     except (OSError, ValueError) as error:  # a file that is missing or damaged, or of another architecture
         parser.error(str(error))
-    rows = cut_rows(model, text, decoder.CHUNK)
+    rows = cut_rows(model, text, ROW)
     if not 0 < args.rows <= args.held_out <= len(rows) - args.rows:
         parser.error(f"--held-out: expected --rows ({args.rows}) or more, and as many left of {len(rows)} rows of text")
     train, held_out = rows[: -args.held_out], rows[-args.held_out :]
 
     def predict(params: Any, tokens: jax.Array) -> jax.Array:
-        caches = decoder.create_caches(model.config, len(tokens), decoder.CHUNK, "float32")
-        wanted = jnp.broadcast_to(jnp.arange(decoder.CHUNK), tokens.shape)
-        return model.run(params, tokens, jnp.full(len(tokens), decoder.CHUNK), wanted, caches)[0]
+        caches = decoder.create_caches(model.config, len(tokens), ROW, "float32")
+        wanted = jnp.broadcast_to(jnp.arange(ROW), tokens.shape)
+        return model.run(params, tokens, jnp.full(len(tokens), ROW), wanted, caches)[0]
 
     # The weights keep the codes of the file, whatever the rule says.
     prepared = jq.prepare(predict, model.params, train[: args.rows, :-1], rules=jq.recipes.weight_only_int8())

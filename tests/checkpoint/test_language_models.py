@@ -28,7 +28,7 @@ from jaxquant import checkpoint, ptq
 from ..support.packages import find_folder, load_package
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-ROW = 512  # tokens
+ROW, SHORT_ROW = 512, 128  # tokens
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_floats_have_the_probabilities_of_llama_cpp(decoder: Any, tmp_path: path
     floats = dequantize(tensors)
     checkpoint.save(tmp_path / "floats.gguf", floats, info)
     model = decoder.load(path)
-    rows = cut_rows(model, 4, decoder.CHUNK)
+    rows = cut_rows(model, 4, SHORT_ROW)
     ours, _ = score(decoder, model, floats, rows)
     theirs = np.array(llama_cpp.ask(tmp_path / "floats.gguf", tmp_path, rows=rows)["scores"])[..., 0].reshape(-1)
     assert np.abs(ours - theirs).max() < 0.05
@@ -144,10 +144,10 @@ def test_llama_cpp_computes_the_same_with_adapters(
     path = find_model("smollm2", tmp_path)
     tensors, info = checkpoint.load(path)
     checkpoint.save(tmp_path / "floats.gguf", dequantize(tensors), info)
-    model, rows = decoder.load(path), cut_rows(decoder.load(path), 2, decoder.CHUNK)
-    caches = decoder.create_caches(model.config, 1, decoder.CHUNK, "float32")
-    tokens, wanted = jnp.array(rows[:1]), jnp.arange(decoder.CHUNK)[None]
-    arguments = (tokens, jnp.array([decoder.CHUNK]), wanted, caches)
+    model, rows = decoder.load(path), cut_rows(decoder.load(path), 2, SHORT_ROW)
+    caches = decoder.create_caches(model.config, 1, SHORT_ROW, "float32")
+    tokens, wanted = jnp.array(rows[:1]), jnp.arange(SHORT_ROW)[None]
+    arguments = (tokens, jnp.array([SHORT_ROW]), wanted, caches)
     prepared = jq.prepare(model.run, model.params, *arguments, rules=jq.recipes.weight_only_int8())
     # llama.cpp has one alpha in a file, so that the factors of the second rank are written with another scaling.
     settings = [jq.lora.LoRA(8, "blk.*.attn_*.weight", alpha=16), jq.lora.LoRA(4, "blk.*.ffn_*.weight", alpha=4)]

@@ -24,7 +24,7 @@ def measure(model: Any, *arguments: Any, **options: Any) -> benchmark.Figures:
 
 @pytest.fixture
 def sample(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> Any:
-    for name, value in (("_TEXT", TEXT), ("_STEPS", 2), ("_WRITTEN", 3), ("_PROMPT", 4)):
+    for name, value in (("_TEXT", TEXT), ("_STEPS", 2), ("_WRITTEN", 3), ("_PROMPT", 4), ("_CHUNK", 4)):
         monkeypatch.setattr(benchmark, name, value)
     rows = rng.integers(1, VOCABULARY, (5, TEXT + 2)).astype(np.int32)
     rows[:, 0] = 2
