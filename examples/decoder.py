@@ -84,20 +84,29 @@ class Config:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FloatCache:
-    """Keys and values in float32, [batch, length, kv_heads, head_dim], beside which a `jq.KVCache` can be judged."""
+    """Keys and values in float32, [batch, length, kv_heads, head_dim], beside which a `jq.KVCache` can be judged.
+
+    In a stack there is a dimension of layers before the others.
+    """
 
     keys: jax.Array
     values: jax.Array
     index: jax.Array
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
 
-    def append(self, k: jax.Array, v: jax.Array, lengths: jax.Array) -> FloatCache:
+    def append(self, k: jax.Array, v: jax.Array, lengths: jax.Array, layer: jax.Array | None = None) -> FloatCache:
         """Return a cache with the first tokens of each row added."""
-        order = jnp.arange(k.shape[1])
-        slots = jnp.where(order < lengths[:, None], self.index[:, None] + order, self.keys.shape[1])
-        rows = jnp.arange(k.shape[0])[:, None]
-        keys, values = (x.at[rows, slots].set(new, mode="drop") for x, new in ((self.keys, k), (self.values, v)))
-        return FloatCache(keys, values, self.index + lengths, self.window)
+        place = () if layer is None else (layer,)
+        order, rows = jnp.arange(k.shape[1]), jnp.arange(k.shape[0])[:, None]
+        slots = jnp.where(order < lengths[:, None], self.index[place][:, None] + order, self.keys.shape[-3])
+        keys, values = (
+            x.at[(*place, rows, slots)].set(new, mode="drop") for x, new in ((self.keys, k), (self.values, v))
+        )
+        return FloatCache(keys, values, self.index.at[place].add(lengths), self.window)
+
+    def take_layer(self, layer: jax.Array) -> FloatCache:
+        """Return the cache of one layer of a stack."""
+        return _take_layer(self, layer)
 
 
 def attend(q: jax.Array, cache: jq.KVCache | FloatCache, positions: jax.Array) -> jax.Array:
@@ -215,11 +224,12 @@ def forward(
         return x + (normalize(y, "post_ffw_norm") if config.is_gemma else y), cache
 
     def attend_cached(
-        cache: Any, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None
+        cache: Any, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, place: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
         q, k = (rotate(config, heads, positions, window is not None) for heads in (q, k))
-        cache = cache.append(k, v, counts)
-        return attend(q, cache, positions).reshape(*tokens.shape, -1), cache
+        cache = cache.append(k, v, counts, layer=place)
+        of_layer = cache if place is None else cache.take_layer(place)
+        return attend(q, of_layer, positions).reshape(*tokens.shape, -1), cache
 
     first_index = caches[0].index[0] if config.is_stacked else caches[0].index
     positions = first_index[:, None] + jnp.arange(tokens.shape[1])
@@ -282,7 +292,7 @@ def _scan_layers(
 ) -> tuple[jax.Array, tuple[Any, ...]]:  # fmt: skip
     """Return what layers make of x one after the other, and their caches: a stack for each window.
 
-    The caches are carried, and one layer's is replaced in place. As outputs of the scan they would all be there twice.
+    The caches are carried, and written in place. As outputs of the scan they would all be there twice.
     """
     windows = config.list_windows()
     kinds = [windows.index(config.choose_window(layer)) for layer in range(config.layers)]
@@ -292,23 +302,18 @@ def _scan_layers(
     def step(carry: tuple[jax.Array, Any, jax.Array], weights: Params) -> tuple[tuple[jax.Array, Any, jax.Array], None]:
         x, caches, layer = carry
         kind, place = jnp.array(kinds)[layer], places[layer]
-        # One of each window. Those of other windows are written back as they are, where they were read: at the last
-        # place of their stack if it has fewer.
-        of_layer = [_take_layer(stack, place) for stack in caches]
 
-        def make_branch(kind: int, window: int | None) -> Callable[..., tuple[jax.Array, list[Any]]]:
-            def attend(of_layer: list[Any], *heads: jax.Array) -> tuple[jax.Array, list[Any]]:
-                y, cache = attend_cached(of_layer[kind], *heads, window)
-                return y, [*of_layer[:kind], cache, *of_layer[kind + 1 :]]
+        def make_branch(kind: int, window: int | None) -> Callable[..., tuple[jax.Array, tuple[Any, ...]]]:
+            def attend(caches: tuple[Any, ...], *heads: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
+                y, cache = attend_cached(caches[kind], *heads, window, place)
+                return y, (*caches[:kind], cache, *caches[kind + 1 :])
 
             return attend
 
         branches = [make_branch(number, window) for number, window in enumerate(windows)]
         choices = {name: Choice(stack, layer) for name, stack in mixed.items()}
-        attend_layer = functools.partial(jax.lax.switch, kind, branches, of_layer)
-        x, of_layer = run_layer(x, {**weights, **choices}, attend_layer)
-        replace = functools.partial(jax.lax.dynamic_update_index_in_dim, index=place, axis=0)
-        caches = tuple(jax.tree.map(replace, *pair) for pair in zip(caches, of_layer, strict=True))
+        attend_layer = functools.partial(jax.lax.switch, kind, branches, caches)
+        x, caches = run_layer(x, {**weights, **choices}, attend_layer)
         return (x, caches, layer + 1), None
 
     uniform = {name: x for name, x in weights.items() if name not in mixed}

@@ -88,7 +88,7 @@ def generate(
     ]
 
 
-def score(model: decoder.Model, tokens: list[int], cache: str = "int8", row: int = 512) -> np.ndarray:
+def score(model: decoder.Model, tokens: list[int], cache: str = "int8", row: int = 512, size: int = 128) -> np.ndarray:
     """Return the logarithms of the probabilities of the tokens of a text but the first of each row, [rows, row - 1]."""
 
     @functools.partial(jax.jit, donate_argnums=3)
@@ -101,9 +101,9 @@ def score(model: decoder.Model, tokens: list[int], cache: str = "int8", row: int
     taken, scores = row - len(model.bos), []
     for first in range(0, len(tokens) - taken + 1, taken):
         text = np.array([[*model.bos, *tokens[first : first + taken], 0]], np.int32)
-        caches = decoder.create_caches(model.config, 1, row, cache, model.smoothing)
-        for i in range(0, row, decoder.CHUNK):
-            part = text[:, i : i + decoder.CHUNK], text[:, i + 1 : i + 1 + decoder.CHUNK]
+        caches = decoder.create_caches(model.config, 1, row, cache, model.smoothing, size)
+        for i in range(0, row, size):
+            part = text[:, i : i + size], text[:, i + 1 : i + 1 + size]
             found, caches = read(model.params, *part, caches)
             scores.append(found)
     return np.concatenate(scores).reshape(-1, row)[:, :-1]

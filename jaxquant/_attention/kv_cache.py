@@ -23,10 +23,13 @@ from .._core.granularity import Blocked, PerToken
 from .._kernels.barriers import choose_on_cpu, round_result
 from .scores_and_values import count_rotated, rotate_back, rotate_tokens
 
-_CREATE, _APPEND, _CHECK, _FIND = (f"KVCache.{name}" for name in ("create", "append", "check", "find_smoothing"))
+_CREATE, _APPEND, _CHECK, _FIND, _TAKE, _DEQUANTIZE = (
+    f"KVCache.{name}" for name in ("create", "append", "check", "find_smoothing", "take_layer", "dequantize")
+)
 _TINY = np.finfo(np.float32).tiny
 INT8 = QuantSpec(jnp.int8, PerToken())
 _DTYPES = (np.dtype(jnp.int8), np.dtype(jnp.int4))
+_INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))
 _SCALES = dtypes.FLOATS
 # The axis of the features, which is packed, and the axis of the tokens, in the codes of keys and of values. Keys are
 # contracted along their features and values along their tokens. With few rows, XLA:CPU reads
@@ -50,6 +53,10 @@ class KVCache:
     `jax.jit` it is not: then `index` counts on, `overflowed` is True, and `jq.attention` returns NaN for the rows that
     overflowed. Nothing is lost without a trace. A cache with a `window` cannot overflow: it is a ring, and
     the newest token takes the slot of the oldest.
+
+    A loop over the layers of a decoder carries a stack of their caches, whose arrays have a dimension of layers before
+    the others: `jax.tree.map(lambda *parts: jnp.stack(parts), *caches)`. `append` then takes the layer, and writes the
+    tokens where they are in the stack; `take_layer` returns the cache of one layer, and all else takes that.
 
     Attributes:
         keys: the codes of the keys, [batch, kv_heads, length, head_dim] of int8; or, for int4, uint8 with half the
@@ -233,7 +240,9 @@ class KVCache:
         texts += [f"{name}=True" for name in ("rotate", "rotate_values") if getattr(self, name)]
         return f"KVCache({', '.join(texts)})"
 
-    def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None) -> KVCache:
+    def append(
+        self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None, *, layer: ArrayLike | None = None
+    ) -> KVCache:
         """Return a cache with further tokens after the ones that it holds.
 
         Args:
@@ -242,27 +251,84 @@ class KVCache:
             lengths: the number of tokens of each row that count, int32 [batch], for rows of different lengths; the
                 others are not stored. It requires `per_row`. None counts all. The queries of such a call need
                 `query_positions`: the index before the call, plus 0, 1, ...
+            layer: the layer of a stack of caches to which the tokens are appended, an int or an int32 scalar. If it
+                is traced, one that the stack does not have stands for the nearest. None for a cache that is no stack.
 
         Returns:
-            A cache with the index increased by the number of tokens.
+            A cache, or a stack, with the index increased by the number of tokens.
 
         Raises:
-            TypeError: k or v is not float32, float16 or bfloat16, or lengths is not int32.
+            TypeError: k or v is not float32, float16 or bfloat16, lengths is not int32, or the layer is no integer.
             ValueError: a shape does not fit the cache; `lengths` is given although all rows share an index; an explicit
-                mesh axis cuts the tokens of the cache; or the cache is known to overflow, because the index is not
-                traced or there are more tokens than the cache holds, and it has no window.
-        """
-        named = {"k": k, "v": v, "lengths": lengths}
-        arrays = entry_point.convert_arrays(_APPEND, {name: entry_point.unwrap_array(x) for name, x in named.items()})
-        _check_tokens(self, *arrays)
-        self._check_space(arrays[0].shape[1], arrays[2])
-        return _append(self, *arrays)
+                mesh axis cuts the tokens of the cache; the cache is known to overflow, because the index is not
+                traced or there are more tokens than the cache holds, and it has no window; or the cache is a stack and
+                the layer is None, or the reverse, or the stack is known not to have it.
 
-    def _check_space(self, tokens: int, lengths: jax.Array | None) -> None:
-        """Raise if the cache is known to overflow."""
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxquant as jq
+            >>> stack = jax.vmap(lambda _: jq.KVCache.create((1, 4, 2, 64)))(jnp.arange(3))
+            >>> k = v = jnp.ones((1, 1, 2, 64))
+            >>> stack = jax.jit(jq.KVCache.append, donate_argnums=0)(stack, k, v, layer=1)
+            >>> stack.keys.shape, stack.index.tolist(), int(stack.take_layer(1).keys[0, 0, 0, 0])
+            ((3, 1, 2, 4, 64), [0, 1, 0], 127)
+        """
+        named = {"k": k, "v": v, "lengths": lengths, "layer": layer}
+        arrays = entry_point.convert_arrays(_APPEND, {name: entry_point.unwrap_array(x) for name, x in named.items()})
+        place = self._read_layer(_APPEND, arrays[3])
+        _check_tokens(self, *arrays[:3])
+        self._check_space(arrays[0].shape[1], arrays[2], place)
+        return _append(self, *arrays[:3], place)
+
+    def take_layer(self, layer: ArrayLike) -> KVCache:
+        """Return the cache of one layer of a stack.
+
+        Args:
+            layer: an int or an int32 scalar. If it is traced, one that the stack does not have stands for the nearest.
+
+        Raises:
+            TypeError: the layer is no integer.
+            ValueError: the cache is no stack, or it is known not to have the layer.
+        """
+        (place,) = entry_point.convert_arrays(_TAKE, {"layer": entry_point.unwrap_array(layer)})
+        place = self._read_layer(_TAKE, place)
+
+        def take(x: jax.Array) -> jax.Array:
+            # XLA:CPU copies one dimension by vectors, and keys of few features token by token.
+            flat = lax.dynamic_index_in_dim(x.reshape(x.shape[0], -1), place, keepdims=False)
+            return lax.optimization_barrier(flat).reshape(x.shape[1:])
+
+        return jax.tree.map(take, self)
+
+    def _read_layer(self, function: str, layer: jax.Array | None) -> jax.Array | None:
+        """Return a place in a stack of caches as an int32 scalar, or None for a cache that is no stack."""
+        is_stack = self.key_scale.ndim == 4
+        if layer is None:
+            expected = "an int or an int32 scalar, because the cache is a stack of several ones"
+            checks.require(not is_stack, function, "layer", expected, None)
+            return None
+        expected = f"a stack of caches, whose scales have 4 dimensions{', or no layer' * (function == _APPEND)}"
+        checks.require(is_stack, function, "cache", expected, f"{self.key_scale.ndim} dimensions")
+        layer = np.asarray(layer) if type(layer) is int else layer
+        checks.check_array(function, "layer", layer, _INTEGERS)
+        checks.check_shape(function, "layer", layer, (), "a scalar")
+        known, last = entry_point.read_elements(layer), self.key_scale.shape[0] - 1
+        fits = last >= 0 if known is None else 0 <= int(known) <= last
+        checks.require(fits, function, "layer", f"from 0 to {last}, because the stack has {last + 1}", known)
+        return jnp.clip(layer, 0, last).astype(jnp.int32)
+
+    def check_is_layer(self, function: str) -> None:
+        """Raise if the cache is a stack of several ones."""
+        rank = jnp.ndim(self.key_scale)
+        expected = "the cache of one layer (take_layer returns it), whose scales have 3 dimensions"
+        checks.require(rank == 3, function, "cache", expected, f"{rank} dimensions")
+
+    def _check_space(self, tokens: int, lengths: jax.Array | None, layer: jax.Array | None) -> None:
+        """Raise if the cache, or a layer of a stack, is known to overflow."""
         if self.window is not None:
             return
-        index, counts = (entry_point.read_elements(x) for x in (self.index, lengths))
+        index, counts, place = (entry_point.read_elements(x) for x in (self.index, lengths, layer))
+        if layer is not None and index is not None:
+            index = None if place is None else index[int(place)]
         if lengths is not None and counts is None:
             return
         added = np.asarray(tokens if counts is None else np.clip(counts, 0, tokens))
@@ -273,12 +339,12 @@ class KVCache:
     @property
     def length(self) -> int:
         """The number of tokens that the cache holds."""
-        return self.key_scale.shape[2]
+        return self.key_scale.shape[-1]
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """The shape that `create` got: (batch, length, kv_heads, head_dim)."""
-        batch, heads, length = self.key_scale.shape
+        """The shape that `create` got: (batch, length, kv_heads, head_dim). It is that of each layer of a stack."""
+        batch, heads, length = self.key_scale.shape[-3:]
         return batch, length, heads // count_blocks(self.spec_k, self.head_dim), self.head_dim
 
     @property
@@ -317,6 +383,7 @@ class KVCache:
 
     def dequantize(self) -> tuple[jax.Array, jax.Array]:
         """Return the keys and values as float32 [batch, length, kv_heads, head_dim], in the order of the slots."""
+        self.check_is_layer(_DEQUANTIZE)
         pairs = ((self.quantized_keys, (0, 2, 1, 3)), (self.quantized_values, (0, 3, 1, 2)))
         keys, values = (lax.transpose(dequantize_checked(q), order) for q, order in pairs)
         if self.rotate:
@@ -362,16 +429,23 @@ class KVCache:
             batch: Static. The mesh axis, or axes, over which the batch is sharded; None for none.
             heads: Static. The same for the heads.
         """
-        whole = PartitionSpec(batch, heads)
-        index = PartitionSpec(batch) if jnp.ndim(self.index) else PartitionSpec()
+        layers = (None,) * (self.key_scale.ndim - 3)
+        whole, is_per_row = PartitionSpec(*layers, batch, heads), jnp.ndim(self.index) > len(layers)
+        index = PartitionSpec(*layers, batch) if is_per_row else PartitionSpec()
         arrays = dict.fromkeys(("keys", "values", "key_scale", "value_scale"), whole)
         mean_key, smoothing = (None if x is None else whole for x in (self.mean_key, self.smoothing))
         return dataclasses.replace(self, **arrays, index=index, mean_key=mean_key, smoothing=smoothing)
 
 
 @jax.jit
-def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | None) -> KVCache:
-    """Return the cache with further tokens; the arguments are checked."""
+def _append(stored: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | None, layer: jax.Array | None) -> KVCache:
+    """Return a cache, or a layer of a stack, with further tokens; the arguments are checked."""
+    cache = stored
+    if layer is not None:
+        # The arrays of codes and scales stay whole.
+        small = {name: getattr(stored, name) for name in ("index", "mean_key", "smoothing")}
+        take = functools.partial(lax.dynamic_index_in_dim, index=layer, keepdims=False)
+        cache = dataclasses.replace(stored, **jax.tree.map(take, small))
     tokens, length = k.shape[1], cache.length
     counts = np.int32(tokens)
     if lengths is not None:
@@ -389,7 +463,7 @@ def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | Non
     codes, scales = _encode_tokens(k, cache.spec_k, KEY_AXES)
     value_codes, value_scales = _encode_tokens(v, cache.spec_v, VALUE_AXES)
     updates = ((codes, KEY_AXES[1]), (value_codes, VALUE_AXES[1]), (scales, 2), (value_scales, 2))
-    stored = (cache.keys, cache.values, cache.key_scale, cache.value_scale)
+    whole = (cache.keys, cache.values, cache.key_scale, cache.value_scale)
     # One token, and tokens that share an index in a cache that is no ring, are contiguous.
     is_slice = cache.index.ndim == 0 and (tokens == 1 or cache.window is None)
     if is_slice:
@@ -400,13 +474,16 @@ def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | Non
 
     def write(arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         pairs = zip(arrays, updates, strict=True)
-        return tuple(write_one(array, update, axis, slots) for array, (update, axis) in pairs)
+        return tuple(write_one(array, update, axis, slots, layer) for array, (update, axis) in pairs)
 
     # On a GPU the host would wait for the condition of that loop.
     on_cpu = functools.partial(_run_once, write)
-    keys, values, key_scale, value_scale = choose_on_cpu(on_cpu, write, stored)
+    keys, values, key_scale, value_scale = choose_on_cpu(on_cpu, write, whole)
+    index = cache.index + counts
+    if layer is not None:
+        index = lax.dynamic_update_index_in_dim(stored.index, index, layer, 0)
     return dataclasses.replace(
-        cache, keys=keys, values=values, key_scale=key_scale, value_scale=value_scale, index=cache.index + counts
+        stored, keys=keys, values=values, key_scale=key_scale, value_scale=value_scale, index=index
     )
 
 
@@ -498,7 +575,7 @@ def _round_to_powers(x: jax.Array) -> jax.Array:
 def _check_tokens(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | None) -> None:
     """Check the arrays that are appended to a cache."""
     batch, _, heads, features = cache.shape
-    check_tokens_whole(_APPEND, "cache", cache.key_scale, 2)
+    check_tokens_whole(_APPEND, "cache", cache.key_scale, -1)
     for argument, x in (("k", k), ("v", v)):
         checks.check_array(_APPEND, argument, x, dtypes.FLOATS)
         fits = x.ndim == 4 and (x.shape[0], *x.shape[2:]) == (batch, heads, features) and x.shape == k.shape
@@ -506,7 +583,7 @@ def _check_tokens(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array
         checks.require(fits, _APPEND, argument, f"shape ({batch}, {tokens}, {heads}, {features})", f"shape {x.shape}")
     if lengths is not None:
         checks.check_array(_APPEND, "lengths", lengths, (np.dtype(jnp.int32),))
-        is_own = cache.index.ndim == 1
+        is_own = cache.index.ndim == cache.key_scale.ndim - 2
         checks.require(is_own, _APPEND, "lengths", "None, because all rows share an index", "an array")
         checks.check_shape(_APPEND, "lengths", lengths, (batch,), "one for each row")
     elif cache.window is None:
@@ -566,13 +643,17 @@ def _pack_codes(codes: jax.Array, blocks: int, axis: int) -> jax.Array:
     """Return 4-bit codes, int8 with a head for each block, as bytes; the axis is that of the features."""
     if blocks % 2:
         return _pack_halves(codes, axis)
-    packed = _pack_halves(_split_heads(codes, blocks), 2)
-    return packed.reshape(packed.shape[0], -1, *packed.shape[3:])
+    return _join_heads(_pack_halves(_split_heads(codes, blocks), 2))
 
 
 def _split_heads(stored: jax.Array, blocks: int) -> jax.Array:
     """Return [batch, heads * blocks, ...] as [batch, heads, blocks, ...]."""
     return stored.reshape(stored.shape[0], stored.shape[1] // blocks, blocks, *stored.shape[2:])
+
+
+def _join_heads(codes: jax.Array) -> jax.Array:
+    """Return [batch, heads, blocks, ...] as [batch, heads * blocks, ...]."""
+    return codes.reshape(codes.shape[0], codes.shape[1] * codes.shape[2], *codes.shape[3:])
 
 
 def _pack_halves(codes: jax.Array, axis: int) -> jax.Array:
@@ -608,8 +689,7 @@ def unpack_codes(stored: jax.Array, spec: QuantSpec, axis: int, head_dim: int) -
     if blocks % 2:
         return lax.slice_in_dim(lax.concatenate([low, high], axis), 0, head_dim // blocks, axis=axis)
     # The halves of a head are whole blocks.
-    codes = lax.concatenate([_split_heads(x, blocks // 2) for x in (low, high)], 2)
-    return codes.reshape(codes.shape[0], -1, *codes.shape[3:])
+    return _join_heads(lax.concatenate([_split_heads(x, blocks // 2) for x in (low, high)], 2))
 
 
 def _run_once(function: Callable[[Any], Any], arrays: Any) -> Any:
@@ -622,23 +702,39 @@ def _run_once(function: Callable[[Any], Any], arrays: Any) -> Any:
     return lax.fori_loop(np.int32(0), lax.optimization_barrier(np.int32(1)), lambda _, x: function(x), arrays)
 
 
-def _write_slice(stored: jax.Array, update: jax.Array, axis: int, start: jax.Array) -> jax.Array:
+def _write_slice(
+    stored: jax.Array, update: jax.Array, axis: int, start: jax.Array, layer: jax.Array | None
+) -> jax.Array:
     """Return an array with the slice of an axis from `start`, an int32 scalar, replaced; it is moved to fit if need be.
 
-    XLA writes it in place if the array is donated or is the carry of a loop.
+    XLA writes it in place if the array is donated or is the carry of a loop. The other arguments are those of
+    `_write_slots`.
     """
-    return lax.dynamic_update_slice_in_dim(stored, update, start, axis)
+    if layer is None:
+        return lax.dynamic_update_slice_in_dim(stored, update, start, axis)
+    places = [np.int32(0)] * update.ndim
+    places[axis] = start
+    return lax.dynamic_update_slice(stored, update[None], (layer, *places))
 
 
-def _write_slots(stored: jax.Array, update: jax.Array, axis: int, slots: jax.Array) -> jax.Array:
+def _write_slots(
+    stored: jax.Array, update: jax.Array, axis: int, slots: jax.Array, layer: jax.Array | None
+) -> jax.Array:
     """Return an array with some indices of an axis replaced; those beyond the axis are dropped.
 
     Args:
-        stored: [batch, heads, ...].
-        update: the same shape, with an entry for each slot along the axis.
-        axis: the axis of the tokens, 2 or more.
+        stored: [batch, heads, ...], or that for each layer.
+        update: [batch, heads, ...], with an entry for each slot along the axis.
+        axis: the axis of the tokens of the update, 2 or more.
         slots: int32 [tokens], or [batch, tokens] for slots that differ between rows.
+        layer: the layer to write to, an int32 scalar, or None.
     """
+    if layer is not None:
+        # A slice between indices moves their dimensions to the front.
+        first = slots.ndim - 1
+        rows = (jnp.arange(update.shape[0], dtype=jnp.int32)[:, None],) if first else ()
+        index = (layer, *rows, *(slice(None),) * (axis - len(rows)), slots)
+        return stored.at[index].set(jnp.moveaxis(update, axis, first), mode="drop", unique_indices=True)
     if slots.ndim == 2:
         return jax.vmap(functools.partial(_scatter, axis=axis - 1))(stored, update, slots)
     return _scatter(stored, update, slots, axis=axis)

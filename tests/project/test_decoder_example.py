@@ -168,10 +168,14 @@ def test_the_likeliest_token_is_that_of_argmax(decoder: Any, rng: np.random.Gene
     np.testing.assert_array_equal(tokens, np.argmax(logits, axis=-1))
 
 
+def test_short_prompts_are_read_in_short_calls(decoder: Any) -> None:
+    assert [decoder.choose_chunk(n) for n in (1, 2, 3, CHUNK, CHUNK + 5)] == [1, 2, 4, CHUNK, CHUNK]
+
+
 def test_scores_are_logarithms_of_probabilities(decoder: Any, model: Any, rng: np.random.Generator) -> None:
     serve: Any = importlib.import_module("language_model")
     tokens = rng.integers(0, VOCABULARY, 30).tolist()
-    found = serve.score(model, tokens, "float32", row=8)
+    found = serve.score(model, tokens, "float32", row=8, size=4)
     assert found.shape == (4, 7)
     row = [2, *tokens[7:14]]
     logits = compute_logits(model.config.architecture, model.params, row)

@@ -10,7 +10,7 @@ import pytest
 from tests.project import structure
 
 MODULES = 281
-CODE_LINES = 44_700
+CODE_LINES = 44_750
 CLOSURE = (17, 67)  # median and 90th percentile
 CLOSURE_AT_IMPORT = (17, 67)
 PRIVATE_IMPORTS = 0
