@@ -103,6 +103,32 @@ NEARLY_EQUAL = (("linen decoder", "float"),)
 SHORTER = (("linen cnn", "static"), ("nnx cnn", "static"))
 
 
+def test_scales_of_16_bits_keep_their_bytes() -> None:
+    """Those of blocks, which a loaded model repeats for the codes of a block."""
+    function, x = convert_network("plain mlp", "weight_only_int4")
+    first = jqonnx.export(function, [x])
+    loaded, params = jqonnx.load(first)
+    scales = [[dtype for dtype, _ in list_weights(model)] for model in (first, jqonnx.export(loaded, params, [x]))]
+    assert scales[0] == scales[1]
+    assert scales[0].count("float16") == 3
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_of_16_bits_are_quantized_before_export(dtype: Any, rng: np.random.Generator) -> None:
+    w = jnp.asarray(rng.normal(0, 1, (32, 64)), dtype)
+    q = jq.quantize(w.astype(jnp.float32), jq.QuantSpec("int4", jq.Blocked(0, 16)))
+    x = jnp.asarray(rng.normal(0, 1, (3, 32)), jnp.float32)
+
+    def run(x: jax.Array) -> jax.Array:
+        return jq.matmul(x, jq.quantize(w.astype(jnp.float32), jq.QuantSpec("int4", jq.Blocked(0, 16))))
+
+    models = [jqonnx.export(function, [x]) for function in (run, lambda x: jq.matmul(x, q))]
+    assert list_nodes(models[0]) == list_nodes(models[1]) == ["com.microsoft.MatMulNBits"]
+    # What only JAX can compute is computed before the export.
+    model = jqonnx.export(lambda x: x @ jax.lax.erf_inv(w.astype(jnp.float32) / 8), [x])
+    assert list_nodes(model) == [".MatMul"]
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", NETWORKS)

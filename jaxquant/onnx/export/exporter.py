@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from onnx import helper
 
-from ..._core import recording
+from ..._core import dtypes, recording
 from ..._program import jaxpr
 from ..._program.interpreter import Visit
 from ..._program.jaxpr import Equation
@@ -84,8 +84,11 @@ class Exporter(program.ExportInterpreter):
         return value.is_known
 
     def make_known(self, array: Any, source: Value | None = None) -> Value:
-        """Return the value of an array, under the name that its source has in the graph."""
-        return values.make_known(array, None if source is None else source.hint)
+        """Return the value of an array, under the name that its source has in the graph if that has its dtype."""
+        if source is None or source.dtype == array.dtype:
+            return values.make_known(array, None if source is None else source.hint)
+        is_widened = source.dtype in (dtypes.FLOAT16, dtypes.BFLOAT16) and array.dtype == dtypes.FLOAT32
+        return values.make_known(array)._replace(narrow=source.array if is_widened else None)
 
     def read_known(self, value: Value) -> Any:
         """Return the array of a known value."""

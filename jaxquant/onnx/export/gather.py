@@ -21,7 +21,11 @@ def write_gather(graph: ModelGraph, call: WriterCall) -> Value:
     p = call.parameters
     numbers, sizes, mode = p["dimension_numbers"], p["slice_sizes"], lax.GatherScatterMode.from_any(p["mode"])
     x_shape, index_shape = p["input_shapes"]
-    x, output = graph.store_full(call.inputs[0], x_shape), call.outputs[0]
+    table, output = call.inputs[0], call.outputs[0]
+    if table.narrow is None:
+        x = graph.store_full(table, x_shape)
+    else:  # The scales of blocks take as many bytes as in the program.
+        x = graph.cast(graph.store_full(values.make_known(table.narrow), x_shape), np.float32)
     dtype = container = values.choose_container(output.dtype)
     if container in dtypes.FLOAT8:  # of which ONNX has no Gather, and float32 has all numbers
         x, dtype = graph.cast(x, np.float32), np.dtype(np.float32)

@@ -165,24 +165,16 @@ def _is_foldable(equation: Equation, specs: Sequence[Spec]) -> bool:
         return False
     # Weights stay codes: the model dequantizes them. A table of the values of all codes is a small vector.
     shape, is_small = specs[0].shape, math.prod(specs[0].shape) <= _TABLE
-    is_short = is_small and len([n for n in shape if n != 1]) < 2
     if name == "convert_element_type" and jaxpr.read_dtype(equation.invars[0]) in values.CODES:
         # A short vector is more likely to hold zero points.
-        return is_short or not jnp.issubdtype(specs[0].dtype, jnp.floating)
-    if name == "convert_element_type" and _is_wider(specs[0].dtype, jaxpr.read_dtype(equation.invars[0])):
-        # The scales of blocks, and weights of 16 bits, take as many bytes as in the program.
-        return is_short
+        is_float = jnp.issubdtype(specs[0].dtype, jnp.floating)
+        return not is_float or (is_small and len([n for n in shape if n != 1]) < 2)
     if name == MARK and equation.params["mark"].name in ("dequantize", "scale_levels"):
         return is_small and len(shape) < 2
     if name == "gather" and jnp.issubdtype(specs[0].dtype, jnp.floating):
         # The scales of blocks stay as few as they are: the model repeats them.
         return math.prod(shape) <= math.prod(jaxpr.read_shape(equation.invars[0]))
     return True
-
-
-def _is_wider(dtype: np.dtype, other: np.dtype) -> bool:
-    is_float = all(jnp.issubdtype(part, jnp.floating) for part in (dtype, other))
-    return is_float and dtype.itemsize > other.itemsize
 
 
 def _fold(interpreter: ExportInterpreter, equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
@@ -199,7 +191,8 @@ def _fold(interpreter: ExportInterpreter, equation: Equation, operands: Sequence
     else:
         with recording.pause(), jax.ensure_compile_time_eval():
             results = jaxpr.evaluate(equation, [jnp.asarray(array) for array in arrays])
-    return [None if result is None else interpreter.make_known(result) for result in results]
+    source = operands[0] if name == "convert_element_type" else None
+    return [None if result is None else interpreter.make_known(result, source) for result in results]
 
 
 def _broadcast(array: Any, shape: Sequence[int], dimensions: Sequence[int]) -> Any:

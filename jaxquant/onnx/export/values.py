@@ -31,6 +31,7 @@ class Value(NamedTuple):
         name: the name of the tensor in the graph, or None for a known array.
         array: the array, if it is known.
         hint: a name for the array in the graph.
+        narrow: the array in 16 bits, if it is known and was converted from that to float32; or None.
     """
 
     shape: Shape
@@ -38,6 +39,7 @@ class Value(NamedTuple):
     name: str | None = None
     array: Any = None
     hint: str | None = None
+    narrow: Any = None
 
     @property
     def is_known(self) -> bool:
