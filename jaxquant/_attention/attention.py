@@ -113,7 +113,7 @@ def attention(
     Source: Vaswani et al., arXiv 1706.03762, section 3.2.1; Ainslie et al., arXiv 2305.13245, for the shared heads.
     """
     checks.require_type(isinstance(cache, KVCache), _NAME, "cache", "a KVCache", checks.describe_value(cache))
-    cache.check_is_layer(_NAME)
+    cache._check_is_layer(_NAME)
     spec = QuantSpec(jnp.int8, cache.spec_k.granularity) if spec is None else spec
     check_query_spec(_NAME, "spec", spec)
     digits = read_digits(_NAME, weight_digits)

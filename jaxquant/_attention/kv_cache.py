@@ -29,7 +29,6 @@ _CREATE, _APPEND, _CHECK, _FIND, _TAKE, _DEQUANTIZE = (
 _TINY = np.finfo(np.float32).tiny
 INT8 = QuantSpec(jnp.int8, PerToken())
 _DTYPES = (np.dtype(jnp.int8), np.dtype(jnp.int4))
-_INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))
 _SCALES = dtypes.FLOATS
 # The axis of the features, which is packed, and the axis of the tokens, in the codes of keys and of values. Keys are
 # contracted along their features and values along their tokens. With few rows, XLA:CPU reads
@@ -251,18 +250,18 @@ class KVCache:
             lengths: the number of tokens of each row that count, int32 [batch], for rows of different lengths; the
                 others are not stored. It requires `per_row`. None counts all. The queries of such a call need
                 `query_positions`: the index before the call, plus 0, 1, ...
-            layer: the layer of a stack of caches to which the tokens are appended, an int or an int32 scalar. If it
+            layer: the layer of a stack of caches to which the tokens are appended, an int or an integer scalar. If it
                 is traced, one that the stack does not have stands for the nearest. None for a cache that is no stack.
 
         Returns:
-            A cache, or a stack, with the index increased by the number of tokens.
+            A cache with the index increased by the number of tokens; or a stack in which that is so for the layer.
 
         Raises:
             TypeError: k or v is not float32, float16 or bfloat16, lengths is not int32, or the layer is no integer.
             ValueError: a shape does not fit the cache; `lengths` is given although all rows share an index; an explicit
                 mesh axis cuts the tokens of the cache; the cache is known to overflow, because the index is not
-                traced or there are more tokens than the cache holds, and it has no window; or the cache is a stack and
-                the layer is None, or the reverse, or the stack is known not to have it.
+                traced or there are more tokens than the cache holds, and it has no window; a stack is given and no
+                layer, or a layer and no stack; or the stack is known not to have the layer.
 
         Example:
             >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -272,55 +271,69 @@ class KVCache:
             >>> stack.keys.shape, stack.index.tolist(), int(stack.take_layer(1).keys[0, 0, 0, 0])
             ((3, 1, 2, 4, 64), [0, 1, 0], 127)
         """
-        named = {"k": k, "v": v, "lengths": lengths, "layer": layer}
+        place = self._read_layer(_APPEND, layer)
+        named = {"k": k, "v": v, "lengths": lengths}
         arrays = entry_point.convert_arrays(_APPEND, {name: entry_point.unwrap_array(x) for name, x in named.items()})
-        place = self._read_layer(_APPEND, arrays[3])
-        _check_tokens(self, *arrays[:3])
+        _check_tokens(self, *arrays)
         self._check_space(arrays[0].shape[1], arrays[2], place)
-        return _append(self, *arrays[:3], place)
+        return _append(self, *arrays, place)
 
     def take_layer(self, layer: ArrayLike) -> KVCache:
-        """Return the cache of one layer of a stack.
+        """Return the cache of one layer of a stack: a copy, and tokens that are appended to it are not in the stack.
 
         Args:
-            layer: an int or an int32 scalar. If it is traced, one that the stack does not have stands for the nearest.
+            layer: an int or an integer scalar. If it is traced, one that the stack does not have stands for the
+                nearest.
 
         Raises:
             TypeError: the layer is no integer.
-            ValueError: the cache is no stack, or it is known not to have the layer.
+            ValueError: the cache is no stack, it has no layers, or it is known not to have this one.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxquant as jq
+            >>> caches = [jq.KVCache.create((1, 4, 2, 64), rotate=True) for _ in range(3)]
+            >>> stack = jax.tree.map(lambda *parts: jnp.stack(parts), *caches)
+            >>> stack.take_layer(1).keys.shape
+            (1, 2, 4, 64)
         """
-        (place,) = entry_point.convert_arrays(_TAKE, {"layer": entry_point.unwrap_array(layer)})
-        place = self._read_layer(_TAKE, place)
+        place = self._read_layer(_TAKE, layer)
 
-        def take(x: jax.Array) -> jax.Array:
-            # XLA:CPU copies one dimension by vectors, and keys of few features token by token.
-            flat = lax.dynamic_index_in_dim(x.reshape(x.shape[0], -1), place, keepdims=False)
-            return lax.optimization_barrier(flat).reshape(x.shape[1:])
+        taken = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, place, keepdims=False), self)
+        # XLA:CPU would copy keys of few features token by token. As one dimension it copies the tokens by vectors; it
+        # would have to gather dimensions that may be sharded.
+        flat = self.keys.reshape(*self.keys.shape[:3], math.prod(self.keys.shape[3:]))
+        keys = lax.optimization_barrier(lax.dynamic_index_in_dim(flat, place, keepdims=False))
+        return dataclasses.replace(taken, keys=keys.reshape(self.keys.shape[1:]))
 
-        return jax.tree.map(take, self)
-
-    def _read_layer(self, function: str, layer: jax.Array | None) -> jax.Array | None:
+    def _read_layer(self, function: str, layer: ArrayLike | None) -> jax.Array | None:
         """Return a place in a stack of caches as an int32 scalar, or None for a cache that is no stack."""
-        is_stack = self.key_scale.ndim == 4
-        if layer is None:
-            expected = "an int or an int32 scalar, because the cache is a stack of several ones"
-            checks.require(not is_stack, function, "layer", expected, None)
+        rank = self.key_scale.ndim
+        if layer is None and rank == 3:
             return None
-        expected = f"a stack of caches, whose scales have 4 dimensions{', or no layer' * (function == _APPEND)}"
-        checks.require(is_stack, function, "cache", expected, f"{self.key_scale.ndim} dimensions")
-        layer = np.asarray(layer) if type(layer) is int else layer
-        checks.check_array(function, "layer", layer, _INTEGERS)
-        checks.check_shape(function, "layer", layer, (), "a scalar")
-        known, last = entry_point.read_elements(layer), self.key_scale.shape[0] - 1
-        fits = last >= 0 if known is None else 0 <= int(known) <= last
-        checks.require(fits, function, "layer", f"from 0 to {last}, because the stack has {last + 1}", known)
-        return jnp.clip(layer, 0, last).astype(jnp.int32)
+        expected = "an int or an integer scalar, because the cache is a stack, with a dimension of layers"
+        checks.require(layer is not None, function, "layer", expected, None)
+        expected = "a stack, whose scales have 4 dimensions" + ", or no layer" * (function == _APPEND)
+        checks.require(rank == 4, function, "cache", expected, f"scales of {rank} dimensions")
+        count = self.key_scale.shape[0]
+        checks.require(count != 0, function, "cache", "a stack with a layer", "one without layers")
+        layer = entry_point.unwrap_array(layer)
+        # As it is given, because JAX cuts integers of 64 bits to 32.
+        known = layer if isinstance(layer, int) else entry_point.read_elements(layer)
+        (place,) = entry_point.convert_arrays(function, {"layer": layer})
+        dtype = getattr(place, "dtype", None)
+        is_integer = type(place) is int or (dtype is not None and jnp.issubdtype(dtype, jnp.integer))
+        checks.require_type(is_integer, function, "layer", "an int or an integer scalar", checks.describe_value(layer))
+        checks.require(jnp.shape(place) == (), function, "layer", "a scalar", f"shape {jnp.shape(place)}")
+        fits = known is None or not isinstance(count, int) or 0 <= int(known) < count
+        expected = f"from 0 to {count - 1}, because the stack has {count}"
+        checks.require(fits, function, "layer", expected, known)
+        return jnp.clip(place, 0, count - 1).astype(jnp.int32)
 
-    def check_is_layer(self, function: str) -> None:
+    def _check_is_layer(self, function: str) -> None:
         """Raise if the cache is a stack of several ones."""
         rank = jnp.ndim(self.key_scale)
-        expected = "the cache of one layer (take_layer returns it), whose scales have 3 dimensions"
-        checks.require(rank == 3, function, "cache", expected, f"{rank} dimensions")
+        expected = "the cache of one layer, as take_layer returns it, whose scales have 3 dimensions"
+        checks.require(rank == 3, function, "cache", expected, f"scales of {rank} dimensions")
 
     def _check_space(self, tokens: int, lengths: jax.Array | None, layer: jax.Array | None) -> None:
         """Raise if the cache, or a layer of a stack, is known to overflow."""
@@ -349,12 +362,12 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the codes and scales."""
+        """The bytes of the codes and scales, of all layers of a stack."""
         return sum(x.size * x.dtype.itemsize for x in (self.keys, self.values, self.key_scale, self.value_scale))
 
     @property
     def overflowed(self) -> jax.Array:
-        """Whether tokens were appended beyond the length: bool, in the shape of the index."""
+        """Whether tokens were appended beyond the length: bool, in the shape of the index, also of a stack."""
         if self.window is not None:
             return jnp.zeros(jnp.shape(self.index), jnp.bool_)
         return self.index > np.int32(self.length)
@@ -365,6 +378,7 @@ class KVCache:
 
         Positions count the tokens from 0. Without a window the slot of a token is its position.
         """
+        self._check_is_layer("KVCache.positions")
         slots = jnp.arange(self.length, dtype=jnp.int32)[None]
         index = jnp.reshape(self.index, (-1, 1))
         if self.window is None:
@@ -378,12 +392,14 @@ class KVCache:
         expected = "a cache outside of jax.jit (or read cache.overflowed)"
         checks.require(not checks.is_traced(self.index), _CHECK, "cache", expected, "a traced one")
         expected = f"at most {self.length} tokens, the length of the cache (a window makes it a ring)"
-        checks.require(not np.any(np.asarray(self.overflowed)), _CHECK, "cache", expected, int(np.max(self.index)))
+        checks.require(
+            not np.any(np.asarray(self.overflowed)), _CHECK, "cache", expected, int(np.max(self.index, initial=0))
+        )
         return self
 
     def dequantize(self) -> tuple[jax.Array, jax.Array]:
         """Return the keys and values as float32 [batch, length, kv_heads, head_dim], in the order of the slots."""
-        self.check_is_layer(_DEQUANTIZE)
+        self._check_is_layer(_DEQUANTIZE)
         pairs = ((self.quantized_keys, (0, 2, 1, 3)), (self.quantized_values, (0, 3, 1, 2)))
         keys, values = (lax.transpose(dequantize_checked(q), order) for q, order in pairs)
         if self.rotate:
@@ -409,6 +425,7 @@ class KVCache:
 
     def _read_codes(self, stored: jax.Array, scale: jax.Array, spec: QuantSpec, axis: int) -> QuantizedArray:
         """Return codes and their scales with the blocks of a head beside each other along the axis of the features."""
+        self._check_is_layer(f"KVCache.quantized_{'keys' if axis == KEY_AXES[0] else 'values'}")
         blocks = count_blocks(spec, self.head_dim)
         codes = unpack_codes(stored, spec, axis, self.head_dim)
 
@@ -712,9 +729,8 @@ def _write_slice(
     """
     if layer is None:
         return lax.dynamic_update_slice_in_dim(stored, update, start, axis)
-    places = [np.int32(0)] * update.ndim
-    places[axis] = start
-    return lax.dynamic_update_slice(stored, update[None], (layer, *places))
+    places = (layer, *(start if i == axis else np.int32(0) for i in range(update.ndim)))
+    return lax.dynamic_update_slice(stored, update[None], places)
 
 
 def _write_slots(
@@ -730,14 +746,25 @@ def _write_slots(
         layer: the layer to write to, an int32 scalar, or None.
     """
     if layer is not None:
-        # A slice between indices moves their dimensions to the front.
-        first = slots.ndim - 1
-        rows = (jnp.arange(update.shape[0], dtype=jnp.int32)[:, None],) if first else ()
-        index = (layer, *rows, *(slice(None),) * (axis - len(rows)), slots)
-        return stored.at[index].set(jnp.moveaxis(update, axis, first), mode="drop", unique_indices=True)
+        return _write_slots_of_layer(stored, update, axis, slots, layer)
     if slots.ndim == 2:
         return jax.vmap(functools.partial(_scatter, axis=axis - 1))(stored, update, slots)
     return _scatter(stored, update, slots, axis=axis)
+
+
+def _write_slots_of_layer(
+    stored: jax.Array, update: jax.Array, axis: int, slots: jax.Array, layer: jax.Array
+) -> jax.Array:
+    """Return what `_write_slots` returns for a stack."""
+    is_per_row = slots.ndim == 2
+    # The dimension of rows stays where it is. `jax.vmap` would move it to the front of the stack.
+    window = tuple(range(2 if is_per_row else 1, update.ndim))
+    numbers = lax.ScatterDimensionNumbers(
+        window, (0, axis + 1), (0, axis + 1), (1,) if is_per_row else (), (0,) if is_per_row else ()
+    )
+    places = jnp.stack([sharding.place_like(jnp.broadcast_to(layer, slots.shape), slots), slots], -1)
+    moved = jnp.moveaxis(update, axis, slots.ndim - 1)
+    return lax.scatter(stored, places, moved, numbers, unique_indices=True, mode=lax.GatherScatterMode.FILL_OR_DROP)
 
 
 def _scatter(stored: jax.Array, update: jax.Array, slots: jax.Array, *, axis: int) -> jax.Array:

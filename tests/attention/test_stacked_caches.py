@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxquant as jq
 
@@ -146,12 +148,26 @@ def test_layers_beyond_the_ends(rng: np.random.Generator) -> None:
             caches.take_layer(layer)
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32, np.int64])
+def test_layers_of_other_dtypes(dtype: Any, rng: np.random.Generator) -> None:
+    caches, k = stack(create_layers(SPECS["int8"], {}, rng)), np.ones((2, 1, 2, 16), np.float32)
+    check_equal(caches.append(k, k, layer=dtype(2)), caches.append(k, k, layer=2))
+    check_equal(jax.jit(jq.KVCache.take_layer)(caches, dtype(2)), caches.take_layer(2))
+
+
+def test_a_stack_without_overflow() -> None:
+    empty = jax.tree.map(lambda part: part[:0], create_stack(LAYERS, SHAPE))
+    assert empty.check() is empty
+
+
 def test_a_known_overflow_of_a_layer(rng: np.random.Generator) -> None:
     """The layers hold 1, 2 and 3 tokens of 8."""
     caches, k = stack(create_layers(SPECS["int8"], {}, rng)), np.ones((2, 6, 2, 16), np.float32)
     assert caches.append(k, k, layer=1).index.tolist() == [1, 8, 3]
     with pytest.raises(ValueError, match=r"append: k: expected at most 8 tokens in all.*got 9"):
         caches.append(k, k, layer=2)
+    # If the layer is not known, neither are the tokens that it holds.
+    assert jax.jit(lambda layer: caches.append(k, k, layer=layer).index)(1).tolist() == [1, 8, 3]
     # Traced, the layer overflows, and only its results are NaN.
     found = jax.jit(jq.KVCache.append)(caches, k, k, layer=2)
     assert found.overflowed.tolist() == [False, False, True]
@@ -162,46 +178,88 @@ def test_a_known_overflow_of_a_layer(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.slow
-def test_sharded_over_eight_devices(rng: np.random.Generator) -> None:
-    empty = create_stack(LAYERS, (2, 6, 4, 8), per_row=True)
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("axis_type", list(AxisType)[:2])
+def test_sharded_over_eight_devices(per_row: bool, axis_type: AxisType, rng: np.random.Generator) -> None:
+    """Batch and heads sharded, the layers not: no device gets codes, tokens or places of another one."""
+    empty = create_stack(LAYERS, (2, 6, 4, 8), per_row=per_row)
     k, v, q = (rng.normal(0, 1, (2, 5, heads, 8)).astype(np.float32) for heads in (4, 4, 8))
 
-    @jax.jit
-    def run(caches: Any, k: Any, v: Any, q: Any) -> Any:
-        caches = caches.append(k, v, layer=1)
-        return caches, jq.attention(q, caches.take_layer(1))
+    def append(caches: Any, k: Any, v: Any) -> Any:
+        return caches.append(k, v, layer=1)
 
-    caches, y = run(empty, k, v, q)
-    mesh = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("data", "model"))
+    def attend(caches: Any, q: Any) -> Any:
+        return jq.attention(q, caches.take_layer(1))
+
+    caches = jax.jit(append)(empty, k, v)
+    y = jax.jit(attend)(caches, q)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
     specs = empty.partition_specs("data", "model")
-    assert specs.keys == jax.sharding.PartitionSpec(None, "data", "model")
-    assert specs.index == jax.sharding.PartitionSpec(None, "data")
-    placed = jax.device_put(empty, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
-    tokens = NamedSharding(mesh, jax.sharding.PartitionSpec("data", None, "model"))
-    sharded, z = run(placed, *(jax.device_put(x, tokens) for x in (k, v, q)))
+    assert specs.keys == PartitionSpec(None, "data", "model")
+    assert specs.index == (PartitionSpec(None, "data") if per_row else PartitionSpec())
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(empty, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+        tokens = NamedSharding(mesh, PartitionSpec("data", None, "model"))
+        k, v, q = (jax.device_put(x, tokens) for x in (k, v, q))
+        sharded = jax.jit(append)(placed, k, v)
+        z = jax.jit(attend)(sharded, q)
+        texts = [jax.jit(append).lower(placed, k, v).compile().as_text()]
+        texts.append(jax.jit(lambda caches: caches.take_layer(1)).lower(sharded).compile().as_text())
+    assert not [
+        line for text in texts for line in (text or "").splitlines() if re.search(r"(all|collective)-\w+\(", line)
+    ]
     assert sharded.keys.sharding.is_equivalent_to(NamedSharding(mesh, specs.keys), 5)
-    check_equal(sharded, caches)
+    check_equal(jax.device_get(sharded), jax.device_get(caches))
     np.testing.assert_array_max_ulp(np.asarray(z), np.asarray(y), maxulp=4)
 
 
+def test_tokens_that_a_mesh_cuts() -> None:
+    mesh = jax.make_mesh((8,), ("tokens",), axis_types=(AxisType.Explicit,))
+    caches, k = create_stack(LAYERS, (1, 8, 2, 16)), jnp.ones((1, 1, 2, 16))
+    with jax.set_mesh(mesh):
+        scale = jax.device_put(caches.key_scale, NamedSharding(mesh, PartitionSpec(None, None, None, "tokens")))
+        cut = dataclasses.replace(caches, key_scale=scale)
+        with pytest.raises(ValueError, match=r"append: cache: expected tokens that no explicit mesh axis cuts"):
+            cut.append(k, k, layer=0)
+
+
 K = np.ones((2, 1, 2, 16), np.float32)
+LAYER = "layer: expected an int or an integer scalar"
+ONE = (
+    "cache: expected the cache of one layer, as take_layer returns it, whose scales have 3 dimensions, got scales of 4"
+)
 ERRORS: list[tuple[Any, type[Exception], str]] = [
-    (lambda x: x.append(K, K), ValueError, "KVCache.append: layer: expected an int or an int32 scalar, because"),
-    (lambda x: x.append(K, K, layer=1.0), TypeError, "KVCache.append: layer: expected dtype int32"),
-    (lambda x: x.append(K, K, layer=np.array([1])), ValueError, r"KVCache.append: layer: expected shape \(\)"),
+    (lambda x: x.append(K, K), ValueError, "KVCache.append: " + LAYER + ", because the cache is a stack.* got None"),
+    (lambda x: x.append(K, K, layer=1.0), TypeError, "KVCache.append: " + LAYER + ", got 1.0 .float."),
+    (lambda x: x.append(K, K, layer=True), TypeError, "KVCache.append: " + LAYER + ", got"),
+    (lambda x: x.append(K, K, layer=[1]), TypeError, "KVCache.append: " + LAYER),
+    (lambda x: x.append(K, K, layer=np.array([1])), ValueError, r"KVCache.append: layer: expected a scalar, got shape"),
+    (lambda x: x.append(K, K, layer=np.int64(2**40)), ValueError, "KVCache.append: layer: expected from 0 to 2"),
+    (lambda x: x.take_layer(np.asarray(2**40)), ValueError, "KVCache.take_layer: layer: expected from 0 to 2"),
     (lambda x: x.append(K[:1], K, layer=1), ValueError, r"KVCache.append: k: expected shape \(2, tokens, 2, 16\)"),
     (lambda x: x.append(K, K, np.ones(2, np.int32), layer=1), ValueError, "KVCache.append: lengths: expected None"),
     (
         lambda x: x.take_layer(0).append(K, K, layer=1),
-        *(ValueError, "KVCache.append: cache: expected a stack of caches, .*, or no layer, got 3 dimensions"),
+        *(ValueError, "KVCache.append: cache: expected a stack, .*, or no layer, got scales of 3 dimensions"),
     ),
     (
         lambda x: x.take_layer(0).take_layer(0),
-        *(ValueError, "KVCache.take_layer: cache: expected a stack of caches.*, got 3 dimensions"),
+        *(ValueError, "KVCache.take_layer: cache: expected a stack, .* 4 dimensions, got scales of 3 dimensions"),
     ),
-    (lambda x: x.take_layer(None), ValueError, "KVCache.take_layer: layer: expected an int or an int32 scalar"),
-    (lambda x: jq.attention(K, x), ValueError, "attention: cache: expected the cache of one layer"),
-    (lambda x: x.dequantize(), ValueError, "KVCache.dequantize: cache: expected the cache of one layer"),
+    (
+        lambda x: jax.tree.map(lambda part: part[None], x).append(K, K, layer=0),
+        *(ValueError, "KVCache.append: cache: expected a stack, .* got scales of 5 dimensions"),
+    ),
+    (
+        lambda x: jax.tree.map(lambda part: part[:0], x).append(K, K, layer=0),
+        *(ValueError, "KVCache.append: cache: expected a stack with a layer, got one without layers"),
+    ),
+    (lambda x: x.take_layer(None), ValueError, "KVCache.take_layer: " + LAYER),
+    (lambda x: jq.attention(K, x), ValueError, "attention: " + ONE),
+    (lambda x: x.dequantize(), ValueError, "KVCache.dequantize: " + ONE),
+    (lambda x: x.positions, ValueError, "KVCache.positions: " + ONE),
+    (lambda x: x.quantized_keys, ValueError, "KVCache.quantized_keys: " + ONE),
+    (lambda x: x.quantized_values, ValueError, "KVCache.quantized_values: " + ONE),
 ]
 
 
