@@ -18,6 +18,8 @@ from .._arrays.quantized_array import QuantizedArray, unpack_checked
 from .._core import checks, dtypes, entry_point, recording, sharding
 from .._kernels import affine
 from .._kernels.contraction import Role
+from .._kernels.float_rows import WordLayout
+from .._kernels.integer_rows import HeldWords
 from ..integer import DotDimensionNumbers, MatrixShapes, check_placement, match_matrices, match_roles
 from . import dot_float, dot_integer
 from .dot_integer import Axes
@@ -178,6 +180,7 @@ def contract_dimensions(
         else:
             rhs = dot_integer.read_nested(rhs, lhs)
         lhs, rhs, finish = simplify_weights(lhs, rhs, left, right)
+    lhs_words, rhs_words = (_keep_words(x, role) for x, role in ((lhs, left), (rhs, right)))
     lhs, rhs = (_unpack_unread(x, role, is_weight_only) for x, role in ((lhs, left), (rhs, right)))
     a, b = (x.codes if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
     check_placement(function, a, b, left, right, out_sharding)
@@ -204,9 +207,21 @@ def contract_dimensions(
         )
     lhs, rhs = dot_integer.fill_empty_entries(lhs, left), dot_integer.fill_empty_entries(rhs, right)
     plan = dot_integer.plan_contraction(function, lhs, rhs, left, right, out_sharding, caller_axes)
+    packed = (lhs_words, rhs_words)
     if epilogue is None:
-        return dot_integer.multiply_codes(lhs, rhs, plan, preferred)
-    return dot_integer.multiply_to_codes(function, lhs, rhs, plan, preferred, epilogue)
+        return dot_integer.multiply_codes(lhs, rhs, plan, preferred, packed)
+    return dot_integer.multiply_to_codes(function, lhs, rhs, plan, preferred, epilogue, packed)
+
+
+def _keep_words(x: Any, role: Role) -> HeldWords | None:
+    """Return the words of an array of packed integers, with its dimensions as they are in memory; else None."""
+    if not isinstance(x, QuantizedArray) or x.packing is None or x.codebook is not None:
+        return None
+    if x.packing.format in dtypes.FLOAT4 or sharding.is_placed(x.stored_codes):
+        return None
+    stored, _ = _read_as_stored(x, role, is_integer=True)
+    layout = WordLayout(x.packing.bits, x.packing.length, dtypes.read_bounds(x.packing.format)[0] < 0)
+    return HeldWords(stored.stored_codes, stored.zero_point, layout, x.block_size)
 
 
 def _unpack_unread(x: Any, role: Role, is_weight_only: bool) -> Any:

@@ -13,10 +13,11 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._arrays.quantized_array import QuantizedArray, check_form, read_entries
-from .._core import checks, dtypes, granularity, sharding
-from .._kernels import accumulator, affine, barriers, signed_codes
+from .._core import checks, dtypes, granularity, recording, sharding
+from .._kernels import accumulator, affine, barriers, signed_codes, words
 from .._kernels.accumulator import sum_over_blocks
 from .._kernels.contraction import Role, contract_roles, spread_outward
+from .._kernels.integer_rows import HeldWords, contract_row_of_integers
 from .output import Epilogue
 
 # The forms that a dot product of integers supports. A permutation is none of them: the other operand would have to be
@@ -202,17 +203,24 @@ def count_exact_terms(lhs: QuantizedArray, rhs: QuantizedArray) -> int:
     return (2**31 - 1) // math.prod(largest)
 
 
+# For each of two operands the words that hold its codes, or None.
+PackedPair = tuple[HeldWords | None, HeldWords | None]
+
+
 def multiply_codes(
-    lhs: QuantizedArray, rhs: QuantizedArray, plan: IntegerPlan, preferred: np.dtype | None
-) -> jax.Array:
+    lhs: QuantizedArray, rhs: QuantizedArray, plan: IntegerPlan, preferred: np.dtype | None,
+    packed: PackedPair = (None, None),
+) -> jax.Array:  # fmt: skip
     """Return the product of two quantized arrays in the dtype `preferred`, or in the wider of their dtypes."""
     dtype = preferred or dtypes.choose_wider(lhs.dtype, rhs.dtype)
     # A sharded dimension is gathered, because JAX refuses to split it into blocks.
     if plan.axes is not None:
         lhs, rhs = (_gather_dimension(q, axis) for q, axis in zip((lhs, rhs), plan.axes, strict=True))
-    sides = [prepare_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
+    sides = _prepare_sides(lhs, rhs, plan, packed)
     if plan.axes is None:
-        y = _scale_sums(contract_roles(*_list_operands(sides), plan.out_sharding), sides)
+        acc = _contract_words(sides, plan, packed)
+        acc = contract_roles(*_list_operands(sides), plan.out_sharding) if acc is None else acc
+        y = _scale_sums(acc, sides)
     else:
         y = _contract_in_blocks(sides, plan)
     return affine.round_to_dtype(y, dtype).astype(dtype)
@@ -220,7 +228,7 @@ def multiply_codes(
 
 def multiply_to_codes(
     function: str, lhs: QuantizedArray, rhs: QuantizedArray, plan: IntegerPlan, preferred: np.dtype | None,
-    epilogue: Epilogue,
+    epilogue: Epilogue, packed: PackedPair = (None, None),
 ) -> Any:  # fmt: skip
     """Return the product of two quantized arrays with a bias of integers, as floats or as a QuantizedArray."""
     got = f"blocks of {plan.length} indices along lhs's dimension {plan.axes and plan.axes[0]}"
@@ -231,8 +239,9 @@ def multiply_to_codes(
         reason = "bias" if epilogue.output is None else "output"
         expected = f"None, because of the {reason}: the sums of an array with an offset have no common scale"
         checks.require(q.offset is None, function, f"{argument}.offset", expected, repr(q))
-    sides = [prepare_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
-    acc = contract_roles(*_list_operands(sides), plan.out_sharding)
+    sides = _prepare_sides(lhs, rhs, plan, packed)
+    acc = _contract_words(sides, plan, packed)
+    acc = contract_roles(*_list_operands(sides), plan.out_sharding) if acc is None else acc
     bias = epilogue.bias
     if bias is not None:
         fits = bias.ndim <= acc.ndim
@@ -290,6 +299,27 @@ def prepare_side(q: QuantizedArray, role: Role) -> _Side:
         (runs[0], runs[1], runs[2]),
         offset,
     )
+
+
+def _prepare_sides(lhs: QuantizedArray, rhs: QuantizedArray, plan: IntegerPlan, packed: PackedPair) -> list[_Side]:
+    """Return both operands; those that are packed with their codes as int8."""
+    sides = [prepare_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
+    return [_widen_packed(side, q) for side, q in zip(sides, packed, strict=True)]
+
+
+def _widen_packed(side: _Side, packed: HeldWords | None) -> _Side:
+    """Return a side with codes that are read from words as int8; XLA:CPU would pack them as 4 bits once more."""
+    if packed is None or side.codes.dtype in dtypes.EIGHT_BITS or recording.is_recording():
+        return side
+    codes = words.unpack_words(packed.words, *packed.layout[:2], signed=packed.layout.is_signed)
+    return side._replace(codes=codes.astype(jnp.int8))
+
+
+def _contract_words(sides: Sequence[_Side], plan: IntegerPlan, packed: PackedPair) -> jax.Array | None:
+    """Return the int32 contraction of a row with words, or None for other operands."""
+    if packed == (None, None) or plan.out_sharding is not None or recording.is_recording():
+        return None
+    return contract_row_of_integers(*_list_operands(sides), packed)
 
 
 def _list_operands(sides: Sequence[_Side]) -> tuple[jax.Array, jax.Array, Any, Any, Role, Role]:

@@ -9,8 +9,8 @@ import pytest
 
 from tests.project import structure
 
-MODULES = 281
-CODE_LINES = 44_750
+MODULES = 282
+CODE_LINES = 44_850
 CLOSURE = (17, 67)  # median and 90th percentile
 CLOSURE_AT_IMPORT = (17, 67)
 PRIVATE_IMPORTS = 0
