@@ -77,6 +77,19 @@ def test_sums_are_exact(
             np.testing.assert_array_equal(found, expected.astype(np.float32))
 
 
+def test_sums_that_floats_do_not_hold(rng: np.random.Generator) -> None:
+    """Positive products come first, and negative ones take most of their sum away, above 2**24 in each lane."""
+    depth = 2**20
+    row = 127 - rng.integers(0, 2, (1, depth))
+    positive, negative = 7 - rng.integers(0, 2, (2, depth)), -8 + rng.integers(0, 2, (2, depth))
+    codes = np.where(np.arange(depth) < depth * 8 // 15, positive, negative)
+    x, q = make_row(row, "int8"), make_words(codes, "int4")
+    expected = row.astype(np.int64) @ codes.T
+    assert np.abs(expected).max() < 2**24
+    for found in (x @ q.T, jax.jit(lambda x, q: x @ q.T)(x, q)):
+        np.testing.assert_array_equal(found, expected.astype(np.float32))
+
+
 @pytest.mark.parametrize("name", ["int4", "uint5"])
 def test_scales_biases_and_outputs(name: str, rng: np.random.Generator) -> None:
     """The results of the array without words, bit for bit: under vmap and scan, and as codes."""
