@@ -55,7 +55,8 @@ class KVCache:
 
     A loop over the layers of a decoder carries a stack of their caches, whose arrays have a dimension of layers before
     the others: `jax.tree.map(lambda *parts: jnp.stack(parts), *caches)`. `append` then takes the layer, and writes the
-    tokens where they are in the stack; `take_layer` returns the cache of one layer, and all else takes that.
+    tokens where they are in the stack. `take_layer` returns the cache of one layer, for `jq.attention` and
+    `dequantize`.
 
     Attributes:
         keys: the codes of the keys, [batch, kv_heads, length, head_dim] of int8; or, for int4, uint8 with half the
