@@ -300,8 +300,8 @@ class KVCache:
         place = self._read_layer(_TAKE, layer)
 
         taken = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, place, keepdims=False), self)
-        # XLA:CPU would copy keys of few features token by token. As one dimension it copies the tokens by vectors; it
-        # would have to gather dimensions that may be sharded.
+        # XLA:CPU copies keys of few features token by token, unless tokens and features are one dimension. The batch
+        # and the heads stay dimensions of their own, because they may be sharded.
         flat = self.keys.reshape(*self.keys.shape[:3], math.prod(self.keys.shape[3:]))
         keys = lax.optimization_barrier(lax.dynamic_index_in_dim(flat, place, keepdims=False))
         return dataclasses.replace(taken, keys=keys.reshape(self.keys.shape[1:]))

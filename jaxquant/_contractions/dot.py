@@ -19,7 +19,7 @@ from .._core import checks, dtypes, entry_point, recording, sharding
 from .._kernels import affine
 from .._kernels.contraction import Role
 from .._kernels.float_rows import WordLayout
-from .._kernels.integer_rows import HeldWords
+from .._kernels.integer_rows import PackedOperand
 from ..integer import DotDimensionNumbers, MatrixShapes, check_placement, match_matrices, match_roles
 from . import dot_float, dot_integer
 from .dot_integer import Axes
@@ -213,7 +213,7 @@ def contract_dimensions(
     return dot_integer.multiply_to_codes(function, lhs, rhs, plan, preferred, epilogue, packed)
 
 
-def _keep_words(x: Any, role: Role) -> HeldWords | None:
+def _keep_words(x: Any, role: Role) -> PackedOperand | None:
     """Return the words of an array of packed integers, with its dimensions as they are in memory; else None."""
     if not isinstance(x, QuantizedArray) or x.packing is None or x.codebook is not None:
         return None
@@ -221,7 +221,7 @@ def _keep_words(x: Any, role: Role) -> HeldWords | None:
         return None
     stored, _ = _read_as_stored(x, role, is_integer=True)
     layout = WordLayout(x.packing.bits, x.packing.length, dtypes.read_bounds(x.packing.format)[0] < 0)
-    return HeldWords(stored.stored_codes, stored.zero_point, layout, x.block_size)
+    return PackedOperand(stored.stored_codes, stored.zero_point, layout, x.block_size)
 
 
 def _unpack_unread(x: Any, role: Role, is_weight_only: bool) -> Any:

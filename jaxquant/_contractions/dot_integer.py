@@ -17,7 +17,7 @@ from .._core import checks, dtypes, granularity, recording, sharding
 from .._kernels import accumulator, affine, barriers, signed_codes, words
 from .._kernels.accumulator import sum_over_blocks
 from .._kernels.contraction import Role, contract_roles, spread_outward
-from .._kernels.integer_rows import HeldWords, contract_row_of_integers
+from .._kernels.integer_rows import PackedOperand, contract_row_of_integers
 from .output import Epilogue
 
 # The forms that a dot product of integers supports. A permutation is none of them: the other operand would have to be
@@ -204,12 +204,12 @@ def count_exact_terms(lhs: QuantizedArray, rhs: QuantizedArray) -> int:
 
 
 # For each of two operands the words that hold its codes, or None.
-PackedPair = tuple[HeldWords | None, HeldWords | None]
+PackedOperands = tuple[PackedOperand | None, PackedOperand | None]
 
 
 def multiply_codes(
     lhs: QuantizedArray, rhs: QuantizedArray, plan: IntegerPlan, preferred: np.dtype | None,
-    packed: PackedPair = (None, None),
+    packed: PackedOperands = (None, None),
 ) -> jax.Array:  # fmt: skip
     """Return the product of two quantized arrays in the dtype `preferred`, or in the wider of their dtypes."""
     dtype = preferred or dtypes.choose_wider(lhs.dtype, rhs.dtype)
@@ -228,7 +228,7 @@ def multiply_codes(
 
 def multiply_to_codes(
     function: str, lhs: QuantizedArray, rhs: QuantizedArray, plan: IntegerPlan, preferred: np.dtype | None,
-    epilogue: Epilogue, packed: PackedPair = (None, None),
+    epilogue: Epilogue, packed: PackedOperands = (None, None),
 ) -> Any:  # fmt: skip
     """Return the product of two quantized arrays with a bias of integers, as floats or as a QuantizedArray."""
     got = f"blocks of {plan.length} indices along lhs's dimension {plan.axes and plan.axes[0]}"
@@ -301,13 +301,13 @@ def prepare_side(q: QuantizedArray, role: Role) -> _Side:
     )
 
 
-def _prepare_sides(lhs: QuantizedArray, rhs: QuantizedArray, plan: IntegerPlan, packed: PackedPair) -> list[_Side]:
+def _prepare_sides(lhs: QuantizedArray, rhs: QuantizedArray, plan: IntegerPlan, packed: PackedOperands) -> list[_Side]:
     """Return both operands; those that are packed with their codes as int8."""
     sides = [prepare_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
     return [_widen_packed(side, q) for side, q in zip(sides, packed, strict=True)]
 
 
-def _widen_packed(side: _Side, packed: HeldWords | None) -> _Side:
+def _widen_packed(side: _Side, packed: PackedOperand | None) -> _Side:
     """Return a side with codes that are read from words as int8; XLA:CPU would pack them as 4 bits once more."""
     if packed is None or side.codes.dtype in dtypes.EIGHT_BITS or recording.is_recording():
         return side
@@ -315,7 +315,7 @@ def _widen_packed(side: _Side, packed: HeldWords | None) -> _Side:
     return side._replace(codes=codes.astype(jnp.int8))
 
 
-def _contract_words(sides: Sequence[_Side], plan: IntegerPlan, packed: PackedPair) -> jax.Array | None:
+def _contract_words(sides: Sequence[_Side], plan: IntegerPlan, packed: PackedOperands) -> jax.Array | None:
     """Return the int32 contraction of a row with words, or None for other operands."""
     if packed == (None, None) or plan.out_sharding is not None or recording.is_recording():
         return None

@@ -1,7 +1,7 @@
 """The exact contraction of a row of integers with a matrix of codes in uint32 words, on a CPU.
 
-The kernel of `word_rows` multiplies floats. Integers up to 2**24, and their sums in any order, are exact in float32, so
-that it returns the int32 sums, and no code is written to memory.
+The kernel of `word_rows` multiplies floats. If no sum is above 2**24, float32 holds all of them exactly, whatever their
+order, so the kernel returns the int32 sums. It writes no code to memory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _FEWEST = 2**15
 _EXACT = 2**24
 
 
-class HeldWords(NamedTuple):
-    """Packed codes of an operand.
+class PackedOperand(NamedTuple):
+    """The codes of an operand as they are packed.
 
     Attributes:
         words: uint32.
@@ -77,7 +77,7 @@ class _RowProduct(NamedTuple):
             x = row.reshape(-1).astype(jnp.int32)
             x = (x if center is None else x - center.reshape(())).astype(jnp.float32)
             zero_point = None if zero_point is None else packed_codes.unpack_entries(zero_point, x)
-            matrix = HeldWords(words, zero_point, self.layout, self.block_size).read_matrix()
+            matrix = PackedOperand(words, zero_point, self.layout, self.block_size).read_matrix()
             role = (self.left, self.right)[self.packed]
             form = word_rows.choose_form(matrix, role)
             assert form is not None
@@ -95,18 +95,12 @@ class _RowProduct(NamedTuple):
 
 def contract_row_of_integers(
     lhs: jax.Array, rhs: jax.Array, lhs_center: Center, rhs_center: Center, left: Role, right: Role,
-    packed: Sequence[HeldWords | None],
+    packed: Sequence[PackedOperand | None],
 ) -> jax.Array | None:  # fmt: skip
     """Return what `contract_roles` returns, for a row and codes in words, or None if the kernel does not take them.
 
-    Args:
-        lhs: int8, or codes of 2 or 4 bits.
-        rhs: the same.
-        lhs_center: int32, a scalar or of lhs's rank, or None for 0.
-        rhs_center: int32, a scalar or of rhs's rank, or None for 0.
-        left: the dimensions of lhs.
-        right: the dimensions of rhs.
-        packed: for each operand the words that hold its codes, in the order of its dimensions, or None.
+    The other arguments are those of `contract_roles`. `packed` has for each operand the words that hold its codes, in
+    the order of its dimensions, or None.
     """
     operands, centers, roles = (lhs, rhs), (lhs_center, rhs_center), (left, right)
     for side in (1, 0):
@@ -139,7 +133,7 @@ def _make_batchable(product: _RowProduct) -> custom_vmap:
 def _contract_under_vmap(
     product: _RowProduct, size: int, batched: Sequence[bool], *operands: Any
 ) -> tuple[jax.Array, bool]:
-    """Return the contraction under vmap, which has more rows, or more matrices."""
+    """Return the contraction under vmap, with more rows or more matrices, of the codes and not of the words."""
     axes = [0 if is_batched else None for is_batched in batched[:4]]
     contract = functools.partial(contract_roles, left=product.left, right=product.right)
     return jax.vmap(contract, axes, axis_size=size)(*operands[:4]), True

@@ -99,7 +99,7 @@ def list_weights(model: onnx.ModelProto) -> list[tuple[str, bytes]]:
 
 # One node differs: bools are compared by other operators.
 NEARLY_EQUAL = (("linen decoder", "float"),)
-# Loading quantizes images before the largest elements of their windows are taken, and turns the codes around.
+# A loaded model quantizes images before it takes the largest elements of their windows, so it transposes codes only.
 SHORTER = (("linen cnn", "static"), ("nnx cnn", "static"))
 
 
