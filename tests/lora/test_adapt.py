@@ -201,12 +201,28 @@ def test_iterations_alternate_between_codes_and_adapters(name: str, variant: str
         np.testing.assert_allclose(found.scale, codes.params[path].scale, rtol=1e-5)
     # The second adapters are the best ones for the second codes.
     near(twice.adapters, start(twice.frozen).adapters, 0)
-    errors = []
-    for tree in (once, start(q, iterations=5)):
-        merged = merge_floats(program, tree, tree.adapters)
-        errors.append(sum(float(((merged[path] - params[path]) ** 2).sum()) for path in params))
-    if variant == "lora":
-        assert errors[1] < errors[0]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", ["dense", "scan", "experts", "heads", "convolution"])
+def test_iterations_approximate_the_weights_better(name: str, rng: np.random.Generator) -> None:
+    """On average: neither rounding nor the scale, which is that of the largest number, finds the nearest codes.
+
+    Of 60 draws of the smallest weights here 8 are approximated worse, by up to 9 %; the sum over 60 is 12 % smaller.
+    """
+    program = PROGRAMS[name]
+    settings = jq.lora.LoRA(3, alpha=4.5)
+    errors = np.zeros(2)
+    prepared: Any = None
+    for _ in range(20):
+        params, x = program.sample(rng)
+        prepared = prepared or jq.prepare(program.function, params, x, rules=(jq.Rule(weight=jq.Weight("int4")),))
+        q = prepared.convert(params)
+        for i, iterations in enumerate((1, 5)):
+            tree = jq.lora.adapt(prepared, q, settings, jax.random.key(0), params=params, iterations=iterations)
+            merged = merge_floats(program, tree, tree.adapters)
+            errors[i] += sum(float(((merged[path] - params[path]) ** 2).sum()) for path in params)
+    assert errors[1] < errors[0]
 
 
 @pytest.mark.sample(3)
