@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._core import checks, entry_point, granularity, sharding
@@ -178,6 +179,29 @@ def _index_permuted(
             return new.replace(permutation=permutation, permuted_axis=-behind - 1)
     behind = sum(other is None or isinstance(other, slice) for other in later)
     return new.replace(permutation=permutation, permuted_axis=-behind - 1)
+
+
+def cut_codes(q: QuantizedArray, starts: Sequence[jax.Array], sizes: Sequence[int]) -> QuantizedArray:
+    """Return an array with a part of its codes along each dimension, from starts that the program computes.
+
+    The codes stay as they are stored, in words too, unless a dimension that is cut is moved by the stored order, or its
+    codes share words. XLA:CPU does not fuse other ways to read words with a slice: it would read all of them.
+
+    Args:
+        q: an array whose scale, zero point and offset are those of the part already.
+        starts: the first index of each dimension.
+        sizes: the length of each dimension of the part.
+    """
+    moved = q._order or ()
+    in_words = () if q.packing is None else (moved[-1] % q.ndim if moved else q.ndim - 1,)
+    cut = [axis for axis, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if size != n]
+    if any(axis >= q.ndim - len(moved) or axis in in_words for axis in cut):
+        return q.replace(codes=lax.dynamic_slice(q.codes, starts, sizes), stored_order=None)
+    zeros = [jnp.zeros_like(start) for start in starts]
+    places = [start if axis in cut else zero for axis, (start, zero) in enumerate(zip(starts, zeros, strict=True))]
+    lengths = [sizes[axis] if axis in cut else n for axis, n in enumerate(q._stored.shape)]
+    stored = lax.dynamic_slice(q._stored, places, lengths)
+    return q._with_stored(stored, q._order, is_lazy=q._is_lazy)
 
 
 def _index_codes(

@@ -52,6 +52,11 @@ class View(NamedTuple):
         """Return the axes of the parameter that have factors in these dimensions."""
         return {atom.axis for dimension in dimensions for atom in self.dimensions[dimension] if atom.axis is not None}
 
+    @property
+    def is_cut_at_unknown_index(self) -> bool:
+        """Whether a loop or a dynamic slice has taken a part of the parameter."""
+        return any(type(step) is object for step in self.history)
+
     # The methods of `moves.Elements`.
 
     def keep(self) -> View:

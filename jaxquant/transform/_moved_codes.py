@@ -140,8 +140,7 @@ class MovedCodes(moves.Elements):
             places = [start if n != 1 else zero for start, zero, n in zip(starts, zeros, part.shape, strict=True)]
             lengths = [sizes[axis] if axis in cut and n != 1 else n for axis, n in enumerate(part.shape)]
             entries[name] = lax.dynamic_slice(part, places, lengths)
-        codes = lax.dynamic_slice(q.codes, starts, sizes)
-        return MovedCodes(q.replace(codes=codes, stored_order=None, **entries))
+        return MovedCodes(indexing.cut_codes(q.replace(**entries), starts, sizes))
 
     def select_index(self, axis: int, index: int) -> MovedCodes:
         """Return the codes at one index of a dimension, without the dimension."""

@@ -91,7 +91,7 @@ class LeafPlan(NamedTuple):
         conflict: the Weights that the rules of its uses name, as text, if they differ; or that the parameter had codes
             already; or "".
         adapter: the axes of the factors of an adapter, or why the parameter can have none.
-        is_packed: whether codes of less than a byte are held in words, of which a scan on a CPU takes layers.
+        is_packed: whether codes of less than a byte are held in words, of which a loop on a CPU takes layers.
     """
 
     spec: QuantSpec
@@ -203,7 +203,7 @@ def _plan_leaves(
         # Uses that read different axes fastest leave the codes in the order of the parameter.
         stored_last = () if others else order
         adapter = match_adapter_axes(places, leaf, shapes[leaf])
-        is_packed = np.dtype(spec.carrier) in PACKED and _is_cut_by_scans(places, leaf, len(shapes[leaf]))
+        is_packed = np.dtype(spec.carrier) in PACKED and _is_cut_by_loops(places, leaf, len(shapes[leaf]))
         plans[leaf] = LeafPlan(
             spec, stored_last, tuple(shapes[leaf]), weight=weight, conflict=conflict, adapter=adapter,
             is_packed=is_packed,
@@ -211,15 +211,16 @@ def _plan_leaves(
     return plans
 
 
-def _is_cut_by_scans(sites: Sequence[Site], leaf: int, rank: int) -> bool:
-    """Return whether all that reads a parameter are products in scans on a CPU that take its layers and nothing less.
+def _is_cut_by_loops(sites: Sequence[Site], leaf: int, rank: int) -> bool:
+    """Return whether all that reads a parameter are products on a CPU with a layer of it, whose index a loop computes.
 
     XLA:CPU cannot take a slice of codes of less than a byte at an index that is not known. It converts those of all
     layers to int8 before the loop, and in each iteration those of the layer back, one after the other.
     """
-    if jax.default_backend() != "cpu" or any(site.operation not in PRODUCTS or not site.layers for site in sites):
+    if jax.default_backend() != "cpu" or any(site.operation not in PRODUCTS for site in sites):
         return False
-    return all(_has_last_axes(view, rank) for site in sites for view in site.views if view.leaf == leaf)
+    read = [view for site in sites for view in site.views if view.leaf == leaf]
+    return all(view.is_cut_at_unknown_index and _has_last_axes(view, rank) for view in read)
 
 
 def _has_last_axes(view: views.View, rank: int) -> bool:

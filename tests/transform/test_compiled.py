@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from typing import Any
@@ -96,7 +97,7 @@ def test_no_float_array_of_the_size_of_a_weight(recipe, rng):
     assert memory.temp_size_in_bytes < size
 
 
-def _step_decoder(params, x, caches):
+def _step_decoder(params, x, caches, by_index):
     """Read one token [1, 256] in layers that a scan runs, each with its cache."""
 
     def layer(x, slices):
@@ -106,17 +107,27 @@ def _step_decoder(params, x, caches):
         x = x + jq.attention(q, cache).reshape(1, 256) @ weights["o"].T
         return x + jax.nn.silu(x @ weights["up"]) @ weights["down"], cache
 
-    return jax.lax.scan(layer, x, (params, caches))
+    if not by_index:
+        return jax.lax.scan(layer, x, (params, caches))
+
+    def take_layer(x, slices):
+        number, cache = slices
+        weights = {name: jax.lax.dynamic_index_in_dim(w, number, keepdims=False) for name, w in params.items()}
+        return layer(x, (weights, cache))
+
+    return jax.lax.scan(take_layer, x, (jnp.arange(len(params["q"])), caches))
 
 
+@pytest.mark.parametrize("by_index", [False, True])
 @pytest.mark.parametrize("recipe", ["weight_only_int4"])
-def test_a_scan_takes_layers_of_four_bits_in_place(recipe, rng):
-    """XLA:CPU converts codes of 4 bits to int8 before it slices them: `convert` holds those of a scan in words."""
+def test_a_scan_takes_layers_of_four_bits_in_place(recipe, by_index, rng):
+    """XLA:CPU converts codes of 4 bits to int8 before it slices them: `convert` holds those of a loop in words."""
     layers, shapes = 8, {**dict.fromkeys("qkvo", (256, 256)), "up": (256, 512), "down": (512, 256)}
     params = {name: jnp.asarray(rng.normal(size=(layers, *s)) / 64, jnp.float32) for name, s in shapes.items()}
     caches = jax.tree.map(lambda leaf: jnp.stack([leaf] * layers), jq.KVCache.create((1, 32, 4, 64)))
     x = jnp.asarray(rng.normal(size=(1, 256)), jnp.float32)
-    prepared = jq.prepare(_step_decoder, params, x, caches, rules=getattr(jq.recipes, recipe)(), strict=True)
+    step = functools.partial(_step_decoder, by_index=by_index)
+    prepared = jq.prepare(step, params, x, caches, rules=getattr(jq.recipes, recipe)(), strict=True)
     q = prepared.convert(params)
     for name, array in q.params.items():
         codes = jq.quantize(params[name], prepared.leaves[prepared.names.index(name)].spec).codes
