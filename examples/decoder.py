@@ -206,7 +206,7 @@ def forward(
 
         def multiply(x: jax.Array, name: str) -> jax.Array:
             matrix = weights[f"{name}.weight"]
-            return matrix.multiply(x) if isinstance(matrix, Choice) else x @ matrix.T
+            return matrix.multiply(x) if isinstance(matrix, LayerMatrix) else x @ matrix.T
 
         def normalize(x: jax.Array, name: str) -> jax.Array:
             return _normalize(x, weights[f"{name}.weight"], config.epsilon)
@@ -266,14 +266,22 @@ class MixedStack:
     places: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
 
-class Choice(NamedTuple):
-    """The matrix of one layer, whose number is known only when the program runs, in a stack of several formats."""
+class LayerMatrix(NamedTuple):
+    """The matrix of one layer, whose number is known only when the program runs, in the stack of all layers."""
 
-    stack: MixedStack
+    stack: Any
     layer: jax.Array
 
     def multiply(self, x: jax.Array) -> jax.Array:
-        """Return x times the transposed matrix. Only the branch of its format is computed."""
+        """Return x times the transposed matrix. Of several formats only the branch of the layer's is computed.
+
+        The layer is cut out of its stack here, not by the scan, and not before x is there, which the barrier says:
+        XLA:CPU runs first what waits for nothing, and would write copies of all matrices of the layer before it
+        multiplies the first one.
+        """
+        if not isinstance(self.stack, MixedStack):
+            x, layer = jax.lax.optimization_barrier((x, self.layer))
+            return x @ _take_layer(self.stack, layer).T
 
         def make_branch(stack: Any) -> Callable[..., jax.Array]:
             return lambda x, place: x @ _take_layer(stack, place).T
@@ -297,9 +305,9 @@ def _scan_layers(
     windows = config.list_windows()
     kinds = [windows.index(config.choose_window(layer)) for layer in range(config.layers)]
     places = jnp.array([kinds[:layer].count(kind) for layer, kind in enumerate(kinds)])
-    mixed = {name: stack for name, stack in weights.items() if isinstance(stack, MixedStack)}
+    matrices = {name: stack for name, stack in weights.items() if isinstance(stack, MixedStack) or stack.ndim == 3}
 
-    def step(carry: tuple[jax.Array, Any, jax.Array], weights: Params) -> tuple[tuple[jax.Array, Any, jax.Array], None]:
+    def step(carry: tuple[jax.Array, Any, jax.Array], vectors: Params) -> tuple[tuple[jax.Array, Any, jax.Array], None]:
         x, caches, layer = carry
         kind, place = jnp.array(kinds)[layer], places[layer]
 
@@ -311,13 +319,13 @@ def _scan_layers(
             return attend
 
         branches = [make_branch(number, window) for number, window in enumerate(windows)]
-        choices = {name: Choice(stack, layer) for name, stack in mixed.items()}
+        of_layer = {name: LayerMatrix(stack, layer) for name, stack in matrices.items()}
         attend_layer = functools.partial(jax.lax.switch, kind, branches, caches)
-        x, caches = run_layer(x, {**weights, **choices}, attend_layer)
+        x, caches = run_layer(x, {**vectors, **of_layer}, attend_layer)
         return (x, caches, layer + 1), None
 
-    uniform = {name: x for name, x in weights.items() if name not in mixed}
-    (x, caches, _), _ = jax.lax.scan(step, (x, caches, jnp.int32(0)), uniform)
+    vectors = {name: x for name, x in weights.items() if name not in matrices}
+    (x, caches, _), _ = jax.lax.scan(step, (x, caches, jnp.int32(0)), vectors)
     return x, caches
 
 
