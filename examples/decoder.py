@@ -275,7 +275,7 @@ class LayerMatrix(NamedTuple):
     def multiply(self, x: jax.Array) -> jax.Array:
         """Return x times the transposed matrix. Of several formats only the branch of the layer's is computed.
 
-        The layer is cut out of its stack here, not by the scan, and not before x is there, which the barrier says:
+        Codes are cut out of their stack here, not by the scan, and not before x is there, which the barrier says:
         XLA:CPU runs first what waits for nothing, and would write copies of all matrices of the layer before it
         multiplies the first one.
         """
@@ -305,9 +305,10 @@ def _scan_layers(
     windows = config.list_windows()
     kinds = [windows.index(config.choose_window(layer)) for layer in range(config.layers)]
     places = jnp.array([kinds[:layer].count(kind) for layer, kind in enumerate(kinds)])
-    matrices = {name: stack for name, stack in weights.items() if isinstance(stack, MixedStack) or stack.ndim == 3}
+    in_codes = (MixedStack, jq.QuantizedArray)
+    matrices = {name: stack for name, stack in weights.items() if isinstance(stack, in_codes)}
 
-    def step(carry: tuple[jax.Array, Any, jax.Array], vectors: Params) -> tuple[tuple[jax.Array, Any, jax.Array], None]:
+    def step(carry: tuple[jax.Array, Any, jax.Array], floats: Params) -> tuple[tuple[jax.Array, Any, jax.Array], None]:
         x, caches, layer = carry
         kind, place = jnp.array(kinds)[layer], places[layer]
 
@@ -321,11 +322,12 @@ def _scan_layers(
         branches = [make_branch(number, window) for number, window in enumerate(windows)]
         of_layer = {name: LayerMatrix(stack, layer) for name, stack in matrices.items()}
         attend_layer = functools.partial(jax.lax.switch, kind, branches, caches)
-        x, caches = run_layer(x, {**vectors, **of_layer}, attend_layer)
+        x, caches = run_layer(x, {**floats, **of_layer}, attend_layer)
         return (x, caches, layer + 1), None
 
-    vectors = {name: x for name, x in weights.items() if name not in matrices}
-    (x, caches, _), _ = jax.lax.scan(step, (x, caches, jnp.int32(0)), vectors)
+    # Operands of the scan: `jq.prepare` gives each layer of floats a static range of its own there.
+    floats = {name: x for name, x in weights.items() if name not in matrices}
+    (x, caches, _), _ = jax.lax.scan(step, (x, caches, jnp.int32(0)), floats)
     return x, caches
 
 

@@ -194,7 +194,7 @@ class Prepared:
         A bias that becomes int32, as in integer-only networks, must fit together with the products that it is added to.
         Where it does not, as in a feature with tiny weights, the scale of that feature's weights is enlarged until
         it does. On a CPU, weights of many shapes share a few compiled programs, and codes of 2 or 4 bits are packed,
-        as by `QuantizedArray.pack`, if nothing but scans over stacked layers contracts them.
+        as by `QuantizedArray.pack`, if nothing but loops over stacked layers contracts them.
 
         Args:
             params: the parameters of the function, in floats; or a `TrainableTree`, with its ranges or scales. Those
