@@ -159,6 +159,7 @@ def test_masks_bias_and_positions(rng: np.random.Generator) -> None:
     mask, bias = rng.random((2, 4, 3, 12)) < 0.6, sample(rng, 1, 4, 1, 12)
     mask[0, 1, 2] = False  # a query that sees no token
     bias[0, 0, 0, 2] = -np.inf
+    mask[:, 0, :, 0] = True  # of a query that sees the token with this bias alone, the softmax is NaN
     positions = np.array([[8, 3, 0], [1, 11, 8]], np.int32)
 
     @jax.jit
