@@ -531,6 +531,11 @@ def reshape_array(q: QuantizedArray, shape: tuple[Any, ...]) -> QuantizedArray:
     return result._with_stored(codes, order, packing=packing)
 
 
+def can_reshape(q: QuantizedArray, part: Part, shape: tuple[int, ...]) -> bool:
+    """Return whether a scale, zero point or offset of q can be reshaped with the codes: whether its runs stay runs."""
+    return _plan_reshape(part.shape, _derive_run_lengths(q, part), q.shape, shape) is not None
+
+
 def _move_permuted_axis(q: QuantizedArray, new: tuple[int, ...]) -> int | None:
     """Return the place of the permuted axis in another shape; raise if the axis is merged or divided."""
     axis = q.permuted_axis

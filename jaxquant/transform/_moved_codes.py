@@ -81,13 +81,12 @@ class MovedCodes(moves.Elements):
     def reshape(self, shape: Sequence[int]) -> MovedCodes:
         """Return the codes in another shape.
 
-        Where a merged dimension repeats a sequence of entries, each of its indices gets an entry.
+        Where a merged dimension repeats a sequence of entries, or a dimension is divided within a block, each of its
+        indices gets an entry.
         """
-        q = self.array
-        if any(_match_merged(q.shape, tuple(shape))):
-            q = _read_scales(q)
-        entries = {name: _spread(q, part, tuple(shape)) for name, part in indexing.list_entries(q).items()}
-        return MovedCodes(q.replace(**entries).reshape(tuple(shape)))
+        q, shape = _read_scales(self.array), tuple(shape)
+        entries = {name: _spread(q, part, shape) for name, part in indexing.list_entries(q).items()}
+        return MovedCodes(q.replace(**entries).reshape(shape))
 
     def squeeze(self, axes: Sequence[int], shape: Sequence[int]) -> MovedCodes:
         """Return the codes without some dimensions of length 1."""
@@ -161,6 +160,9 @@ def _spread(q: QuantizedArray, part: Any, shape: tuple[int, ...]) -> Any:
         varying = [axis for axis in axes if part.shape[axis] > 1]
         for axis in axes[: axes.index(varying[-1])] if varying else ():
             part = _expand(q, part, axis)
+    if not indexing.can_reshape(q, part, shape):
+        for axis, n in enumerate(part.shape):
+            part = part if n == 1 else _expand(q, part, axis)
     return part
 
 
