@@ -11,8 +11,9 @@ import sys
 
 import pytest
 
+from benchmarks.figures import DOCS
+
 from ..support.packages import find_folder
-from .test_docs import DOCS
 
 GALLERY = DOCS / "gallery"
 NOTEBOOKS = sorted(path.stem for path in GALLERY.glob("*.py") if path.stem != "execute")

@@ -79,7 +79,6 @@ def test_custom_vjp_triples(path: pathlib.Path) -> None:
         assert re.search(rf"{name}.defvjp\(_{bare}_fwd, _{bare}_bwd(, symbolic_zeros=True)?\)", text)
 
 
-@pytest.mark.slow
 def test_no_test_imports_another() -> None:
     """Shared code is in tests/support, tests/oracles or tests/cases."""
     found = []

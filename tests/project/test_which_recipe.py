@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 import jaxquant as jq
+from benchmarks.figures import DOCS
 from jaxquant import checkpoint
 from jaxquant import onnx as jqonnx
-
-from .test_docs import DOCS
 
 PAGE = (DOCS / "which-recipe.md").read_text()
 

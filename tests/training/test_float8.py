@@ -7,31 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
 import jaxquant as jq
 
+from ..oracles.cotangents import E4M3, E5M2, check_product
+
 F32 = np.float32
 E4, E5 = jq.QuantSpec("float8_e4m3fn"), jq.QuantSpec("float8_e5m2")
 MATRIX = (((1,), (0,)), ((), ()))
-LIMIT = 2e-6
-
-
-def round_to(x: np.ndarray, dtype: Any, largest: float, amax: float | None = None) -> np.ndarray:
-    """Return x as the values of its float8 codes in float64, with one scale."""
-    scale = F32(np.abs(x).max() if amax is None else amax) / F32(largest)
-    codes = np.clip((x / scale).astype(F32), -largest, largest).astype(dtype)
-    return codes.astype(np.float64) * np.float64(scale)
-
-
-E4M3 = functools.partial(round_to, dtype=ml_dtypes.float8_e4m3fn, largest=448.0)
-E5M2 = functools.partial(round_to, dtype=ml_dtypes.float8_e5m2, largest=57344.0)
-
-
-def check_product(y: Any, a: np.ndarray, b: np.ndarray) -> None:
-    np.testing.assert_array_less(np.abs(np.asarray(y, np.float64) - a @ b), LIMIT * (np.abs(a) @ np.abs(b)) + 1e-30)
 
 
 def draw(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -15,29 +15,12 @@ import jaxquant as jq
 from jaxquant import Int8Backward, PerAxis, Quantizer, QuantSpec
 
 from ..cases.quantized_contractions import F32, check_equal, key, quarters, whole
-from ..oracles import array_text
+from ..oracles.cotangents import fold_scale, quantize_cotangent
 from ..support.matrix import mark_others_full
 from ..support.quantized_arrays import product
 
 MATRIX = (((1,), (0,)), ((), ()))
 I8, U8, U4 = (QuantSpec(d) for d in (jnp.int8, jnp.uint8, jnp.uint4))
-
-
-def gradient_codes(g: np.ndarray, scaled_axes: tuple[int, ...]) -> jq.QuantizedArray:
-    """g as int8 with a scale for each index of the kept dimensions, in numpy."""
-    axes = tuple(a for a in range(g.ndim) if a not in scaled_axes)
-    low, high = (f(g, axis=axes, keepdims=True, initial=0) for f in (np.min, np.max))
-    scale, _ = array_text.parameters(low, high, "int8", symmetric=True, narrow=True)
-    codes = array_text.codes(g, np.broadcast_to(scale, g.shape), None, "int8", narrow=True)
-    return jq.QuantizedArray(codes, scale)
-
-
-def folded(q: jq.QuantizedArray, g: np.ndarray, axis: int, of_g: int) -> tuple[jq.QuantizedArray, np.ndarray]:
-    """An operand without its scales along one dimension, and g times them."""
-    if q.scale.shape[axis] == 1:
-        return q, g
-    scale = np.asarray(q.scale).reshape([-1 if a == of_g else 1 for a in range(g.ndim)])
-    return q.replace(scale=np.ones((1,) * q.ndim, F32)), g * scale
 
 
 # lhs [5, 33], rhs [33, 7]: rows and columns of their own are folded into g, each for the other's cotangent.
@@ -68,10 +51,10 @@ def test_integer_and_float_cotangents(name: str, rng: np.random.Generator) -> No
         return [pull_back(*flags) for flags in ((True, True), (True, False), (False, True), (False, False))]
 
     lhs, rhs = jq.quantize(x, specs[0]), jq.quantize(w, specs[1])
-    q, wide = folded(rhs, g, 1, 1)
-    dx = product(gradient_codes(wide, (0,)), q, (((1,), (1,)), ((), ())))
-    q, wide = folded(lhs, g, 0, 0)
-    dw = product(gradient_codes(wide, (1,)), q, (((0,), (0,)), ((), ()))).T
+    q, wide = fold_scale(rhs, g, 1, 1)
+    dx = product(quantize_cotangent(wide, (0,)), q, (((1,), (1,)), ((), ())))
+    q, wide = fold_scale(lhs, g, 0, 0)
+    dw = product(quantize_cotangent(wide, (1,)), q, (((0,), (0,)), ((), ()))).T
     inside = [np.ones(v.shape, bool) if s.symmetric else _unsaturated(v, s) for v, s in ((x, specs[0]), (w, specs[1]))]
     floats = (g @ np.asarray(rhs.dequantize()).T) * inside[0], (np.asarray(lhs.dequantize()).T @ g) * inside[1]
     both, left, right, none = pull(x, w, g)

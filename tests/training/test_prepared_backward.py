@@ -14,9 +14,8 @@ import pytest
 from jax import lax
 
 import jaxquant as jq
+from tests.oracles.cotangents import E5M2, check_product, fold_scale, quantize_cotangent
 from tests.support.equality import check_equal
-from tests.training.test_float8 import E5M2, check_product
-from tests.training.test_int8_backward import folded, gradient_codes
 
 INT8 = jq.Int8Backward()
 STATIC = jq.Static(jq.calibration.minmax)
@@ -77,11 +76,11 @@ def test_integer_gradients_are_those_of_numpy(name: str, rng: np.random.Generato
     low, high = spec.bounds
     steps = np.rint(x / np.asarray(lhs.scale)) + (0 if spec.symmetric else np.asarray(lhs.zero_point, np.float64))
     inside = (steps >= low) & (steps <= high)
-    q, wide = folded(rhs, g, 1, 1)
-    expected = np.where(inside, contract(gradient_codes(wide, (0,)), q, "bo,io->bi"), 0)
+    q, wide = fold_scale(rhs, g, 1, 1)
+    expected = np.where(inside, contract(quantize_cotangent(wide, (0,)), q, "bo,io->bi"), 0)
     np.testing.assert_allclose(dx, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
-    q, wide = folded(lhs, g, 0, 0)
-    expected = contract(q, gradient_codes(wide, (1,)), "bi,bo->io")
+    q, wide = fold_scale(lhs, g, 0, 0)
+    expected = contract(q, quantize_cotangent(wide, (1,)), "bi,bo->io")
     np.testing.assert_allclose(dw, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
     # Beside the gradient of floats they are rounded.
     assert np.abs(np.asarray(dx) - g @ np.asarray(rhs.dequantize()).T).max() > 1e-4
@@ -101,8 +100,8 @@ def test_results_in_codes_have_integer_gradients(rng: np.random.Generator) -> No
     # Codes at the ends of the range may have saturated.
     passes = (y > found[0]) & (y < found[-1])
     inside = (lhs.codes > 0) & (lhs.codes < 255)
-    q, wide = folded(rhs, g, 1, 1)
-    expected = contract(gradient_codes(wide, (0,)), q, "bo,io->bi")
+    q, wide = fold_scale(rhs, g, 1, 1)
+    expected = contract(quantize_cotangent(wide, (0,)), q, "bo,io->bi")
     rows = np.asarray(passes.all(1))  # each row of g has a scale of its own
     assert rows.any()
     np.testing.assert_allclose(np.where(inside, dx, 0)[rows], np.where(inside, expected, 0)[rows], rtol=1e-5, atol=1e-5)
@@ -169,8 +168,8 @@ def test_adapters_have_the_gradient_through_integers(rng: np.random.Generator) -
     adapted = jq.lora.adapt(prepared, q, jq.lora.LoRA(2), jax.random.key(0))
     y, pull_back = jax.vjp(jax.jit(lambda x: prepared.fake_apply(adapted, x)), x)
     check_equal(y, jax.jit(prepared.apply)(q, x))
-    codes, wide = folded(q.params["w"], g, 1, 1)
-    expected = contract(gradient_codes(wide, (0,)), codes, "bo,io->bi")
+    codes, wide = fold_scale(q.params["w"], g, 1, 1)
+    expected = contract(quantize_cotangent(wide, (0,)), codes, "bo,io->bi")
     np.testing.assert_allclose(pull_back(g)[0], expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
 
 
