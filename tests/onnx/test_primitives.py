@@ -75,6 +75,8 @@ def apply_scatters(x: jax.Array, i: jax.Array) -> list[jax.Array]:
         *(x.at[i].set(7.0), x.at[i].add(1.0), x.at[i].subtract(2.0), x.at[i].multiply(2.0), x.at[i, 2].max(0.5)),
         *(x.at[1:3].set(0.0), x.at[:, 2].set(1.0), x.at[1:3, 2:4].add(3.0), x.at[::2, 1].min(0.1)),
         *(x.at[far[0]].set(1.0), x.at[far[0], far[1]].add(1.0), jnp.zeros(9).at[far.reshape(-1)].add(1.0)),
+        *(x.at[()].add(2.0), x.at[()].set(x[::-1]), x.at[...].max(0.5), i.at[()].subtract(3)),
+        x[0].at[()].multiply(x[1]),
         x.at[far[0]].get(mode="fill", fill_value=3.0),
         jax.vmap(lambda row, place: row.at[place].set(5.0))(x, far),
         jax.vmap(lambda row, place: row[place])(x, near),

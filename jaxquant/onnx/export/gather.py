@@ -289,8 +289,10 @@ def write_scatter(graph: ModelGraph, call: WriterCall) -> Value:
     index, is_inside = _read_indices(graph, call.inputs[1], index_shape, limits, mode)
     slices = _Windows(named, batching, numbers.scatter_indices_batching_dims, lengths)
     axes, index = _spread_indices(graph, index, index_shape, x_shape, slices)
+    if not axes and len(update_shape) == len(x_shape):
+        return _update_whole(graph, call, kind)
     if not axes:
-        raise UnsupportedError("a scatter of a whole array")
+        raise UnsupportedError("a scatter of several updates of a whole array")
     others = [axis for axis in range(len(x_shape)) if axis not in axes]
     x = graph.transpose(graph.store_full(call.inputs[0], x_shape), [*axes, *others])
     batch = [d for d in range(len(update_shape)) if d not in windows.values()]
@@ -307,6 +309,14 @@ def write_scatter(graph: ModelGraph, call: WriterCall) -> Value:
         name = graph.slice(name, [0], [length], [0], [1])
     name = graph.transpose(name, [int(axis) for axis in np.argsort([*axes, *others])])
     return Value(tuple(x_shape), values.choose_container(call.outputs[0].dtype), name)
+
+
+def _update_whole(graph: ModelGraph, call: WriterCall, kind: str) -> Value:
+    """Write an update of all entries at once, as in `x.at[()].add(y)`; a kind of "" replaces them."""
+    shapes = call.parameters["input_shapes"]
+    x, update = (graph.store_full(call.inputs[i], shapes[i]) for i in (0, 2))
+    name = graph.add(kind.capitalize(), [x, update]) if kind else update
+    return Value(tuple(shapes[0]), values.choose_container(call.outputs[0].dtype), name)
 
 
 def _add_spare_row(
