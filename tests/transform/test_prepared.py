@@ -23,6 +23,7 @@ from jaxquant.transform import _calls, _prepared
 F32 = np.float32
 STATIC = jq.recipes.w8a8_static()
 DYNAMIC = jq.recipes.w8a8_dynamic()
+SYMMETRIC_INT4 = (jq.Rule(weight=jq.Weight("int4", block=4)),)
 SATURATING = "2 can saturate in ONNX Runtime on x86-64 without VNNI; reduce_range=True avoids it"
 
 
@@ -255,8 +256,17 @@ def test_coverage_of_symbolic_shapes_is_for_json(params: Any, batches: Any) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("estimator", [jq.LSQ(), jq.LSQPlus()], ids=["LSQ", "LSQPlus"])
-@pytest.mark.parametrize("rules", [STATIC, DYNAMIC, jq.recipes.weight_only_int4(4)], ids=["static", "dynamic", "int4"])
+@pytest.mark.parametrize(
+    ("rules", "estimator"),
+    [
+        *(
+            pytest.param(rules, estimator, id=f"{name}-{type(estimator).__name__}")
+            for name, rules in (("static", STATIC), ("dynamic", DYNAMIC), ("symmetric int4", SYMMETRIC_INT4))
+            for estimator in (jq.LSQ(), jq.LSQPlus())
+        ),
+        pytest.param(jq.recipes.weight_only_int4(4), jq.LSQPlus(), id="int4-LSQPlus"),  # LSQ has no zero points
+    ],
+)
 def test_trained_scales_are_those_that_are_served(params: Any, batches: Any, rules: Any, estimator: Any) -> None:
     x = jnp.asarray(batches[0])
     prepared = jq.prepare(apply, params, x, rules=rules)
