@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import json
 import math
 import os
 import pathlib
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import gguf_tokenizer
 import jax
 import jax.numpy as jnp
+from jax import export
 from jax.typing import ArrayLike
 
 import jaxquant as jq
@@ -264,6 +266,20 @@ class MixedStack:
     stacks: tuple[Any, ...]
     formats: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     places: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+
+def _read_static(text: bytes) -> tuple[Any, ...]:
+    return tuple(tuple(part) if isinstance(part, list) else part for part in json.loads(text))
+
+
+for _kind in (
+    FloatCache,
+    MixedStack,
+):  # so that `jax.export` can save a step that takes them; jaxquant registers its own
+    export.register_pytree_node_serialization(
+        _kind, serialized_name=f"decoder.{_kind.__name__}",
+        serialize_auxdata=lambda static: json.dumps(static).encode(), deserialize_auxdata=_read_static,
+    )  # fmt: skip
 
 
 class LayerMatrix(NamedTuple):

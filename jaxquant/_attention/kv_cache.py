@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 
 from .._arrays.quantize import quantize
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
+from .._arrays.saved_programs import decode_spec, encode_spec, register_tree
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point, sharding
 from .._core.granularity import Blocked, PerToken
@@ -453,6 +454,19 @@ class KVCache:
         arrays = dict.fromkeys(("keys", "values", "key_scale", "value_scale"), whole)
         mean_key, smoothing = (None if x is None else whole for x in (self.mean_key, self.smoothing))
         return dataclasses.replace(self, **arrays, index=index, mean_key=mean_key, smoothing=smoothing)
+
+
+def _encode_static(static: tuple[Any, ...]) -> list[Any]:
+    spec_k, spec_v, *others = static
+    return [encode_spec(spec_k), encode_spec(spec_v), *others]
+
+
+def _decode_static(saved: list[Any]) -> tuple[Any, ...]:
+    spec_k, spec_v, *others = saved
+    return decode_spec(spec_k), decode_spec(spec_v), *others
+
+
+register_tree(KVCache, _encode_static, _decode_static)
 
 
 @jax.jit

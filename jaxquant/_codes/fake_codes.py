@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._arrays.quantized_array import QuantizedArray
+from .._arrays.saved_programs import register_tree
 from .._arrays.spec import QuantSpec
 from .._contractions.output import Affine, ScaledSpec, make_array, read_affine
 from .._core import dtypes
@@ -96,6 +97,7 @@ class FakeQuantizedArray:
         return dataclasses.replace(self, values=values)
 
 
+register_tree(FakeQuantizedArray, lambda static: static[0].name, lambda name: (np.dtype(name),))
 Codes = QuantizedArray | FakeQuantizedArray
 Output = ScaledSpec | Codes
 

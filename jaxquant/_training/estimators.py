@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .._arrays import scale_from_range
+from .._arrays.saved_programs import register_tree
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity
 from .._kernels import affine, min_max
@@ -303,7 +304,20 @@ class StochasticRounding:
     clip: bool = True
 
 
+register_tree(StochasticRounding, list, tuple)
 Estimator = StraightThrough | LSQ | LSQPlus | PACT | StochasticRounding
+_ESTIMATORS = {kind.__name__: kind for kind in get_args(Estimator)}
+
+
+def encode_estimator(rule: Estimator) -> list[Any]:
+    """Return an estimator without a key as what `json` writes."""
+    return [type(rule).__name__, dataclasses.asdict(rule)]
+
+
+def decode_estimator(saved: list[Any]) -> Estimator:
+    """Return the estimator that `encode_estimator` described."""
+    name, fields = saved
+    return _ESTIMATORS[name](**fields)
 
 
 def check_estimator(function: str, argument: str, rule: object, spec: QuantSpec, zero_point: object) -> None:

@@ -17,11 +17,12 @@ from jax.typing import ArrayLike
 
 from .._arrays import scale_from_range
 from .._arrays.quantize import check_known_result, compute_parameters, has_float16_scales, quantize
+from .._arrays.saved_programs import decode_spec, encode_spec, register_tree
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point
 from .._core.entry_point import compile_entry_point
 from . import estimators
-from .estimators import Estimator, StochasticRounding, StraightThrough
+from .estimators import Estimator, StochasticRounding, StraightThrough, decode_estimator, encode_estimator
 from .rounding_vjp import RoundingConfig, quantize_and_dequantize
 
 _NAME = "fake_quantize"
@@ -277,6 +278,13 @@ class Quantizer:
         return cls(spec, scale, zero_point, dataclasses.replace(rule, key=key) if is_stochastic else rule)
 
 
+register_tree(
+    Quantizer,
+    lambda static: [encode_spec(static[0]), encode_estimator(static[1])],
+    lambda saved: (decode_spec(saved[0]), decode_estimator(saved[1])),
+)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AmaxHistory:
@@ -356,6 +364,9 @@ class AmaxHistory:
         most = jax.lax.stop_gradient(jnp.max(self.amax)) * np.float32(2.0**margin)
         with checks.name_errors("AmaxHistory.make_quantizer"):
             return Quantizer.from_range(spec, (-most, most), gradient)
+
+
+register_tree(AmaxHistory)
 
 
 def read_quantizer(function: str, argument: str, value: QuantSpec | Quantizer | None) -> Quantizer | None:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
+from jax import export, lax
 from jax.core import eval_jaxpr
 from jax.extend import core
 
@@ -88,6 +88,9 @@ class QuantizedState(NamedTuple):
 
     inner: Any
     step: Any = None
+
+
+export.register_namedtuple_serialization(QuantizedState, serialized_name="jaxquant.QuantizedState")
 
 
 def quantize_state(

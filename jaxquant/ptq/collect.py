@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._arrays.saved_programs import register_tree
 from .._core import checks
 from .._program import jaxpr
 from .._program.analysis import Site, read_product_numbers
@@ -56,6 +57,18 @@ class Statistics:
     def find_uses(self, path: str) -> tuple[inputs.Uses, ...]:
         """Return how the contractions read a parameter."""
         return dict(self.uses).get(path, ())
+
+
+def _decode_uses(saved: list[Any]) -> tuple[Uses]:
+    rows = saved[0]
+    return (tuple((path, tuple(inputs.Uses(*map(_make_tuple, use)) for use in uses)) for path, uses in rows),)
+
+
+def _make_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+register_tree(Statistics, list, _decode_uses)
 
 
 def make_mode(plan: ProgramPlan, names: Container[str]) -> InspectMode:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +14,11 @@ from jax import export
 
 from .._arrays import parts
 from .._arrays.quantized_array import QuantizedArray
+from .._arrays.saved_programs import register_tree
 from .._core import checks
+from .._training.estimators import decode_estimator, encode_estimator
 from ..calibration.calibrator import Range
-from ._learned import LearnedScale, LearnedScales, ScaleEstimator
+from ._learned import LearnedScale, LearnedScales
 
 Ranges = Mapping[str, Mapping[str, Range | LearnedScale]]
 
@@ -193,15 +194,6 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def register_serialization(kind: type, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
-    """Let `jax.export` save a program that takes a tree of this kind, with its static part as JSON."""
-    export.register_pytree_node_serialization(
-        kind, serialized_name=f"jaxquant.{kind.__name__}",
-        serialize_auxdata=lambda static: json.dumps(encode(static)).encode(),
-        deserialize_auxdata=lambda text: decode(json.loads(text)),
-    )  # fmt: skip
-
-
 def _encode_ranges(static: FixedRanges | Sequence[tuple[str, str]]) -> dict[str, Any]:
     """Return the static part of fixed ranges as JSON: their names, and the bytes of ranges that are known."""
     if not isinstance(static, FixedRanges):
@@ -220,13 +212,8 @@ def _decode_ranges(static: dict[str, Any]) -> Any:
     return FixedRanges.tree_unflatten(names, ends)
 
 
-register_serialization(QuantizedTree, lambda _: None, lambda _: ())
-register_serialization(TrainableTree, lambda _: None, lambda _: ())
-register_serialization(FixedRanges, _encode_ranges, _decode_ranges)
-_ESTIMATORS = {kind.__name__: kind for kind in get_args(ScaleEstimator)}
-register_serialization(
-    LearnedScales,
-    lambda static: [type(static[0]).__name__, dataclasses.asdict(static[0])],
-    lambda saved: (_ESTIMATORS[saved[0]](**saved[1]),),
-)
+register_tree(QuantizedTree)
+register_tree(TrainableTree)
+register_tree(FixedRanges, _encode_ranges, _decode_ranges)
+register_tree(LearnedScales, lambda static: encode_estimator(*static), lambda saved: (decode_estimator(saved),))
 export.register_namedtuple_serialization(LearnedScale, serialized_name="jaxquant.LearnedScale")

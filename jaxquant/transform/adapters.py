@@ -17,11 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._arrays.quantized_array import QuantizedArray
+from .._arrays.saved_programs import register_tree
 from .._core import checks, granularity
 from .._kernels.weight_chunks import delay_floats
 from ._adapter_axes import AdapterAxes
 from ._moved_factors import AdaptedParameter, multiply_factors
-from ._trees import QuantizedTree, register_serialization
+from ._trees import QuantizedTree
 
 if TYPE_CHECKING:
     from ._plan import LeafPlan
@@ -172,7 +173,7 @@ def _decode_settings(saved: list[Any]) -> tuple[tuple[tuple[str, LoRA], ...]]:
     return (tuple(rows),)
 
 
-register_serialization(AdaptedTree, _encode_settings, _decode_settings)
+register_tree(AdaptedTree, _encode_settings, _decode_settings)
 
 
 def list_factor_shapes(

@@ -569,3 +569,36 @@ def test_rotating_an_odd_head_is_an_error() -> None:
     x = np.ones((1, 2, 1, 5), F32)
     with pytest.raises(ValueError, match=r"jaxquant\.quantized_dot_product_attention: rotate: expected False"):
         jq.quantized_dot_product_attention(x, x, x, rotate=True)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_saved_step_takes_a_batch_of_any_size(name: str, per_row: bool, rng: np.random.Generator) -> None:
+    """The program that `jax.export` wrote has the bits of the one that is compiled from the function."""
+    options = OPTIONS[name]
+    features = sample_features(options, rng, 2)
+
+    @jax.jit
+    def step(q: jax.Array, k: jax.Array, v: jax.Array, cache: jq.KVCache) -> tuple[jax.Array, jq.KVCache]:
+        cache = cache.append(k, v)
+        positions = jnp.reshape(cache.index, (-1, 1)) - 1
+        return jq.attention(q, cache, query_positions=positions), cache
+
+    def make_shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((batch, *x.shape[1:]) if x.ndim else (), x.dtype)
+
+    (batch,) = jax.export.symbolic_shape("batch")
+    cache = make_cache((1, 8, 2, FEATURES), options, features, per_row=per_row)
+    tokens = [sample(rng, 1, 1, heads, FEATURES) for heads in (4, 2, 2)]
+    program = jax.export.export(step)(*jax.tree.map(make_shape, (*tokens, cache)))
+    program = jax.export.deserialize(program.serialize())
+    for rows in (1, 3):
+        cache = expected = make_cache((rows, 8, 2, FEATURES), options, features, per_row=per_row)
+        for _ in range(3):
+            tokens = [sample(rng, rows, 1, heads, FEATURES) for heads in (4, 2, 2)]
+            y, cache = program.call(*tokens, cache)
+            same, expected = step(*tokens, expected)
+            np.testing.assert_array_equal(y, same)
+        assert jax.tree.structure(cache) == jax.tree.structure(expected)
+        jax.tree.map(np.testing.assert_array_equal, cache, expected)

@@ -96,6 +96,29 @@ def test_stacked_layers_may_be_in_several_formats(decoder: Any, model: Any, rng:
     assert max(map(measure_error, found, expected)) < 1e-4
 
 
+@pytest.mark.parametrize("cache", ["float32", "int8", "int4"])
+def test_a_saved_step_computes_the_same_bits(decoder: Any, model: Any, cache: str, rng: np.random.Generator) -> None:
+    """A step with layers in a loop, some in another format, written to bytes and read by `jax.export`."""
+    codes = {
+        name: jq.quantize(x, jq.QuantSpec("int8" if name == "blk.1.ffn_up.weight" else "int4", jq.Blocked(-1, 8)))
+        if x.ndim == 2 else x
+        for name, x in model.params.items()
+    }  # fmt: skip
+    stacked = decoder.stack(model._replace(params=codes))
+    assert isinstance(stacked.params["layers.ffn_up.weight"], decoder.MixedStack)
+    tokens, one = jnp.asarray(rng.integers(0, VOCABULARY, (6, 1, 1)), jnp.int32), jnp.array([1])
+    expected = caches = decoder.create_caches(stacked.config, 1, 24, cache)
+    step = jax.jit(stacked.run)
+    saved = jax.export.export(step)(stacked.params, tokens[0], one, tokens[0] * 0, caches).serialize()
+    program = jax.jit(jax.export.deserialize(saved).call)
+    for token in tokens:
+        logits, caches = program(stacked.params, token, one, token * 0, caches)
+        same, expected = step(stacked.params, token, one, token * 0, expected)
+        np.testing.assert_array_equal(logits, same)
+    assert jax.tree.structure(caches) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, caches, expected)
+
+
 def test_layers_with_other_vectors_are_not_stacked(decoder: Any, model: Any) -> None:
     name = "blk.1.attn_norm.weight"
     params = {**model.params, name: model.params[name].astype(jnp.float16)}

@@ -9,8 +9,8 @@ import pytest
 
 from tests.project import structure
 
-MODULES = 282
-CODE_LINES = 44_900
+MODULES = 283
+CODE_LINES = 45_000
 CLOSURE = (17, 67)  # median and 90th percentile
 CLOSURE_AT_IMPORT = (17, 67)
 PRIVATE_IMPORTS = 0
