@@ -60,12 +60,14 @@ class Statistics:
 
 
 def _decode_uses(saved: list[Any]) -> tuple[Uses]:
-    rows = saved[0]
-    return (tuple((path, tuple(inputs.Uses(*map(_make_tuple, use)) for use in uses)) for path, uses in rows),)
-
-
-def _make_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    rows = []
+    for path, uses in saved[0]:
+        found = (
+            inputs.Uses(name, tuple(axis), tuple(summed), groups, tuple(channel), reason)
+            for name, axis, summed, groups, channel, reason in uses
+        )
+        rows.append((path, tuple(found)))
+    return (tuple(rows),)
 
 
 register_tree(Statistics, list, _decode_uses)

@@ -11,8 +11,8 @@ from tests.project import structure
 
 MODULES = 283
 CODE_LINES = 45_000
-CLOSURE = (17, 67)  # median and 90th percentile
-CLOSURE_AT_IMPORT = (17, 67)
+CLOSURE = (17, 68)  # median and 90th percentile
+CLOSURE_AT_IMPORT = (17, 68)
 PRIVATE_IMPORTS = 0
 CYCLES = 0
 REPEATED_CLASSES = 0
