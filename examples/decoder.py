@@ -6,6 +6,7 @@ floats, or what `jq.prepare` makes of these: the functions are the same.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -272,14 +273,13 @@ def _read_static(text: bytes) -> tuple[Any, ...]:
     return tuple(tuple(part) if isinstance(part, list) else part for part in json.loads(text))
 
 
-for _kind in (
-    FloatCache,
-    MixedStack,
-):  # so that `jax.export` can save a step that takes them; jaxquant registers its own
-    export.register_pytree_node_serialization(
-        _kind, serialized_name=f"decoder.{_kind.__name__}",
-        serialize_auxdata=lambda static: json.dumps(static).encode(), deserialize_auxdata=_read_static,
-    )  # fmt: skip
+# So that `jax.export` can save a step that takes them; jaxquant registers its own classes.
+for _kind in (FloatCache, MixedStack):
+    with contextlib.suppress(ValueError):  # this module is loaded again, and the class of before is registered
+        export.register_pytree_node_serialization(
+            _kind, serialized_name=f"{__name__}.{_kind.__name__}",
+            serialize_auxdata=lambda static: json.dumps(static).encode(), deserialize_auxdata=_read_static,
+        )  # fmt: skip
 
 
 class LayerMatrix(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import export, lax
 from jax.typing import ArrayLike
 
 from .._core import checks, dtypes, entry_point, granularity, sharding
@@ -33,6 +33,9 @@ class QuantizationError(NamedTuple):
     cosine: jax.Array
     saturated: jax.Array
     used_codes: jax.Array
+
+
+export.register_namedtuple_serialization(QuantizationError, serialized_name="jaxquant.QuantizationError")
 
 
 def quantization_error(x: ArrayLike, q: QuantizedArray) -> QuantizationError:

@@ -382,7 +382,7 @@ class QuantSpec:
         attributes = {
             "dtype": dtype, "symmetric": bool(symmetric), "narrow_range": bool(narrow), "scale_dtype": scale_dtype,
             "power_of_two": is_power, "zero_point_granularity": point_granularity,
-            "reduce_range": bool(self.reduce_range),
+            "reduce_range": bool(self.reduce_range), "offset": bool(self.offset),
             "scale_rule": self._read_scale_rule(dtype, bool(symmetric), bool(narrow)),
         }  # fmt: skip
         # The dataclass is frozen, so its own assignment is refused here too.

@@ -456,14 +456,18 @@ class KVCache:
         return dataclasses.replace(self, **arrays, index=index, mean_key=mean_key, smoothing=smoothing)
 
 
-def _encode_static(static: tuple[Any, ...]) -> list[Any]:
-    spec_k, spec_v, *others = static
-    return [encode_spec(spec_k), encode_spec(spec_v), *others]
+_STATIC = tuple(field.name for field in dataclasses.fields(KVCache) if field.metadata.get("static"))
 
 
-def _decode_static(saved: list[Any]) -> tuple[Any, ...]:
-    spec_k, spec_v, *others = saved
-    return decode_spec(spec_k), decode_spec(spec_v), *others
+def _encode_static(static: tuple[Any, ...]) -> dict[str, Any]:
+    fields = dict(zip(_STATIC, static, strict=True))
+    return fields | {name: encode_spec(fields[name]) for name in ("spec_k", "spec_v")}
+
+
+def _decode_static(saved: dict[str, Any]) -> tuple[Any, ...]:
+    names, expected = ", ".join(saved), ", ".join(_STATIC)
+    checks.require(names == expected, "KVCache", "the description in a saved program", expected, names)
+    return tuple(decode_spec(saved[name]) if name.startswith("spec_") else saved[name] for name in _STATIC)
 
 
 register_tree(KVCache, _encode_static, _decode_static)

@@ -97,7 +97,7 @@ class FakeQuantizedArray:
         return dataclasses.replace(self, values=values)
 
 
-register_tree(FakeQuantizedArray, lambda static: static[0].name, lambda name: (np.dtype(name),))
+register_tree(FakeQuantizedArray, lambda static: np.dtype(static[0]).name, lambda name: (np.dtype(name),))
 Codes = QuantizedArray | FakeQuantizedArray
 Output = ScaledSpec | Codes
 

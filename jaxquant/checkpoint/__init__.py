@@ -1,6 +1,7 @@
 """Checkpoints: files of other programs with their own codes, and quantized arrays in safetensors and Orbax folders."""
 
 from .._arrays.packing import pack, unpack
+from .._arrays.saved_programs import deserialize_program
 from .arrays import from_arrays, to_arrays
 from .files import load, save
 from .info import CheckpointError, Info, TensorInfo
@@ -13,6 +14,7 @@ __all__ = [
     "CheckpointError",
     "Info",
     "TensorInfo",
+    "deserialize_program",
     "from_arrays",
     "load",
     "load_orbax",

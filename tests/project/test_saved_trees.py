@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import functools
 import json
 import pathlib
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +21,7 @@ from jax import export
 
 import jaxquant as jq
 from jaxquant import ptq
+from jaxquant._arrays import saved_programs
 from jaxquant._arrays.saved_programs import decode_spec, encode_spec
 from jaxquant.checkpoint import arrays
 from jaxquant.optim import quantize_state
@@ -27,6 +32,10 @@ OPTIONS = {"window": 4, "per_row": True, "rotate": True, "rotate_values": True}
 # The first three are nodes of a program while it is traced, which no caller of a program holds. A LayerRecord has the
 # calibrators of a layer of Linen, which are functions: docs/flax.md says that converted variables can be saved.
 NOT_SAVED = {"Affine", "AdaptedParameter", "Signature", "LayerRecord"}
+# Named tuples with other things than arrays, or of functions that no program calls.
+NO_TREES = {"Accumulator", "Collective", "Deviation", "Distilled", "Histogram", "Merged", "Note", "OnnxView", "Outcome"}
+NO_TREES |= {"SiteRow"}
+PACKAGES = (jq, jq.codes, jq.distributed, jq.lora, jq.onednn, jq.onnx, jq.ops, jq.optim, ptq, jq.report, jq.train)
 
 
 def apply(params: Any, x: Any) -> Any:
@@ -106,6 +115,96 @@ def test_a_saved_update_of_an_optimizer_takes_its_state() -> None:
     found, expected = export.deserialize(program.serialize()).call(params, state), jax.jit(tx.update)(params, state)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, found, expected)))
+
+
+# Runs in a new process, which imports nothing but jaxquant before it reads the program.
+READ = """
+import pathlib, sys
+import jaxquant as jq
+program = jq.checkpoint.deserialize_program(pathlib.Path(sys.argv[1]).read_bytes())
+print(len(program.in_avals))
+"""
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("make", CASES)
+def test_another_process_reads_a_saved_program(make: Any, tmp_path: pathlib.Path, rng: np.random.Generator) -> None:
+    tree = make(rng)
+    path = tmp_path / "program"
+    path.write_bytes(export.export(jax.jit(lambda tree: tree))(tree).serialize())
+    result = subprocess.run([sys.executable, "-c", READ, path], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) == len(jax.tree.leaves(tree))
+
+
+# Runs in a new process, because all names must be registered while somebody watches.
+LIST = """
+import importlib, inspect, pkgutil
+from jax import export
+names = []
+for function in ("register_pytree_node_serialization", "register_namedtuple_serialization"):
+    register = getattr(export, function)
+    def watch(kind, *, serialized_name, register=register, **options):
+        module = next(call.frame for call in inspect.stack() if call.function == "<module>")
+        names.append(f"{serialized_name} {module.f_globals['__name__']}")
+        return register(kind, serialized_name=serialized_name, **options)
+    setattr(export, function, watch)
+import jaxquant
+for module in pkgutil.walk_packages(jaxquant.__path__, "jaxquant."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+print("\\n".join(names))
+"""
+
+
+def test_modules_that_register_trees_are_known() -> None:
+    """`deserialize_program` imports modules by a table, which must have all names."""
+    result = subprocess.run([sys.executable, "-c", LIST], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    found = dict(line.split() for line in result.stdout.splitlines())
+    assert found.pop("jaxquant.QuantizedArray") == "jaxquant._arrays.quantized_array"
+    assert found == saved_programs.MODULES
+
+
+def test_results_are_registered() -> None:
+    """The named tuples of arrays that public functions return."""
+    public = {
+        id(value): value for package in PACKAGES for value in map(functools.partial(getattr, package), package.__all__)
+    }
+    kinds = [kind for kind in public.values() if isinstance(kind, type) and issubclass(kind, tuple)]
+    names = {name.rpartition(".")[2] for name in saved_programs.MODULES}
+    assert {kind.__name__ for kind in kinds} <= names | NO_TREES
+
+
+def test_numbers_of_numpy_are_saved() -> None:
+    number: Any = np.int64(5)
+    flag: Any = np.bool_(True)
+    spec = jq.QuantSpec("uint4", jq.Blocked(-1, number), offset=flag)
+    for tree in (
+        jq.Quantizer(spec),
+        jq.Quantizer(jq.QuantSpec("uint8"), gradient=jq.LSQ(number)),
+        jq.StochasticRounding(jax.random.key(0), flag),
+        dataclasses.replace(jq.KVCache.create((1, 4, 1, 8)), window=number),
+        jq.codes.FakeQuantizedArray(jnp.ones(3), F32(0.5), None, jnp.int8),  # type: ignore[arg-type]
+    ):
+        saved = export.export(jax.jit(lambda tree: tree))(tree).serialize()
+        found = export.deserialize(saved).call(tree)
+        assert jax.tree.structure(found) == jax.tree.structure(jax.tree.map(lambda x: x, tree))
+
+
+def test_another_version_of_a_cache_is_refused() -> None:
+    cache = jq.KVCache.create((1, 4, 1, 8))
+    saved = bytes(export.export(jax.jit(lambda tree: tree))(cache).serialize())
+    assert saved.count(b"rotate_values") >= 1
+    with pytest.raises(
+        ValueError, match=r"KVCache: the description in a saved program: expected .*rotate_values.*, got"
+    ):
+        export.deserialize(bytearray(saved.replace(b"rotate_values", b"another_thing")))
+
+
+def test_what_is_no_program_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"checkpoint.deserialize_program: data: expected bytes, got"):
+        jq.checkpoint.deserialize_program("program.bin")  # type: ignore[arg-type]
 
 
 def test_all_trees_of_the_library_are_tested() -> None:

@@ -33,4 +33,6 @@ def test_keyword_arguments_with_the_names_of_own_parameters(rng: np.random.Gener
     jax.tree.map(check_equal, prepared.calibrate(weights, [{"x": x, "state": named["state"]}], **rest), ranges)
     y = prepared.apply(prepared.convert(weights, ranges), x, **named)
     check_equal(prepared.fake_apply(prepared.trainable(weights, ranges), x, **named), y)
-    np.testing.assert_allclose(y, apply(weights, x, **named), atol=0.15)
+    expected = apply(weights, x, **named)
+    # In 150 draws the error was at most 0.023 of the largest value.
+    np.testing.assert_allclose(y, expected, atol=0.05 * np.abs(expected).max())
