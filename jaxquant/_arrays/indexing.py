@@ -189,18 +189,20 @@ def cut_codes(q: QuantizedArray, starts: Sequence[jax.Array], sizes: Sequence[in
 
     Args:
         q: an array whose scale, zero point and offset are those of the part already.
-        starts: the first index of each dimension.
+        starts: the first index of each dimension, as the primitive `dynamic_slice` takes it: one that is negative stands
+            for 0, because JAX counts from the end before.
         sizes: the length of each dimension of the part.
     """
     moved = q._order or ()
     in_words = () if q.packing is None else (moved[-1] % q.ndim if moved else q.ndim - 1,)
     cut = [axis for axis, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if size != n]
     if any(axis >= q.ndim - len(moved) or axis in in_words for axis in cut):
-        return q.replace(codes=lax.dynamic_slice(q.codes, starts, sizes), stored_order=None)
+        codes = lax.dynamic_slice(q.codes, starts, sizes, allow_negative_indices=False)
+        return q.replace(codes=codes, stored_order=None)
     zeros = [jnp.zeros_like(start) for start in starts]
     places = [start if axis in cut else zero for axis, (start, zero) in enumerate(zip(starts, zeros, strict=True))]
     lengths = [sizes[axis] if axis in cut else n for axis, n in enumerate(q._stored.shape)]
-    stored = lax.dynamic_slice(q._stored, places, lengths)
+    stored = lax.dynamic_slice(q._stored, places, lengths, allow_negative_indices=False)
     return q._with_stored(stored, q._order, is_lazy=q._is_lazy)
 
 

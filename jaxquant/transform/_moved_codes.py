@@ -138,7 +138,8 @@ class MovedCodes(moves.Elements):
             zeros = [jnp.zeros_like(start) for start in starts]
             places = [start if n != 1 else zero for start, zero, n in zip(starts, zeros, part.shape, strict=True)]
             lengths = [sizes[axis] if axis in cut and n != 1 else n for axis, n in enumerate(part.shape)]
-            entries[name] = lax.dynamic_slice(part, places, lengths)
+            # As in `cut_codes`, no start is counted from the end.
+            entries[name] = lax.dynamic_slice(part, places, lengths, allow_negative_indices=False)
         return MovedCodes(indexing.cut_codes(q.replace(**entries), starts, sizes))
 
     def select_index(self, axis: int, index: int) -> MovedCodes:

@@ -106,7 +106,7 @@ class MovedFactors(moves.Elements):
         def cut(part: jax.Array) -> jax.Array:
             for axis, (start, size) in enumerate(zip(starts, shape, strict=True)):
                 if part.shape[axis] > 1:
-                    part = lax.dynamic_slice_in_dim(part, start, size, axis)
+                    part = lax.dynamic_slice_in_dim(part, start, size, axis, allow_negative_indices=False)
             return part
 
         return self._move(shape, cut)
