@@ -189,8 +189,8 @@ def cut_codes(q: QuantizedArray, starts: Sequence[jax.Array], sizes: Sequence[in
 
     Args:
         q: an array whose scale, zero point and offset are those of the part already.
-        starts: the first index of each dimension, as the primitive `dynamic_slice` takes it: one that is negative stands
-            for 0, because JAX counts from the end before.
+        starts: the first index of each dimension, as the primitive `dynamic_slice` takes it. A negative one stands for
+            0, because the program itself counts from the end.
         sizes: the length of each dimension of the part.
     """
     moved = q._order or ()

@@ -305,8 +305,9 @@ def _choose_stored_axes(site: Site, view: views.View, rule: Rule) -> tuple[int, 
         return ()
     # Axes that the program has merged cannot be moved apart from each other.
     is_whole = all(len(dimension) <= 1 for dimension in view.dimensions)
-    axes = [atom.axis for place in site.contracted for atom in view.dimensions[place]]
-    return tuple(axis for axis in axes if axis is not None) if is_whole else ()
+    axes = [atom.axis for place in site.contracted for atom in view.dimensions[place] if atom.axis is not None]
+    # Once, also if the program has split the axis.
+    return tuple(dict.fromkeys(axes)) if is_whole else ()
 
 
 def _make_weight_spec(weight: Weight, contracted: set[int], shape: Sequence[int]) -> QuantSpec:

@@ -12,7 +12,7 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.scale_from_range import derive_block_size
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
-from .._core.granularity import Blocked, PerAxis, PerTensor
+from .._core.granularity import Aligned, Blocked, PerAxis, PerTensor
 from . import _coverage, _ranges
 from ._calls import Signature, TracedCall, TracedFunctions, is_quantized, trace_call
 from ._plan import can_contract_given, describe_site
@@ -133,7 +133,12 @@ def _read_spec(q: QuantizedArray) -> QuantSpec:
     """Return the spec of codes, as their shapes tell it."""
     scaled = tuple(axis for axis, length in enumerate(q.scale.shape) if length != 1)
     granularity: Any = PerAxis(scaled) if scaled else PerTensor()
-    if q.block_size is not None:
+    if isinstance(q.block_size, tuple):
+        cut = [axis for axis, length in enumerate(q.scale.shape) if length != q.shape[axis]]
+        sizes = Aligned(q.block_size).sizes(tuple(q.scale.shape), q.shape)
+        assert sizes is not None  # QuantizedArray has checked the shapes
+        granularity = Blocked(tuple(cut), tuple(sizes[axis] for axis in cut))
+    elif q.block_size is not None:
         cut = [axis for axis, length in enumerate(q.scale.shape) if length != q.shape[axis]]
         blocked = [axis for axis in cut if q.scale.shape[axis] == -(-q.shape[axis] // q.block_size)]
         granularity = Blocked((blocked or cut or [q.ndim - 1])[-1], q.block_size)

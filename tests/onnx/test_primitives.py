@@ -132,6 +132,40 @@ def test_sorts_and_scatters_also_of_a_loaded_model(rng: np.random.Generator, fun
     assert len(jqonnx.export(loaded, params, [x, i]).graph.node) <= len(again.graph.node)
 
 
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    "dtype", ["float16", "bfloat16", "int4", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32", "bool"]
+)
+def test_updates_in_each_dtype(rng: np.random.Generator, dtype: str) -> None:
+    """Also those that ONNX Runtime has no kernels of."""
+    x, y = (jnp.asarray(rng.integers(0, 4, (3, 4)), jnp.int32) for _ in range(2))
+    wide = jnp.float32 if "float" in dtype else jnp.int32
+
+    def function(x: jax.Array, y: jax.Array) -> list[jax.Array]:
+        x, y = x.astype(dtype), y.astype(dtype)
+        results = []
+        for index, update in (((), y), (1, y[0]), (jnp.array([2, 0]), y[:2])):
+            place = x.at[index]
+            updates = [place.set, place.min, place.max]
+            # JAX itself scatters no sums of bools.
+            updates += [] if dtype == "bool" else [place.add, place.multiply, place.subtract]
+            results += [run(update).astype(wide) for run in updates]
+        return results
+
+    check(function, x, y)
+
+
+def test_whole_updates_need_no_new_opset() -> None:
+    check(lambda x, y: x.at[()].add(y), jnp.ones((2, 3)), jnp.ones((2, 3)), opset=13)
+
+
+@pytest.mark.parametrize("index", [(), 1, slice(None)], ids=repr)
+def test_a_function_that_is_applied_to_entries_is_refused(index) -> None:
+    """The scatter of `apply` has no updates: without its function it would write zeros."""
+    with pytest.raises(ValueError, match=r"a scatter that applies a function to the entries, as x.at\[index\].apply"):
+        jqonnx.export(lambda x: x.at[index].apply(jnp.sin), (jnp.ones(3),))
+
+
 @pytest.mark.slow
 def test_repeated_bfloat16() -> None:
     """ONNX Runtime has kernels of neither Expand nor Tile for it."""

@@ -244,3 +244,41 @@ def test_a_parameter_is_put_on_a_device_by_itself(rng: np.random.Generator) -> N
         assert prepared.coverage.summary == summary
         got = jax.jit(prepared.apply)(prepared.convert(params), x)
         assert find_sqnr(got, function(params, x)) > 25
+
+
+# The output projection of an attention, and other sums over the parts of an axis that the function splits.
+SPLITS = {
+    "heads": ((64, 5), lambda w, x: jnp.einsum("nab,abc->nc", x.reshape(3, 4, 16), w.reshape(4, 16, 5))),
+    "three parts": ((64, 4), lambda w, x: jnp.einsum("nabd,abdc->nc", x.reshape(3, 2, 2, 16), w.reshape(2, 2, 16, 4))),
+    "turned": ((64, 5), lambda w, x: jnp.einsum("nba,abc->nc", x.reshape(3, 16, 4), w.reshape(4, 16, 5))),
+    "outputs too": ((64, 10), lambda w, x: jnp.einsum("nab,abcd->ncd", x.reshape(3, 4, 16), w.reshape(4, 16, 2, 5))),
+    "transposed": ((5, 64), lambda w, x: jnp.einsum("nab,cab->nc", x.reshape(3, 4, 16), w.reshape(5, 4, 16))),
+}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("recipe", ["w8a8_dynamic", "w4a8", "fp8_dynamic", "mxfp8", "nvfp4", "weight_only_int4"])
+@pytest.mark.parametrize("name", SPLITS)
+def test_an_axis_that_is_split_may_be_summed_as_a_whole(name, recipe, rng):
+    shape, function = SPLITS[name]
+    w, x = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in (shape, (3, 64)))
+    prepared = jq.prepare(function, w, x, rules=getattr(jq.recipes, recipe)())
+    assert prepared.coverage.summary in ("1 integer", "1 small-float", "1 weight-only")
+    y = jax.jit(prepared.apply)(prepared.convert(w), x)
+    np.testing.assert_array_equal(jax.jit(prepared.fake_apply)(w, x), y)
+    expected = function(w, x)
+    most = 0.4 if "4" in recipe else 0.1
+    assert jnp.linalg.norm(y - expected) < most * jnp.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("axes", [(1, 2), (0, 1)])
+def test_given_codes_may_have_blocks_along_two_axes(axes, rng):
+    w = jnp.asarray(rng.normal(size=(2, 24, 64)), jnp.float32)
+    x = jnp.asarray(rng.normal(size=(3, 24)), jnp.float32)
+    q = jq.quantize(w, jq.QuantSpec("uint4", jq.Blocked(axes, (2, 6))))
+    prepared = jq.prepare(lambda w, x: x @ w[1], q, x, rules=jq.recipes.weight_only_int8())
+    assert prepared.coverage.summary == "1 weight-only"
+    y = jax.jit(prepared.apply)(prepared.convert(q), x)
+    np.testing.assert_allclose(
+        y, np.asarray(x, np.float64) @ np.asarray(q.dequantize()[1], np.float64), rtol=1e-4, atol=1e-4
+    )

@@ -278,8 +278,8 @@ def write_scatter(graph: ModelGraph, call: WriterCall) -> Value:
     numbers = p["dimension_numbers"]
     x_shape, index_shape, update_shape = p["input_shapes"]
     kind = call.name.replace("-", "_").removeprefix("scatter").removeprefix("_")
-    if graph.opset < _REDUCTIONS.get(kind, 13):
-        raise UnsupportedError(f"a scatter with a reduction needs opset {_REDUCTIONS[kind]}")
+    if not kind and p["update_jaxpr"] is not None:
+        raise UnsupportedError("a scatter that applies a function to the entries, as x.at[index].apply does")
     named, batching = numbers.scatter_dims_to_operand_dims, numbers.operand_batching_dims
     kept = [axis for axis in range(len(x_shape)) if axis not in (*numbers.inserted_window_dims, *batching)]
     windows = dict(zip(kept, numbers.update_window_dims, strict=True))
@@ -293,13 +293,20 @@ def write_scatter(graph: ModelGraph, call: WriterCall) -> Value:
         return _update_whole(graph, call, kind)
     if not axes:
         raise UnsupportedError("a scatter of several updates of a whole array")
+    if graph.opset < _REDUCTIONS.get(kind, 13):
+        raise UnsupportedError(f"a scatter with a reduction needs opset {_REDUCTIONS[kind]}")
     others = [axis for axis in range(len(x_shape)) if axis not in axes]
     x = graph.transpose(graph.store_full(call.inputs[0], x_shape), [*axes, *others])
     batch = [d for d in range(len(update_shape)) if d not in windows.values()]
     update_order = [*batch, *(windows[axis] for axis in (*axes, *others) if axis in windows)]
     update = graph.transpose(graph.store_full(call.inputs[2], update_shape), update_order)
+    container = values.choose_container(call.outputs[0].dtype)
+    wide = elementwise.choose_compute_dtype(container) if kind else container
+    if wide != container:
+        x, update = graph.cast(x, wide), graph.cast(update, wide)
     if kind == "sub":
-        kind, update = "add", graph.add("Neg", [update])
+        # Neg takes no unsigned integers.
+        kind, update = "add", graph.add("Sub", [graph.add_constant(np.zeros((), wide)), update])
     length = x_shape[axes[0]]
     if is_inside is not None:
         count = len([axis for axis in axes if axis in windows])
@@ -308,15 +315,16 @@ def write_scatter(graph: ModelGraph, call: WriterCall) -> Value:
     if is_inside is not None:
         name = graph.slice(name, [0], [length], [0], [1])
     name = graph.transpose(name, [int(axis) for axis in np.argsort([*axes, *others])])
-    return Value(tuple(x_shape), values.choose_container(call.outputs[0].dtype), name)
+    return Value(tuple(x_shape), container, name if wide == container else graph.cast(name, container))
 
 
 def _update_whole(graph: ModelGraph, call: WriterCall, kind: str) -> Value:
     """Write an update of all entries at once, as in `x.at[()].add(y)`; a kind of "" replaces them."""
     shapes = call.parameters["input_shapes"]
-    x, update = (graph.store_full(call.inputs[i], shapes[i]) for i in (0, 2))
-    name = graph.add(kind.capitalize(), [x, update]) if kind else update
-    return Value(tuple(shapes[0]), values.choose_container(call.outputs[0].dtype), name)
+    x, update = (
+        Value(tuple(shapes[i]), call.inputs[i].dtype, graph.store_full(call.inputs[i], shapes[i])) for i in (0, 2)
+    )
+    return elementwise.write_binary(graph, call._replace(name=kind, inputs=(x, update))) if kind else update
 
 
 def _add_spare_row(
