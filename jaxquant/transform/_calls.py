@@ -281,6 +281,18 @@ def trace_call(
             "Ints, bools, strings and other objects are static: pass what decides on the program as a static value."
         )
         raise
+    except Exception as error:
+        codes = [
+            name for place, (x, name) in enumerate(zip(described, parameters.names, strict=True)) if is_quantized(x)
+        ]
+        if codes:
+            error.add_note(
+                f"The function got codes as they are: {', '.join(codes[:4])}{', ...' if len(codes) > 4 else ''}. "
+                "jaxquant passes floats in their place if rules quantize all their contractions and can use the codes: "
+                "not if no rule matches, if a scale varies along an axis that is summed, if blocks lie along other "
+                "axes, or if the activations of the rule do not fit the codes. `dequantize()` makes floats of them."
+            )
+        raise
     origins = _list_origins(described, parameters.names, len(trace.program.invars))
     known = analysis.analyze_program(trace, origins, parameters.names)
     shapes = [tuple(getattr(x, "shape", ())) for x in described]

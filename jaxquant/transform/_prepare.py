@@ -137,7 +137,8 @@ def _read_spec(q: QuantizedArray) -> QuantSpec:
         cut = [axis for axis, length in enumerate(q.scale.shape) if length != q.shape[axis]]
         sizes = Aligned(q.block_size).sizes(tuple(q.scale.shape), q.shape)
         assert sizes is not None  # QuantizedArray has checked the shapes
-        granularity = Blocked(tuple(cut), tuple(sizes[axis] for axis in cut))
+        # Like the blocks of files below: along one axis, because no other function takes blocks of several sizes.
+        granularity = Blocked(cut[-1], sizes[cut[-1]])
     elif q.block_size is not None:
         cut = [axis for axis, length in enumerate(q.scale.shape) if length != q.shape[axis]]
         blocked = [axis for axis in cut if q.scale.shape[axis] == -(-q.shape[axis] // q.block_size)]
