@@ -97,7 +97,9 @@ def register_tree(
 
 def _convert_number(number: object) -> int | float | bool:
     """Return a number of numpy, which may stand for one of Python's in a static part, as one of Python's."""
-    return np.asarray(number).item()
+    if not isinstance(number, np.generic):
+        raise TypeError(f"expected numbers, strings, lists and dicts in what a tree has besides arrays, got {number!r}")
+    return number.item()
 
 
 def encode_spec(spec: QuantSpec) -> dict[str, Any]:
