@@ -133,21 +133,17 @@ def _read_spec(q: QuantizedArray) -> QuantSpec:
     """Return the spec of codes, as their shapes tell it."""
     scaled = tuple(axis for axis, length in enumerate(q.scale.shape) if length != 1)
     granularity: Any = PerAxis(scaled) if scaled else PerTensor()
-    if isinstance(q.block_size, tuple):
-        cut = [axis for axis, length in enumerate(q.scale.shape) if length != q.shape[axis]]
-        sizes = Aligned(q.block_size).sizes(tuple(q.scale.shape), q.shape)
-        assert sizes is not None  # QuantizedArray has checked the shapes
-        # Like the blocks of files below: along one axis, because no other function takes blocks of several sizes.
-        granularity = Blocked(cut[-1], sizes[cut[-1]])
-    elif q.block_size is not None:
+    if q.block_size is not None and not isinstance(q.block_size, tuple):
         cut = [axis for axis, length in enumerate(q.scale.shape) if length != q.shape[axis]]
         blocked = [axis for axis in cut if q.scale.shape[axis] == -(-q.shape[axis] // q.block_size)]
         granularity = Blocked((blocked or cut or [q.ndim - 1])[-1], q.block_size)
     else:
         # The blocks of files are whole, so that their shapes tell their sizes.
+        sizes = Aligned(q.block_size).sizes(tuple(q.scale.shape), q.shape)
         cut = [axis for axis in scaled if q.scale.shape[axis] != q.shape[axis]]
-        if cut:
-            granularity = Blocked(cut[-1], q.shape[cut[-1]] // q.scale.shape[cut[-1]])
+        if cut and sizes is not None:
+            # Of blocks along several axes those along the last one: a contraction takes one size.
+            granularity = Blocked(cut[-1], sizes[cut[-1]])
     offset = q.offset is not None and q.codebook is None
     symmetric = q.zero_point is None and not offset
     options: dict[str, Any] = {"symmetric": symmetric, "narrow_range": False, "offset": offset}
