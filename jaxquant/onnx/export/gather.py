@@ -320,11 +320,12 @@ def write_scatter(graph: ModelGraph, call: WriterCall) -> Value:
 
 def _update_whole(graph: ModelGraph, call: WriterCall, kind: str) -> Value:
     """Write an update of all entries at once, as in `x.at[()].add(y)`; a kind of "" replaces them."""
-    shapes = call.parameters["input_shapes"]
-    x, update = (
-        Value(tuple(shapes[i]), call.inputs[i].dtype, graph.store_full(call.inputs[i], shapes[i])) for i in (0, 2)
-    )
-    return elementwise.write_binary(graph, call._replace(name=kind, inputs=(x, update))) if kind else update
+
+    def read(place: int) -> Value:
+        x, shape = call.inputs[place], tuple(call.parameters["input_shapes"][place])
+        return Value(shape, x.dtype, graph.store_full(x, shape))
+
+    return elementwise.write_binary(graph, call._replace(name=kind, inputs=(read(0), read(2)))) if kind else read(2)
 
 
 def _add_spare_row(
