@@ -275,7 +275,8 @@ def _read_static(text: bytes) -> tuple[Any, ...]:
 
 # So that `jax.export` can save a step that takes them; jaxquant registers its own classes.
 for _kind in (FloatCache, MixedStack):
-    with contextlib.suppress(ValueError):  # this module is loaded again, and the class of before is registered
+    # JAX refuses a second registration if this module is loaded twice. The classes of the first load stay registered.
+    with contextlib.suppress(ValueError):
         export.register_pytree_node_serialization(
             _kind, serialized_name=f"{__name__}.{_kind.__name__}",
             serialize_auxdata=lambda static: json.dumps(static).encode(), deserialize_auxdata=_read_static,

@@ -41,7 +41,7 @@ _GRANULARITIES: dict[str, type] = {kind.__name__: kind for kind in (PerTensor, P
 
 
 def deserialize_program(data: bytes | bytearray) -> export.Exported:
-    """Return a program that `jax.export` saved, after importing what describes the trees of jaxquant in it.
+    """Return a program that `jax.export` saved, after importing the modules that register its trees.
 
     `jax.export.deserialize` knows only the trees whose modules are imported, and `import jaxquant` imports few. This
     function imports those that the program takes or returns. It changes nothing else: `jax.export.deserialize` does the
