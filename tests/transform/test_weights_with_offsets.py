@@ -16,7 +16,11 @@ from jaxquant import checkpoint
 
 from ..support.equality import same_bits
 
-TYPES = ("Q4_1", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+# The norm of the weights' error, of the norm of the weights, is at most this (0.81 to 0.87 of it in 200 draws).
+ERRORS = {
+    "Q4_1": 0.1, "Q5_1": 0.046, "Q2_K": 0.4, "Q3_K": 0.24, "Q4_K": 0.1, "Q5_K": 0.046, "Q6_K": 0.024,
+    "IQ4_NL": 0.11, "IQ4_XS": 0.11,
+}  # fmt: skip
 HALF = {"offset": True, "scale_dtype": "float16"}
 NESTED = {"offset": True, "scale_spec": jq.QuantSpec("uint6", scale_dtype="float16")}
 WEIGHTS = {
@@ -31,14 +35,14 @@ def draw(rng: np.random.Generator, *shape: int) -> jax.Array:
     return jnp.asarray(rng.normal(0, 0.25, shape) + rng.normal(0, 0.1), jnp.float32)
 
 
-def check_near(actual: Any, expected: Any, least: float = 1e-5) -> None:
+def check_near(actual: Any, expected: Any) -> None:
     """Check results of the same codes: the floats are added in another order."""
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         wide = np.asarray(b, np.float64)
-        np.testing.assert_allclose(np.asarray(a, np.float64), wide, rtol=0, atol=least * np.abs(wide).max())
+        np.testing.assert_allclose(np.asarray(a, np.float64), wide, rtol=0, atol=1e-5 * np.abs(wide).max())
 
 
-@pytest.mark.parametrize("type", TYPES)
+@pytest.mark.parametrize("type", ERRORS)
 def test_codes_of_a_recipe_are_saved(type: str, rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
     """The package gguf reads the numbers that the function computed with, for weights of either layout."""
     gguf = pytest.importorskip("gguf")
@@ -54,8 +58,8 @@ def test_codes_of_a_recipe_are_saved(type: str, rng: np.random.Generator, tmp_pa
     floats = {name: np.asarray(w.dequantize()) for name, w in q.params.items()}
     with jax.default_matmul_precision("highest"):
         check_near(y, function({name: jnp.asarray(w) for name, w in floats.items()}, x))
-    # IQ4's levels leave an error of a tenth of the weights, which is a fifth of the largest sum if the sums are small.
-    check_near(y, function(params, x), {"Q2_K": 0.6, "Q3_K": 0.4, "IQ4_NL": 0.4, "IQ4_XS": 0.4}.get(type, 0.15))
+    for name, w in params.items():
+        assert np.linalg.norm(floats[name] - w) < ERRORS[type] * np.linalg.norm(w)
     path = tmp_path / "a.gguf"
     named = {"up.weight": q.params["up.weight"], "down.weight": q.params["down.weight"].T}
     checkpoint.save(path, named, checkpoint.Info("gguf"))
