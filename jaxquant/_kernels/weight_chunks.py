@@ -195,7 +195,10 @@ def delay_weights(x: jax.Array, codes: jax.Array, scale: jax.Array, is_packed: b
     Otherwise XLA:CPU dequantizes the weights of all layers of a program first, and keeps them in memory. Packed codes
     wait, and not their scale: a float is made of both, and the codes should not be unpacked before, either.
     """
-    return (barriers.wait_for(codes, x), scale) if is_packed else (codes, delay_floats(scale, x))
+    if not is_packed:
+        return codes, delay_floats(scale, x)
+    # The barrier keeps XLA from finding the place of each code in a stack of all layers, one by one.
+    return lax.optimization_barrier(barriers.wait_for(codes, x)), scale
 
 
 def delay_floats(value: jax.Array, predecessor: jax.Array) -> jax.Array:

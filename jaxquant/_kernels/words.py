@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,10 @@ GROUP = 32
 _TILE, _LEAST_TILE = 16, 8
 # The number of lanes that XLA:CPU unpacks in one vector, for each number of lanes. With others it unpacks code by code.
 _RUNS = {8: 8, 16: 4}
+
+
+# A lane, a part, or the first bit of one in a word: of all words, or an integer for each word.
+Place: TypeAlias = int | np.ndarray | jax.Array
 
 
 class _Layout(NamedTuple):
@@ -199,15 +203,14 @@ def align_parts(plane: jax.Array, shape: tuple[int, ...], bits: int, axis: int, 
 
 
 def read_lane(
-    planes: tuple[jax.Array, ...], bits: int, lane: int | jax.Array, high_lane: int | jax.Array,
-    part: int | jax.Array, *, signed: bool,
-) -> jax.Array:  # fmt: skip
+    planes: tuple[jax.Array, ...], bits: int, lane: Place, high_lane: Place, part: Place, *, signed: bool
+) -> jax.Array:
     """Return, as int32, the codes of one lane of words.
 
     Args:
         planes: words of low bits, and for 3, 5 and 6 bits words of high bits, of shapes that broadcast.
         bits: the number of bits of a code.
-        lane: an int, or int32 of the rank of the planes, for several lanes at once.
+        lane: an int, or int32 of a shape that broadcasts with the planes, for several lanes at once.
         high_lane: like `lane`, the lane in the words of high bits, which `align_parts` may have shifted.
         part: like `lane`, the part of each word; 0 if `align_parts` returned the words of high bits.
         signed: whether the codes are in two's complement.
@@ -236,8 +239,8 @@ def read_lane(
 
 
 def read_lane_steps(
-    planes: tuple[jax.Array, ...], bits: int, lane: int | jax.Array, high_lane: int | jax.Array,
-    part: int | jax.Array, base: jax.Array, *, signed: bool,
+    planes: tuple[jax.Array, ...], bits: int, lane: Place, high_lane: Place, part: Place, base: jax.Array, *,
+    signed: bool,
 ) -> jax.Array:  # fmt: skip
     """Return, as float32, the codes of one lane of words minus a zero point, as `packed_codes.read_steps` does.
 
@@ -269,14 +272,14 @@ def read_lane_steps(
     return lax.bitcast_convert_type(code, jnp.float32) - base
 
 
-def _read_bits(plane: jax.Array, width: int, first_bit: int | jax.Array) -> jax.Array:
+def _read_bits(plane: jax.Array, width: int, first_bit: Place) -> jax.Array:
     """Return `width` bits of words from one bit on, as uint32."""
     if isinstance(first_bit, int) and first_bit + width == 32:
         return _shift_right(plane, first_bit)
     return _shift_right(plane, first_bit) & np.uint32(2**width - 1)
 
 
-def _raise_bits(plane: jax.Array, width: int, first_bit: int | jax.Array) -> jax.Array:
+def _raise_bits(plane: jax.Array, width: int, first_bit: Place) -> jax.Array:
     """Return words, shifted to the left until the `width` bits from one bit on are the highest ones."""
     if isinstance(first_bit, int):
         return _shift_right(plane, first_bit + width - 32)
@@ -284,7 +287,7 @@ def _raise_bits(plane: jax.Array, width: int, first_bit: int | jax.Array) -> jax
     return lax.shift_left(plane, shift)
 
 
-def _shift_right(plane: jax.Array, count: int | jax.Array) -> jax.Array:
+def _shift_right(plane: jax.Array, count: Place) -> jax.Array:
     """Return uint32 shifted to the right, or by an int below 0 to the left."""
     if not isinstance(count, int):
         return lax.shift_right_logical(plane, _place(count, plane))
@@ -294,7 +297,7 @@ def _shift_right(plane: jax.Array, count: int | jax.Array) -> jax.Array:
     return shift(plane, np.uint32(abs(count)))
 
 
-def _place(count: jax.Array, plane: jax.Array) -> jax.Array:
+def _place(count: np.ndarray | jax.Array, plane: jax.Array) -> jax.Array:
     """Return int32 numbers as uint32 in the shape of a plane, and on its devices."""
     return sharding.place_like(jnp.broadcast_to(count.astype(jnp.uint32), plane.shape), plane)
 
@@ -342,7 +345,7 @@ def unpack_words(words: jax.Array, bits: int, length: int, *, signed: bool) -> j
         return lax.bitcast_convert_type((code ^ sign) - sign, jnp.int8) if signed else code
     run = _RUNS[size.lanes]
     shape = (*low.shape[:-2], size.parts, size.lanes // run, run)
-    lane, part = _find_lanes(shape, run), lax.broadcasted_iota(jnp.int32, shape, len(shape) - 3)
+    lane, part = _list_lanes(size.lanes, run), np.arange(size.parts, dtype=np.int32)[:, None, None]
     planes = tuple(plane[..., None] for plane in planes)
     codes = read_lane(planes, bits, lane, lane, part, signed=signed).astype(jnp.int8 if signed else jnp.uint8)
     # The barrier keeps XLA from finding the place of each code by divisions.
@@ -353,14 +356,17 @@ def _unpack_plane(plane: jax.Array, width: int, lanes: int, length: int) -> jax.
     """Return the bits of one plane as `spread_lanes` returns it, each code's in uint8 [..., length]."""
     run = _RUNS[lanes]
     shape = (*plane.shape[:-1], lanes // run, run)
-    bits = _read_bits(jnp.broadcast_to(plane[..., None], shape), width, _find_lanes(shape, run) * np.int32(width))
+    bits = _read_bits(jnp.broadcast_to(plane[..., None], shape), width, _list_lanes(lanes, run) * np.int32(width))
     return lax.optimization_barrier(bits.astype(jnp.uint8)).reshape(*plane.shape[:-5], length)
 
 
-def _find_lanes(shape: tuple[int, ...], run: int) -> jax.Array:
-    """Return the lane of each code, int32, for a shape whose last dimensions are runs of lanes."""
-    major, minor = (lax.broadcasted_iota(jnp.int32, shape, len(shape) - n) for n in (2, 1))
-    return major * np.int32(run) + minor
+def _list_lanes(lanes: int, run: int) -> np.ndarray:
+    """Return the lane of each code of a word: int32 [lanes / run, run].
+
+    A constant, not `lax.iota` of the codes' shape: XLA would compute the shifts of all codes before the loop over a
+    model's layers, and read four bytes of them for each code.
+    """
+    return np.arange(lanes, dtype=np.int32).reshape(-1, run)
 
 
 def pack_words(codes: jax.Array, bits: int) -> jax.Array:
