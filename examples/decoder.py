@@ -229,13 +229,15 @@ def forward(
     def attend_cached(
         cache: Any, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, place: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
-        q, k = (rotate(config, heads, positions, window is not None) for heads in (q, k))
+        q, k = (rotate(config, heads, turns[window is not None]) for heads in (q, k))
         cache = cache.append(k, v, counts, layer=place)
         of_layer = cache if place is None else cache.take_layer(place)
         return attend(q, of_layer, positions).reshape(*tokens.shape, -1), cache
 
     first_index = caches[0].index[0] if config.is_stacked else caches[0].index
     positions = first_index[:, None] + jnp.arange(tokens.shape[1])
+    # Once for all layers: they take longer to compute than to use.
+    turns = {is_local: compute_turns(config, positions, is_local) for is_local in (False, True)}
     x = jq.take(params["token_embd.weight"], tokens, mode="clip")
     if config.is_gemma:
         x = x * jnp.sqrt(jnp.float32(x.shape[-1]))
@@ -353,19 +355,24 @@ def _normalize(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
     return x / root * weight
 
 
-def rotate(config: Config, heads: jax.Array, positions: jax.Array, is_local: bool) -> jax.Array:
-    """Return queries or keys [batch, tokens, heads, head_dim] with pairs of features turned by their positions.
+def compute_turns(config: Config, positions: jax.Array, is_local: bool) -> tuple[jax.Array, jax.Array]:
+    """Return the cosines and sines that pairs of features turn by at positions, [batch, tokens, 1, head_dim / 2]."""
+    half = config.head_dim // 2
+    base = config.local_rope_base if is_local else config.rope_base
+    angles = positions.astype(jnp.float32)[..., None, None] * base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(config: Config, heads: jax.Array, turns: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Return queries or keys [batch, tokens, heads, head_dim] with pairs of features turned by `compute_turns`.
 
     A pair is a feature and the one half of the features after it. In GGUF files of Llama's architecture the rows of the
     weights are in another order, in which the two are neighbors.
     """
-    half = config.head_dim // 2
-    base = config.local_rope_base if is_local else config.rope_base
-    angles = positions.astype(jnp.float32)[..., None, None] * base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos, sin = turns
     # The axis of a pair: after the reshape [..., 2, half], or [..., half, 2].
     axis = -2 if config.is_gemma else -1
-    shape = (2, half) if config.is_gemma else (half, 2)
+    shape = (2, -1) if config.is_gemma else (-1, 2)
     a, b = jnp.moveaxis(heads.reshape(*heads.shape[:-1], *shape), axis, 0)
     return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis).reshape(heads.shape)
 

@@ -402,7 +402,7 @@ def compute_weights(scores: jax.Array, value_scale: jax.Array, visible: jax.Arra
     exponentials = hide(_exponentiate(scores - top), _ZERO)
     hide_blocks = functools.partial(_hide, visible=None if visible is None else lax.expand_dims(visible, (2,)))
     scaled = hide_blocks(lax.expand_dims(exponentials, (2,)) * value_scale, _ZERO)
-    total = _add_exponentials(exponentials, jnp.any(jnp.isnan(scaled), axis=2))
+    total = _add_exponentials(exponentials, _find_nan(exponentials, value_scale, visible))
     largest = jnp.max(scaled, axis=-1, keepdims=True, initial=0.0)
     most = 2 ** (_DIGIT * digits) - 1
     # A row of zeros gets codes of 0. The reciprocal of a step of this size is finite.
@@ -410,6 +410,16 @@ def compute_weights(scores: jax.Array, value_scale: jax.Array, visible: jax.Arra
     steps = lax.round(scaled * (np.float32(1) / step), lax.RoundingMethod.TO_NEAREST_EVEN)
     codes = jnp.clip(steps, _ZERO, np.float32(most)).astype(jnp.int32)
     return RowWeights(exponentials, codes, step, total)
+
+
+def _find_nan(exponentials: jax.Array, value_scale: jax.Array, visible: jax.Array | None) -> jax.Array:
+    """Return where the exponential of a token that is not hidden is NaN, or its product with a scale of its values.
+
+    An exponential is at most 1, so a product is NaN for one of the scales just if it is for the largest magnitude: if
+    that is NaN, or infinite while the exponential is 0. A product for each block would take as long as the codes.
+    """
+    largest = jnp.max(jnp.abs(value_scale), axis=2)
+    return jnp.isnan(_hide(exponentials * largest, _ZERO, visible=visible))
 
 
 def _exponentiate(differences: jax.Array) -> jax.Array:
@@ -466,9 +476,11 @@ def weigh_values(
     """
     batch, heads, blocks, groups, queries, tokens = weights.codes.shape
     rows = weights.codes.reshape(batch, heads * blocks, groups * queries, tokens)
-    parts = [(rows >> np.int32(_DIGIT * position)) & np.int32(2**_DIGIT - 1) for position in reversed(range(digits))]
-    # The digits are further rows of one contraction, which reads the values once.
-    stacked = lax.concatenate([part.astype(jnp.int8) for part in parts], 2)
+    # The digits are further rows of one contraction, which reads the values once. They are shifted together, because
+    # XLA:CPU runs a concatenation of them on one thread.
+    shifts = np.arange(_DIGIT * (digits - 1), -1, -_DIGIT, dtype=np.int32).reshape(1, 1, digits, 1, 1)
+    parts = (lax.expand_dims(rows, (2,)) >> shifts) & np.int32(2**_DIGIT - 1)
+    stacked = parts.astype(jnp.int8).reshape(batch, heads * blocks, digits * groups * queries, tokens)
     contract = contract_digits if contract is None else contract
     y = None
     for start in range(0, tokens, _LONGEST):

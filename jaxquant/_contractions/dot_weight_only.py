@@ -169,23 +169,25 @@ class _WeightOnlyProduct(NamedTuple):
             if scale.dtype != dtypes.FLOAT32:
                 # The barrier keeps XLA from converting a scale for each code.
                 scale = lax.optimization_barrier(dtypes.scale_as_float32(scale))
-            widened, static = self._widen_codes(codes, wait)
-            wide = self._replace(static=static).unflatten(widened, scale, zero_point)
-            return quantized_array.dequantize_checked(wide, use=use)
-        return quantized_array.dequantize_checked(self.unflatten(codes, scale, zero_point), use=use)
+            if self.static.packing is None:
+                codes = packed_codes.widen_codes(codes, wait)
+            else:
+                # The barrier keeps XLA from fusing the slice into the loop that unpacks the words.
+                codes = lax.optimization_barrier(wait(codes))
+        codes, static = self._unpack_codes(codes)
+        wide = self._replace(static=static).unflatten(codes, scale, zero_point)
+        return quantized_array.dequantize_checked(wide, use=use)
 
-    def _widen_codes(
-        self, codes: jax.Array, wait: Callable[[jax.Array], jax.Array]
-    ) -> tuple[jax.Array, parts.ArrayStatic]:
-        """Return the codes of a chunk in 8 bits or more, unpacked after `wait`, and the static part for them."""
+    def _unpack_codes(self, codes: jax.Array) -> tuple[jax.Array, parts.ArrayStatic]:
+        """Return codes that are in words one by one, in 8 bits or more, and the static part for them."""
         packing = self.static.packing
         if packing is None:
-            return packed_codes.widen_codes(codes, wait), self.static
+            return codes, self.static
         is_float = packing.format in dtypes.FLOAT4
         is_signed = self.static.codebook is None and not is_float and dtypes.read_bounds(packing.format)[0] < 0
-        # The barrier keeps XLA from fusing the slice into the loop that unpacks the words.
-        stored = lax.optimization_barrier(wait(codes))
-        unpacked = words.unpack_words(stored, packing.bits, packing.length, signed=is_signed)
+        # A device must have all codes of a row, because the codes of a word are not neighbors.
+        codes = sharding.gather_axes(codes, (codes.ndim - 1,))
+        unpacked = words.unpack_words(codes, packing.bits, packing.length, signed=is_signed)
         # As 8 bits, because a format of 4 bits would be packed once more.
         unpacked = packed_codes.read_bfloat16(unpacked.astype(jnp.uint32), 0) if is_float else unpacked
         return unpacked, self.static._replace(packing=None)

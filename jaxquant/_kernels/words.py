@@ -344,7 +344,6 @@ def unpack_words(words: jax.Array, bits: int, length: int, *, signed: bool) -> j
         sign = np.uint8(signed * 2 ** (bits - 1))
         return lax.bitcast_convert_type((code ^ sign) - sign, jnp.int8) if signed else code
     run = _RUNS[size.lanes]
-    shape = (*low.shape[:-2], size.parts, size.lanes // run, run)
     lane, part = _list_lanes(size.lanes, run), np.arange(size.parts, dtype=np.int32)[:, None, None]
     planes = tuple(plane[..., None] for plane in planes)
     codes = read_lane(planes, bits, lane, lane, part, signed=signed).astype(jnp.int8 if signed else jnp.uint8)
