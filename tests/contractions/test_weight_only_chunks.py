@@ -147,3 +147,23 @@ def test_floats_of_one_layer_at_a_time(name: str, is_last: bool, rows: int) -> N
 
     program = Program(run, jax.ShapeDtypeStruct((rows, 640), jnp.float32), layers)
     assert program.memory.temp_size_in_bytes < 1.5 * 4 * 640 * 640
+
+
+@pytest.mark.parametrize("name", ["uint3", "int4", "int5", "int6"])
+def test_words_of_one_layer_in_a_loop(name: str) -> None:
+    """A loop over layers unpacks the words of one, once: no array of shifts, and no codes of 4 bits between."""
+    layers, size, rows = 6, 640, 64
+    q = jax.eval_shape(lambda w: jq.quantize(w, jq.QuantSpec(name, jq.Blocked(2, 32))).pack(), jnp.ones((1, size, size)))
+    stack = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((layers, *leaf.shape[1:]), leaf.dtype), q)
+
+    def run(x: jax.Array, stack: jq.QuantizedArray) -> jax.Array:
+        def step(layer: jax.Array, x: jax.Array) -> jax.Array:
+            w = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False), stack)
+            return jnp.tanh(x @ w.T)
+
+        return jax.lax.fori_loop(0, layers, step, x)
+
+    program = Program(run, jax.ShapeDtypeStruct((rows, size), jnp.float32), stack)
+    # The floats, the codes in 8 bits, the words, and three activations.
+    assert program.memory.temp_size_in_bytes < (4 + 1 + 1) * size * size + 3 * 4 * rows * size
+    assert not re.search(r"\b[su]4\[", program.text)
