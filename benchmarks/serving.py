@@ -11,6 +11,9 @@ trace and compile are of all processors together; tokens per second and millisec
 is that of a new process that loads the file, compiles a step and takes 20, before and after `jax.clear_caches` and
 glibc's `malloc_trim`; beside it is what Python and JAX take after a first small program. One process reads the program
 from the compilation cache, where an earlier one has written it.
+
+JAX takes its memory from malloc. With `GLIBC_TUNABLES=glibc.malloc.hugetlb=1` in the environment malloc asks for huge
+pages, which Linux gives to those who ask where it says "madvise".
 """
 
 from __future__ import annotations
@@ -191,7 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("RESULT" + json.dumps(measure_memory(path, options.memory)))
         return 0
     print(f"Python {platform.python_version()}, jax {jax.__version__}")
-    print(f"{processor.read_name()}, VNNI: {processor.find_vnni()}\n")
+    print(f"{processor.read_name()}, VNNI: {processor.find_vnni()}")
+    print(f"Huge pages: {processor.describe_huge_pages()}\n")
     with tempfile.TemporaryDirectory() as folder:
         files = [path, *(write_file(path, kind, pathlib.Path(folder), options.table) for kind in options.to)]
         _print_table(_HEADS, (row for file in files for row in measure_times(file, options.rounds)))

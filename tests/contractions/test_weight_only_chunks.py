@@ -153,7 +153,8 @@ def test_floats_of_one_layer_at_a_time(name: str, is_last: bool, rows: int) -> N
 def test_words_of_one_layer_in_a_loop(name: str) -> None:
     """A loop over layers unpacks the words of one, once: no array of shifts, and no codes of 4 bits between."""
     layers, size, rows = 6, 640, 64
-    q = jax.eval_shape(lambda w: jq.quantize(w, jq.QuantSpec(name, jq.Blocked(2, 32))).pack(), jnp.ones((1, size, size)))
+    spec = jq.QuantSpec(name, jq.Blocked(2, 32))
+    q = jax.eval_shape(lambda w: jq.quantize(w, spec).pack(), jnp.ones((1, size, size)))
     stack = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((layers, *leaf.shape[1:]), leaf.dtype), q)
 
     def run(x: jax.Array, stack: jq.QuantizedArray) -> jax.Array:
