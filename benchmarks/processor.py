@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import platform
 import re
 
 _INFO = pathlib.Path("/proc/cpuinfo")
-_HUGE_PAGES = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def read_name() -> str:
@@ -23,10 +21,3 @@ def find_vnni() -> str:
     if flags is None:
         return "not known"
     return " ".join(flag for flag in ("avx512_vnni", "avx_vnni") if flag in flags[1].split()) or "no"
-
-
-def describe_huge_pages() -> str:
-    """Return when Linux backs memory with huge pages, and what GLIBC_TUNABLES says of those that malloc asks for."""
-    chosen = re.search(r"\[(\w+)\]", _HUGE_PAGES.read_text()) if _HUGE_PAGES.exists() else None
-    tunable = re.search(r"glibc\.malloc\.hugetlb=\d", os.environ.get("GLIBC_TUNABLES", ""))
-    return f"{chosen[1] if chosen else 'not known'}, {tunable[0] if tunable else 'glibc.malloc.hugetlb is not set'}"
