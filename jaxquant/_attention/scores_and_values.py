@@ -476,11 +476,9 @@ def weigh_values(
     """
     batch, heads, blocks, groups, queries, tokens = weights.codes.shape
     rows = weights.codes.reshape(batch, heads * blocks, groups * queries, tokens)
-    # The digits are further rows of one contraction, which reads the values once. They are shifted together, because
-    # XLA:CPU runs a concatenation of them on one thread.
-    shifts = np.arange(_DIGIT * (digits - 1), -1, -_DIGIT, dtype=np.int32).reshape(1, 1, digits, 1, 1)
-    parts = (lax.expand_dims(rows, (2,)) >> shifts) & np.int32(2**_DIGIT - 1)
-    stacked = parts.astype(jnp.int8).reshape(batch, heads * blocks, digits * groups * queries, tokens)
+    parts = [(rows >> np.int32(_DIGIT * position)) & np.int32(2**_DIGIT - 1) for position in reversed(range(digits))]
+    # The digits are further rows of one contraction, which reads the values once.
+    stacked = lax.concatenate([part.astype(jnp.int8) for part in parts], 2)
     contract = contract_digits if contract is None else contract
     y = None
     for start in range(0, tokens, _LONGEST):
