@@ -206,6 +206,20 @@ def test_fsdp_of_a_converted_function(rng: np.random.Generator, recipe: str) -> 
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_attention_with_queries_on_devices(rng: np.random.Generator) -> None:
+    """An explicit mesh axis may cut the queries of a row, whose keys and values each device has."""
+    mesh = make_mesh(AxisType.Explicit)
+    query, key = (rng.normal(size=(2, 8, 4, 16)).astype(np.float32) for _ in range(2))
+
+    def attend(query: jax.Array, key: jax.Array) -> jax.Array:
+        return jq.quantized_dot_product_attention(query, key, -key)
+
+    expected = jax.jit(attend)(query, key)
+    with jax.set_mesh(mesh):
+        y = jax.jit(attend)(jax.device_put(query, NamedSharding(mesh, P(None, "d"))), key)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_attention_with_explicit_shardings(rng: np.random.Generator) -> None:
     """Under jax.jit, with the sharding in the type of the result, and inside of jax.shard_map: as on one device."""
