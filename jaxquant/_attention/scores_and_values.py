@@ -415,8 +415,8 @@ def compute_weights(scores: jax.Array, value_scale: jax.Array, visible: jax.Arra
 def _find_nan(exponentials: jax.Array, value_scale: jax.Array, visible: jax.Array | None) -> jax.Array:
     """Return where the exponential of a token that is not hidden is NaN, or its product with a scale of its values.
 
-    An exponential is at most 1, so a product is NaN for one of the scales just if it is for the largest magnitude: if
-    that is NaN, or infinite while the exponential is 0. A product for each block would take as long as the codes.
+    An exponential is at most 1. So its product with one of the scales is NaN exactly if that with the largest magnitude
+    is: if that is NaN, or infinite while the exponential is 0. Products for all blocks would take as long as the codes.
     """
     largest = jnp.max(jnp.abs(value_scale), axis=2)
     return jnp.isnan(_hide(exponentials * largest, _ZERO, visible=visible))

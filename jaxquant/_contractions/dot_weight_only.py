@@ -154,7 +154,7 @@ class _WeightOnlyProduct(NamedTuple):
         self, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, chunk: Chunk | None,
         wait: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:  # fmt: skip
-        """Return the dequantized weights of one chunk, with `wait` applied to its scale; None is all of them."""
+        """Return the dequantized weights of one chunk, `wait` applied to its scale and codes; None is all of them."""
         use = "any" if math.prod(codes.shape[axis] for axis in self.role.contracted) == 1 else "operand"
         if chunk is not None:
             axis = self.choose_axis(codes)
@@ -179,7 +179,7 @@ class _WeightOnlyProduct(NamedTuple):
         return quantized_array.dequantize_checked(wide, use=use)
 
     def _unpack_codes(self, codes: jax.Array) -> tuple[jax.Array, parts.ArrayStatic]:
-        """Return codes that are in words one by one, in 8 bits or more, and the static part for them."""
+        """Return codes, unpacked if they are in words, in a dtype of 8 bits or more, and the static part for them."""
         packing = self.static.packing
         if packing is None:
             return codes, self.static
@@ -188,7 +188,7 @@ class _WeightOnlyProduct(NamedTuple):
         # A device must have all codes of a row, because the codes of a word are not neighbors.
         codes = sharding.gather_axes(codes, (codes.ndim - 1,))
         unpacked = words.unpack_words(codes, packing.bits, packing.length, signed=is_signed)
-        # As 8 bits, because a format of 4 bits would be packed once more.
+        # As 8 bits, or bfloat16, because a format of 4 bits would be packed once more.
         unpacked = packed_codes.read_bfloat16(unpacked.astype(jnp.uint32), 0) if is_float else unpacked
         return unpacked, self.static._replace(packing=None)
 

@@ -42,8 +42,8 @@ _TILE, _LEAST_TILE = 16, 8
 _RUNS = {8: 8, 16: 4}
 
 
-# A lane, a part, or the first bit of one in a word: of all words, or an integer for each word.
-Place: TypeAlias = int | np.ndarray | jax.Array
+# A lane, a part, or a number of bits: one for all codes, or integers of a shape that broadcasts with the words.
+Position: TypeAlias = int | np.ndarray | jax.Array
 
 
 class _Layout(NamedTuple):
@@ -203,7 +203,7 @@ def align_parts(plane: jax.Array, shape: tuple[int, ...], bits: int, axis: int, 
 
 
 def read_lane(
-    planes: tuple[jax.Array, ...], bits: int, lane: Place, high_lane: Place, part: Place, *, signed: bool
+    planes: tuple[jax.Array, ...], bits: int, lane: Position, high_lane: Position, part: Position, *, signed: bool
 ) -> jax.Array:
     """Return, as int32, the codes of one lane of words.
 
@@ -239,7 +239,7 @@ def read_lane(
 
 
 def read_lane_steps(
-    planes: tuple[jax.Array, ...], bits: int, lane: Place, high_lane: Place, part: Place, base: jax.Array, *,
+    planes: tuple[jax.Array, ...], bits: int, lane: Position, high_lane: Position, part: Position, base: jax.Array, *,
     signed: bool,
 ) -> jax.Array:  # fmt: skip
     """Return, as float32, the codes of one lane of words minus a zero point, as `packed_codes.read_steps` does.
@@ -272,14 +272,14 @@ def read_lane_steps(
     return lax.bitcast_convert_type(code, jnp.float32) - base
 
 
-def _read_bits(plane: jax.Array, width: int, first_bit: Place) -> jax.Array:
+def _read_bits(plane: jax.Array, width: int, first_bit: Position) -> jax.Array:
     """Return `width` bits of words from one bit on, as uint32."""
     if isinstance(first_bit, int) and first_bit + width == 32:
         return _shift_right(plane, first_bit)
     return _shift_right(plane, first_bit) & np.uint32(2**width - 1)
 
 
-def _raise_bits(plane: jax.Array, width: int, first_bit: Place) -> jax.Array:
+def _raise_bits(plane: jax.Array, width: int, first_bit: Position) -> jax.Array:
     """Return words, shifted to the left until the `width` bits from one bit on are the highest ones."""
     if isinstance(first_bit, int):
         return _shift_right(plane, first_bit + width - 32)
@@ -287,7 +287,7 @@ def _raise_bits(plane: jax.Array, width: int, first_bit: Place) -> jax.Array:
     return lax.shift_left(plane, shift)
 
 
-def _shift_right(plane: jax.Array, count: Place) -> jax.Array:
+def _shift_right(plane: jax.Array, count: Position) -> jax.Array:
     """Return uint32 shifted to the right, or by an int below 0 to the left."""
     if not isinstance(count, int):
         return lax.shift_right_logical(plane, _place(count, plane))

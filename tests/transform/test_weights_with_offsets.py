@@ -16,7 +16,7 @@ from jaxquant import checkpoint
 
 from ..support.equality import same_bits
 
-# The norm of the weights' error, of the norm of the weights, is at most this (0.81 to 0.87 of it in 200 draws).
+# The most that the norm of the error may be of the norm of the weights: 200 draws of a type reached 0.87 of it at most.
 ERRORS = {
     "Q4_1": 0.1, "Q5_1": 0.046, "Q2_K": 0.4, "Q3_K": 0.24, "Q4_K": 0.1, "Q5_K": 0.046, "Q6_K": 0.024,
     "IQ4_NL": 0.11, "IQ4_XS": 0.11,
