@@ -179,7 +179,7 @@ class _WeightOnlyProduct(NamedTuple):
         return quantized_array.dequantize_checked(wide, use=use)
 
     def _unpack_codes(self, codes: jax.Array) -> tuple[jax.Array, parts.ArrayStatic]:
-        """Return codes, unpacked if they are in words, in a dtype of 8 bits or more, and the static part for them."""
+        """Return codes and the static part for them; those in words are unpacked, to a dtype of 8 bits or more."""
         packing = self.static.packing
         if packing is None:
             return codes, self.static
