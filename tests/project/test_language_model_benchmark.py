@@ -59,8 +59,7 @@ def test_scores_are_of_the_tokens_after_the_first(model: Any, sample: Any) -> No
 
 def test_rows_of_the_text(model: Any, sample: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark, "topics", {"b": "d" * 20, "a": "abc" * 20})
-    encode = lambda text, add_special_tokens: types.SimpleNamespace(ids=[ord(x) % 90 for x in text])  # noqa: E731
-    model = model._replace(tokenizer=types.SimpleNamespace(encode=encode))
+    model = model._replace(tokenizer=types.SimpleNamespace(encode=lambda text: [ord(x) % 90 for x in text]))
     found = benchmark.cut(model, 2, 1)
     text = [ord(x) % 90 for x in "abc" * 20 + "\n\n" + "d" * 20]
     assert found.test.tolist() == [[2, *text[: TEXT + 1]], [2, *text[TEXT + 1 : 2 * TEXT + 2]]]
