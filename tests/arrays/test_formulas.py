@@ -50,6 +50,7 @@ def make_weights(name: str, rng: np.random.Generator, shape: tuple[int, int], si
 SHAPES = {"small": (64, 48), "chunks along the sum": (512, 1040), "chunks of columns": (1040, 512)}
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rows", [1, 3, 40])

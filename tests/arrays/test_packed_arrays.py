@@ -50,6 +50,7 @@ def assert_near(actual: Any, expected: Any) -> None:
     np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_words_hold_the_codes(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> None:

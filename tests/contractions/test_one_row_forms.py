@@ -301,6 +301,7 @@ def test_chunks_of_words_stored_last(codes: str, rng: np.random.Generator, monke
     assert max(math.prod(shape) for shape in sums) == q.size // (32 if codes == "int4" else 3 * lanes)
 
 
+@pytest.mark.sample(12)
 @on_cpu
 @pytest.mark.parametrize("depth", [640, 768, 1024])  # tiles of 20 groups, of 8, and two of 16
 @pytest.mark.parametrize("codes", ["int4", "uint4", "int2"])
@@ -345,6 +346,7 @@ def test_chunks_of_words_of_low_bits(
     np.testing.assert_array_equal(np.isnan(got), np.isin(np.arange(rows), [7, rows - 1]))
 
 
+@pytest.mark.sample(20)
 @on_cpu
 @pytest.mark.parametrize("depth", [288, 576, 640, 896, 912, 1120])
 @pytest.mark.parametrize(
