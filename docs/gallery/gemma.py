@@ -84,7 +84,7 @@ for name, found in scores.items():
 #
 # A cache has codes of 8 or 4 bits for keys and values, with a scale for 16 or 32 features; keys and values are rotated
 # before they are rounded, so that no feature is much larger than the others. A layer that attends to 512 tokens keeps
-# 639, the last chunk included; the floats, which are here to compare, are kept for all tokens.
+# 767, the last chunk included; the floats, which are here to compare, are kept for all tokens.
 # [Attention and the KV cache](../attention.md) explains these choices.
 
 # %%
