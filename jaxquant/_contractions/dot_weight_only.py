@@ -111,7 +111,7 @@ class _WeightOnlyProduct(NamedTuple):
     def count_codes(self, codes: jax.Array) -> int:
         """Return the number of codes, which may be packed."""
         packing = self.static.packing
-        return codes.size if packing is None else codes.size // codes.shape[-1] * packing.length
+        return codes.size if packing is None else math.prod(codes.shape[:-1]) * packing.length
 
     def choose_axis(self, codes: jax.Array) -> int | None:
         """Return the dimension of the codes that is cut: the contracted one, or the longest other one."""

@@ -287,6 +287,18 @@ def test_empty_contraction_with_blocks() -> None:
     np.testing.assert_array_equal(y, np.zeros((2, 3), np.float32))
 
 
+@pytest.mark.parametrize("shape", [(32, 0), (0, 32), (0, 0)], ids=str)
+@pytest.mark.parametrize("dtype", ["int4", "int5"])
+def test_empty_codes_in_words(dtype: str, shape: tuple[int, int]) -> None:
+    q = jq.quantize(jnp.zeros(shape), QuantSpec(dtype)).pack()
+    for rows in (1, 3, 300):
+        for matrix in (q, q.T):
+            depth, columns = matrix.shape
+            x, expected = jnp.ones((rows, depth)), np.zeros((rows, columns), np.float32)
+            np.testing.assert_array_equal(x @ matrix, expected)
+            np.testing.assert_array_equal(jax.jit(jq.matmul)(x, matrix), expected)
+
+
 @pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
