@@ -126,7 +126,7 @@ def main() -> int:
     try:
         model = decoder.load(args.model)
         text = args.text.read_text() if args.text else "\n\n".join(topics[name] for name in sorted(topics))
-    except (ImportError, OSError, ValueError) as error:  # a package or a file is missing, or the file is another one
+    except (ImportError, OSError, ValueError) as error:  # a missing package or file, or another kind of file
         parser.error(str(error))
     tokens = model.encode(text)
     # Of a part of the text that the perplexity does not use.
